@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from galley.core.content import SessionKey
 from galley.core.cost.live import LiveStepTimes
@@ -25,7 +24,6 @@ class BatchTimes:
     span: bytes
 
 
-@dataclass(frozen=True, slots=True)
 class ActiveBatch:
     """The batch of the step in progress; `grants[i]` belongs to chunk i of the plan.
 
@@ -33,27 +31,22 @@ class ActiveBatch:
     session.
     """
 
-    plan: StepPlan
-    grants: dict[SessionKey, Grant]
-    started_ns: int
-    draft_rows: int
-    drawn_rows: int
-    preempted: tuple[str, ...]
-    evicted: tuple[SessionKey, ...]
-
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         plan: StepPlan,
         grants: dict[SessionKey, Grant],
         now: int,
         preempted: tuple[str, ...],
         evicted: tuple[SessionKey, ...],
-    ) -> Self:
-        """Return the batch that starts now; `preempted` and `evicted` lost their blocks since the last."""
-        drafts = sum(len(grant.draft_tokens) for grant in grants.values())
-        drawn = drafts + sum(grant.is_final for grant in grants.values())
-        return cls(plan, grants, now, drafts, drawn, preempted, evicted)
+    ) -> None:
+        """Start now; `preempted` and `evicted` sessions lost their blocks since the last batch."""
+        self.plan = plan
+        self.grants = grants
+        self.started_ns = now
+        self.draft_rows = sum(len(grant.draft_tokens) for grant in grants.values())
+        self.drawn_rows = self.draft_rows + sum(grant.is_final for grant in grants.values())
+        self._preempted = preempted
+        self._evicted = evicted
 
     def info(self, free_blocks: int, queue_depth: int) -> BatchInfo:
         """Return a description of the batch."""
@@ -64,8 +57,8 @@ class ActiveBatch:
             prefill_rows=self.plan.rows - self.drawn_rows,
             free_blocks=free_blocks,
             queue_depth=queue_depth,
-            preempted=self.preempted,
-            evicted=tuple(session_id for _, session_id in self.evicted),
+            preempted=self._preempted,
+            evicted=tuple(session_id for _, session_id in self._evicted),
         )
 
     def record(self, times: LiveStepTimes, took_ns: int, batch_span: bytes) -> BatchTimes:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from galley.core.acceptance import confirm
 from galley.core.content import Miss, SessionKey
@@ -49,6 +50,7 @@ _RETRY_AFTER_S = 0.5
 _MEMORIES = 4096
 # Preempted sessions that one batch names.
 _NAMED = 16
+_age = attrgetter("age")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,16 +259,13 @@ class Scheduler:
 
     def _hold(self, request: ActiveRequest) -> None:
         """Allocate the session and find its cached tokens. Raises Overloaded."""
-        is_new = not self._table.has_blocks(request.key)
-        request.kv_len = request.kv_reused = self._open_blocks(request)
+        message, is_new = request.message, not self._table.has_blocks(request.key)
+        request.kv_len = request.kv_reused = self._table.open(
+            request.key, message.arrival_ns, request.tokens, message.priority
+        )
         if is_new:
             self.counts.prompt_tokens += len(request.tokens)
             self.counts.reused_tokens += request.kv_reused
-
-    def _open_blocks(self, request: ActiveRequest) -> int:
-        """Return how many tokens are cached. Raises Overloaded."""
-        message = request.message
-        return self._table.open(request.key, message.arrival_ns, request.tokens, message.priority)
 
     def _reserve(self, requested: Sequence[Grant]) -> tuple[dict[SessionKey, Grant], list[tuple[int, int]]]:
         """Reserve blocks for the grants, oldest first; respond to the requests that get none."""
@@ -323,7 +322,7 @@ class Scheduler:
         chunks = tuple(chunk_for(grant, self._table.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
         preempted, evicted = tuple(self._preempted), self._table.take_evicted()
-        self._batch = ActiveBatch.start(plan, grants, now, preempted, evicted)
+        self._batch = ActiveBatch(plan, grants, now, preempted, evicted)
         self._preempted.clear()
         return plan
 
@@ -401,9 +400,8 @@ class Scheduler:
             output_len=position - message.prompt_len,
             min_tokens=message.min_tokens,
         )
-        stopped = _has_stopped(message, position, verdict.tokens)
-        checked = _checked(grant, sampled)
         queue_ns, compute_ns, linger_ns = request.confirm(verdict.tokens, now)
+        is_over = self._draining or message.credit == 0 or request.position >= request.limit
         # The last confirmed token has no KV yet: the next step feeds it.
         self._computed(request, len(request.tokens) - 1)
         self._respond(
@@ -412,11 +410,11 @@ class Scheduler:
                 position=position,
                 tokens=verdict.tokens,
                 accepted=verdict.accepted,
-                verified=checked,
+                verified=_verified(grant.draft_tokens, sampled.tokens),
                 logprobs=sampled.logprobs[: len(verdict.tokens)],
                 kv_len=len(request.tokens) - 1,
                 batch_sessions=shared.sessions,
-                more=self._goes_on(request, stopped=stopped),
+                more=not (is_over or _has_stopped(message, position, verdict.tokens)),
                 queue_ns=queue_ns,
                 compute_ns=compute_ns,
                 linger_ns=linger_ns,
@@ -427,13 +425,6 @@ class Scheduler:
                 kv_reused=request.take_reused(),
                 batch_span=shared.span,
             ),
-        )
-
-    def _goes_on(self, request: ActiveRequest, *, stopped: bool) -> bool:
-        return (
-            not (stopped or self._draining)
-            and request.message.credit > 0
-            and request.position < request.limit
         )
 
     def _respond(self, request: ActiveRequest, outcome: Outcome, *, preempted: bool = False) -> None:
@@ -453,13 +444,8 @@ class Scheduler:
             self._table.make_idle(request.key)
 
 
-def _age(request: ActiveRequest) -> tuple[int, int, int]:
-    return request.age
-
-
-def _checked(grant: Grant, sampled: Sampled) -> int:
+def _verified(drafts: tuple[int, ...], tokens: tuple[int, ...]) -> int:
     """Return how many draft tokens were verified: all, except those after which the logits were bad."""
-    drafts, tokens = grant.draft_tokens, sampled.tokens
     return len(tokens) if tokens == drafts[: len(tokens)] else len(drafts)
 
 
