@@ -18,23 +18,16 @@ class Calibration:
 
     __slots__ = ("_accepted", "_overall", "_prior", "_strength", "_verified")
 
-    def __init__(
-        self, buckets: int, prior: Sequence[float], strength: float, overall: Calibration | None = None
-    ) -> None:
-        """Raise ValueError unless there are `buckets` priors in [0, 1], and strength > 0."""
-        if len(prior) != buckets or not all(0 <= chance <= 1 for chance in prior):
-            raise ValueError(f"prior: must be {buckets} values in [0, 1], got {prior}")
-        if not strength > 0:
-            raise ValueError(f"strength: must be > 0, got {strength}")
-        self._prior = tuple(prior)
+    def __init__(self, prior: Sequence[float], strength: float, overall: Calibration | None = None) -> None:
+        self._prior = prior
         self._strength = strength
         self._overall = overall
-        self._verified = [0.0] * buckets
-        self._accepted = [0.0] * buckets
+        self._verified = [0.0] * len(prior)
+        self._accepted = [0.0] * len(prior)
 
     def child(self) -> Calibration:
         """Return a calibration for a part of this one's sessions, whose prior is this one."""
-        return Calibration(len(self._prior), self._prior, self._strength, self)
+        return Calibration(self._prior, self._strength, self)
 
     def chance(self, bucket: int) -> float:
         """Return the chance in [0, 1] that a token of this bucket is accepted if all before it are."""

@@ -44,11 +44,11 @@ class Candidates:
 class Ensemble:
     """Calibration of a lookup and a model: each alone, both agreeing, and each against the other."""
 
-    lookup: Calibration = field(default_factory=lambda: Calibration(len(_CLASSES), _CLASSES, STRENGTH))
-    alone: Calibration = field(default_factory=lambda: Calibration(len(_BUCKETS), _BUCKETS, STRENGTH))
-    both: Calibration = field(default_factory=lambda: Calibration(len(_BOTH), _BOTH, STRENGTH))
-    lookup_against: Calibration = field(default_factory=lambda: Calibration(len(_LESS), _LESS, STRENGTH))
-    model_against: Calibration = field(default_factory=lambda: Calibration(len(_BUCKETS), _BUCKETS, STRENGTH))
+    lookup: Calibration = field(default_factory=lambda: Calibration(_CLASSES, STRENGTH))
+    alone: Calibration = field(default_factory=lambda: Calibration(_BUCKETS, STRENGTH))
+    both: Calibration = field(default_factory=lambda: Calibration(_BOTH, STRENGTH))
+    lookup_against: Calibration = field(default_factory=lambda: Calibration(_LESS, STRENGTH))
+    model_against: Calibration = field(default_factory=lambda: Calibration(_BUCKETS, STRENGTH))
 
     def narrowed(self) -> Ensemble:
         """Return the ensemble of one workload, which starts from this one of all workloads."""

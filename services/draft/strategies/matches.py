@@ -28,7 +28,7 @@ class MatchChances:
     """Acceptance rates by class; those of a workload start from the rates of its tenant."""
 
     def __init__(self, calibration: Calibration | None = None) -> None:
-        self._calibration = calibration or Calibration(len(PRIOR), PRIOR, STRENGTH)
+        self._calibration = calibration or Calibration(PRIOR, STRENGTH)
 
     def narrowed(self) -> MatchChances:
         """Return the rates of one workload, which start from these of all workloads."""

@@ -64,4 +64,4 @@ class ModelStrategy:
 
 def _calibration() -> Calibration:
     prior = CONFIDENCES * 2
-    return Calibration(len(prior), prior, _STRENGTH)
+    return Calibration(prior, _STRENGTH)

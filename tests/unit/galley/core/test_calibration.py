@@ -14,10 +14,10 @@ VERDICTS = st.lists(st.booleans(), max_size=200)
 
 @given(CHANCES, st.floats(0.1, 50), VERDICTS)
 @settings(max_examples=50)
-def test_a_chance_is_between_its_prior_and_what_was_seen(
+def test_a_chance_is_between_its_prior_and_the_verdicts(
     prior: float, strength: float, verdicts: list[bool]
 ) -> None:
-    calibration = Calibration(2, [prior, 0.5], strength)
+    calibration = Calibration([prior, 0.5], strength)
     for verdict in verdicts:
         before = calibration.chance(0)
         calibration.record(0, verdict)
@@ -33,8 +33,8 @@ def test_a_chance_is_between_its_prior_and_what_was_seen(
 
 
 @pytest.mark.parametrize("period", [1, 2, 5])
-def test_it_comes_to_what_is_measured_and_follows_a_change(period: int) -> None:
-    calibration = Calibration(1, [0.9], 4.0)
+def test_the_chance_converges_and_follows_a_change(period: int) -> None:
+    calibration = Calibration([0.9], 4.0)
     for i in range(4 * MEMORY):
         calibration.record(0, i % period == 0)
     assert calibration.chance(0) == pytest.approx(1 / period, abs=0.03)
@@ -43,19 +43,11 @@ def test_it_comes_to_what_is_measured_and_follows_a_change(period: int) -> None:
     assert calibration.chance(0) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("buckets", "prior", "strength"), [(2, [0.5], 1.0), (1, [1.5], 1.0), (1, [0.5], 0.0)]
-)
-def test_nonsense_is_refused(buckets: int, prior: list[float], strength: float) -> None:
-    with pytest.raises(ValueError, match=r"prior|strength"):
-        Calibration(buckets, prior, strength)
-
-
-def test_a_new_kind_begins_with_what_is_known_of_the_others() -> None:
-    overall = Calibration(2, [0.9, 0.9], 8.0)
-    first = Calibration(2, [0.9, 0.9], 8.0, overall)
+def test_a_new_kind_starts_with_the_overall_chance() -> None:
+    overall = Calibration([0.9, 0.9], 8.0)
+    first = Calibration([0.9, 0.9], 8.0, overall)
     for _ in range(200):
         first.record(0, accepted=False)
-    second = Calibration(2, [0.9, 0.9], 8.0, overall)
+    second = Calibration([0.9, 0.9], 8.0, overall)
     assert second.chance(0) == overall.chance(0) < 0.1
     assert second.chance(1) == 0.9
