@@ -41,7 +41,6 @@ class UnknownSession(CallerFault):
 
     def __init__(self, session_id: str) -> None:
         super().__init__(f"session_id: no session {session_id!r}")
-        self.session_id = session_id
 
 
 class Unauthenticated(CallerFault):
@@ -60,7 +59,6 @@ class Fenced(CallerFault):
 
     def __init__(self, session_id: str) -> None:
         super().__init__(f"session {session_id!r} was claimed by another owner")
-        self.session_id = session_id
 
 
 class Overloaded(CallerFault):
@@ -132,5 +130,3 @@ class TokenizerMismatch(ServerFault):
 
     def __init__(self, part_hash: str, target_hash: str, part: str = "draft") -> None:
         super().__init__(f"the {part}'s tokenizer {part_hash} is not the target's {target_hash}")
-        self.part_hash = part_hash
-        self.target_hash = target_hash

@@ -131,17 +131,11 @@ class SessionStore(Protocol):
     """
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        """Create the session and own it; if it exists with the same body, claim it.
-
-        Raises KeyReused if it exists with another body.
-        """
+        """Create the session and own it; if it exists, claim it. Raise KeyReused for another body."""
         ...
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        """Own the session and fence off its previous owner.
-
-        Raises UnknownSession, also for another principal's session.
-        """
+        """Own the session, and fence off its owner. Raise UnknownSession, also for another principal's."""
         ...
 
     async def commit(

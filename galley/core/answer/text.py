@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 _CONTEXT_TOKENS = 5
 """Tokens of the prompt that are decoded along, for decoders that treat the start of a text specially."""
@@ -32,14 +33,17 @@ class TextStream:
     def __init__(
         self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str] = ()
     ) -> None:
-        self._decoder = _IncrementalDecoder(decode, prompt)
+        self._decode = decode
         self._stops = tuple(stops)
         self._held = ""
+        # A sliding window, so that a token costs the same anywhere; its first `_settled` tokens are decoded.
+        self._window = list(prompt[-_CONTEXT_TOKENS:])
+        self._settled = len(self._window)
 
     def push(self, token: int, *, may_stop: bool = True) -> Piece:
         """Add one token. With `may_stop` False, its text is not searched for stop strings."""
-        self._held += self._decoder.push(token)
-        if not may_stop:
+        self._held += self._text_of(token)
+        if not (may_stop and self._stops):
             return Piece(self._release(len(self._held)))
         found = self._find_stop()
         if found is not None:
@@ -51,17 +55,14 @@ class TextStream:
 
     def flush(self) -> str:
         """Return the text that was held back, when no token follows."""
-        return self._release(len(self._held)) + self._decoder.flush()
+        text = self._new_text()
+        self._settled = len(self._window)
+        return self._release(len(self._held)) + text
 
     def _find_stop(self) -> tuple[int, str] | None:
         """Return (position, stop string) of the one that starts first; of several there, the first listed."""
-        hits = [
-            (at, order, stop) for order, stop in enumerate(self._stops) if (at := self._held.find(stop)) >= 0
-        ]
-        if not hits:
-            return None
-        at, _, stop = min(hits)
-        return at, stop
+        hits = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        return min(hits, key=itemgetter(0), default=None)
 
     def _possible_stop(self) -> int:
         """Return the length of the longest tail that may become a stop string."""
@@ -71,23 +72,8 @@ class TextStream:
         text, self._held = self._held[:length], self._held[length:]
         return text
 
-
-def _overlap(text: str, stop: str) -> int:
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
-
-
-class _IncrementalDecoder:
-    """Decodes a sliding window at a constant cost per token; the window starts in settled text."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
-        self._decode = decode
-        self._window = list(prompt[-_CONTEXT_TOKENS:])
-        self._settled = len(self._window)
-
-    def push(self, token: int) -> str:
+    def _text_of(self, token: int) -> str:
+        """Return the text that the token settles."""
         self._window.append(token)
         text = self._new_text()
         if not text or text.endswith(_REPLACEMENT):
@@ -107,11 +93,13 @@ class _IncrementalDecoder:
         """
         return not self._decode((token, token))
 
-    def flush(self) -> str:
-        text = self._new_text()
-        self._settled = len(self._window)
-        return text
-
     def _new_text(self) -> str:
         before = self._decode(self._window[: self._settled])
         return self._decode(self._window)[len(before) :]
+
+
+def _overlap(text: str, stop: str) -> int:
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

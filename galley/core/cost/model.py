@@ -252,11 +252,9 @@ def rows_that_pay(
     """Return how many draft rows to add to a step so that it confirms most expected tokens per time.
 
     `worth` is what each adds, most first; without them the step confirms `tokens` over `rows` >= 1 rows.
-    Every count up to `room` is tried, because the curve has plateaus: a row may pay where the one before it
-    did not. The smallest of equals is returned. A row never makes a step shorter, whatever `step_ns` returns.
-
-    `prompts_ns` of each step are taken by prompt rows, which have to be fed anyhow, and do not count. With
-    them a row's time would look small, and next to a long prompt every draft token would pay.
+    Every count up to `room` is tried, because the curve has plateaus. A row never makes a step shorter,
+    whatever `step_ns` returns. The `prompts_ns` of prompt rows do not count: next to a long prompt every
+    draft token would pay.
     """
     took_ns = step_ns(rows, 0) - prompts_ns
     best, best_rate = 0, tokens / took_ns

@@ -8,10 +8,8 @@ A block is a number; the engine knows what lies in it. A block is in one of thre
 
 Only full blocks of confirmed tokens are registered, under hashes chained from the first block on
 (`content.block_hashes`); so a hash stands for the block and all before it. Free blocks are taken first, then
-cached ones, the least recently used first. A sequence is released from its last block, so that a chain is
-lost from its end. Every operation is O(1). For one thread only.
-
-Live sessions pin what they hold. Pins are only counted: `pinned` blocks will not be available soon.
+cached ones, the least recently used first. Live sessions pin what they hold; pins are only counted. Every
+operation is O(1).
 """
 
 from __future__ import annotations
@@ -96,10 +94,7 @@ class BlockPool:
         self._touch(block)
 
     def release(self, block: int) -> None:
-        """Remove a reference; the last one leaves the block cached if it is registered, else free.
-
-        Raises Broken if nobody holds it.
-        """
+        """Remove a reference; the last one leaves the block cached if it is registered, else free."""
         if self._references[block] == 0:
             raise Broken(f"block {block} was released but nobody holds it")
         self._references[block] -= 1
@@ -123,20 +118,19 @@ class BlockPool:
         self._pins[block] -= 1
         self._pinned -= self._pins[block] == 0
 
-    def register(self, block_hash: bytes, block: int) -> bool:
-        """Register the held `block` under this hash. Return False if another block has this content.
+    def register(self, block_hash: bytes, block: int) -> None:
+        """Register the held `block`, unless another block has this content, which counts as used now.
 
-        Either way the content counts as used now. Raises Broken if the block is not held or has another hash.
+        Raises Broken if the block is not held or has another hash.
         """
         known = self._registered.get(block_hash)
         if known is not None:
             self._touch(known)
-            return known == block
+            return
         if self._references[block] == 0 or self.is_registered(block):
             raise Broken(f"kv: block {block} cannot be registered: it is not held, or has another content")
         self._registered[block_hash] = block
         self._hashes[block] = block_hash
-        return True
 
     def forget(self, block: int) -> None:
         """Unregister a held block, whose content is about to change or in doubt."""

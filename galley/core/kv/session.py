@@ -1,7 +1,5 @@
-"""One session's tokens and blocks over a shared `BlockPool`; `table.py` has the rules between sessions.
+"""One session's tokens and blocks over a shared `BlockPool`; `table.py` has the rules.
 
-A session's *length* is its number of computed tokens: confirmed tokens whose KV lies in its blocks. Blocks
-beyond it are room, or hold the KV of draft tokens that were not confirmed: never registered, never shared.
 The block of the next position may be shared or registered (attached, or cut into) until `grow`.
 """
 

@@ -14,9 +14,8 @@ registered. Rules:
 
 Calls for a request: `look_up`, `open`; for each step `reserve`, the step, and `append_computed` (or
 `roll_back` if the step failed), `truncate` as needed; at the end `make_idle`. A session whose chunk is
-planned or running is in `busy`: it must not be opened, truncated, made idle or dropped until the step is
-over, because its blocks could go to others that the same step writes. No clock, no threads. Adding a token to
-a session costs O(1), and O(block) when a block gets full.
+planned or running is in `busy`: only `reserve` may be called for it until the step is over, because its
+blocks could go to others that the same step writes. Adding a token costs O(1), or O(block) at a block's end.
 """
 
 from __future__ import annotations
@@ -37,11 +36,10 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The result of `reserve`.
+    """The `copies` (from, to) of whole blocks that the next step must make before it writes anything.
 
-    The next step must carry out `copies` (from, to) of whole blocks before it writes anything, in the order
-    of the reservations. If that step never runs, roll the session back. Copies are not named again. The
-    `preempted` sessions, youngest first, have lost their blocks and are no longer live.
+    If that step never runs, roll the session back. The `preempted` sessions, youngest first, have lost their
+    blocks and are no longer live.
     """
 
     copies: tuple[tuple[int, int], ...] = ()
@@ -78,8 +76,6 @@ class KvTable:
         self._idle: OrderedDict[SessionKey, KvSession] = OrderedDict()  # longest idle first
         self._evicted: OrderedDict[SessionKey, _Evicted] = OrderedDict()  # longest without blocks first
 
-    # State.
-
     @property
     def total(self) -> int:
         """The number of blocks."""
@@ -114,10 +110,7 @@ class KvTable:
         return key in self._live
 
     def tokens_of(self, key: SessionKey) -> Sequence[int]:
-        """Return the tokens of the cached prefix. After a Hit, the first `start` are the caller's.
-
-        This is the session's own list: do not change it, or keep it over a change.
-        """
+        """Return the tokens of the cached prefix: the session's own list, not to be changed or kept."""
         return self._known(key)[0]
 
     def blocks_of(self, key: SessionKey) -> tuple[int, ...]:
@@ -145,15 +138,12 @@ class KvTable:
         ours, hasher = self._known(key)
         return look_up(ours, start, tokens, prefix_hash, hasher)
 
-    # Operations of a request.
-
     def open(self, key: SessionKey, arrival: int, tokens: Sequence[int], priority: int = 0) -> int:
-        """Make the session live for these confirmed tokens; return its length.
+        """Make the session live for these confirmed tokens; return its length. Raise Overloaded.
 
         It keeps its own KV as far as that agrees, or attaches cached blocks where these reach further; at
-        most len(tokens) - 1, because the last confirmed token is always fed. Takes no block. `arrival` (ns)
-        is when the session first arrived, the same in every retry; a higher `priority` counts as older.
-        Raises Overloaded if `max_sessions` are live.
+        most len(tokens) - 1, because the last confirmed token is always fed. `arrival` (ns) is when the
+        session first arrived, the same in every retry; a higher `priority` counts as older.
         """
         session = self._wake(key)
         session.arrival, session.priority = arrival, priority
@@ -161,11 +151,9 @@ class KvTable:
         return len(session.tokens)
 
     def reserve(self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()) -> Reservation:
-        """Give the live session blocks for [0, length), its own from its present length on.
+        """Give the live session blocks for [0, length), its own from its present length on (rule 3).
 
-        Takes cached blocks, then those of idle sessions, then preempts younger live ones; never a session in
-        `busy`. Raises Overloaded, having changed nothing, if that is not enough, and Broken if the session is
-        not live.
+        Raises Overloaded, having changed nothing, if there are not enough, and Broken if it is not live.
         """
         session = self._live.get(key)
         if session is None:
@@ -178,10 +166,9 @@ class KvTable:
         return Reservation(session.grow(length), preempted)
 
     def append_computed(self, key: SessionKey, tokens: Sequence[int]) -> None:
-        """Record after a step that the KV of `tokens`, confirmed and next in the session, is computed.
+        """Record after a step that the KV of the session's next `tokens`, maybe none, is computed.
 
-        `tokens` may be empty. Registers blocks that got full. Raises Broken if the session has no blocks, or
-        `reserve` did not give it the room.
+        Raises Broken if the session has no blocks, or `reserve` did not give it the room.
         """
         session = self._session(key)
         if session is None:
@@ -233,8 +220,6 @@ class KvTable:
             raise Broken("kv: more sessions than max_sessions")
         for session in sessions:
             session.check()
-
-    # Internals.
 
     def _session(self, key: SessionKey) -> KvSession | None:
         return self._live.get(key) or self._idle.get(key)

@@ -1,11 +1,9 @@
 """Choose a replica for a session: where its tokens are cached, or else the least busy one.
 
-Targets: everything is weighed in tokens of prefill. A cached prefix saves its length, and every session with
-work there costs LOAD_TOKENS. Blocks that the session needs beyond the free ones cost their tokens, because
-another session will have to compute those again. So a cached prefix is worth only some crowding.
-
-Drafts: a session stays with the replica that has its tokens while that is fit. A new one goes where the
-fewest sessions are. What a draft caches is cheap to compute again, so nothing is weighed.
+Targets are weighed in tokens of prefill. A cached prefix saves its length, and every session with work there
+costs LOAD_TOKENS. Blocks that the session needs beyond the free ones cost their tokens, because another
+session will have to compute those again. A session stays with the draft that has its tokens; a new one goes
+where the fewest sessions are.
 """
 
 from __future__ import annotations
@@ -72,8 +70,8 @@ class DraftLease(ReplicaLease):
 class TargetCandidate:
     """A target that could serve; `sessions` is how many of the caller's own sessions are there now.
 
-    They are counted because a lease is some time old: sessions that start together would all choose the same
-    replica. `is_healthy`: the caller knows of no problem; other candidates are used when there is no such.
+    A lease is some time old: without them, sessions that start together would all choose the same replica.
+    Candidates that are not `is_healthy` are chosen only if there is no other.
     """
 
     lease: TargetLease
@@ -103,10 +101,7 @@ class RoutingRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
-    """A draft that could serve; `sessions` is how many of the caller's own sessions used it recently.
-
-    `is_healthy`: the caller knows of no problem; other candidates are used when there is no such.
-    """
+    """A draft that could serve; `sessions` is how many of the caller's own sessions used it recently."""
 
     lease: DraftLease
     sessions: int = 0
@@ -136,13 +131,12 @@ def choose_draft(
     able = [c for c in able if c.is_healthy and not c.lease.draining] or able
     able = [c for c in able if c.lease.address not in avoid] or able
     at_home = [c for c in able if c.is_home(home)]
-    return min(at_home or able, key=_draft_rank, default=None)
-
-
-def _draft_rank(candidate: DraftCandidate) -> tuple[int, int, str]:
-    """Order by the fewest sessions, then the shortest queue; the address makes the order total."""
-    lease = candidate.lease
-    return max(lease.sessions, candidate.sessions), lease.queue_depth, lease.address
+    # The fewest sessions, then the shortest queue; the address makes the order total.
+    return min(
+        at_home or able,
+        key=lambda c: (max(c.lease.sessions, c.sessions), c.lease.queue_depth, c.lease.address),
+        default=None,
+    )
 
 
 def choose_target(
@@ -160,7 +154,8 @@ def choose_target(
     able = [c for c in able if c.lease.address not in avoid] or able
     if len(able) < 2:  # no need to hash for a single replica
         return able[0] if able else None
-    return max(able, key=lambda candidate: _rank(request, candidate))
+    # The best score, then less load, then more free blocks; the address makes the order total.
+    return max(able, key=lambda c: (_score(request, c), -c.load, c.lease.kv_blocks_free, c.lease.address))
 
 
 def cached_tokens(request: RoutingRequest, lease: TargetLease) -> int:
@@ -169,20 +164,13 @@ def cached_tokens(request: RoutingRequest, lease: TargetLease) -> int:
     known = 0
     if held is not None and (held.replica, held.incarnation) == (lease.address, lease.incarnation):
         known = held.kv_len
-    cached = _cached_prefix(request, lease)
-    return min(max(known, cached), max(0, len(request.tokens) - 1))
+    return min(max(known, _cached_prefix(request, lease)), max(0, len(request.tokens) - 1))
 
 
-def score(request: RoutingRequest, candidate: TargetCandidate) -> int:
+def _score(request: RoutingRequest, candidate: TargetCandidate) -> int:
     """Return the worth of the replica to the session, in tokens of prefill."""
     saved = cached_tokens(request, candidate.lease)
     return saved - LOAD_TOKENS * candidate.load - _short_tokens(request, candidate.lease, saved)
-
-
-def _rank(request: RoutingRequest, candidate: TargetCandidate) -> tuple[int, int, int, str]:
-    """Order by score, then less load, then more free blocks; the address makes the order total."""
-    lease = candidate.lease
-    return score(request, candidate), -candidate.load, lease.kv_blocks_free, lease.address
 
 
 def _cached_prefix(request: RoutingRequest, lease: TargetLease) -> int:
