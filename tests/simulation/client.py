@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.8
 _LONGEST_WAIT_S = 5.0
-"""An application that is told to come back later than this comes back now."""
+"""Longer retry delays are ignored."""
 _MAY_PASS = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -36,7 +36,7 @@ _MAY_PASS = frozenset(
 
 
 def client_of(world: World, process: Process, principal: str) -> AsyncClient:
-    """A client of all gateways, whose calls are `principal`'s."""
+    """Return a client of all gateways that calls as `principal`."""
     addresses = [gateway.address for gateway in world.gateways]
     client = AsyncClient(addresses)
     key = (("authorization", f"Bearer {principal}"),)
@@ -66,7 +66,7 @@ class SimClient:
         self._at = 0
 
     def start(self) -> None:
-        """Ask, and go on asking until the answer has ended."""
+        """Request the answer, and resume it until it has ended."""
         self.process.spawn(self._run())
 
     def go_elsewhere(self) -> None:
@@ -118,12 +118,12 @@ class SimClient:
         try:
             async for event in stream:
                 await self._linger()
-                if self.done:  # it has given up
+                if self.done:  # given up
                     stream.cancel()
                     break
                 self._take(event)
         except GalleyRpcError as error:
-            self._world.ledger.note(f"{self.process.name} is told {error}")
+            self._world.ledger.note(f"{self.process.name} gets {error}")
             self._note_error(error)
             return min(error.retry_after_s or 0.0, _LONGEST_WAIT_S)
         if not self.done:
@@ -154,7 +154,7 @@ class SimClient:
                 pass
 
     def _take_chunk(self, chunk: pb.Chunk) -> None:
-        """An index neither skipped nor twice, and never another token than before."""
+        """Check that no index is skipped or repeated, and no token changed."""
         ledger, name = self._world.ledger, self.process.name
         if chunk.index != self._at:
             ledger.violate(f"{name}: index {chunk.index} where {self._at} was due")
@@ -162,16 +162,16 @@ class SimClient:
             if self._at == len(self.seen):
                 self.seen.append(token)
             elif self.seen[self._at] != token:
-                self._contradicted(f"token {self._at} was {self.seen[self._at]}, is {token}")
+                self._lost(f"token {self._at} was {self.seen[self._at]}, is {token}")
                 return
             self._at += 1
         if chunk.text != text_of(self.spec, chunk.index, chunk.token_ids):
             ledger.violate(f"{name}: text {chunk.text!r} of {chunk.token_ids}")
-        told = [-entry.logprob for entry in chunk.logprobs]
-        if told != [float(token) for token in chunk.token_ids] * (self.spec.logprobs is not None):
-            ledger.violate(f"{name}: logprobs {told} of {chunk.token_ids}")
+        values = [-entry.logprob for entry in chunk.logprobs]
+        if values != [float(token) for token in chunk.token_ids] * (self.spec.logprobs is not None):
+            ledger.violate(f"{name}: logprobs {values} of {chunk.token_ids}")
 
-    def _contradicted(self, what: str) -> None:
+    def _lost(self, what: str) -> None:
         self._world.data_lost(self, what)
         self.go_elsewhere()
         self.done = True
@@ -191,7 +191,7 @@ class SimClient:
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 self.refused = True
             case code if code not in _MAY_PASS:
-                self._world.ledger.violate(f"{self.process.name} is told {error}")
+                self._world.ledger.violate(f"{self.process.name}: {error}")
 
     def _conclude(self) -> None:
         ledger, name, finished = self._world.ledger, self.process.name, self._finished

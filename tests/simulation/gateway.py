@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MS = 1_000_000
 TIMEOUTS = Timeouts(store_ns=2 * SECOND, verify_ns=2 * SECOND, draft_ns=100 * _MS, renew_ns=2 * SECOND)
 DRAIN_S = 0.5
-"""How long what drains has before it is killed."""
+"""A draining process is killed after this time."""
 
 
 class SimClock:
@@ -66,7 +66,7 @@ class SimGateway:
         self.start()
 
     def start(self) -> None:
-        """A new process, which knows nothing."""
+        """Start a new process, with no state."""
         self.process = Process(self.address)
         self.ready = False
         self.clock = SimClock()
@@ -74,7 +74,7 @@ class SimGateway:
         self.process.spawn(self._get_ready())
 
     def _build(self) -> None:
-        world, asked = self._world, self._world.schedule
+        world, schedule = self._world, self._world.schedule
         registry: Any = SimRegistry(world.redis, self.process)
         channel: Any = self._channel
         self.store = SimStore(world.redis, self.process, world.ledger)
@@ -84,16 +84,16 @@ class SimGateway:
             channel,
             self.clock,
             MOST_DRAFT_TOKENS,
-            asked.slow_factor,
-            asked.hedge_quantile,
+            schedule.slow_factor,
+            schedule.hedge_quantile,
         )
         self.drafts = CountedDrafts(
             RegisteredAddresses(registry, DRAFT_POOL), TOKENIZER, channel, self.clock, TIMEOUTS.draft_ns
         )
         self.drafts.ledger = world.ledger
-        timeouts = replace(TIMEOUTS, client_ns=int(asked.client_s * SECOND))
+        timeouts = replace(TIMEOUTS, client_ns=int(schedule.client_s * SECOND))
         self.streams = CountedStreams(
-            self.store, self.clock, self._ports_of, decode, self._limits, timeouts, asked.places
+            self.store, self.clock, self._ports_of, decode, self._limits, timeouts, schedule.places
         )
         self.streams.watch(world.ledger, self.address)
 
@@ -134,6 +134,23 @@ class SimGateway:
         self.ready = False
         await GatewayService(self.streams, AsyncExitStack(), DRAIN_S).drain()
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         await self.targets.close()
         await self.drafts.close()
+
+    async def check_leaks(self) -> None:
+        """Violate a rule if a slot, a count, a request or a task is left."""
+        ledger = self._world.ledger
+        if self.streams.left:
+            ledger.violate(f"{self.address} has {self.streams.left} that nobody uses")
+        for target in self.targets._replicas.values():
+            if target.open_requests or target._rows:
+                counted = f"{target.open_requests} items and {target._rows} rows at {target.address}"
+                ledger.violate(f"{self.address} counts {counted}, and nothing is there")
+        for pool in (self.targets, self.drafts):
+            ledger.met.update({f"{pool.role} {why}": count for why, count in pool.move_counts.items()})
+        self.process.spawn(self._close())
+        await asyncio.sleep(0.5)
+        left = [getattr(task.get_coro(), "__qualname__", "a task") for task in self.process.tasks.values()]
+        if left:
+            ledger.violate(f"{self.address} leaves tasks behind: {left}")

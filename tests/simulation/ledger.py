@@ -40,7 +40,7 @@ class _SessionRecord:
         self.aborted = False
 
     def cut(self, length: int) -> None:
-        """The log has lost what was beyond."""
+        """The log has lost the tokens from `length` on."""
         self.former.append(list(self.log))
         output = max(0, length - len(self.spec.prompt))
         del self.log[length:]
@@ -85,7 +85,7 @@ class Ledger:
         return self._hash.hexdigest()
 
     def violate(self, rule: str) -> NoReturn:
-        """Raise Violation, and remember it: whoever it passes through may swallow it."""
+        """Raise Violation, and keep it: a caller may swallow it."""
         self.note(f"VIOLATION {rule}")
         self.violation = self.violation or rule
         if not self.failed.done():
@@ -93,28 +93,28 @@ class Ledger:
         raise Violation(rule)
 
     def unhandled(self, context: Mapping[str, Any]) -> None:
-        """An exception that nobody took, of a call or of a task."""
+        """A call or a task ended with an exception that nobody handled."""
         error = context.get("exception")
         if not isinstance(error, Violation):
             with suppress(Violation):
                 self.violate(f"unhandled: {context.get('message')}: {error!r}")
 
     def rests(self, draft: str, for_s: float) -> None:
-        """A gateway leaves a draft alone for so long, from now on."""
+        """A gateway sends no requests to a draft for this time."""
         self.met["breaker opened"] += 1
         self.note(f"{draft} is left alone for {for_s:.3f} s")
         self.rests_until_s = max(self.rests_until_s, asyncio.get_running_loop().time() + for_s)
 
     def drafted(self, session_id: str) -> None:
-        """A draft was asked to propose for a session."""
+        """A draft got a request for the session."""
         self.drafted_at[session_id] = asyncio.get_running_loop().time()
 
     def opened(self, spec: SessionSpec) -> None:
-        """There is to be a session of this request."""
+        """A session of this request will be created."""
         self._records[spec.session_id] = _SessionRecord(spec)
 
     def rolled_back(self) -> None:
-        """The store has lost its last moments: epochs may come again."""
+        """The store has lost its last writes: epochs may repeat."""
         self.roll_backs += 1
         self.met["roll-back"] += 1
         self.note("redis rolled back")
@@ -123,7 +123,7 @@ class Ledger:
             session.latest = 0
 
     def made(self, session_id: str) -> None:
-        """The store has made a session that it does not hold: epochs begin anew."""
+        """The store creates a session that it does not hold: epochs start again."""
         session = self._records[session_id]
         if session.epochs or len(session.log) > len(session.spec.prompt):
             self.met["made again"] += 1
@@ -167,7 +167,7 @@ class Ledger:
             self.violate(f"{owner.session_id}: two owners in epoch {owner.epoch}")
 
     def _is_true(self, session_id: str, log: Sequence[int], meta: bytes) -> None:
-        """The log is a prefix of the one true answer; what was checked before is not computed again."""
+        """Check that the log is a prefix of the one true answer; checked tokens are not computed again."""
         session = self._records[session_id]
         same = common_prefix_len(session.log, log)
         if same < len(session.log):
@@ -183,7 +183,7 @@ class Ledger:
         session.meta_bytes = len(meta)
 
     def _extend(self, session: _SessionRecord, log: Sequence[int], meta: bytes) -> None:
-        """Check and take the tokens that are new."""
+        """Check and add the new tokens."""
         spec, prompt_len = session.spec, len(session.spec.prompt)
         records = decode_records(meta[session.meta_bytes :])
         new = records[len(records) - (len(log) - len(session.log)) :]
@@ -198,15 +198,15 @@ class Ledger:
             token = true_token(build, spec.sampling.seed, position, session.log)
             if token != log[position]:
                 self.violate(
-                    f"{spec.session_id}: position {position} says {log[position]}, the truth is {token}"
+                    f"{spec.session_id}: position {position} is {log[position]}, the truth is {token}"
                 )
             session.log.append(token)
             session.builds.append(build)
         if len(session.log) != len(log):
             self.violate(f"{spec.session_id}: {len(log)} tokens in the log, records of {len(session.log)}")
 
-    def streamed(self, session_id: str, index: int, tokens: Sequence[int], *, told: bool) -> None:
-        """A gateway sends output tokens; `told` that another build computed these."""
+    def streamed(self, session_id: str, index: int, tokens: Sequence[int], *, announced: bool) -> None:
+        """A gateway sends output tokens; `announced`: as those of another build."""
         session = self._records[session_id]
         end = index + len(tokens)
         self.was_streamed.add(session_id)
@@ -214,8 +214,8 @@ class Ledger:
         if not session.held(index, tokens):
             self.violate(f"{session_id}: streamed [{index}, {end}), which the log never held")
         changed = [change for change in session.changes if max(index, 1) <= change < end]
-        if not session.former and changed != [index] * told:
-            self.violate(f"{session_id}: another build from {changed}, told at {index}: {told}")
+        if not session.former and changed != [index] * announced:
+            self.violate(f"{session_id}: another build from {changed}, announced at {index}: {announced}")
 
     def aborting(self, session_id: str) -> None:
         self._records[session_id].aborted = True
@@ -224,10 +224,10 @@ class Ledger:
         return self._records[session_id].aborted
 
     def has_ended(self, session_id: str, seen: Sequence[int], *, aborted: bool) -> None:
-        """A client was told that the answer has ended."""
+        """A client got the end of the answer."""
         session = self._records[session_id]
         if aborted:
             if not session.aborted:
                 self.violate(f"{session_id} was aborted by nobody")
         elif not is_over(session.spec, [*session.spec.prompt, *seen]):
-            self.violate(f"{session_id} is said to have ended after {len(seen)} tokens")
+            self.violate(f"{session_id} ended after {len(seen)} tokens")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 from galley.core.errors import LogLost, UnknownSession
@@ -17,7 +18,7 @@ from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
 from galley.core.session.drafting import Drafting
 from galley.core.session.machine import Session
-from galley.core.store import UNCHANGED, KvDirectory, Ownership, SessionEnded
+from galley.core.store import Ownership, SessionEnded
 from services.gateway.replicas.drafts import DraftReplica
 from services.gateway.store.session_log import SessionLog
 from tests.simulation.redis import Sessions
@@ -59,32 +60,18 @@ class NoFencing(Sessions):
 class AppendsTwice(Sessions):
     """Appends a repeated commit again."""
 
-    async def commit(
-        self,
-        owner: Ownership,
-        expected_len: int,
-        tokens: Sequence[int],
-        meta: bytes,
-        directory: KvDirectory = UNCHANGED,
-    ) -> int:
+    async def commit(self, owner: Ownership, expected_len: int, *rest: Any, **named: Any) -> int:
         length = len(self._owned(owner).tokens)
-        return await super().commit(owner, max(expected_len, length), tokens, meta, directory)
+        return await super().commit(owner, max(expected_len, length), *rest, **named)
 
 
 class RefusesRepeats(Sessions):
     """Takes a repeated commit for one of another log."""
 
-    async def commit(
-        self,
-        owner: Ownership,
-        expected_len: int,
-        tokens: Sequence[int],
-        meta: bytes,
-        directory: KvDirectory = UNCHANGED,
-    ) -> int:
+    async def commit(self, owner: Ownership, expected_len: int, *rest: Any, **named: Any) -> int:
         if len(self._owned(owner).tokens) > expected_len:
             raise LogLost(_REFUSED)
-        return await super().commit(owner, expected_len, tokens, meta, directory)
+        return await super().commit(owner, expected_len, *rest, **named)
 
 
 class NoiseByRound(SimEngine):
@@ -98,8 +85,8 @@ def _trusting_length(session: KvSession, tokens: Sequence[int]) -> None:
     session.truncate(min(len(session.tokens), max(0, len(tokens) - 1)))
 
 
-class NeverAgain(Drafting):
-    """Never asks a draft again after its first failure."""
+class NeverRequestedAgain(Drafting):
+    """Never requests a draft again after its first failure."""
 
     def _cool_down(self, now: int) -> None:
         super()._cool_down(now)
@@ -113,7 +100,7 @@ class NeverCloses(Breaker):
         return not self._probing and super().record_success(attempt)
 
 
-def _met_once(draft: DraftReplica) -> bool:
+def _only_accepted_once(draft: DraftReplica) -> bool:
     return not draft.is_accepted
 
 
@@ -166,14 +153,14 @@ MUTANTS = (
         theme="failing draft",
     ),
     Mutant(
-        "never asks a draft again that failed a session",
+        "never requests a draft again after a failure",
         "was not drafted for again",
-        patches={"galley.core.session.machine.Drafting": NeverAgain},
+        patches={"galley.core.session.machine.Drafting": NeverRequestedAgain},
     ),
     Mutant(
-        "never meets a draft again",
+        "never reconnects to a draft",
         "was not drafted for again",
-        patches={"services.gateway.replicas.drafts.DraftReplica.is_unknown": _met_once},
+        patches={"services.gateway.replicas.drafts.DraftReplica.is_unknown": _only_accepted_once},
     ),
     Mutant(
         "does not renew a session",

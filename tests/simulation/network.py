@@ -33,7 +33,7 @@ class Connection:
         network.connections[id(self)] = self
 
     def send(self, deliver: Callable[[], None], *, forth: bool) -> None:
-        """To the far end or back, after what was sent before; not if the sender or the connection is dead."""
+        """Deliver to the far end or back, in order; drop it if the sender or the connection is dead."""
         sender = self.near if forth else self.server
         if self.broken or sender is None or not sender.alive:
             return
@@ -57,7 +57,7 @@ class Connection:
         self._network.connections.pop(id(self), None)
 
     def broke(self, reason: str) -> None:
-        """Tell both ends, each as soon as it may know."""
+        """Both ends learn of it, each as soon as it can."""
 
 
 class Network:
@@ -72,7 +72,7 @@ class Network:
         self._slow: dict[str, float] = {}
 
     def arrival_s(self, sender: str, receiver: str) -> float:
-        """When what is sent now arrives."""
+        """Return when a message sent now arrives."""
         at_s = max(asyncio.get_running_loop().time(), self._frozen_until.get(sender, 0.0))
         at_s = max(at_s, self._cut_until.get(frozenset((sender, receiver)), 0.0))
         at_s += self._delay_s(sender, receiver)
@@ -110,7 +110,7 @@ class Network:
                 connection.give_up(reason)
 
     def break_dead(self, node: str) -> None:
-        """The connections of its former life end: nobody answers pings."""
+        """End the connections of dead processes of a node: nobody answers pings."""
         for connection in list(self.connections.values()):
             ends = (connection.near, connection.server)
             if any(it is not None and it.name == node and not it.alive for it in ends):

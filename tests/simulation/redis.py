@@ -11,12 +11,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from copy import deepcopy
 from typing import Any, TypeVar
 
-from galley.common.registry.leases import LeasePool
+from galley.common.registry.leases import LeasePool, Replaced
 from galley.core.errors import GalleyError, StoreUnavailable
 from galley.core.routing.choice import ReplicaLease
 from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership, SessionStore, StoredSession
 from tests.fakes.store import MemoryStore
-from tests.simulation.leases import Leases
 from tests.simulation.ledger import Ledger
 from tests.simulation.loop import Process
 from tests.simulation.network import Network
@@ -35,7 +34,7 @@ class Sessions(MemoryStore):
         return self._find(session_id) is not None
 
     def held(self, session_id: str) -> tuple[list[int], bytes]:
-        """Log and meta as they stand."""
+        """Return log and meta."""
         record = self._records[session_id]
         return record.tokens, record.meta
 
@@ -57,6 +56,45 @@ def at_once(work: Coroutine[Any, Any, T]) -> T:
         result: T = done.value
         return result
     raise RuntimeError("the model of the store waits")
+
+
+class Leases:
+    """A model of the replica registry and its scripts: a replaced incarnation is refused for good."""
+
+    def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
+        self._lease_s = lease_s
+        self._clock = clock
+        self._held: dict[tuple[str, str], tuple[ReplicaLease, float]] = {}
+        self._latest: dict[tuple[str, str], int] = {}
+        self._numbers = 0
+
+    def next_number(self) -> int:
+        """Return the number of a new incarnation: higher than all before."""
+        self._numbers += 1
+        return self._numbers
+
+    def publish(self, pool: str, lease: ReplicaLease, number: int) -> None:
+        if number < self._latest.get((pool, lease.address), 0):
+            raise Replaced(lease.address)
+        self._latest[pool, lease.address] = number
+        self._held[pool, lease.address] = lease, self._clock() + self._lease_s
+
+    def withdraw(self, pool: str, address: str, incarnation: str) -> None:
+        held = self._held.get((pool, address))
+        if held is not None and held[0].incarnation == incarnation:
+            del self._held[pool, address]
+
+    def read(self, pool: str) -> list[ReplicaLease]:
+        now_s = self._clock()
+        return [
+            lease
+            for (of, _), (lease, expires_s) in sorted(self._held.items(), key=lambda item: item[0])
+            if of == pool and expires_s > now_s
+        ]
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._latest.clear()
 
 
 class SimRedis:
@@ -90,7 +128,7 @@ class SimRedis:
             self.leases.clear()
             self._ledger.rolled_back()
 
-    async def ask(self, caller: Process, work: Callable[[], T]) -> T:
+    async def call(self, caller: Process, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[T] = loop.create_future()
         for _ in range(self._copies(caller)):
@@ -133,30 +171,32 @@ def _reply(caller: Process, reply: asyncio.Future[T], result: T | GalleyError) -
 
 
 class SimStore(SessionStore):
-    """The session store as one process reaches it."""
+    """The session store as one process reaches it; the ledger checks what it stores."""
 
     def __init__(self, redis: SimRedis, caller: Process, ledger: Ledger) -> None:
         self._redis = redis
+        self._sessions = redis.sessions
         self._caller = caller
         self._ledger = ledger
 
-    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        def work() -> StoredSession:
-            if not self._redis.sessions.holds(new.session_id):
-                self._ledger.made(new.session_id)
-            stored = at_once(self._redis.sessions.create(new, nonce))
+    async def _own(self, work: Callable[[], Coroutine[Any, Any, StoredSession]]) -> StoredSession:
+        def own() -> StoredSession:
+            stored = at_once(work())
             self._ledger.owned(stored, self._caller.name)
             return stored
 
-        return await self._redis.ask(self._caller, work)
+        return await self._redis.call(self._caller, own)
+
+    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
+        def create() -> Coroutine[Any, Any, StoredSession]:
+            if not self._sessions.holds(new.session_id):
+                self._ledger.made(new.session_id)
+            return self._sessions.create(new, nonce)
+
+        return await self._own(create)
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        def work() -> StoredSession:
-            stored = at_once(self._redis.sessions.claim(session_id, principal, nonce))
-            self._ledger.owned(stored, self._caller.name)
-            return stored
-
-        return await self._redis.ask(self._caller, work)
+        return await self._own(lambda: self._sessions.claim(session_id, principal, nonce))
 
     async def commit(
         self,
@@ -166,40 +206,40 @@ class SimStore(SessionStore):
         meta: bytes,
         directory: KvDirectory = UNCHANGED,
     ) -> int:
-        def work() -> int:
-            length = at_once(self._redis.sessions.commit(owner, expected_len, tokens, meta, directory))
-            self._ledger.committed(owner, *self._redis.sessions.held(owner.session_id))
+        def commit() -> int:
+            length = at_once(self._sessions.commit(owner, expected_len, tokens, meta, directory))
+            self._ledger.committed(owner, *self._sessions.held(owner.session_id))
             return length
 
-        return await self._redis.ask(self._caller, work)
+        return await self._redis.call(self._caller, commit)
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
-        def work() -> None:
-            at_once(self._redis.sessions.finish(owner, expected_len, finish))
-            self._ledger.finished(owner, *self._redis.sessions.held(owner.session_id))
+        def store_finish() -> None:
+            at_once(self._sessions.finish(owner, expected_len, finish))
+            self._ledger.finished(owner, *self._sessions.held(owner.session_id))
 
-        await self._redis.ask(self._caller, work)
+        await self._redis.call(self._caller, store_finish)
 
     async def recreate(self, owner: Ownership, new: NewSession) -> None:
-        def work() -> None:
-            lost = not self._redis.sessions.holds(owner.session_id)
-            at_once(self._redis.sessions.recreate(owner, new))
+        def recreate() -> None:
+            lost = not self._sessions.holds(owner.session_id)
+            at_once(self._sessions.recreate(owner, new))
             if lost:
                 self._ledger.made(owner.session_id)
                 self._ledger.met["made anew by its owner"] += 1
 
-        await self._redis.ask(self._caller, work)
+        await self._redis.call(self._caller, recreate)
 
     async def renew(self, owner: Ownership) -> None:
-        await self._redis.ask(self._caller, lambda: at_once(self._redis.sessions.renew(owner)))
+        await self._redis.call(self._caller, lambda: at_once(self._sessions.renew(owner)))
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
-        await self._redis.ask(
-            self._caller, lambda: at_once(self._redis.sessions.abort(session_id, principal, finish))
+        await self._redis.call(
+            self._caller, lambda: at_once(self._sessions.abort(session_id, principal, finish))
         )
 
     async def close(self) -> None:
-        pass
+        """Nothing is held."""
 
 
 class SimRegistry:
@@ -208,22 +248,22 @@ class SimRegistry:
     def __init__(self, redis: SimRedis, caller: Process) -> None:
         self._redis = redis
         self._caller = caller
-        self._born: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
 
     async def publish(self, pool: LeasePool[Any], lease: ReplicaLease) -> None:
         leases = self._redis.leases
-        if lease.incarnation not in self._born:
-            self._born[lease.incarnation] = await self._redis.ask(self._caller, leases.bear)
-        born = self._born[lease.incarnation]
-        await self._redis.ask(self._caller, lambda: leases.publish(pool.name, lease, born))
+        if lease.incarnation not in self._numbers:
+            self._numbers[lease.incarnation] = await self._redis.call(self._caller, leases.next_number)
+        number = self._numbers[lease.incarnation]
+        await self._redis.call(self._caller, lambda: leases.publish(pool.name, lease, number))
 
     async def withdraw(self, pool: LeasePool[Any], address: str, incarnation: str) -> None:
-        await self._redis.ask(
+        await self._redis.call(
             self._caller, lambda: self._redis.leases.withdraw(pool.name, address, incarnation)
         )
 
     async def read(self, pool: LeasePool[Any]) -> list[Any]:
-        return await self._redis.ask(self._caller, lambda: self._redis.leases.read(pool.name))
+        return await self._redis.call(self._caller, lambda: self._redis.leases.read(pool.name))
 
     async def close(self) -> None:
         pass

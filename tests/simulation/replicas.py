@@ -89,8 +89,8 @@ class SimEngine:
             tokens.append(self.token(draw.params.seed, first + i, seen[: first + i]))
             if i < len(draw.draft_tokens) and draw.draft_tokens[i] != tokens[-1]:
                 break
-        asked = draw.logprobs is not None
-        return Sampled(tuple(tokens), tuple(PositionLogprobs(-float(t)) for t in tokens) if asked else ())
+        logprobs = () if draw.logprobs is None else tuple(PositionLogprobs(-float(t)) for t in tokens)
+        return Sampled(tuple(tokens), logprobs)
 
     def token(self, seed: int, position: int, history: Sequence[int]) -> int:
         return true_token(self.info.fingerprint, seed, position, history)
@@ -136,7 +136,7 @@ class SimTarget:
         self.start()
 
     def start(self) -> None:
-        """A new process, with empty caches."""
+        """Start a new process, with empty caches."""
         self.process = Process(self.address)
         self.process.compute_s = self._world.schedule.pass_s
         self.process.call(self._start)
@@ -170,7 +170,7 @@ class SimDraft:
         self.start()
 
     def start(self) -> None:
-        """A new process, with empty caches."""
+        """Start a new process, with empty caches."""
         self.process = Process(self.address)
         self.process.compute_s = 0.01
         self.process.call(self._start)

@@ -13,18 +13,21 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import TypeVar
 
 from bench.harness import commit, result_path, write_record
+from tests.simulation.schedule import Schedule
 from tests.simulation.seeds import schedule_of
-from tests.simulation.shrink import shrink
 from tests.simulation.world import Outcome, quiet, run_schedule
 
+T = TypeVar("T")
+
 _CHUNK = 50
-_SHOWN = 3
+_EXPLAINED = 3
 _TAIL = 60
 
 
@@ -67,14 +70,14 @@ def main() -> int:
     parts = list(_progress(seeds, options.workers, began_s))
     seconds = time.monotonic() - began_s
     violations = [violation for part in parts for violation in part.violations]
-    for seed, _ in violations[:_SHOWN]:
+    for seed, _ in violations[:_EXPLAINED]:
         explain(seed)
     report = _report(seeds, parts, violations, seconds)
-    _say(json.dumps({name: report[name] for name in ("schedules", "seconds", "per_minute")}))
+    _print(json.dumps({name: report[name] for name in ("schedules", "seconds", "per_minute")}))
     if not options.dry:
         path = result_path("simulation")
         write_record(path, report)
-        _say(f"written to {path}")
+        _print(f"written to {path}")
     return 1 if violations else 0
 
 
@@ -88,17 +91,17 @@ def _options() -> argparse.Namespace:
 
 
 def _progress(seeds: range, workers: int, began_s: float) -> Iterator[Part]:
-    """The parts as they come, with a line now and then."""
+    """Yield the parts as they finish, and print a line now and then."""
     chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
-    done, told_s = 0, began_s
+    done, reported_s = 0, began_s
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for part in pool.map(play, chunks):
             done += part.schedules
             for seed, rule in part.violations:
-                _say(f"seed {seed}: {rule}")
-            if time.monotonic() - told_s > 10:
-                told_s = time.monotonic()
-                _say(f"{done} of {len(seeds)}, {60 * done / (told_s - began_s):.0f} a minute")
+                _print(f"seed {seed}: {rule}")
+            if time.monotonic() - reported_s > 10:
+                reported_s = time.monotonic()
+                _print(f"{done} of {len(seeds)}, {60 * done / (reported_s - began_s):.0f} a minute")
             yield part
 
 
@@ -108,13 +111,47 @@ def explain(seed: int) -> None:
         whole = run_schedule(schedule_of(seed))
         again = run_schedule(schedule_of(seed))
         small = shrink(schedule_of(seed), lambda tried: run_schedule(tried).violation is not None)
-        shown = run_schedule(small, keep=True)
+        shrunk = run_schedule(small, keep=True)
     same = "the same again" if whole.trace == again.trace else "NOT the same again"
-    _say(f"\nseed {seed}: {whole.violation}\ntrace {whole.trace}, {same}\n\nshrunk to: {small}\n")
-    _say("\n".join([*shown.lines[-_TAIL:], str(shown.violation)]))
+    _print(f"\nseed {seed}: {whole.violation}\ntrace {whole.trace}, {same}\n\nshrunk to: {small}\n")
+    _print("\n".join([*shrunk.lines[-_TAIL:], str(shrunk.violation)]))
 
 
-def _say(text: str) -> None:
+def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
+    """Return a schedule that fails and passes without any single one of its faults or sessions."""
+    while True:
+        smaller = _with_fewer_sessions(_with_fewer_faults(schedule, fails), fails)
+        if smaller == schedule:
+            return schedule
+        schedule = smaller
+
+
+def _with_fewer_faults(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
+    return schedule.with_faults(_fewest(schedule.faults, lambda kept: fails(schedule.with_faults(kept))))
+
+
+def _with_fewer_sessions(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
+    return schedule.with_sessions(
+        _fewest(schedule.sessions, lambda kept: bool(kept) and fails(schedule.with_sessions(kept)))
+    )
+
+
+def _fewest(items: tuple[T, ...], fails: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
+    """Leave out halves, then quarters, ... of them, as long as it still fails (delta debugging)."""
+    size = len(items)
+    while size >= 1:
+        start = 0
+        while start < len(items):
+            kept = items[:start] + items[start + size :]
+            if fails(kept):
+                items = kept
+            else:
+                start += size
+        size //= 2
+    return items
+
+
+def _print(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Iterator
+from operator import attrgetter
 
 import pytest
 from redis import asyncio as redis_asyncio
@@ -12,7 +13,7 @@ from galley.common.registry.leases import TARGET_POOL, Replaced, ReplicaRegistry
 from galley.core.routing.choice import TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.redis_servers import VALKEY, Server, running
-from tests.simulation.leases import Leases
+from tests.simulation.redis import Leases
 
 _RUNS = 10
 _CALLS = 60
@@ -21,17 +22,22 @@ _LEASE_S = 1000.0
 
 
 class _Leases(Leases):
-    """The model, with leases that end when the test says so."""
+    """The model, with leases that the test ends."""
 
     def __init__(self) -> None:
         super().__init__(_LEASE_S, lambda: 0.0)
-        self._born: dict[tuple[str, str], int] = {}
+        self._incarnations: dict[tuple[str, str], int] = {}
 
-    def hear(self, lease: TargetLease) -> None:
-        life = (lease.address, lease.incarnation)
-        if life not in self._born:
-            self._born[life] = self.bear()
-        self.publish(TARGET_POOL.name, lease, self._born[life])
+    def refuses(self, lease: TargetLease) -> bool:
+        """Publish the lease; return True if it is refused."""
+        incarnation = (lease.address, lease.incarnation)
+        if incarnation not in self._incarnations:
+            self._incarnations[incarnation] = self.next_number()
+        try:
+            self.publish(TARGET_POOL.name, lease, self._incarnations[incarnation])
+        except Replaced:
+            return True
+        return False
 
     def end(self, address: str) -> None:
         self._held.pop((TARGET_POOL.name, address), None)
@@ -51,11 +57,11 @@ async def client(server: Server) -> AsyncIterator[redis_asyncio.Redis]:
 
 
 def _lease(rng: random.Random, address: str) -> TargetLease:
-    life, depth = rng.choice("aaabbbcd"), rng.randrange(4)
-    return target_lease(address, pb.GetTargetInfoResponse(incarnation=life, queue_depth=depth))
+    incarnation, depth = rng.choice("aaabbbcd"), rng.randrange(4)
+    return target_lease(address, pb.GetTargetInfoResponse(incarnation=incarnation, queue_depth=depth))
 
 
-async def test_leases_are_kept_as_by_the_scripts(server: Server, client: redis_asyncio.Redis) -> None:
+async def test_leases_match_the_scripts(server: Server, client: redis_asyncio.Redis) -> None:
     refused = 0
     for seed in range(_RUNS):
         await client.flushall()
@@ -64,7 +70,7 @@ async def test_leases_are_kept_as_by_the_scripts(server: Server, client: redis_a
         for number in range(_CALLS):
             refused += await _same(rng, model, registry, client)
             read = await registry.read(TARGET_POOL)
-            assert sorted(read, key=_address) == model.read(TARGET_POOL.name), (seed, number)
+            assert sorted(read, key=attrgetter("address")) == model.read(TARGET_POOL.name), (seed, number)
         await registry.close()
     assert refused > _RUNS
 
@@ -76,7 +82,7 @@ async def _same(
     lease = _lease(rng, address)
     match rng.choice(["publish", "publish", "publish", "withdraw", "end"]):
         case "publish":
-            refused = _refused(model, lease)
+            refused = model.refuses(lease)
             try:
                 await registry.publish(TARGET_POOL, lease)
             except Replaced:
@@ -91,15 +97,3 @@ async def _same(
             model.end(address)
             await client.delete(f"galley:replicas:{{{TARGET_POOL.name}}}:{address}")
     return False
-
-
-def _refused(model: _Leases, lease: TargetLease) -> bool:
-    try:
-        model.hear(lease)
-    except Replaced:
-        return True
-    return False
-
-
-def _address(lease: TargetLease) -> str:
-    return lease.address

@@ -23,12 +23,12 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def text_of(spec: SessionSpec, index: int, tokens: Sequence[int]) -> str:
-    said = [
+    visible = [
         token
         for i, token in enumerate(tokens, index)
         if token not in spec.stop_token_ids or i + 1 <= spec.min_tokens
     ]
-    return decode(said)
+    return decode(visible)
 
 
 def is_over(spec: SessionSpec, tokens: Sequence[int]) -> bool:

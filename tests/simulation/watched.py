@@ -38,7 +38,7 @@ _SERVICE = "/galley.v1.Generation/"
 
 
 def behind(world: World, process: Process, servicer: GenerationServicer) -> SimpleNamespace:
-    """The servicer behind the interceptors that a gateway has, and one that looks what it does."""
+    """Return the servicer behind a gateway's interceptors, and one that checks it."""
     streamed: dict[str, Any] = {"Generate": servicer.Generate, "Resume": servicer.Resume}
     handlers: dict[str, Handler] = {
         name: grpc.unary_stream_rpc_method_handler(it) for name, it in streamed.items()
@@ -82,7 +82,7 @@ class _Watch(WrappingInterceptor):
     def _stream(self, behavior: Behavior) -> Behavior:
         async def watched(request: object, context: Any) -> AsyncIterator[Any]:
             sent = _Sent(self._world.ledger)
-            context.told = partial(self._told, sent)
+            context.on_abort = partial(self._aborted, sent)
             try:
                 async with aclosing(behavior(request, context)) as responses:
                     async for response in responses:
@@ -100,22 +100,22 @@ class _Watch(WrappingInterceptor):
         if not isinstance(error, GalleyError) or isinstance(error, Broken | InvalidField):
             self._world.ledger.violate(f"{self._process.name}: a call raised {error!r}")
 
-    def _told(self, sent: _Sent, code: grpc.StatusCode, details: str) -> None:
+    def _aborted(self, sent: _Sent, code: grpc.StatusCode, details: str) -> None:
         if self._process.alive:
-            self._world.ledger.note(f"{self._process.name} says {code.name}: {details}")
+            self._world.ledger.note(f"{self._process.name} sends {code.name}: {details}")
             if "left unread" in details:
                 self._world.ledger.met["client: Unread"] += 1
-                self._world.told_unread(self._process.name, sent.session_id, sent.began_s)
+                self._world.ended_unread(self._process.name, sent.session_id, sent.began_s)
 
 
 class _Sent:
-    """What one call has sent."""
+    """The events that one call has sent."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.session_id = ""
         self.began_s = 0.0
         self._ledger = ledger
-        self._told: int | None = None
+        self._announced: int | None = None
 
     def check(self, event: pb.StreamEvent) -> None:
         match event.WhichOneof("event"):
@@ -123,10 +123,10 @@ class _Sent:
                 self.session_id = event.started.session_id
                 self.began_s = asyncio.get_running_loop().time()
             case "numerics_changed":
-                self._told = event.numerics_changed.index
+                self._announced = event.numerics_changed.index
             case "chunk":
                 index, tokens = event.chunk.index, list(event.chunk.token_ids)
-                self._ledger.streamed(self.session_id, index, tokens, told=self._told == index)
+                self._ledger.streamed(self.session_id, index, tokens, announced=self._announced == index)
             case _:
                 pass
 
@@ -208,7 +208,7 @@ class CountedTarget(TargetSession):
         self, spec: SessionSpec, request: ev.Verify, at: TargetReplica
     ) -> TargetReplica | None:
         other = super().other_with_prefix(spec, request, at)
-        self.ledger.met["asked of another target too"] += other is not None
+        self.ledger.met["hedged request"] += other is not None
         return other
 
     def move_to(self, target: TargetReplica, reason: str) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
 from galley.common.wire.status import code_of, message_of
-from tests.simulation.context import SimContext, error_of
 from tests.simulation.loop import Process
 from tests.simulation.network import Connection, Network
 
@@ -40,6 +39,55 @@ class Server:
     def __init__(self, process: Process, servicer: Any) -> None:
         self.process = process
         self.servicer = servicer
+
+
+def error_of(
+    code: grpc.StatusCode, details: str, trailing: Iterable[tuple[str, Any]] = ()
+) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details=details)
+
+
+class SimContext:
+    """The parts of `grpc.aio.ServicerContext` that servicers use.
+
+    `finish` sends a status unless one was sent, and returns True if it did. `on_abort` gets the
+    status of an aborted call.
+    """
+
+    def __init__(self, metadata: tuple[tuple[str, str], ...], timeout_s: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.finish: Callable[[BaseException], bool] = lambda _: False
+        self.on_abort: Callable[[grpc.StatusCode, str], None] = lambda _, __: None
+        self._metadata = metadata
+        self._until_s = None if timeout_s is None else loop.time() + timeout_s
+        self._callbacks: list[Callable[[object], None]] = []
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        if self._until_s is None:
+            return None
+        return max(0.0, self._until_s - asyncio.get_running_loop().time())
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        """Called when the handler has ended, whichever way."""
+        self._callbacks.append(callback)
+
+    def ended(self, _handler: object) -> None:
+        for callback in self._callbacks:
+            callback(self)
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Iterable[tuple[str, Any]] = ()
+    ) -> NoReturn:
+        """End the call with this status; raises UsageError where it has one already."""
+        cancelled = code is grpc.StatusCode.CANCELLED  # as a client sees it
+        end = asyncio.CancelledError() if cancelled else error_of(code, details, trailing_metadata)
+        if not self.finish(end):
+            raise grpc.aio.UsageError("the call has ended already")
+        self.on_abort(code, details)
+        raise grpc.aio.AbortError
 
 
 class SimChannel:
@@ -92,7 +140,7 @@ class SimChannel:
         ) -> Call:
             made = self._call(method, Kind.STREAM, timeout, metadata or ())
             made.begin()
-            made.ask(request)
+            made.send_request(request)
             if timeout is not None:
                 asyncio.get_running_loop().call_later(max(0.0, timeout), made.expire)
             return made
@@ -157,9 +205,9 @@ class Call(Connection):
         """Raises asyncio.InvalidStateError once the call is over."""
         if self._end is not None:
             raise asyncio.InvalidStateError("the call is over")
-        self.ask(request)
+        self.send_request(request)
 
-    def ask(self, request: object) -> None:
+    def send_request(self, request: object) -> None:
         self.send(lambda: self._requests.put_nowait(request), forth=True)
 
     def expire(self) -> None:
@@ -168,7 +216,7 @@ class Call(Connection):
             self._end_with(error_of(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
 
     def cancel(self) -> bool:
-        """End it; the far end is told."""
+        """End the call at both ends."""
         if self._end is not None:
             return False
         self.send(self._cancel_handler, forth=True)
@@ -199,7 +247,7 @@ class Call(Connection):
             self._there.set()
 
     def broke(self, reason: str) -> None:
-        """Each end learns of it by itself."""
+        """End the call, and cancel its handler."""
         self._end_with(error_of(grpc.StatusCode.UNAVAILABLE, reason))
         self._cancel_handler()
 
@@ -221,7 +269,7 @@ class Call(Connection):
         try:
             await self._serve(serve)
         except asyncio.CancelledError:
-            if self.server is not None and self.server.alive:  # else nobody is told
+            if self.server is not None and self.server.alive:
                 self._was_cancelled()
             raise
         except grpc.aio.AbortError:

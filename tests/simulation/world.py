@@ -14,7 +14,6 @@ import structlog
 from tests.simulation.client import SimClient
 from tests.simulation.faults import Faults
 from tests.simulation.gateway import SimGateway
-from tests.simulation.leaks import check_leaks, replicas_rest
 from tests.simulation.ledger import Ledger, Violation
 from tests.simulation.loop import Deadlock, Livelock, SimLoop, virtual_time
 from tests.simulation.network import Network
@@ -27,18 +26,18 @@ TTL_S = 6.0
 FINISHED_TTL_S = 120.0
 _READY_S = 5.0
 _LEAVE_OWNERS = frozenset({"stall", "jump", "engine-fails", "draft-fails", "repeat", "abort", "leave"})
-"""Faults that neither take a stream from its gateway nor the store from an owner."""
+"""Faults that cut off neither a stream from its gateway nor an owner from the store."""
 _LEAVE_ALONE = _LEAVE_OWNERS - {"stall", "jump"}
-"""Faults that do not keep a session from going on without its client."""
+"""Faults that do not stop a session from continuing without its client."""
 _DELAY_READERS = frozenset({"stall", "cut", "freeze", "slow"})
 _DELAY_RENEWALS = frozenset({"redis-crash", "lossy", "cut", "freeze", "slow", "kill"})
 _FENCED_S = 3.0
-"""Who is fenced knows it within this time, for it renews its session more often."""
+"""A fenced owner notices within this time, because it renews its session more often."""
 _HEALED_S = 60.0
-"""How long the faults may take to end by themselves, and then everything to come right."""
+"""After the last fault, everything must be done within this time."""
 _SETTLE_S = 1.0
 _MENDED_S = 1.5
-"""After the last fault, drafts are to be found, met and believed again within this time."""
+"""After the last fault, drafts must be in use again within this time."""
 _LONG_S = 1.5
 
 
@@ -109,10 +108,11 @@ class World:
         self._check_drafts()
         await self._audit()
         await asyncio.sleep(_SETTLE_S)
-        await self._until(
-            lambda: replicas_rest(self), _HEALED_S, "a replica works for nobody, or holds its blocks"
-        )
-        await check_leaks(self)
+        await self._until(self._replicas_rest, _HEALED_S, "a replica works for nobody, or holds its blocks")
+        for target in self.targets.values():
+            target.service._table.check()
+        for gateway in self.gateways:
+            await gateway.check_leaks()
 
     def add_client(self, name: str, planned: PlannedSession, *, yields: bool = False) -> SimClient:
         client = SimClient(self, name, replace(planned, at_s=0.0, within_s=None), yields=yields)
@@ -122,18 +122,17 @@ class World:
         return client
 
     def forgotten(self, client: SimClient) -> None:
-        """A session has expired, or went in a roll-back; one whose owner could renew it may not expire.
+        """A session has expired or was lost in a roll-back; one whose owner could renew it must not expire.
 
-        It has no owner once a call has ended at its deadline, was left unread, or found no place; nor where
-        one broke while its client stalled.
+        It has no owner after a deadline, a stream left unread, a refusal, or a break while its client stalls.
         """
         owned = client.planned.within_s is None and not client.refused and not self.ledger.roll_backs
         read = all(fault.kind != "stall" or fault.for_s < self._unread_s for fault in self.schedule.faults)
         if owned and read and self._only(_LEAVE_OWNERS):
             self.ledger.violate(f"{client.process.name}: its session has expired")
 
-    def told_unread(self, gateway: str, session_id: str, began_s: float) -> None:
-        """A gateway says that a stream was left unread, which it had begun then."""
+    def ended_unread(self, gateway: str, session_id: str, began_s: float) -> None:
+        """Check a stream, started at `began_s`, that a gateway ended because it was left unread."""
         kinds = {fault.kind for fault in self.schedule.faults}
         slowest_s = max(planned.pause_s for planned in self.schedule.sessions)
         if not kinds & _DELAY_READERS and slowest_s < self._unread_s:
@@ -141,7 +140,7 @@ class World:
         owned_s = self.ledger.owned_at[session_id]
         fenced_for_s = asyncio.get_running_loop().time() - owned_s
         if owned_s > began_s and fenced_for_s > _FENCED_S and not kinds & _DELAY_RENEWALS:
-            self.ledger.violate(f"{gateway} says unread of a stream that is fenced for {fenced_for_s:.1f} s")
+            self.ledger.violate(f"{gateway} calls a stream unread that is fenced for {fenced_for_s:.1f} s")
 
     @property
     def _unread_s(self) -> float:
@@ -162,11 +161,16 @@ class World:
             and client.spec.session_id in self.ledger.was_streamed
         )
 
-    def data_lost(self, client: SimClient, what: str) -> None:
-        """May cost an answer: a store that has lost some of it, where another build says something else.
+    def _replicas_rest(self) -> bool:
+        """Return True if no replica has a request, or a block of one."""
+        targets = [target.service for target in self.targets.values()]
+        return not (
+            any(service._scheduler.queue_depth or service._table.live_blocks for service in targets)
+            or any(draft.service._loop.queue_depth for draft in self.drafts.values())
+        )
 
-        Or where the client itself has ended it since.
-        """
+    def data_lost(self, client: SimClient, what: str) -> None:
+        """An answer may be lost only if the store lost tokens, and another build or an abort followed."""
         mixed = len(set(self.schedule.builds)) > 1
         session_id = client.spec.session_id
         lost = self.ledger.roll_backs or session_id in self.ledger.forgotten
@@ -188,7 +192,7 @@ class World:
             await asyncio.sleep(0.1)
 
     def _check_drafts(self) -> None:
-        """A stream that goes on for long after the last fault uses drafts again, if it wants any."""
+        """Check that a stream that continues long after the last fault uses drafts again."""
         for planned in self.schedule.sessions if self.drafts else ():
             session_id = planned.spec.session_id
             owned_s = self.ledger.owned_at.get(session_id, 0.0)
@@ -208,9 +212,9 @@ class World:
 
 
 def run_schedule(schedule: Schedule, kinds: Kinds | None = None, *, keep: bool = False) -> Outcome:
-    """Run it on a loop of its own, from which nothing is left."""
+    """Run a schedule on an event loop of its own."""
     loop = SimLoop()
-    gc.disable()  # what it would end, and when, is no part of a schedule
+    gc.disable()  # when it collects is not deterministic
     try:
         with virtual_time():
             return _run_on(loop, schedule, kinds or Kinds(), keep=keep)
@@ -263,7 +267,7 @@ async def _play(schedule: Schedule, ledger: Ledger, kinds: Kinds) -> None:
 
 
 async def _end_all() -> None:
-    """Whatever still runs; what does not want to end is left."""
+    """Cancel what still runs."""
     mine = asyncio.current_task()
     for _ in range(3):
         for task in asyncio.all_tasks():
