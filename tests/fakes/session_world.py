@@ -49,31 +49,31 @@ class Replica:
     held: list[int] = field(default_factory=list)
 
     def admit(self, part: ev.Slice) -> Miss | list[int]:
-        found = look_up(self.held, part.start, part.tokens, part.prefix_hash)
-        if isinstance(found, Miss):
-            return found
+        miss = look_up(self.held, part.start, part.tokens, part.prefix_hash)
+        if isinstance(miss, Miss):
+            return miss
         self.held = [*self.held[: part.start], *part.tokens]
         return list(self.held)
 
 
 class TargetItem:
-    """What stands at the target, by contract: it goes on to `limit`, with whatever hint agrees in content."""
+    """A request at the target: it decodes up to `limit`, with the hint while its content agrees."""
 
-    def __init__(self, asked: ev.Verify) -> None:
-        self.asked = asked
+    def __init__(self, request: ev.Verify) -> None:
+        self.request = request
         self.tokens: list[int] | None = None
-        n = asked.slice.start + len(asked.slice.tokens)
-        self.limit = n + len(asked.draft_tokens) + 1 + asked.credit
+        n = request.slice.start + len(request.slice.tokens)
+        self.limit = n + len(request.draft_tokens) + 1 + request.credit
         self.hint: Hint | None = None
 
-    def extend(self, told: ev.ExtendVerify) -> None:
-        self.limit = max(self.limit, told.limit)
-        self.hint = told.hint or self.hint
+    def extend(self, extension: ev.ExtendVerify) -> None:
+        self.limit = max(self.limit, extension.limit)
+        self.hint = extension.hint or self.hint
 
     def begin(self, tokens: list[int]) -> None:
         self.tokens = tokens
         if self.hint is None:
-            self.hint = Hint(len(tokens), prefix_hash(tokens), self.asked.draft_tokens)
+            self.hint = Hint(len(tokens), prefix_hash(tokens), self.request.draft_tokens)
 
     def guesses(self, tokens: list[int]) -> tuple[int, ...]:
         hint = self.hint
@@ -81,7 +81,7 @@ class TargetItem:
             return ()
         done = len(tokens) - hint.position
         agrees = prefix_hash(tokens[: hint.position]) == hint.prefix_hash
-        most = self.asked.max_verified or len(hint.draft_tokens)
+        most = self.request.max_verified or len(hint.draft_tokens)
         return (
             hint.draft_tokens[done:][:most]
             if agrees and tuple(tokens[hint.position :]) == hint.draft_tokens[:done]
@@ -112,7 +112,7 @@ class World:
         self.accepted_counts: set[int] = set()
         self.rounds: list[RoundEnded] = []
         self.extensions = 0
-        self.asked = 0
+        self.verifies = 0
         self._session_type = session_type
         self.start()
 
@@ -125,16 +125,16 @@ class World:
         self.to_target: list[ev.Verify | ev.ExtendVerify | ev.CancelVerify] = []
         self.item: TargetItem | None = None
         self.answers: list[ev.Event] = []
-        self.stands: int | None = None
+        self.open_request: int | None = None
         self.end = None
         self.taken = len(self.seen)
-        self.told_logged = len(self.log)
+        self.known_logged = len(self.log)
         self.session = self._session_type(
             answer, self.limits, stream_from=len(self.seen), seen_hash=prefix_hash(self.seen)
         )
         self._carry_out(self.session.start(self.now))
 
-    def tell(self, event: ev.Event) -> None:
+    def send(self, event: ev.Event) -> None:
         self.now += MS
         self._carry_out(self.session.step(event, self.now))
 
@@ -159,12 +159,12 @@ class World:
                     self._receive(effect)
                 case ev.End():
                     self.end = effect
-                    assert self.stands is None, "an item is left behind"
+                    assert self.open_request is None, "a request is left open"
         self.check()
 
     def _to_draft(self, effect: ev.Propose | ev.CancelPropose) -> None:
         if isinstance(effect, ev.Propose):
-            assert "draft" not in self.waiting, "two proposals are asked for at once"
+            assert "draft" not in self.waiting, "two proposals are pending"
             self.waiting["draft"] = effect
             return
         given_up = self.waiting.pop("draft")
@@ -172,25 +172,25 @@ class World:
         assert given_up.request_id == effect.request_id
 
     def _send(self, effect: ev.Verify | ev.ExtendVerify | ev.CancelVerify) -> None:
-        """To the target, in order; one item stands at most."""
+        """Send to the target, in order; at most one request is open."""
         match effect:
             case ev.Verify():
-                assert self.stands is None, "two items stand"
-                self.stands = effect.request_id
-                self.asked += 1
+                assert self.open_request is None, "two requests are open"
+                self.open_request = effect.request_id
+                self.verifies += 1
                 self._must_have_room(TargetItem(effect).limit)
             case ev.ExtendVerify():
-                assert self.stands == effect.request_id, "an extension of what does not stand"
+                assert self.open_request == effect.request_id, "an extension of a closed request"
                 self.extensions += 1
                 self._must_have_room(effect.limit)
             case ev.CancelVerify():
-                assert self.stands == effect.request_id, "what does not stand is given up"
-                self.stands = None
+                assert self.open_request == effect.request_id, "a closed request is cancelled"
+                self.open_request = None
         self.to_target.append(effect)
 
     def _must_have_room(self, limit: int) -> None:
         """The target may not go beyond what the log and the client can follow."""
-        assert limit <= self.told_logged + self.limits.window
+        assert limit <= self.known_logged + self.limits.window
         assert limit <= len(self.spec.prompt) + self.taken + self.limits.buffer
         assert limit <= self.spec.max_position
 
@@ -204,7 +204,7 @@ class World:
                 assert self.seen == logged[: len(self.seen)], "streamed what the log does not hold"
 
     def check(self) -> None:
-        assert self.log == self.truth[: len(self.log)], "the log is not what the target alone would have said"
+        assert self.log == self.truth[: len(self.log)], "the log is not what the target alone generates"
         unlogged = len(self.session.answer.tokens) - len(self.log)
         assert unlogged <= self.limits.window, "too far ahead of the log"
         if self.end is not None and self.end.ending is not None:
@@ -214,7 +214,7 @@ class World:
 
     @property
     def pool_waits(self) -> bool:
-        """Something is under way at a pool or on the wire to it."""
+        """Return True if a request is pending at a pool."""
         return "draft" in self.waiting or self.target_waits
 
     @property
@@ -222,7 +222,7 @@ class World:
         return bool(self.to_target or self.item or self.answers)
 
     def reply(self, *, spoil_at: int | None = None, lie: str = "", fail: bool = False) -> None:
-        """The draft answers if it was asked, else the target, at once; a draft may lie, either may fail."""
+        """The draft answers a pending request, else the target; a draft may lie, either may fail."""
         if "draft" in self.waiting:
             self.draft_answers(spoil_at=spoil_at, lie=lie, fail=fail)
         else:
@@ -231,7 +231,7 @@ class World:
     def draft_answers(self, *, spoil_at: int | None = None, lie: str = "", fail: bool = False) -> None:
         effect = self.waiting.pop("draft")
         assert isinstance(effect, ev.Propose)
-        self.tell(ev.Failed(effect.request_id, "away") if fail else self._propose(effect, spoil_at, lie))
+        self.send(ev.Failed(effect.request_id, "away") if fail else self._propose(effect, spoil_at, lie))
 
     def target_answers(self, *, fail: bool = False) -> None:
         while self.to_target:
@@ -239,10 +239,10 @@ class World:
         if self.item is not None and not self.answers:
             self.target_fails() if fail else self.target_passes()
         if self.answers:
-            self.hear()
+            self.deliver_answer()
 
     def deliver(self) -> None:
-        """The next message comes to the target."""
+        """Deliver the next message to the target."""
         message = self.to_target.pop(0)
         match message:
             case ev.Verify():
@@ -254,15 +254,15 @@ class World:
                 self.item = None
 
     def _is_at_target(self, request_id: int) -> bool:
-        return self.item is not None and self.item.asked.request_id == request_id
+        return self.item is not None and self.item.request.request_id == request_id
 
     def target_passes(self, at_most: int | None = None) -> None:
         item = self.item
         assert item is not None
         if item.tokens is None:
-            tokens = self.target.admit(item.asked.slice)
+            tokens = self.target.admit(item.request.slice)
             if isinstance(tokens, Miss):
-                self._close(ev.CacheMissed(item.asked.request_id, tokens.have, tokens.prefix_hash))
+                self._close(ev.CacheMissed(item.request.request_id, tokens.have, tokens.prefix_hash))
                 return
             item.begin(tokens)
         answer = self._verify(item, at_most)
@@ -273,26 +273,26 @@ class World:
 
     def target_fails(self) -> None:
         assert self.item is not None
-        self._close(ev.Failed(self.item.asked.request_id, "away"))
+        self._close(ev.Failed(self.item.request.request_id, "away"))
 
     def target_preempts(self, keep: int) -> None:
         assert self.item is not None
         self.target.held = self.target.held[:keep]
         have = len(self.target.held)
-        self._close(ev.CacheMissed(self.item.asked.request_id, have, prefix_hash(self.target.held)))
+        self._close(ev.CacheMissed(self.item.request.request_id, have, prefix_hash(self.target.held)))
 
     def _close(self, answer: ev.Event) -> None:
         self.answers.append(answer)
         self.item = None
 
-    def hear(self) -> None:
-        """The next answer of the target comes to the machine."""
+    def deliver_answer(self) -> None:
+        """Send the next answer of the target to the machine."""
         answer = self.answers.pop(0)
         assert isinstance(answer, ev.Verified | ev.CacheMissed | ev.Failed)
         last = not (isinstance(answer, ev.Verified) and answer.more)
-        if last and self.stands == answer.request_id:
-            self.stands = None
-        self.tell(answer)
+        if last and self.open_request == answer.request_id:
+            self.open_request = None
+        self.send(answer)
 
     def _propose(self, effect: ev.Propose, spoil_at: int | None, lie: str) -> ev.Event:
         tokens = self.draft.admit(effect.slice)
@@ -339,7 +339,7 @@ class World:
         stopped = confirmed[-1] in self.spec.stop_token_ids
         self.target.held = tokens[:-1]
         return ev.Verified(
-            request_id=item.asked.request_id,
+            request_id=item.request.request_id,
             position=position,
             tokens=confirmed,
             accepted=accepted,
@@ -347,7 +347,7 @@ class World:
             cache_len=len(self.target.held),
             fingerprint="build-1",
             logprobs=tuple(PositionLogprobs(-float(token)) for token in confirmed),
-            more=not stopped and item.asked.credit > 0 and len(tokens) < end,
+            more=not stopped and item.request.credit > 0 and len(tokens) < end,
         )
 
     def store(self) -> None:
@@ -356,24 +356,24 @@ class World:
             commit = self.waiting.pop("commit")
             assert isinstance(commit, ev.Commit)
             if commit.expected_len > len(self.log):
-                self.told_logged = len(self.log)
-                self.tell(ev.StoreFailed(LogBehind(self.spec.session_id, len(self.log))))
+                self.known_logged = len(self.log)
+                self.send(ev.StoreFailed(LogBehind(self.spec.session_id, len(self.log))))
                 return
             assert commit.expected_len == len(self.log)
             assert len(commit.records) == len(commit.tokens)
             self.log += commit.tokens
             self.records += commit.records
-            self.told_logged = len(self.log)
-            self.tell(ev.Committed(len(self.log)))
+            self.known_logged = len(self.log)
+            self.send(ev.Committed(len(self.log)))
         elif "finish" in self.waiting:
             finish = self.waiting.pop("finish")
             assert isinstance(finish, ev.StoreFinish)
             if finish.log_len > len(self.log):
-                self.told_logged = len(self.log)
-                self.tell(ev.StoreFailed(LogBehind(self.spec.session_id, len(self.log))))
+                self.known_logged = len(self.log)
+                self.send(ev.StoreFailed(LogBehind(self.spec.session_id, len(self.log))))
                 return
             self.finish_stored = True
-            self.tell(ev.FinishStored())
+            self.send(ev.FinishStored())
 
     def lose_log_tail(self, tokens: int) -> None:
         """The store comes back from a crash without its last moments."""
@@ -384,25 +384,25 @@ class World:
     def take(self) -> None:
         """The client's transport takes what was emitted."""
         self.taken = len(self.seen)
-        self.tell(ev.Sent(self.taken))
+        self.send(ev.Sent(self.taken))
 
     def wake(self) -> None:
         effect = self.waiting.pop("wake")
         assert isinstance(effect, ev.SetTimer)
         self.now = max(self.now, effect.at_ns)
-        self.tell(ev.TimerFired())
+        self.send(ev.TimerFired())
 
     def interrupt(self, kind: str) -> None:
         """The stream ends early; the session stays where its log is."""
         match kind:
             case "deadline":
-                self.tell(ev.Interrupted(DeadlinePassed()))
+                self.send(ev.Interrupted(DeadlinePassed()))
             case "fenced":
-                self.tell(ev.StoreFailed(Fenced(self.spec.session_id)))
+                self.send(ev.StoreFailed(Fenced(self.spec.session_id)))
             case "store":
-                self.tell(ev.StoreFailed(StoreUnavailable("away")))
+                self.send(ev.StoreFailed(StoreUnavailable("away")))
             case "drain":
-                self.tell(ev.Draining())
+                self.send(ev.Draining())
 
     @property
     def over(self) -> bool:

@@ -1,4 +1,4 @@
-"""What there is to tell of a pass while it is under way."""
+"""The description of a step in progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def facts_of(bench: Bench) -> BatchInfo:
     return bench.scheduler.current_batch
 
 
-def test_rows_are_told_apart_by_what_they_are_for() -> None:
+def test_batch_info_counts_rows_by_purpose() -> None:
     bench = Bench(blocks=64, block_tokens=4)
     drafting = bench.submit(request(PROMPT, session="drafting", arrival_ns=1, draft_tokens=(1, 2)))
     feeding = bench.submit(request(prompt(80, 1), session="feeding", arrival_ns=2))
@@ -38,12 +38,12 @@ def test_rows_are_told_apart_by_what_they_are_for() -> None:
     )
 
 
-def test_there_is_nothing_to_tell_of_no_pass() -> None:
+def test_batch_info_without_a_step_raises() -> None:
     with pytest.raises(Broken):
         _ = Bench().scheduler.current_batch
 
 
-def test_a_session_that_makes_place_for_an_older_one_is_told_and_named_once() -> None:
+def test_a_preempted_session_is_named_once() -> None:
     bench = Bench(max_sessions=1)
     young = bench.submit(request(prompt(9, 1), session="young", arrival_ns=9, credit=50))
     bench.step()
@@ -58,7 +58,7 @@ def test_a_session_that_makes_place_for_an_older_one_is_told_and_named_once() ->
     assert facts_of(bench).preempted == ()
 
 
-def test_a_session_whose_blocks_are_taken_in_a_pass_is_preempted() -> None:
+def test_taking_blocks_within_a_step_is_a_preemption() -> None:
     bench = Bench(blocks=6, block_tokens=4)
     young = bench.submit(request(prompt(12, 1), session="young", arrival_ns=9, credit=50))
     bench.step()
@@ -69,7 +69,7 @@ def test_a_session_whose_blocks_are_taken_in_a_pass_is_preempted() -> None:
     assert isinstance(lost.outcome, Miss)
 
 
-def test_a_miss_of_what_was_never_held_is_no_preemption() -> None:
+def test_a_miss_of_an_uncached_prefix_is_no_preemption() -> None:
     bench = Bench()
     bench.submit(request(PROMPT, start=2))
     [missed] = bench.scheduler.take_responses()

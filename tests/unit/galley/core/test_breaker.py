@@ -16,7 +16,7 @@ def opened(breaker: Breaker, now: int = 0) -> int:
     raise AssertionError("it does not open")
 
 
-def test_it_opens_when_half_of_the_last_have_failed() -> None:
+def test_opens_after_half_of_the_last_attempts_failed() -> None:
     breaker = Breaker()
     assert opened(breaker) == FAILURES
     assert breaker.state(0) is State.OPEN
@@ -27,7 +27,7 @@ def test_it_opens_when_half_of_the_last_have_failed() -> None:
     assert mixed.record_failure(mixed.begin(0), 0), "the last of four failures among seven"
 
 
-def test_failures_that_are_rare_do_not_open_it() -> None:
+def test_rare_failures_do_not_open_it() -> None:
     breaker = Breaker()
     for number in range(100):
         if number % 3 == 0:
@@ -64,14 +64,14 @@ def test_each_probe_that_fails_doubles_the_pause_up_to_a_bound() -> None:
     assert pauses[-1] == LONGEST_PAUSE_NS
 
 
-def test_a_probe_that_nobody_waited_for_leaves_room_for_another() -> None:
+def test_a_cancelled_probe_allows_another() -> None:
     breaker = Breaker()
     opened(breaker)
     breaker.record_cancelled(breaker.begin(FIRST_PAUSE_NS))
     assert breaker.can_begin(FIRST_PAUSE_NS)
 
 
-def test_what_began_before_it_opened_says_nothing_of_now() -> None:
+def test_outcomes_of_earlier_attempts_are_ignored() -> None:
     breaker = Breaker()
     old = breaker.begin(0)
     opened(breaker)
@@ -86,7 +86,7 @@ def test_what_began_before_it_opened_says_nothing_of_now() -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["fail", "succeed", "leave"]), st.integers(0, 10**9)), max_size=80))
-def test_whatever_happened_it_closes_once_all_is_well(steps: list[tuple[str, int]]) -> None:
+def test_closes_after_any_history_once_attempts_succeed(steps: list[tuple[str, int]]) -> None:
     breaker, now = Breaker(), 0
     for what, later in steps:
         now += later

@@ -31,31 +31,31 @@ EXACT = Spares(busy=1, replicas=0)
 
 def test_plain_decoding_by_hand() -> None:
     """4 sessions fit, each of 4 blocks: 400 tokens/s, so 40 answers/s, and 50 ask for two replicas."""
-    found = capacity(LOAD, TARGET, NO_DRAFT, EXACT)
-    assert found.at.sessions == 4
-    assert found.bound_by == "kv"
-    assert found.at.tokens_per_s == pytest.approx(400)
-    assert found.answers_per_s_a_target == pytest.approx(40)
-    assert (found.targets, found.drafts, found.gateways) == (2, 0, 1)
+    result = capacity(LOAD, TARGET, NO_DRAFT, EXACT)
+    assert result.at.sessions == 4
+    assert result.bound_by == "kv"
+    assert result.at.tokens_per_s == pytest.approx(400)
+    assert result.answers_per_s_a_target == pytest.approx(40)
+    assert (result.targets, result.drafts, result.gateways) == (2, 0, 1)
     # Little: 50 answers/s of 100 ms.
-    assert found.sessions == pytest.approx(5)
+    assert result.sessions == pytest.approx(5)
 
 
 def test_speculation_by_hand() -> None:
     """A free and perfect draft of one token doubles what a replica gives; nobody is needed to serve it."""
-    found = capacity(LOAD, TARGET, DraftSize(alpha=1, cost_ratio=math.inf, max_k=1), EXACT)
-    assert found.at.k == 1
-    assert found.at.tokens_per_s == pytest.approx(800)
-    assert (found.targets, found.drafts) == (1, 0)
+    result = capacity(LOAD, TARGET, DraftSize(alpha=1, cost_ratio=math.inf, max_k=1), EXACT)
+    assert result.at.k == 1
+    assert result.at.tokens_per_s == pytest.approx(800)
+    assert (result.targets, result.drafts) == (1, 0)
 
 
-def test_a_draft_that_costs_is_counted() -> None:
+def test_draft_cost_counts() -> None:
     """A round of 10 ms and two draft steps of 5: half of a pass of 20 ms, for 1.25 busy replicas, is .83."""
     draft = DraftSize(alpha=1, cost_ratio=2, max_k=2)
-    found = capacity(dataclasses.replace(LOAD, answers_per_s=75), TARGET, draft, EXACT)
-    assert (found.at.k, found.at.pass_ms, found.at.draft_ms) == (2, 20, 10)
-    assert found.at.time_per_output_token_ms == pytest.approx(20 / 3)
-    assert (found.targets, found.drafts) == (2, 1)
+    result = capacity(dataclasses.replace(LOAD, answers_per_s=75), TARGET, draft, EXACT)
+    assert (result.at.k, result.at.pass_ms, result.at.draft_ms) == (2, 20, 10)
+    assert result.at.time_per_output_token_ms == pytest.approx(20 / 3)
+    assert (result.targets, result.drafts) == (2, 1)
 
 
 def test_prompts_take_rows() -> None:
@@ -84,27 +84,27 @@ def test_a_full_target_gives_no_more_however_many_sessions_it_has() -> None:
 
 @pytest.mark.parametrize(("kv_tokens", "sessions"), [(511, 3), (512, 4)])
 def test_a_session_takes_whole_blocks(kv_tokens: int, sessions: int) -> None:
-    found = capacity(LOAD, dataclasses.replace(TARGET, kv_tokens=kv_tokens), NO_DRAFT, EXACT)
-    assert (found.at.sessions, found.bound_by) == (sessions, "kv")
+    result = capacity(LOAD, dataclasses.replace(TARGET, kv_tokens=kv_tokens), NO_DRAFT, EXACT)
+    assert (result.at.sessions, result.bound_by) == (sessions, "kv")
 
 
 def test_spares_come_on_top() -> None:
-    found = capacity(LOAD, TARGET, NO_DRAFT, Spares(busy=0.5, replicas=1))
-    assert found.targets == 4
-    assert found.gateways == 2
-    assert found.drafts == 0
+    result = capacity(LOAD, TARGET, NO_DRAFT, Spares(busy=0.5, replicas=1))
+    assert result.targets == 4
+    assert result.gateways == 2
+    assert result.drafts == 0
 
 
-def test_what_clients_are_promised_bounds_a_replica() -> None:
+def test_latency_objectives_bound_a_replica() -> None:
     curve = RowCostCurve(((1, 1.0), (4, 4.0)))
     load = dataclasses.replace(LOAD, time_per_output_token_ms=20)
-    found = capacity(load, dataclasses.replace(TARGET, row_costs=curve), NO_DRAFT, EXACT)
-    assert (found.at.sessions, found.bound_by) == (2, "time")
+    result = capacity(load, dataclasses.replace(TARGET, row_costs=curve), NO_DRAFT, EXACT)
+    assert (result.at.sessions, result.bound_by) == (2, "time")
 
 
-def test_a_replica_has_no_more_sessions_than_it_may() -> None:
-    found = capacity(LOAD, dataclasses.replace(TARGET, max_sessions=3), NO_DRAFT, EXACT)
-    assert (found.at.sessions, found.bound_by) == (3, "max_sessions")
+def test_max_sessions_bounds_a_replica() -> None:
+    result = capacity(LOAD, dataclasses.replace(TARGET, max_sessions=3), NO_DRAFT, EXACT)
+    assert (result.at.sessions, result.bound_by) == (3, "max_sessions")
 
 
 def test_memory_by_hand() -> None:
@@ -124,10 +124,10 @@ SIZE = TargetSize(step_ms=20, kv_tokens=100_000, row_costs=CURVE, max_sessions=1
 
 
 @given(load=loads, draft=drafts)
-def test_the_replicas_can_give_what_is_asked(load: Load, draft: DraftSize) -> None:
-    found = capacity(load, SIZE, draft, Spares(busy=0.7, replicas=0))
-    assert found.targets * found.answers_per_s_a_target * 0.7 >= load.answers_per_s * (1 - 1e-6)
-    assert (found.targets - 1) * found.answers_per_s_a_target * 0.7 < load.answers_per_s * (1 + 1e-6)
+def test_the_replicas_carry_the_load(load: Load, draft: DraftSize) -> None:
+    result = capacity(load, SIZE, draft, Spares(busy=0.7, replicas=0))
+    assert result.targets * result.answers_per_s_a_target * 0.7 >= load.answers_per_s * (1 - 1e-6)
+    assert (result.targets - 1) * result.answers_per_s_a_target * 0.7 < load.answers_per_s * (1 + 1e-6)
 
 
 @given(load=loads, draft=drafts, more=st.floats(1, 10))
@@ -152,12 +152,12 @@ def refused(field: str, bound: str, **changes: object) -> None:
         names = {each.name for each in dataclasses.fields(value)}  # type: ignore[arg-type]  # dataclasses all
         return dataclasses.replace(value, **{k: v for k, v in changes.items() if k in names})  # type: ignore[type-var]
 
-    def found() -> Capacity:
+    def result() -> Capacity:
         parts = (changed(part) for part in (LOAD, TARGET, DraftSize(alpha=0.5, cost_ratio=2), Spares()))
         return capacity(*parts)  # type: ignore[arg-type]  # of the kinds that they were
 
     with pytest.raises(InvalidField) as refusal:
-        found()
+        result()
     assert refusal.value.field == field
     assert bound in refusal.value.problem
 
@@ -184,7 +184,7 @@ def refused(field: str, bound: str, **changes: object) -> None:
         ("gateway_sessions", 0, ">= 1"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_bound(field: str, value: float, bound: str) -> None:
+def test_invalid_fields_are_refused_with_their_bound(field: str, value: float, bound: str) -> None:
     refused(field, bound, **{"alpha": 0.0, "max_k": 0, field: value})
 
 
@@ -192,7 +192,7 @@ def test_what_cannot_be_is_refused_with_its_bound(field: str, value: float, boun
     ("field", "value"),
     [("gpus", 0), ("gpu_memory_gib", 0), ("kv_bytes_per_token", 0), ("weights_gib", 72), ("share", 1.5)],
 )
-def test_memory_that_cannot_be_is_refused(field: str, value: float) -> None:
+def test_invalid_memory_is_refused(field: str, value: float) -> None:
     memory = KvMemory(gpus=1, gpu_memory_gib=80, weights_gib=10, kv_bytes_per_token=1000)
     with pytest.raises(InvalidField) as refusal:
         dataclasses.replace(memory, **{field: value}).tokens()  # type: ignore[arg-type]  # numbers, all

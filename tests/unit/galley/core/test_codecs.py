@@ -25,11 +25,6 @@ records = st.builds(
 tokens = st.lists(st.integers(0, 9), max_size=12)
 
 
-@given(st.lists(records, max_size=8))
-def test_records(given_records: list[TokenRecord]) -> None:
-    assert decode_records(encode_records(given_records)) == given_records
-
-
 @given(st.lists(records, max_size=4), st.lists(records, max_size=4))
 def test_records_append(first: list[TokenRecord], then: list[TokenRecord]) -> None:
     assert decode_records(encode_records(first) + encode_records(then)) == first + then
@@ -77,7 +72,7 @@ def test_specs() -> None:
     assert decode_spec(encode_spec(spec), spec.session_id, (5, 6)) == spec
 
 
-def test_a_spec_that_asks_for_nothing_is_small() -> None:
+def test_a_default_spec_is_small() -> None:
     spec = SessionSpec("s" * 32, (1,), SamplingParams(), max_position=9, vocab_size=1000)
     data = encode_spec(spec)
     assert decode_spec(data, spec.session_id, spec.prompt) == spec
@@ -85,17 +80,17 @@ def test_a_spec_that_asks_for_nothing_is_small() -> None:
 
 
 @given(tokens, tokens, st.integers(0, 12))
-def test_a_cache_serves_exactly_what_agrees(held: list[int], wanted: list[int], start: int) -> None:
-    start = min(start, len(wanted))
-    found = look_up(held, start, wanted[start:], prefix_hash(wanted[:start]))
-    if isinstance(found, Hit):
-        assert held[: found.agree] == wanted[: found.agree]
-        beyond = found.agree
-        assert beyond in {len(held), len(wanted)} or held[beyond] != wanted[beyond]
+def test_a_cache_serves_the_agreeing_prefix(held: list[int], tokens: list[int], start: int) -> None:
+    start = min(start, len(tokens))
+    result = look_up(held, start, tokens[start:], prefix_hash(tokens[:start]))
+    if isinstance(result, Hit):
+        assert held[: result.agree] == tokens[: result.agree]
+        beyond = result.agree
+        assert beyond in {len(held), len(tokens)} or held[beyond] != tokens[beyond]
     else:
-        assert isinstance(found, Miss)
-        assert held[:start] != wanted[:start]
-        assert prefix_hash(held[: found.have]) == found.prefix_hash
+        assert isinstance(result, Miss)
+        assert held[:start] != tokens[:start]
+        assert prefix_hash(held[: result.have]) == result.prefix_hash
 
 
 def test_other_tokens_at_the_same_length_are_a_miss() -> None:
@@ -103,9 +98,7 @@ def test_other_tokens_at_the_same_length_are_a_miss() -> None:
 
 
 @given(st.lists(token_ids, min_size=1, max_size=700), st.lists(token_ids, max_size=700), st.data())
-def test_the_prefixes_of_an_answer_are_named_by_their_content(
-    prompt: list[int], output: list[int], data: st.DataObject
-) -> None:
+def test_prefix_hashes_of_an_answer(prompt: list[int], output: list[int], data: st.DataObject) -> None:
     spec = SessionSpec("s", tuple(prompt), SamplingParams(), max_position=2000, vocab_size=2**32)
     answer = Answer(spec, lambda tokens: "x" * len(tokens))
     grown = list(prompt)
@@ -114,8 +107,8 @@ def test_the_prefixes_of_an_answer_are_named_by_their_content(
         grown.append(token)
         if len(grown) % 50 == 0:
             length = data.draw(st.integers(0, len(grown)))
-            for asked in (length, len(grown), len(grown) - 1):
-                assert answer.prefix_hash(asked) == prefix_hash(grown[:asked])
+            for size in (length, len(grown), len(grown) - 1):
+                assert answer.prefix_hash(size) == prefix_hash(grown[:size])
     assert answer.prefix_hash(len(grown)) == prefix_hash(grown)
     assert answer.output_hash(len(output)) == prefix_hash(output)
     assert answer.output_hash(len(output) // 2) == prefix_hash(output[: len(output) // 2])

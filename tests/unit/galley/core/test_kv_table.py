@@ -60,19 +60,19 @@ def test_a_growing_sequence_is_hashed_as_from_its_beginning() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 9), st.booleans()), max_size=12))
-def test_whatever_is_asked_while_it_grows_and_is_cut(steps: list[tuple[int, int, bool]]) -> None:
+def test_prefix_hashes_while_a_sequence_grows_and_is_cut(steps: list[tuple[int, int, bool]]) -> None:
     hasher, sequence = PrefixHasher(), [0]
     for grown, back, cut in steps:
         sequence += [token * token % 251 for token in range(grown)]
         length = max(0, len(sequence) - back)
-        for asked in (len(sequence), length, length // 2, length, len(sequence)):
-            assert hasher.digest(sequence, asked) == prefix_hash(sequence[:asked])
+        for size in (len(sequence), length, length // 2, length, len(sequence)):
+            assert hasher.digest(sequence, size) == prefix_hash(sequence[:size])
         if cut:
             hasher.truncate(length)
             sequence[length:] = [251] * (back // 2)
 
 
-def test_what_is_computed_stands_and_takes_whole_blocks() -> None:
+def test_computed_tokens_take_whole_blocks() -> None:
     table = table_of(8)
     assert table.open(A, 0, tokens(6)) == 0
     assert table.reserve(A, 6).copies == ()
@@ -91,7 +91,7 @@ def test_only_full_blocks_of_computed_tokens_are_found() -> None:
     assert len(table.cached_prefixes(1)) == 1
 
 
-def test_a_new_session_attaches_what_another_has_computed() -> None:
+def test_a_new_session_attaches_cached_blocks() -> None:
     table = table_of(8)
     filled(table, A, tokens(10))
     assert table.open(B, 1, [*tokens(8), 99]) == 8
@@ -120,7 +120,7 @@ def test_the_last_token_is_fed_again_into_a_copy_of_its_shared_block() -> None:
     assert table.reserve(B, 10).copies == ()
 
 
-def test_a_registered_block_of_ones_own_is_written_without_a_copy_but_found_no_more() -> None:
+def test_writing_an_own_registered_block_unregisters_it() -> None:
     table = table_of(8)
     filled(table, A, tokens(9))
     table.truncate(A, 6)
@@ -131,7 +131,7 @@ def test_a_registered_block_of_ones_own_is_written_without_a_copy_but_found_no_m
     assert set(table.cached_prefixes(9)) == set(block_hashes(A[0], [*tokens(6), 70, 80], T))
 
 
-def test_the_same_computed_twice_at_once_stays_private() -> None:
+def test_equal_blocks_computed_at_once_stay_private() -> None:
     table = table_of(8)
     compute_twins(table, tokens(5))
     assert not set(table.blocks_of(A)) & set(table.blocks_of(B))
@@ -140,7 +140,7 @@ def test_the_same_computed_twice_at_once_stays_private() -> None:
     table.check()
 
 
-def test_a_twin_takes_the_place_of_the_block_that_was_found() -> None:
+def test_an_equal_block_replaces_the_registered_one() -> None:
     table = table_of(4)
     compute_twins(table, tokens(5))
     table.drop(A)
@@ -152,7 +152,7 @@ def test_a_twin_takes_the_place_of_the_block_that_was_found() -> None:
     table.check()
 
 
-def test_a_chain_is_lost_from_its_end_even_over_a_twin() -> None:
+def test_a_chain_is_lost_from_its_end_even_with_an_equal_block() -> None:
     table = table_of(4)
     compute_twins(table, tokens(9))
     table.drop(A)
@@ -163,7 +163,7 @@ def test_a_chain_is_lost_from_its_end_even_over_a_twin() -> None:
     assert table.open(D, 0, tokens(9)) == 4
 
 
-def test_reopening_keeps_what_agrees_and_returns_the_rest() -> None:
+def test_reopening_keeps_the_agreeing_prefix() -> None:
     table = table_of(8)
     filled(table, A, tokens(16))
     assert table.open(A, 0, [*tokens(6), 99, 98]) == 6
@@ -219,7 +219,7 @@ def test_cached_blocks_go_before_idle_sessions_and_the_longest_idle_first() -> N
     assert (len(table.blocks_of(A)), len(table.blocks_of(B))) == (0, 1)
 
 
-def test_an_evicted_session_finds_what_is_still_cached() -> None:
+def test_an_evicted_session_reuses_cached_blocks() -> None:
     table = table_of(4)
     filled(table, A, tokens(13))
     table.make_idle(A)
@@ -290,7 +290,7 @@ def test_a_refused_reservation_changes_nothing() -> None:
     table.check()
 
 
-def test_a_block_need_not_be_copied_once_all_others_that_hold_it_are_gone() -> None:
+def test_no_copy_of_a_block_whose_other_holders_are_evicted() -> None:
     table = table_of(1)
     filled(table, A, tokens(4), 1)
     table.append_computed(A, [4])
@@ -300,7 +300,7 @@ def test_a_block_need_not_be_copied_once_all_others_that_hold_it_are_gone() -> N
     table.check()
 
 
-def test_a_failed_pass_leaves_nothing_in_doubt() -> None:
+def test_a_failed_step_is_rolled_back() -> None:
     table = table_of(8)
     filled(table, A, tokens(9))
     table.open(B, 1, tokens(8))
@@ -318,7 +318,7 @@ def test_a_failed_pass_leaves_nothing_in_doubt() -> None:
     table.check()
 
 
-def test_a_plan_that_never_ran_leaves_no_trusted_copy() -> None:
+def test_the_copy_of_a_plan_that_never_ran_is_dropped() -> None:
     table = table_of(8)
     filled(table, A, tokens(9))
     table.open(B, 1, tokens(8))
@@ -333,7 +333,7 @@ def test_a_plan_that_never_ran_leaves_no_trusted_copy() -> None:
     assert len(table.blocks_of(B)) == 1
 
 
-def test_after_a_pass_the_copy_is_trusted() -> None:
+def test_after_a_step_the_copy_is_kept() -> None:
     table = table_of(8)
     filled(table, A, tokens(9))
     table.open(B, 1, tokens(8))
@@ -343,7 +343,7 @@ def test_after_a_pass_the_copy_is_trusted() -> None:
     assert table.tokens_of(B) == tokens(7)
 
 
-def test_an_idle_session_is_dropped_for_a_new_one_but_a_live_one_is_not() -> None:
+def test_a_new_session_replaces_an_idle_one_only() -> None:
     table = table_of(8, max_sessions=2)
     filled(table, A, tokens(6))
     filled(table, B, tokens(6, 50))
@@ -356,7 +356,7 @@ def test_an_idle_session_is_dropped_for_a_new_one_but_a_live_one_is_not() -> Non
     table.check()
 
 
-def test_look_up_says_what_content_look_up_says() -> None:
+def test_look_up() -> None:
     table = table_of(8)
     filled(table, A, tokens(9))
     assert table.look_up(A, 5, [6, 7, 99], prefix_hash(tokens(5))) == Hit(7)
@@ -378,7 +378,7 @@ def test_look_up_in_a_long_session_that_was_cut() -> None:
     table.check()
 
 
-def test_what_was_never_reserved_cannot_be_computed() -> None:
+def test_computing_without_a_reservation_raises() -> None:
     table = table_of(8)
     table.open(A, 0, tokens(6))
     with pytest.raises(Broken):

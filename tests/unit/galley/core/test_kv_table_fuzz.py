@@ -79,12 +79,12 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.table = KvTable(self.BLOCKS, BLOCK_TOKENS, self.MAX_SESSIONS)
         self.memory = Memory([[None] * BLOCK_TOKENS for _ in range(self.BLOCKS)])
-        self.wanted: dict[SessionKey, list[int]] = {}  # of live sessions: confirmed tokens
+        self.live: dict[SessionKey, list[int]] = {}  # of live sessions: confirmed tokens
         self.arrivals: dict[SessionKey, int] = {}
 
     @rule(key=keys, arrival=st.integers(0, 3), tokens=confirmed)
     def open(self, key: SessionKey, arrival: int, tokens: list[int]) -> None:
-        live = set(self.wanted)
+        live = set(self.live)
         free = self.table.free
         had_blocks = bool(self.table.blocks_of(key))
         before = look_up(self.table.tokens_of(key), 0, tokens, prefix_hash(()))
@@ -99,14 +99,14 @@ class Lives(RuleBasedStateMachine):
         assert min(sure, len(tokens) - 1) <= stands < len(tokens)
         assert list(self.table.tokens_of(key)) == tokens[:stands]
         assert self.table.free <= free or key in live
-        self.wanted[key] = tokens
+        self.live[key] = tokens
         self.arrivals[key] = arrival
 
     @rule(chunks=chunks, fails=st.booleans(), trash=st.lists(st.integers(0, 9), max_size=3))
     def step(self, chunks: dict[SessionKey, tuple[int, int]], fails: bool, trash: list[int]) -> None:
         plan = Plan()
         for key, (rows, guesses) in chunks.items():
-            if key in self.wanted:
+            if key in self.live:
                 self.plan(plan, key, rows, guesses)
         self.nothing_is_written_that_others_hold(plan)
         self.carry_out(plan, fails, trash)
@@ -115,16 +115,16 @@ class Lives(RuleBasedStateMachine):
                 self.table.roll_back(key)
             else:
                 self.table.append_computed(key, fed[:good])
-                if len(self.tokens(key)) >= len(self.wanted[key]):  # sampled one of its own
-                    self.wanted[key] = [*self.tokens(key), 1]
+                if len(self.tokens(key)) >= len(self.live[key]):  # sampled one of its own
+                    self.live[key] = [*self.tokens(key), 1]
 
     def plan(self, plan: Plan, key: SessionKey, rows: int, guesses: int) -> None:
         """Adds the next `rows` confirmed tokens, and guesses if these were the last of them."""
         stands = len(self.table.tokens_of(key))
-        fed = self.wanted[key][stands : stands + rows]
+        fed = self.live[key][stands : stands + rows]
         good = len(fed)
-        if stands + good == len(self.wanted[key]):
-            fed = fed + [2] * min(guesses, MOST_TOKENS - len(self.wanted[key]))
+        if stands + good == len(self.live[key]):
+            fed = fed + [2] * min(guesses, MOST_TOKENS - len(self.live[key]))
             good = (good + len(fed)) // 2 if len(fed) > good else good
         if self.reserve(plan, key, stands + len(fed)):
             plan.fed[key] = (fed, max(1, good))
@@ -132,9 +132,9 @@ class Lives(RuleBasedStateMachine):
     def reserve(self, plan: Plan, key: SessionKey, length: int) -> bool:
         busy = frozenset(plan.fed)
         before = {other: self.table.blocks_of(other) for other in KEYS}
-        asker = (self.arrivals[key], key)
-        younger = {k for k in self.wanted if (self.arrivals[k], k) > asker and k not in busy}
-        idle = {k for k in KEYS if before[k] and k not in self.wanted}
+        caller = (self.arrivals[key], key)
+        younger = {k for k in self.live if (self.arrivals[k], k) > caller and k not in busy}
+        idle = {k for k in KEYS if before[k] and k not in self.live}
         kept = {k for k in KEYS if before[k]} - younger - idle - {key}
         try:
             reservation = self.table.reserve(key, length, busy)
@@ -149,7 +149,7 @@ class Lives(RuleBasedStateMachine):
             ages = {k: (self.arrivals[k], k) for k in younger}
             assert list(preempted) == sorted(younger, key=lambda k: ages[k], reverse=True)[: len(preempted)]
         for other in preempted:
-            del self.wanted[other]
+            del self.live[other]
         plan.copies.extend(reservation.copies)
         assert len(self.table.blocks_of(key)) * BLOCK_TOKENS >= length
         return True
@@ -194,13 +194,13 @@ class Lives(RuleBasedStateMachine):
     def idle(self, key: SessionKey) -> None:
         before = self.tokens(key)
         self.table.make_idle(key)
-        self.wanted.pop(key, None)
+        self.live.pop(key, None)
         assert self.tokens(key) == before
 
     @rule(key=keys)
     def drop(self, key: SessionKey) -> None:
         self.table.drop(key)
-        self.wanted.pop(key, None)
+        self.live.pop(key, None)
         assert self.table.blocks_of(key) == ()
 
     @rule(key=keys, start=st.integers(0, 8), tokens=confirmed)
@@ -211,10 +211,10 @@ class Lives(RuleBasedStateMachine):
             held, start, tokens[start:], prefix
         )
 
-    @precondition(lambda self: self.wanted)
+    @precondition(lambda self: self.live)
     @rule()
     def the_oldest_always_gets_what_fits(self) -> None:
-        key = min(self.wanted, key=lambda k: (self.arrivals[k], k))
+        key = min(self.live, key=lambda k: (self.arrivals[k], k))
         plan = Plan()
         assert self.reserve(plan, key, self.BLOCKS * BLOCK_TOKENS)
         self.table.roll_back(key)
@@ -222,8 +222,8 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def all_balances(self) -> None:
         self.table.check()
-        assert {key for key in KEYS if self.table.is_live(key)} == set(self.wanted)
-        live = {block for key in self.wanted for block in self.table.blocks_of(key)}
+        assert {key for key in KEYS if self.table.is_live(key)} == set(self.live)
+        live = {block for key in self.live for block in self.table.blocks_of(key)}
         assert self.table.live_blocks == len(live)
         assert self.table.free + self.table.live_blocks == self.BLOCKS
 

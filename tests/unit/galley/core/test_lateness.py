@@ -20,7 +20,7 @@ def test_a_long_prefill_and_a_full_queue_are_expected() -> None:
 
 
 @pytest.mark.parametrize("curve", [(), ((2, 5),), ((1, 0),), ((1, 5), (1, 6))])
-def test_what_a_replica_does_not_say_or_says_wrongly_predicts_nothing(
+def test_an_invalid_curve_predicts_nothing(
     curve: tuple[tuple[int, int], ...],
 ) -> None:
     times = VerdictTimes(curve)
@@ -28,7 +28,7 @@ def test_what_a_replica_does_not_say_or_says_wrongly_predicts_nothing(
     assert times.expected_ns(10**6) == 0
 
 
-def test_verdicts_that_take_longer_than_predicted_are_expected_to() -> None:
+def test_slow_verdicts_raise_the_expectation() -> None:
     times = VerdictTimes(CURVE)
     predicted = times.predicted_ns(1)
     for _ in range(100):
@@ -42,7 +42,7 @@ def test_verdicts_that_take_longer_than_predicted_are_expected_to() -> None:
     assert times.expected_ns(1) <= 16 * predicted, "it is bounded, whatever was seen"
 
 
-def test_patience_doubles_with_each_move_and_comes_down_with_verdicts_in_time() -> None:
+def test_the_timeout_doubles_with_each_move_and_recovers() -> None:
     patience = VerdictTimeout(factor=8)
     assert patience.limit_ns(0) == LEAST_NS
     assert patience.limit_ns(LEAST_NS) == 8 * LEAST_NS

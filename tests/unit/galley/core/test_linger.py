@@ -29,7 +29,7 @@ def teach(bench: Bench, item: int, delay_ns: int, rounds: int = 6) -> int:
             (answer,) = bench.finish(plan)
             count += len(result_of(answer).tokens)
         bench.now += delay_ns
-        tell(bench, item, count)
+        send_hint(bench, item, count)
         plan = bench.scheduler.plan(bench.now)
         assert isinstance(plan, StepPlan), "a hint is there"
         (answer,) = bench.finish(plan)
@@ -37,7 +37,7 @@ def teach(bench: Bench, item: int, delay_ns: int, rounds: int = 6) -> int:
     return count
 
 
-def tell(bench: Bench, item: int, count: int) -> None:
+def send_hint(bench: Bench, item: int, count: int) -> None:
     known = [*PROMPT, *ANSWER[:count]]
     hint = Hint(len(known), prefix_hash(known), tuple(ANSWER[count : count + 4]))
     bench.extend(item, hint=hint, hint_due=True)
@@ -48,19 +48,19 @@ def bench_of(max_linger_ns: int = 50 * MS) -> tuple[Bench, int]:
     return bench, bench.submit(request(PROMPT, credit=900))
 
 
-def test_it_waits_for_a_hint_that_comes_soon() -> None:
+def test_lingers_for_a_hint_that_arrives_soon() -> None:
     bench, item = bench_of()
     count = teach(bench, item, 2 * MS)
     lingering = bench.scheduler.plan(bench.now)
     assert isinstance(lingering, Linger)
     assert bench.now + 2 * MS <= lingering.until_ns < bench.now + FLAT(1)
     bench.now += 2 * MS
-    tell(bench, item, count)
+    send_hint(bench, item, count)
     (answer,) = bench.step()
     assert result_of(answer).accepted == 4
 
 
-def test_it_never_waits_where_it_must_not_or_nothing_is_known() -> None:
+def test_never_lingers_when_disabled_or_nothing_is_known() -> None:
     bench, item = bench_of(max_linger_ns=0)
     teach(bench, item, 2 * MS)
     assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
@@ -70,14 +70,14 @@ def test_it_never_waits_where_it_must_not_or_nothing_is_known() -> None:
     assert isinstance(bench.scheduler.plan(bench.now), StepPlan), "no hint has ever come"
 
 
-def test_it_does_not_wait_while_no_hint_is_due() -> None:
+def test_does_not_linger_while_no_hint_is_due() -> None:
     bench, item = bench_of()
     teach(bench, item, 2 * MS)
     bench.extend(item, hint_due=False)
     assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
 
 
-def test_a_prompt_that_waits_ends_the_waiting() -> None:
+def test_a_waiting_prompt_ends_lingering() -> None:
     bench, item = bench_of()
     teach(bench, item, 2 * MS)
     assert isinstance(bench.scheduler.plan(bench.now), Linger)
@@ -85,7 +85,7 @@ def test_a_prompt_that_waits_ends_the_waiting() -> None:
     assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
 
 
-def test_a_hint_that_stays_away_is_waited_for_ever_less() -> None:
+def test_trust_falls_with_each_missing_hint() -> None:
     bench, item = bench_of()
     teach(bench, item, 2 * MS)
     waits = []
@@ -102,7 +102,7 @@ def test_a_hint_that_stays_away_is_waited_for_ever_less() -> None:
     assert not any(waits[6:]), "after some it gives up"
 
 
-def test_after_a_vain_wait_it_wants_to_be_told_again() -> None:
+def test_after_a_missing_hint_only_an_extension_allows_lingering() -> None:
     bench, item = bench_of()
     teach(bench, item, 2 * MS)
     plan = bench.scheduler.plan(bench.now)
@@ -112,13 +112,13 @@ def test_after_a_vain_wait_it_wants_to_be_told_again() -> None:
     assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
 
 
-def test_it_waits_no_longer_than_it_may() -> None:
+def test_lingering_is_bounded() -> None:
     bench, item = bench_of(max_linger_ns=1 * MS)
     teach(bench, item, 2 * MS)
     assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
 
 
-def test_the_wait_must_pay_for_all_sessions_of_the_pass() -> None:
+def test_lingering_must_pay_for_all_sessions_of_the_step() -> None:
     due = ExpectedHint(at_ns=4 * MS, mean_ns=4 * MS, length=4, alpha=0.8, trust=1.0)
 
     def until(sessions: int) -> int | None:
@@ -130,7 +130,7 @@ def test_the_wait_must_pay_for_all_sessions_of_the_pass() -> None:
     assert linger_until(many, sessions=16, now=0, latest=50 * MS, step_ns=LiveStepTimes(FLAT)) == 4 * MS
 
 
-def test_it_waits_for_the_rest_where_some_hints_are_here() -> None:
+def test_lingers_for_the_rest_when_some_hints_have_arrived() -> None:
     def until(coming: int, at_ns: int) -> int | None:
         due = [ExpectedHint(at_ns=at_ns, mean_ns=at_ns, length=4, alpha=0.8, trust=1.0)] * coming
         here = [0.8, 0.64, 0.5, 0.4] * (16 - coming)
@@ -141,7 +141,7 @@ def test_it_waits_for_the_rest_where_some_hints_are_here() -> None:
     assert until(8, 9 * MS) is None
 
 
-def test_the_pass_begins_once_all_that_are_awaited_are_here() -> None:
+def test_the_step_begins_once_all_awaited_hints_have_arrived() -> None:
     bench, first = bench_of()
     count = teach(bench, first, 2 * MS)
     plan = bench.scheduler.plan(bench.now)
@@ -150,7 +150,7 @@ def test_the_pass_begins_once_all_that_are_awaited_are_here() -> None:
     again = bench.scheduler.plan(bench.now)
     assert isinstance(again, Linger)
     assert again.until_ns == plan.until_ns, "made out once"
-    tell(bench, first, count)
+    send_hint(bench, first, count)
     assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
 
 
@@ -168,7 +168,7 @@ def test_acceptance_follows_what_is_seen() -> None:
     assert acceptance.survival(2) == [acceptance.alpha, acceptance.alpha**2]
 
 
-def test_no_correction_makes_a_draft_certain_so_that_other_sessions_have_their_rows() -> None:
+def test_calibration_never_makes_a_draft_certain() -> None:
     lucky = AcceptanceEstimate()
     for _ in range(200):
         lucky.record_token(right=True, predicted=0.8)
@@ -186,7 +186,7 @@ def test_the_delay_is_learnt_with_a_margin() -> None:
     assert 9 < mean_ns < at_ns < 16
 
 
-def test_what_drafts_say_of_their_chances_is_corrected_by_what_became_of_them() -> None:
+def test_predicted_chances_are_calibrated_by_outcomes() -> None:
     boasting = AcceptanceEstimate()
     for i in range(200):
         boasting.record_token(right=i % 5 == 0, predicted=0.9)

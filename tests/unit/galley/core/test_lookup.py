@@ -28,18 +28,18 @@ def answered(answers: RecentAnswers, tokens: list[int], prompt: list[int] = PROM
 @given(TOKENS, TOKENS, st.integers(1, 12))
 def test_the_longest_match_is_followed(confirmed: list[int], ahead: list[int], count: int) -> None:
     whole = [*confirmed, *ahead]
-    found = session(confirmed).find(ahead, count)
-    if not found.matched:
+    result = session(confirmed).find(ahead, count)
+    if not result.matched:
         # As far as the confirmed tokens know: the last token is not among those with one after them.
         assert not whole or whole[-1] not in (confirmed if ahead else confirmed[:-1])
         return
-    assert len(found.tokens) == count
-    going_on = [*whole, *found.tokens]
-    n = found.matched
+    assert len(result.tokens) == count
+    going_on = [*whole, *result.tokens]
+    n = result.matched
     suffix = whole[len(whole) - n :]
     ends = [end for end in range(n, len(whole)) if whole[end - n : end] == suffix]
-    # Where it ends, so many tokens of what is there, and of what is found, are what is found.
-    assert any(tuple(going_on[end : end + count]) == found.tokens for end in ends)
+    # Where it ends, so many tokens of what is there, and of what is found, are what is result.
+    assert any(tuple(going_on[end : end + count]) == result.tokens for end in ends)
     longer = whole[len(whole) - n - 1 :]
     within = confirmed if ahead else confirmed[:-1]
     assert n == len(whole) or not any(within[i : i + n + 1] == longer for i in range(len(within) - n))
@@ -47,7 +47,7 @@ def test_the_longest_match_is_followed(confirmed: list[int], ahead: list[int], c
 
 @FEW
 @given(TOKENS, st.integers(0, 24))
-def test_it_does_not_matter_in_which_pieces_it_came(tokens: list[int], cut: int) -> None:
+def test_the_pieces_of_a_session_do_not_matter(tokens: list[int], cut: int) -> None:
     pieces = session(tokens[:cut])
     pieces.find(tokens[cut:], 4)  # to look changes nothing
     pieces.follow(tokens[cut:])
@@ -61,13 +61,13 @@ def test_a_period_is_carried_on_through_what_is_ahead() -> None:
     assert session([7, 1, 2, 3, 1]).find([2, 3], 5).tokens == (1, 2, 3, 1, 2)
 
 
-def test_nothing_repeats_nothing_is_found() -> None:
+def test_without_a_repetition_there_is_no_match() -> None:
     for tokens in ([], [1], [1, 2, 3, 4]):
         assert session(tokens).find((), 4) == NOTHING
     assert session([1, 2, 3]).find([9], 4) == NOTHING
 
 
-def test_whether_a_session_went_on() -> None:
+def test_is_prefix_of() -> None:
     lookup = session([1, 2, 3, 4])
     assert lookup.is_prefix_of([1, 2, 3, 4], 0)
     assert lookup.is_prefix_of([1, 2, 3, 4, 5], 2)
@@ -77,7 +77,7 @@ def test_whether_a_session_went_on() -> None:
 
 
 class TestRecentAnswers:
-    def test_another_sessions_answer_is_found_while_it_is_given(self) -> None:
+    def test_an_answer_in_progress_of_another_session_matches(self) -> None:
         answers = RecentAnswers()
         first, second = answered(answers, [10, 11, 12, 13, 14]), answered(answers, [50, 10, 11])
         assert second.find((), 8) == LookupResult((12, 13, 14), 2)
@@ -90,29 +90,29 @@ class TestRecentAnswers:
         answered(answers, [10, 11], [1, 2, *PROMPT])
         assert answered(answers, [], [3, *PROMPT]).find((), 2) == LookupResult((10, 11), 3)
 
-    def test_of_the_prompt_no_more_is_kept(self) -> None:
+    def test_only_the_end_of_a_prompt_is_kept(self) -> None:
         answers = RecentAnswers()
         answered(answers, [10, 11], list(range(60, 90)))
         assert answered(answers, [70, 71]).find((), 2) == LookupResult()
 
-    def test_nothing_is_found_across_the_end_of_an_answer(self) -> None:
+    def test_no_match_crosses_the_end_of_an_answer(self) -> None:
         answers = RecentAnswers()
         answered(answers, [10, 11], [1])
         answered(answers, [20, 21], [2])
         assert answered(answers, [11]).find((), 4) == LookupResult()
         assert answered(answers, [10]).find((), 4) == LookupResult((11,), 1)
 
-    def test_what_is_older_is_found_until_it_is_two_generations_back(self) -> None:
+    def test_answers_match_for_two_generations(self) -> None:
         answers = RecentAnswers(limit=80)
         reader = answered(answers, [])
         answered(answers, [10, 11, 12])
-        for generation, found in enumerate([(11, 12), (11, 12), ()]):
-            assert answered(answers, [10]).find((), 2).tokens == found, generation
+        for generation, expected in enumerate([(11, 12), (11, 12), ()]):
+            assert answered(answers, [10]).find((), 2).tokens == expected, generation
             answered(answers, [generation] * 27)
         reader.follow([*PROMPT, 10], len(PROMPT))
         assert reader.find((), 2) == LookupResult()
 
-    def test_a_session_that_lasts_finds_what_came_after_the_turn(self) -> None:
+    def test_a_long_session_follows_a_new_generation(self) -> None:
         answers = RecentAnswers(limit=80)
         reader = answered(answers, [5, 6])
         answered(answers, [0] * 30)
@@ -123,7 +123,7 @@ class TestRecentAnswers:
 
     @FEW
     @given(st.lists(st.lists(st.integers(0, 3), max_size=30), max_size=12))
-    def test_they_are_bounded(self, written: list[list[int]]) -> None:
+    def test_answers_are_bounded(self, written: list[list[int]]) -> None:
         answers = RecentAnswers(limit=40)
         lookups = [AnswerLookup(answers) for _ in range(3)]
         tokens = [list(PROMPT) for _ in lookups]

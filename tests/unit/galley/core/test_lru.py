@@ -13,7 +13,7 @@ STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 6), st.boolea
 
 @settings(max_examples=50)
 @given(steps=STEPS)
-def test_each_counts_once_for_as_long_as_the_window(steps: list[tuple[str, int, bool]]) -> None:
+def test_each_key_counts_once_within_the_window(steps: list[tuple[str, int, bool]]) -> None:
     recent, last, now = RecentKeys(WINDOW), dict[str, int](), 0
     for key, passed, drops in steps:
         now += passed

@@ -6,13 +6,13 @@ from galley.core.lookup.proposal_outcomes import ProposalOutcomes
 
 
 class Seen(list[tuple[int, bool]]):
-    """What was told."""
+    """Records the outcomes."""
 
     def __call__(self, i: int, accepted: bool) -> None:
         self.append((i, accepted))
 
 
-def test_each_is_told_as_it_is_confirmed_up_to_the_first_wrong_one() -> None:
+def test_each_token_is_recorded_up_to_the_first_wrong_one() -> None:
     seen, hindsight = Seen(), ProposalOutcomes()
     hindsight.add(2, [], [5, 6, 7, 8], seen)
     hindsight.confirm([1, 2])
@@ -24,7 +24,7 @@ def test_each_is_told_as_it_is_confirmed_up_to_the_first_wrong_one() -> None:
     assert seen == [(0, True), (1, True), (2, False)]
 
 
-def test_nothing_is_told_of_a_proposal_after_wrong_guesses() -> None:
+def test_nothing_is_recorded_after_wrong_tokens_ahead() -> None:
     right, wrong, hindsight = Seen(), Seen(), ProposalOutcomes()
     hindsight.add(1, [2, 3], [4, 5], right)
     hindsight.add(1, [2, 9], [3, 4], wrong)
@@ -42,10 +42,10 @@ def test_a_proposal_may_grow_until_it_is_compared() -> None:
     assert seen == [(0, True), (1, True)]
 
 
-def test_those_that_wait_are_bounded() -> None:
+def test_waiting_proposals_are_bounded() -> None:
     seens, hindsight = [Seen() for _ in range(100)], ProposalOutcomes()
     for seen in seens:
         hindsight.add(1, [], [2], seen)
     hindsight.confirm([1, 2])
-    told = [bool(seen) for seen in seens]
-    assert told == [False] * 84 + [True] * 16
+    recorded = [bool(seen) for seen in seens]
+    assert recorded == [False] * 84 + [True] * 16

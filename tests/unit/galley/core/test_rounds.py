@@ -1,4 +1,4 @@
-"""What is told of each round: it adds up, and says what the draft was asked for and what was ready."""
+"""The report of a round: its parts sum to it; k, strategy and overlap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMES = st.integers(0, 10**9)
 
 
 @given(st.tuples(*[TIMES] * 4), st.tuples(*[TIMES] * 3))
-def test_the_parts_of_a_round_sum_to_it_whatever_was_measured(
+def test_the_parts_of_a_round_sum_to_it(
     waits: tuple[int, int, int, int], timing: tuple[int, int, int]
 ) -> None:
     started_ns, took_ns, draft_ns, exposed_ns = waits
@@ -47,7 +47,7 @@ def world(k: int, credit: int) -> World:
 
 
 @pytest.mark.parametrize("credit", [0, 32])
-def test_a_round_tells_what_was_asked_of_whom_and_what_was_ready(credit: int) -> None:
+def test_a_round_reports_k_strategy_and_overlap(credit: int) -> None:
     here = world(4, credit)
     here.run_to_end()
     assert [done.position for done in here.rounds] == sorted({done.position for done in here.rounds})
@@ -61,7 +61,7 @@ def test_a_round_tells_what_was_asked_of_whom_and_what_was_ready(credit: int) ->
 
 
 @pytest.mark.parametrize("credit", [0, 32])
-def test_without_speculation_nothing_was_asked_and_nothing_was_awaited(credit: int) -> None:
+def test_a_round_without_speculation(credit: int) -> None:
     here = world(0, credit)
     here.run_to_end()
     assert {(done.k, done.strategy, done.overlap) for done in here.rounds} == {(0, "none", "none")}

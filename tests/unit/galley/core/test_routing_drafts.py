@@ -67,7 +67,7 @@ def load(it: DraftCandidate) -> int:
     return max(it.lease.sessions, it.sessions)
 
 
-def test_another_life_at_its_address_is_not_its_home() -> None:
+def test_another_incarnation_at_its_address_is_not_its_home() -> None:
     old = Replica("a", "an earlier life")
     assert choose_draft("", [candidate("a", sessions=1), candidate("b")], old) == candidate("b")
 

@@ -21,7 +21,7 @@ from galley.core.store import CacheLocation
 
 BLOCK = 4
 TOKENS = tuple(range(100, 140))
-WANTED = RoutingRequest(tokens=TOKENS, max_position=64)
+REQUEST = RoutingRequest(tokens=TOKENS, max_position=64)
 
 
 def lease(address: str, **facts: object) -> TargetLease:
@@ -45,44 +45,45 @@ def caching(address: str, tokens: Sequence[int], salt: bytes = b"", **facts: obj
 
 
 def chosen(
-    wanted: RoutingRequest, *candidates: TargetCandidate | TargetLease, avoid: Sequence[str] = ()
+    request: RoutingRequest, *candidates: TargetCandidate | TargetLease, avoid: Sequence[str] = ()
 ) -> str | None:
     all_of_them = [c if isinstance(c, TargetCandidate) else TargetCandidate(c) for c in candidates]
-    picked = choose_target(wanted, all_of_them, avoid)
+    picked = choose_target(request, all_of_them, avoid)
     return None if picked is None else picked.lease.address
 
 
 def test_the_longest_cached_prefix_wins() -> None:
-    assert chosen(WANTED, caching("a", TOKENS[:8]), caching("b", TOKENS[:16]), lease("c")) == "b"
+    assert chosen(REQUEST, caching("a", TOKENS[:8]), caching("b", TOKENS[:16]), lease("c")) == "b"
 
 
 def test_a_prefix_counts_in_whole_blocks_of_that_replica() -> None:
     hashes = frozenset(block_hashes(b"", TOKENS, 8))
-    assert cached_tokens(WANTED, caching("a", TOKENS[:7])) == BLOCK
-    assert cached_tokens(WANTED, lease("b", kv_block_tokens=8, cached_prefixes=hashes)) == len(TOKENS) - 1
+    assert cached_tokens(REQUEST, caching("a", TOKENS[:7])) == BLOCK
+    assert cached_tokens(REQUEST, lease("b", kv_block_tokens=8, cached_prefixes=hashes)) == len(TOKENS) - 1
 
 
-def test_another_tenants_prefix_is_none_of_ours() -> None:
-    assert cached_tokens(replace(WANTED, tenant_salt=b"me"), caching("a", TOKENS, b"you")) == 0
-    assert cached_tokens(replace(WANTED, tenant_salt=b"me"), caching("a", TOKENS, b"me")) == len(TOKENS) - 1
+def test_the_prefix_of_another_tenant_does_not_count() -> None:
+    assert cached_tokens(replace(REQUEST, tenant_salt=b"me"), caching("a", TOKENS, b"you")) == 0
+    assert cached_tokens(replace(REQUEST, tenant_salt=b"me"), caching("a", TOKENS, b"me")) == len(TOKENS) - 1
 
 
-def test_a_chain_of_which_the_first_blocks_are_not_told_counts_as_a_whole() -> None:
-    """A lease tells a bounded number of hashes; the last one names all before it."""
+def test_a_chain_without_its_first_blocks_counts_as_a_whole() -> None:
+    """A lease has a bounded number of hashes; the last one covers all before it."""
     last = frozenset(block_hashes(b"", TOKENS[:16], BLOCK)[-1:])
-    assert cached_tokens(WANTED, lease("a", cached_prefixes=last)) == 16
+    assert cached_tokens(REQUEST, lease("a", cached_prefixes=last)) == 16
 
 
 def test_without_a_prefix_the_least_loaded_wins_then_the_one_with_more_room() -> None:
     assert (
-        chosen(WANTED, lease("a", queue_depth=3), lease("b", queue_depth=1), lease("c", queue_depth=2)) == "b"
+        chosen(REQUEST, lease("a", queue_depth=3), lease("b", queue_depth=1), lease("c", queue_depth=2))
+        == "b"
     )
-    assert chosen(WANTED, lease("a", kv_blocks_free=20), lease("b", kv_blocks_free=90)) == "b"
+    assert chosen(REQUEST, lease("a", kv_blocks_free=20), lease("b", kv_blocks_free=90)) == "b"
 
 
-def test_ones_own_sessions_count_before_the_lease_tells_of_them() -> None:
+def test_own_sessions_count_before_the_lease_shows_them() -> None:
     assert (
-        chosen(WANTED, TargetCandidate(lease("a"), sessions=2), TargetCandidate(lease("b"), sessions=1))
+        chosen(REQUEST, TargetCandidate(lease("a"), sessions=2), TargetCandidate(lease("b"), sessions=1))
         == "b"
     )
 
@@ -96,39 +97,39 @@ def test_a_prefix_is_worth_some_crowding_and_no_more() -> None:
 
 def test_a_replica_without_room_is_left_for_one_that_has_it() -> None:
     assert (
-        chosen(WANTED, lease("full", kv_blocks_free=0), lease("busy", queue_depth=0, kv_blocks_free=10))
+        chosen(REQUEST, lease("full", kv_blocks_free=0), lease("busy", queue_depth=0, kv_blocks_free=10))
         == "busy"
     )
 
 
-def test_the_directory_names_who_holds_the_kv() -> None:
+def test_the_kv_directory_counts() -> None:
     holder = lease("b")
     held = CacheLocation("b", holder.incarnation, kv_len=30)
-    assert chosen(replace(WANTED, cached_at=held), lease("a"), holder, lease("c")) == "b"
+    assert chosen(replace(REQUEST, cached_at=held), lease("a"), holder, lease("c")) == "b"
     assert (
-        chosen(replace(WANTED, cached_at=held), lease("c"), replace(holder, incarnation="another life"))
+        chosen(replace(REQUEST, cached_at=held), lease("c"), replace(holder, incarnation="another life"))
         == "c"
     )
 
 
-def test_its_own_build_comes_before_all_others() -> None:
-    wanted = replace(WANTED, fingerprint="build-1")
+def test_its_own_build_comes_first() -> None:
+    request = replace(REQUEST, fingerprint="build-1")
     other = caching("other", TOKENS, fingerprint="build-2")
-    assert chosen(wanted, other, lease("own", queue_depth=50)) == "own"
-    assert chosen(wanted, other, TargetCandidate(lease("own"), is_healthy=False)) == "other"
-    assert chosen(wanted, other, lease("own"), avoid=["own"]) == "own", "while one lives"
-    assert chosen(WANTED, other, lease("own")) == "other", "a new session has no build yet"
+    assert chosen(request, other, lease("own", queue_depth=50)) == "own"
+    assert chosen(request, other, TargetCandidate(lease("own"), is_healthy=False)) == "other"
+    assert chosen(request, other, lease("own"), avoid=["own"]) == "own", "while one lives"
+    assert chosen(REQUEST, other, lease("own")) == "other", "a new session has no build yet"
 
 
-def test_one_that_failed_the_session_is_asked_only_when_there_is_no_other() -> None:
-    assert chosen(WANTED, caching("a", TOKENS), lease("b", queue_depth=9), avoid=["a"]) == "b"
-    assert chosen(WANTED, lease("a"), avoid=["a"]) == "a"
-    assert chosen(WANTED, TargetCandidate(lease("a"), is_healthy=False)) == "a", "it may be back by then"
+def test_a_failed_replica_is_chosen_only_without_another() -> None:
+    assert chosen(REQUEST, caching("a", TOKENS), lease("b", queue_depth=9), avoid=["a"]) == "b"
+    assert chosen(REQUEST, lease("a"), avoid=["a"]) == "a"
+    assert chosen(REQUEST, TargetCandidate(lease("a"), is_healthy=False)) == "a", "it may be back by then"
 
 
-def test_one_that_is_too_small_for_the_answer_is_not_asked() -> None:
-    assert chosen(WANTED, caching("small", TOKENS, context_window=63), lease("large")) == "large"
-    assert chosen(WANTED, lease("small", context_window=63)) is None
+def test_a_replica_with_a_small_context_window_is_not_chosen() -> None:
+    assert chosen(REQUEST, caching("small", TOKENS, context_window=63), lease("large")) == "large"
+    assert chosen(REQUEST, lease("small", context_window=63)) is None
 
 
 leases = st.builds(
@@ -158,24 +159,22 @@ candidates = st.lists(
 
 @settings(max_examples=200)
 @given(candidates, st.sets(st.text("abcdef", min_size=1, max_size=4)), st.sampled_from(["", "build-1"]))
-def test_whoever_is_there(found: list[TargetCandidate], avoid: set[str], fingerprint: str) -> None:
-    wanted = replace(WANTED, fingerprint=fingerprint)
-    picked = choose_target(wanted, found, avoid)
-    able = [c for c in found if not c.lease.draining and c.lease.context_window >= wanted.max_position]
+def test_any_candidates(candidates: list[TargetCandidate], avoid: set[str], fingerprint: str) -> None:
+    request = replace(REQUEST, fingerprint=fingerprint)
+    picked = choose_target(request, candidates, avoid)
+    able = [c for c in candidates if not c.lease.draining and c.lease.context_window >= request.max_position]
     assert (picked is None) == (not able), "nobody is refused who could be served"
     if picked is None:
         return
     assert picked in able
-    assert choose_target(wanted, found[::-1], avoid) is picked, (
-        "the order in which they were found says nothing"
-    )
+    assert choose_target(request, candidates[::-1], avoid) is picked, "the order does not matter"
     assert picked.is_healthy or not any(c.is_healthy for c in able)
     own = [c for c in able if c.is_healthy == picked.is_healthy and c.lease.fingerprint == fingerprint]
     assert not own or picked in own
     # Nothing beats it in everything.
     rivals = [c for c in own or able if c.is_healthy == picked.is_healthy and c.lease.address not in avoid]
     assert not any(
-        cached_tokens(wanted, c.lease) > cached_tokens(wanted, picked.lease)
+        cached_tokens(request, c.lease) > cached_tokens(request, picked.lease)
         and c.load < picked.load
         and c.lease.kv_blocks_free > picked.lease.kv_blocks_free
         for c in rivals

@@ -54,11 +54,11 @@ def test_an_item_without_credit_has_one_result() -> None:
     assert bench.scheduler.plan(bench.now) is None
 
 
-def test_credit_counts_what_is_confirmed_unasked() -> None:
+def test_credit_counts_tokens_after_the_first_result() -> None:
     bench = Bench()
     item = bench.submit(request(PROMPT, draft_tokens=wrong(ANSWER[:2]), credit=3))
     results = bench.results()[item]
-    # Two draft tokens and one of the target's own were asked for, three more were not.
+    # Two draft tokens and one of the target's own were requested, three more were not.
     assert [token for result in results for token in result.tokens] == ANSWER[:6]
     assert [result.more for result in results] == [True] * 5 + [False]
 
@@ -139,7 +139,7 @@ def test_an_extension_never_lowers_the_limit_nor_passes_max_position() -> None:
     assert sum(len(result.tokens) for result in bench.results()[item]) == 6
 
 
-def test_it_ends_at_a_stop_token_once_min_tokens_are_out() -> None:
+def test_a_stop_token_ends_after_min_tokens() -> None:
     bench = Bench()
     stop = frozenset([ANSWER[0]])
     later = next(i for i, token in enumerate(ANSWER) if token == ANSWER[0] and i >= 2)
@@ -207,7 +207,7 @@ def test_a_doubtful_draft_pays_no_more_beside_a_long_prompt() -> None:
     assert results[drawn].prefill_ns == times(81) - times(2)
 
 
-def test_a_session_whose_drafts_fail_is_given_no_rows_until_they_are_seen_to_be_right_again() -> None:
+def test_useless_drafts_get_no_rows_until_they_are_right_again() -> None:
     # A second row costs a third of a pass: it pays from an acceptance of a third on.
     times = StepTimes.measured([(1, 30 * MS), (2, 40 * MS)])
     bench = Bench(times=times)
@@ -222,7 +222,7 @@ def test_a_session_whose_drafts_fail_is_given_no_rows_until_they_are_seen_to_be_
     first_without = tried.index(0)
     assert first_without < 12
     assert not any(tried[first_without:40])
-    assert tried[-1] == 1, "what was decoded plainly has shown that the drafts were right"
+    assert tried[-1] == 1, "plain decoding has shown that the drafts were right"
 
 
 # ----------------------------------------------------------------------------- rows and prompts --
@@ -280,7 +280,7 @@ def test_a_prompt_that_others_have_computed_is_not_computed_again() -> None:
 # ------------------------------------------------------------------------- what is in the way --
 
 
-def test_a_newer_item_overtakes_an_older_one() -> None:
+def test_a_newer_request_supersedes_an_older_one() -> None:
     bench = Bench()
     old = bench.submit(request(PROMPT, credit=9))
     bench.step()
@@ -300,7 +300,7 @@ def test_the_slice_is_the_truth_even_against_what_was_confirmed() -> None:
     assert result.tokens == (truth(other),)
 
 
-def test_what_comes_in_mid_pass_waits_for_its_end() -> None:
+def test_a_request_during_a_step_of_its_session_waits() -> None:
     bench = Bench()
     first = bench.submit(request(PROMPT, credit=9))
     plan = bench.begin()
@@ -316,7 +316,7 @@ def test_what_comes_in_mid_pass_waits_for_its_end() -> None:
     assert [answer.request_id for answer in bench.step()] == [third]
 
 
-def test_cancelling_in_mid_pass_keeps_the_kv_and_says_nothing() -> None:
+def test_cancelling_during_a_step_keeps_the_kv() -> None:
     bench = Bench()
     item = bench.submit(request(prompt(20), credit=9))
     plan = bench.begin()
@@ -330,7 +330,7 @@ def test_cancelling_in_mid_pass_keeps_the_kv_and_says_nothing() -> None:
     assert [len(chunk.tokens) for chunk in bench.begin().chunks] == [1]
 
 
-def test_a_failed_pass_costs_its_sessions_what_it_computed_and_no_more() -> None:
+def test_a_failed_step_costs_only_what_it_computed() -> None:
     bench = Bench(max_rows=8)
     item = bench.submit(request(prompt(12)))
     bench.finish(bench.begin())
@@ -354,7 +354,7 @@ def test_an_error_of_one_chunk_is_its_own() -> None:
 
 
 @pytest.mark.parametrize("outcome", [None, Sampled(())])
-def test_an_engine_that_draws_nothing_ends_the_item_and_stalls_nobody(outcome: Sampled | None) -> None:
+def test_an_engine_without_a_token_ends_the_request(outcome: Sampled | None) -> None:
     bench = Bench()
     bench.submit(request(PROMPT, credit=9))
     plan = bench.begin()
@@ -364,7 +364,7 @@ def test_an_engine_that_draws_nothing_ends_the_item_and_stalls_nobody(outcome: S
     assert bench.scheduler.plan(bench.now) is None
 
 
-def test_what_was_accepted_before_bad_logits_is_confirmed_and_the_next_pass_fails() -> None:
+def test_tokens_before_bad_logits_are_confirmed() -> None:
     bench = Bench()
     item = bench.submit(request(PROMPT, draft_tokens=tuple(ANSWER[:4]), credit=9))
     plan = bench.begin()
@@ -382,7 +382,7 @@ def test_what_was_accepted_before_bad_logits_is_confirmed_and_the_next_pass_fail
     bench.table.check()
 
 
-def test_the_youngest_makes_room_for_the_older_and_learns_what_is_left() -> None:
+def test_the_youngest_is_preempted_with_a_miss() -> None:
     bench = Bench(blocks=8, max_rows=64)
     young = bench.submit(request(prompt(16, 1), session="young", arrival_ns=9, credit=99))
     bench.step()
@@ -397,7 +397,7 @@ def test_the_youngest_makes_room_for_the_older_and_learns_what_is_left() -> None
     assert bench.table.evicted_blocks > 0
 
 
-def test_a_young_session_is_refused_where_older_ones_hold_everything() -> None:
+def test_a_young_session_is_refused_when_older_ones_hold_all_blocks() -> None:
     bench = Bench(blocks=8)
     old = bench.submit(request(prompt(28, 1), session="old", arrival_ns=1, credit=3))
     bench.step()
@@ -410,7 +410,7 @@ def test_a_young_session_is_refused_where_older_ones_hold_everything() -> None:
     assert (bench.scheduler.counts.preempted, bench.scheduler.counts.out_of_blocks) == (0, 1)
 
 
-def test_the_youngest_makes_place_for_an_older_session() -> None:
+def test_the_youngest_gives_its_slot_to_an_older_session() -> None:
     bench = Bench(max_sessions=2)
     items = [bench.submit(request(prompt(9, i), session=f"s{i}", arrival_ns=i, credit=50)) for i in (1, 2)]
     bench.step()
@@ -437,7 +437,7 @@ def test_a_higher_priority_takes_the_blocks_of_an_older_session() -> None:
     assert isinstance(answers[old], Miss)
 
 
-def test_a_higher_priority_takes_the_place_of_an_older_session() -> None:
+def test_a_higher_priority_takes_the_slot_of_an_older_session() -> None:
     bench = Bench(max_sessions=1)
     old = bench.submit(request(prompt(9), session="old", arrival_ns=1, credit=50))
     bench.step()
@@ -452,8 +452,8 @@ def test_prompts_are_fed_by_priority_and_then_by_arrival() -> None:
     arrivals = {"late": (9, 0), "early": (1, 0), "urgent": (99, 5), "idle": (0, -5)}
     items = {}
     for index, (name, (arrival_ns, priority)) in enumerate(arrivals.items()):
-        asked = request(prompt(8, index), session=name, arrival_ns=arrival_ns, priority=priority)
-        items[bench.submit(asked)] = name
+        message = request(prompt(8, index), session=name, arrival_ns=arrival_ns, priority=priority)
+        items[bench.submit(message)] = name
     fed = []
     for _ in arrivals:
         plan = bench.begin()
@@ -462,7 +462,7 @@ def test_prompts_are_fed_by_priority_and_then_by_arrival() -> None:
     assert fed == ["urgent", "early", "late", "idle"]
 
 
-def test_where_too_many_wait_the_youngest_of_the_least_priority_is_refused() -> None:
+def test_too_many_waiting_refuse_the_youngest_of_least_priority() -> None:
     bench = Bench(max_waiting=2)
     low = [
         bench.submit(request(prompt(9, i), session=f"s{i}", arrival_ns=i, priority=-1, credit=1))
@@ -477,7 +477,7 @@ def test_where_too_many_wait_the_youngest_of_the_least_priority_is_refused() -> 
     bench.table.check()
 
 
-def test_what_can_never_be_held_is_refused_at_once() -> None:
+def test_a_prompt_beyond_the_kv_memory_is_refused() -> None:
     with pytest.raises(InvalidField, match="32 tokens"):
         Bench(blocks=8).submit(request(prompt(33)))
 
@@ -494,16 +494,16 @@ def test_too_many_waiting_items_are_refused() -> None:
 
 def test_a_deadline_counts_until_the_work_begins() -> None:
     bench = Bench(max_rows=8)
-    begun = bench.submit(request(prompt(20), session="begun", deadline_ns=5))
+    started = bench.submit(request(prompt(20), session="started", deadline_ns=5))
     bench.step()
     late = bench.submit(request(PROMPT, session="late", deadline_ns=bench.now))
     bench.scheduler.expire(bench.now)
     answers = bench.scheduler.take_responses()
     assert [(answer.request_id, type(answer.outcome)) for answer in answers] == [(late, DeadlinePassed)]
-    assert list(bench.results()) == [begun]
+    assert list(bench.results()) == [started]
 
 
-def test_a_miss_says_what_is_held() -> None:
+def test_a_miss_names_the_cached_prefix() -> None:
     bench = Bench()
     bench.submit(request(PROMPT))
     bench.step()
@@ -515,7 +515,7 @@ def test_a_miss_says_what_is_held() -> None:
     assert bench.scheduler.counts.missed == 2
 
 
-def test_times_are_of_what_led_to_each_result() -> None:
+def test_times_since_the_last_result() -> None:
     bench = Bench()
     bench.submit(request(PROMPT, credit=1))
     bench.now += 3 * MS
@@ -526,7 +526,7 @@ def test_times_are_of_what_led_to_each_result() -> None:
     assert (second.queue_ns, second.compute_ns) == (0, FLAT(1))
 
 
-def test_a_result_tells_what_its_pass_was_and_what_it_would_have_been_without_drafts() -> None:
+def test_a_result_has_the_times_of_its_step() -> None:
     bench = Bench(times=RISING)
     bench.submit(request(PROMPT, credit=2, draft_tokens=tuple(ANSWER[:3])))
     plan = bench.begin()
@@ -540,7 +540,7 @@ def test_a_result_tells_what_its_pass_was_and_what_it_would_have_been_without_dr
     assert plain.plain_ns == plain.compute_ns
 
 
-def test_the_first_result_tells_how_much_of_the_prefix_was_held() -> None:
+def test_the_first_result_has_the_cached_tokens() -> None:
     bench = Bench()
     bench.submit(request(prompt(16), session="a"))
     bench.step()
@@ -551,7 +551,7 @@ def test_the_first_result_tells_how_much_of_the_prefix_was_held() -> None:
     assert (counts.prompt_tokens, counts.reused_tokens) == (16 + 17, 16)
 
 
-def test_after_a_fault_of_its_own_everything_ends_and_begins_anew() -> None:
+def test_abandon_ends_all_requests_and_clears_the_kv() -> None:
     bench = Bench()
     bench.submit(request(PROMPT, session="idle"))
     bench.step()

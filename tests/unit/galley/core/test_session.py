@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -64,7 +62,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.world.over and self.world.to_target)
     @rule()
-    def target_is_told(self) -> None:
+    def target_receives(self) -> None:
         self.world.deliver()
 
     @precondition(at_target)
@@ -84,8 +82,8 @@ class SessionMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.world.over and self.world.answers)
     @rule()
-    def target_is_heard(self) -> None:
-        self.world.hear()
+    def answer_arrives(self) -> None:
+        self.world.deliver_answer()
 
     @precondition(lambda self: self.waits("commit") or self.waits("finish"))
     @rule()
@@ -121,9 +119,9 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule()
     def stale_replies_arrive(self) -> None:
-        self.world.tell(ev.Proposed(0, 3, b"", (1, 2), 5))
-        self.world.tell(ev.Verified(0, 3, (1,), 0, 0, 3, "f", more=True))
-        self.world.tell(ev.Failed(0, "long ago"))
+        self.world.send(ev.Proposed(0, 3, b"", (1, 2), 5))
+        self.world.send(ev.Verified(0, 3, (1,), 0, 0, 3, "f", more=True))
+        self.world.send(ev.Failed(0, "long ago"))
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -151,7 +149,7 @@ def credit(request: pytest.FixtureRequest) -> int:
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("spoil_at", [None, 0, 2])
-def test_a_draft_that_lies_changes_nothing(lie: str, spoil_at: int | None, credit: int) -> None:
+def test_a_wrong_draft_changes_nothing(lie: str, spoil_at: int | None, credit: int) -> None:
     honest, lied = World(spec(), SessionLimits(credit=0)), World(spec(), SessionLimits(credit=credit))
     honest.run_to_end()
     lied.run_to_end(lie=lie, spoil_at=spoil_at)
@@ -169,7 +167,7 @@ def test_every_accepted_count_occurs(credit: int) -> None:
     assert counts == {0, 1, 2, 3, 4}
 
 
-def test_the_next_round_starts_before_the_commit_is_answered_and_stops_at_the_window(credit: int) -> None:
+def test_rounds_do_not_wait_for_commits_but_stop_at_the_window(credit: int) -> None:
     world = World(spec(k=0, stop_token_ids=frozenset()), SessionLimits(window=5, credit=credit))
     rounds = 0
     while world.pool_waits:
@@ -181,7 +179,7 @@ def test_the_next_round_starts_before_the_commit_is_answered_and_stops_at_the_wi
     assert len(world.seen) == 1
 
 
-def test_a_client_that_takes_nothing_stops_its_session(credit: int) -> None:
+def test_a_stalled_client_stops_its_session(credit: int) -> None:
     world = World(spec(k=0), SessionLimits(buffer=4, credit=credit))
     for _ in range(20):
         if world.pool_waits:
@@ -193,7 +191,7 @@ def test_a_client_that_takes_nothing_stops_its_session(credit: int) -> None:
     assert world.pool_waits
 
 
-def test_a_dead_target_ends_the_stream_resumable_after_its_timeout(credit: int) -> None:
+def test_a_dead_target_ends_the_stream_after_its_timeout(credit: int) -> None:
     world = World(spec(), SessionLimits(target_timeout_ns=100 * MS, credit=credit))
     while not world.over:
         if world.pool_waits:
@@ -205,20 +203,20 @@ def test_a_dead_target_ends_the_stream_resumable_after_its_timeout(credit: int) 
     assert isinstance(world.end.error, Unavailable)
 
 
-def test_a_draft_that_fails_is_left_alone_for_a_while(credit: int) -> None:
+def test_a_failed_draft_cools_down(credit: int) -> None:
     limits = SessionLimits(draft_cooldown_ns=10 * MS, credit=credit)
     world = World(spec(stop_token_ids=frozenset()), limits)
     world.reply(fail=True)
-    asked = 0
+    requests = 0
     for _ in range(8):
         if "commit" in world.waiting:
             world.store()
-        asked += "draft" in world.waiting
+        requests += "draft" in world.waiting
         world.reply()
-    assert 0 < asked < 8
+    assert 0 < requests < 8
 
 
-def test_draining_ends_at_a_round_boundary_with_everything_logged_and_streamed(credit: int) -> None:
+def test_draining_ends_after_a_round_with_everything_logged(credit: int) -> None:
     world = World(spec(), SessionLimits(credit=credit))
     world.interrupt("drain")
     assert not world.over, "the round under way is finished"
@@ -229,7 +227,7 @@ def test_draining_ends_at_a_round_boundary_with_everything_logged_and_streamed(c
     assert world.seen
 
 
-def test_a_verdict_that_cannot_be_is_our_fault_and_reaches_no_log(credit: int) -> None:
+def test_an_invalid_verdict_is_an_internal_error(credit: int) -> None:
     good: dict[str, object] = {
         "position": 3,
         "tokens": (1,),
@@ -248,7 +246,7 @@ def test_a_verdict_that_cannot_be_is_our_fault_and_reaches_no_log(credit: int) -
     ):
         world = World(spec(k=0), SessionLimits(credit=credit))
         [request] = world.to_target
-        world.tell(ev.Verified(request.request_id, **{**good, **wrong}))  # type: ignore[arg-type]
+        world.send(ev.Verified(request.request_id, **{**good, **wrong}))  # type: ignore[arg-type]
         assert world.end is not None
         assert isinstance(world.end.error, Broken), wrong
         assert "commit" not in world.waiting
@@ -262,7 +260,7 @@ def test_an_illegal_event_raises(credit: int) -> None:
         world.session.step(ev.Verified(request.request_id, 3, (1,), 0, 0, 3, "f"), 0)
 
 
-def test_a_client_that_saw_something_else_gets_data_loss(credit: int) -> None:
+def test_a_client_with_other_tokens_gets_data_loss(credit: int) -> None:
     world = World(spec(), SessionLimits(credit=credit))
     world.run_to_end()
     world.seen = [0, 0, 0]
@@ -271,7 +269,7 @@ def test_a_client_that_saw_something_else_gets_data_loss(credit: int) -> None:
     assert isinstance(world.end.error, LogLost)
 
 
-def test_a_client_that_is_ahead_of_a_shorter_log_is_served_from_its_index(credit: int) -> None:
+def test_a_client_ahead_of_the_log_is_served_from_its_index(credit: int) -> None:
     world = World(spec(), SessionLimits(credit=credit))
     while len(world.seen) < 6:
         world.store() if "commit" in world.waiting else world.reply()
@@ -303,8 +301,3 @@ def test_mutant_stream_before_commit_is_caught() -> None:
     World(spec(), SessionLimits()).run_to_end()
     with pytest.raises(AssertionError, match="streamed what the log does not hold"):
         World(spec(), SessionLimits(), StreamsBeforeCommit).run_to_end()
-
-
-def test_limits_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SessionLimits().window = 1  # type: ignore[misc]

@@ -19,14 +19,14 @@ def resumed(stream_from: int, ending: Ending) -> list[ev.Effect]:
     return Session(answer, stream_from=stream_from, finished=ending).start(0)
 
 
-def test_a_client_that_has_more_than_a_finished_answer_gets_data_loss() -> None:
+def test_a_client_ahead_of_a_finished_answer_gets_data_loss() -> None:
     for ending in (Ending(Reason.STOP, 7), Ending(Reason.ABORTED)):
         [end] = resumed(4, ending)
         assert isinstance(end, ev.End)
         assert isinstance(end.error, LogLost)
 
 
-def test_a_client_that_has_all_of_a_finished_answer_is_told_its_end() -> None:
+def test_a_client_with_the_whole_answer_gets_its_end() -> None:
     assert resumed(3, Ending(Reason.ABORTED)) == [ev.End(ending=Ending(Reason.ABORTED))]
 
 
@@ -37,9 +37,9 @@ def finishing() -> World:
     return world
 
 
-def test_an_abort_that_comes_while_the_end_is_being_stored_leaves_the_word_to_the_store() -> None:
+def test_the_store_decides_between_finish_and_abort() -> None:
     world = finishing()
-    world.tell(ev.Aborted())
+    world.send(ev.Aborted())
     assert not world.over
     world.store()
     assert world.end == ev.End(ending=Ending(Reason.LENGTH))
@@ -50,7 +50,7 @@ def test_an_abort_that_comes_while_the_end_is_being_stored_leaves_the_word_to_th
     assert session.step(refusal, 0) == [ev.End(ending=Ending(Reason.ABORTED))]
 
 
-def test_an_end_that_was_stored_late_is_not_taken_for_an_abort() -> None:
+def test_a_late_finish_is_not_taken_for_an_abort() -> None:
     """The store had come back shorter; then it took a finish that had been on its way since before."""
     world = finishing()
     world.lose_log_tail(1)
@@ -69,7 +69,7 @@ def test_an_end_that_was_stored_late_is_not_taken_for_an_abort() -> None:
     assert world.session.step(refusal, world.now) == [ev.End(ending=Ending(Reason.ABORTED))]
 
 
-def test_an_owner_goes_on_from_a_log_that_holds_a_part_of_its_commit() -> None:
+def test_a_log_with_part_of_a_commit_is_repaired() -> None:
     """A fail-over after a fail-over: the log is behind the commit, and ahead of where it was to append."""
     world = World(spec(k=0), SessionLimits(credit=0))
     while len(world.log) < len(world.spec.prompt) + 3:
@@ -83,14 +83,14 @@ def test_an_owner_goes_on_from_a_log_that_holds_a_part_of_its_commit() -> None:
     assert len(commit.tokens) > 2
     world.log += commit.tokens[:2]
     world.records += commit.records[:2]
-    world.told_logged = len(world.log)
-    world.tell(ev.StoreFailed(LogBehind("s", len(world.log))))
+    world.known_logged = len(world.log)
+    world.send(ev.StoreFailed(LogBehind("s", len(world.log))))
     world.run_to_end()
     assert world.end is not None
     assert world.end.ending is not None
 
 
-def test_a_target_that_hangs_is_not_asked_once_more_when_its_time_is_as_good_as_over() -> None:
+def test_a_hanging_target_is_not_retried_at_the_timeout() -> None:
     """Timers of an event loop may fire a moment early."""
     world = World(spec(k=0), SessionLimits(target_timeout_ns=100 * MS, retry_ns=50 * MS))
     world.now += 98 * MS  # and one more with the event

@@ -13,7 +13,7 @@ from galley.core.errors import InvalidField
 CURVE = StepTimes.measured([(1, 10_000), (8, 12_000), (16, 30_000), (64, 60_000)])
 
 
-def test_it_gives_the_measured_times_and_lines_between_them() -> None:
+def test_times_are_interpolated() -> None:
     assert [CURVE(rows) for rows in (1, 8, 12, 16, 64, 112)] == [
         10_000,
         12_000,
@@ -32,7 +32,7 @@ def test_noise_never_makes_more_rows_cheaper() -> None:
 
 
 @pytest.mark.parametrize("points", [[], [(2, 10)], [(1, 0)], [(1, 10), (1, 11)], [(1, 10), (4, 11), (2, 12)]])
-def test_nonsense_is_refused(points: list[tuple[int, int]]) -> None:
+def test_invalid_values_are_refused(points: list[tuple[int, int]]) -> None:
     with pytest.raises(InvalidField):
         StepTimes.measured(points)
 
@@ -69,7 +69,7 @@ def test_a_row_never_makes_a_pass_shorter() -> None:
 # ------------------------------------------------------------------------------- while it runs --
 
 
-def test_what_is_not_contradicted_is_as_measured() -> None:
+def test_unconfirmed_times_stay_as_measured() -> None:
     live = LiveStepTimes(CURVE)
     for rows in (1, 2, 3, 8, 100, 5000):
         live.record(rows, 0, CURVE(rows))
@@ -80,7 +80,7 @@ def test_what_is_not_contradicted_is_as_measured() -> None:
     ]
 
 
-def test_a_bad_start_is_made_good() -> None:
+def test_a_bad_measurement_is_corrected() -> None:
     # The machine was busy when one row was measured: more rows looked free.
     noisy = StepTimes.measured([(1, 30_000), (8, 30_000), (64, 60_000)])
     live = LiveStepTimes(noisy)
@@ -94,7 +94,7 @@ def test_a_bad_start_is_made_good() -> None:
     assert rows_that_pay(worth, tokens=1, rows=1, step_ns=live, room=7) == 0
 
 
-def test_what_was_never_seen_goes_along_and_what_was_seen_stays() -> None:
+def test_unseen_factors_move_along() -> None:
     live = LiveStepTimes(CURVE)
     for _ in range(200):
         live.record(64, 0, 120_000)
@@ -105,13 +105,13 @@ def test_what_was_never_seen_goes_along_and_what_was_seen_stays() -> None:
     assert live(64, 0) == pytest.approx(120_000, rel=0.02)
 
 
-def test_one_pass_that_was_interrupted_changes_little() -> None:
+def test_one_interrupted_step_changes_little() -> None:
     live = LiveStepTimes(CURVE)
     live.record(1, 0, 10_000_000_000)
     assert live(1, 0) < 1.2 * CURVE(1)
 
 
-def test_what_draft_rows_cost_is_told_from_what_others_do() -> None:
+def test_draft_rows_have_their_own_factors() -> None:
     live = LiveStepTimes(CURVE)
     for _ in range(200):
         live.record(64, 0, 90_000)
@@ -121,7 +121,7 @@ def test_what_draft_rows_cost_is_told_from_what_others_do() -> None:
     assert live(1, 1) == live(1, 0), "as others, where none was seen"
 
 
-def test_draft_rows_that_were_dear_are_tried_again() -> None:
+def test_expensive_draft_rows_are_tried_again() -> None:
     live = LiveStepTimes(CURVE)
     for _ in range(100):
         live.record(8, 0, CURVE(8))
@@ -132,7 +132,7 @@ def test_draft_rows_that_were_dear_are_tried_again() -> None:
     assert live(8, 4) == pytest.approx(CURVE(8), rel=0.02)
 
 
-def test_a_row_costs_what_it_does_where_a_step_is_filled() -> None:
+def test_the_cost_of_a_row_is_that_of_filling_a_plateau() -> None:
     steps = LiveStepTimes(StepTimes.measured([(1, 10_000), (8, 10_007), (9, 18_000), (40, 18_031)]))
     assert steps.added_row_ns(1) <= 1, "the others of the first step are free"
     assert steps.added_row_ns(8) == (18_031 - 10_007) // 32

@@ -36,7 +36,7 @@ def is_of(place: Place, followed: list[int], match: Match) -> bool:
 
 @FEW
 @given(WRITTEN)
-def test_the_match_of_a_text_is_its_longest_suffix_that_stood_before(written: list[tuple[int, int]]) -> None:
+def test_a_match_is_the_longest_suffix_that_occurred_before(written: list[tuple[int, int]]) -> None:
     automaton = SuffixAutomaton()
     texts = [automaton.begin() for _ in range(3)]
     plain: list[list[int]] = [[], [], []]
@@ -68,7 +68,7 @@ def test_following_a_text_finds_the_longest_suffix(text: list[int], followed: li
 
 @FEW
 @given(TOKENS, WRITTEN)
-def test_it_may_be_followed_while_it_grows(text: list[int], more: list[tuple[int, int]]) -> None:
+def test_a_growing_automaton_can_be_followed(text: list[int], more: list[tuple[int, int]]) -> None:
     automaton = SuffixAutomaton()
     written = automaton.begin()
     for token in text:
@@ -87,7 +87,7 @@ def test_it_may_be_followed_while_it_grows(text: list[int], more: list[tuple[int
         assert place == NOWHERE or is_of(place, followed, match)
 
 
-def test_where_it_stood_last_is_not_the_place_that_is_being_written() -> None:
+def test_a_match_is_never_the_position_being_written() -> None:
     automaton = SuffixAutomaton()
     text = automaton.begin()
     for token in [1, 2, 3, 1, 2, 4, 1, 2]:
@@ -100,7 +100,7 @@ def test_where_it_stood_last_is_not_the_place_that_is_being_written() -> None:
     assert automaton.place(text.match).end == 8
 
 
-def test_where_no_text_goes_on_a_shorter_suffix_is_taken() -> None:
+def test_a_shorter_suffix_is_used_where_no_text_continues() -> None:
     automaton = SuffixAutomaton()
     first, second = automaton.begin(), automaton.begin()
     for token in [2, 9]:

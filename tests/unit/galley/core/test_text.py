@@ -27,7 +27,7 @@ def pieces(tokens: Sequence[int], stops: Sequence[str] = ()) -> tuple[list[str],
 
 
 @given(st.text(max_size=60))
-def test_pieces_of_valid_text_concatenate_and_none_is_broken(text: str) -> None:
+def test_pieces_of_valid_text_concatenate(text: str) -> None:
     texts, _ = pieces(text.encode())
     assert "".join(texts) == text
     for piece in texts:
@@ -76,7 +76,7 @@ def test_stops_cut_where_the_first_one_starts(text: str, stops: list[str]) -> No
     else:
         first_end = min(end for end, _ in ends)
         assert stop in stops
-        assert len(texts) == first_end, "found with the token that completes it"
+        assert len(texts) == first_end, "detected with the token that completes it"
         assert "".join(texts) == text[: min(at for end, at in ends if end == first_end)]
 
 
@@ -91,13 +91,13 @@ def test_the_text_of_a_token_depends_on_the_tokens_before_it_alone(
     assert [again.push(token).text for token in tokens[:cut]] == first[:cut]
 
 
-def test_a_stop_string_is_not_looked_for_while_it_may_not_stop() -> None:
+def test_stop_strings_are_ignored_before_min_tokens() -> None:
     stream = TextStream(decode, (), ["b"])
     assert stream.push(ord("b"), may_stop=False).text == "b"
     assert stream.push(ord("b")).stop == "b"
 
 
-def test_text_that_goes_on_from_a_prompt_keeps_its_leading_space() -> None:
+def test_text_after_a_prompt_keeps_its_leading_space() -> None:
     """Sentencepiece decoders drop the first space of a text; the prompt is decoded along to keep it."""
     words = {0: "▁Hello", 1: "▁world"}
 
