@@ -20,7 +20,7 @@ class Faults:
         self._world = world
 
     def plan(self, fault: Fault) -> None:
-        """Have it happen at its time, counted from now."""
+        """Apply the fault at its time, counted from now."""
         loop = asyncio.get_running_loop()
         loop.call_later(fault.at_s, self._do, fault)
         if fault.kind == "redis-crash" and fault.amount:
@@ -113,31 +113,26 @@ class Faults:
             redis.crash()
             self._later(fault.for_s, redis.come_back, self._world.snapshots.get(fault))
 
-    def _lossy(self, fault: Fault) -> None:
-        self._world.redis.lossy = fault.amount
-        self._later(fault.for_s, setattr, self._world.redis, "lossy", 0.0)
+    def _at_redis(self, fault: Fault) -> None:
+        setattr(self._world.redis, fault.kind, fault.amount)
+        self._later(fault.for_s, setattr, self._world.redis, fault.kind, 0.0)
 
-    def _repeat(self, fault: Fault) -> None:
-        self._world.redis.repeating = fault.amount
-        self._later(fault.for_s, setattr, self._world.redis, "repeating", 0.0)
+    _lossy = _repeat = _at_redis
 
-    def _stall(self, fault: Fault) -> None:
-        if client := self._world.clients.get(fault.where[0]):
-            client.stalled_until = asyncio.get_running_loop().time() + fault.for_s
+    def _at_client(self, fault: Fault) -> None:
+        client = self._world.clients.get(fault.where[0])
+        if client is None:
+            return
+        match fault.kind:
+            case "stall":
+                client.stalled_until = asyncio.get_running_loop().time() + fault.for_s
+            case "elsewhere":
+                client.go_elsewhere()
+            case "abort":
+                client.abort()
+            case "leave":
+                client.leave()
+            case _:  # another client of the same session, at the same time
+                self._world.add_client(f"{fault.where[0]}-rival", client.planned, yields=True)
 
-    def _elsewhere(self, fault: Fault) -> None:
-        if client := self._world.clients.get(fault.where[0]):
-            client.go_elsewhere()
-
-    def _abort(self, fault: Fault) -> None:
-        if client := self._world.clients.get(fault.where[0]):
-            client.abort()
-
-    def _rival(self, fault: Fault) -> None:
-        """Another client of the same session, at the same time."""
-        if client := self._world.clients.get(fault.where[0]):
-            self._world.add_client(f"{fault.where[0]}-rival", client.planned, yields=True)
-
-    def _leave(self, fault: Fault) -> None:
-        if client := self._world.clients.get(fault.where[0]):
-            client.leave()
+    _stall = _elsewhere = _abort = _rival = _leave = _at_client

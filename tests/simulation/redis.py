@@ -113,7 +113,7 @@ class SimRedis:
         self.leases = Leases(LEASE_S, loop.time)
         self.up = True
         self.lossy = 0.0
-        self.repeating = 0.0
+        self.repeat = 0.0
         self._network = network
         self._ledger = ledger
 
@@ -142,7 +142,7 @@ class SimRedis:
     def _copies(self, caller: Process) -> int:
         if not caller.alive or self._is_lost(caller.name, REDIS):
             return 0
-        return 1 + (self._network.link(caller.name, "repeat").random() < self.repeating)
+        return 1 + (self._network.link(caller.name, "repeat").random() < self.repeat)
 
     def _is_lost(self, sender: str, receiver: str) -> bool:
         return self.lossy > 0 and self._network.link(sender, receiver).random() < self.lossy
