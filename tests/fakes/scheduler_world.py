@@ -16,6 +16,7 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Confirmed, Extend, Response, Superseded, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.step import Sampled, StepChunk, StepOutcome, StepPlan
+from tests.fakes.kv_check import check_table
 
 VOCAB = 7
 MS = 1_000_000
@@ -112,7 +113,7 @@ class Bench:
     def finish_as(self, plan: StepPlan, batch_span: bytes) -> list[Response]:
         self.now += self.times(plan.rows)
         self.scheduler.conclude(plan, self.engine.run(plan), self.now, batch_span)
-        self.table.check()
+        check_table(self.table)
         return self.scheduler.take_responses()
 
     def step(self) -> list[Response]:
@@ -280,7 +281,7 @@ class Load:
         else:
             self.bench.scheduler.conclude(plan, self.bench.engine.run(plan), self.bench.now)
         self.deliver()
-        self.bench.table.check()
+        check_table(self.bench.table)
 
     def act(self, *, faults: bool) -> None:
         self.bench.now += self.rng.randrange(3 * MS)
@@ -320,4 +321,4 @@ class Load:
         assert self.bench.scheduler.queue_depth == 0
         assert self.bench.table.live_blocks == 0
         assert self.bench.table.free == self.bench.table.total
-        self.bench.table.check()
+        check_table(self.bench.table)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from tests.fakes.kv_check import check_table
 from tests.simulation.client import SimClient
 from tests.simulation.faults import Faults
 from tests.simulation.gateway import SimGateway
@@ -110,7 +111,7 @@ class World:
         await asyncio.sleep(_SETTLE_S)
         await self._until(self._replicas_rest, _HEALED_S, "a replica works for nobody, or holds its blocks")
         for target in self.targets.values():
-            target.service._table.check()
+            check_table(target.service._table)
         for gateway in self.gateways:
             await gateway.check_leaks()
 

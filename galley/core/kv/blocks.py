@@ -15,7 +15,6 @@ operation is O(1).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from itertools import islice
 
 from galley.core.errors import Broken
@@ -137,26 +136,6 @@ class BlockPool:
         if self._references[block] == 0:
             raise Broken(f"block {block} was to be forgotten but nobody holds it")
         self._unregister(block)
-
-    def check(self, references: Mapping[int, int], pins: Mapping[int, int]) -> None:
-        """Raise Broken unless these references and pins (block to count) are what the pool has counted."""
-        if {block: count for block, count in enumerate(self._pins) if count} != dict(pins):
-            raise Broken(f"kv: the pool counts pins {self._pins}, the tables have {dict(pins)}")
-        if self._pinned != len(pins):
-            raise Broken(f"{self._pinned} blocks are counted as pinned, {len(pins)} are")
-        counted = {block: count for block, count in enumerate(self._references) if count}
-        if counted != dict(references):
-            raise Broken(f"kv: the pool counts references {counted}, the tables have {dict(references)}")
-        if sorted([*self._free, *self._cached, *counted]) != list(range(self.total)):
-            raise Broken("free, cached and held blocks are not the pool")
-        if {block: name for name, block in self._registered.items()} != {
-            block: name for block, name in enumerate(self._hashes) if name is not None
-        }:
-            raise Broken("the hashes and their blocks differ")
-        if any(self.is_registered(block) for block in self._free):
-            raise Broken("a free block is registered")
-        if not all(self.is_registered(block) for block in self._cached):
-            raise Broken("a cached block is not registered")
 
     def _touch(self, block: int) -> None:
         """Count the block's content, if registered, as used now."""

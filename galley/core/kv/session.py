@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from galley.core.content import (
     PrefixHasher,
     SessionKey,
-    block_hashes,
     chain_start,
     common_prefix_len,
     next_block_hash,
@@ -135,18 +134,6 @@ class KvSession:
             self.hashes.append(block_hash)
             # Where another session has computed the same, this block stays private.
             self._pool.register(block_hash, self.blocks[index])
-
-    def check(self) -> None:
-        """Raise Broken if the parts do not agree. For tests: hashes everything."""
-        if len(self.blocks) < self._blocks_for(len(self.tokens)):
-            raise Broken(f"session {self.key} stands beyond its blocks")
-        if self.hashes != block_hashes(self.key[0], self.tokens, self._block_tokens):
-            raise Broken(f"the block hashes of session {self.key} are not those of its tokens")
-        for index, block in enumerate(self.blocks):
-            if index > len(self.hashes) and (self._is_shared(block) or self._pool.is_registered(block)):
-                raise Broken(f"block {block} is room of session {self.key}, but not its own")
-            if self._is_shared(block) and not self._pool.is_registered(block):
-                raise Broken(f"block {block} is shared, but nobody could have found it")
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self._block_tokens)

@@ -105,10 +105,6 @@ class KvTable:
         """Return True if the session holds blocks, live or idle."""
         return self._session(key) is not None
 
-    def is_live(self, key: SessionKey) -> bool:
-        """Return True if the session was opened, and not made idle, dropped or preempted since."""
-        return key in self._live
-
     def tokens_of(self, key: SessionKey) -> Sequence[int]:
         """Return the tokens of the cached prefix: the session's own list, not to be changed or kept."""
         return self._known(key)[0]
@@ -197,29 +193,10 @@ class KvTable:
         if session.blocks:
             self._idle[key] = session
 
-    def drop(self, key: SessionKey) -> None:
-        """Forget the session; its full blocks stay cached."""
-        session = self._session(key)
-        if session is not None:
-            self._remove(session)
-        self._evicted.pop(key, None)
-
     def clear(self) -> None:
         """Forget everything: the content of the blocks is in doubt."""
         self._evicted_before = self.evicted_blocks
         self._forget_all(self.total)
-
-    def check(self) -> None:
-        """Recompute all accounting, hashes included. Raise Broken if it does not balance. For tests."""
-        sessions = [*self._live.values(), *self._idle.values()]
-        self._pool.check(
-            Counter(block for session in sessions for block in session.blocks),
-            Counter(block for session in self._live.values() for block in session.blocks),
-        )
-        if len(sessions) + len(self._evicted) > self._max_sessions:
-            raise Broken("kv: more sessions than max_sessions")
-        for session in sessions:
-            session.check()
 
     def _session(self, key: SessionKey) -> KvSession | None:
         return self._live.get(key) or self._idle.get(key)

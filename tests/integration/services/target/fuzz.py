@@ -27,6 +27,7 @@ from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan
 from galley.engine.model import CausalModel
 from services.target.engine.paged import PagedEngine
+from tests.fakes.kv_check import check_table, drop
 from tests.fakes.tiny_model import CONTEXT, POISON, STOP, VOCAB, random_llama, save
 
 # A step of the clock, in nanoseconds.
@@ -149,14 +150,14 @@ class FuzzWorld:
         if self._scheduler.queue_depth or self._table.live_blocks:
             raise AssertionError("an item or a live session was left behind")
         for session in self._sessions.values():
-            self._table.drop(session.key)
+            drop(self._table, session.key)
         self.check()
         if self._table.free != self._table.total:
             raise AssertionError(f"{self._table.total - self._table.free} blocks are lost")
 
     def check(self) -> None:
         """The block accounting balances."""
-        self._table.check()
+        check_table(self._table)
 
     # --------------------------------------------------------------------------------- what comes --
 

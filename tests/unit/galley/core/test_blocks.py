@@ -87,13 +87,3 @@ def test_a_block_has_one_content() -> None:
     pool.register(A, block)
     with pytest.raises(Broken):
         pool.register(B, block)
-
-
-def test_the_audit_finds_a_lost_reference() -> None:
-    pool = BlockPool(2)
-    block = pool.take()
-    pool.check({block: 1}, {})
-    with pytest.raises(Broken):
-        pool.check({}, {})
-    with pytest.raises(Broken):
-        pool.check({block: 1}, {block: 1})

