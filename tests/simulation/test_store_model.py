@@ -155,11 +155,11 @@ class Random:
                 return self._called(name, self._name(), self._principal(), self._nonce())
             case "commit":
                 tokens = tuple(rng.choices([1, 2], k=rng.randrange(4)))
-                where = KvDirectory(draft=rng.choice([None, CacheLocation("d", "i", 3)]))
-                expected = max(0, self._length + rng.choice([0, 0, 0, -1, -2, 1]))
-                return self._called(name, self._owner(), expected, tokens, bytes(tokens), where)
+                draft, target = rng.choice([None, CacheLocation("d", "i", 3)]), CacheLocation("t", "j", 2)
+                where = KvDirectory(draft, rng.choice([None, target]))
+                return self._called(name, self._owner(), self._expected(), tokens, bytes(tokens), where)
             case "finish":
-                return self._called(name, self._owner(), self._length, rng.choice([b"x", b"y"]))
+                return self._called(name, self._owner(), self._expected(), rng.choice([b"x", b"y"]))
             case "renew":
                 return self._called(name, self._owner())
             case "recreate":
@@ -185,6 +185,9 @@ class Random:
         elif isinstance(result, int):
             self._length = result
         return Call(name, arguments, answer)
+
+    def _expected(self) -> int:
+        return max(0, self._length + self._rng.choice([0, 0, 0, -1, -2, 1]))
 
     def _name(self) -> str:
         return self._rng.choice(_NAMES)

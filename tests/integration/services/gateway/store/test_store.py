@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from redis import asyncio as redis_asyncio
 
 from galley.common.wire.status import message_of
@@ -19,7 +17,6 @@ from galley.core.errors import (
     Broken,
     CallerFault,
     Fenced,
-    GalleyError,
     KeyReused,
     LogLost,
     StoreUnavailable,
@@ -34,7 +31,6 @@ from galley.core.store import (
     NewSession,
     Ownership,
     SessionEnded,
-    SessionStore,
     StoredSession,
 )
 from services.gateway.clock import SECOND, MonotonicClock
@@ -642,113 +638,6 @@ async def test_a_retry_survives_a_restart(own_server: Server) -> None:
 
 
 # ------------------------------------------------------------------------ the model of it, in memory --
-
-_ids = st.sampled_from(["a", "b"])
-_owners = st.integers(0, 3)
-_lengths = st.integers(0, 8)
-_tokens = st.lists(st.integers(1, 2), max_size=3)
-_directories = st.sampled_from(
-    [
-        KvDirectory(),
-        KvDirectory(draft=CacheLocation("d", "i", 2)),
-        KvDirectory(target=CacheLocation("t", "j", 3)),
-    ]
-)
-_operations = st.one_of(
-    st.tuples(
-        st.just("create"), _ids, st.sampled_from([ALICE, BOB]), st.sampled_from([BODY, OTHER_BODY]), _owners
-    ),
-    st.tuples(st.just("claim"), _ids, st.sampled_from([ALICE, ALICE, BOB]), _owners),
-    st.tuples(st.just("commit"), _ids, _owners, _lengths, _tokens, _directories),
-    st.tuples(st.just("commit_next"), _ids, _owners, _tokens, _directories),
-    st.tuples(st.just("finish"), _ids, _owners, _lengths, st.sampled_from([b"x", b"y"])),
-    st.tuples(st.just("renew"), _ids, _owners),
-    st.tuples(st.just("recreate"), _ids, _owners),
-    st.tuples(st.just("abort"), _ids, st.sampled_from([ALICE, BOB])),
-)
-
-
-class Driver:
-    """Plays operations on a store; what came of each, without what must differ, can be compared."""
-
-    def __init__(self, store: SessionStore, salt: str) -> None:
-        self._store = store
-        self._salt = salt
-        self._owners: dict[tuple[str, int], Ownership] = {}
-        self._lengths: dict[str, int] = {}
-
-    async def play(self, operation: tuple[Any, ...]) -> object:
-        try:
-            return await getattr(self, f"_{operation[0]}")(*operation[1:])
-        except GalleyError as error:
-            return type(error), getattr(error, "have", None)
-
-    async def _create(self, name: str, principal: str, body_hash: bytes, who: int) -> object:
-        new = NewSession(name + self._salt, principal, body_hash, {"f": b"v"}, [1, 2])
-        return self._seen(name, who, await self._store.create(new, nonce=bytes([who]) * 16))
-
-    async def _claim(self, name: str, principal: str, who: int) -> object:
-        stored = await self._store.claim(name + self._salt, principal, nonce=bytes([who]) * 16)
-        return self._seen(name, who, stored)
-
-    def _seen(self, name: str, who: int, stored: StoredSession) -> object:
-        self._owners[name, who] = stored.ownership
-        self._lengths[name] = len(stored.tokens)
-        owner = stored.ownership
-        return (
-            owner.epoch,
-            owner.nonce,
-            stored.principal,
-            dict(stored.fields),
-            stored.prompt_len,
-            stored.tokens,
-            stored.meta,
-            stored.state,
-            stored.finish,
-            stored.directory,
-        )
-
-    def _owner(self, name: str, who: int) -> Ownership:
-        return self._owners.get((name, who), Ownership(name + self._salt, 1, b"?" * 16))
-
-    async def _commit(
-        self, name: str, who: int, length: int, tokens: list[int], directory: KvDirectory
-    ) -> object:
-        meta = bytes(tokens)
-        reached = await self._store.commit(self._owner(name, who), length, tokens, meta, directory)
-        self._lengths[name] = reached
-        return reached
-
-    async def _commit_next(self, name: str, who: int, tokens: list[int], directory: KvDirectory) -> object:
-        return await self._commit(name, who, self._lengths.get(name, 0), tokens, directory)
-
-    async def _finish(self, name: str, who: int, length: int, finish: bytes) -> None:
-        await self._store.finish(self._owner(name, who), length, finish)
-
-    async def _renew(self, name: str, who: int) -> None:
-        await self._store.renew(self._owner(name, who))
-
-    async def _recreate(self, name: str, who: int) -> None:
-        new = NewSession(name + self._salt, ALICE, BODY, {"f": b"v"}, [1, 2])
-        await self._store.recreate(self._owner(name, who), new)
-
-    async def _abort(self, name: str, principal: str) -> None:
-        await self._store.abort(name + self._salt, principal, b"aborted")
-
-
-@settings(
-    max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(operations=st.lists(_operations, max_size=20))
-def test_the_memory_store_is_the_redis_store(shared_server: Server | Cluster, operations: list[Any]) -> None:
-    async def compare() -> None:
-        async with store_at(shared_server, max_connections=1) as store:
-            real, model = Driver(store, secrets.token_hex(8)), Driver(MemoryStore(), "")
-            for operation in operations:
-                assert await real.play(operation) == await model.play(operation), operation
-
-    asyncio.run(compare())
 
 
 async def test_the_memory_store_forgets_by_its_clock() -> None:
