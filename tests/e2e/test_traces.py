@@ -17,7 +17,7 @@ from galley.trace.read.otlp_file import Lines, OtlpFile
 from galley.trace.read.spans import CLIENT as ASKS
 from galley.trace.read.spans import ERROR, SERVER, Span, SpanKey
 from tests.e2e.tracing import ASK, CLIENT, MAX_TOKENS, PROMPT, STREAMS, Run, traced_run
-from tests.fakes.kept_spans import MS
+from tests.fakes.spans import MS
 from tests.fakes.tiny_model import save_tiny_model
 from tests.integration.services.gateway.test_request_spans import PARTS, RECOMMENDED, REQUIRED
 

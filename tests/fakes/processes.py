@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from tests.fakes.waiting import PATIENCE_S
 
@@ -78,40 +77,3 @@ def _ready(read_fd: int) -> Mapping[str, str]:
             if (told := json.loads(line))["stage"] == "ready":
                 return {str(name): str(value) for name, value in told.items()}
     raise RuntimeError("the process did not start")
-
-
-class DraftProcess:
-    """A real draft that registers; use as an async context, at whose end it is gone, however it stands."""
-
-    def __init__(self, world: World) -> None:
-        self._flags = ("--redis-url", world.redis_url, "--tokenizer", str(world.tokenizer))
-        self._process: asyncio.subprocess.Process | None = None
-        self.address = ""
-
-    async def __aenter__(self) -> Self:
-        read_fd, write_fd = os.pipe()
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "services.draft", "--die-with-parent", "--ready-fd", str(write_fd), *self._flags),
-            *("--log-level", "error"),
-            pass_fds=(write_fd,),
-        )
-        os.close(write_fd)
-        self.address = (await asyncio.to_thread(_ready, read_fd))["address"]
-        return self
-
-    def send(self, number: signal.Signals) -> None:
-        """Such as SIGSTOP."""
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    async def ended(self) -> int:
-        """The exit status."""
-        assert self._process is not None
-        async with asyncio.timeout(PATIENCE_S):
-            return await self._process.wait()
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()

@@ -36,6 +36,11 @@ class Gate:
     def close(self) -> None:
         self._open = False
 
+    def close_after(self, count: int) -> None:
+        """Let `count` more pass, and then nobody until it is opened or permits more."""
+        self.close()
+        self.permit(count)
+
     def open(self) -> None:
         self._open = True
         self._watch.changed()

@@ -10,8 +10,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.strategies.model import ModelStrategy
 from services.draft.strategies.model_steps import ModelSteps
+from tests.fakes.spans import KeptSpans, NotedScope, attributes_of, context_of, events_of, links_of, parent_of
 from tests.fakes.tiny_model import load_tiny_model
-from tests.fakes.tracing import Asked, Kept, attributes_of, context_of, events_of, links_of, parent_of
 from tests.integration.services.draft.steps import gating, item, serving
 
 TRACES = {"a": 0xABC, "b": 0xABD, "c": 0xABE}
@@ -27,7 +27,7 @@ def model_of(tiny: Path) -> ModelStrategy:
 
 
 async def test_an_item_is_a_span_and_the_steps_that_it_takes_part_in_link_to_it(tiny: Path) -> None:
-    kept = Kept()
+    kept = KeptSpans()
     asked = [traced([5, 9, 2], k, name) for name, k in (("a", 3), ("b", 1))]
     async with serving(model_of(tiny), spans=kept.scope) as draft:
         answers = (await draft.stub.Propose(pb.ProposeRequest(items=asked))).answers
@@ -60,7 +60,7 @@ async def test_an_item_is_a_span_and_the_steps_that_it_takes_part_in_link_to_it(
 
 
 async def test_an_item_that_comes_begins_another_batch(tiny: Path) -> None:
-    kept = Kept()
+    kept = KeptSpans()
     async with gating(tiny, spans=kept.scope) as (gated, stream, _):
         await stream.send(traced([5, 9, 2], 4, "a"))
         await gated.begun()
@@ -83,7 +83,7 @@ async def test_an_item_that_comes_begins_another_batch(tiny: Path) -> None:
 
 @pytest.mark.parametrize("parent", ["", parent_of(1, sampled=False)])
 async def test_no_span_is_made_where_nobody_traces(tiny: Path, parent: str) -> None:
-    asked_for = Asked()
+    asked_for = NotedScope()
     asked = [item([5, 9, 2], 3, "a", traceparent=parent), item([], 3, "b", traceparent=parent)]
     async with serving(model_of(tiny), spans=asked_for.scope) as draft:
         answers = (await draft.stub.Propose(pb.ProposeRequest(items=asked))).answers
@@ -92,7 +92,7 @@ async def test_no_span_is_made_where_nobody_traces(tiny: Path, parent: str) -> N
 
 
 async def test_a_miss_a_refusal_and_a_failure_say_so(tiny: Path) -> None:
-    kept = Kept()
+    kept = KeptSpans()
     async with gating(tiny, spans=kept.scope) as (gated, stream, _):
         gated.open()
         gated.fails = True

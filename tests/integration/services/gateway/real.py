@@ -41,8 +41,8 @@ from services.gateway.settings import GatewaySettings, Tuning
 from services.target.engine.paged import PagedEngine
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
-from tests.fakes.kept_spans import KeptSpans
 from tests.fakes.readings import histogram, number
+from tests.fakes.spans import KeptSpans
 from tests.fakes.tiny_model import VOCAB, load_tiny_model
 from tests.fakes.world import Gateway
 from tests.integration.services.target.conftest import FLAT, KV_BLOCKS, Recording

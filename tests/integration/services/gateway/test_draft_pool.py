@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from galley.client.options import Speculation
-from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry
 from galley.core.errors import TokenizerMismatch
-from galley.core.routing.choice import DraftLease
-from tests.fakes.draft_fleet import DraftFleet, FleetDraft
-from tests.fakes.processes import DraftProcess
-from tests.fakes.truth import true_output
-from tests.fakes.waiting import PATIENCE_S, Gate
-from tests.fakes.world import PROMPT_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true
+from tests.fakes.fleet import DraftFleet, FleetDraft
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import Gateway, World, any_credit, hear, must_be_true
 
 FIXED = Speculation(k=4)
-LONG = 1000
 _ENOUGH = 300
-PASS_S = 0.1
 
 
 @pytest.fixture
@@ -38,7 +31,7 @@ async def test_a_gateway_finds_its_drafts_in_the_registry(world: World, fleet: D
         heard = await hear(gateway.ask(speculation=FIXED))
         must_be_true(heard)
         assert any(heard.from_draft)
-    assert all(draft.fake.calls for draft in fleet.drafts)
+    assert all(draft.fake.calls for draft in fleet.members)
     assert not world.draft.calls
 
 
@@ -62,20 +55,18 @@ async def test_two_gateways_share_one_draft(world: World) -> None:
         for heard in await asyncio.gather(*(hear(stream) for stream in streams)):
             must_be_true(heard)
             assert any(heard.from_draft)
-        assert len(fleet.drafts[0].sessions) == 4
+        assert len(fleet.members[0].sessions) == 4
 
 
 async def test_a_resumed_session_goes_where_its_tokens_are(world: World, fleet: DraftFleet) -> None:
     first = await world.gateway(draft="")
-    world.target.gate.close()
-    world.target.gate.permit(2)
+    world.target.gate.close_after(2)
     stream = first.ask(speculation=FIXED)
     heard = await hear(stream, until=6)
     home, other = fleet.holder()
     stream.cancel()
     await first.idle()
-    home.busy = 9  # where it would not go if nobody knew
-    await fleet.until(lambda leases: any(lease.sessions == 9 for lease in leases))
+    await home.publish(busy=9)  # where it would not go if nobody knew
     world.target.gate.open()
     second = await world.gateway(draft="")
     must_be_true(await heard.listen(second.client.resume_stream(stream)))
@@ -96,7 +87,7 @@ async def test_without_a_draft_what_followed_before_is_guessed_until_one_comes(w
     async with DraftFleet(world, "a") as fleet:
         gateway = await world.gateway(draft="", lookup_fallback=True)
         world.target.pass_s = 0.002  # unasked, it would be through before anybody has guessed
-        [draft] = fleet.drafts
+        [draft] = fleet.members
         for there in (False, True, False, True):
             if there:
                 await draft.fake.start()
@@ -122,62 +113,10 @@ async def drafted_for(gateway: Gateway, draft: FleetDraft) -> None:
 
 async def test_told_drafts_that_are_all_of_another_tokenizer_end_the_start(world: World) -> None:
     async with DraftFleet(world) as fleet:
-        for draft in fleet.drafts:
+        for draft in fleet.members:
             draft.fake.tokenizer_hash = "another"
         with pytest.raises(TokenizerMismatch, match=f"another.*{world.tokenizer_hash}"):
             await world.gateway(draft=fleet.addresses)
-        fleet.drafts[1].fake.tokenizer_hash = world.tokenizer_hash
+        fleet.members[1].fake.tokenizer_hash = world.tokenizer_hash
         gateway = await world.gateway(draft=fleet.addresses)
         assert any((await hear(gateway.ask(speculation=FIXED))).from_draft)
-
-
-@pytest.mark.parametrize("credit", [32])
-async def test_drafts_are_killed_frozen_and_replaced_beneath_a_stream(world: World) -> None:
-    """Real processes, of which always one drafts: what each lease says of its sessions tells which."""
-    registry = ReplicaRegistry(world.redis_url)
-    gateway = await world.gateway(draft="", draft_timeout_s=0.3)
-    world.target.gate.close()
-    passing = asyncio.ensure_future(slowly(world.target.gate))
-    async with DraftProcess(world) as killed:
-        stream = gateway.ask(max_tokens=LONG, speculation=FIXED)
-        heard = Heard()
-        listening = asyncio.ensure_future(heard.listen(stream))
-        await until(registry, drafting(killed))
-        async with DraftProcess(world) as frozen:
-            killed.send(signal.SIGKILL)
-            await until(registry, drafting(frozen))
-            frozen.send(signal.SIGSTOP)
-            async with DraftProcess(world) as drained:
-                await until(registry, drafting(drained))
-                frozen.send(signal.SIGCONT)
-                await until(registry, lambda leases: frozen.address in {it.address for it in leases})
-                drained.send(signal.SIGTERM)
-                assert await drained.ended() == 0
-                assert drained.address not in {it.address for it in await registry.read(DRAFT_POOL)}
-            await until(registry, drafting(frozen))
-            assert not listening.done()
-            passing.cancel()
-            world.target.gate.open()
-            await listening
-    assert heard.tokens == true_output(PROMPT_TOKENS, LONG)
-    assert heard.finished is not None
-    await registry.close()
-
-
-async def slowly(gate: Gate) -> None:
-    """The target's passes take their time, so that the stream lasts."""
-    while True:
-        gate.permit()
-        await asyncio.sleep(PASS_S)
-
-
-def drafting(draft: DraftProcess) -> Callable[[list[DraftLease]], bool]:
-    """Whether sessions ask this one."""
-    return lambda leases: any(it.address == draft.address and it.sessions for it in leases)
-
-
-async def until(registry: ReplicaRegistry, holds: Callable[[list[DraftLease]], bool]) -> None:
-    """Wait until the registry reads so."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds(await registry.read(DRAFT_POOL)):  # noqa: ASYNC110  # Redis does not call back
-            await asyncio.sleep(0.02)

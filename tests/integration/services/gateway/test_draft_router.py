@@ -23,7 +23,7 @@ from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import POLL_S, RegisteredAddresses
-from tests.fakes.draft_fleet import DraftFleet
+from tests.fakes.fleet import DraftFleet
 from tests.fakes.truth import SEED, VOCAB, true_output
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import PROMPT_TOKENS, World
@@ -104,15 +104,14 @@ async def test_sessions_are_spread_and_each_stays(here: Here) -> None:
     for _ in range(3):
         for name, session in sessions.items():
             must_be_right(await here.ask(session, named(name)))
-    first, second = (draft.sessions for draft in here.fleet.drafts)
+    first, second = (draft.sessions for draft in here.fleet.members)
     assert (len(first), len(second)) == (2, 2)
     assert not first & second
 
 
 async def test_a_new_session_goes_where_the_fewest_are_by_all_gateways(here: Here) -> None:
-    busy, other = here.fleet.drafts
-    busy.busy = 3
-    await here.fleet.until(lambda leases: any(lease.sessions == 3 for lease in leases))
+    busy, other = here.fleet.members
+    await busy.publish(busy=3)
     await here.drafts.refresh()
     for name in "wxy":
         must_be_right(await here.ask(DraftSession(here.drafts), named(name)))
@@ -136,7 +135,7 @@ async def test_a_frozen_draft_costs_one_timeout_and_then_nobody_asks_it(here: He
     sessions = {name: DraftSession(here.drafts) for name in "wxyz"}
     for name, session in sessions.items():
         await here.ask(session, named(name))
-    frozen, other = here.fleet.drafts
+    frozen, other = here.fleet.members
     frozen.fake.freeze()
     for _ in range(2):
         await asyncio.gather(*(here.ask(session, named(name)) for name, session in sessions.items()))
@@ -152,8 +151,7 @@ async def test_a_draft_that_hangs_with_an_item_fails_the_others_items_too(here: 
     sessions = [DraftSession(here.drafts) for _ in "wx"]
     must_be_right(await here.ask(sessions[0], named("w")))
     home, other = here.fleet.holder()
-    other.busy = 9
-    await here.fleet.until(lambda leases: any(lease.sessions == 9 for lease in leases))
+    await other.publish(busy=9)
     await here.drafts.refresh()
     must_be_right(await here.ask(sessions[1], named("x")))
     assert home.sessions == {"w", "x"}
@@ -167,7 +165,7 @@ async def test_a_draft_that_hangs_with_an_item_fails_the_others_items_too(here: 
 
 
 async def test_a_draft_that_thaws_is_used_again(here: Here) -> None:
-    only, other = here.fleet.drafts
+    only, other = here.fleet.members
     await other.fake.stop()
     await other.withdraw()
     session = DraftSession(here.drafts)
@@ -188,15 +186,14 @@ async def test_a_late_draft_is_left_but_not_by_those_it_answers(here: Here) -> N
     must_be_right(await here.ask(session))
     assert len(other.fake.calls) == 1
     home.fake.gate.open()
-    other.busy = 9
-    await here.fleet.until(lambda leases: any(lease.sessions == 9 for lease in leases))
+    await other.publish(busy=9)
     await here.drafts.refresh()
     must_be_right(await here.ask(DraftSession(here.drafts), named("x")))
     assert "x" in home.sessions
 
 
 async def test_a_replaced_draft_is_met_anew_and_asked_again(here: Here) -> None:
-    home, other = here.fleet.drafts
+    home, other = here.fleet.members
     await other.fake.stop()
     await other.withdraw()
     session = DraftSession(here.drafts)
@@ -224,7 +221,7 @@ async def test_one_that_comes_is_used_though_there_was_none(world: World) -> Non
         async with asyncio.timeout(PATIENCE_S):
             while isinstance(await here.ask(session), ev.Failed):  # noqa: ASYNC110  # it finds out by itself
                 await asyncio.sleep(0.01)
-        assert fleet.drafts[0].fake.calls
+        assert fleet.members[0].fake.calls
         await drafts.close()
 
 
@@ -232,8 +229,7 @@ async def test_a_draft_that_drains_keeps_no_session_where_there_is_another(here:
     session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, other = here.fleet.holder()
-    assert home.registration is not None
-    await home.registration.drain()
+    await home.drain()
     await here.drafts.refresh()
     must_be_right(await here.ask(session))
     assert other.sessions == {"s"}
@@ -249,10 +245,9 @@ async def test_a_draft_that_drains_is_used_to_its_end_by_its_own_where_there_is_
     session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, other = here.fleet.holder()
-    assert home.registration is not None
     await other.withdraw()
     await other.fake.stop()
-    await home.registration.drain()
+    await home.drain()
     await here.drafts.refresh()
     must_be_right(await here.ask(session))
 
@@ -261,7 +256,7 @@ async def test_a_draft_whose_stream_broke_is_met_again_at_once(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = DraftSession(here.drafts)
-    home, other = here.fleet.drafts
+    home, other = here.fleet.members
     await other.withdraw()
     await other.fake.stop()
     await here.proposed(session)
@@ -275,18 +270,17 @@ async def test_a_draft_whose_stream_broke_is_met_again_at_once(
 
 
 async def test_a_session_that_goes_on_finds_the_draft_that_has_its_tokens(here: Here) -> None:
-    for home in here.fleet.drafts:
+    for home in here.fleet.members:
         held = CacheLocation(home.fake.address, home.fake.info().incarnation, len(SPEC.prompt))
         for number in range(3):
             name = f"{home.fake.address}-{number}"
             must_be_right(await here.ask(DraftSession(here.drafts, held), named(name)))
         assert len(home.sessions) == 3
-    held = CacheLocation(here.fleet.drafts[0].fake.address, "an earlier life", len(SPEC.prompt))
-    here.fleet.drafts[0].busy = 9
-    await here.fleet.until(lambda leases: any(lease.sessions == 9 for lease in leases))
+    held = CacheLocation(here.fleet.members[0].fake.address, "an earlier life", len(SPEC.prompt))
+    await here.fleet.members[0].publish(busy=9)
     await here.drafts.refresh()
     must_be_right(await here.ask(DraftSession(here.drafts, held), named("late")))
-    assert "late" in here.fleet.drafts[1].sessions
+    assert "late" in here.fleet.members[1].sessions
 
 
 async def test_a_lease_that_ended_moves_sessions_only_where_another_lives(here: Here) -> None:
@@ -304,7 +298,7 @@ async def test_a_lease_that_ended_moves_sessions_only_where_another_lives(here: 
 
 async def test_another_tokenizer_is_refused_once_with_both_hashes(world: World) -> None:
     async with DraftFleet(world) as fleet:
-        wrong, right = fleet.drafts
+        wrong, right = fleet.members
         wrong.fake.tokenizer_hash = "another"
         await fleet.register()
         drafts = drafts_of(world)
@@ -325,17 +319,17 @@ async def test_another_tokenizer_is_refused_once_with_both_hashes(world: World) 
 
 async def test_a_proposal_that_is_given_up_is_cancelled_at_the_draft(here: Here) -> None:
     session = DraftSession(here.drafts)
-    for draft in here.fleet.drafts:
+    for draft in here.fleet.members:
         draft.fake.gate.close()
     asking = asyncio.ensure_future(here.ask(session))
     await asyncio.wait(
-        {asking, *(asyncio.ensure_future(it.fake.called(1)) for it in here.fleet.drafts)},
+        {asking, *(asyncio.ensure_future(it.fake.called(1)) for it in here.fleet.members)},
         return_when=asyncio.FIRST_COMPLETED,
     )
     home, other = here.fleet.holder()
     asking.cancel()
     await home.fake.was_given_up()
-    for draft in here.fleet.drafts:
+    for draft in here.fleet.members:
         draft.fake.gate.open()
     must_be_right(await here.ask(session))
     assert not other.fake.calls, "giving up is no reproach"
@@ -350,12 +344,12 @@ async def test_what_is_asked_ahead_is_said_so(here: Here) -> None:
 async def test_a_strategy_is_asked_of_those_that_offer_it(here: Here) -> None:
     answer = await here.ask(DraftSession(here.drafts), strategy="clairvoyance")
     assert isinstance(answer, ev.Failed)
-    assert not any(draft.fake.calls for draft in here.fleet.drafts)
+    assert not any(draft.fake.calls for draft in here.fleet.members)
     must_be_right(await here.ask(DraftSession(here.drafts), strategy="model"))
 
 
 async def test_a_draft_that_keeps_failing_is_asked_by_one_probe_at_a_time(here: Here) -> None:
-    bad, other = here.fleet.drafts
+    bad, other = here.fleet.members
     await other.withdraw()
     await other.fake.stop()
     await here.drafts.refresh()
@@ -388,7 +382,7 @@ async def test_misses_are_no_failures(here: Here) -> None:
 
 
 async def test_proposals_that_come_too_late_open_the_breaker_too(here: Here) -> None:
-    slow, other = here.fleet.drafts
+    slow, other = here.fleet.members
     await other.withdraw()
     await other.fake.stop()
     await here.drafts.refresh()
@@ -405,21 +399,21 @@ async def test_proposals_that_come_too_late_open_the_breaker_too(here: Here) -> 
 async def test_a_session_falls_from_model_to_lookup_at_a_draft_to_lookup_here_and_comes_back(
     here: Here,
 ) -> None:
-    model, looking_up = here.fleet.drafts
+    model, looking_up = here.fleet.members
     looking_up.fake.strategies = (NGRAM,)
     await looking_up.fake.stop()
     await looking_up.fake.start()
     await looking_up.withdraw()
-    await here.fleet.register(looking_up)
+    await looking_up.register()
     await here.drafts.refresh()
     session = DraftSession(here.drafts, may_look_up=True)
 
     async def strategy_asked() -> str:
         """Of which draft, or "here"; looked up is the prompt, which does not repeat itself."""
-        counts = [len(draft.fake.calls) for draft in here.fleet.drafts]
+        counts = [len(draft.fake.calls) for draft in here.fleet.members]
         answer = await here.ask(session, strategy=MODEL)
         assert isinstance(answer, ev.Proposed)
-        for draft, count in zip(here.fleet.drafts, counts, strict=True):
+        for draft, count in zip(here.fleet.members, counts, strict=True):
             if len(draft.fake.calls) > count:
                 return str(draft.fake.calls[-1].strategy)
         assert answer.prefix_hash == prefix_hash(SPEC.prompt)

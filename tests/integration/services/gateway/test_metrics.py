@@ -16,8 +16,8 @@ from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
 from galley.core.names import LOOKUP, MODEL
 from galley.core.routing.breaker import FAILURES
-from tests.fakes.kept_spans import KeptSpans
 from tests.fakes.readings import count, histogram, number, total
+from tests.fakes.spans import KeptSpans
 from tests.fakes.world import MAX_TOKENS, Gateway, World, any_credit, hear, must_be_true, refused
 from tests.integration.services.gateway.test_drafts import internal
 from tests.integration.services.gateway.test_unread import BUFFER, LONG, left_unread
@@ -219,8 +219,7 @@ async def test_a_resumed_session_is_a_resume_and_no_first_token(world: World) ->
 
 async def test_a_target_that_forgets_is_a_cache_miss_and_one_that_restarts_a_failover(world: World) -> None:
     it = await counted(world)
-    world.target.gate.close()
-    world.target.gate.permit(1)
+    world.target.gate.close_after(1)
     stream = it.gateway.ask(speculation=Speculation(off=True))
     await anext(stream)
     await world.target.waits_after(1)
@@ -230,8 +229,7 @@ async def test_a_target_that_forgets_is_a_cache_miss_and_one_that_restarts_a_fai
     assert it.number(catalogue.CACHE_MISSES, "target") == 1
     assert it.number(catalogue.CACHE_MISSES, "draft") == 0
 
-    world.target.gate.close()
-    world.target.gate.permit(1)
+    world.target.gate.close_after(1)
     stream = it.gateway.ask(speculation=Speculation(off=True))
     await anext(stream)
     await world.target.waits_after(1)

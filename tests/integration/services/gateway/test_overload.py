@@ -39,6 +39,10 @@ async def test_an_overload_is_refused_at_once_and_who_was_admitted_does_not_noti
     assert len(set(waits)) == len(waits), "they do not all come back at once"
     assert len({call.slice.session_id for call in [*world.target.calls, *world.draft.calls]}) <= PLACES
 
+    resumed = await refused(hear(gateway.client.resume("0" * 32, 0)))
+    assert resumed.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert f"{PLACES} streams" in resumed.message
+
     world.target.gate.open()
     for heard in await asyncio.gather(*(Heard().listen(stream) for stream in streams)):
         assert heard.finished is not None

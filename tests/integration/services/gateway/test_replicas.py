@@ -9,12 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
-from galley.core.content import block_hashes
 from galley.core.errors import TargetUnavailable, TokenizerMismatch
 from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.fakes.fleet import Fleet
 from tests.fakes.redis_servers import Server
 from tests.fakes.replicas import FakeTarget
-from tests.fakes.target_fleet import BLOCK, Fleet, FleetTarget
 from tests.fakes.world import PROMPT_TOKENS, Gateway, Heard, World, hear, must_be_true, refused
 
 STREAMS = 4
@@ -35,19 +34,11 @@ async def gateway_of(world: World, fleet: Fleet, **given: object) -> Gateway:
     return gateway
 
 
-def holder(fleet: Fleet) -> tuple[FleetTarget, FleetTarget]:
-    """The one of two that was asked, and the other."""
-    first, second = fleet.targets
-    return (first, second) if first.fake.calls else (second, first)
-
-
 @pytest.mark.parametrize("home", [0, 1])
 async def test_a_session_goes_where_its_prompt_is_cached(world: World, fleet: Fleet, home: int) -> None:
-    here, other = fleet.targets[home], fleet.targets[1 - home]
-    here.cached, other.free = PROMPT_TOKENS, 90
-    hashes = frozenset(block_hashes(b"", PROMPT_TOKENS, BLOCK))
-    await fleet.until(lambda leases: any(lease.cached_prefixes == hashes for lease in leases))
-    await fleet.until(lambda leases: any(lease.kv_blocks_free == 90 for lease in leases))
+    here, other = fleet.members[home], fleet.members[1 - home]
+    await here.publish(cached=PROMPT_TOKENS)
+    await other.publish(free=90)
     gateway = await gateway_of(world, fleet)
     must_be_true(await hear(gateway.ask()))
     assert here.fake.calls
@@ -59,12 +50,12 @@ async def test_sessions_that_come_at_once_are_spread_and_stay(world: World, flee
     fleet.hold_after(0)
     streams = [gateway.ask() for _ in range(STREAMS)]
     listening = [asyncio.ensure_future(hear(stream)) for stream in streams]
-    for target in fleet.targets:
+    for target in fleet.members:
         await target.fake.called(STREAMS // 2)
         target.fake.gate.open()
     for heard in await asyncio.gather(*listening):
         must_be_true(heard)
-    first, second = (target.sessions for target in fleet.targets)
+    first, second = (target.sessions for target in fleet.members)
     assert (len(first), len(second)) == (STREAMS // 2, STREAMS // 2)
     assert not first & second, "a session has one replica"
 
@@ -74,12 +65,12 @@ async def test_a_replica_that_dies_hands_its_sessions_on(world: World, fleet: Fl
     fleet.hold_after(0)
     streams = [gateway.ask() for _ in range(STREAMS)]
     listening = [asyncio.ensure_future(hear(stream, until=1)) for stream in streams]
-    for target in fleet.targets:
+    for target in fleet.members:
         await target.fake.called(STREAMS // 2)
         target.fake.gate.permit(STREAMS // 2)
     heard = await asyncio.gather(*listening)
-    doomed, other = fleet.targets
-    await doomed.stop()
+    doomed, other = fleet.members
+    await doomed.fake.stop()
     other.fake.gate.open()
     await asyncio.gather(*(one.listen(stream) for one, stream in zip(heard, streams, strict=True)))
     for one in heard:
@@ -94,10 +85,10 @@ async def test_another_build_serves_where_no_other_lives_and_is_named(world: Wor
     fleet.hold_after(1)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
-    doomed, other = holder(fleet)
+    doomed, other = fleet.holder()
     other.fake.fingerprint = "build-2"
-    await fleet.until(lambda leases: any(lease.fingerprint == "build-2" for lease in leases))
-    await doomed.stop()
+    await other.publish()
+    await doomed.fake.stop()
     other.fake.gate.open()
     must_be_true(await heard.listen(stream))
     assert [fingerprint for _, fingerprint in heard.changes] == ["build-2"]
@@ -105,9 +96,9 @@ async def test_another_build_serves_where_no_other_lives_and_is_named(world: Wor
 
 async def test_a_replica_without_room_is_left_for_another(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
-    full, other = fleet.targets
-    full.free, other.free = 90, 10
-    await fleet.until(lambda leases: {lease.kv_blocks_free for lease in leases} == {90, 10})
+    full, other = fleet.members
+    await full.publish(free=90)
+    await other.publish(free=10)
     full.fake.item_failure = grpc.StatusCode.RESOURCE_EXHAUSTED
     for _ in range(2):
         must_be_true(await hear(gateway.ask()))
@@ -122,9 +113,8 @@ async def test_a_drain_moves_new_sessions_and_not_live_ones(world: World, fleet:
     fleet.hold_after(1)
     live = gateway.ask()
     heard = await hear(live, until=1)
-    draining, other = holder(fleet)
-    assert draining.registration is not None
-    await draining.registration.drain()
+    draining, other = fleet.holder()
+    await draining.drain()
     second = await gateway_of(world, fleet)  # has read the leases as they are now
     other.fake.gate.open()
     must_be_true(await hear(second.ask()))
@@ -139,11 +129,10 @@ async def test_a_resumed_session_goes_where_its_kv_is(world: World, fleet: Fleet
     fleet.hold_after(2)
     stream = first.ask()
     heard = await hear(stream, until=2)
-    home, other = holder(fleet)
+    home, other = fleet.holder()
     stream.cancel()
     await first.idle()
-    other.free = 99  # where it would go if nobody knew
-    await fleet.until(lambda leases: any(lease.kv_blocks_free == 99 for lease in leases))
+    await other.publish(free=99)  # where it would go if nobody knew
     home.fake.gate.open()
     second = await gateway_of(world, fleet)
     must_be_true(await heard.listen(second.client.resume_stream(stream)))
@@ -158,7 +147,7 @@ async def test_a_replica_that_hangs_loses_its_sessions_with_its_lease(
     fleet.hold_after(1)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
-    hung, other = holder(fleet)
+    hung, other = fleet.holder()
     other.fake.gate.open()
     await hung.withdraw()
     must_be_true(await heard.listen(stream))
@@ -167,7 +156,7 @@ async def test_a_replica_that_hangs_loses_its_sessions_with_its_lease(
 
 async def test_a_replica_of_another_tokenizer_is_refused_alone(world: World) -> None:
     async with Fleet(world) as fleet:
-        wrong, right = fleet.targets
+        wrong, right = fleet.members
         wrong.fake.tokenizer_hash, wrong.free = "another", 90
         await fleet.register()
         gateway = await gateway_of(world, fleet)
@@ -179,22 +168,21 @@ async def test_a_replica_of_another_tokenizer_is_refused_alone(world: World) -> 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "registered"])
 async def test_a_gateway_that_every_replica_mismatches_names_both_hashes(world: World, told: bool) -> None:
     async with Fleet(world) as fleet:
-        for target in fleet.targets:
+        for target in fleet.members:
             target.fake.tokenizer_hash = "another"
         if not told:
             await fleet.register()
-        addresses = ",".join(target.fake.address for target in fleet.targets)
         with pytest.raises(TokenizerMismatch, match=f"{world.tokenizer_hash}.*another"):
-            await world.gateway(target=addresses if told else "")
+            await world.gateway(target=fleet.addresses if told else "")
 
 
 async def test_addresses_that_were_told_need_no_registry(world: World) -> None:
     async with Fleet(world) as fleet:
-        gateway = await world.gateway(target=", ".join(target.fake.address for target in fleet.targets))
+        gateway = await world.gateway(target=fleet.addresses)
         stream = gateway.ask()
         heard = await hear(stream, until=1)
-        doomed, _ = holder(fleet)
-        await doomed.stop()
+        doomed, _ = fleet.holder()
+        await doomed.fake.stop()
         must_be_true(await heard.listen(stream))
         must_be_true(await hear(gateway.ask()))
 
@@ -206,19 +194,17 @@ async def test_without_a_replica_a_gateway_does_not_start(world: World) -> None:
 
 async def test_without_a_replica_streams_end_and_go_on_with_the_next(world: World) -> None:
     async with Fleet(world) as fleet:
-        first, second = fleet.targets
-        first.register()
-        await fleet.until(lambda leases: len(leases) == 1)
+        first, second = fleet.members
+        await first.register()
         gateway = await gateway_of(world, fleet, target_timeout_s=0.5)
-        await first.stop()
+        await first.fake.stop()
         await first.withdraw()
         stream = gateway.ask()
         heard = Heard()
         error = await refused(heard.listen(stream))
         assert error.code is grpc.StatusCode.UNAVAILABLE
         assert "target" in error.message
-        second.register()
-        await fleet.until(lambda leases: len(leases) == 1)
+        await second.register()
         must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
 
 
@@ -250,7 +236,7 @@ async def test_replicas_stay_known_while_the_registry_is_away(frail_world: World
         fleet.hold_after(1)
         stream = gateway.ask()
         heard = await hear(stream, until=1)
-        home, other = holder(fleet)
+        home, other = fleet.holder()
         own_store.kill()
         own_store.start()
         home.fake.gate.open()

@@ -19,9 +19,9 @@ from galley.common.server.server import Parts
 from galley.common.tracing import telemetry
 from galley.common.tracing.telemetry import telemetry_to
 from galley.core import names
-from tests.fakes.kept_spans import KeptSpans, error_of, told
+from tests.fakes.fleet import Fleet
 from tests.fakes.readings import count
-from tests.fakes.target_fleet import Fleet
+from tests.fakes.spans import KeptSpans, attributes_of, error_of
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import (
     MAX_TOKENS,
@@ -85,18 +85,17 @@ async def test_a_call_that_is_refused_says_why(world: World, kept: KeptSpans) ->
         *["text_completion tiny"] * 3,
     ]
     for span in requests:
-        assert told(span).keys() >= {names.OPERATION, names.PROVIDER, names.RPC_STATUS}
-        assert len(str(told(span).get(names.REQUEST_MODEL, ""))) < 200
+        assert attributes_of(span).keys() >= {names.OPERATION, names.PROVIDER, names.RPC_STATUS}
+        assert len(str(attributes_of(span).get(names.REQUEST_MODEL, ""))) < 200
         kept.must_hang_together(span)
-    assert told(requests[3])[names.RPC_METHOD] == "Resume"
+    assert attributes_of(requests[3])[names.RPC_METHOD] == "Resume"
     [claim] = kept.below(requests[3])
     assert (claim.name, error_of(claim)) == ("EVALSHA claim", "not_found")
 
 
 async def test_a_stream_that_is_resumed_links_to_what_it_goes_on_from(world: World, kept: KeptSpans) -> None:
     first, second = await world.gateway_of(kept.parts()), await world.gateway_of(kept.parts())
-    world.target.gate.close()
-    world.target.gate.permit(3)
+    world.target.gate.close_after(3)
     stream = first.ask()
     heard = await Heard().listen(stream, until=3)
     stream.cancel()
@@ -109,7 +108,7 @@ async def test_a_stream_that_is_resumed_links_to_what_it_goes_on_from(world: Wor
     assert error_of(resumed) is None
     must_continue(resumed, left)
     assert kept.events(resumed, names.SESSION_RESUMED) == [{names.EPOCH: 2, names.INDEX: index}]
-    assert told(resumed)[names.OUTPUT_TOKENS] == MAX_TOKENS
+    assert attributes_of(resumed)[names.OUTPUT_TOKENS] == MAX_TOKENS
     for request in (left, resumed):
         kept.must_hang_together(request)
 
@@ -119,8 +118,8 @@ def must_continue(resumed: ReadableSpan, before: ReadableSpan) -> None:
     [link] = resumed.links
     assert (link.context.trace_id, link.context.span_id) == (before.context.trace_id, before.context.span_id)
     assert dict(link.attributes or {}) == {names.LINK: names.LINK_CONTINUES}
-    assert (told(resumed)[names.RESUMED], told(resumed)[names.EPOCH]) == (True, 2)
-    assert told(before)[names.SESSION_ID] == told(resumed)[names.SESSION_ID]
+    assert (attributes_of(resumed)[names.RESUMED], attributes_of(resumed)[names.EPOCH]) == (True, 2)
+    assert attributes_of(before)[names.SESSION_ID] == attributes_of(resumed)[names.SESSION_ID]
 
 
 async def test_a_chat_is_a_chat_to_trace_and_metrics_wherever_it_is_resumed(
@@ -129,8 +128,7 @@ async def test_a_chat_is_a_chat_to_trace_and_metrics_wherever_it_is_resumed(
     """Though the gateway that began it traced nothing."""
     registry = Registry(GATEWAY)
     first, second = await world.gateway_of(Parts()), await world.gateway_of(kept.parts(metrics=registry))
-    world.target.gate.close()
-    world.target.gate.permit(3)
+    world.target.gate.close_after(3)
     stream = first.ask((Message("user", PROMPT),))
     heard = await Heard().listen(stream, until=3)
     stream.cancel()
@@ -138,7 +136,7 @@ async def test_a_chat_is_a_chat_to_trace_and_metrics_wherever_it_is_resumed(
     await heard.listen(second.client.resume_stream(stream))
     assert heard.finished is not None
     [resumed] = await kept.requests()
-    assert (resumed.name, told(resumed)[names.OPERATION]) == ("chat tiny", names.CHAT)
+    assert (resumed.name, attributes_of(resumed)[names.OPERATION]) == ("chat tiny", names.CHAT)
     await second.idle()
     labels = (names.CHAT, names.GALLEY, "tiny", "tiny", "")
     assert count(registry, catalogue.REQUEST_DURATION, *labels) == 1
@@ -151,8 +149,7 @@ async def test_an_owner_that_is_fenced_says_so_and_chance_does_not_part_the_two(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     first, second = await world.gateway_of(kept.parts()), await world.gateway_of(kept.parts())
-    world.target.gate.close()
-    world.target.gate.permit(3)
+    world.target.gate.close_after(3)
     stream = first.ask(force_trace=True)
     heard = await Heard().listen(stream, until=3)
     resumed_stream = second.client.resume_stream(stream)
@@ -169,7 +166,7 @@ async def test_an_owner_that_is_fenced_says_so_and_chance_does_not_part_the_two(
     assert kept.events(fenced, names.SESSION_FENCED) == [{}]
     must_continue(resumed, fenced)
     assert "EVALSHA claim" in {span.name for span in kept.below(resumed)}
-    assert len(kept.rounds(resumed)) == told(resumed)[names.ROUNDS]
+    assert len(kept.rounds(resumed)) == attributes_of(resumed)[names.ROUNDS]
     for request in requests:
         kept.must_hang_together(request)
 
@@ -180,14 +177,13 @@ async def test_a_call_with_the_same_key_links_to_the_one_before(world: World, ke
         must_be_true(await hear(gateway.ask(idempotency_key="again")))
     [before, joined] = await kept.requests(2)
     must_continue(joined, before)
-    assert told(joined)[names.ROUNDS] == 0, "the answer was there"
+    assert attributes_of(joined)[names.ROUNDS] == 0, "the answer was there"
 
 
 @any_credit
 async def test_a_target_that_fails_is_asked_again(world: World, kept: KeptSpans, credit: int) -> None:
     gateway = await world.gateway_of(kept.parts(), credit=credit)
-    world.target.gate.close()
-    world.target.gate.permit(2)
+    world.target.gate.close_after(2)
     stream = gateway.ask()
     await world.target.waits_after(2)
     world.target.fail(grpc.StatusCode.UNAVAILABLE, times=1)
@@ -210,15 +206,15 @@ async def test_a_session_that_goes_to_another_target_says_so(world: World, kept:
         gateway = await world.gateway_of(kept.parts(), target="", credit=32)
         fleet.hold_after(0)
         stream = gateway.ask()
-        first, second = fleet.targets
-        asked = [asyncio.ensure_future(target.fake.called(1)) for target in fleet.targets]
+        first, second = fleet.members
+        asked = [asyncio.ensure_future(target.fake.called(1)) for target in fleet.members]
         await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         for waiting in asked:
             waiting.cancel()
         doomed, other = (first, second) if first.fake.calls else (second, first)
         doomed.fake.gate.permit(1)
         heard = await Heard().listen(stream, until=1)
-        await doomed.stop()
+        await doomed.fake.stop()
         other.fake.gate.open()
         must_be_true(await heard.listen(stream))
     [request] = await kept.requests()
@@ -230,16 +226,15 @@ async def test_a_session_that_goes_to_another_target_says_so(world: World, kept:
         names.TO: other.fake.address,
         names.REASON: "failed",
     }
-    assert told(request)[names.MOVES] == 1
-    served = {told(span)[names.TARGET_REPLICA] for span in kept.rounds(request)}
+    assert attributes_of(request)[names.MOVES] == 1
+    served = {attributes_of(span)[names.TARGET_REPLICA] for span in kept.rounds(request)}
     assert served == {doomed.fake.address, other.fake.address}
 
 
 async def test_how_a_session_is_drafted_is_told_when_it_changes(world: World, kept: KeptSpans) -> None:
     await world.draft.stop()
     gateway = await world.gateway_of(kept.parts(), lookup_fallback=True, strategy="model")
-    world.target.gate.close()
-    world.target.gate.permit(3)
+    world.target.gate.close_after(3)
     stream = gateway.ask()
     await world.target.waits_after(3)
     await world.draft.start()
@@ -252,7 +247,7 @@ async def test_how_a_session_is_drafted_is_told_when_it_changes(world: World, ke
     changes = kept.events(request, names.DRAFT_DEGRADED)
     assert [change[names.TO] for change in changes] == ["ngram", "draft"]
     assert changes[0][names.REASON] == "away"
-    strategies = [told(span)[names.ROUND_STRATEGY] for span in kept.rounds(request)]
+    strategies = [attributes_of(span)[names.ROUND_STRATEGY] for span in kept.rounds(request)]
     assert "model" in strategies
     assert set(strategies) <= {"none", "lookup", "model"}
 

@@ -59,8 +59,7 @@ async def test_a_finished_stream_is_logged_with_its_figures(world: World, lines:
 
 async def test_a_stream_whose_client_left_is_logged_once(world: World, lines: Lines) -> None:
     gateway = await world.gateway()
-    world.target.gate.close()
-    world.target.gate.permit(2)
+    world.target.gate.close_after(2)
     stream = gateway.ask()
     await Heard().listen(stream, until=1)
     stream.cancel()

@@ -14,7 +14,7 @@ from galley.common.tracing.telemetry import traceparent_of
 from galley.core import names
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.spans import SLOW_COMMIT_NS
-from tests.fakes.kept_spans import MS, KeptSpans, error_of, lasted_ns, told
+from tests.fakes.spans import MS, KeptSpans, attributes_of, error_of, lasted_ns
 from tests.fakes.truth import SEED
 from tests.fakes.world import (
     MAX_TOKENS,
@@ -80,12 +80,12 @@ async def test_a_request_its_rounds_and_all_that_it_asked_are_one_trace(
             must_be_a_call_of_the_store(span, request)
     items = [span for span in calls if not span.name.startswith(names.EVALSHA)]
     must_be_items(items, rounds, world)
-    assert told(rounds[0])[names.KV_REUSED] == 0
-    assert sum(names.KV_REUSED in told(span) for span in rounds) == len(world.target.calls)
+    assert attributes_of(rounds[0])[names.KV_REUSED] == 0
+    assert sum(names.KV_REUSED in attributes_of(span) for span in rounds) == len(world.target.calls)
 
 
 def must_tell_of_the_answer(request: ReadableSpan, heard: Heard) -> None:
-    facts = told(request)
+    facts = attributes_of(request)
     assert heard.started is not None
     assert heard.finished is not None
     assert (request.name, request.kind, request.parent) == ("text_completion tiny", SpanKind.SERVER, None)
@@ -109,11 +109,11 @@ def must_tell_of_the_answer(request: ReadableSpan, heard: Heard) -> None:
 
 
 def must_be_its_rounds(request: ReadableSpan, rounds: list[ReadableSpan]) -> None:
-    facts = told(request)
-    assert [told(span)[names.ROUND_INDEX] for span in rounds] == list(range(facts[names.ROUNDS]))
+    facts = attributes_of(request)
+    assert [attributes_of(span)[names.ROUND_INDEX] for span in rounds] == list(range(facts[names.ROUNDS]))
     position = len(PROMPT_TOKENS)
     for span in rounds:
-        of = told(span)
+        of = attributes_of(span)
         assert span.parent == request.context
         assert error_of(span) is None
         assert of[names.ROUND_POSITION] == position
@@ -132,7 +132,7 @@ def must_be_its_rounds(request: ReadableSpan, rounds: list[ReadableSpan]) -> Non
     assert position == len(PROMPT_TOKENS) + MAX_TOKENS
     slowest = max(rounds, key=lasted_ns)
     assert facts[names.SLOWEST_ROUND_NS] == lasted_ns(slowest)
-    assert facts[names.SLOWEST_ROUND_POSITION] == told(slowest)[names.ROUND_POSITION]
+    assert facts[names.SLOWEST_ROUND_POSITION] == attributes_of(slowest)[names.ROUND_POSITION]
 
 
 def must_lie_within(span: ReadableSpan, request: ReadableSpan) -> None:
@@ -144,7 +144,7 @@ def must_lie_within(span: ReadableSpan, request: ReadableSpan) -> None:
 
 
 def must_be_a_call_of_the_store(span: ReadableSpan, request: ReadableSpan) -> None:
-    of = told(span)
+    of = attributes_of(span)
     assert span.parent == request.context
     assert of == {
         names.DB_SYSTEM: "redis",
@@ -166,7 +166,7 @@ def must_be_items(calls: list[ReadableSpan], rounds: list[ReadableSpan], world: 
         for span in of_pool:
             assert span.parent is not None
             assert span.parent.span_id in ids
-            assert told(span) == {names.REPLICA: pool.address}
+            assert attributes_of(span) == {names.REPLICA: pool.address}
     assert len(calls) == sum(span.name in {names.PROPOSE, names.VERIFY} for span in calls)
 
 
@@ -181,8 +181,8 @@ async def test_a_round_links_to_the_pass_that_gave_its_verdict(world: World, kep
         [link] = span.links
         assert dict(link.attributes or {}) == {names.LINK: names.LINK_BATCH}
         assert link.context.trace_id.to_bytes(16) + link.context.span_id.to_bytes(8) == BATCH
-        assert (told(span)[names.BATCH_SESSIONS], told(span)[names.KV_REUSED]) == (3, 5)
-    assert told(request)[names.CACHED_TOKENS] == 5
+        assert (attributes_of(span)[names.BATCH_SESSIONS], attributes_of(span)[names.KV_REUSED]) == (3, 5)
+    assert attributes_of(request)[names.CACHED_TOKENS] == 5
 
 
 CHAT = (Message("user", PROMPT),)
@@ -207,14 +207,14 @@ async def test_all_of_what_was_said_is_told_where_it_is_switched_on(world: World
     gateway = await world.gateway_of(kept.parts(), trace_content=True)
     heard = await hear(gateway.ask(CHAT, stop=["never said"], max_tokens=60))
     [request] = await kept.requests()
-    facts = told(request)
+    facts = attributes_of(request)
     asked = [{"role": turn.role, "parts": [{"type": "text", "content": turn.content}]} for turn in CHAT]
     assert json.loads(facts[names.INPUT_MESSAGES]) == asked
     [answer] = json.loads(facts[names.OUTPUT_MESSAGES])
     assert answer["parts"] == [{"type": "text", "content": heard.text}]
     assert answer["finish_reason"] == facts[names.FINISH_REASONS][0]
     assert facts[names.STOP_SEQUENCES] == ("never said",)
-    texts = [text for span in kept.rounds(request) for text in told(span)[names.ROUND_TEXT]]
+    texts = [text for span in kept.rounds(request) for text in attributes_of(span)[names.ROUND_TEXT]]
     assert len(texts) == len(heard.tokens)
     assert "".join(texts) == heard.text
 
@@ -236,7 +236,7 @@ async def test_rounds_are_told_as_far_as_is_wanted(
     must_be_true(await hear(gateway.ask()))
     [request] = await kept.requests()
     kept.must_hang_together(request)
-    facts = told(request)
+    facts = attributes_of(request)
     assert len(kept.rounds(request)) == (facts[names.ROUNDS] if every_round else 0)
     assert facts[names.SLOWEST_ROUND_NS] > 0
     calls = [span for span in kept.below(request) if span.kind is SpanKind.CLIENT]
@@ -264,8 +264,8 @@ async def test_a_request_is_traced_by_force_whatever_chance_says(
     world.target.calls.clear()
     must_be_true(await hear(gateway.ask(force_trace=True)))
     [request] = await kept.requests()
-    assert told(request)[names.FORCED] is True
-    assert len(kept.rounds(request)) == told(request)[names.ROUNDS]
+    assert attributes_of(request)[names.FORCED] is True
+    assert len(kept.rounds(request)) == attributes_of(request)[names.ROUNDS]
     assert all(item.slice.traceparent.endswith("-01") for item in world.target.calls)
 
 

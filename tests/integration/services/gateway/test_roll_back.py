@@ -151,8 +151,7 @@ async def about_to_be_lost(world: World, store: Server) -> Lost:
     gateway = await world.gateway(draft="none")
     must_be_true(await hear(gateway.ask()))
     store.keep()
-    world.target.gate.close()
-    world.target.gate.permit(HEARD)
+    world.target.gate.close_after(HEARD)
     stream = gateway.ask(idempotency_key="key")
     return Lost(gateway, stream, await hear(stream, until=HEARD))
 

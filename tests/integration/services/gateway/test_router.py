@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc
@@ -23,9 +23,9 @@ from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.replicas.request_stream import OpenRequest
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetPool
-from tests.fakes.kept_spans import KeptSpans, error_of, told, traced_here
+from tests.fakes.fleet import BLOCK, Fleet
 from tests.fakes.replicas import FakeTarget
-from tests.fakes.target_fleet import BLOCK, Fleet
+from tests.fakes.spans import KeptSpans, attributes_of, error_of, traced_here
 from tests.fakes.truth import SEED, VOCAB, true_output
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import PROMPT_TOKENS, World
@@ -39,15 +39,19 @@ SPEC = SessionSpec(
 )
 
 
-@dataclass
 class Leases:
-    """A registry that tells what the test says."""
+    """A registry whose leases the test sets; only reads of `empty_reads` return none."""
 
-    told: dict[str, TargetLease | None] = field(default_factory=dict)
     can_change = False
 
+    def __init__(self, *empty_reads: int) -> None:
+        self.told: dict[str, TargetLease | None] = {}
+        self.reads = 0
+        self._empty_reads = empty_reads
+
     async def read(self) -> Mapping[str, TargetLease | None]:
-        return dict(self.told)
+        self.reads += 1
+        return {} if self.reads in self._empty_reads else dict(self.told)
 
     async def close(self) -> None:
         pass
@@ -95,14 +99,16 @@ class Here:
         return (first, second) if first.calls else (second, first)
 
 
+def pool_of(leases: Leases, world: World) -> TargetPool:
+    return TargetPool(leases, world.tokenizer_hash, grpc.aio.insecure_channel, MonotonicClock(), 16)
+
+
 @pytest.fixture
 async def here(world: World) -> AsyncIterator[Here]:
     async with Fleet(world) as fleet:
-        fakes = [target.fake for target in fleet.targets]
+        fakes = [member.fake for member in fleet.members]
         leases = Leases()
-        targets = TargetPool(
-            leases, world.tokenizer_hash, grpc.aio.insecure_channel, MonotonicClock(), max_draft_tokens=16
-        )
+        targets = pool_of(leases, world)
         here = Here(leases, targets, fakes)
         for fake in fakes:
             await here.tell(fake)
@@ -137,8 +143,7 @@ async def test_a_session_stays_where_only_the_lease_has_ended(here: Here) -> Non
 async def test_a_replica_that_falls_silent_in_mid_item_is_not_asked_next(here: Here) -> None:
     target = TargetSession(here.targets)
     for fake in here.fakes:
-        fake.gate.close()
-        fake.gate.permit(1)
+        fake.gate.close_after(1)
     await here.ask(target, confirmed(0), credit=8, until=1)
     home, other = here.home()
     other.gate.open()
@@ -252,8 +257,7 @@ async def test_a_replica_whose_verdict_is_late_is_left_for_another_of_its_build(
 async def test_a_verdict_that_is_late_in_mid_item_is_too(here: Here) -> None:
     target = TargetSession(here.targets)
     for fake in here.fakes:
-        fake.gate.close()
-        fake.gate.permit(3)
+        fake.gate.close_after(3)
     answers = await here.ask(target, confirmed(0), credit=8)
     assert [type(answer) for answer in answers] == [ev.Verified] * 3 + [ev.Failed]
     home, other = here.home()
@@ -491,8 +495,8 @@ async def test_that_another_is_asked_too_stands_in_the_trace(here: Here) -> None
     [told_of] = await kept.requests()
     assert kept.events(told_of, names.HEDGED) == [{names.POOL: "target", names.TO: other.address}]
     given_up, answered = [span for span in kept.spans if span.name == names.VERIFY]
-    assert (told(given_up)[names.REPLICA], error_of(given_up)) == (home.address, "cancelled")
-    assert (told(answered)[names.REPLICA], error_of(answered)) == (other.address, None)
+    assert (attributes_of(given_up)[names.REPLICA], error_of(given_up)) == (home.address, "cancelled")
+    assert (attributes_of(answered)[names.REPLICA], error_of(answered)) == (other.address, None)
 
 
 async def test_whoever_answers_first_goes_on_and_the_other_is_given_up(here: Here) -> None:
@@ -563,3 +567,27 @@ async def test_a_cold_replica_is_not_asked_too(here: Here) -> None:
     [answer] = await asking
     assert isinstance(answer, ev.Verified)
     assert len(other.calls) == asked
+
+
+class LateTarget(FakeTarget):
+    """Refuses the first GetTargetInfo."""
+
+    infos = 0
+
+    async def GetTargetInfo(self, request: pb.GetTargetInfoRequest, context: Any) -> pb.GetTargetInfoResponse:
+        self.infos += 1
+        if self.infos == 1:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
+        return await super().GetTargetInfo(request, context)
+
+
+async def test_a_pool_does_not_start_with_a_target_whose_lease_has_ended(world: World) -> None:
+    """It would know neither the context window nor the vocabulary, and refuse every request."""
+    async with Fleet(world, "a", LateTarget) as fleet:
+        leases = Leases(2, 3)
+        leases.told = {fleet.addresses: fleet.members[0].lease()}
+        targets = pool_of(leases, world)
+        await targets.start(PATIENCE_S)
+        assert targets.info.vocab_size == VOCAB
+        assert leases.reads == 4
+        await targets.close()

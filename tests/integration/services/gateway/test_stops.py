@@ -180,3 +180,28 @@ async def test_what_was_asked_reaches_the_pools_as_it_was_asked(world: World) ->
         assert asked.remaining_ns > 0
         assert asked.arrival_ns > 0
     assert world.draft.calls[0].workload == "tests"
+
+
+SECOND = 1_000_000_000
+# gRPC writes a deadline in few digits and rounds it up: of 20 s, up to 20.1 s are seen behind a quick hop.
+ROUNDED_UP = 1.005
+
+
+@any_credit
+async def test_every_item_is_told_what_is_left_of_the_calls_deadline(world: World) -> None:
+    gateway = await world.gateway(draft_timeout_s=100)
+    must_be_true(await hear(gateway.ask(timeout_s=20)))
+    for calls in (world.draft.calls, world.target.calls):
+        left = [call.slice.remaining_ns for call in calls]
+        assert left
+        assert all(0 < ns <= 20 * SECOND * ROUNDED_UP for ns in left)
+        assert left == sorted(left, reverse=True)
+
+
+async def test_without_a_deadline_items_have_the_gateways_own_bounds(world: World, credit: int) -> None:
+    assert credit == 0
+    gateway = await world.gateway(draft_timeout_s=10, verify_timeout_s=30)
+    must_be_true(await hear(gateway.ask()))
+    assert {call.slice.remaining_ns for call in world.target.calls} == {30 * SECOND}
+    # Less, so that what is ready then comes in time.
+    assert {call.slice.remaining_ns for call in world.draft.calls} == {8 * SECOND}

@@ -47,8 +47,7 @@ async def test_a_store_away_for_too_long_is_unavailable_and_the_session_resumabl
 ) -> None:
     world = frail_world
     gateway = await world.gateway(store_timeout_s=0.2)
-    world.target.gate.close()
-    world.target.gate.permit(1)
+    world.target.gate.close_after(1)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
     await world.target.waits_after(1)
@@ -70,8 +69,7 @@ async def test_a_store_away_for_too_long_is_unavailable_and_the_session_resumabl
 async def test_a_store_that_restarts_is_a_pause(frail_world: World, own_store: Server) -> None:
     world = frail_world
     gateway = await world.gateway()
-    world.target.gate.close()
-    world.target.gate.permit(2)
+    world.target.gate.close_after(2)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
     await world.target.waits_after(2)
@@ -88,8 +86,7 @@ async def test_a_store_that_was_emptied_is_given_the_session_again_by_its_owner(
 ) -> None:
     world = frail_world
     gateway = await world.gateway()
-    world.target.gate.close()
-    world.target.gate.permit(1)
+    world.target.gate.close_after(1)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
     await world.target.waits_after(1)

@@ -1,9 +1,10 @@
-"""Trouble with the target: a pause while it passes, a named end where it does not, never another token."""
+"""Faults of the target, and of the gateway: a pause or a named end, never another token."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -57,8 +58,7 @@ async def test_an_item_that_the_target_cannot_take_now_is_sent_again(
 @any_credit
 async def test_a_target_that_is_killed_and_comes_back_goes_on_with_the_same_tokens(world: World) -> None:
     gateway = await world.gateway()
-    world.target.gate.close()
-    world.target.gate.permit(3)
+    world.target.gate.close_after(3)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
     await world.target.waits_after(3)
@@ -74,8 +74,7 @@ async def test_a_target_that_is_killed_and_comes_back_goes_on_with_the_same_toke
 @any_credit
 async def test_a_target_away_for_good_is_unavailable_and_the_session_resumable(world: World) -> None:
     gateway = await world.gateway(target_timeout_s=0.3)
-    world.target.gate.close()
-    world.target.gate.permit(1)
+    world.target.gate.close_after(1)
     stream = gateway.ask()
     heard = await hear(stream, until=1)
     await world.target.waits_after(1)
@@ -176,8 +175,7 @@ async def test_a_cache_of_other_tokens_at_the_same_length_is_a_miss_and_never_a_
     world: World,
 ) -> None:
     gateway = await world.gateway()
-    world.target.gate.close()
-    world.target.gate.permit(2)
+    world.target.gate.close_after(2)
     stream = gateway.ask()
     await world.target.called(3)
     for held in world.target._held.values():
@@ -212,8 +210,7 @@ async def test_another_build_of_the_target_is_told_at_the_token_where_it_begins(
 @any_credit
 async def test_a_session_that_moves_to_another_build_says_so_on_resume(world: World) -> None:
     gateway = await world.gateway(draft="none")
-    world.target.gate.close()
-    world.target.gate.permit(2)
+    world.target.gate.close_after(2)
     stream = gateway.ask()
     heard = await hear(stream, until=2)
     stream.cancel()
@@ -257,3 +254,16 @@ async def test_a_gateway_does_not_start_without_a_target(world: World) -> None:
     await world.target.stop()
     with pytest.raises(TargetUnavailable):
         await world.gateway(startup_timeout_s=0.1)
+
+
+async def test_a_tokenizer_that_fails_ends_the_stream_and_hides_its_cause(world: World) -> None:
+    """Whatever raises in the shell: a client must not wait for ever."""
+
+    def fails(ids: Sequence[int]) -> str:
+        raise ValueError("cannot decode")
+
+    gateway = await world.gateway()
+    cast("Any", gateway.running.service)._streams._decode = fails
+    error = await refused(hear(gateway.ask()))
+    assert (error.code, error.message) == (grpc.StatusCode.INTERNAL, "internal error")
+    await gateway.idle()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import pytest
 
 from galley.common.server.healthcheck import problem_of
 from tests.fakes.certificates import Authority, Mounted, mounted
+from tests.fakes.processes import service_process
+from tests.fakes.tls_servers import tls_settings
 from tests.fakes.waiting import PATIENCE_S
 
 
@@ -19,10 +20,6 @@ from tests.fakes.waiting import PATIENCE_S
 def files(tmp_path: Path) -> Mounted:
     authority = Authority(tmp_path, "authority")
     return mounted(tmp_path / "files", authority.ca, authority.issue("server"))
-
-
-def command(role: str, *flags: str) -> list[str]:
-    return [sys.executable, "-m", f"services.{role}", "--die-with-parent", *flags]
 
 
 @pytest.mark.parametrize(
@@ -49,38 +46,17 @@ async def test_a_file_of_no_use_ends_a_process_with_its_flag_and_the_reason(
     role: str, flags: tuple[str, ...], told: str, files: Mounted
 ) -> None:
     paths = {"ca": files.ca, "cert": files.cert, "key": files.key}
-    process = await asyncio.create_subprocess_exec(
-        *command(role, *(flag.format(**paths) for flag in flags)), stderr=asyncio.subprocess.PIPE
+    command = (sys.executable, "-m", f"services.{role}", *(flag.format(**paths) for flag in flags))
+    process = await asyncio.to_thread(
+        subprocess.run, command, stderr=subprocess.PIPE, timeout=PATIENCE_S, check=False
     )
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            _, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
     assert process.returncode == 2
-    [line] = errors.decode().splitlines()
+    [line] = process.stderr.decode().splitlines()
     assert line.startswith(f"galley {role}: error: {told.format(**paths)}")
 
 
-async def test_a_process_tells_where_it_tells_its_health(files: Mounted) -> None:
-    read_fd, write_fd = os.pipe()
-    flags = ("--tls-cert-file", files.cert, "--tls-key-file", files.key, "--tls-client-ca-file", files.ca)
-    process = await asyncio.create_subprocess_exec(
-        *command("draft", *flags, "--health-port=0", "--log-level=error", f"--ready-fd={write_fd}"),
-        pass_fds=(write_fd,),
-    )
-    os.close(write_fd)
-    try:
-        with os.fdopen(read_fd) as lines:
-            told = await asyncio.to_thread(lines.readlines)
-        ready = json.loads(told[-1])
+async def test_a_process_tells_where_it_tells_its_health(files: Mounted, tmp_path: Path) -> None:
+    flags = {**tls_settings(files, mutual=True), "health_port": "0", "log_level": "error"}
+    named = {name.replace("_", "-"): value for name, value in flags.items()}
+    async with service_process("services.draft", tmp_path / "log", {}, named) as ready:
         assert await asyncio.to_thread(problem_of, ready["health"]) is None
-        process.terminate()
-        async with asyncio.timeout(PATIENCE_S):
-            assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()

@@ -79,8 +79,7 @@ async def test_a_strangers_request_is_never_read(world: World) -> None:
 async def test_a_stream_goes_on_though_its_token_has_expired(world: World) -> None:
     """As with a key; what is asked anew needs a new one."""
     gateway = await world.gateway(**tokens(world, jwt_leeway_s=0))
-    world.target.gate.close()
-    world.target.gate.permit(1)
+    world.target.gate.close_after(1)
     expires = int(time.time()) + 2
     async with calling(gateway, EC.token(exp=expires)) as caller:
         stream = caller.ask()

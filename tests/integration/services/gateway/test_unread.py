@@ -91,7 +91,9 @@ async def test_an_answer_that_has_ended_does_not_hold_its_place_for_ever(world: 
         assert len(world.target.calls) == asked
 
 
+@any_credit
 async def test_a_client_that_reads_on_in_time_notices_nothing(world: World) -> None:
+    """Its session waits for it meanwhile, and no other session does."""
     gateway = await world.gateway(client_timeout_s=20, buffer=BUFFER)
     async with left_unread(gateway, SHORT, 1) as [stream]:
         assert await held_up(world, gateway, stream) < SHORT

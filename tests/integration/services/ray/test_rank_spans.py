@@ -23,8 +23,8 @@ from services.target.engine.paged import PagedEngine
 from services.target.ranks.sharded import ShardedModel, follow
 from services.target.servicer import Limits
 from services.target.spans import record_rank
+from tests.fakes.spans import KeptSpans, attributes_of, context_of, parent_of
 from tests.fakes.tiny_model import load_tiny_model, save_tiny_model
-from tests.fakes.tracing import Kept, attributes_of, context_of, parent_of
 from tests.fakes.verify_items import slice_of
 from tests.fakes.verify_stream import stream_of
 from tests.integration.services.ray.hub import Hub
@@ -65,7 +65,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def ranks_of(
-    tiny: Path, traces: Sequence[Kept]
+    tiny: Path, traces: Sequence[KeptSpans]
 ) -> AsyncIterator[tuple[rpc.TargetAsyncStub, list[Other]]]:
     """A target of `SIZE` ranks, of which rank r tells traces[r]; and the models of the others."""
     hub = Hub(SIZE)
@@ -104,7 +104,7 @@ async def verify_once(target: rpc.TargetAsyncStub, *, sampled: bool) -> list[pb.
 
 
 async def test_each_rank_tells_its_part_of_a_pass_and_the_pass_what_all_took(tiny: Path) -> None:
-    traces = [Kept() for _ in range(SIZE)]
+    traces = [KeptSpans() for _ in range(SIZE)]
     async with ranks_of(tiny, traces) as (target, _):
         answers = await verify_once(target, sampled=True)
     batches = traces[0].named(BATCH)
@@ -128,7 +128,7 @@ async def test_each_rank_tells_its_part_of_a_pass_and_the_pass_what_all_took(tin
 
 
 async def test_nothing_is_measured_or_told_of_a_pass_that_nobody_traces(tiny: Path) -> None:
-    traces = [Kept() for _ in range(SIZE)]
+    traces = [KeptSpans() for _ in range(SIZE)]
     async with ranks_of(tiny, traces) as (target, others):
         answers = await verify_once(target, sampled=False)
     assert [(other.ran, other.watched) for other in others] == [(len(answers), 0)] * (SIZE - 1)

@@ -23,8 +23,8 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.collector import Collector
 from tests.fakes.redis_clusters import free_port
+from tests.fakes.spans import parent_of
 from tests.fakes.tiny_model import greedy, save_tiny_model
-from tests.fakes.tracing import parent_of
 from tests.fakes.verify_items import generate, slice_of, verify
 
 SIZE = 2

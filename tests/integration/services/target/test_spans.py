@@ -13,7 +13,7 @@ from galley.common.tracing.light_spans import SpanScope
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.servicer import Limits
-from tests.fakes.tracing import Asked, Kept, attributes_of, context_of, events_of, links_of, parent_of
+from tests.fakes.spans import KeptSpans, NotedScope, attributes_of, context_of, events_of, links_of, parent_of
 from tests.fakes.verify_items import slice_of, verify
 from tests.fakes.verify_stream import Stream, stream_of
 from tests.integration.services.target.conftest import KV_BLOCKS, Recording
@@ -24,12 +24,12 @@ ITEM, BATCH = "galley.v1.Target/Verify", "verify batch"
 
 
 @pytest.fixture
-def kept() -> Kept:
-    return Kept()
+def kept() -> KeptSpans:
+    return KeptSpans()
 
 
 @pytest.fixture
-def spans(kept: Kept) -> SpanScope:
+def spans(kept: KeptSpans) -> SpanScope:
     return kept.scope
 
 
@@ -43,7 +43,7 @@ def span_bytes(span: ReadableSpan) -> bytes:
 
 
 async def test_an_item_is_a_span_while_it_stands_and_every_pass_links_to_it_and_back(
-    target: rpc.TargetAsyncStub, kept: Kept
+    target: rpc.TargetAsyncStub, kept: KeptSpans
 ) -> None:
     request = item_of(PROMPT)
     request.draft_tokens.append(1)
@@ -83,7 +83,7 @@ async def test_an_item_is_a_span_while_it_stands_and_every_pass_links_to_it_and_
 
 
 async def test_a_pass_says_what_it_consisted_of_and_what_it_took(
-    target: rpc.TargetAsyncStub, kept: Kept
+    target: rpc.TargetAsyncStub, kept: KeptSpans
 ) -> None:
     traced = item_of(PROMPT, session_id="traced")
     traced.draft_tokens.append(1)
@@ -113,10 +113,10 @@ async def test_a_pass_says_what_it_consisted_of_and_what_it_took(
     assert {answer.result.batch_span for answer in answers} == {span_bytes(batch)}
 
 
-@pytest.mark.parametrize("kept", [Asked()], ids=["on"])
+@pytest.mark.parametrize("kept", [NotedScope()], ids=["on"])
 @pytest.mark.parametrize("parent", ["", "0" * 55, parent_of(TRACE, sampled=False)])
 async def test_no_span_is_made_where_nobody_traces(
-    target: rpc.TargetAsyncStub, kept: Asked, parent: str
+    target: rpc.TargetAsyncStub, kept: NotedScope, parent: str
 ) -> None:
     async with stream_of(target) as stream:
         await stream.send(pb.VerifyItem(slice=slice_of(PROMPT, traceparent=parent), credit=2))
@@ -128,7 +128,7 @@ async def test_no_span_is_made_where_nobody_traces(
 
 
 async def test_what_the_cache_has_is_told_of_a_hit_and_of_a_miss(
-    target: rpc.TargetAsyncStub, kept: Kept
+    target: rpc.TargetAsyncStub, kept: KeptSpans
 ) -> None:
     ((first,), (second,)) = (
         await verify(target, item_of(PROMPT)),
@@ -146,7 +146,7 @@ async def test_what_the_cache_has_is_told_of_a_hit_and_of_a_miss(
 
 
 async def test_a_refused_item_and_a_failed_pass_say_why(
-    target: rpc.TargetAsyncStub, engine: Recording, kept: Kept
+    target: rpc.TargetAsyncStub, engine: Recording, kept: KeptSpans
 ) -> None:
     refused = item_of(PROMPT, session_id="refused")
     refused.draft_tokens.extend([1] * 9)
@@ -165,7 +165,7 @@ async def test_a_refused_item_and_a_failed_pass_say_why(
 
 
 async def test_an_item_that_is_overtaken_or_given_up_says_so(
-    target: rpc.TargetAsyncStub, engine: Recording, kept: Kept
+    target: rpc.TargetAsyncStub, engine: Recording, kept: KeptSpans
 ) -> None:
     engine.gate.clear()
     async with stream_of(target) as stream:
@@ -187,7 +187,7 @@ async def test_an_item_that_is_overtaken_or_given_up_says_so(
 
 @pytest.mark.parametrize("limits", [Limits(max_draft_tokens=8, max_sessions=1)])
 async def test_a_preempted_session_is_named_by_its_item_and_by_the_pass(
-    target: rpc.TargetAsyncStub, engine: Recording, kept: Kept
+    target: rpc.TargetAsyncStub, engine: Recording, kept: KeptSpans
 ) -> None:
     young = item_of(PROMPT, session_id="young", arrival_ns=9)
     young.credit = 100
@@ -219,7 +219,7 @@ async def until(stream: Stream, session_id: str) -> list[pb.VerifyAnswer]:
 
 @pytest.mark.parametrize("limits", [Limits(max_sessions=10, max_rows=2048)])
 async def test_a_pass_names_the_idle_sessions_whose_room_it_took(
-    target: rpc.TargetAsyncStub, kept: Kept
+    target: rpc.TargetAsyncStub, kept: KeptSpans
 ) -> None:
     # 32 blocks of 32 tokens hold 6 sessions of 150.
     filling = [

@@ -7,7 +7,7 @@ from opentelemetry import trace
 
 from galley.common.tracing.item_spans import ItemSpan, is_sampled
 from galley.core.errors import InvalidField, Unavailable
-from tests.fakes.tracing import Kept, attributes_of, context_of
+from tests.fakes.spans import KeptSpans, attributes_of, context_of
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"
@@ -18,16 +18,16 @@ NO_PARENT = f"00-{TRACE_ID}-{0:016x}-01"
 
 
 @pytest.fixture
-def kept() -> Kept:
-    return Kept()
+def kept() -> KeptSpans:
+    return KeptSpans()
 
 
-def span_of(kept: Kept, parent: str) -> ItemSpan:
+def span_of(kept: KeptSpans, parent: str) -> ItemSpan:
     return ItemSpan(kept.scope, "x", parent, "s")
 
 
 @pytest.mark.parametrize("parent", [SAMPLED, SAMPLED[:-2] + "03", f"01{SAMPLED[2:]}-more"])
-def test_an_item_is_traced_by_its_own_traceparent(kept: Kept, parent: str) -> None:
+def test_an_item_is_traced_by_its_own_traceparent(kept: KeptSpans, parent: str) -> None:
     item = span_of(kept, parent)
     assert item.span is not None
     assert item.log_span is item.span
@@ -45,7 +45,7 @@ def test_an_item_is_traced_by_its_own_traceparent(kept: Kept, parent: str) -> No
 
 
 @pytest.mark.parametrize("parent", [UNSAMPLED, NONSENSE, NO_TRACE, NO_PARENT, "0"])
-def test_no_other_item_is_traced(kept: Kept, parent: str) -> None:
+def test_no_other_item_is_traced(kept: KeptSpans, parent: str) -> None:
     item = span_of(kept, parent)
     assert item.span is None
     item.failed(Unavailable("gone"))
@@ -56,7 +56,7 @@ def test_no_other_item_is_traced(kept: Kept, parent: str) -> None:
     assert not caller.is_recording()
 
 
-def test_an_item_without_a_traceparent_is_traced_with_its_call(kept: Kept) -> None:
+def test_an_item_without_a_traceparent_is_traced_with_its_call(kept: KeptSpans) -> None:
     call = kept.scope.root("call", 1)
     with trace.use_span(call):
         item = span_of(kept, "")
@@ -70,9 +70,9 @@ def test_an_item_without_a_traceparent_is_traced_with_its_call(kept: Kept) -> No
 
 def test_a_sampler_that_keeps_nothing_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
-    assert span_of(Kept(), SAMPLED).span is None
+    assert span_of(KeptSpans(), SAMPLED).span is None
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_on")
-    assert span_of(Kept(), SAMPLED).span is not None
+    assert span_of(KeptSpans(), SAMPLED).span is not None
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_flag_alone_says_whether_a_traceparent_is_sampled(flags: str, sample
     ("error", "kind"),
     [(InvalidField("k", "no"), "invalid_argument"), (Unavailable("gone"), "unavailable")],
 )
-def test_a_refused_item_says_why(kept: Kept, error: Exception, kind: str) -> None:
+def test_a_refused_item_says_why(kept: KeptSpans, error: Exception, kind: str) -> None:
     item = span_of(kept, SAMPLED)
     item.failed(error)
     item.close(lambda _: None)

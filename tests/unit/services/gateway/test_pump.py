@@ -12,9 +12,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from galley.core.admission.principal import ANONYMOUS
-from galley.core.answer.answer import Answer, Chunk, Ending, Reason, SessionSpec
+from galley.core.answer.answer import Answer, Chunk, Ending, Reason
 from galley.core.errors import Fenced, GalleyError, LogLost, Overloaded
-from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import Ownership, StoredSession
@@ -26,9 +25,9 @@ from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Streams
 from services.gateway.telemetry.observer import RequestObservers
 from services.gateway.timeouts import Timeouts
+from tests.fakes.session_ports import SPEC
 from tests.fakes.store import MemoryStore
 
-SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
 DONE = ev.End(ending=Ending(Reason.LENGTH))
 CHUNKS = tuple(Chunk(index, (5,), "x", from_draft=False) for index in range(3))
 

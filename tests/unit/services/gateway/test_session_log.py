@@ -13,35 +13,18 @@ from galley.core.store import UNCHANGED, LogBehind, NewSession
 from services.gateway.clock import SECOND
 from services.gateway.store.session_log import SessionLog
 from services.gateway.timeouts import Timeouts
-from tests.fakes.store import MemoryStore
+from tests.fakes.session_ports import FaultyStore, ManualClock
 
 TTL_S, TRUSTED_S = 90.0, 60
 END = Ending(Reason.LENGTH)
-
-
-class Clock:
-    """The clock of a store and its owner."""
-
-    def __init__(self) -> None:
-        self.now_s = 0
-
-    def now_ns(self) -> int:
-        return self.now_s * SECOND
-
-
-class Forgetful(MemoryStore):
-    """A store that may lose all."""
-
-    def forget(self) -> None:
-        self._records.clear()
 
 
 class World:
     """A session of three tokens, and its owner."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
-        self.store = Forgetful(TTL_S, TTL_S, clock=lambda: float(self.clock.now_s))
+        self.clock = ManualClock()
+        self.store = FaultyStore(ttl_s=TTL_S, finished_ttl_s=TTL_S, clock=lambda: self.clock.now / SECOND)
 
     async def own(self) -> SessionLog:
         stored = await self.store.create(NewSession("s", "me", b"body", {"f": b"v"}, (1, 2, 3)))
@@ -58,9 +41,9 @@ async def test_what_was_held_of_late_was_lost_and_is_made_anew() -> None:
     world = World()
     log = await world.own()
     for length in range(3, 6):  # trust begins anew with each change
-        world.clock.now_s += TRUSTED_S
+        world.clock.now += TRUSTED_S * SECOND
         assert await log.commit(commit(length, length), UNCHANGED) == ev.Committed(length + 1)
-    world.clock.now_s += TRUSTED_S
+    world.clock.now += TRUSTED_S * SECOND
     world.store.forget()
     behind = await log.finish(ev.StoreFinish(END, 6))
     assert isinstance(behind, ev.StoreFailed)
@@ -87,7 +70,7 @@ async def test_what_may_have_ended_and_expired_is_not_made_anew() -> None:
     world = World()
     log = await world.own()
     await world.store.abort("s", "me", b"aborted")
-    world.clock.now_s += int(TTL_S) + 1
+    world.clock.now += (int(TTL_S) + 1) * SECOND
     for _ in range(2):
         failed = await log.commit(commit(3, 7), UNCHANGED)
         assert isinstance(failed, ev.StoreFailed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 from opentelemetry.trace import INVALID_SPAN_CONTEXT
@@ -26,12 +25,13 @@ from galley.core.errors import (
     TokenizerMismatch,
 )
 from galley.core.session.stats import SpeculationStats
-from galley.core.store import UNCHANGED, KvDirectory, Ownership, StoredSession
+from galley.core.store import StoredSession
 from services.gateway.telemetry.call_metrics import end_of
 from services.gateway.telemetry.observer import RequestObserver, observe_with
 from services.gateway.telemetry.session_metrics import ByPosition, SessionCounts, SessionMetrics
 from tests.fakes.readings import count, number
-from tests.unit.services.gateway.test_runner import Store, Targets, run, runner_of
+from tests.fakes.session_ports import FaultyStore, PortTarget
+from tests.unit.services.gateway.test_runner import run, runner_of
 
 SECOND = 1_000_000_000
 
@@ -51,33 +51,14 @@ def counts(sessions: SessionMetrics) -> SessionCounts:
     return SessionCounts(sessions, "", INVALID_SPAN_CONTEXT)
 
 
-class Away(Store):
-    """Does not answer the first two commits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = 2
-
-    async def commit(
-        self,
-        owner: Ownership,
-        expected_len: int,
-        tokens: Sequence[int],
-        meta: bytes,
-        directory: KvDirectory = UNCHANGED,
-    ) -> int:
-        if self.left:
-            self.left -= 1
-            raise StoreUnavailable("the session store does not answer")
-        return await super().commit(owner, expected_len, tokens, meta, directory)
-
-
 async def test_a_store_that_is_away_shows_in_repeats_and_in_the_time_that_commits_take(
     registry: Registry, sessions: SessionMetrics
 ) -> None:
     observer = RequestObserver(sessions=sessions)
     observe_with(observer)
-    runner = await runner_of(Targets(), Away())
+    store = FaultyStore()
+    store.failures = 2
+    runner = await runner_of(PortTarget(), store)
     observer.opened(runner.session, StoredSession(runner.log.owner, "me", {}, 3, [1, 2, 3]), 0)
     assert (await run(runner)).error is None
     assert number(registry, catalogue.STORE_RETRIES) == 2

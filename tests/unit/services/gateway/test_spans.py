@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,14 +13,12 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
 from galley.core import names
-from galley.core.answer.answer import Answer, SessionSpec
+from galley.core.answer.answer import Answer
 from galley.core.errors import Broken, Fenced, StoreUnavailable
 from galley.core.routing.breaker import FAILURES, FIRST_PAUSE_NS, Breaker
-from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
-from galley.core.session.ports import Replica
-from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership
+from galley.core.store import NewSession
 from services.gateway.clock import SECOND
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import StaticAddresses
@@ -30,107 +28,10 @@ from services.gateway.store.session_log import SessionLog
 from services.gateway.telemetry.observer import request_observer
 from services.gateway.telemetry.request_trace import UNTRACED
 from services.gateway.timeouts import Timeouts
-from tests.fakes.kept_spans import MS, OFFSET_NS, KeptSpans, error_of, lasted_ns, told, traced_here
-from tests.fakes.store import MemoryStore
+from tests.fakes.session_ports import SPEC, FaultyStore, ManualClock, NoDraft, PortTarget
+from tests.fakes.spans import MS, OFFSET_NS, KeptSpans, attributes_of, error_of, lasted_ns, traced_here
 
-SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
 ROUNDS = SPEC.max_position - len(SPEC.prompt)
-
-
-class Stepped:
-    """A clock."""
-
-    def __init__(self) -> None:
-        self.now = 7 * SECOND
-
-    def now_ns(self) -> int:
-        return self.now
-
-
-class Store(MemoryStore):
-    """Takes `commit_ns` for each commit, and fails the first `failures` of them."""
-
-    def __init__(self, clock: Stepped) -> None:
-        super().__init__()
-        self.commit_ns = 1 * MS
-        self.failures = 0
-        self.fenced = False
-        self._now = clock
-
-    async def commit(
-        self,
-        owner: Ownership,
-        expected_len: int,
-        tokens: Sequence[int],
-        meta: bytes,
-        directory: KvDirectory = UNCHANGED,
-    ) -> int:
-        self._now.now += self.commit_ns
-        if self.failures:
-            self.failures -= 1
-            raise StoreUnavailable("the session store does not answer", "it is at 10.0.0.1")
-        return await super().commit(owner, expected_len, tokens, meta, directory)
-
-    async def renew(self, owner: Ownership) -> None:
-        if self.fenced:
-            raise Fenced(owner.session_id)
-
-
-class Item:
-    """A token after 5 ms: 2 of them in the target's queue, of which 1 lingering, and 2 in its pass."""
-
-    replica = Replica("target:1", "life")
-
-    def __init__(self, target: Target, asked: ev.Verify) -> None:
-        self._target = target
-        self._asked = asked
-        self._call = request_observer().call(names.VERIFY, self.replica.address)
-
-    async def __aiter__(self) -> AsyncIterator[ev.Verified | ev.CacheMissed | ev.Failed]:
-        target, asked = self._target, self._asked
-        await target.may_answer.wait()
-        if target.answered == target.fails_at:
-            self._call.failed("internal")
-            yield ev.Failed(asked.request_id, "its logits are not numbers", retryable=False)
-            return
-        target.clock.now += 5 * MS
-        target.answered += 1
-        yield ev.Verified(
-            asked.request_id,
-            asked.slice.start + len(asked.slice.tokens),
-            (5,),
-            0,
-            0,
-            0,
-            target.build(target.answered),
-            timing=ev.Timing(2 * MS, 2 * MS, 1 * MS),
-        )
-
-    def extend(self, request: ev.ExtendVerify) -> None:
-        pass
-
-    async def aclose(self) -> None:
-        self._call.end()
-
-
-class Target:
-    def __init__(self, clock: Stepped) -> None:
-        self.clock = clock
-        self.answered = 0
-        self.fails_at: int | None = None
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-        self.build: Callable[[int], str] = lambda _: "build-1"
-
-    def verify(self, _spec: SessionSpec, request: ev.Verify, _remaining_ns: int | None) -> Item:
-        return Item(self, request)
-
-
-class NoDraft:
-    replica = None
-
-    async def propose(self, _spec: SessionSpec, request: ev.Propose, _remaining_ns: int | None) -> ev.Failed:
-        return ev.Failed(request.request_id, "there is no draft")
 
 
 async def read_all(outbox: Outbox) -> None:
@@ -143,9 +44,10 @@ class Stream:
 
     def __init__(self, timeouts: Timeouts | None = None) -> None:
         self.kept = KeptSpans()
-        self.clock = Stepped()
-        self.store = Store(self.clock)
-        self.target = Target(self.clock)
+        self.clock = ManualClock()
+        self.store = FaultyStore(self.clock)
+        self.store.commit_ns = 1 * MS
+        self.target = PortTarget(self.clock)
         self._timeouts = timeouts or Timeouts()
         self.observer = traced_here(self.kept, self.clock)
         self.trace = self.observer.trace
@@ -171,7 +73,7 @@ class Stream:
 
     @property
     def request(self) -> ReadableSpan:
-        [request] = [span for span in self.kept.spans if names.PROVIDER in told(span)]
+        [request] = [span for span in self.kept.spans if names.PROVIDER in attributes_of(span)]
         return request
 
     def named(self, name: str) -> list[ReadableSpan]:
@@ -186,13 +88,13 @@ async def test_the_times_of_rounds_are_the_clocks_in_unix_time() -> None:
     for index, span in enumerate(stream.named(names.ROUND)):
         assert span.start_time == began_ns + index * 5 * MS
         assert lasted_ns(span) == 5 * MS
-        of = told(span)
+        of = attributes_of(span)
         parts = (names.DRAFT_PART, names.QUEUE_PART, names.COMPUTE_PART, names.WIRE_PART)
         assert [of[part] for part in parts] == [0, 1 * MS, 2 * MS, 2 * MS]
         assert (of[names.LINGER_NS], of[names.COMMIT_NS]) == (1 * MS, 0)
     assert stream.request.start_time == began_ns
     assert lasted_ns(stream.request) == ROUNDS * 5 * MS
-    assert told(stream.request)[names.TTFT_NS] == 10 * MS, "logged while the next round is under way"
+    assert attributes_of(stream.request)[names.TTFT_NS] == 10 * MS, "logged while the next round is under way"
     assert stream.named("EVALSHA commit") == []
 
 
@@ -203,8 +105,8 @@ async def test_a_slow_commit_is_told_by_itself_and_by_its_round() -> None:
     commits = stream.named("EVALSHA commit")
     assert [lasted_ns(span) for span in commits] == [30 * MS] * len(commits)
     assert 0 < len(commits) <= ROUNDS
-    assert all(told(span)[names.COMMIT_NS] == 30 * MS for span in stream.named(names.ROUND))
-    assert told(stream.request)[names.SLOWEST_COMMIT_NS] == 30 * MS
+    assert all(attributes_of(span)[names.COMMIT_NS] == 30 * MS for span in stream.named(names.ROUND))
+    assert attributes_of(stream.request)[names.SLOWEST_COMMIT_NS] == 30 * MS
 
 
 async def test_a_commit_that_is_repeated_says_so_and_names_no_server() -> None:
@@ -212,7 +114,7 @@ async def test_a_commit_that_is_repeated_says_so_and_names_no_server() -> None:
     stream.store.failures = 2
     await stream.run()
     [commit] = stream.named("EVALSHA commit")
-    assert told(commit)[names.STORE_ATTEMPTS] == 3
+    assert attributes_of(commit)[names.STORE_ATTEMPTS] == 3
     assert error_of(commit) is None
     why = {names.REASON: "the session store does not answer"}
     assert [(event.name, dict(event.attributes or {})) for event in commit.events] == [
@@ -227,9 +129,9 @@ async def test_rounds_are_told_though_their_tokens_were_never_logged() -> None:
     assert isinstance(end.error, StoreUnavailable)
     [commit] = stream.named("EVALSHA commit")
     assert error_of(commit) == error_of(stream.request) == "unavailable"
-    rounds = [span for span in stream.named(names.ROUND) if names.COMPUTE_PART in told(span)]
+    rounds = [span for span in stream.named(names.ROUND) if names.COMPUTE_PART in attributes_of(span)]
     assert rounds
-    assert not any(names.COMMIT_NS in told(span) for span in rounds)
+    assert not any(names.COMMIT_NS in attributes_of(span) for span in rounds)
     must_hang_together(stream)
 
 
@@ -240,7 +142,7 @@ async def test_a_round_without_a_verdict_is_told_for_what_was_asked_in_it() -> N
     assert isinstance(end.error, Broken)
     first, second = stream.named(names.ROUND)
     assert error_of(first) is None
-    assert told(second) == {
+    assert attributes_of(second) == {
         names.ROUND_INDEX: 1,
         names.ROUND_POSITION: len(SPEC.prompt) + 1,
         names.ROUND_CONFIRMED: 0,
@@ -268,7 +170,7 @@ async def test_a_client_that_stalls_is_told_of_and_summed_up() -> None:
     stalled = [dict(event.attributes or {}) for event in told_of if event.name == names.CLIENT_STALLED]
     stalled_ns = [cast("int", facts[names.STALLED_NS]) for facts in stalled]
     assert [ns // SECOND for ns in stalled_ns] == [3, 2]
-    assert told(stream.request)[names.CLIENT_STALLED_NS] == sum(stalled_ns)
+    assert attributes_of(stream.request)[names.CLIENT_STALLED_NS] == sum(stalled_ns)
 
 
 async def test_another_build_is_told_of() -> None:
@@ -277,14 +179,14 @@ async def test_another_build_is_told_of() -> None:
     await stream.run()
     changes = stream.kept.events(stream.request, names.NUMERICS_CHANGED)
     assert changes == [{names.INDEX: 1, names.FINGERPRINT: "build-2"}]
-    assert told(stream.request)[names.FINGERPRINT] == "build-2"
+    assert attributes_of(stream.request)[names.FINGERPRINT] == "build-2"
 
 
 async def test_an_owner_that_learns_by_a_renewal_that_it_is_fenced() -> None:
     """Renewals that succeed are not told."""
     stream = Stream(timeouts=Timeouts(renew_ns=1 * MS))
     stream.target.may_answer.clear()
-    stream.store.fenced = True
+    stream.store.is_fenced = True
     end = await stream.run()
     assert isinstance(end.error, Fenced)
     [renewal] = stream.named("EVALSHA renew")
@@ -297,7 +199,7 @@ async def test_a_request_lasts_as_long_as_anybody_works_for_it() -> None:
     stream = Stream()
     stream.trace.hold()
     await stream.run()
-    assert [span for span in stream.kept.spans if names.PROVIDER in told(span)] == []
+    assert [span for span in stream.kept.spans if names.PROVIDER in attributes_of(span)] == []
     stream.clock.now += SECOND
     stream.trace.release()
     assert stream.request.end_time == OFFSET_NS + stream.clock.now
@@ -308,19 +210,19 @@ async def test_what_is_not_sampled_tells_nothing(monkeypatch: pytest.MonkeyPatch
     stream = Stream()
     await stream.run()
     assert stream.kept.spans == []
-    assert stream.trace.call(names.VERIFY, "target:1").traceparent.endswith("-00")
+    assert stream.trace.call(names.VERIFY, "target:0").traceparent.endswith("-00")
     assert stream.observer.stored_fields() == {}
 
 
 async def test_without_a_trace_nothing_is_told_and_nothing_goes_with_items() -> None:
     assert request_observer().trace is UNTRACED
-    assert UNTRACED.call(names.VERIFY, "target:1").traceparent == ""
+    assert UNTRACED.call(names.VERIFY, "target:0").traceparent == ""
     assert UNTRACED.store_call("commit") is None
     assert not UNTRACED.context.is_valid
 
 
 async def test_a_breaker_tells_the_request_that_changed_it() -> None:
-    stream, clock = Stream(), Stepped()
+    stream, clock = Stream(), ManualClock()
     drafts = DraftPool(StaticAddresses([]), "tokenizer", cast("Any", None), clock, SECOND)
     draft, breaker = cast("Any", SimpleNamespace(address="draft:1")), Breaker()
     for _ in range(FAILURES):

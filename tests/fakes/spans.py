@@ -1,8 +1,9 @@
-"""What a gateway of a test tells of its requests: kept in memory, as an exporter is given it."""
+"""Spans that a test reads: kept in memory as an exporter receives them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from opentelemetry.context import Context
@@ -12,6 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
+from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.common.tracing.telemetry import telemetry_to
 from galley.core import names
 from galley.core.session.ports import Clock
@@ -22,11 +24,11 @@ from tests.fakes.waiting import Watch
 
 MS = 1_000_000
 OFFSET_NS = 1_700_000_000_000 * MS
-"""What the clocks of tests are behind Unix time."""
+"""Unix time where the clock of a test reads 0."""
 
 
 class KeptSpans(SpanExporter):
-    """Of all services that are started with `parts`."""
+    """The ended spans of its `scope`, and of all services that are started with `parts`."""
 
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []
@@ -36,14 +38,30 @@ class KeptSpans(SpanExporter):
         """Sampled as the environment says when this is called."""
         return Parts(telemetry=telemetry_to(SimpleSpanProcessor(self), f"galley-{service}"), metrics=metrics)
 
+    @cached_property
+    def scope(self) -> SpanScope:
+        """Make the spans of one service without a server."""
+        scope = self.parts("test").telemetry.scope("test")
+        assert scope is not None
+        return scope
+
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.spans += spans
         self._watch.changed()
         return SpanExportResult.SUCCESS
 
+    def named(self, name: str) -> list[ReadableSpan]:
+        """Return the spans of this name, in the order in which they ended."""
+        return [span for span in self.spans if span.name == name]
+
+    def of_session(self, name: str, session_id: str) -> ReadableSpan:
+        """Return the one span of this name and session."""
+        (found,) = [span for span in self.named(name) if attributes_of(span)[names.SESSION_ID] == session_id]
+        return found
+
     async def has(self, name: str, count: int) -> None:
         """Wait until so many spans of this name have ended."""
-        await self._watch.until(lambda: sum(span.name == name for span in self.spans) >= count)
+        await self._watch.until(lambda: len(self.named(name)) >= count)
 
     async def requests(self, count: int = 1) -> list[ReadableSpan]:
         """Those that have ended, once there are so many."""
@@ -51,12 +69,12 @@ class KeptSpans(SpanExporter):
         return self._requests()
 
     def _requests(self) -> list[ReadableSpan]:
-        return [span for span in self.spans if names.PROVIDER in told(span)]
+        return [span for span in self.spans if names.PROVIDER in attributes_of(span)]
 
     def rounds(self, request: ReadableSpan) -> list[ReadableSpan]:
         """In order."""
         found = [span for span in self.below(request) if span.name == names.ROUND]
-        return sorted(found, key=lambda span: told(span)[names.ROUND_INDEX])
+        return sorted(found, key=lambda span: attributes_of(span)[names.ROUND_INDEX])
 
     def below(self, request: ReadableSpan) -> list[ReadableSpan]:
         """Of its trace, without itself."""
@@ -79,13 +97,11 @@ class KeptSpans(SpanExporter):
 
 def traced_here(kept: KeptSpans, clock: Clock) -> RequestObserver:
     """A request, as if a call for it had come: what is done from now on is done for it."""
-    scope = kept.parts().telemetry.scope("test")
-    assert scope is not None
-    context = scope.request(Context(), "test", {})
+    context = kept.scope.request(Context(), "test", {})
     start_ns = OFFSET_NS + clock.now_ns()
     attributes: dict[str, Any] = {names.PROVIDER: names.GALLEY}
     request = RequestTrace(
-        TraceStart(scope, TraceOptions(), context, None, clock, OFFSET_NS, start_ns, attributes)
+        TraceStart(kept.scope, TraceOptions(), context, None, clock, OFFSET_NS, start_ns, attributes)
     )
     request.begin()
     observer = RequestObserver(request)
@@ -93,8 +109,22 @@ def traced_here(kept: KeptSpans, clock: Clock) -> RequestObserver:
     return observer
 
 
-def told(span: ReadableSpan) -> dict[str, Any]:
-    """The attributes."""
+class NotedScope:
+    """A `scope` that makes spans as any other, and the names of those that were begun."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.scope = KeptSpans().scope
+        begin = self.scope.begin
+
+        def noting(name: str, *given: Any) -> LightSpan:
+            self.names.append(name)
+            return begin(name, *given)
+
+        self.scope.begin = noting  # type: ignore[assignment]  # a partial of the same
+
+
+def attributes_of(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
@@ -106,7 +136,32 @@ def lasted_ns(span: ReadableSpan) -> int:
 
 def error_of(span: ReadableSpan) -> str | None:
     """Its error.type, which goes with the status of an error."""
-    kind = told(span).get(names.ERROR_TYPE)
+    kind = attributes_of(span).get(names.ERROR_TYPE)
     assert (kind is not None) == (not span.status.is_unset)
     assert kind is None or isinstance(kind, str)
     return kind
+
+
+def parent_of(trace_id: int, *, sampled: bool = True) -> str:
+    """The traceparent of span 0xDEF in this trace."""
+    return f"00-{trace_id:032x}-{0xDEF:016x}-{int(sampled):02x}"
+
+
+def links_of(span: ReadableSpan) -> set[tuple[int, int]]:
+    """(trace id, span id) of each; none twice."""
+    found = [(link.context.trace_id, link.context.span_id) for link in span.links]
+    assert len(set(found)) == len(found)
+    assert all((link.attributes or {})["galley.link"] == "item" for link in span.links)
+    return set(found)
+
+
+def context_of(span: ReadableSpan) -> tuple[int, int]:
+    """(trace id, span id)."""
+    context = span.context
+    assert context is not None
+    return context.trace_id, context.span_id
+
+
+def events_of(span: ReadableSpan) -> Iterator[tuple[str, dict[str, Any]]]:
+    for event in span.events:
+        yield event.name, dict(event.attributes or {})

@@ -1,0 +1,182 @@
+"""Several fake targets or drafts that register themselves, as real ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, LeasePool, draft_lease, target_lease
+from galley.common.registry.registration import Registration, start_registration
+from galley.core.content import block_hashes
+from galley.core.routing.choice import DraftLease, ReplicaLease, TargetLease
+from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.fakes.replicas import FakeDraft, FakeTarget
+from tests.fakes.waiting import Gate
+
+if TYPE_CHECKING:
+    from tests.fakes.world import World
+
+FakeT = TypeVar("FakeT", FakeTarget, FakeDraft)
+MemberT = TypeVar("MemberT", bound="Member[Any]")
+BLOCK = 4
+LEASE_S = 1.5
+
+
+class Member(Generic[FakeT]):
+    """A fake replica and its registration."""
+
+    pool: LeasePool[Any]
+
+    def __init__(self, fake: FakeT, redis_url: str) -> None:
+        self.fake = fake
+        self.registration: Registration[Any] | None = None
+        self._redis_url = redis_url
+
+    @property
+    def sessions(self) -> set[str]:
+        """The sessions of all requests that came."""
+        return {call.slice.session_id for call in self.fake.calls}
+
+    def lease(self) -> ReplicaLease:
+        raise NotImplementedError
+
+    async def register(self) -> None:
+        """Register; return when the registry has the lease."""
+        self.registration = start_registration(self._redis_url, self.pool, self.lease, lease_s=LEASE_S)
+        await self.publish()
+
+    async def publish(self, **facts: object) -> None:
+        """Change what the lease says; return when the registry has it."""
+        vars(self).update(facts)
+        assert self.registration is not None
+        await self.registration._publish()
+
+    async def drain(self) -> None:
+        assert self.registration is not None
+        await self.registration.drain()
+
+    async def withdraw(self) -> None:
+        registration, self.registration = self.registration, None
+        if registration is not None:
+            await registration.close()
+
+
+class FleetTarget(Member[FakeTarget]):
+    """A target that has `free` of 100 KV blocks, and these tokens `cached`."""
+
+    pool = TARGET_POOL
+    free = 50
+    cached: Sequence[int] = ()
+
+    def lease(self) -> TargetLease:
+        info = pb.GetTargetInfoResponse(
+            model="tiny",
+            tokenizer_hash=self.fake.tokenizer_hash,
+            context_window=1 << 16,
+            vocab_size=256,
+            fingerprint=self.fake.fingerprint,
+            incarnation=f"target-{self.fake.incarnations}",
+            max_draft_tokens=16,
+            kv_block_tokens=BLOCK,
+            kv_blocks_free=self.free,
+            kv_blocks_total=100,
+        )
+        return target_lease(self.fake.address, info, block_hashes(b"", self.cached, BLOCK))
+
+
+class FreezingDraft(FakeDraft):
+    """A draft that can hang: connections stay open, and nothing is answered, GetDraftInfo included."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.thawed = Gate()
+
+    def freeze(self) -> None:
+        self.thawed.close()
+        self.gate.close()
+
+    def thaw(self) -> None:
+        self.thawed.open()
+        self.gate.open()
+
+    async def GetDraftInfo(self, request: pb.GetDraftInfoRequest, context: Any) -> pb.GetDraftInfoResponse:
+        await self.thawed.enter()
+        return await super().GetDraftInfo(request, context)
+
+
+class FleetDraft(Member[FakeDraft]):
+    """A draft that has `busy` sessions."""
+
+    fake: FreezingDraft
+    pool = DRAFT_POOL
+    busy = 0
+
+    def lease(self) -> DraftLease:
+        return draft_lease(self.fake.address, self.fake.info(), sessions=self.busy)
+
+
+class _Fleet(Generic[MemberT]):
+    """Replicas that serve; use as an async context."""
+
+    def __init__(self, members: list[MemberT]) -> None:
+        self.members = members
+
+    @property
+    def addresses(self) -> str:
+        return ",".join(member.fake.address for member in self.members)
+
+    async def register(self) -> None:
+        for member in self.members:
+            await member.register()
+
+    def holder(self) -> tuple[MemberT, MemberT]:
+        """Return the one of two that got a request, and the other."""
+        first, second = self.members
+        return (first, second) if first.fake.calls else (second, first)
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as opened:
+            for member in self.members:
+                await member.fake.start()
+                opened.push_async_callback(member.fake.stop)
+            self._opened = opened.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for member in self.members:
+            member.fake.gate.open()
+            await member.withdraw()
+        await self._opened.aclose()
+
+
+class Fleet(_Fleet[FleetTarget]):
+    """Targets a and b, or those of these names."""
+
+    def __init__(self, world: World, names: str = "ab", make: type[FakeTarget] = FakeTarget) -> None:
+        super().__init__([])
+        for name in names:
+            (world.directory / name).mkdir()
+            fake = make(world.directory / name, world.tokenizer_hash)
+            self.members.append(FleetTarget(fake, world.redis_url))
+
+    def hold_after(self, answers: int) -> None:
+        """Let each of them answer so often, and then not until its gate is opened."""
+        for target in self.members:
+            target.fake.gate.close_after(answers)
+
+
+class DraftFleet(_Fleet[FleetDraft]):
+    """Drafts a and b, or those of these names."""
+
+    def __init__(self, world: World, names: str = "ab") -> None:
+        super().__init__([])
+        for name in names:
+            directory = world.directory / f"draft-{name}"
+            directory.mkdir()
+            self.members.append(FleetDraft(FreezingDraft(directory, world.tokenizer_hash), world.redis_url))
+
+    async def __aexit__(self, *given: object) -> None:
+        for draft in self.members:
+            draft.fake.thaw()
+        await super().__aexit__(*given)

@@ -1,0 +1,135 @@
+"""The ports of a session in memory: a target that confirms a token a request, no draft, a faulty store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from galley.core import names
+from galley.core.answer.answer import SessionSpec
+from galley.core.errors import Fenced, StoreUnavailable
+from galley.core.sampling_params import SamplingParams
+from galley.core.session import events as ev
+from galley.core.session.ports import Replica
+from galley.core.store import UNCHANGED, KvDirectory, Ownership
+from services.gateway.clock import SECOND
+from services.gateway.telemetry.observer import request_observer
+from tests.fakes.store import MemoryStore
+
+MS = 1_000_000
+TOKEN = 5
+SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=8)
+
+
+class ManualClock:
+    """A clock that the test moves."""
+
+    def __init__(self, now: int = 7 * SECOND) -> None:
+        self.now = now
+
+    def now_ns(self) -> int:
+        return self.now
+
+
+class FaultyStore(MemoryStore):
+    """Each commit takes `commit_ns`; the first `failures` fail, the others are recorded in `directories`."""
+
+    def __init__(self, manual: ManualClock | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.commit_ns = 0
+        self.failures = 0
+        self.is_fenced = False
+        self.directories: list[KvDirectory] = []
+        self._manual = manual or ManualClock()
+
+    async def commit(
+        self,
+        owner: Ownership,
+        expected_len: int,
+        tokens: Sequence[int],
+        meta: bytes,
+        directory: KvDirectory = UNCHANGED,
+    ) -> int:
+        self._manual.now += self.commit_ns
+        if self.failures:
+            self.failures -= 1
+            raise StoreUnavailable("the session store does not answer", "it is at 10.0.0.1")
+        self.directories.append(directory)
+        return await super().commit(owner, expected_len, tokens, meta, directory)
+
+    async def renew(self, owner: Ownership) -> None:
+        if self.is_fenced:
+            raise Fenced(owner.session_id)
+        await super().renew(owner)
+
+    def forget(self) -> None:
+        """Lose all sessions."""
+        self._records.clear()
+
+
+class PortTarget:
+    """A TargetPort whose verifications confirm one token, 5 ms later, of which the target says 4.
+
+    Each verification is another replica's if it `moves`. Verification `fails_at` fails.
+    """
+
+    def __init__(self, clock: ManualClock | None = None, *, moves: bool = False) -> None:
+        self.clock = clock or ManualClock()
+        self.moves = moves
+        self.answered = 0
+        self.fails_at: int | None = None
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.build: Callable[[int], str] = lambda _: "build-1"
+        self.verifications: list[PortVerification] = []
+        self.remaining_ns: list[int | None] = []
+
+    def verify(self, _spec: SessionSpec, request: ev.Verify, remaining_ns: int | None) -> PortVerification:
+        self.remaining_ns.append(remaining_ns)
+        number = len(self.verifications) if self.moves else 0
+        self.verifications.append(PortVerification(self, request, Replica(f"target:{number}", "life")))
+        return self.verifications[-1]
+
+
+class PortVerification:
+    """One verification of a `PortTarget`."""
+
+    def __init__(self, target: PortTarget, request: ev.Verify, replica: Replica) -> None:
+        self.replica = replica
+        self.closed = 0
+        self._target = target
+        self._request = request
+        self._call = request_observer().call(names.VERIFY, replica.address)
+
+    async def __aiter__(self) -> AsyncIterator[ev.Verified | ev.CacheMissed | ev.Failed]:
+        target, request = self._target, self._request
+        await target.may_answer.wait()
+        if target.moves:
+            await asyncio.sleep(0)
+        if target.answered == target.fails_at:
+            self._call.failed("internal")
+            yield ev.Failed(request.request_id, "its logits are not numbers", retryable=False)
+            return
+        target.clock.now += 5 * MS
+        target.answered += 1
+        position = request.slice.start + len(request.slice.tokens)
+        timing = ev.Timing(2 * MS, 2 * MS, 1 * MS)
+        build = target.build(target.answered)
+        yield ev.Verified(request.request_id, position, (TOKEN,), 0, 0, position, build, timing=timing)
+
+    def extend(self, request: ev.ExtendVerify) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        self.closed += 1
+        self._call.end()
+
+
+class NoDraft:
+    """A DraftPort without a draft."""
+
+    replica = None
+
+    async def propose(self, _spec: SessionSpec, request: ev.Propose, _remaining_ns: int | None) -> ev.Failed:
+        return ev.Failed(request.request_id, "there is no draft")
