@@ -49,6 +49,12 @@ class Heard:
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def end(self) -> pb.Finished:
+        """How the stream finished; it must have."""
+        assert self.finished is not None
+        return self.finished
+
     def hear(self, event: pb.StreamEvent) -> None:
         match event.WhichOneof("event"):
             case "started":
@@ -196,6 +202,20 @@ class World:
         client = await AsyncClient(running.address, retries=NO_RETRIES).__aenter__()
         self._gateways.append(Gateway(running, client))
         return self._gateways[-1]
+
+    async def held(
+        self,
+        gateway: Gateway,
+        passes: int,
+        prompt: Prompt = PROMPT,
+        *,
+        until: int | None = None,
+        **options: Any,
+    ) -> tuple[TokenStream, Heard]:
+        """Return a stream whose target stopped after `passes`, heard up to as many tokens or `until`."""
+        self.target.gate.close_after(passes)
+        stream = gateway.ask(prompt, **options)
+        return stream, await hear(stream, until=passes if until is None else until)
 
     async def __aenter__(self) -> World:
         asyncio.get_running_loop().set_exception_handler(lambda _, what: self._unhandled.append(what))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes import tokenizer_files
 from tests.fakes.redis_servers import BINARIES, VALKEY, Server, running
-from tests.fakes.world import World
+from tests.fakes.world import Gateway, World
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +46,12 @@ async def world(shared_store: Server, tokenizer: Path, credit: int) -> AsyncIter
     """Valkey, target and draft; the gateways are the test's to start."""
     async with _world(shared_store, tokenizer, credit) as world:
         yield world
+
+
+@pytest.fixture
+async def gateway(world: World) -> Gateway:
+    """A gateway in this world with the settings of all."""
+    return await world.gateway()
 
 
 @pytest.fixture

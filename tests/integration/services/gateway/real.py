@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +16,6 @@ import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from galley.client.client import NO_RETRIES, AsyncClient, TokenStream
-from galley.client.options import Tls
 from galley.common.metrics.labels import DRAFT, GATEWAY, TARGET
 from galley.common.metrics.metric import Metric
 from galley.common.metrics.registry import Registry
@@ -95,14 +94,6 @@ class RealTarget:
         await self.running._server.stop(None)
 
 
-@dataclass(frozen=True)
-class ServiceTls:
-    """Settings of all servers, and what the client is told."""
-
-    served: dict[str, Any] = field(default_factory=dict)
-    client: Tls | None = None
-
-
 class Real:
     """Use as an async context; what they have told by then can be read after it."""
 
@@ -114,14 +105,12 @@ class Real:
         *,
         targets: int = 1,
         drafts: bool = False,
-        tls: ServiceTls | None = None,
         **given: Any,
     ) -> None:
         """`given` are settings of the gateway."""
         self._tiny = tiny
         self._store = store
         self._given = given
-        self._tls = tls or ServiceTls()
         self._target_count = targets
         self._file = directory / "traces.jsonl"
         self._registries = {name: [Registry(name)] for name in (GATEWAY, DRAFT)}
@@ -162,7 +151,7 @@ class Real:
                 opened.callback(self.targets[-1].engine.gate.set)
             if not self.draft_address:
                 draft = await start_server(
-                    DraftSettings(drain_timeout_s=_DRAIN_S, **self._tls.served),
+                    DraftSettings(drain_timeout_s=_DRAIN_S),
                     self._build_draft,
                     self._parts(DRAFT),
                 )
@@ -170,9 +159,7 @@ class Real:
                 opened.push_async_callback(draft.stop)
             gateway = await self._gateway()
             opened.push_async_callback(gateway.stop)
-            client = await opened.enter_async_context(
-                AsyncClient(gateway.address, retries=NO_RETRIES, tls=self._tls.client)
-            )
+            client = await opened.enter_async_context(AsyncClient(gateway.address, retries=NO_RETRIES))
             self.gateway = Gateway(gateway, client)
             self._opened = opened.pop_all()
         return self
@@ -192,7 +179,7 @@ class Real:
             rpc.add_TargetServicer_to_server(service, server)
             return service
 
-        settings = TargetSettings(drain_timeout_s=_DRAIN_S, **self._tls.served)
+        settings = TargetSettings(drain_timeout_s=_DRAIN_S)
         return RealTarget(
             await start_server(settings, build_target, self.kept.parts(TARGET, registry)), engine
         )
@@ -215,7 +202,6 @@ class Real:
                 "model_name": "tiny",
                 "draft_timeout_s": 10,
                 "drain_timeout_s": _DRAIN_S,
-                **self._tls.served,
                 **self._given,
             }
         )

@@ -33,8 +33,7 @@ async def test_plain_decoding_asks_once(world: World) -> None:
     [item] = world.target.calls
     assert (item.credit, item.hint_due) == (32, False)
     assert len(world.target.extensions) <= MAX_TOKENS // 8
-    assert heard.finished is not None
-    assert heard.finished.speculation.rounds == MAX_TOKENS
+    assert heard.end.speculation.rounds == MAX_TOKENS
 
 
 async def test_plain_decoding_needs_few_messages_within_the_usual_bounds(world: World) -> None:
@@ -57,9 +56,8 @@ async def test_hints_reach_a_target_that_is_under_way(world: World) -> None:
     world.target.gate.open()
     heard = await hear(stream)
     must_be_true(heard)
-    assert heard.finished is not None
-    assert heard.finished.speculation.accepted > 0  # how many pay is measured
-    assert heard.finished.speculation.accepted == sum(heard.from_draft)
+    assert heard.end.speculation.accepted > 0  # how many pay is measured
+    assert heard.end.speculation.accepted == sum(heard.from_draft)
 
 
 async def test_a_draft_that_never_answers_delays_no_token(world: World) -> None:
@@ -67,8 +65,7 @@ async def test_a_draft_that_never_answers_delays_no_token(world: World) -> None:
     gateway = await gateway_with_credit(world)  # whose draft timeout is ten seconds
     heard = await hear(gateway.ask())
     must_be_true(heard)
-    assert heard.finished is not None
-    assert heard.finished.speculation.drafted == 0
+    assert heard.end.speculation.drafted == 0
 
 
 @pytest.mark.parametrize("draft", [True, False])
@@ -103,7 +100,6 @@ async def test_a_stop_string_gives_up_what_the_target_goes_on_with(world: World)
     stop = plain.text[10:14]
     world.target.pass_s = 0.005  # so that the target is not through before the gateway reads
     heard = await hear(gateway.ask(stop=[stop]))
-    assert heard.finished is not None
-    assert heard.finished.stop == stop
+    assert heard.end.stop == stop
     assert heard.text == plain.text[: plain.text.index(stop)]
     await world.target.was_given_up()

@@ -60,9 +60,7 @@ async def test_two_gateways_share_one_draft(world: World) -> None:
 
 async def test_a_resumed_session_goes_where_its_tokens_are(world: World, fleet: DraftFleet) -> None:
     first = await world.gateway(draft="")
-    world.target.gate.close_after(2)
-    stream = first.ask(speculation=FIXED)
-    heard = await hear(stream, until=6)
+    stream, heard = await world.held(first, 2, until=6, speculation=FIXED)
     home, other = fleet.holder()
     stream.cancel()
     await first.idle()

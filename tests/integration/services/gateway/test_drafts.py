@@ -15,7 +15,7 @@ from galley.core.errors import TokenizerMismatch
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.truth import VOCAB
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import MAX_TOKENS, World, any_credit, hear, must_be_true
+from tests.fakes.world import MAX_TOKENS, Gateway, World, any_credit, hear, must_be_true
 
 COOLDOWN_S = 0.25  # galley.core.session.machine.SessionLimits.draft_cooldown_ns
 
@@ -101,8 +101,7 @@ async def test_a_draft_that_is_right_so_often_changes_no_token(world: World, spo
     gateway = await world.gateway()
     heard = await hear(gateway.ask(speculation=Speculation(k=4)))
     must_be_true(heard)
-    assert heard.finished is not None
-    stats = heard.finished.speculation
+    stats = heard.end.speculation
     assert stats.accepted == sum(heard.from_draft)
     assert (stats.accepted > 0) == (spoil_rate < 1)
     if spoil_rate == 0:
@@ -135,8 +134,7 @@ async def test_a_draft_that_never_answers_costs_a_timeout_and_is_left_alone(worl
     gateway = await world.gateway(draft_timeout_s=timeout_s)
     heard = await hear(gateway.ask())
     must_be_true(heard)
-    assert heard.finished is not None
-    asked, stats = len(world.draft.calls), heard.finished.speculation
+    asked, stats = len(world.draft.calls), heard.end.speculation
     assert stats.drafted == 0
     assert 1 <= asked <= 1 + stats.round_ns / 1e9 / COOLDOWN_S
     # The draft never answers, so any bound shows that nothing waits for it.
@@ -156,8 +154,7 @@ async def test_a_draft_that_answers_late_is_harmless(world: World) -> None:
     assert world.draft.calls
 
 
-async def test_a_draft_that_was_killed_is_used_again_when_it_is_back(world: World) -> None:
-    gateway = await world.gateway()
+async def test_a_draft_that_was_killed_is_used_again_when_it_is_back(world: World, gateway: Gateway) -> None:
     assert any((await hear(gateway.ask())).from_draft)
 
     await world.draft.stop()
@@ -173,8 +170,7 @@ async def test_a_draft_that_was_killed_is_used_again_when_it_is_back(world: Worl
 
 
 @any_credit
-async def test_a_draft_killed_mid_stream_does_not_end_the_stream(world: World) -> None:
-    gateway = await world.gateway()
+async def test_a_draft_killed_mid_stream_does_not_end_the_stream(world: World, gateway: Gateway) -> None:
     world.target.gate.close()
     stream = gateway.ask()
     world.target.gate.permit(2)

@@ -87,8 +87,7 @@ async def test_a_client_is_told_of_another_owner_and_does_not_fight_it(world: Wo
         assert error.code is grpc.StatusCode.FAILED_PRECONDITION
         assert "claimed by another owner" in error.message
         rest = await hearing
-        assert rest.finished is not None
-        assert rest.finished.reason == pb.Finished.REASON_LENGTH
+        assert rest.end.reason == pb.Finished.REASON_LENGTH
 
 
 async def test_a_repeated_request_joins_what_its_first_try_began(world: World) -> None:

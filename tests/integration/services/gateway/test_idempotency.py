@@ -37,9 +37,7 @@ async def test_of_two_calls_at_once_one_has_the_answer_and_the_other_knows_why_n
 async def test_an_older_stream_here_ends_at_once_whatever_it_waits_for(world: World) -> None:
     gateway = await world.gateway()
     key = f"key-{id(world)}-older"
-    world.target.gate.close_after(1)
-    older = gateway.ask(idempotency_key=key)
-    heard = await hear(older, until=1)
+    older, heard = await world.held(gateway, 1, idempotency_key=key)
     newer = gateway.ask(idempotency_key=key)
     await anext(newer)
     # Though the target has not answered, so that there was nothing to commit.
@@ -55,9 +53,7 @@ async def test_asking_again_after_a_lost_connection_just_works(world: World, els
     """All of it comes, from index 0, with what was told before of each token; nothing is computed twice."""
     first, second = await world.gateway(), await world.gateway()
     key = f"key-{id(world)}-{elsewhere}"
-    world.target.gate.close_after(3)
-    stream = first.ask(idempotency_key=key, logprobs=2, seed=None)
-    before = await hear(stream, until=3)
+    stream, before = await world.held(first, 3, idempotency_key=key, logprobs=2, seed=None)
     stream.cancel()
     await first.idle()
     calls = len(world.target.calls)

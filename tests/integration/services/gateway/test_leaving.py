@@ -30,9 +30,7 @@ LONG = 50_000
 @any_credit
 async def test_a_client_that_cancels_stops_the_work_of_the_target_within_a_round(world: World) -> None:
     gateway = await world.gateway()
-    world.target.gate.close_after(1)
-    stream = gateway.ask()
-    heard = await hear(stream, until=1)
+    stream, heard = await world.held(gateway, 1)
     await world.target.waits_after(1)
     asked = len(world.target.calls)
     stream.cancel()
@@ -45,8 +43,7 @@ async def test_a_client_that_cancels_stops_the_work_of_the_target_within_a_round
     must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
 
 
-async def test_a_client_that_cancels_stops_the_work_of_the_draft(world: World) -> None:
-    gateway = await world.gateway()
+async def test_a_client_that_cancels_stops_the_work_of_the_draft(world: World, gateway: Gateway) -> None:
     world.draft.gate.close()
     stream = gateway.ask()
     heard = Heard()
@@ -89,40 +86,33 @@ async def test_an_aborted_session_ends_its_stream_and_cannot_be_continued(world:
         if aborter is second:  # the stream's own gateway comes to know of it by its next commit
             world.target.gate.open()
         await heard.listen(stream)
-        assert heard.finished is not None
-        assert heard.finished.reason == pb.Finished.REASON_ABORTED
+        assert heard.end.reason == pb.Finished.REASON_ABORTED
         logged = len(heard.tokens)
-        assert heard.finished.usage.output_tokens == logged < MAX_TOKENS
+        assert heard.end.usage.output_tokens == logged < MAX_TOKENS
         await first.idle()
 
         calls = len(world.target.calls)
         for gateway in (first, second):
             again = await hear(gateway.client.resume(stream.session_id, 0))
             assert again.tokens == heard.tokens
-            assert again.finished is not None
-            assert again.finished.reason == pb.Finished.REASON_ABORTED
+            assert again.end.reason == pb.Finished.REASON_ABORTED
         assert len(world.target.calls) == calls
         await second.client.abort(stream.session_id)  # again is the same as once
 
 
-async def test_aborting_a_finished_session_leaves_it_as_it_ended(world: World) -> None:
-    gateway = await world.gateway()
+async def test_aborting_a_finished_session_leaves_it_as_it_ended(gateway: Gateway) -> None:
     stream = gateway.ask()
     whole = await hear(stream)
     await gateway.client.abort(stream.session_id)
     again = await hear(gateway.client.resume(stream.session_id, 0))
-    assert again.finished is not None
-    assert whole.finished is not None
-    assert again.finished.reason == whole.finished.reason == pb.Finished.REASON_LENGTH
+    assert again.end.reason == whole.end.reason == pb.Finished.REASON_LENGTH
     assert again.tokens == whole.tokens
 
 
 @any_credit
 async def test_a_draining_gateway_refuses_new_work_and_lets_streams_end(world: World) -> None:
     gateway = await world.gateway(drain_timeout_s=20)
-    world.target.gate.close_after(1)
-    stream = gateway.ask()
-    heard = await hear(stream, until=1)
+    stream, heard = await world.held(gateway, 1)
     stopping = asyncio.create_task(gateway.running.stop())
     async with asyncio.timeout(PATIENCE_S):
         while (error := await refused_or_held(gateway.ask())) is None:
@@ -243,43 +233,5 @@ async def test_a_session_that_goes_on_without_its_client_can_be_joined_aborted_a
     world.target.gate.open()
     must_be_true(await heard.listen(taken), max_tokens=500)
     over = await hear(other.client.resume(aborted.session_id, 0))
-    assert over.finished is not None
-    assert over.finished.reason == pb.Finished.REASON_ABORTED
+    assert over.end.reason == pb.Finished.REASON_ABORTED
     must_be_true(await hear(other.client.resume(drained.session_id, 0)), max_tokens=500)
-
-
-async def to_its_end(stream: TokenStream, heard: Heard, staying: Gateway) -> bool:
-    """Whether the stream had to go on at the other gateway; nothing but a hand-over may end it early."""
-    try:
-        await heard.listen(stream)
-    except GalleyRpcError as error:
-        code, message = error.code, error.message
-    else:
-        return False
-    assert code is grpc.StatusCode.UNAVAILABLE, message
-    assert "resume at another" in message
-    await heard.listen(staying.client.resume_stream(stream))
-    return True
-
-
-@any_credit
-async def test_no_stream_fails_where_a_gateway_drains_under_load(world: World) -> None:
-    leaving, staying = await world.gateway(draft="none", drain_timeout_s=4), await world.gateway()
-    world.target.pass_s = 0.02  # the short ones end within 0.7 s, the long ones not within 8 s
-    lengths = [(20, 400)[number % 2] + number for number in range(16)]
-    streams = [leaving.ask(max_tokens=length, seed=length) for length in lengths]
-    everyone = [Heard() for _ in streams]
-    for stream, heard in zip(streams, everyone, strict=True):
-        heard.hear(await anext(stream))
-    reading = [
-        asyncio.create_task(to_its_end(stream, heard, staying))
-        for stream, heard in zip(streams, everyone, strict=True)
-    ]
-    await leaving.running.stop()
-    world.target.pass_s = 0
-    handed_over = await asyncio.gather(*reading)
-    for heard, length in zip(everyone, lengths, strict=True):
-        must_be_true(heard, length, seed=length)
-    assert True in handed_over
-    assert False in handed_over
-    await leaving.idle()

@@ -79,9 +79,7 @@ async def test_health_and_reflection_stay_open(gateway: Gateway) -> None:
 
 async def test_anothers_session_is_as_unknown_as_none(world: World, alice: Gateway, bob: Gateway) -> None:
     """To the letter, however far it has come; and it stays as it was."""
-    world.target.gate.close_after(1)
-    stream = alice.ask()
-    heard = await hear(stream, until=1)
+    stream, heard = await world.held(alice, 1)
     for session_id in (stream.session_id, UNKNOWN):
         for call in (hear(bob.client.resume(session_id, 1)), bob.client.abort(session_id)):
             error = await refused(call)
@@ -237,9 +235,7 @@ async def test_a_session_that_is_joined_before_its_first_token_costs_its_prompt_
 async def test_a_session_goes_on_though_its_caller_is_in_debt(world: World, alice: Gateway) -> None:
     """A pause is no new work; what is new waits until the debt is paid."""
     prompt = "x" * 80
-    world.target.gate.close_after(1)
-    stream = alice.ask(prompt)
-    heard = await hear(stream, until=1)
+    stream, heard = await world.held(alice, 1, prompt)
     stream.cancel()
     await alice.idle()
     world.target.gate.open()

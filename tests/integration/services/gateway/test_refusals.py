@@ -120,8 +120,7 @@ async def test_bad_input_names_its_field_and_bound(
         assert field in error.message
 
 
-async def test_structured_output_is_unimplemented_by_name(world: World) -> None:
-    gateway = await world.gateway()
+async def test_structured_output_is_unimplemented_by_name(world: World, gateway: Gateway) -> None:
     async with Bystander(world, gateway):
         asked = pb.GenerateRequest(text=PROMPT, structured_output=pb.StructuredOutput(regex="a*"))
         error = await refused(generate(gateway, asked))
@@ -139,8 +138,7 @@ async def test_structured_output_is_unimplemented_by_name(world: World) -> None:
     ],
     ids=["text", "model", "messages.messages[1].content", "stop[1]"],
 )
-async def test_invalid_utf8_names_the_message(world: World, data: bytes) -> None:
-    gateway = await world.gateway()
+async def test_invalid_utf8_names_the_message(world: World, gateway: Gateway, data: bytes) -> None:
     async with Bystander(world, gateway):
         error = await refused(generate(gateway, data))
         assert error.code is INVALID
@@ -148,8 +146,7 @@ async def test_invalid_utf8_names_the_message(world: World, data: bytes) -> None
         assert "UTF-8" in error.message
 
 
-async def test_an_unknown_session_is_not_found(world: World) -> None:
-    gateway = await world.gateway()
+async def test_an_unknown_session_is_not_found(world: World, gateway: Gateway) -> None:
     async with Bystander(world, gateway):
         for session_id in (UNKNOWN, "no id at all", "g" * 32):
             error = await refused(hear(gateway.client.resume(session_id, 0)))
@@ -180,8 +177,7 @@ async def test_the_same_key_with_another_body_already_exists(world: World) -> No
         assert len(world.target.calls) == calls
 
 
-async def test_a_deadline_is_kept_and_the_session_stays_resumable(world: World) -> None:
-    gateway = await world.gateway()
+async def test_a_deadline_is_kept_and_the_session_stays_resumable(world: World, gateway: Gateway) -> None:
     world.target.gate.close_after(2)
     stream = gateway.ask(timeout_s=1.5)
     heard = Heard()
@@ -193,8 +189,7 @@ async def test_a_deadline_is_kept_and_the_session_stays_resumable(world: World) 
     must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
 
 
-async def test_a_resume_with_other_tokens_seen_is_data_loss(world: World) -> None:
-    gateway = await world.gateway()
+async def test_a_resume_with_other_tokens_seen_is_data_loss(gateway: Gateway) -> None:
     stream = gateway.ask()
     heard = await hear(stream)
     for index in (1, MAX_TOKENS):

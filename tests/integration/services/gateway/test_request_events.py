@@ -34,7 +34,6 @@ from tests.fakes.world import (
     refused,
 )
 from tests.integration.services.gateway.callers import ALICE, KeyFile, calling
-from tests.integration.services.gateway.test_unread import left_unread
 
 
 @pytest.fixture
@@ -95,9 +94,7 @@ async def test_a_call_that_is_refused_says_why(world: World, kept: KeptSpans) ->
 
 async def test_a_stream_that_is_resumed_links_to_what_it_goes_on_from(world: World, kept: KeptSpans) -> None:
     first, second = await world.gateway_of(kept.parts()), await world.gateway_of(kept.parts())
-    world.target.gate.close_after(3)
-    stream = first.ask()
-    heard = await Heard().listen(stream, until=3)
+    stream, heard = await world.held(first, 3)
     stream.cancel()
     [left] = await kept.requests()
     index = stream.resume_from().next_index
@@ -128,9 +125,7 @@ async def test_a_chat_is_a_chat_to_trace_and_metrics_wherever_it_is_resumed(
     """Though the gateway that began it traced nothing."""
     registry = Registry(GATEWAY)
     first, second = await world.gateway_of(Parts()), await world.gateway_of(kept.parts(metrics=registry))
-    world.target.gate.close_after(3)
-    stream = first.ask((Message("user", PROMPT),))
-    heard = await Heard().listen(stream, until=3)
+    stream, heard = await world.held(first, 3, (Message("user", PROMPT),))
     stream.cancel()
     world.target.gate.open()
     await heard.listen(second.client.resume_stream(stream))
@@ -149,9 +144,7 @@ async def test_an_owner_that_is_fenced_says_so_and_chance_does_not_part_the_two(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     first, second = await world.gateway_of(kept.parts()), await world.gateway_of(kept.parts())
-    world.target.gate.close_after(3)
-    stream = first.ask(force_trace=True)
-    heard = await Heard().listen(stream, until=3)
+    stream, heard = await world.held(first, 3, force_trace=True)
     resumed_stream = second.client.resume_stream(stream)
     heard.hear(await anext(resumed_stream))  # the claim is made
     world.target.gate.open()
@@ -262,23 +255,6 @@ async def test_a_draft_that_is_late_is_told_of(world: World, kept: KeptSpans) ->
     proposals = [span for span in kept.below(request) if span.name == names.PROPOSE]
     assert error_of(proposals[0]) == "deadline_exceeded"
     assert error_of(request) is None
-
-
-async def test_a_deadline_is_no_client_that_went(world: World, kept: KeptSpans) -> None:
-    gateway = await world.gateway_of(kept.parts())
-    world.target.gate.close()
-    assert (await refused(hear(gateway.ask(timeout_s=0.3)))).code is grpc.StatusCode.DEADLINE_EXCEEDED
-    [request] = await kept.requests()
-    assert error_of(request) == "deadline_exceeded"
-    kept.must_hang_together(request)
-
-
-async def test_a_stream_that_is_left_unread_says_so(world: World, kept: KeptSpans) -> None:
-    gateway = await world.gateway_of(kept.parts(), client_timeout_s=0.3, buffer=32)
-    async with left_unread(gateway, 50_000, 1):
-        [request] = await kept.requests()
-    assert error_of(request) == "unavailable"
-    kept.must_hang_together(request)
 
 
 async def test_ending_a_session_is_a_span_of_grpcs_with_the_stores_below(

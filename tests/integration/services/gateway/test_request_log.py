@@ -12,7 +12,17 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, Heard, World, hear, must_be_true, refused
+from tests.fakes.world import (
+    MAX_TOKENS,
+    PROMPT,
+    PROMPT_TOKENS,
+    Gateway,
+    Heard,
+    World,
+    hear,
+    must_be_true,
+    refused,
+)
 from tests.integration.services.gateway.callers import ALICE, KeyFile, calling
 
 
@@ -41,8 +51,7 @@ def lines() -> Iterator[Lines]:
         yield Lines(captured)
 
 
-async def test_a_finished_stream_is_logged_with_its_figures(world: World, lines: Lines) -> None:
-    gateway = await world.gateway()
+async def test_a_finished_stream_is_logged_with_its_figures(gateway: Gateway, lines: Lines) -> None:
     stream = gateway.ask()
     must_be_true(await hear(stream))
     line = await lines.one("stream finished")
@@ -69,8 +78,7 @@ async def test_a_stream_whose_client_left_is_logged_once(world: World, lines: Li
     assert (line["session_id"], line["log_level"]) == (stream.session_id, "info")
 
 
-async def test_a_failed_stream_is_logged_with_its_error(world: World, lines: Lines) -> None:
-    gateway = await world.gateway()
+async def test_a_failed_stream_is_logged_with_its_error(world: World, gateway: Gateway, lines: Lines) -> None:
     world.target.gate.close()
     assert (await refused(hear(gateway.ask(timeout_s=0.3)))).code is grpc.StatusCode.DEADLINE_EXCEEDED
     line = await lines.one("stream finished")

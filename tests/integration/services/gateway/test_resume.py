@@ -17,16 +17,15 @@ def summary(heard: Heard) -> tuple[object, ...]:
 
     Which tokens a draft guessed in time is each session's own: every token has its mark, that is all.
     """
-    assert heard.finished is not None
     assert len(heard.from_draft) == len(heard.tokens)
     return (
         heard.tokens,
         heard.text,
         heard.logprobs,
-        heard.finished.reason,
-        heard.finished.WhichOneof("matched_stop"),
-        heard.finished.stop,
-        heard.finished.usage,
+        heard.end.reason,
+        heard.end.WhichOneof("matched_stop"),
+        heard.end.stop,
+        heard.end.usage,
     )
 
 
@@ -60,8 +59,7 @@ async def test_a_client_cut_off_before_a_stop_string_that_spans_chunks(world: Wo
     text = (await hear(first.ask())).text
     stop = text[17:24]
     whole = await hear(first.ask(logprobs=2, stop=[stop]))
-    assert whole.finished is not None
-    assert whole.finished.stop == stop
+    assert whole.end.stop == stop
     assert whole.text == text[: text.index(stop)]
     for at in range(0, len(whole.tokens), 2):
         heard = await cut_off(world, first, second, at, stop=[stop])
@@ -72,17 +70,15 @@ async def test_a_finished_session_is_told_again_from_any_index(world: World) -> 
     first, second = await world.gateway(), await world.gateway()
     stream = first.ask(logprobs=1)
     whole = await hear(stream)
-    assert whole.finished is not None
     calls = len(world.target.calls), len(world.draft.calls)
     for index in range(MAX_TOKENS + 1):
         seen = prefix_hash(whole.tokens[:index])
         rest = await hear(second.client.resume(stream.session_id, index, seen), first_index=index)
-        assert rest.finished is not None
         assert rest.tokens == whole.tokens[index:]
         assert rest.from_draft == whole.from_draft[index:]
         assert rest.logprobs == whole.logprobs[index:]
         assert whole.text.endswith(rest.text)
-        assert (rest.finished.reason, rest.finished.usage) == (whole.finished.reason, whole.finished.usage)
+        assert (rest.end.reason, rest.end.usage) == (whole.end.reason, whole.end.usage)
     assert (len(world.target.calls), len(world.draft.calls)) == calls, "nothing is computed twice"
 
 
@@ -107,9 +103,7 @@ async def test_what_a_token_adds_to_the_text_does_not_depend_on_the_chunks(world
 async def test_a_session_goes_on_where_its_log_ends_not_where_its_client_is(world: World) -> None:
     """The client has two tokens, the log more: the rest of the log is told, then work goes on."""
     first, second = await world.gateway(), await world.gateway()
-    world.target.gate.close_after(3)
-    stream = first.ask()
-    heard = await hear(stream, until=3)  # a token a pass at least
+    stream, heard = await world.held(first, 3)  # a token a pass at least
     stream.cancel()
     await first.idle()
     resumed = second.client.resume(stream.session_id, 2, prefix_hash(heard.tokens[:2]))
@@ -125,9 +119,7 @@ async def test_a_session_goes_on_where_its_log_ends_not_where_its_client_is(worl
 @any_credit
 async def test_the_seed_of_a_session_is_kept(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
-    world.target.gate.close_after(1)
-    stream = first.ask(seed=None)
-    heard = await hear(stream, until=1)
+    stream, heard = await world.held(first, 1, seed=None)
     stream.cancel()
     world.target.gate.open()
     assert heard.started is not None
@@ -139,9 +131,7 @@ async def test_the_seed_of_a_session_is_kept(world: World) -> None:
 
 async def test_a_session_with_drafts_goes_on_at_a_gateway_that_has_none(world: World) -> None:
     first, second = await world.gateway(), await world.gateway(draft="none")
-    world.target.gate.close_after(2)
-    stream = first.ask()
-    heard = await hear(stream, until=6)
+    stream, heard = await world.held(first, 2, until=6)
     stream.cancel()
     await first.idle()
     world.target.gate.open()

@@ -7,7 +7,7 @@ import pytest
 from galley.client.client import Message, Speculation
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.truth import ASSISTANT, END, SEED, USER, logprobs_of, text_of, true_output
-from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, World, any_credit, hear, must_be_true
+from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, Gateway, World, any_credit, hear, must_be_true
 
 SPECULATIONS = [
     Speculation(off=True),
@@ -36,70 +36,59 @@ async def test_an_answer_is_the_same_with_every_speculation(world: World, specul
     assert {call.strategy for call in world.draft.calls} <= {speculation.strategy}
     k = 0 if speculation.off else speculation.k or 16  # AUTO's most
     assert {call.max_verified for call in world.target.calls} == {k}
-    assert heard.finished is not None
-    assert len(heard.finished.speculation.verified_at) <= k
+    assert len(heard.end.speculation.verified_at) <= k
 
 
 @any_credit
 @pytest.mark.parametrize("speculation", SPECULATIONS, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 5])
 async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(
-    world: World, speculation: Speculation, size: int
+    gateway: Gateway, speculation: Speculation, size: int
 ) -> None:
-    gateway = await world.gateway()
     text = text_of(output())
     stop = text[12 : 12 + size]
     at = text.index(stop)
     heard = await hear(gateway.ask(speculation=speculation, stop=["never said", stop]))
-    assert heard.finished is not None
     assert heard.text == text[:at]
-    assert (heard.finished.reason, heard.finished.stop) == (pb.Finished.REASON_STOP, stop)
+    assert (heard.end.reason, heard.end.stop) == (pb.Finished.REASON_STOP, stop)
     assert text_of(heard.tokens) == text[: at + len(stop)], "the tokens go to the end of the stop string"
-    assert heard.finished.usage.output_tokens == len(heard.tokens)
+    assert heard.end.usage.output_tokens == len(heard.tokens)
 
 
 @any_credit
-async def test_the_beginning_of_a_stop_string_is_held_back_and_told_at_the_end(world: World) -> None:
-    gateway = await world.gateway()
+async def test_the_beginning_of_a_stop_string_is_held_back_and_told_at_the_end(gateway: Gateway) -> None:
     text = text_of(output())
     heard = await hear(gateway.ask(stop=[text[-3:] + "!?"]))
     assert heard.text == text
-    assert heard.finished is not None
-    assert heard.finished.reason == pb.Finished.REASON_LENGTH
+    assert heard.end.reason == pb.Finished.REASON_LENGTH
 
 
 @any_credit
 @pytest.mark.parametrize("speculation", SPECULATIONS, ids=str)
-async def test_a_stop_token_ends_the_answer(world: World, speculation: Speculation) -> None:
-    gateway = await world.gateway()
+async def test_a_stop_token_ends_the_answer(gateway: Gateway, speculation: Speculation) -> None:
     stop = output()[20]
     expected = output(stops=frozenset({stop}))
     heard = await hear(gateway.ask(speculation=speculation, stop_token_ids=[stop]))
     assert heard.tokens == expected
     assert heard.text == text_of(expected[:-1])
-    assert heard.finished is not None
-    assert (heard.finished.reason, heard.finished.stop_token_id) == (pb.Finished.REASON_STOP, stop)
+    assert (heard.end.reason, heard.end.stop_token_id) == (pb.Finished.REASON_STOP, stop)
 
 
 @any_credit
-async def test_the_models_own_end_stops_unless_it_is_ignored(world: World) -> None:
-    gateway = await world.gateway()
+async def test_the_models_own_end_stops_unless_it_is_ignored(gateway: Gateway) -> None:
     seed = seed_with_end(3, 30)
     heard = await hear(gateway.ask(seed=seed, ignore_eos=False))
     assert heard.tokens == output(seed=seed, stops=frozenset({END}))
-    assert heard.finished is not None
-    assert (heard.finished.reason, heard.finished.stop_token_id) == (pb.Finished.REASON_STOP, END)
+    assert (heard.end.reason, heard.end.stop_token_id) == (pb.Finished.REASON_STOP, END)
 
     heard = await hear(gateway.ask(seed=seed, ignore_eos=True))
     must_be_true(heard, seed=seed)
     assert END in heard.tokens
-    assert heard.finished is not None
-    assert heard.finished.reason == pb.Finished.REASON_LENGTH
+    assert heard.end.reason == pb.Finished.REASON_LENGTH
 
 
 @any_credit
-async def test_min_tokens_keeps_stop_tokens_and_stop_strings_from_ending(world: World) -> None:
-    gateway = await world.gateway()
+async def test_min_tokens_keeps_stop_tokens_and_stop_strings_from_ending(gateway: Gateway) -> None:
     seed = seed_with_end(3, 30)
     heard = await hear(gateway.ask(seed=seed, ignore_eos=False, min_tokens=35))
     assert heard.tokens == output(seed=seed, stops=frozenset({END}), min_tokens=35)
@@ -107,33 +96,28 @@ async def test_min_tokens_keeps_stop_tokens_and_stop_strings_from_ending(world: 
 
     text = text_of(output())
     heard = await hear(gateway.ask(stop=[text[2]], min_tokens=10))
-    assert heard.finished is not None
     assert len(heard.tokens) > 10
-    if heard.finished.reason == pb.Finished.REASON_STOP:
-        assert heard.finished.stop == text[2]
+    if heard.end.reason == pb.Finished.REASON_STOP:
+        assert heard.end.stop == text[2]
 
 
 @any_credit
-async def test_max_tokens_of_one_asks_no_draft(world: World) -> None:
-    gateway = await world.gateway()
+async def test_max_tokens_of_one_asks_no_draft(world: World, gateway: Gateway) -> None:
     heard = await hear(gateway.ask(max_tokens=1))
     assert heard.tokens == output(1)
-    assert heard.finished is not None
-    assert heard.finished.reason == pb.Finished.REASON_LENGTH
+    assert heard.end.reason == pb.Finished.REASON_LENGTH
     assert not world.draft.calls
 
 
 @any_credit
 @pytest.mark.parametrize("top", [None, 0, 3])
-async def test_logprobs_are_those_of_the_target(world: World, top: int | None) -> None:
-    gateway = await world.gateway()
+async def test_logprobs_are_those_of_the_target(gateway: Gateway, top: int | None) -> None:
     heard = await hear(gateway.ask(logprobs=top))
     must_be_true(heard)
     assert heard.logprobs == ([] if top is None else [logprobs_of(token, top) for token in heard.tokens])
 
 
-async def test_a_chat_goes_through_the_models_template(world: World) -> None:
-    gateway = await world.gateway()
+async def test_a_chat_goes_through_the_models_template(gateway: Gateway) -> None:
     stream = gateway.client.generate([Message("user", "hé")], max_tokens=8, seed=SEED, ignore_eos=True)
     heard = await hear(stream)
     prompt = [USER, *"hé".encode(), ASSISTANT]
@@ -142,8 +126,7 @@ async def test_a_chat_goes_through_the_models_template(world: World) -> None:
     assert heard.started.prompt_tokens == len(prompt)
 
 
-async def test_what_was_asked_reaches_the_pools_as_it_was_asked(world: World) -> None:
-    gateway = await world.gateway()
+async def test_what_was_asked_reaches_the_pools_as_it_was_asked(world: World, gateway: Gateway) -> None:
     await hear(
         gateway.ask(
             temperature=0.5,

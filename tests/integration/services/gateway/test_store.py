@@ -47,9 +47,7 @@ async def test_a_store_away_for_too_long_is_unavailable_and_the_session_resumabl
 ) -> None:
     world = frail_world
     gateway = await world.gateway(store_timeout_s=0.2)
-    world.target.gate.close_after(1)
-    stream = gateway.ask()
-    heard = await hear(stream, until=1)
+    stream, heard = await world.held(gateway, 1)
     await world.target.waits_after(1)
 
     own_store.pause() if how == "hangs" else own_store.kill()
@@ -69,9 +67,7 @@ async def test_a_store_away_for_too_long_is_unavailable_and_the_session_resumabl
 async def test_a_store_that_restarts_is_a_pause(frail_world: World, own_store: Server) -> None:
     world = frail_world
     gateway = await world.gateway()
-    world.target.gate.close_after(2)
-    stream = gateway.ask()
-    heard = await hear(stream, until=1)
+    stream, heard = await world.held(gateway, 2, until=1)
     await world.target.waits_after(2)
     own_store.kill()
     world.target.gate.open()
@@ -86,9 +82,7 @@ async def test_a_store_that_was_emptied_is_given_the_session_again_by_its_owner(
 ) -> None:
     world = frail_world
     gateway = await world.gateway()
-    world.target.gate.close_after(1)
-    stream = gateway.ask()
-    heard = await hear(stream, until=1)
+    stream, heard = await world.held(gateway, 1)
     await world.target.waits_after(1)
     async with redis_asyncio.Redis.from_url(own_store.url) as store:
         await store.flushall()

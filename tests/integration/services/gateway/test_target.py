@@ -13,7 +13,7 @@ from galley.client.client import GalleyRpcError
 from galley.core.errors import TargetUnavailable, TokenizerMismatch
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import MAX_TOKENS, Heard, World, any_credit, hear, must_be_true, refused
+from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
 
 
 @any_credit
@@ -45,9 +45,8 @@ async def test_a_stream_to_the_target_that_breaks_costs_a_pause(world: World, co
     "code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED], ids=lambda code: code.name
 )
 async def test_an_item_that_the_target_cannot_take_now_is_sent_again(
-    world: World, code: grpc.StatusCode
+    world: World, gateway: Gateway, code: grpc.StatusCode
 ) -> None:
-    gateway = await world.gateway()
     world.target.item_failure = code
     stream = gateway.ask()
     await world.target.has_answered(2)
@@ -58,9 +57,7 @@ async def test_an_item_that_the_target_cannot_take_now_is_sent_again(
 @any_credit
 async def test_a_target_that_is_killed_and_comes_back_goes_on_with_the_same_tokens(world: World) -> None:
     gateway = await world.gateway()
-    world.target.gate.close_after(3)
-    stream = gateway.ask()
-    heard = await hear(stream, until=1)
+    stream, heard = await world.held(gateway, 3, until=1)
     await world.target.waits_after(3)
     asked = len(world.target.calls)
     await world.target.stop()
@@ -74,9 +71,7 @@ async def test_a_target_that_is_killed_and_comes_back_goes_on_with_the_same_toke
 @any_credit
 async def test_a_target_away_for_good_is_unavailable_and_the_session_resumable(world: World) -> None:
     gateway = await world.gateway(target_timeout_s=0.3)
-    world.target.gate.close_after(1)
-    stream = gateway.ask()
-    heard = await hear(stream, until=1)
+    stream, heard = await world.held(gateway, 1)
     await world.target.waits_after(1)
     await world.target.stop()
     error = await refused(heard.listen(stream))
@@ -156,8 +151,7 @@ async def test_a_verdict_that_cannot_be_reaches_no_client(
     assert not heard.tokens
 
 
-async def test_an_emptied_cache_is_filled_again_with_the_same_tokens(world: World) -> None:
-    gateway = await world.gateway()
+async def test_an_emptied_cache_is_filled_again_with_the_same_tokens(world: World, gateway: Gateway) -> None:
     world.target.gate.close()
     stream = gateway.ask()
     for round_number in range(1, 5):
@@ -172,9 +166,8 @@ async def test_an_emptied_cache_is_filled_again_with_the_same_tokens(world: Worl
 
 
 async def test_a_cache_of_other_tokens_at_the_same_length_is_a_miss_and_never_a_wrong_token(
-    world: World,
+    world: World, gateway: Gateway
 ) -> None:
-    gateway = await world.gateway()
     world.target.gate.close_after(2)
     stream = gateway.ask()
     await world.target.called(3)
@@ -210,9 +203,7 @@ async def test_another_build_of_the_target_is_told_at_the_token_where_it_begins(
 @any_credit
 async def test_a_session_that_moves_to_another_build_says_so_on_resume(world: World) -> None:
     gateway = await world.gateway(draft="none")
-    world.target.gate.close_after(2)
-    stream = gateway.ask()
-    heard = await hear(stream, until=2)
+    stream, heard = await world.held(gateway, 2)
     stream.cancel()
     await gateway.idle()
     world.target.fingerprint = "build-2"

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from galley.client.client import NO_RETRIES, AsyncClient
@@ -19,19 +18,14 @@ from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY, SERVED_CERT
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
-from galley.common.tls import channels as reloading
 from galley.core.errors import TargetUnavailable
 from services.gateway.settings import GatewaySettings
 from tests.fakes.certificates import DAY, Authority, Mounted, mounted
-from tests.fakes.log_lines import logged
 from tests.fakes.readings import number, total
-from tests.fakes.redis_servers import Server
 from tests.fakes.replicas import Replica
-from tests.fakes.tiny_model import save_tiny_model
 from tests.fakes.tls_servers import credentials_of, tls_settings
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
-from tests.integration.services.gateway.real import Real, ServiceTls
+from tests.fakes.world import Gateway, Heard, World, any_credit, hear, must_be_true, refused
 
 LONG = 400
 """Tokens of an answer that takes as long as it takes to replace files."""
@@ -89,11 +83,6 @@ class Mesh:
             self[name].put(ca=ca, cert=pair.cert, key=pair.key)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.fixture
 def mesh(world: World, tmp_path: Path) -> Mesh:
     return Mesh(world, tmp_path)
@@ -108,24 +97,6 @@ async def test_an_answer_comes_over_tls_on_every_hop(mesh: Mesh) -> None:
     must_be_true(heard)
     assert mesh.world.draft.answered  # whether in time is another question
     assert (mesh.world.target.streams, mesh.world.draft.streams) == (["peer"], ["peer"])
-
-
-async def test_real_services_say_over_tls_what_they_say_without(
-    tiny: Path, shared_store: Server, tmp_path: Path
-) -> None:
-    authority = Authority(tmp_path, "authority")
-    files = mounted(tmp_path / "files", authority.ca, authority.issue("all"))
-    tls = ServiceTls(tls_settings(files, mutual=True), Tls(files.ca, files.cert, files.key))
-    peers: Any = {"peer_ca_file": files.ca, "peer_cert_file": files.cert, "peer_key_file": files.key}
-    prompt = list(range(1, 9)) * 3
-    answers = []
-    plain = Real(tmp_path / "plain", tiny, shared_store.url, drafts=True)
-    over_tls = Real(tmp_path / "tls", tiny, shared_store.url, drafts=True, tls=tls, **peers)
-    for services in (plain, over_tls):
-        async with services as real:
-            answers.append(await hear(real.ask(prompt)))
-    assert len(answers[0].tokens) == MAX_TOKENS
-    assert answers[1].tokens == answers[0].tokens
 
 
 async def test_it_is_told_when_the_certificate_ends_that_replicas_are_shown(mesh: Mesh) -> None:
@@ -150,29 +121,10 @@ async def _wrong_name(mesh: Mesh) -> dict[str, str]:
     return mesh.peers(target_tls_name="another")
 
 
-async def _expired(mesh: Mesh) -> dict[str, str]:
-    """A server of ours would not start with it."""
-    target, pair = mesh.world.target, mesh.authority.issue("target", until=-dt.timedelta(seconds=1))
-    await target.stop()
-    target.credentials = grpc.ssl_server_credentials([(pair.key.read_bytes(), pair.cert.read_bytes())])
-    await target.start()
-    return mesh.peers()
-
-
-async def _no_certificate(mesh: Mesh) -> dict[str, str]:
-    await mesh.secure(mesh.world.target, "target")
-    return mesh.peers(peer_cert_file="", peer_key_file="")
-
-
 async def _foreign_certificate(mesh: Mesh) -> dict[str, str]:
     await mesh.secure(mesh.world.target, "target")
     mesh["peer"].put_pair(mesh.authority.ca, mesh.other.issue("peer"))
     return mesh.peers()
-
-
-async def _plain_gateway(mesh: Mesh) -> dict[str, str]:
-    await mesh.secure(mesh.world.target, "target")
-    return {}
 
 
 async def _plain_target(mesh: Mesh) -> dict[str, str]:
@@ -184,10 +136,7 @@ async def _plain_target(mesh: Mesh) -> dict[str, str]:
     [
         (_wrong_authority, "CERTIFICATE_VERIFY_FAILED"),
         (_wrong_name, "Hostname Verification Check failed"),
-        (_expired, "certificate has expired"),
-        (_no_certificate, "failed to connect"),
         (_foreign_certificate, "failed to connect"),
-        (_plain_gateway, "failed to connect"),
         (_plain_target, "WRONG_VERSION_NUMBER"),
     ],
 )
@@ -305,21 +254,3 @@ async def test_an_answer_that_needs_not_be_asked_for_stays_where_it_is_and_the_n
         assert sorted(mesh.world.target.streams) == ["peer", "peer-2"]
         must_be_true(await heard.listen(stream), max_tokens=LONG // 2)
         await mesh.world.target.has_streams("peer-2")
-
-
-async def test_a_stream_lives_while_the_gateway_no_longer_trusts_the_target(mesh: Mesh) -> None:
-    """An authority was taken away too soon: connections that stand are used, and none is made."""
-    await mesh.secure_both()
-    gateway = await mesh.start_gateway()
-    async with mesh.calling(gateway) as seen:
-        answering = Answering(mesh, seen)
-        await answering.goes_on()
-        with logged(reloading) as logs:
-            mesh["peer"].put_pair(mesh.other.ca, mesh.authority.issue("peer-2"))
-            async with asyncio.timeout(PATIENCE_S):
-                while len(logs) < len(("target", "draft")):
-                    await answering.goes_on()
-                    await asyncio.sleep(0.05)
-        await answering.ends_as_it_must()
-        must_be_true(await hear(seen.ask()))
-    assert mesh.world.target.streams == ["peer"]

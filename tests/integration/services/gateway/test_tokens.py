@@ -113,23 +113,6 @@ async def test_a_client_brings_a_fresh_token_with_each_call(
             await client.model_info()
 
 
-async def test_limits_of_a_token_are_those_of_its_name(world: World) -> None:
-    path = world.directory / "limits.toml"
-    path.write_text('keys = []\n[principals."jwt:alice"]\nmax_sessions = 1\n')
-    gateway = await world.gateway(**tokens(world, api_keys_file=str(path)))
-    world.target.gate.close()
-    async with calling(gateway, EC.token(sub="alice")) as alice, calling(gateway, EC.token(sub="bob")) as bob:
-        stream = alice.ask()
-        await anext(stream)
-        error = await refused(hear(alice.ask()))
-        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "1 streams of jwt:alice" in error.message
-        world.target.gate.open()
-        must_be_true(await hear(bob.ask()))
-        must_be_true(await hear(stream))
-        assert (await refused(hear(bob.ask(priority=1)))).code is grpc.StatusCode.INVALID_ARGUMENT
-
-
 async def test_keys_are_fetched_from_the_issuer_and_made_up_ids_do_not_pester_it(
     world: World, issuer: IssuerServer
 ) -> None:

@@ -25,8 +25,7 @@ from services.target.servicer import Limits
 from services.target.spans import record_rank
 from tests.fakes.spans import KeptSpans, attributes_of, context_of, parent_of
 from tests.fakes.tiny_model import load_tiny_model, save_tiny_model
-from tests.fakes.verify_items import slice_of
-from tests.fakes.verify_stream import stream_of
+from tests.fakes.verify_items import slice_of, stream_of
 from tests.integration.services.ray.hub import Hub
 from tests.integration.services.target.conftest import Served
 

@@ -16,8 +16,7 @@ from galley.core.hints import MAX_HINT_TOKENS
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.tiny_model import VOCAB, greedy
-from tests.fakes.verify_items import slice_of, verify
-from tests.fakes.verify_stream import Stream, extension, stream_of, tokens_of
+from tests.fakes.verify_items import Stream, extension, slice_of, stream_of, tokens_of, verify
 from tests.integration.services.target.conftest import Recording, Served
 
 PROMPT = [5, 9, 2, 33, 17]

@@ -11,8 +11,7 @@ from galley.common.metrics.registry import Registry
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.readings import count, histogram, number
-from tests.fakes.verify_items import slice_of, verify
-from tests.fakes.verify_stream import stream_of
+from tests.fakes.verify_items import slice_of, stream_of, verify
 from tests.integration.services.target.conftest import KV_BLOCKS, Recording
 
 PROMPT = [5, 9, 2, 33] * 12

@@ -14,8 +14,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.servicer import Limits
 from tests.fakes.spans import KeptSpans, NotedScope, attributes_of, context_of, events_of, links_of, parent_of
-from tests.fakes.verify_items import slice_of, verify
-from tests.fakes.verify_stream import Stream, stream_of
+from tests.fakes.verify_items import Stream, slice_of, stream_of, verify
 from tests.integration.services.target.conftest import KV_BLOCKS, Recording
 
 TRACE = 0xABC

@@ -227,12 +227,18 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+NEEDS_THE_PROMPT = ("room for 61", "max_tokens (20)", "64 tokens")
+
+
 @pytest.mark.parametrize(("fields", "field", "bound"), BAD, ids=lambda value: str(value)[:40])
 def test_a_bad_field_is_named_with_its_bound(fields: dict[str, Any], field: str, bound: str) -> None:
+    """The prompt is tokenized only where the bound depends on it."""
+    tokenizer = Bytes()
     with pytest.raises(InvalidField) as caught:
-        parse(**fields)
+        parse_generate(request(**fields), LIMITS, tokenizer, MODEL, lambda: SEED)
     assert caught.value.field == field
     assert bound in caught.value.problem
+    assert tokenizer.calls == (1 if bound in NEEDS_THE_PROMPT else 0)
 
 
 def test_no_input_at_all() -> None:
@@ -252,17 +258,6 @@ def test_a_text_that_comes_to_no_token() -> None:
 
     with pytest.raises(InvalidField, match="text: must come to at least one token"):
         parse_generate(request(), LIMITS, Silent(), MODEL, lambda: SEED)
-
-
-NEEDS_THE_PROMPT = ("room for 61", "max_tokens (20)", "64 tokens")
-
-
-@pytest.mark.parametrize(("fields", "field", "bound"), BAD, ids=lambda value: str(value)[:40])
-def test_what_can_be_refused_without_tokenizing_is(fields: dict[str, Any], field: str, bound: str) -> None:
-    tokenizer = Bytes()
-    with pytest.raises(InvalidField):
-        parse_generate(request(**fields), LIMITS, tokenizer, MODEL, lambda: SEED)
-    assert tokenizer.calls == (1 if bound in NEEDS_THE_PROMPT else 0)
 
 
 def test_a_long_bad_value_is_not_echoed_whole() -> None:
