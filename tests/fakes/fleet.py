@@ -17,7 +17,7 @@ from tests.fakes.waiting import Gate
 if TYPE_CHECKING:
     from tests.fakes.world import World
 
-FakeT = TypeVar("FakeT", FakeTarget, FakeDraft)
+FakeT = TypeVar("FakeT", bound="FakeTarget | FakeDraft")
 MemberT = TypeVar("MemberT", bound="Member[Any]")
 BLOCK = 4
 LEASE_S = 1.5
@@ -105,10 +105,9 @@ class FreezingDraft(FakeDraft):
         return await super().GetDraftInfo(request, context)
 
 
-class FleetDraft(Member[FakeDraft]):
+class FleetDraft(Member[FreezingDraft]):
     """A draft that has `busy` sessions."""
 
-    fake: FreezingDraft
     pool = DRAFT_POOL
     busy = 0
 

@@ -25,7 +25,7 @@ async def test_the_same_tokens_with_any_credit_and_draft(
         assert len(heard.logprobs) == MAX_TOKENS
 
 
-async def test_plain_decoding_asks_once(world: World) -> None:
+async def test_plain_decoding_sends_one_request(world: World) -> None:
     world.target.pass_s = 0.002
     gateway = await gateway_with_credit(world, draft="none")
     heard = await hear(gateway.ask())
@@ -36,7 +36,7 @@ async def test_plain_decoding_asks_once(world: World) -> None:
     assert heard.end.speculation.rounds == MAX_TOKENS
 
 
-async def test_plain_decoding_needs_few_messages_within_the_usual_bounds(world: World) -> None:
+async def test_plain_decoding_needs_few_extensions(world: World) -> None:
     world.target.pass_s = 0.002
     gateway = await gateway_with_credit(world, draft="none", window=64, buffer=256)
     must_be_true(await hear(gateway.ask(max_tokens=256)), max_tokens=256)
@@ -60,7 +60,7 @@ async def test_hints_reach_a_target_that_is_under_way(world: World) -> None:
     assert heard.end.speculation.accepted == sum(heard.from_draft)
 
 
-async def test_a_draft_that_never_answers_delays_no_token(world: World) -> None:
+async def test_a_silent_draft_delays_no_token(world: World) -> None:
     world.draft.gate.close()
     gateway = await gateway_with_credit(world)  # whose draft timeout is ten seconds
     heard = await hear(gateway.ask())
@@ -77,7 +77,7 @@ async def test_a_session_that_is_preempted_goes_on(world: World, draft: bool) ->
     assert any(call.slice.start > 0 for call in world.target.calls[1:]), "what it kept was not sent again"
 
 
-async def test_a_target_that_falls_silent_in_mid_item_is_given_up_after_its_timeout(world: World) -> None:
+async def test_a_target_silent_mid_request_times_out(world: World) -> None:
     gateway = await gateway_with_credit(world, draft="none", verify_timeout_s=0.2)
     world.target.gate.close_after(3)
     stream = gateway.ask()
@@ -87,14 +87,14 @@ async def test_a_target_that_falls_silent_in_mid_item_is_given_up_after_its_time
     assert world.target.cancelled == 1
 
 
-async def test_a_timeout_is_of_each_answer_and_not_of_the_item(world: World) -> None:
+async def test_the_timeout_is_per_response(world: World) -> None:
     world.target.pass_s = 0.06
     gateway = await gateway_with_credit(world, draft="none", verify_timeout_s=2)
     must_be_true(await hear(gateway.ask()))  # forty passes
     assert len(world.target.calls) == 1
 
 
-async def test_a_stop_string_gives_up_what_the_target_goes_on_with(world: World) -> None:
+async def test_a_stop_string_cancels_the_request(world: World) -> None:
     plain = await hear((await world.gateway()).ask())
     gateway = await gateway_with_credit(world, draft="none")
     stop = plain.text[10:14]

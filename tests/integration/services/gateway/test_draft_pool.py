@@ -35,7 +35,7 @@ async def test_a_gateway_finds_its_drafts_in_the_registry(world: World, fleet: D
     assert not world.draft.calls
 
 
-async def test_a_gateway_is_told_several_drafts(world: World) -> None:
+async def test_a_gateway_uses_a_list_of_drafts(world: World) -> None:
     async with DraftFleet(world) as fleet:
         gateway = await world.gateway(draft=fleet.addresses)
         must_be_true(await hear(gateway.ask(speculation=FIXED)))
@@ -80,7 +80,7 @@ async def test_a_gateway_without_drafts_decodes_plainly(world: World) -> None:
 
 
 @any_credit
-async def test_without_a_draft_what_followed_before_is_guessed_until_one_comes(world: World) -> None:
+async def test_lookup_replaces_a_missing_draft(world: World) -> None:
     """The pool comes, goes and comes back beneath one session each: only the origins of tokens differ."""
     async with DraftFleet(world, "a") as fleet:
         gateway = await world.gateway(draft="", lookup_fallback=True)
@@ -109,7 +109,7 @@ async def drafted_for(gateway: Gateway, draft: FleetDraft) -> None:
             await hear(gateway.ask(speculation=FIXED))
 
 
-async def test_told_drafts_that_are_all_of_another_tokenizer_end_the_start(world: World) -> None:
+async def test_a_gateway_refuses_drafts_of_another_tokenizer(world: World) -> None:
     async with DraftFleet(world) as fleet:
         for draft in fleet.members:
             draft.fake.tokenizer_hash = "another"

@@ -109,7 +109,7 @@ async def test_sessions_are_spread_and_each_stays(here: Here) -> None:
     assert not first & second
 
 
-async def test_a_new_session_goes_where_the_fewest_are_by_all_gateways(here: Here) -> None:
+async def test_a_new_session_goes_to_the_least_busy_draft(here: Here) -> None:
     busy, other = here.fleet.members
     await busy.publish(busy=3)
     await here.drafts.refresh()
@@ -119,7 +119,7 @@ async def test_a_new_session_goes_where_the_fewest_are_by_all_gateways(here: Her
     assert not busy.fake.calls
 
 
-async def test_a_draft_that_dies_hands_its_session_on_within_the_same_proposal(here: Here) -> None:
+async def test_a_killed_draft_is_replaced_within_a_proposal(here: Here) -> None:
     session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, other = here.fleet.holder()
@@ -131,7 +131,7 @@ async def test_a_draft_that_dies_hands_its_session_on_within_the_same_proposal(h
     assert other.sessions == {"s"}
 
 
-async def test_a_frozen_draft_costs_one_timeout_and_then_nobody_asks_it(here: Here) -> None:
+async def test_a_frozen_draft_costs_each_session_one_timeout(here: Here) -> None:
     sessions = {name: DraftSession(here.drafts) for name in "wxyz"}
     for name, session in sessions.items():
         await here.ask(session, named(name))
@@ -146,7 +146,7 @@ async def test_a_frozen_draft_costs_one_timeout_and_then_nobody_asks_it(here: He
     assert other.sessions == set(sessions)
 
 
-async def test_a_draft_that_hangs_with_an_item_fails_the_others_items_too(here: Here) -> None:
+async def test_a_hanging_draft_fails_all_its_requests(here: Here) -> None:
     """They need not wait for their own time to be up: what hangs is left by all at once."""
     sessions = [DraftSession(here.drafts) for _ in "wx"]
     must_be_right(await here.ask(sessions[0], named("w")))
@@ -176,7 +176,7 @@ async def test_a_draft_that_thaws_is_used_again(here: Here) -> None:
     await here.proposed(session)
 
 
-async def test_a_late_draft_is_left_but_not_by_those_it_answers(here: Here) -> None:
+async def test_only_the_late_session_leaves_a_late_draft(here: Here) -> None:
     """It is slow for one session: nobody else's items fail for that."""
     session = DraftSession(here.drafts)
     await here.ask(session)
@@ -192,7 +192,7 @@ async def test_a_late_draft_is_left_but_not_by_those_it_answers(here: Here) -> N
     assert "x" in home.sessions
 
 
-async def test_a_replaced_draft_is_met_anew_and_asked_again(here: Here) -> None:
+async def test_a_restarted_draft_is_used_again(here: Here) -> None:
     home, other = here.fleet.members
     await other.fake.stop()
     await other.withdraw()
@@ -208,7 +208,7 @@ async def test_a_replaced_draft_is_met_anew_and_asked_again(here: Here) -> None:
     assert session.replica.incarnation != before.incarnation
 
 
-async def test_one_that_comes_is_used_though_there_was_none(world: World) -> None:
+async def test_a_first_draft_is_used_once_it_registers(world: World) -> None:
     async with DraftFleet(world, "a") as fleet:
         drafts = drafts_of(world)
         await drafts.start()
@@ -225,7 +225,7 @@ async def test_one_that_comes_is_used_though_there_was_none(world: World) -> Non
         await drafts.close()
 
 
-async def test_a_draft_that_drains_keeps_no_session_where_there_is_another(here: Here) -> None:
+async def test_a_draining_draft_loses_its_sessions(here: Here) -> None:
     session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, other = here.fleet.holder()
@@ -241,7 +241,7 @@ async def test_a_draft_that_drains_keeps_no_session_where_there_is_another(here:
     assert "new" not in home.sessions
 
 
-async def test_a_draft_that_drains_is_used_to_its_end_by_its_own_where_there_is_no_other(here: Here) -> None:
+async def test_a_draining_only_draft_keeps_its_sessions(here: Here) -> None:
     session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, other = here.fleet.holder()
@@ -252,7 +252,7 @@ async def test_a_draft_that_drains_is_used_to_its_end_by_its_own_where_there_is_
     must_be_right(await here.ask(session))
 
 
-async def test_a_draft_whose_stream_broke_is_met_again_at_once(
+async def test_a_draft_is_contacted_again_after_a_broken_stream(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = DraftSession(here.drafts)
@@ -269,7 +269,7 @@ async def test_a_draft_whose_stream_broke_is_met_again_at_once(
             await asyncio.sleep(0.01)
 
 
-async def test_a_session_that_goes_on_finds_the_draft_that_has_its_tokens(here: Here) -> None:
+async def test_a_resumed_session_returns_to_its_draft(here: Here) -> None:
     for home in here.fleet.members:
         held = CacheLocation(home.fake.address, home.fake.info().incarnation, len(SPEC.prompt))
         for number in range(3):
@@ -283,7 +283,7 @@ async def test_a_session_that_goes_on_finds_the_draft_that_has_its_tokens(here: 
     assert "late" in here.fleet.members[1].sessions
 
 
-async def test_a_lease_that_ended_moves_sessions_only_where_another_lives(here: Here) -> None:
+async def test_an_expired_lease_moves_sessions_only_to_a_live_one(here: Here) -> None:
     session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, other = here.fleet.holder()
@@ -296,7 +296,7 @@ async def test_a_lease_that_ended_moves_sessions_only_where_another_lives(here: 
     must_be_right(await here.ask(session))  # a registry that lost its data is no reason to stop
 
 
-async def test_another_tokenizer_is_refused_once_with_both_hashes(world: World) -> None:
+async def test_a_refused_tokenizer_is_logged_once(world: World) -> None:
     async with DraftFleet(world) as fleet:
         wrong, right = fleet.members
         wrong.fake.tokenizer_hash = "another"
@@ -317,7 +317,7 @@ async def test_another_tokenizer_is_refused_once_with_both_hashes(world: World) 
         assert world.tokenizer_hash in line["reason"]
 
 
-async def test_a_proposal_that_is_given_up_is_cancelled_at_the_draft(here: Here) -> None:
+async def test_a_cancelled_proposal_is_cancelled_at_the_draft(here: Here) -> None:
     session = DraftSession(here.drafts)
     for draft in here.fleet.members:
         draft.fake.gate.close()
@@ -335,20 +335,20 @@ async def test_a_proposal_that_is_given_up_is_cancelled_at_the_draft(here: Here)
     assert not other.fake.calls, "giving up is no reproach"
 
 
-async def test_what_is_asked_ahead_is_said_so(here: Here) -> None:
+async def test_a_request_ahead_says_so(here: Here) -> None:
     await here.ask(DraftSession(here.drafts), ahead=3)
     home, _ = here.fleet.holder()
     assert [call.ahead for call in home.fake.calls] == [3]
 
 
-async def test_a_strategy_is_asked_of_those_that_offer_it(here: Here) -> None:
+async def test_a_strategy_is_requested_where_it_is_offered(here: Here) -> None:
     answer = await here.ask(DraftSession(here.drafts), strategy="clairvoyance")
     assert isinstance(answer, ev.Failed)
     assert not any(draft.fake.calls for draft in here.fleet.members)
     must_be_right(await here.ask(DraftSession(here.drafts), strategy="model"))
 
 
-async def test_a_draft_that_keeps_failing_is_asked_by_one_probe_at_a_time(here: Here) -> None:
+async def test_a_failing_draft_gets_one_probe_at_a_time(here: Here) -> None:
     bad, other = here.fleet.members
     await other.withdraw()
     await other.fake.stop()
@@ -381,7 +381,7 @@ async def test_misses_are_no_failures(here: Here) -> None:
     must_be_right(await here.ask(session))
 
 
-async def test_proposals_that_come_too_late_open_the_breaker_too(here: Here) -> None:
+async def test_late_proposals_open_the_breaker(here: Here) -> None:
     slow, other = here.fleet.members
     await other.withdraw()
     await other.fake.stop()
@@ -396,7 +396,7 @@ async def test_proposals_that_come_too_late_open_the_breaker_too(here: Here) -> 
     assert len(slow.fake.calls) == asked
 
 
-async def test_a_session_falls_from_model_to_lookup_at_a_draft_to_lookup_here_and_comes_back(
+async def test_a_session_degrades_by_steps_and_recovers(
     here: Here,
 ) -> None:
     model, looking_up = here.fleet.members

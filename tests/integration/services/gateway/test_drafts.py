@@ -96,7 +96,7 @@ LIES: list[Callable[[pb.ProposeItem, pb.ProposeAnswer], None]] = [
 
 
 @pytest.mark.parametrize("spoil_rate", [0.0, 0.3, 1.0])
-async def test_a_draft_that_is_right_so_often_changes_no_token(world: World, spoil_rate: float) -> None:
+async def test_acceptance_changes_no_token(world: World, spoil_rate: float) -> None:
     world.draft.spoil_rate = spoil_rate
     gateway = await world.gateway()
     heard = await hear(gateway.ask(speculation=Speculation(k=4)))
@@ -111,7 +111,7 @@ async def test_a_draft_that_is_right_so_often_changes_no_token(world: World, spo
 
 @any_credit
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
-async def test_a_lie_of_the_draft_is_harmless(
+async def test_an_invalid_proposal_is_harmless(
     world: World, lie: Callable[[pb.ProposeItem, pb.ProposeAnswer], None]
 ) -> None:
     world.draft.lie = lie
@@ -128,7 +128,7 @@ async def test_draft_calls_that_fail_are_harmless(world: World) -> None:
     assert world.draft.calls
 
 
-async def test_a_draft_that_never_answers_costs_a_timeout_and_is_left_alone(world: World) -> None:
+async def test_a_silent_draft_costs_a_timeout_and_a_pause(world: World) -> None:
     timeout_s = 0.05
     world.draft.gate.close()
     gateway = await world.gateway(draft_timeout_s=timeout_s)
@@ -154,7 +154,7 @@ async def test_a_draft_that_answers_late_is_harmless(world: World) -> None:
     assert world.draft.calls
 
 
-async def test_a_draft_that_was_killed_is_used_again_when_it_is_back(world: World, gateway: Gateway) -> None:
+async def test_a_restarted_draft_is_used(world: World, gateway: Gateway) -> None:
     assert any((await hear(gateway.ask())).from_draft)
 
     await world.draft.stop()
@@ -191,7 +191,7 @@ async def test_a_gateway_starts_without_its_draft_and_pairs_later(world: World) 
             heard = await hear(gateway.ask())
 
 
-async def test_a_draft_of_another_tokenizer_is_refused_at_the_start_with_both_hashes(world: World) -> None:
+async def test_a_draft_of_another_tokenizer_is_refused(world: World) -> None:
     world.draft.tokenizer_hash = "another"
     with pytest.raises(TokenizerMismatch) as refusal:
         await world.gateway()
@@ -199,7 +199,7 @@ async def test_a_draft_of_another_tokenizer_is_refused_at_the_start_with_both_ha
     assert world.tokenizer_hash in str(refusal.value)
 
 
-async def test_a_draft_that_comes_back_with_another_tokenizer_is_logged_and_not_used(world: World) -> None:
+async def test_a_draft_that_changes_its_tokenizer_is_not_used(world: World) -> None:
     gateway = await world.gateway()
     await world.draft.stop()
     must_be_true(await hear(gateway.ask()))

@@ -56,7 +56,7 @@ async def test_a_gateway_that_stops_is_a_pause(world: World, drain_timeout_s: fl
         assert not one.changes
 
 
-async def test_a_stream_hops_over_gateways_that_go_one_after_the_other(world: World) -> None:
+async def test_a_stream_survives_gateways_that_stop_in_turn(world: World) -> None:
     gateways = [await world.gateway(drain_timeout_s=0.1) for _ in range(4)]
     world.target.gate.close()
     async with client_of(*gateways) as client:
@@ -70,7 +70,7 @@ async def test_a_stream_hops_over_gateways_that_go_one_after_the_other(world: Wo
         must_be_true(await heard.listen(stream))
 
 
-async def test_a_client_is_told_of_another_owner_and_does_not_fight_it(world: World) -> None:
+async def test_a_superseded_client_does_not_retry(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
     world.target.gate.close()
     async with AsyncExitStack() as opened:
@@ -90,7 +90,7 @@ async def test_a_client_is_told_of_another_owner_and_does_not_fight_it(world: Wo
         assert rest.end.reason == pb.Finished.REASON_LENGTH
 
 
-async def test_a_repeated_request_joins_what_its_first_try_began(world: World) -> None:
+async def test_a_repeated_request_joins_its_first_try(world: World) -> None:
     """The first gateway dies with the session begun, and nothing of it said: there is one, not two."""
     doomed, staying = await world.gateway(drain_timeout_s=0.1), await world.gateway()
     world.target.gate.close()

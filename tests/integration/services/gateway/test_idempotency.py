@@ -21,7 +21,7 @@ async def outcome(stream: TokenStream) -> Heard | grpc.StatusCode:
 
 
 @any_credit
-async def test_of_two_calls_at_once_one_has_the_answer_and_the_other_knows_why_not(world: World) -> None:
+async def test_one_of_two_concurrent_calls_is_superseded(world: World) -> None:
     gateway = await world.gateway()
     for number in range(10):
         key = f"key-{id(world)}-{number}"
@@ -34,7 +34,7 @@ async def test_of_two_calls_at_once_one_has_the_answer_and_the_other_knows_why_n
     await gateway.idle()
 
 
-async def test_an_older_stream_here_ends_at_once_whatever_it_waits_for(world: World) -> None:
+async def test_a_newer_call_ends_the_older_at_once(world: World) -> None:
     gateway = await world.gateway()
     key = f"key-{id(world)}-older"
     older, heard = await world.held(gateway, 1, idempotency_key=key)
@@ -49,7 +49,7 @@ async def test_an_older_stream_here_ends_at_once_whatever_it_waits_for(world: Wo
 
 @any_credit
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
-async def test_asking_again_after_a_lost_connection_just_works(world: World, elsewhere: bool) -> None:
+async def test_a_repeated_call_has_the_whole_answer(world: World, elsewhere: bool) -> None:
     """All of it comes, from index 0, with what was told before of each token; nothing is computed twice."""
     first, second = await world.gateway(), await world.gateway()
     key = f"key-{id(world)}-{elsewhere}"
@@ -69,7 +69,7 @@ async def test_asking_again_after_a_lost_connection_just_works(world: World, els
     assert went_on.start + len(went_on.tokens) - went_on.prompt_len >= known, "where its log ended"
 
 
-async def test_a_key_can_be_used_again_once_its_owner_gave_up_in_mid_claim(world: World) -> None:
+async def test_a_key_is_usable_after_a_cancelled_claim(world: World) -> None:
     """A client that goes while its session is being made leaves one that the next call finds."""
     gateway = await world.gateway()
     key = f"key-{id(world)}-gone"

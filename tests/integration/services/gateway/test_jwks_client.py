@@ -65,7 +65,7 @@ async def test_a_slash_at_the_end_belongs_to_the_name(server: IssuerServer) -> N
         ({"jwks_uri": "https://user:hunter2@127.0.0.1/keys"}, "must not contain"),
     ],
 )
-async def test_a_configuration_is_not_believed_everything(
+async def test_a_bad_configuration_is_refused(
     server: IssuerServer, told: dict[str, object], problem: str
 ) -> None:
     configure(server, **told)
@@ -75,7 +75,7 @@ async def test_a_configuration_is_not_believed_everything(
     assert "hunter2" not in str(caught.value)
 
 
-async def test_answers_that_are_none(server: IssuerServer) -> None:
+async def test_invalid_responses_are_refused(server: IssuerServer) -> None:
     other = server.url + "/other"
     packed = "Content-Encoding: gzip\r\n"
     answers: list[tuple[bytes, str, str, str]] = [
@@ -95,7 +95,7 @@ async def test_answers_that_are_none(server: IssuerServer) -> None:
     assert server.asked == ["/other"] * 6, "no redirect was followed"
 
 
-async def test_an_answer_without_an_end_is_cut_off(server: IssuerServer) -> None:
+async def test_an_endless_response_is_cut_off(server: IssuerServer) -> None:
     """Of what is sent without a length, as of what is sent too slowly."""
     server.answers["/endless"] = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"ffff\r\n".join(
         [b"", *[b" " * 0xFFFF + b"\r\n"] * 64]
@@ -110,7 +110,7 @@ async def test_an_answer_without_an_end_is_cut_off(server: IssuerServer) -> None
     assert server.hanging.is_set()
 
 
-async def test_whoever_answers_must_be_vouched_for(server: IssuerServer, tmp_path: Path) -> None:
+async def test_the_issuers_certificate_is_verified(server: IssuerServer, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     other = Authority(tmp_path / "other", "others")
     for ca_file in ("", str(other.ca)):
@@ -122,12 +122,12 @@ async def test_whoever_answers_must_be_vouched_for(server: IssuerServer, tmp_pat
     assert server.asked == []
 
 
-async def test_an_issuer_that_is_not_there(server: IssuerServer) -> None:
+async def test_an_unreachable_issuer(server: IssuerServer) -> None:
     with pytest.raises(OSError, match=r"127\.0\.0\.1"):
         await JwksClient("anybody", "https://127.0.0.1:1/keys", server.ca_file).fetch()
 
 
-def test_authorities_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> None:
+def test_unreadable_authorities_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match=r"jwt_ca_file: .*none\.pem: No such file"):
         JwksClient("anybody", "", str(tmp_path / "none.pem")).ssl_context()
     (tmp_path / "empty.pem").write_text("nothing")

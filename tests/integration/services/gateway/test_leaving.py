@@ -28,7 +28,7 @@ LONG = 50_000
 
 
 @any_credit
-async def test_a_client_that_cancels_stops_the_work_of_the_target_within_a_round(world: World) -> None:
+async def test_a_cancelled_stream_stops_the_target(world: World) -> None:
     gateway = await world.gateway()
     stream, heard = await world.held(gateway, 1)
     await world.target.waits_after(1)
@@ -43,7 +43,7 @@ async def test_a_client_that_cancels_stops_the_work_of_the_target_within_a_round
     must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
 
 
-async def test_a_client_that_cancels_stops_the_work_of_the_draft(world: World, gateway: Gateway) -> None:
+async def test_a_cancelled_stream_stops_the_draft(world: World, gateway: Gateway) -> None:
     world.draft.gate.close()
     stream = gateway.ask()
     heard = Heard()
@@ -59,7 +59,7 @@ async def test_a_client_that_cancels_stops_the_work_of_the_draft(world: World, g
 
 
 @any_credit
-async def test_a_client_that_cancels_while_nothing_waits_leaves_nothing_behind(world: World) -> None:
+async def test_streams_cancelled_at_any_point_leave_nothing(world: World) -> None:
     """At whatever point: mid-stream, with the target answering freely."""
     gateway = await world.gateway()
     for count in range(10):
@@ -75,7 +75,7 @@ async def test_a_client_that_cancels_while_nothing_waits_leaves_nothing_behind(w
 
 
 @any_credit
-async def test_an_aborted_session_ends_its_stream_and_cannot_be_continued(world: World) -> None:
+async def test_an_aborted_session_ends_its_stream(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
     for aborter in (first, second):
         world.target.gate.close()
@@ -100,7 +100,7 @@ async def test_an_aborted_session_ends_its_stream_and_cannot_be_continued(world:
         await second.client.abort(stream.session_id)  # again is the same as once
 
 
-async def test_aborting_a_finished_session_leaves_it_as_it_ended(gateway: Gateway) -> None:
+async def test_aborting_a_finished_session_changes_nothing(gateway: Gateway) -> None:
     stream = gateway.ask()
     whole = await hear(stream)
     await gateway.client.abort(stream.session_id)
@@ -110,7 +110,7 @@ async def test_aborting_a_finished_session_leaves_it_as_it_ended(gateway: Gatewa
 
 
 @any_credit
-async def test_a_draining_gateway_refuses_new_work_and_lets_streams_end(world: World) -> None:
+async def test_a_draining_gateway_finishes_its_streams(world: World) -> None:
     gateway = await world.gateway(drain_timeout_s=20)
     stream, heard = await world.held(gateway, 1)
     stopping = asyncio.create_task(gateway.running.stop())
@@ -135,7 +135,7 @@ async def refused_or_held(stream: TokenStream) -> grpc.StatusCode | None:
     return None
 
 
-async def test_a_draining_gateway_hands_long_streams_over_at_a_round_boundary(world: World) -> None:
+async def test_a_draining_gateway_hands_over_long_streams(world: World) -> None:
     leaving, staying = await world.gateway(drain_timeout_s=1), await world.gateway()
     stream = leaving.ask(max_tokens=LONG)
     heard = await hear(stream, until=1)
@@ -156,7 +156,7 @@ async def test_a_draining_gateway_hands_long_streams_over_at_a_round_boundary(wo
 
 
 @pytest.mark.parametrize("hung", ["draft", "target"])
-async def test_a_gateway_leaves_in_time_though_a_pool_hangs(world: World, hung: str) -> None:
+async def test_a_gateway_stops_in_time_while_a_pool_hangs(world: World, hung: str) -> None:
     gateway, other = await world.gateway(drain_timeout_s=0.5), await world.gateway()
     pool = world.draft if hung == "draft" else world.target
     pool.gate.close()
@@ -196,7 +196,7 @@ async def test_a_session_may_go_on_without_its_client(world: World) -> None:
         assert len(world.target.calls) == calls, "it was all there"
 
 
-async def test_a_session_that_goes_on_without_its_client_holds_its_place(world: World) -> None:
+async def test_a_session_without_client_keeps_its_place(world: World) -> None:
     gateway = await world.gateway(max_sessions=1)
     world.target.gate.close()
     stream = gateway.ask(continue_without_client=True)
@@ -210,7 +210,7 @@ async def test_a_session_that_goes_on_without_its_client_holds_its_place(world: 
     must_be_true(await hear(gateway.ask()))
 
 
-async def test_a_session_that_goes_on_without_its_client_can_be_joined_aborted_and_drained(
+async def test_a_session_without_client_joins_aborts_and_drains(
     world: World,
 ) -> None:
     gateway, other = await world.gateway(drain_timeout_s=0.5), await world.gateway()

@@ -47,7 +47,7 @@ async def counted(world: World, **given: object) -> Counted:
     return Counted(await world.gateway_of(Parts(metrics=registry), **given), registry)
 
 
-async def test_everything_that_the_catalogue_says_of_a_gateway_is_there(world: World) -> None:
+async def test_every_metric_of_the_catalogue_is_exported(world: World) -> None:
     it = await counted(world)
     assert set(it.registry.metrics) == set(of_service(GATEWAY))
     assert it.number(catalogue.REPLICAS, "target", "up") == 1
@@ -58,7 +58,7 @@ async def test_everything_that_the_catalogue_says_of_a_gateway_is_there(world: W
 
 
 @any_credit
-async def test_rounds_and_their_tokens_are_what_the_client_was_sent(world: World) -> None:
+async def test_counted_tokens_are_those_of_the_stream(world: World) -> None:
     world.draft.spoil_rate = 0.3
     world.target.pass_s = 0.02  # unasked, it would be through before the draft has spoken
     it = await counted(world)
@@ -93,7 +93,7 @@ async def test_rounds_and_their_tokens_are_what_the_client_was_sent(world: World
 
 
 @any_credit
-async def test_plain_decoding_is_as_fast_as_plain_decoding(world: World) -> None:
+async def test_plain_decoding_has_no_speed_up(world: World) -> None:
     it = await counted(world)
     must_be_true(await hear(it.gateway.ask(speculation=Speculation(off=True))))
     plain, real = (it.number(metric, "none") for metric in (catalogue.PLAIN_TIME, catalogue.DECODE_TIME))
@@ -101,7 +101,7 @@ async def test_plain_decoding_is_as_fast_as_plain_decoding(world: World) -> None
     assert plain == pytest.approx(real)
 
 
-async def test_a_call_is_timed_and_named_as_the_conventions_say(world: World) -> None:
+async def test_a_call_follows_the_semantic_conventions(world: World) -> None:
     it = await counted(world)
     must_be_true(await hear(it.gateway.ask()))
     await it.gateway.idle()
@@ -138,10 +138,7 @@ async def test_exemplars_name_the_trace(world: World) -> None:
     assert spans == {(named.trace_id, named.span_id)}
 
 
-# ---------------------------------------------------------------------------------- whose fault is it --
-
-
-async def test_the_callers_faults_are_not_ours(world: World) -> None:
+async def test_caller_faults_are_counted_as_such(world: World) -> None:
     it = await counted(world)
     await refused(hear(it.gateway.ask(max_tokens=0)))
     await refused(hear(it.gateway.ask(model="another")))
@@ -166,7 +163,7 @@ async def test_the_callers_faults_are_not_ours(world: World) -> None:
     assert count(it.registry, catalogue.REQUEST_DURATION, *wrong) == 1
 
 
-async def test_a_full_gateway_is_our_fault_and_so_is_one_that_drains(world: World) -> None:
+async def test_overload_and_drain_are_server_faults(world: World) -> None:
     it = await counted(world, max_sessions=1)
     world.target.gate.close()
     stream = it.gateway.ask()
@@ -188,10 +185,7 @@ async def test_a_full_gateway_is_our_fault_and_so_is_one_that_drains(world: Worl
     }
 
 
-# ------------------------------------------------------------------------------------------ failures --
-
-
-async def test_a_resumed_session_is_a_resume_and_no_first_token(world: World) -> None:
+async def test_a_resumed_session_has_no_first_token(world: World) -> None:
     first, second = await counted(world), await counted(world)
     stream = first.gateway.ask()
     heard = await hear(stream, until=MAX_TOKENS // 2)
@@ -207,7 +201,7 @@ async def test_a_resumed_session_is_a_resume_and_no_first_token(world: World) ->
     )
 
 
-async def test_a_target_that_forgets_is_a_cache_miss_and_one_that_restarts_a_failover(world: World) -> None:
+async def test_cache_misses_and_failovers_are_counted(world: World) -> None:
     it = await counted(world)
     world.target.gate.close_after(1)
     stream = it.gateway.ask(speculation=Speculation(off=True))

@@ -25,7 +25,7 @@ async def first_of(stream: TokenStream) -> TokenStream | GalleyRpcError:
 
 
 @any_credit
-async def test_an_overload_is_refused_at_once_and_who_was_admitted_does_not_notice(world: World) -> None:
+async def test_an_overload_is_refused_at_once(world: World) -> None:
     gateway = await world.gateway(max_sessions=PLACES)
     world.target.gate.close()
     # The answers would come only once the gate is open: what comes before was refused without waiting.
@@ -50,9 +50,7 @@ async def test_an_overload_is_refused_at_once_and_who_was_admitted_does_not_noti
     must_be_true(await hear(gateway.ask()))
 
 
-async def test_calls_to_abort_are_bounded_too_and_need_no_streams_place(
-    frail_world: World, own_store: Server
-) -> None:
+async def test_calls_to_abort_have_places_of_their_own(frail_world: World, own_store: Server) -> None:
     gateway = await frail_world.gateway(max_sessions=1, store_timeout_s=0.2)
     frail_world.target.gate.close()
     stream = gateway.ask()

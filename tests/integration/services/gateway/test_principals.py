@@ -51,7 +51,7 @@ async def bob(gateway: Gateway) -> AsyncIterator[Gateway]:
         yield caller
 
 
-async def test_no_call_is_served_without_a_key_that_is_known(world: World, gateway: Gateway) -> None:
+async def test_no_call_is_served_without_a_known_key(world: World, gateway: Gateway) -> None:
     for key in ("", ALICE + "x"):
         async with calling(gateway, key) as caller:
             calls = (
@@ -77,7 +77,7 @@ async def test_health_and_reflection_stay_open(gateway: Gateway) -> None:
         assert told.list_services_response.service
 
 
-async def test_anothers_session_is_as_unknown_as_none(world: World, alice: Gateway, bob: Gateway) -> None:
+async def test_anothers_session_is_not_found(world: World, alice: Gateway, bob: Gateway) -> None:
     """To the letter, however far it has come; and it stays as it was."""
     stream, heard = await world.held(alice, 1)
     for session_id in (stream.session_id, UNKNOWN):
@@ -98,7 +98,7 @@ async def asked_of(store: Server) -> dict[str, int]:
     return {str(name): told["calls"] for name, told in stats.items() if "info" not in str(name)}
 
 
-async def test_anothers_session_costs_the_store_what_none_does(
+async def test_anothers_session_costs_the_store_the_same(
     world: World, shared_store: Server, alice: Gateway, bob: Gateway
 ) -> None:
     """So that not even the time of an answer tells whether there is one."""
@@ -119,9 +119,7 @@ async def test_anothers_session_costs_the_store_what_none_does(
     assert len(world.target.calls) == calls
 
 
-async def test_anothers_idempotency_key_is_as_unused_as_any(
-    world: World, alice: Gateway, bob: Gateway
-) -> None:
+async def test_anothers_idempotency_key_looks_unused(world: World, alice: Gateway, bob: Gateway) -> None:
     """Neither the same body nor another one tells that somebody has used it."""
     key = f"key-{id(world)}-anothers"
     must_be_true(await hear(alice.ask(idempotency_key=key)))
@@ -133,9 +131,7 @@ async def test_anothers_idempotency_key_is_as_unused_as_any(
     )
 
 
-async def test_the_same_idempotency_key_of_two_callers_names_two_sessions(
-    world: World, alice: Gateway, bob: Gateway
-) -> None:
+async def test_an_idempotency_key_belongs_to_its_caller(world: World, alice: Gateway, bob: Gateway) -> None:
     key = f"key-{id(world)}"
     ids = []
     for caller in (alice, bob, alice):
@@ -145,7 +141,7 @@ async def test_the_same_idempotency_key_of_two_callers_names_two_sessions(
     assert ids[0] == ids[2] != ids[1]
 
 
-async def test_the_pools_are_told_the_callers_salt(world: World, alice: Gateway, bob: Gateway) -> None:
+async def test_the_pools_receive_the_callers_salt(world: World, alice: Gateway, bob: Gateway) -> None:
     plain = await world.gateway()
     for caller, salt in (
         (alice, Principal("alice").tenant_salt),
@@ -188,7 +184,7 @@ async def test_the_callers_own_streams_are_bounded(world: World, alice: Gateway,
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 20\nburst_tokens = 60")])
-async def test_who_has_used_its_tokens_is_told_when_there_are_more(
+async def test_a_caller_out_of_tokens_learns_when_to_retry(
     world: World, alice: Gateway, bob: Gateway
 ) -> None:
     must_be_true(await hear(alice.ask()))
@@ -204,7 +200,7 @@ async def test_who_has_used_its_tokens_is_told_when_there_are_more(
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
-async def test_a_finished_answer_told_again_costs_no_tokens(world: World, alice: Gateway) -> None:
+async def test_replaying_an_answer_costs_no_tokens(world: World, alice: Gateway) -> None:
     key = f"key-{id(world)}-told-again"
     stream = alice.ask(idempotency_key=key)
     must_be_true(await hear(stream))  # its prompt and its answer: 53 of the 100
@@ -215,9 +211,7 @@ async def test_a_finished_answer_told_again_costs_no_tokens(world: World, alice:
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
-async def test_a_session_that_is_joined_before_its_first_token_costs_its_prompt_once(
-    world: World, alice: Gateway
-) -> None:
+async def test_a_joined_session_costs_its_prompt_once(world: World, alice: Gateway) -> None:
     key = f"key-{id(world)}-joined"
     world.target.gate.close()
     first = alice.ask(idempotency_key=key)
@@ -232,7 +226,7 @@ async def test_a_session_that_is_joined_before_its_first_token_costs_its_prompt_
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 60")])
-async def test_a_session_goes_on_though_its_caller_is_in_debt(world: World, alice: Gateway) -> None:
+async def test_a_session_resumes_while_its_caller_is_in_debt(world: World, alice: Gateway) -> None:
     """A pause is no new work; what is new waits until the debt is paid."""
     prompt = "x" * 80
     stream, heard = await world.held(alice, 1, prompt)
@@ -244,7 +238,7 @@ async def test_a_session_goes_on_though_its_caller_is_in_debt(world: World, alic
     assert (await refused(hear(alice.ask(max_tokens=1)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_places_pass_to_the_caller_who_waits(world: World, alice: Gateway, bob: Gateway) -> None:
+async def test_a_waiting_caller_gets_the_next_place(world: World, alice: Gateway, bob: Gateway) -> None:
     world.target.gate.close()
     async with AsyncExitStack() as held:
         streams = [alice.ask() for _ in range(4)]

@@ -155,7 +155,7 @@ async def test_an_unknown_session_is_not_found(world: World, gateway: Gateway) -
             assert (await refused(gateway.client.abort(session_id))).code is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_session_without_a_name_and_a_hash_of_the_wrong_size_are_invalid(world: World) -> None:
+async def test_resume_needs_a_session_id_and_a_whole_hash(world: World) -> None:
     gateway = await world.gateway()
     async with Bystander(world, gateway):
         error = await refused(hear(gateway.client.resume("", 0)))
@@ -177,7 +177,7 @@ async def test_the_same_key_with_another_body_already_exists(world: World) -> No
         assert len(world.target.calls) == calls
 
 
-async def test_a_deadline_is_kept_and_the_session_stays_resumable(world: World, gateway: Gateway) -> None:
+async def test_a_session_is_resumable_after_its_deadline(world: World, gateway: Gateway) -> None:
     world.target.gate.close_after(2)
     stream = gateway.ask(timeout_s=1.5)
     heard = Heard()

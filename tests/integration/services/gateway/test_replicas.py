@@ -45,7 +45,7 @@ async def test_a_session_goes_where_its_prompt_is_cached(world: World, fleet: Fl
     assert not other.fake.calls
 
 
-async def test_sessions_that_come_at_once_are_spread_and_stay(world: World, fleet: Fleet) -> None:
+async def test_concurrent_sessions_are_spread(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(0)
     streams = [gateway.ask() for _ in range(STREAMS)]
@@ -80,7 +80,7 @@ async def test_a_replica_that_dies_hands_its_sessions_on(world: World, fleet: Fl
     assert other.sessions > doomed.sessions
 
 
-async def test_another_build_serves_where_no_other_lives_and_is_named(world: World, fleet: Fleet) -> None:
+async def test_another_build_serves_if_no_other_is_up(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(1)
     stream = gateway.ask()
@@ -94,7 +94,7 @@ async def test_another_build_serves_where_no_other_lives_and_is_named(world: Wor
     assert [fingerprint for _, fingerprint in heard.changes] == ["build-2"]
 
 
-async def test_a_replica_without_room_is_left_for_another(world: World, fleet: Fleet) -> None:
+async def test_a_session_leaves_a_full_replica(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
     full, other = fleet.members
     await full.publish(free=90)
@@ -108,7 +108,7 @@ async def test_a_replica_without_room_is_left_for_another(world: World, fleet: F
     }
 
 
-async def test_a_drain_moves_new_sessions_and_not_live_ones(world: World, fleet: Fleet) -> None:
+async def test_a_drain_moves_only_new_sessions(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(1)
     live = gateway.ask()
@@ -139,7 +139,7 @@ async def test_a_resumed_session_goes_where_its_kv_is(world: World, fleet: Fleet
     assert not other.fake.calls
 
 
-async def test_a_replica_that_hangs_loses_its_sessions_with_its_lease(
+async def test_a_hanging_replica_loses_its_sessions(
     world: World, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.gateway.replicas.membership.LEASE_GRACE_S", 0.1)
@@ -166,7 +166,7 @@ async def test_a_replica_of_another_tokenizer_is_refused_alone(world: World) -> 
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "registered"])
-async def test_a_gateway_that_every_replica_mismatches_names_both_hashes(world: World, told: bool) -> None:
+async def test_a_gateway_refuses_replicas_of_another_tokenizer(world: World, told: bool) -> None:
     async with Fleet(world) as fleet:
         for target in fleet.members:
             target.fake.tokenizer_hash = "another"
@@ -176,7 +176,7 @@ async def test_a_gateway_that_every_replica_mismatches_names_both_hashes(world: 
             await world.gateway(target=fleet.addresses if told else "")
 
 
-async def test_addresses_that_were_told_need_no_registry(world: World) -> None:
+async def test_listed_addresses_need_no_registry(world: World) -> None:
     async with Fleet(world) as fleet:
         gateway = await world.gateway(target=fleet.addresses)
         stream = gateway.ask()
@@ -192,7 +192,7 @@ async def test_without_a_replica_a_gateway_does_not_start(world: World) -> None:
         await world.gateway(target="", startup_timeout_s=0.3)
 
 
-async def test_without_a_replica_streams_end_and_go_on_with_the_next(world: World) -> None:
+async def test_a_stream_resumes_at_the_next_replica(world: World) -> None:
     async with Fleet(world) as fleet:
         first, second = fleet.members
         await first.register()
@@ -208,7 +208,7 @@ async def test_without_a_replica_streams_end_and_go_on_with_the_next(world: Worl
         must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
 
 
-async def test_what_is_told_of_the_model_holds_for_every_replica(world: World) -> None:
+async def test_model_info_holds_for_every_replica(world: World) -> None:
     async with Fleet(world, "abc", make=Lesser) as fleet:
         await fleet.register()
         gateway = await gateway_of(world, fleet)

@@ -41,7 +41,7 @@ def kept() -> KeptSpans:
     return KeptSpans()
 
 
-async def test_who_has_no_key_has_nothing_traced_for_the_asking(
+async def test_an_unauthenticated_caller_cannot_force_a_trace(
     world: World, kept: KeptSpans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
@@ -54,7 +54,7 @@ async def test_who_has_no_key_has_nothing_traced_for_the_asking(
     assert error_of(request) is None
 
 
-async def test_a_call_that_is_refused_says_why(world: World, kept: KeptSpans) -> None:
+async def test_a_refused_call_is_traced_with_its_reason(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts(), api_keys_file=KeyFile().write(world), max_sessions=1)
     await refused(hear(gateway.ask()))  # nobody's key
     async with calling(gateway, ALICE) as alice:
@@ -92,7 +92,7 @@ async def test_a_call_that_is_refused_says_why(world: World, kept: KeptSpans) ->
     assert (claim.name, error_of(claim)) == ("EVALSHA claim", "not_found")
 
 
-async def test_a_stream_that_is_resumed_links_to_what_it_goes_on_from(world: World, kept: KeptSpans) -> None:
+async def test_a_resumed_stream_links_to_the_one_before(world: World, kept: KeptSpans) -> None:
     first, second = await world.gateway_of(kept.parts()), await world.gateway_of(kept.parts())
     stream, heard = await world.held(first, 3)
     stream.cancel()
@@ -119,9 +119,7 @@ def must_continue(resumed: ReadableSpan, before: ReadableSpan) -> None:
     assert attributes_of(before)[names.SESSION_ID] == attributes_of(resumed)[names.SESSION_ID]
 
 
-async def test_a_chat_is_a_chat_to_trace_and_metrics_wherever_it_is_resumed(
-    world: World, kept: KeptSpans
-) -> None:
+async def test_a_resumed_chat_is_still_a_chat(world: World, kept: KeptSpans) -> None:
     """Though the gateway that began it traced nothing."""
     registry = Registry(GATEWAY)
     first, second = await world.gateway_of(Parts()), await world.gateway_of(kept.parts(metrics=registry))
@@ -137,7 +135,7 @@ async def test_a_chat_is_a_chat_to_trace_and_metrics_wherever_it_is_resumed(
     assert count(registry, catalogue.REQUEST_DURATION, *labels) == 1
 
 
-async def test_an_owner_that_is_fenced_says_so_and_chance_does_not_part_the_two(
+async def test_a_fenced_owner_and_its_successor_are_both_traced(
     world: World, kept: KeptSpans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a request that was forced, what goes on is told too, though it forces nothing itself."""
@@ -174,7 +172,7 @@ async def test_a_call_with_the_same_key_links_to_the_one_before(world: World, ke
 
 
 @any_credit
-async def test_a_target_that_fails_is_asked_again(world: World, kept: KeptSpans, credit: int) -> None:
+async def test_a_retried_request_is_traced(world: World, kept: KeptSpans, credit: int) -> None:
     gateway = await world.gateway_of(kept.parts(), credit=credit)
     world.target.gate.close_after(2)
     stream = gateway.ask()
@@ -193,7 +191,7 @@ async def test_a_target_that_fails_is_asked_again(world: World, kept: KeptSpans,
     assert error_of(request) is None
 
 
-async def test_a_session_that_goes_to_another_target_says_so(world: World, kept: KeptSpans) -> None:
+async def test_a_move_to_another_target_is_traced(world: World, kept: KeptSpans) -> None:
     async with Fleet(world) as fleet:
         await fleet.register()
         gateway = await world.gateway_of(kept.parts(), target="", credit=32)
@@ -224,7 +222,7 @@ async def test_a_session_that_goes_to_another_target_says_so(world: World, kept:
     assert served == {doomed.fake.address, other.fake.address}
 
 
-async def test_how_a_session_is_drafted_is_told_when_it_changes(world: World, kept: KeptSpans) -> None:
+async def test_a_change_of_drafting_is_traced(world: World, kept: KeptSpans) -> None:
     await world.draft.stop()
     gateway = await world.gateway_of(kept.parts(), lookup_fallback=True, strategy="model")
     world.target.gate.close_after(3)
@@ -245,7 +243,7 @@ async def test_how_a_session_is_drafted_is_told_when_it_changes(world: World, ke
     assert set(strategies) <= {"none", "lookup", "model"}
 
 
-async def test_a_draft_that_is_late_is_told_of(world: World, kept: KeptSpans) -> None:
+async def test_a_late_draft_is_traced(world: World, kept: KeptSpans) -> None:
     world.draft.gate.close()
     gateway = await world.gateway_of(kept.parts(), draft_timeout_s=0.2)
     must_be_true(await hear(gateway.ask()))
@@ -257,9 +255,7 @@ async def test_a_draft_that_is_late_is_told_of(world: World, kept: KeptSpans) ->
     assert error_of(request) is None
 
 
-async def test_ending_a_session_is_a_span_of_grpcs_with_the_stores_below(
-    world: World, kept: KeptSpans
-) -> None:
+async def test_an_abort_is_traced_with_its_store_call(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts())
     stream = gateway.ask()
     must_be_true(await hear(stream))
@@ -292,7 +288,7 @@ class Hanging(SpanExporter):
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["fails", "hangs"])
-async def test_an_exporter_that_fails_touches_no_stream(
+async def test_a_failing_exporter_harms_no_stream(
     world: World, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     exporter = Hanging(waits=waits)

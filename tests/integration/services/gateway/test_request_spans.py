@@ -56,9 +56,7 @@ def kept() -> KeptSpans:
 
 
 @any_credit
-async def test_a_request_its_rounds_and_all_that_it_asked_are_one_trace(
-    world: World, kept: KeptSpans, credit: int
-) -> None:
+async def test_a_request_and_its_rounds_are_one_trace(world: World, kept: KeptSpans, credit: int) -> None:
     world.draft.spoil_rate = 0.2
     gateway = await world.gateway_of(kept.parts(), credit=credit)
     heard = await hear(gateway.ask(workload="tests", stop=["never said"]))
@@ -169,7 +167,7 @@ def must_be_items(calls: list[ReadableSpan], rounds: list[ReadableSpan], world: 
     assert len(calls) == sum(span.name in {names.PROPOSE, names.VERIFY} for span in calls)
 
 
-async def test_a_round_links_to_the_pass_that_gave_its_verdict(world: World, kept: KeptSpans) -> None:
+async def test_a_round_links_to_its_verify_batch(world: World, kept: KeptSpans) -> None:
     def in_company(result: pb.VerifyResult) -> None:
         result.batch_span, result.batch_sessions, result.kv_reused = BATCH, 3, 5
 
@@ -187,7 +185,7 @@ async def test_a_round_links_to_the_pass_that_gave_its_verdict(world: World, kep
 CHAT = (Message("user", PROMPT),)
 
 
-async def test_nothing_of_what_was_said_is_told(world: World, kept: KeptSpans) -> None:
+async def test_traces_hold_no_content(world: World, kept: KeptSpans) -> None:
     heard = await hear(
         (await world.gateway_of(kept.parts())).ask(CHAT, stop=["a stop string"], max_tokens=60)
     )
@@ -202,7 +200,7 @@ async def test_nothing_of_what_was_said_is_told(world: World, kept: KeptSpans) -
     )
 
 
-async def test_all_of_what_was_said_is_told_where_it_is_switched_on(world: World, kept: KeptSpans) -> None:
+async def test_traces_hold_content_if_enabled(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts(), trace_content=True)
     heard = await hear(gateway.ask(CHAT, stop=["never said"], max_tokens=60))
     [request] = await kept.requests()
@@ -227,7 +225,7 @@ async def test_all_of_what_was_said_is_told_where_it_is_switched_on(world: World
     ],
     ids=["none", "fast", "slow"],
 )
-async def test_rounds_are_told_as_far_as_is_wanted(
+async def test_round_spans_follow_the_setting(
     world: World, kept: KeptSpans, given: dict[str, object], every_round: bool
 ) -> None:
     gateway = await world.gateway_of(kept.parts(), credit=32, **given)
@@ -248,7 +246,7 @@ async def test_rounds_are_told_as_far_as_is_wanted(
     assert (names.KV_MISSED in on_request) != every_round
 
 
-async def test_a_request_is_traced_by_force_whatever_chance_says(
+async def test_a_forced_request_is_traced(
     world: World, kept: KeptSpans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
@@ -285,7 +283,7 @@ async def test_a_request_belongs_to_its_callers_trace(world: World, kept: KeptSp
 @pytest.mark.parametrize(
     "metadata", [("traceparent", "nonsense"), ("traceparent", f"00-{0:032x}-{0:016x}-01")]
 )
-async def test_what_is_no_context_begins_a_trace_of_its_own(
+async def test_an_invalid_traceparent_begins_a_new_trace(
     world: World, kept: KeptSpans, metadata: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("galley.client.tracing.w3c_metadata", lambda: (metadata,))

@@ -85,7 +85,7 @@ def item(session_id: str, tokens: int = 1) -> pb.VerifyItem:
     return pb.VerifyItem(slice=pb.SessionSlice(session_id=session_id, tokens=[40_000] * tokens))
 
 
-async def test_each_item_gets_its_own_answer_over_one_stream(pool: Pool, stream: Stream) -> None:
+async def test_each_request_gets_its_own_response(pool: Pool, stream: Stream) -> None:
     names = [f"s{number}" for number in range(50)]
     answers = await asyncio.gather(*(stream.send(item(name)) for name in names))
     assert [answer.session_id for answer in answers] == names
@@ -93,19 +93,19 @@ async def test_each_item_gets_its_own_answer_over_one_stream(pool: Pool, stream:
     assert len(pool.messages) < len(names), "what comes while a message is written goes into the next one"
 
 
-async def test_items_are_joined_up_to_a_bound(pool: Pool, stream: Stream) -> None:
+async def test_requests_are_joined_up_to_a_bound(pool: Pool, stream: Stream) -> None:
     await asyncio.gather(*(stream.send(item(f"s{number}", tokens=8_000)) for number in range(20)))
     sizes = [message.ByteSize() for message in pool.messages]
     assert max(sizes) <= MAX_MESSAGE_BYTES + 100
     assert max(len(message.items) for message in pool.messages) > 1
 
 
-async def test_one_large_item_goes_alone(pool: Pool, stream: Stream) -> None:
+async def test_a_large_request_is_sent_alone(pool: Pool, stream: Stream) -> None:
     await asyncio.gather(stream.send(item("large", tokens=60_000)), stream.send(item("small")))
     assert [len(message.items) for message in pool.messages] == [1, 1]
 
 
-async def test_an_item_that_is_given_up_is_named_to_the_pool(pool: Pool, stream: Stream) -> None:
+async def test_a_cancelled_request_is_sent_as_cancelled(pool: Pool, stream: Stream) -> None:
     pool.hold = True
     asked = asyncio.create_task(stream.send(item("s")))
     sent = (await pool.arrived.get()).items[0].slice
@@ -115,7 +115,7 @@ async def test_an_item_that_is_given_up_is_named_to_the_pool(pool: Pool, stream:
     assert (named.session_id, named.request_id) == ("s", sent.request_id)
 
 
-async def test_an_item_that_is_given_up_before_it_is_sent_is_not_sent(pool: Pool, stream: Stream) -> None:
+async def test_a_request_cancelled_early_is_not_sent(pool: Pool, stream: Stream) -> None:
     # Each too large to be joined: the last waits for the messages of all the others.
     asked = [asyncio.create_task(stream.send(item(f"s{number}", tokens=30_000))) for number in range(10)]
     await asyncio.sleep(0)
@@ -126,7 +126,7 @@ async def test_an_item_that_is_given_up_before_it_is_sent_is_not_sent(pool: Pool
     assert sent == {*(f"s{number}" for number in range(9)), "after"}
 
 
-async def test_a_stream_that_ends_fails_what_is_open_and_is_opened_again(pool: Pool, stream: Stream) -> None:
+async def test_a_closed_stream_fails_its_requests_and_reopens(pool: Pool, stream: Stream) -> None:
     pool.end.set()
     with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
         await stream.send(item("s"))
@@ -142,9 +142,7 @@ def result(opened: pb.SessionSlice, position: int, *, more: bool) -> pb.VerifyAn
     )
 
 
-async def test_an_item_has_answers_until_the_last_and_what_comes_after_is_dropped(
-    pool: Pool, stream: Stream
-) -> None:
+async def test_responses_after_the_last_are_dropped(pool: Pool, stream: Stream) -> None:
     pool.script = lambda item: [
         result(item.slice, 1, more=True),
         result(item.slice, 2, more=False),
@@ -158,7 +156,7 @@ async def test_an_item_has_answers_until_the_last_and_what_comes_after_is_droppe
     assert not any(message.cancelled for message in pool.messages), "what is over is not given up"
 
 
-async def test_an_extension_goes_with_its_item_or_after_it(pool: Pool, stream: Stream) -> None:
+async def test_an_extension_never_precedes_its_request(pool: Pool, stream: Stream) -> None:
     pool.hold = True
     # Each too large to be joined: the last waits for the messages of all others, and so does its extension.
     opened = [stream.open(item(f"s{number}", tokens=30_000)) for number in range(4)]
@@ -173,7 +171,7 @@ async def test_an_extension_goes_with_its_item_or_after_it(pool: Pool, stream: S
     assert seen.index("extended s3") > seen.index("asked s3")
 
 
-async def test_an_item_that_is_over_is_not_extended(pool: Pool, stream: Stream) -> None:
+async def test_a_finished_request_is_not_extended(pool: Pool, stream: Stream) -> None:
     opened = stream.open(item("s"))
     await opened.next_response()
     opened.extend(pb.Extension(limit=9))
@@ -181,9 +179,7 @@ async def test_an_item_that_is_over_is_not_extended(pool: Pool, stream: Stream) 
     assert not any(message.extensions for message in pool.messages)
 
 
-async def test_a_stream_that_breaks_fails_an_item_after_the_answers_that_came(
-    pool: Pool, stream: Stream
-) -> None:
+async def test_a_broken_stream_fails_after_its_responses(pool: Pool, stream: Stream) -> None:
     pool.script = lambda item: [result(item.slice, 1, more=True)]
     opened = stream.open(item("s"))
     await pool.arrived.get()
@@ -196,7 +192,7 @@ async def test_a_stream_that_breaks_fails_an_item_after_the_answers_that_came(
         await opened.next_response()
 
 
-async def test_a_stream_is_outdated_once_calls_go_by_another_connection(pool: Pool, stream: Stream) -> None:
+async def test_a_stream_is_outdated_by_a_new_connection(pool: Pool, stream: Stream) -> None:
     outdated = [stream.is_outdated]
     for generation in (1, 1, 2):
         pool.generation = generation
@@ -211,9 +207,7 @@ async def test_a_stream_is_outdated_once_calls_go_by_another_connection(pool: Po
     assert pool.opened == 2
 
 
-async def test_a_renewed_stream_ends_in_good_order_after_the_last_answer_to_its_items(
-    pool: Pool, stream: Stream
-) -> None:
+async def test_a_renewed_stream_ends_after_its_requests(pool: Pool, stream: Stream) -> None:
     pool.script = lambda item: [result(item.slice, 1, more=True)]
     first, second = stream.open(item("first")), stream.open(item("second"))
     for opened in (first, second):
@@ -235,14 +229,14 @@ async def test_a_renewed_stream_ends_in_good_order_after_the_last_answer_to_its_
     assert pool.opened == 2
 
 
-async def test_a_renewed_stream_without_items_ends_at_once(pool: Pool, stream: Stream) -> None:
+async def test_an_idle_renewed_stream_ends_at_once(pool: Pool, stream: Stream) -> None:
     await stream.send(item("s"))
     stream.reconnect()
     async with asyncio.timeout(30):
         await pool.ended.wait()
 
 
-async def test_a_renewed_stream_that_breaks_fails_its_own_items_only(pool: Pool, stream: Stream) -> None:
+async def test_a_broken_renewed_stream_fails_its_own_requests(pool: Pool, stream: Stream) -> None:
     pool.hold = True
     asked = asyncio.create_task(stream.send(item("old")))
     await pool.arrived.get()

@@ -40,9 +40,7 @@ async def cut_off(world: World, gateway: Gateway, other: Gateway, at: int, **opt
 
 
 @pytest.mark.parametrize(("spoil_rate", "credit"), [(0.0, 0), (0.3, 0), (0.3, 32)])
-async def test_a_client_cut_off_anywhere_goes_on_at_another_gateway(
-    world: World, spoil_rate: float, credit: int
-) -> None:
+async def test_a_stream_resumes_at_another_gateway(world: World, spoil_rate: float, credit: int) -> None:
     world.draft.spoil_rate = spoil_rate
     first, second = await world.gateway(), await world.gateway()
     whole = await hear(first.ask(logprobs=2))
@@ -54,7 +52,7 @@ async def test_a_client_cut_off_anywhere_goes_on_at_another_gateway(
         assert summary(heard) == summary(whole), at
 
 
-async def test_a_client_cut_off_before_a_stop_string_that_spans_chunks(world: World) -> None:
+async def test_a_stream_resumes_before_a_split_stop_string(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
     text = (await hear(first.ask())).text
     stop = text[17:24]
@@ -66,7 +64,7 @@ async def test_a_client_cut_off_before_a_stop_string_that_spans_chunks(world: Wo
         assert summary(heard) == summary(whole), at
 
 
-async def test_a_finished_session_is_told_again_from_any_index(world: World) -> None:
+async def test_a_finished_session_is_replayed_from_any_index(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
     stream = first.ask(logprobs=1)
     whole = await hear(stream)
@@ -82,7 +80,7 @@ async def test_a_finished_session_is_told_again_from_any_index(world: World) -> 
     assert (len(world.target.calls), len(world.draft.calls)) == calls, "nothing is computed twice"
 
 
-async def test_what_a_token_adds_to_the_text_does_not_depend_on_the_chunks(world: World) -> None:
+async def test_the_text_does_not_depend_on_the_chunks(world: World) -> None:
     """Token by token, and all at once: at every index the same text is still to come."""
     gateway = await world.gateway(draft="none")
     world.target.gate.close()
@@ -100,7 +98,7 @@ async def test_what_a_token_adds_to_the_text_does_not_depend_on_the_chunks(world
         assert rest.text == "".join(heard.texts[index:])
 
 
-async def test_a_session_goes_on_where_its_log_ends_not_where_its_client_is(world: World) -> None:
+async def test_a_session_resumes_where_its_log_ends(world: World) -> None:
     """The client has two tokens, the log more: the rest of the log is told, then work goes on."""
     first, second = await world.gateway(), await world.gateway()
     stream, heard = await world.held(first, 3)  # a token a pass at least
@@ -129,7 +127,7 @@ async def test_the_seed_of_a_session_is_kept(world: World) -> None:
     must_be_true(heard, seed=seed)
 
 
-async def test_a_session_with_drafts_goes_on_at_a_gateway_that_has_none(world: World) -> None:
+async def test_a_session_resumes_without_drafts(world: World) -> None:
     first, second = await world.gateway(), await world.gateway(draft="none")
     stream, heard = await world.held(first, 2, until=6)
     stream.cancel()
@@ -141,7 +139,7 @@ async def test_a_session_with_drafts_goes_on_at_a_gateway_that_has_none(world: W
 
 
 @any_credit
-async def test_many_sessions_at_once_are_each_the_one_that_was_asked_for(world: World) -> None:
+async def test_concurrent_sessions_are_not_mixed(world: World) -> None:
     world.draft.spoil_rate = 0.3
     gateways = await world.gateway(), await world.gateway()
     streams = [gateways[seed % 2].ask(seed=seed) for seed in range(16)]

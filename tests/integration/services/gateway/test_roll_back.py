@@ -32,7 +32,7 @@ async def log_must_be_true(gateway: Gateway, stream: TokenStream) -> None:
 
 
 @any_credit
-async def test_an_owner_writes_again_what_the_store_lost(frail_world: World, own_store: Server) -> None:
+async def test_an_owner_repairs_a_log_that_was_rolled_back(frail_world: World, own_store: Server) -> None:
     gateway = await frail_world.gateway(draft="none")
     stream, heard = await stream_beyond(frail_world, own_store, gateway)
     own_store.roll_back()
@@ -45,9 +45,7 @@ async def test_an_owner_writes_again_what_the_store_lost(frail_world: World, own
 
 
 @any_credit
-async def test_what_the_store_lost_is_computed_again_where_the_session_is_resumed(
-    frail_world: World, own_store: Server
-) -> None:
+async def test_lost_tokens_are_computed_again_on_resume(frail_world: World, own_store: Server) -> None:
     first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
     stream, heard = await stream_beyond(frail_world, own_store, first)
     stream.cancel()
@@ -63,7 +61,7 @@ async def test_what_the_store_lost_is_computed_again_where_the_session_is_resume
 
 
 @any_credit
-async def test_the_client_has_all_and_the_store_does_not(frail_world: World, own_store: Server) -> None:
+async def test_a_client_may_have_more_than_the_log(frail_world: World, own_store: Server) -> None:
     """Of a session that had ended too: it is live again, and ends again."""
     first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
     stream, heard = await stream_beyond(frail_world, own_store, first)
@@ -77,7 +75,7 @@ async def test_the_client_has_all_and_the_store_does_not(frail_world: World, own
 
 
 @any_credit
-async def test_what_is_computed_again_must_be_what_the_client_has_seen(
+async def test_recomputed_tokens_are_checked_against_the_client(
     frail_world: World, own_store: Server
 ) -> None:
     first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
@@ -95,9 +93,7 @@ async def test_what_is_computed_again_must_be_what_the_client_has_seen(
 
 
 @any_credit
-async def test_an_owner_whose_claim_was_lost_is_not_told_that_another_has_the_session(
-    frail_world: World, own_store: Server
-) -> None:
+async def test_an_owner_whose_claim_was_lost_is_unavailable(frail_world: World, own_store: Server) -> None:
     """Nobody has it: the client is to resume, and does."""
     first, second = await frail_world.gateway(draft="none"), await frail_world.gateway(draft="none")
     stream, heard = await stream_beyond(frail_world, own_store, first)
@@ -135,9 +131,7 @@ async def about_to_be_lost(world: World, store: Server) -> Lost:
 
 
 @any_credit
-async def test_an_owner_makes_a_session_anew_that_began_in_the_lost_moments(
-    frail_world: World, own_store: Server
-) -> None:
+async def test_an_owner_recreates_its_lost_session(frail_world: World, own_store: Server) -> None:
     lost = await about_to_be_lost(frail_world, own_store)
     own_store.roll_back()
     answered = frail_world.target.answered
@@ -148,9 +142,7 @@ async def test_an_owner_makes_a_session_anew_that_began_in_the_lost_moments(
 
 
 @any_credit
-async def test_a_session_that_was_lost_and_has_no_owner_is_gone(
-    frail_world: World, own_store: Server
-) -> None:
+async def test_a_lost_session_without_owner_is_gone(frail_world: World, own_store: Server) -> None:
     lost = await about_to_be_lost(frail_world, own_store)
     lost.stream.cancel()
     await lost.gateway.idle()

@@ -124,7 +124,7 @@ def confirmed(count: int) -> list[int]:
     return [*PROMPT_TOKENS, *true_output(PROMPT_TOKENS, count, SEED)]
 
 
-async def test_a_session_stays_where_only_the_lease_has_ended(here: Here) -> None:
+async def test_a_session_outlives_the_lease_of_its_replica(here: Here) -> None:
     """A registry that lost its data: what serves a session still does, and has its KV."""
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
@@ -140,7 +140,7 @@ async def test_a_session_stays_where_only_the_lease_has_ended(here: Here) -> Non
     assert len(other.calls) == 1, "a new session goes where a lease lives"
 
 
-async def test_a_replica_that_falls_silent_in_mid_item_is_not_asked_next(here: Here) -> None:
+async def test_a_session_leaves_a_replica_that_hangs_mid_request(here: Here) -> None:
     target = TargetSession(here.targets)
     for fake in here.fakes:
         fake.gate.close_after(1)
@@ -151,7 +151,7 @@ async def test_a_replica_that_falls_silent_in_mid_item_is_not_asked_next(here: H
     assert (len(home.calls), len(other.calls)) == (1, 1)
 
 
-async def test_a_session_stays_after_an_item_that_was_answered_whole(here: Here) -> None:
+async def test_a_session_stays_after_a_finished_request(here: Here) -> None:
     target = TargetSession(here.targets)
     answers = await here.ask(target, confirmed(0), credit=2)
     assert len(answers) == 3
@@ -160,7 +160,7 @@ async def test_a_session_stays_after_an_item_that_was_answered_whole(here: Here)
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "registered"])
-async def test_a_replica_that_died_unnoticed_gets_no_new_sessions(here: Here, told: bool) -> None:
+async def test_a_dead_replica_gets_no_new_sessions(here: Here, told: bool) -> None:
     """While no item was open, it is the look at who is there that finds out."""
     await here.ask(TargetSession(here.targets), confirmed(0))
     home, other = here.home()
@@ -176,7 +176,7 @@ async def test_a_replica_that_died_unnoticed_gets_no_new_sessions(here: Here, to
     assert len(other.calls) == 1
 
 
-async def test_a_session_comes_back_to_its_build_though_its_stream_broke(here: Here) -> None:
+async def test_a_session_returns_to_its_build(here: Here) -> None:
     """Rule 3: while a replica of its own fingerprint lives, it goes to no other."""
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
@@ -209,7 +209,7 @@ async def test_a_session_goes_to_another_build_if_its_own_is_dead(here: Here) ->
     assert answers[-1].fingerprint == "build-2"
 
 
-async def test_an_item_that_nobody_waits_for_is_not_counted_for_ever(here: Here) -> None:
+async def test_a_closed_request_is_not_counted(here: Here) -> None:
     target = TargetSession(here.targets)
     before = [it.open_requests for it in here.targets._replicas.values()]
     item = target.verify(SPEC, here.request(confirmed(0)), None)
@@ -229,9 +229,7 @@ def moves_of(here: Here) -> dict[str, int]:
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("credit", [0, 8])
-async def test_a_replica_whose_verdict_is_late_is_left_for_another_of_its_build(
-    here: Here, credit: int
-) -> None:
+async def test_a_session_leaves_a_late_replica(here: Here, credit: int) -> None:
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
@@ -254,7 +252,7 @@ async def test_a_replica_whose_verdict_is_late_is_left_for_another_of_its_build(
 
 
 @pytest.mark.usefixtures("hasty")
-async def test_a_verdict_that_is_late_in_mid_item_is_too(here: Here) -> None:
+async def test_a_session_leaves_a_replica_that_is_late_mid_request(here: Here) -> None:
     target = TargetSession(here.targets)
     for fake in here.fakes:
         fake.gate.close_after(3)
@@ -267,7 +265,7 @@ async def test_a_verdict_that_is_late_in_mid_item_is_too(here: Here) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-async def test_a_late_replica_is_waited_for_where_no_other_of_its_build_is_up(here: Here) -> None:
+async def test_the_only_replica_of_a_build_is_awaited(here: Here) -> None:
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
@@ -285,7 +283,7 @@ async def test_a_late_replica_is_waited_for_where_no_other_of_its_build_is_up(he
 
 
 @pytest.mark.usefixtures("hasty")
-async def test_a_late_replica_is_not_left_for_one_that_is_at_a_standstill_too(here: Here) -> None:
+async def test_a_session_does_not_move_to_a_stalled_replica(here: Here) -> None:
     """As when both share a machine that is busy: moving would only throw work away."""
     for fake in here.fakes:
         fake.gate.close()
@@ -301,7 +299,7 @@ async def test_a_late_replica_is_not_left_for_one_that_is_at_a_standstill_too(he
 
 
 @pytest.mark.usefixtures("hasty")
-async def test_what_passes_take_and_what_is_queued_is_waited_for(here: Here) -> None:
+async def test_a_verdict_is_late_relative_to_the_step_time(here: Here) -> None:
     """A replica that says that passes take a second has eight of them, and more for a long prompt."""
     for fake in here.fakes:
         fake.row_costs = ((1, SECOND),)
@@ -321,9 +319,7 @@ async def test_what_passes_take_and_what_is_queued_is_waited_for(here: Here) -> 
 
 
 @pytest.mark.usefixtures("hasty")
-async def test_a_replica_that_is_silent_altogether_is_left_by_all_its_sessions(
-    here: Here, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_all_sessions_leave_a_silent_replica(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """One session finds it late, and asks who it is: the others need not wait for their own verdicts."""
     monkeypatch.setattr(here.targets, "probe_timeout_s", 0.2)
     sessions = [TargetSession(here.targets) for _ in range(4)]
@@ -343,7 +339,7 @@ async def test_a_replica_that_is_silent_altogether_is_left_by_all_its_sessions(
     frozen.spoken.open()
 
 
-async def test_a_replica_that_fails_is_left_at_once_while_there_is_another(here: Here) -> None:
+async def test_a_session_leaves_a_failing_replica(here: Here) -> None:
     """Each is tried once; then it is time to wait."""
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
@@ -357,7 +353,7 @@ async def test_a_replica_that_fails_is_left_at_once_while_there_is_another(here:
     assert isinstance(answer, ev.Verified)
 
 
-async def test_a_replica_that_comes_back_does_not_answer_for_its_former_life(here: Here) -> None:
+async def test_a_restarted_replica_is_a_new_incarnation(here: Here) -> None:
     target = TargetSession(here.targets)
     home, other = here.fakes
     del here.leases.told[other.address]
@@ -391,7 +387,7 @@ async def test_a_replica_that_comes_back_does_not_answer_for_its_former_life(her
     assert moves_of(here) == {"restarted": 1}
 
 
-async def test_a_replica_that_does_not_say_who_it_is_is_left_long_before_the_deadline(here: Here) -> None:
+async def test_a_replica_without_info_is_left_before_the_deadline(here: Here) -> None:
     """Its stream broke while no item was open, and now it takes what is sent and never answers."""
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
@@ -413,7 +409,7 @@ async def test_a_replica_that_does_not_say_who_it_is_is_left_long_before_the_dea
     home.spoken.open()
 
 
-async def test_who_is_let_go_while_he_is_met_is_sent_nothing_more(here: Here) -> None:
+async def test_a_replica_dropped_while_met_is_sent_nothing(here: Here) -> None:
     """There would be nobody to end that stream."""
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
@@ -459,9 +455,7 @@ class Hedging:
 
 
 @pytest.mark.parametrize("credit", [0, 4])
-async def test_a_slow_first_verdict_is_asked_of_another_that_holds_the_prompt(
-    here: Here, credit: int
-) -> None:
+async def test_a_slow_first_verdict_is_hedged(here: Here, credit: int) -> None:
     target, home, other = await Hedging(here).begin(warm=True)
     home.gate.close()
     asked = len(other.calls)
@@ -484,7 +478,7 @@ async def test_a_slow_first_verdict_is_asked_of_another_that_holds_the_prompt(
     assert [member.rows_ahead for member in here.targets._replicas.values()] == [0, 0]
 
 
-async def test_that_another_is_asked_too_stands_in_the_trace(here: Here) -> None:
+async def test_a_hedge_is_traced(here: Here) -> None:
     target, home, other = await Hedging(here).begin(warm=True)
     kept = KeptSpans()
     request = traced_here(kept, MonotonicClock())
@@ -499,7 +493,7 @@ async def test_that_another_is_asked_too_stands_in_the_trace(here: Here) -> None
     assert (attributes_of(answered)[names.REPLICA], error_of(answered)) == (other.address, None)
 
 
-async def test_whoever_answers_first_goes_on_and_the_other_is_given_up(here: Here) -> None:
+async def test_a_hedge_that_loses_is_cancelled(here: Here) -> None:
     target, home, other = await Hedging(here).begin(warm=True)
     for fake in here.fakes:
         fake.gate.close()
@@ -512,9 +506,7 @@ async def test_whoever_answers_first_goes_on_and_the_other_is_given_up(here: Her
     assert moves_of(here) == {}
 
 
-async def test_a_replica_that_answers_at_the_same_time_as_the_other_is_not_left(
-    here: Here, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tie_keeps_the_session_at_home(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other's answer is read first, and then its own."""
     target, home, other = await Hedging(here).begin(warm=True)
     for fake in here.fakes:
@@ -542,7 +534,7 @@ async def test_a_replica_that_answers_at_the_same_time_as_the_other_is_not_left(
     assert moves_of(here) == {}
 
 
-async def test_a_second_request_is_not_counted_for_ever_however_often_it_is_cancelled(here: Here) -> None:
+async def test_a_cancelled_hedge_is_not_counted(here: Here) -> None:
     target, _, other = await Hedging(here).begin(warm=True)
     for fake in here.fakes:
         fake.gate.close()
@@ -557,7 +549,7 @@ async def test_a_second_request_is_not_counted_for_ever_however_often_it_is_canc
     assert [member.rows_ahead for member in here.targets._replicas.values()] == [0, 0]
 
 
-async def test_a_cold_replica_is_not_asked_too(here: Here) -> None:
+async def test_a_cold_replica_is_no_hedge(here: Here) -> None:
     target, home, other = await Hedging(here).begin(warm=False)
     home.gate.close()
     asked = len(other.calls)

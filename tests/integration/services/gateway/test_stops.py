@@ -42,9 +42,7 @@ async def test_an_answer_is_the_same_with_every_speculation(world: World, specul
 @any_credit
 @pytest.mark.parametrize("speculation", SPECULATIONS, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 5])
-async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(
-    gateway: Gateway, speculation: Speculation, size: int
-) -> None:
+async def test_a_stop_string_ends_the_answer(gateway: Gateway, speculation: Speculation, size: int) -> None:
     text = text_of(output())
     stop = text[12 : 12 + size]
     at = text.index(stop)
@@ -56,7 +54,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(
 
 
 @any_credit
-async def test_the_beginning_of_a_stop_string_is_held_back_and_told_at_the_end(gateway: Gateway) -> None:
+async def test_held_back_text_is_sent_at_the_end(gateway: Gateway) -> None:
     text = text_of(output())
     heard = await hear(gateway.ask(stop=[text[-3:] + "!?"]))
     assert heard.text == text
@@ -75,7 +73,7 @@ async def test_a_stop_token_ends_the_answer(gateway: Gateway, speculation: Specu
 
 
 @any_credit
-async def test_the_models_own_end_stops_unless_it_is_ignored(gateway: Gateway) -> None:
+async def test_the_eos_token_stops_unless_ignored(gateway: Gateway) -> None:
     seed = seed_with_end(3, 30)
     heard = await hear(gateway.ask(seed=seed, ignore_eos=False))
     assert heard.tokens == output(seed=seed, stops=frozenset({END}))
@@ -88,7 +86,7 @@ async def test_the_models_own_end_stops_unless_it_is_ignored(gateway: Gateway) -
 
 
 @any_credit
-async def test_min_tokens_keeps_stop_tokens_and_stop_strings_from_ending(gateway: Gateway) -> None:
+async def test_min_tokens_delays_stops(gateway: Gateway) -> None:
     seed = seed_with_end(3, 30)
     heard = await hear(gateway.ask(seed=seed, ignore_eos=False, min_tokens=35))
     assert heard.tokens == output(seed=seed, stops=frozenset({END}), min_tokens=35)
@@ -126,7 +124,7 @@ async def test_a_chat_goes_through_the_models_template(gateway: Gateway) -> None
     assert heard.started.prompt_tokens == len(prompt)
 
 
-async def test_what_was_asked_reaches_the_pools_as_it_was_asked(world: World, gateway: Gateway) -> None:
+async def test_the_pools_receive_the_request_unchanged(world: World, gateway: Gateway) -> None:
     await hear(
         gateway.ask(
             temperature=0.5,
@@ -171,7 +169,7 @@ ROUNDED_UP = 1.005
 
 
 @any_credit
-async def test_every_item_is_told_what_is_left_of_the_calls_deadline(world: World) -> None:
+async def test_every_request_carries_the_remaining_time(world: World) -> None:
     gateway = await world.gateway(draft_timeout_s=100)
     must_be_true(await hear(gateway.ask(timeout_s=20)))
     for calls in (world.draft.calls, world.target.calls):
@@ -181,7 +179,7 @@ async def test_every_item_is_told_what_is_left_of_the_calls_deadline(world: Worl
         assert left == sorted(left, reverse=True)
 
 
-async def test_without_a_deadline_items_have_the_gateways_own_bounds(world: World, credit: int) -> None:
+async def test_without_a_deadline_requests_have_default_bounds(world: World, credit: int) -> None:
     assert credit == 0
     gateway = await world.gateway(draft_timeout_s=10, verify_timeout_s=30)
     must_be_true(await hear(gateway.ask()))

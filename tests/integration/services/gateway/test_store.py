@@ -17,9 +17,7 @@ QUIET_S = 0.2
 
 
 @any_credit
-async def test_nothing_is_streamed_before_it_is_logged_and_work_stops_at_the_window(
-    frail_world: World, own_store: Server
-) -> None:
+async def test_nothing_is_streamed_before_it_is_logged(frail_world: World, own_store: Server) -> None:
     world, window = frail_world, 6
     gateway = await world.gateway(window=window, draft="none")
     world.target.gate.close()
@@ -42,7 +40,7 @@ async def test_nothing_is_streamed_before_it_is_logged_and_work_stops_at_the_win
 
 
 @pytest.mark.parametrize("how", ["hangs", "dies"])
-async def test_a_store_away_for_too_long_is_unavailable_and_the_session_resumable(
+async def test_a_store_away_for_too_long_is_unavailable(
     frail_world: World, own_store: Server, how: str
 ) -> None:
     world = frail_world
@@ -77,7 +75,7 @@ async def test_a_store_that_restarts_is_a_pause(frail_world: World, own_store: S
 
 
 @any_credit
-async def test_a_store_that_was_emptied_is_given_the_session_again_by_its_owner(
+async def test_an_owner_recreates_its_session_in_an_emptied_store(
     frail_world: World, own_store: Server
 ) -> None:
     world = frail_world
@@ -107,9 +105,7 @@ async def test_a_clients_deadline_comes_before_the_stores(frail_world: World, ow
 
 
 @any_credit
-async def test_a_client_that_cancels_while_the_store_hangs_leaves_the_gateway_whole(
-    frail_world: World, own_store: Server
-) -> None:
+async def test_cancelling_while_the_store_hangs_is_harmless(frail_world: World, own_store: Server) -> None:
     """A reply that nobody waits for any more must not be taken for the next one's."""
     world = frail_world
     gateway = await world.gateway(draft="none")

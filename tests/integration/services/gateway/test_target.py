@@ -27,7 +27,7 @@ from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hea
     ],
     ids=lambda code: code.name,
 )
-async def test_a_stream_to_the_target_that_breaks_costs_a_pause(world: World, code: grpc.StatusCode) -> None:
+async def test_a_broken_stream_to_the_target_is_a_pause(world: World, code: grpc.StatusCode) -> None:
     """All sessions share it, so what one of their items does to it must not end the others."""
     gateway = await world.gateway()
     world.target.gate.close()
@@ -44,9 +44,7 @@ async def test_a_stream_to_the_target_that_breaks_costs_a_pause(world: World, co
 @pytest.mark.parametrize(
     "code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED], ids=lambda code: code.name
 )
-async def test_an_item_that_the_target_cannot_take_now_is_sent_again(
-    world: World, gateway: Gateway, code: grpc.StatusCode
-) -> None:
+async def test_a_refused_request_is_sent_again(world: World, gateway: Gateway, code: grpc.StatusCode) -> None:
     world.target.item_failure = code
     stream = gateway.ask()
     await world.target.has_answered(2)
@@ -55,7 +53,7 @@ async def test_an_item_that_the_target_cannot_take_now_is_sent_again(
 
 
 @any_credit
-async def test_a_target_that_is_killed_and_comes_back_goes_on_with_the_same_tokens(world: World) -> None:
+async def test_a_restarted_target_continues_with_the_same_tokens(world: World) -> None:
     gateway = await world.gateway()
     stream, heard = await world.held(gateway, 3, until=1)
     await world.target.waits_after(3)
@@ -69,7 +67,7 @@ async def test_a_target_that_is_killed_and_comes_back_goes_on_with_the_same_toke
 
 
 @any_credit
-async def test_a_target_away_for_good_is_unavailable_and_the_session_resumable(world: World) -> None:
+async def test_a_session_is_resumable_after_its_target_died(world: World) -> None:
     gateway = await world.gateway(target_timeout_s=0.3)
     stream, heard = await world.held(gateway, 1)
     await world.target.waits_after(1)
@@ -93,7 +91,7 @@ async def test_a_target_away_for_good_is_unavailable_and_the_session_resumable(w
 
 
 @any_credit
-async def test_a_target_that_hangs_is_given_up_after_its_timeout(world: World) -> None:
+async def test_a_hanging_target_times_out(world: World) -> None:
     gateway = await world.gateway(target_timeout_s=0.2, verify_timeout_s=0.2)
     world.target.gate.close()
     error = await refused(hear(gateway.ask()))
@@ -102,7 +100,7 @@ async def test_a_target_that_hangs_is_given_up_after_its_timeout(world: World) -
     assert len(world.target.calls) == 1
 
 
-async def test_logits_that_are_not_numbers_are_our_fault_and_hide_their_cause(world: World) -> None:
+async def test_invalid_logits_are_an_internal_error(world: World) -> None:
     gateway = await world.gateway()
     world.target.item_failure = grpc.StatusCode.INTERNAL
     stream = gateway.ask()
@@ -140,7 +138,7 @@ def never_drafted(result: pb.VerifyResult) -> None:
 @pytest.mark.parametrize(
     "broken", [too_many, no_tokens, elsewhere, other_vocabulary, never_drafted], ids=lambda lie: lie.__name__
 )
-async def test_a_verdict_that_cannot_be_reaches_no_client(
+async def test_an_invalid_verdict_reaches_no_client(
     world: World, broken: Callable[[pb.VerifyResult], None]
 ) -> None:
     gateway = await world.gateway()
@@ -165,9 +163,7 @@ async def test_an_emptied_cache_is_filled_again_with_the_same_tokens(world: Worl
     assert world.target.misses > 0
 
 
-async def test_a_cache_of_other_tokens_at_the_same_length_is_a_miss_and_never_a_wrong_token(
-    world: World, gateway: Gateway
-) -> None:
+async def test_a_cache_of_other_tokens_is_a_miss(world: World, gateway: Gateway) -> None:
     world.target.gate.close_after(2)
     stream = gateway.ask()
     await world.target.called(3)
@@ -178,7 +174,7 @@ async def test_a_cache_of_other_tokens_at_the_same_length_is_a_miss_and_never_a_
     assert world.target.misses > 0
 
 
-async def test_another_build_of_the_target_is_told_at_the_token_where_it_begins(world: World) -> None:
+async def test_a_change_of_build_is_reported_at_its_token(world: World) -> None:
     gateway, other = await world.gateway(draft="none"), await world.gateway(draft="none")
     world.target.gate.close()
     stream = gateway.ask(logprobs=0)
@@ -201,7 +197,7 @@ async def test_another_build_of_the_target_is_told_at_the_token_where_it_begins(
 
 
 @any_credit
-async def test_a_session_that_moves_to_another_build_says_so_on_resume(world: World) -> None:
+async def test_a_change_of_build_is_reported_on_resume(world: World) -> None:
     gateway = await world.gateway(draft="none")
     stream, heard = await world.held(gateway, 2)
     stream.cancel()
@@ -214,7 +210,7 @@ async def test_a_session_that_moves_to_another_build_says_so_on_resume(world: Wo
 
 
 @any_credit
-async def test_a_target_that_comes_back_unnoticed_is_met_before_it_is_asked(world: World) -> None:
+async def test_a_restarted_target_is_identified_before_use(world: World) -> None:
     """No item was open when it went, so that none has failed."""
     gateway = await world.gateway(target_timeout_s=3)
     must_be_true(await hear(gateway.ask()))
@@ -247,7 +243,7 @@ async def test_a_gateway_does_not_start_without_a_target(world: World) -> None:
         await world.gateway(startup_timeout_s=0.1)
 
 
-async def test_a_tokenizer_that_fails_ends_the_stream_and_hides_its_cause(world: World) -> None:
+async def test_a_failing_tokenizer_is_an_internal_error(world: World) -> None:
     """Whatever raises in the shell: a client must not wait for ever."""
 
     def fails(ids: Sequence[int]) -> str:

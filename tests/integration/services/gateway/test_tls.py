@@ -99,16 +99,13 @@ async def test_an_answer_comes_over_tls_on_every_hop(mesh: Mesh) -> None:
     assert (mesh.world.target.streams, mesh.world.draft.streams) == (["peer"], ["peer"])
 
 
-async def test_it_is_told_when_the_certificate_ends_that_replicas_are_shown(mesh: Mesh) -> None:
+async def test_the_expiry_of_the_peer_certificate_is_reported(mesh: Mesh) -> None:
     await mesh.secure_both()
     registry = Registry(GATEWAY)
     await mesh.world.gateway_of(Parts(metrics=registry), **mesh.peers())
     left_s = number(registry, PEER_CERTIFICATE_EXPIRY) - dt.datetime.now(dt.UTC).timestamp()
     assert left_s == pytest.approx(DAY.total_seconds(), abs=60)
     assert total(registry, SERVED_CERTIFICATE_EXPIRY) == 0, "it serves in plain text"
-
-
-# ------------------------------------------------------------------------------ who is not trusted --
 
 
 async def _wrong_authority(mesh: Mesh) -> dict[str, str]:
@@ -140,16 +137,14 @@ async def _plain_target(mesh: Mesh) -> dict[str, str]:
         (_plain_target, "WRONG_VERSION_NUMBER"),
     ],
 )
-async def test_a_gateway_and_a_target_that_do_not_trust_one_another_do_not_pair(
-    mesh: Mesh, arrange: Any, why: str
-) -> None:
+async def test_a_target_that_is_not_trusted_is_refused(mesh: Mesh, arrange: Any, why: str) -> None:
     given = await arrange(mesh)
     with pytest.raises(TargetUnavailable, match=why):
         await mesh.world.gateway(startup_timeout_s=0.5, **given)
     assert not mesh.world.target.calls
 
 
-async def test_a_draft_that_is_not_trusted_is_not_asked(mesh: Mesh) -> None:
+async def test_a_draft_that_is_not_trusted_is_not_used(mesh: Mesh) -> None:
     await mesh.secure_both()
     mesh["draft"].put_pair(mesh.authority.ca, mesh.other.issue("draft"))
     gateway = await mesh.start_gateway()
@@ -160,7 +155,7 @@ async def test_a_draft_that_is_not_trusted_is_not_asked(mesh: Mesh) -> None:
     assert not mesh.world.draft.calls
 
 
-async def test_who_does_not_show_a_certificate_gets_no_answer_from_a_gateway(mesh: Mesh) -> None:
+async def test_a_client_needs_a_certificate(mesh: Mesh) -> None:
     await mesh.secure_both()
     gateway = await mesh.start_gateway()
     ours, foreign = mesh["client"], mounted(mesh.directory / "x", mesh.authority.ca, mesh.other.issue("x"))
@@ -179,12 +174,9 @@ async def test_who_does_not_show_a_certificate_gets_no_answer_from_a_gateway(mes
         ({"draft_tls_name": "draft"}, "--draft-tls-name needs --peer-ca-file"),
     ],
 )
-def test_half_of_what_tls_to_peers_needs_is_refused(given: dict[str, str], problem: str) -> None:
+def test_incomplete_peer_tls_settings_are_refused(given: dict[str, str], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         GatewaySettings.model_validate(given)
-
-
-# --------------------------------------------------------------------------- certificates that change --
 
 
 class Answering:
@@ -237,7 +229,7 @@ async def test_authorities_and_certificates_are_replaced_under_a_stream(mesh: Me
 
 
 @pytest.mark.parametrize("credit", [32])
-async def test_an_answer_that_needs_not_be_asked_for_stays_where_it_is_and_the_next_does_not(
+async def test_new_sessions_use_the_new_certificate(
     mesh: Mesh,
 ) -> None:
     mesh.world.target.pass_s = 0.02

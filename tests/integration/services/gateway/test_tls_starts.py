@@ -42,7 +42,7 @@ def files(tmp_path: Path) -> Mounted:
         ),
     ],
 )
-async def test_a_file_of_no_use_ends_a_process_with_its_flag_and_the_reason(
+async def test_an_unusable_file_ends_the_process(
     role: str, flags: tuple[str, ...], told: str, files: Mounted
 ) -> None:
     paths = {"ca": files.ca, "cert": files.cert, "key": files.key}
@@ -55,7 +55,7 @@ async def test_a_file_of_no_use_ends_a_process_with_its_flag_and_the_reason(
     assert line.startswith(f"galley {role}: error: {told.format(**paths)}")
 
 
-async def test_a_process_tells_where_it_tells_its_health(files: Mounted, tmp_path: Path) -> None:
+async def test_a_process_reports_its_health_port(files: Mounted, tmp_path: Path) -> None:
     flags = {**tls_settings(files, mutual=True), "health_port": "0", "log_level": "error"}
     named = {name.replace("_", "-"): value for name, value in flags.items()}
     async with service_process("services.draft", tmp_path / "log", {}, named) as ready:

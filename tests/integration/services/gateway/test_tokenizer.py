@@ -108,9 +108,6 @@ def test_sizes_and_special_tokens_are_those_of_transformers(
     assert real.hash == tokenizer_hash(default_model)
 
 
-# ---------------------------------------------------------------------------- tokenizers made by hand --
-
-
 def a_directory(path: Path, config: dict[str, Any] | None = None, *, truncate: bool = False) -> Path:
     """Bytes as tokens, <s> put first, </s> known."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -227,8 +224,6 @@ def test_a_name_that_is_neither_directory_nor_hub_id() -> None:
     with pytest.raises(FileNotFoundError, match="no directory"):
         Tokenizer.load("no/such/model at all")
 
-
-# ------------------------------------------------------------------------------------------ templates --
 
 USER = [{"role": "user", "content": "<b>é</b>"}]
 

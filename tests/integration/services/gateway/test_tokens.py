@@ -34,7 +34,7 @@ def tokens(world: World, **more: object) -> dict[str, object]:
     return {"jwt_issuer": ISSUER, "jwt_audience": AUDIENCE, "jwt_jwks_file": str(path), **more}
 
 
-async def test_a_token_is_as_good_as_a_key_and_names_somebody_else(world: World) -> None:
+async def test_a_token_names_a_principal_of_its_own(world: World) -> None:
     gateway = await world.gateway(**tokens(world, api_keys_file=KeyFile().write(world)))
     idempotent = f"key-{id(world)}"
     ids = []
@@ -49,7 +49,7 @@ async def test_a_token_is_as_good_as_a_key_and_names_somebody_else(world: World)
         must_be_true(await hear(caller.client.resume(ids[1], 0)))
 
 
-async def test_a_token_that_is_not_taken_is_refused_before_anything_is_done(world: World) -> None:
+async def test_a_bad_token_is_refused_before_any_work(world: World) -> None:
     gateway = await world.gateway(**tokens(world))
     for shown, told in (
         (TokenIssuer().token(), JWT_REFUSED),
@@ -67,7 +67,7 @@ async def test_a_token_that_is_not_taken_is_refused_before_anything_is_done(worl
     assert not world.draft.calls
 
 
-async def test_a_strangers_request_is_never_read(world: World) -> None:
+async def test_an_unauthenticated_request_is_not_read(world: World) -> None:
     """It is refused before it has come: however large it was to be."""
     gateway = await world.gateway(**tokens(world))
     async with http2.connected(gateway.address) as stranger:
@@ -76,7 +76,7 @@ async def test_a_strangers_request_is_never_read(world: World) -> None:
         assert (await stranger.until(http2.HEADERS)).flags & http2.END_STREAM
 
 
-async def test_a_stream_goes_on_though_its_token_has_expired(world: World) -> None:
+async def test_a_stream_outlives_its_token(world: World) -> None:
     """As with a key; what is asked anew needs a new one."""
     gateway = await world.gateway(**tokens(world, jwt_leeway_s=0))
     world.target.gate.close_after(1)
@@ -113,9 +113,7 @@ async def test_a_client_brings_a_fresh_token_with_each_call(
             await client.model_info()
 
 
-async def test_keys_are_fetched_from_the_issuer_and_made_up_ids_do_not_pester_it(
-    world: World, issuer: IssuerServer
-) -> None:
+async def test_unknown_key_ids_do_not_flood_the_issuer(world: World, issuer: IssuerServer) -> None:
     issuer.publish("/keys", jwks(EC))
     began_s = time.monotonic()
     gateway = await world.gateway(
@@ -133,9 +131,7 @@ async def test_keys_are_fetched_from_the_issuer_and_made_up_ids_do_not_pester_it
     assert len(issuer.asked) <= 1 + (time.monotonic() - began_s) // MIN_FETCH_INTERVAL_S
 
 
-async def test_while_the_issuer_is_away_a_token_is_neither_taken_nor_refused(
-    world: World, issuer: IssuerServer
-) -> None:
+async def test_tokens_are_unavailable_while_the_issuer_is_away(world: World, issuer: IssuerServer) -> None:
     gateway = await world.gateway(
         jwt_issuer=issuer.url,
         jwt_audience=AUDIENCE,

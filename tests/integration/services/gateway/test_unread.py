@@ -54,7 +54,7 @@ async def held_up(world: World, gateway: Gateway, stream: TokenStream) -> int:
 
 
 @any_credit
-async def test_streams_left_unread_end_say_so_and_stay_resumable(world: World) -> None:
+async def test_unread_streams_end_and_stay_resumable(world: World) -> None:
     gateway = await world.gateway(client_timeout_s=1, buffer=BUFFER, max_sessions=STREAMS)
     other = await world.gateway()
     async with left_unread(gateway, LONG, STREAMS) as streams:
@@ -77,7 +77,7 @@ async def test_streams_left_unread_end_say_so_and_stay_resumable(world: World) -
 
 
 @any_credit
-async def test_an_answer_that_has_ended_does_not_hold_its_place_for_ever(world: World) -> None:
+async def test_an_unread_finished_answer_frees_its_place(world: World) -> None:
     gateway = await world.gateway(client_timeout_s=2, max_sessions=1)
     async with left_unread(gateway, SHORT, 1) as [stream]:
         await gateway.has_places()
@@ -92,7 +92,7 @@ async def test_an_answer_that_has_ended_does_not_hold_its_place_for_ever(world: 
 
 
 @any_credit
-async def test_a_client_that_reads_on_in_time_notices_nothing(world: World) -> None:
+async def test_a_slow_client_that_reads_in_time_loses_nothing(world: World) -> None:
     """Its session waits for it meanwhile, and no other session does."""
     gateway = await world.gateway(client_timeout_s=20, buffer=BUFFER)
     async with left_unread(gateway, SHORT, 1) as [stream]:
@@ -104,7 +104,7 @@ async def test_a_client_that_reads_on_in_time_notices_nothing(world: World) -> N
     ("fate", "code"),
     [("claimed", grpc.StatusCode.FAILED_PRECONDITION), ("aborted", grpc.StatusCode.UNAVAILABLE)],
 )
-async def test_what_ends_a_session_ends_its_unread_stream(
+async def test_the_end_of_a_session_ends_its_unread_stream(
     world: World, fate: str, code: grpc.StatusCode
 ) -> None:
     """Though its own end must not wait for ever for its client either, who is told of it when it reads on."""

@@ -59,7 +59,7 @@ async def test_a_key_names_its_principal_either_way(tmp_path: Path) -> None:
     assert (await watched.who(authorization="Basic xyz", x_api_key="other")).name == "team-b"
 
 
-async def test_a_refusal_says_why_and_never_what_was_presented(tmp_path: Path) -> None:
+async def test_a_refusal_never_repeats_the_key(tmp_path: Path) -> None:
     watched = Watched(tmp_path, entry(KEY, "team-a", "expires = 2026-05-01T00:00:01Z"))
     assert "needed" in await watched.refusal()
     assert "needed" in await watched.refusal(authorization=f"Basic {KEY}")
@@ -102,7 +102,7 @@ async def test_the_file_is_read_anew_where_it_has_changed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("spoilt", ["no toml", "", None], ids=["malformed", "empty", "gone"])
-async def test_a_file_that_cannot_be_read_anew_leaves_what_was_read(
+async def test_an_unreadable_new_file_is_ignored(
     tmp_path: Path, spoilt: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched = Watched(tmp_path, entry(KEY, "team-a"))
@@ -136,14 +136,14 @@ async def test_a_file_that_cannot_be_read_anew_leaves_what_was_read(
         ("[[keys]]\nprincipal = a", "line 2"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, told: str) -> None:
+def test_an_error_in_the_file_is_named(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(BadFile, match=told) as caught:
         Watched(tmp_path, text)
     assert caught.value.setting == "api_keys_file"
     assert "keys.toml" in caught.value.problem
 
 
-def test_a_file_that_is_not_there_or_no_text_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_or_binary_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match=r"none\.toml: No such file"):
         read_principals(NamedFile("api_keys_file", str(tmp_path / "none.toml")))
     (tmp_path / "noise.toml").write_bytes(b"\xff")

@@ -74,14 +74,14 @@ async def test_old_keys_are_fetched_anew_while_they_serve(issuer: Issuer) -> Non
     assert issuer.asked == 2
 
 
-async def test_keys_that_nobody_has_looked_after_are_not_gone_by(issuer: Issuer) -> None:
+async def test_keys_that_are_too_old_are_fetched_first(issuer: Issuer) -> None:
     """Nothing was called for long: what was withdrawn meanwhile is not good for one call more."""
     issuer.now_s += 2 * REFRESH_S + 1
     issuer.told = NEW
     assert await issuer.keys.current() is NEW
 
 
-async def test_an_unknown_id_has_them_fetched_but_never_often(issuer: Issuer) -> None:
+async def test_an_unknown_id_fetches_the_keys_rarely(issuer: Issuer) -> None:
     issuer.told = NEW
     for _ in range(1000):
         assert await issuer.keys.refreshed() is OLD  # they have just come
@@ -93,7 +93,7 @@ async def test_an_unknown_id_has_them_fetched_but_never_often(issuer: Issuer) ->
     assert issuer.asked == 2
 
 
-async def test_an_issuer_that_fails_is_not_asked_more_often(issuer: Issuer) -> None:
+async def test_a_failing_issuer_is_not_asked_more_often(issuer: Issuer) -> None:
     issuer.told = None
     issuer.now_s += REFRESH_S + 1
     with capture_logs() as logs:
@@ -106,7 +106,7 @@ async def test_an_issuer_that_fails_is_not_asked_more_often(issuer: Issuer) -> N
     assert (failure["log_level"], failure["problem"]) == ("error", "the issuer is away")
 
 
-async def test_while_the_issuer_is_away_nobody_waits_and_old_keys_serve_for_a_time(issuer: Issuer) -> None:
+async def test_old_keys_serve_while_the_issuer_is_away(issuer: Issuer) -> None:
     issuer.told = None
     issuer.now_s += REFRESH_S + 1
     await issuer.keys.current()
@@ -127,7 +127,7 @@ async def test_while_the_issuer_is_away_nobody_waits_and_old_keys_serve_for_a_ti
     assert await issuer.keys.current() is NEW
 
 
-async def test_without_keys_nobody_is_taken_for_anybody() -> None:
+async def test_without_keys_nobody_is_authenticated() -> None:
     issuer = Issuer()
     issuer.told = None
     issuer.keys.start()

@@ -149,9 +149,7 @@ async def test_a_token_names_its_principal(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize(("make", "reason"), BAD.values(), ids=BAD)
-async def test_what_is_wrong_with_a_token_is_for_the_log_alone(
-    gate: Gate, make: Callable[[], str], reason: str
-) -> None:
+async def test_the_fault_of_a_token_is_only_logged(gate: Gate, make: Callable[[], str], reason: str) -> None:
     with capture_logs() as logs:
         assert await gate.refusal(authorization=f"Bearer {make()}") == JWT_REFUSED
     assert logs == [
@@ -167,7 +165,7 @@ async def test_strangers_do_not_fill_the_log(gate: Gate) -> None:
     assert sorted(log["reason"] for log in logs) == ["malformed", "signature"]
 
 
-async def test_who_had_a_good_one_is_told_about_its_time(gate: Gate) -> None:
+async def test_an_expired_token_is_named_as_such(gate: Gate) -> None:
     assert await gate.refusal(authorization=f"Bearer {EC.token(exp=now(-LEEWAY_S - 2))}") == JWT_EXPIRED
     for early in (EC.token(nbf=now(LEEWAY_S + 60)), EC.token(iat=now(LEEWAY_S + 60))):
         assert await gate.refusal(authorization=f"Bearer {early}") == JWT_EARLY
@@ -187,7 +185,7 @@ async def test_one_of_several_audiences_is_enough(tmp_path: Path) -> None:
         await gate.accept(EC.token(aud=audience))
 
 
-async def test_a_token_without_the_id_of_a_key_needs_one_that_is_the_only_one(tmp_path: Path) -> None:
+async def test_a_token_without_key_id_needs_a_single_key(tmp_path: Path) -> None:
     assert (await Gate(tmp_path).accept(EC.token({"kid": None}))).name == "jwt:alice"
     several = Gate(tmp_path, EC, TokenIssuer("two"))
     assert await several.refusal(authorization=f"Bearer {EC.token({'kid': None})}") == JWT_REFUSED
@@ -202,7 +200,7 @@ async def test_a_token_without_the_id_of_a_key_needs_one_that_is_the_only_one(tm
         ("a b\0c\n%é", "jwt:a%20b%00c%0A%25%C3%A9"),
     ],
 )
-async def test_names_are_told_apart_whatever_they_are_made_of(tmp_path: Path, said: str, name: str) -> None:
+async def test_names_are_escaped(tmp_path: Path, said: str, name: str) -> None:
     gate = Gate(tmp_path, jwt_principal_claim="who")
     assert (await gate.accept(EC.token(who=said))).name == name
 
@@ -233,9 +231,6 @@ async def test_keys_are_read_anew_where_their_file_has_changed(tmp_path: Path) -
     assert [log["log_level"] for log in logs] == ["error"]
 
 
-# -------------------------------------------------------------------------------- beside API keys --
-
-
 async def test_a_token_and_a_key_each_say_who_calls(tmp_path: Path) -> None:
     limits = '[defaults]\nmax_sessions = 5\n[principals."jwt:alice"]\nmax_sessions = 2\nmax_priority = 3\n'
     keys = tmp_path / "keys.toml"
@@ -258,9 +253,6 @@ async def test_limits_alone_need_no_key(tmp_path: Path) -> None:
     assert (await gate.accept(EC.token())).limits.max_sessions == 1
 
 
-# ---------------------------------------------------------------------------------- the issuer's keys --
-
-
 @pytest.mark.parametrize(
     ("content", "told"),
     [
@@ -274,7 +266,7 @@ async def test_limits_alone_need_no_key(tmp_path: Path) -> None:
     ],
     ids=["no text", "a list", "deep", "no keys", "none", "many", "large"],
 )
-def test_what_is_wrong_with_a_file_of_keys_is_named(tmp_path: Path, content: bytes, told: str) -> None:
+def test_an_error_in_the_key_file_is_named(tmp_path: Path, content: bytes, told: str) -> None:
     with pytest.raises(ValueError, match=told) as caught:
         Gate(tmp_path, content=content)
     assert "jwks.json" in str(caught.value)
@@ -301,13 +293,13 @@ def _entry(**more: Any) -> dict[str, Any]:
     ],
     ids=["enc", "ops", "alg", "kid", "curve", "point", "private", "oct", "no modulus", "short", "k1"],
 )
-def test_keys_for_other_purposes_are_passed_over(tmp_path: Path, useless: dict[str, Any]) -> None:
+def test_keys_for_other_purposes_are_ignored(tmp_path: Path, useless: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="has no public key"):
         Gate(tmp_path, content=json.dumps({"keys": [useless, 7]}).encode())
 
 
 @pytest.mark.parametrize("algorithm", ["ES384", "ES512", "EdDSA", "PS256"])
-async def test_other_signatures_are_taken_where_they_are_allowed(tmp_path: Path, algorithm: str) -> None:
+async def test_other_algorithms_are_accepted_if_allowed(tmp_path: Path, algorithm: str) -> None:
     make: dict[str, Callable[[], Any]] = {
         "ES384": lambda: ec_key(ec.SECP384R1()),
         "ES512": lambda: ec_key(ec.SECP521R1()),

@@ -27,7 +27,7 @@ def ask(lookup: LocalLookup, tokens: list[int], *, start: int = 0, k: int = 4, a
     return answer
 
 
-def test_it_guesses_what_followed_before_and_goes_on_from_guesses() -> None:
+def test_it_proposes_what_followed_before() -> None:
     lookup = LocalLookup()
     tokens = [1, *PERIOD, *PERIOD[:2]]
     assert ask(lookup, tokens).tokens == (7, 8, 5, 6)
@@ -49,7 +49,7 @@ def test_other_content_at_the_same_length_is_a_miss() -> None:
     assert answer == ev.CacheMissed(1, 3, prefix_hash([1, 2, 3]))
 
 
-def test_a_long_prompt_is_followed_a_piece_at_a_time() -> None:
+def test_a_long_prompt_is_indexed_in_pieces() -> None:
     lookup, tokens = LocalLookup(), PERIOD * 700
     spec_room = SPEC.max_position
     assert len(tokens) > spec_room
@@ -57,7 +57,7 @@ def test_a_long_prompt_is_followed_a_piece_at_a_time() -> None:
     assert [answer.tokens for answer in answers] == [(), (), ()]
 
 
-def test_no_guess_stands_where_the_target_takes_none() -> None:
+def test_it_proposes_nothing_beyond_the_end() -> None:
     tokens = (PERIOD * 20)[: SPEC.max_position - 2]
     assert len(ask(LocalLookup(), tokens).tokens) == 1
 
@@ -71,7 +71,7 @@ def traced() -> Iterator[None]:
         tracemalloc.stop()
 
 
-def test_a_round_of_a_long_session_costs_what_is_new_in_it() -> None:
+def test_a_round_of_a_long_session_is_incremental() -> None:
     """Neither hashed nor compared nor copied is what stands before: the event loop is everybody's."""
     lookup, tokens, took = LocalLookup(), PERIOD * 2500, list[int]()
     with traced():
@@ -89,7 +89,7 @@ def test_a_round_of_a_long_session_costs_what_is_new_in_it() -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(5, 7), max_size=6), st.integers(0, 3))))
-def test_it_answers_as_one_that_is_asked_for_the_first_time(asked: list[tuple[int, list[int], int]]) -> None:
+def test_it_proposes_as_a_fresh_lookup_would(asked: list[tuple[int, list[int], int]]) -> None:
     """Whatever it was asked before, of guesses that came true and guesses that did not."""
     lookup, tokens = LocalLookup(), [1]
     ask(lookup, tokens)

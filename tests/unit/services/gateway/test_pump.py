@@ -119,7 +119,7 @@ class Served:
         (None, grpc.StatusCode.UNAVAILABLE),
     ],
 )
-async def test_an_end_that_is_left_unread_says_what_it_would_have_said(
+async def test_an_unread_end_sets_the_status_of_the_call(
     error: GalleyError | None, code: grpc.StatusCode
 ) -> None:
     served = Served(DONE if error is None else ev.End(error=error), client_s=0.2, chunks=CHUNKS[:1])

@@ -35,7 +35,7 @@ class Call:
         return None
 
 
-async def test_a_session_that_goes_on_keeps_its_place_though_only_its_generator_is_closed(
+async def test_a_session_without_client_keeps_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("services.gateway.servicer.caller", lambda: ANONYMOUS)

@@ -37,7 +37,7 @@ def commit(length: int, *tokens: int) -> ev.Commit:
     return ev.Commit(length, tokens, records, 0, 0)
 
 
-async def test_what_was_held_of_late_was_lost_and_is_made_anew() -> None:
+async def test_a_recently_held_session_is_recreated() -> None:
     world = World()
     log = await world.own()
     for length in range(3, 6):  # trust begins anew with each change
@@ -57,7 +57,7 @@ async def test_what_was_held_of_late_was_lost_and_is_made_anew() -> None:
     assert found.ownership.epoch == log.owner.epoch + 1
 
 
-async def test_an_idle_session_is_made_anew_when_it_is_renewed() -> None:
+async def test_an_idle_session_is_recreated_by_a_renewal() -> None:
     world = World()
     log = await world.own()
     world.store.forget()
@@ -65,7 +65,7 @@ async def test_an_idle_session_is_made_anew_when_it_is_renewed() -> None:
     assert world.store.log("s") == [1, 2, 3]
 
 
-async def test_what_may_have_ended_and_expired_is_not_made_anew() -> None:
+async def test_a_session_that_may_have_ended_is_not_recreated() -> None:
     """As by an owner that was stopped meanwhile: another ended the session, and the store forgot that."""
     world = World()
     log = await world.own()

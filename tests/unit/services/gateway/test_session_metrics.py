@@ -51,9 +51,7 @@ def counts(sessions: SessionMetrics) -> SessionCounts:
     return SessionCounts(sessions, "", INVALID_SPAN_CONTEXT)
 
 
-async def test_a_store_that_is_away_shows_in_repeats_and_in_the_time_that_commits_take(
-    registry: Registry, sessions: SessionMetrics
-) -> None:
+async def test_an_absent_store_is_counted(registry: Registry, sessions: SessionMetrics) -> None:
     observer = RequestObserver(sessions=sessions)
     observe_with(observer)
     store = FaultyStore()
@@ -65,7 +63,7 @@ async def test_a_store_that_is_away_shows_in_repeats_and_in_the_time_that_commit
     assert count(registry, catalogue.COMMIT_DURATION, "ok") >= 1
 
 
-def test_a_commit_that_comes_to_nothing_says_why(registry: Registry, counts: SessionCounts) -> None:
+def test_a_failed_commit_is_counted_with_its_status(registry: Registry, counts: SessionCounts) -> None:
     counts.committed(SECOND, Fenced("s"))
     counts.committed(SECOND, StoreUnavailable("away"))
     for outcome in ("failed_precondition", "unavailable"):
@@ -84,7 +82,7 @@ def test_short_waits_are_no_stalls(registry: Registry, counts: SessionCounts) ->
     assert number(registry, catalogue.CLIENT_STALLS) == 1
 
 
-def test_positions_are_counted_one_by_one_and_together_beyond_the_last() -> None:
+def test_late_positions_are_counted_together() -> None:
     at = ByPosition()
     for length in (0, 1, 3, 16, 20):
         at.add(length)
@@ -118,5 +116,5 @@ def test_positions_are_counted_one_by_one_and_together_beyond_the_last() -> None
         (TokenizerMismatch("a", "b"), "internal", "server"),
     ],
 )
-def test_each_end_of_a_call_is_somebodys(error: BaseException | None, outcome: str, fault: str) -> None:
+def test_each_error_is_attributed(error: BaseException | None, outcome: str, fault: str) -> None:
     assert end_of(error) == (outcome, fault)

@@ -44,7 +44,7 @@ def parse(*argv: str) -> GatewaySettings:
         ((*ISSUER, "--jwt-algorithms", ","), "got none"),
     ],
 )
-def test_tokens_that_cannot_be_checked_are_refused_at_the_start(
+def test_incomplete_jwt_settings_are_refused(
     argv: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -53,13 +53,13 @@ def test_tokens_that_cannot_be_checked_are_refused_at_the_start(
     assert told in capsys.readouterr().err
 
 
-def test_an_issuer_of_any_name_will_do_where_its_keys_are_told() -> None:
+def test_an_issuer_with_given_keys_may_have_any_name() -> None:
     argv = ("--jwt-issuer", "kubernetes/serviceaccount", "--jwt-audience", "galley")
     assert parse(*argv, "--jwt-jwks-file", "keys.json").jwt_issuer == "kubernetes/serviceaccount"
     assert parse(*argv, "--jwt-jwks-url", "https://a.test/keys").jwt_algorithms == "RS256,ES256"
 
 
-def test_a_gateway_has_its_clients_connect_anew_now_and_then() -> None:
+def test_connections_have_a_maximum_age() -> None:
     told = parse()
     limits = told.server_limits()
     assert (limits.max_connection_age_s, limits.max_connection_idle_s) == (600.0, 900.0)

@@ -80,7 +80,7 @@ class Stream:
         return [span for span in self.kept.spans if span.name == name]
 
 
-async def test_the_times_of_rounds_are_the_clocks_in_unix_time() -> None:
+async def test_rounds_are_timed_by_the_clock() -> None:
     stream = Stream()
     stream.store.commit_ns = 0
     began_ns = OFFSET_NS + stream.clock.now
@@ -98,7 +98,7 @@ async def test_the_times_of_rounds_are_the_clocks_in_unix_time() -> None:
     assert stream.named("EVALSHA commit") == []
 
 
-async def test_a_slow_commit_is_told_by_itself_and_by_its_round() -> None:
+async def test_a_slow_commit_is_a_span() -> None:
     stream = Stream()
     stream.store.commit_ns = 30 * MS
     await stream.run()
@@ -109,7 +109,7 @@ async def test_a_slow_commit_is_told_by_itself_and_by_its_round() -> None:
     assert attributes_of(stream.request)[names.SLOWEST_COMMIT_NS] == 30 * MS
 
 
-async def test_a_commit_that_is_repeated_says_so_and_names_no_server() -> None:
+async def test_a_repeated_commit_is_traced() -> None:
     stream = Stream()
     stream.store.failures = 2
     await stream.run()
@@ -122,7 +122,7 @@ async def test_a_commit_that_is_repeated_says_so_and_names_no_server() -> None:
     ] * 2
 
 
-async def test_rounds_are_told_though_their_tokens_were_never_logged() -> None:
+async def test_rounds_without_commit_are_traced() -> None:
     stream = Stream(timeouts=Timeouts(store_ns=20 * MS))
     stream.store.failures = 1000
     end = await stream.run()
@@ -135,7 +135,7 @@ async def test_rounds_are_told_though_their_tokens_were_never_logged() -> None:
     must_hang_together(stream)
 
 
-async def test_a_round_without_a_verdict_is_told_for_what_was_asked_in_it() -> None:
+async def test_a_round_without_verdict_is_traced() -> None:
     stream = Stream()
     stream.target.fails_at = 1
     end = await stream.run()
@@ -154,7 +154,7 @@ async def test_a_round_without_a_verdict_is_told_for_what_was_asked_in_it() -> N
     must_hang_together(stream)
 
 
-async def test_a_client_that_stalls_is_told_of_and_summed_up() -> None:
+async def test_client_stalls_are_traced() -> None:
     stream = Stream()
     stalls = [3 * SECOND, 2 * SECOND, SECOND]
 
@@ -173,7 +173,7 @@ async def test_a_client_that_stalls_is_told_of_and_summed_up() -> None:
     assert attributes_of(stream.request)[names.CLIENT_STALLED_NS] == sum(stalled_ns)
 
 
-async def test_another_build_is_told_of() -> None:
+async def test_a_change_of_build_is_traced() -> None:
     stream = Stream()
     stream.target.build = lambda answered: "build-1" if answered == 1 else "build-2"
     await stream.run()
@@ -182,7 +182,7 @@ async def test_another_build_is_told_of() -> None:
     assert attributes_of(stream.request)[names.FINGERPRINT] == "build-2"
 
 
-async def test_an_owner_that_learns_by_a_renewal_that_it_is_fenced() -> None:
+async def test_a_renewal_that_is_fenced_is_traced() -> None:
     """Renewals that succeed are not told."""
     stream = Stream(timeouts=Timeouts(renew_ns=1 * MS))
     stream.target.may_answer.clear()
@@ -195,7 +195,7 @@ async def test_an_owner_that_learns_by_a_renewal_that_it_is_fenced() -> None:
     must_hang_together(stream)
 
 
-async def test_a_request_lasts_as_long_as_anybody_works_for_it() -> None:
+async def test_a_request_lasts_until_it_is_released() -> None:
     stream = Stream()
     stream.trace.hold()
     await stream.run()
@@ -205,7 +205,7 @@ async def test_a_request_lasts_as_long_as_anybody_works_for_it() -> None:
     assert stream.request.end_time == OFFSET_NS + stream.clock.now
 
 
-async def test_what_is_not_sampled_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unsampled_request_has_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     stream = Stream()
     await stream.run()
@@ -214,14 +214,14 @@ async def test_what_is_not_sampled_tells_nothing(monkeypatch: pytest.MonkeyPatch
     assert stream.observer.stored_fields() == {}
 
 
-async def test_without_a_trace_nothing_is_told_and_nothing_goes_with_items() -> None:
+async def test_an_untraced_request_sends_no_traceparent() -> None:
     assert request_observer().trace is UNTRACED
     assert UNTRACED.call(names.VERIFY, "target:0").traceparent == ""
     assert UNTRACED.store_call("commit") is None
     assert not UNTRACED.context.is_valid
 
 
-async def test_a_breaker_tells_the_request_that_changed_it() -> None:
+async def test_a_breaker_is_traced_in_the_request_that_changed_it() -> None:
     stream, clock = Stream(), ManualClock()
     drafts = DraftPool(StaticAddresses([]), "tokenizer", cast("Any", None), clock, SECOND)
     draft, breaker = cast("Any", SimpleNamespace(address="draft:1")), Breaker()

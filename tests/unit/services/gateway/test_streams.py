@@ -29,7 +29,7 @@ class SlowStore(MemoryStore):
         await super().abort(session_id, principal, finish)
 
 
-async def test_the_calls_to_abort_of_one_caller_do_not_keep_out_anothers() -> None:
+async def test_calls_to_abort_are_shared_among_callers() -> None:
     """Alice's calls take all places as they come, until somebody else wants one."""
     store = SlowStore()
     streams = Streams(store, MonotonicClock(), cast("Any", None), str, SessionLimits(), Timeouts(), 2)

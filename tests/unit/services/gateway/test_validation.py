@@ -73,9 +73,6 @@ def speculation(**fields: Any) -> dict[str, Any]:
     return {"speculation": pb.Speculation(**fields)}
 
 
-# --------------------------------------------------------------------------------------- good requests --
-
-
 def test_a_bare_request_gets_the_defaults() -> None:
     assert parse() == GenerateSpec(
         prompt=tuple(b"abc"),
@@ -173,8 +170,6 @@ def test_modes(mode: pb.Speculation.Mode.ValueType, name: str) -> None:
     assert parse(**speculation(mode=mode)).speculation == SpeculationSpec(name, None, "")  # type: ignore[arg-type]  # a literal, by parameter
 
 
-# ---------------------------------------------------------------------------------------- bad requests --
-
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"text": ""}, "text", "empty"),
     ({"text": "a" * 64}, "text", "64 tokens"),
@@ -266,9 +261,6 @@ def test_a_long_bad_value_is_not_echoed_whole() -> None:
     assert len(str(caught.value)) < 200
 
 
-# ----------------------------------------------------------------------------------------- body hashes --
-
-
 def test_the_body_hash_is_of_all_but_the_key() -> None:
     plain = parse(**sampling(logit_bias={1: 1, 2: 2})).body_hash
     keyed = parse(**sampling(logit_bias={2: 2, 1: 1}), idempotency_key="key").body_hash
@@ -291,8 +283,6 @@ def test_hashing_leaves_the_request_as_it_was() -> None:
     body_hash(asked)
     assert asked.idempotency_key == "key"
 
-
-# ------------------------------------------------------------------------------------ the other calls --
 
 ID = "0123456789abcdef" * 2
 
@@ -322,9 +312,6 @@ def test_the_name_of_the_model() -> None:
     check_model("m", MODEL)
     with pytest.raises(InvalidField, match="must be 'm' or empty, got 'M'"):
         check_model("M", MODEL)
-
-
-# --------------------------------------------------------------------------------------- any bytes at all --
 
 
 @given(st.binary(max_size=60))

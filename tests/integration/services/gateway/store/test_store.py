@@ -92,9 +92,6 @@ def key_of(session_id: str) -> str:
     return f"galley:{{{session_id}}}"
 
 
-# ------------------------------------------------------------------------------- one session's life --
-
-
 async def test_create_returns_what_was_stored(store: RedisStore) -> None:
     new = a_session()
     made = await store.create(new)
@@ -141,7 +138,7 @@ async def test_keys_and_layout_are_those_of_the_design(store: RedisStore, raw: r
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128, 1000])
-async def test_long_fields_come_back_whole_and_are_kept_compact(
+async def test_long_fields_are_stored_compactly(
     store: RedisStore, raw: redis_asyncio.Redis, size: int
 ) -> None:
     value = bytes(at % 251 for at in range(size))
@@ -152,7 +149,7 @@ async def test_long_fields_come_back_whole_and_are_kept_compact(
     assert await raw.object("ENCODING", key_of(new.session_id)) == b"listpack"
 
 
-async def test_a_finished_session_keeps_no_room_to_grow(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+async def test_a_finished_session_frees_its_spare_memory(store: RedisStore, raw: redis_asyncio.Redis) -> None:
     async def log_bytes() -> int:
         return await raw.memory_usage(f"{key_of(owner.session_id)}:log", samples=0) or 0
 
@@ -215,9 +212,6 @@ async def test_abort_of_an_unknown_session(store: RedisStore) -> None:
         await store.abort(secrets.token_hex(16), ALICE, b"")
 
 
-# ------------------------------------------------------------------------------------------ ownership --
-
-
 async def test_a_claim_fences_the_owner_before(store: RedisStore) -> None:
     first = (await store.create(a_session())).ownership
     second = (await store.claim(first.session_id, ALICE)).ownership
@@ -232,7 +226,7 @@ async def test_a_claim_fences_the_owner_before(store: RedisStore) -> None:
     assert await store.commit(second, 3, [8], b"") == 4
 
 
-async def test_the_nonce_counts_and_not_the_epoch_alone(store: RedisStore) -> None:
+async def test_an_owner_needs_the_nonce_too(store: RedisStore) -> None:
     owner = (await store.create(a_session())).ownership
     with pytest.raises(Fenced):
         await store.commit(Ownership(owner.session_id, owner.epoch, b"\0" * 16), 3, [7], b"")
@@ -299,16 +293,13 @@ async def test_two_owners_never_both_extend_the_log(shared_server: Server | Clus
         assert end.meta == b"." * len(written)
 
 
-# ---------------------------------------------------------------------------------- making one anew --
-
-
 async def lose(raw: redis_asyncio.Redis, owner: Ownership) -> None:
     """As a store does that comes back from before the session was made."""
     key = key_of(owner.session_id)
     await raw.delete(key, f"{key}:log", f"{key}:meta")
 
 
-async def test_an_owner_makes_anew_what_was_lost(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+async def test_an_owner_recreates_a_lost_session(store: RedisStore, raw: redis_asyncio.Redis) -> None:
     first = await store.create(a_session())
     made = await store.claim(first.ownership.session_id, ALICE)
     owner = made.ownership
@@ -329,7 +320,7 @@ async def test_an_owner_makes_anew_what_was_lost(store: RedisStore, raw: redis_a
     assert await raw.pttl(key_of(owner.session_id)) > 1000 * SESSION_TTL_S - 1000
 
 
-async def test_nothing_that_is_there_is_made_anew(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+async def test_recreate_keeps_an_existing_session(store: RedisStore, raw: redis_asyncio.Redis) -> None:
     lost = await store.create(a_session())
     owner, session_id = lost.ownership, lost.ownership.session_id
     later = (await store.claim(session_id, ALICE)).ownership
@@ -346,9 +337,6 @@ async def test_nothing_that_is_there_is_made_anew(store: RedisStore, raw: redis_
         await store.recreate(owner, lost.to_new_session())
     seen = await store.claim(session_id, ALICE)
     assert (seen.fields, seen.finish) == ({"request": b"another seed"}, b"aborted")
-
-
-# ---------------------------------------------------------------------------- lengths and repetition --
 
 
 async def test_a_repeated_commit_changes_nothing(store: RedisStore) -> None:
@@ -400,9 +388,6 @@ async def test_a_session_that_lost_a_key_is_lost(
         await store.claim(owner.session_id, ALICE)
 
 
-# --------------------------------------------------------------------------------------------- expiry --
-
-
 async def test_every_change_renews_all_keys(
     shared_server: Server | Cluster, raw: redis_asyncio.Redis
 ) -> None:
@@ -449,9 +434,6 @@ async def test_an_expired_session_is_unknown(store: RedisStore, raw: redis_async
             await call
 
 
-# ------------------------------------------------------------------------------- a server in trouble --
-
-
 async def test_the_log_survives_a_killed_server(own_server: Server) -> None:
     async with store_at(own_server) as store:
         owner = (await store.create(a_session())).ownership
@@ -465,7 +447,7 @@ async def test_the_log_survives_a_killed_server(own_server: Server) -> None:
         assert (seen.tokens, seen.meta) == ([*PROMPT, 7, 8, 9], b"abc")
 
 
-async def test_a_hanging_server_is_unavailable_and_its_late_answer_harmless(own_server: Server) -> None:
+async def test_a_late_reply_of_a_hanging_server_is_dropped(own_server: Server) -> None:
     async with store_at(own_server, call_timeout_s=0.2) as store:
         owner = (await store.create(a_session())).ownership
         own_server.pause()
@@ -477,7 +459,7 @@ async def test_a_hanging_server_is_unavailable_and_its_late_answer_harmless(own_
         assert (seen.tokens, seen.meta) == ([*PROMPT, 7], b"a")
 
 
-async def test_nobody_there() -> None:
+async def test_a_server_that_does_not_listen() -> None:
     """Who reads the log learns where nobody is; a caller does not."""
     where = f"127.0.0.1:{free_port()}"
     store = RedisStore(f"redis://{where}")
@@ -488,9 +470,7 @@ async def test_nobody_there() -> None:
     await store.close()
 
 
-async def test_scripts_are_sent_again_when_the_server_forgot_them(
-    store: RedisStore, raw: redis_asyncio.Redis
-) -> None:
+async def test_scripts_are_reloaded_after_a_flush(store: RedisStore, raw: redis_asyncio.Redis) -> None:
     owner = (await store.create(a_session())).ownership
     for length in range(3, 9):
         await raw.script_flush()
@@ -513,7 +493,7 @@ async def test_a_replica_is_unavailable_and_not_a_fault(valkey: Server) -> None:
         await admin.aclose()
 
 
-async def test_a_foreign_key_in_the_way_is_a_fault(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+async def test_a_key_of_another_type_is_a_fault(store: RedisStore, raw: redis_asyncio.Redis) -> None:
     session_id = secrets.token_hex(16)
     await raw.set(key_of(session_id), b"something else")
     with pytest.raises(Broken, match="WRONGTYPE"):
@@ -540,9 +520,6 @@ async def test_an_acl_user_may_do_no_more_than_it_needs(valkey: Server) -> None:
     with pytest.raises(StoreUnavailable, match="password"):
         await stranger.ping()
     await stranger.close()
-
-
-# --------------------------------------------------------------------------------------- cancellation --
 
 
 async def test_replies_match_requests_after_many_cancellations(shared_server: Server | Cluster) -> None:
@@ -637,9 +614,6 @@ async def test_a_retry_survives_a_restart(own_server: Server) -> None:
         await restart
 
 
-# ------------------------------------------------------------------------ the model of it, in memory --
-
-
 async def test_the_memory_store_forgets_by_its_clock() -> None:
     now_s = 0.0
     store = MemoryStore(ttl_s=10, finished_ttl_s=100, clock=lambda: now_s)
@@ -653,9 +627,6 @@ async def test_the_memory_store_forgets_by_its_clock() -> None:
     now_s = 217
     with pytest.raises(UnknownSession):
         await store.claim(owner.session_id, ALICE)
-
-
-# ----------------------------------------------------------------------------------------- principals --
 
 
 def test_session_ids() -> None:

@@ -88,9 +88,6 @@ async def must_hold(store: RedisStore, owner: Ownership, tokens: list[int]) -> N
     assert seen.ownership == owner, "nobody else has claimed it"
 
 
-# --------------------------------------------------------------------------------------- a cluster --
-
-
 class Moving:
     """A slot on its way from one node to another."""
 
@@ -145,7 +142,7 @@ async def test_a_session_is_followed_when_its_slot_moves(cluster: Cluster) -> No
         await must_hold(store, owner, [1, 2, 3, 4])
 
 
-async def test_a_node_that_is_lost_is_unavailable_until_its_replica_is_promoted(cluster: Cluster) -> None:
+async def test_a_lost_node_is_unavailable_until_failover(cluster: Cluster) -> None:
     [replica] = cluster.replicas
     async with store_at(cluster, call_timeout_s=1.5, copies=Copies(1)) as careful:
         new = a_session(session_in(1000, 5000))
@@ -180,7 +177,7 @@ async def test_a_node_that_hangs_is_unavailable(cluster: Cluster) -> None:
         await must_hold(store, owner, [1])
 
 
-async def test_a_cluster_of_which_nobody_is_left(cluster: Cluster) -> None:
+async def test_a_cluster_without_nodes(cluster: Cluster) -> None:
     async with store_at(cluster, call_timeout_s=1.5) as store:
         owner = (await store.create(a_session())).ownership
         for node in cluster.nodes:
@@ -188,9 +185,6 @@ async def test_a_cluster_of_which_nobody_is_left(cluster: Cluster) -> None:
         for _ in range(2):
             with pytest.raises(StoreUnavailable):
                 await store.renew(owner)
-
-
-# ------------------------------------------------------------------------------- nobody who answers --
 
 
 class Silent:
@@ -219,7 +213,7 @@ async def silent() -> AsyncIterator[tuple[Silent, str]]:
 
 
 @pytest.mark.parametrize("form", ["redis+cluster://{}", "redis+sentinel://{}/0?service=galley"])
-async def test_who_waits_to_be_told_where_to_go_waits_for_one_look(form: str) -> None:
+async def test_concurrent_calls_share_one_lookup_of_nodes(form: str) -> None:
     """However many they are: else each would wait for the looks of all before it."""
     async with silent() as (server, at), store_at(Url(form.format(at)), call_timeout_s=0.2) as store:
         for looks in (1, 2):
@@ -232,10 +226,7 @@ async def test_who_waits_to_be_told_where_to_go_waits_for_one_look(form: str) ->
             assert server.met == looks
 
 
-# ----------------------------------------------------------------------------------- a replica set --
-
-
-async def test_a_master_that_is_lost_is_unavailable_until_sentinels_name_another(watched: ReplicaSet) -> None:
+async def test_a_lost_master_is_unavailable_until_failover(watched: ReplicaSet) -> None:
     async with store_at(watched, call_timeout_s=1.5) as store:
         owner = (await store.create(a_session())).ownership
         await copied(watched, owner, [1])
@@ -249,7 +240,7 @@ async def test_a_master_that_is_lost_is_unavailable_until_sentinels_name_another
         await must_hold(store, owner, [1, 2, 3])
 
 
-async def test_what_a_promoted_replica_did_not_have_its_owner_commits_again(watched: ReplicaSet) -> None:
+async def test_an_owner_commits_again_what_a_failover_lost(watched: ReplicaSet) -> None:
     async with store_at(watched, call_timeout_s=1.5) as store:
         owner = (await store.create(a_session())).ownership
         await copied(watched, owner, [1])
@@ -276,7 +267,7 @@ async def waiting(pair: ReplicaSet) -> AsyncIterator[RedisStore]:
         yield store
 
 
-async def test_what_the_replicas_do_not_have_does_not_count_and_is_repeated(pair: ReplicaSet) -> None:
+async def test_a_change_counts_once_replicas_have_it(pair: ReplicaSet) -> None:
     """The repeats go by other connections: what a server has heard on one of them is not enough to know."""
     async with store_at(pair) as store:
         owner = (await store.create(a_session())).ownership
@@ -305,7 +296,7 @@ async def _finished(store: RedisStore, owner: Ownership) -> int:
     return 5
 
 
-async def test_a_refusal_waits_for_nobody(pair: ReplicaSet) -> None:
+async def test_a_refusal_waits_for_no_replica(pair: ReplicaSet) -> None:
     async with store_at(pair) as store:
         owner = (await store.create(a_session())).ownership
         pair.replica.pause()

@@ -36,8 +36,6 @@ GATEWAY, REPLICA, SENTINEL = "galley-gateway", "galley-replica", "galley-sentine
 PASSWORD = "change-me"
 LEASE = draft_lease("host:1", pb.GetDraftInfoResponse(incarnation="life", strategies=["ngram"]))
 
-# ----------------------------------------------------------------------------------------------- users --
-
 
 @pytest.fixture(scope="module", params=BINARIES)
 def guarded(request: pytest.FixtureRequest) -> Iterator[Server]:
@@ -99,7 +97,7 @@ WORK = {GATEWAY: serve_sessions, REPLICA: register}
 
 
 @pytest.mark.parametrize("user", WORK)
-async def test_a_documented_user_may_do_what_it_needs(guarded: Server, user: str) -> None:
+async def test_a_documented_user_has_enough_permissions(guarded: Server, user: str) -> None:
     await make_user(guarded, user)
     await a_lease_that_ended(guarded)
     await WORK[user](url_of(guarded, user))
@@ -114,9 +112,7 @@ def needed(user: str) -> Sequence[str]:
 
 
 @pytest.mark.parametrize(("user", "command"), [(user, command) for user in WORK for command in needed(user)])
-async def test_a_documented_user_may_do_nothing_that_it_does_not_need(
-    guarded: Server, user: str, command: str
-) -> None:
+async def test_a_documented_user_needs_each_permission(guarded: Server, user: str, command: str) -> None:
     await make_user(guarded, user, without=command)
     await guarded.command("FLUSHALL")
     await a_lease_that_ended(guarded)
@@ -141,7 +137,7 @@ async def _a_session_there(server: Server) -> str:
     return owner.session_id
 
 
-async def test_a_wrong_password_is_told_and_not_shown(guarded: Server) -> None:
+async def test_an_error_does_not_show_a_wrong_password(guarded: Server) -> None:
     await make_user(guarded, GATEWAY)
     store = RedisStore(url_of(guarded, GATEWAY).replace(PASSWORD, "guessed"))
     with pytest.raises(StoreUnavailable, match="password") as refused:
@@ -167,9 +163,6 @@ async def test_the_documented_users_are_enough_behind_a_sentinel() -> None:
             await make_user(servers.master, user)
             url = servers.url.replace("://", f"://{user}:{PASSWORD}@").replace("/0?", "/1?")
             await work(f"{url}&sentinel_user={SENTINEL}&sentinel_password={PASSWORD}")
-
-
-# ------------------------------------------------------------------------------------------------- TLS --
 
 
 @pytest.fixture(scope="module")
@@ -216,17 +209,17 @@ async def must_work(server: Backend) -> None:
     await registry.close()
 
 
-async def test_a_server_is_spoken_to_over_tls(tls_server: TcpServer, authority: Authority) -> None:
+async def test_the_store_works_over_tls(tls_server: TcpServer, authority: Authority) -> None:
     await must_work(trusting(f"rediss://{tls_server.address}/0", authority))
 
 
-async def test_a_cluster_is_spoken_to_over_tls(authority: Authority) -> None:
+async def test_a_cluster_works_over_tls(authority: Authority) -> None:
     with cluster_servers(REDIS, tls=tls_options(authority)) as cluster:
         await cluster.form()
         await must_work(trusting(f"rediss+cluster://{cluster.addresses}", authority))
 
 
-async def test_a_replica_set_and_its_sentinels_are_spoken_to_over_tls(authority: Authority) -> None:
+async def test_a_replica_set_and_its_sentinels_work_over_tls(authority: Authority) -> None:
     async with replica_set(REDIS, tls=tls_options(authority)) as servers:
         await must_work(trusting(servers.url.replace("redis+", "rediss+"), authority))
 
@@ -246,14 +239,14 @@ async def test_a_server_of_another_authority_is_not_trusted(
                 await store.ping()
 
 
-async def test_who_shows_no_certificate_is_turned_away(tls_server: TcpServer, authority: Authority) -> None:
+async def test_a_client_without_certificate_is_refused(tls_server: TcpServer, authority: Authority) -> None:
     for url in (f"rediss://{tls_server.address}/0?ca={authority.ca}", f"redis://{tls_server.address}/0"):
         async with store_at(At(url), call_timeout_s=1.5) as store:
             with pytest.raises(StoreUnavailable):
                 await store.ping()
 
 
-async def test_who_names_an_authority_trusts_no_other(
+async def test_only_the_given_authority_is_trusted(
     tls_server: TcpServer, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
@@ -265,7 +258,7 @@ async def test_who_names_an_authority_trusts_no_other(
             await store.ping()
 
 
-async def test_connections_are_made_with_the_files_as_they_are(authority: Authority, tmp_path: Path) -> None:
+async def test_new_connections_use_the_current_files(authority: Authority, tmp_path: Path) -> None:
     other = Authority(tmp_path, "other")
     files = mounted(tmp_path / "client", authority.ca, authority.issue("client"))
     options = tls_options(authority)
@@ -303,9 +296,7 @@ async def change_over(server: TcpServer, authority: Authority) -> None:
         ("ca={key}", "are of no use"),
     ],
 )
-def test_files_of_no_use_are_refused_before_anything_is_connected(
-    options: str, why: str, authority: Authority
-) -> None:
+def test_unusable_files_are_refused_before_connecting(options: str, why: str, authority: Authority) -> None:
     mine, other = authority.issue("mine"), authority.issue("other")
     told = options.format(ca=authority.ca, cert=mine.cert, key=mine.key, other=other.key)
     with pytest.raises(BadFile, match=why) as refused:
