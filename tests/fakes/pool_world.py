@@ -16,7 +16,6 @@ from itertools import count
 from galley.core.answer.answer import Answer, Chunk, SessionSpec
 from galley.core.content import prefix_hash
 from galley.core.cost.model import StepTimes
-from galley.core.hints import Hint
 from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Confirmed, Extend, VerifyRequest
@@ -222,13 +221,8 @@ class Pool:
                 stream.item = self._scheduler.submit(self._request(stream, effect), self.now)
                 self._by_item[stream.item] = stream
             case ev.ExtendVerify() if stream.item is not None:
-                hint = effect.hint and Hint(
-                    effect.hint.position,
-                    effect.hint.prefix_hash,
-                    effect.hint.draft_tokens,
-                    effect.hint.survival,
-                )
-                self._scheduler.extend(stream.item, Extend(effect.limit, hint, effect.hint_due), self.now)
+                extension = Extend(effect.limit, effect.hint, effect.hint_due)
+                self._scheduler.extend(stream.item, extension, self.now)
             case ev.CancelVerify() if stream.item is not None:
                 self._scheduler.cancel(stream.item)
         self._plan()

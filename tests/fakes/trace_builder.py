@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -14,6 +15,7 @@ from galley.core import names
 from galley.trace.explain.explain import explain, summary
 from galley.trace.read.build import stories_of
 from galley.trace.read.model import Story
+from galley.trace.read.otlp_file import OtlpFile
 from galley.trace.read.otlp_json import SERVICE_INSTANCE, SERVICE_NAME
 from galley.trace.read.spans import CLIENT, ERROR, SERVER, Event, Link, Process, Span
 
@@ -28,6 +30,8 @@ SESSION = "5e55a0de5e55a0de5e55a0de5e55a0de"
 BEGAN_NS = 1_790_000_000_000_000_000
 _MS = 1_000_000
 INTERNAL = 1
+# As large as the SDK's batches are by default.
+_SPANS_A_LINE = 512
 
 
 def ns(milliseconds: float) -> int:
@@ -378,3 +382,12 @@ def _value(value: object) -> AnyValue:
         case tuple():
             return AnyValue(array_value=ArrayValue(values=[_value(each) for each in value]))
     raise TypeError(f"no attribute of a span is a {type(value).__name__}")
+
+
+def write(scene: Scene, path: Path) -> Path:
+    """The spans of the scene, in batches as an exporter sends them."""
+    file = OtlpFile(path)
+    for start in range(0, len(scene.spans), _SPANS_A_LINE):
+        file.append(otlp(scene.spans[start : start + _SPANS_A_LINE]))
+    file.close()
+    return path

@@ -28,8 +28,8 @@ PROMPT = "Tell me more."
 PROMPT_TOKENS = list(PROMPT.encode())
 MAX_TOKENS = 40
 
-any_credit = pytest.mark.parametrize("credit", [0, 32], ids=["asked", "unasked"])
-"""For tests that hold however the target is asked: round by round, or to go on by itself."""
+any_credit = pytest.mark.parametrize("credit", [0, 32], ids=["round by round", "with credit"])
+"""For tests that hold round by round as well as with credit."""
 
 
 @dataclass

@@ -13,8 +13,7 @@ from typer.testing import CliRunner, Result
 from galley.cli.app import app
 from galley.trace.read.spans import Process, Span
 from tests.fakes import trace_scenes as scenes
-from tests.fakes.trace_builder import BEGAN_NS, SESSION, Scene
-from tests.fakes.trace_files import write
+from tests.fakes.trace_builder import BEGAN_NS, SESSION, Scene, write
 
 PLAIN = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}
 

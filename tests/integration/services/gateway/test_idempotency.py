@@ -10,7 +10,7 @@ import pytest
 
 from galley.client.client import GalleyRpcError, TokenStream
 from tests.fakes.truth import logprobs_of
-from tests.fakes.world import Heard, World, any_credit, hear, must_be_true, refused
+from tests.fakes.world import Gateway, Heard, World, any_credit, hear, must_be_true, refused
 
 
 async def outcome(stream: TokenStream) -> Heard | grpc.StatusCode:
@@ -21,8 +21,7 @@ async def outcome(stream: TokenStream) -> Heard | grpc.StatusCode:
 
 
 @any_credit
-async def test_one_of_two_concurrent_calls_is_superseded(world: World) -> None:
-    gateway = await world.gateway()
+async def test_one_of_two_concurrent_calls_is_superseded(world: World, gateway: Gateway) -> None:
     for number in range(10):
         key = f"key-{id(world)}-{number}"
         both = await asyncio.gather(*(outcome(gateway.ask(idempotency_key=key)) for _ in range(2)))
@@ -34,8 +33,7 @@ async def test_one_of_two_concurrent_calls_is_superseded(world: World) -> None:
     await gateway.idle()
 
 
-async def test_a_newer_call_ends_the_older_at_once(world: World) -> None:
-    gateway = await world.gateway()
+async def test_a_newer_call_ends_the_older_at_once(world: World, gateway: Gateway) -> None:
     key = f"key-{id(world)}-older"
     older, heard = await world.held(gateway, 1, idempotency_key=key)
     newer = gateway.ask(idempotency_key=key)
@@ -69,9 +67,8 @@ async def test_a_repeated_call_has_the_whole_answer(world: World, elsewhere: boo
     assert went_on.start + len(went_on.tokens) - went_on.prompt_len >= known, "where its log ended"
 
 
-async def test_a_key_is_usable_after_a_cancelled_claim(world: World) -> None:
+async def test_a_key_is_usable_after_a_cancelled_claim(world: World, gateway: Gateway) -> None:
     """A client that goes while its session is being made leaves one that the next call finds."""
-    gateway = await world.gateway()
     key = f"key-{id(world)}-gone"
     for _ in range(5):
         stream = gateway.ask(idempotency_key=key)

@@ -28,8 +28,7 @@ LONG = 50_000
 
 
 @any_credit
-async def test_a_cancelled_stream_stops_the_target(world: World) -> None:
-    gateway = await world.gateway()
+async def test_a_cancelled_stream_stops_the_target(world: World, gateway: Gateway) -> None:
     stream, heard = await world.held(gateway, 1)
     await world.target.waits_after(1)
     asked = len(world.target.calls)
@@ -59,9 +58,8 @@ async def test_a_cancelled_stream_stops_the_draft(world: World, gateway: Gateway
 
 
 @any_credit
-async def test_streams_cancelled_at_any_point_leave_nothing(world: World) -> None:
+async def test_streams_cancelled_at_any_point_leave_nothing(world: World, gateway: Gateway) -> None:
     """At whatever point: mid-stream, with the target answering freely."""
-    gateway = await world.gateway()
     for count in range(10):
         stream = gateway.ask(max_tokens=LONG)
         await hear(stream, until=count * 3)

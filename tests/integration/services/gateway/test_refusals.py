@@ -155,8 +155,7 @@ async def test_an_unknown_session_is_not_found(world: World, gateway: Gateway) -
             assert (await refused(gateway.client.abort(session_id))).code is grpc.StatusCode.NOT_FOUND
 
 
-async def test_resume_needs_a_session_id_and_a_whole_hash(world: World) -> None:
-    gateway = await world.gateway()
+async def test_resume_needs_a_session_id_and_a_whole_hash(world: World, gateway: Gateway) -> None:
     async with Bystander(world, gateway):
         error = await refused(hear(gateway.client.resume("", 0)))
         assert (error.code, field_of(error)) == (INVALID, "session_id")

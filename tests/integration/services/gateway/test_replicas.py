@@ -60,26 +60,6 @@ async def test_concurrent_sessions_are_spread(world: World, fleet: Fleet) -> Non
     assert not first & second, "a session has one replica"
 
 
-async def test_a_replica_that_dies_hands_its_sessions_on(world: World, fleet: Fleet) -> None:
-    gateway = await gateway_of(world, fleet)
-    fleet.hold_after(0)
-    streams = [gateway.ask() for _ in range(STREAMS)]
-    listening = [asyncio.ensure_future(hear(stream, until=1)) for stream in streams]
-    for target in fleet.members:
-        await target.fake.called(STREAMS // 2)
-        target.fake.gate.permit(STREAMS // 2)
-    heard = await asyncio.gather(*listening)
-    doomed, other = fleet.members
-    await doomed.fake.stop()
-    other.fake.gate.open()
-    await asyncio.gather(*(one.listen(stream) for one, stream in zip(heard, streams, strict=True)))
-    for one in heard:
-        must_be_true(one)
-        assert not one.changes
-    assert len(doomed.sessions) == STREAMS // 2
-    assert other.sessions > doomed.sessions
-
-
 async def test_another_build_serves_if_no_other_is_up(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(1)
@@ -92,20 +72,6 @@ async def test_another_build_serves_if_no_other_is_up(world: World, fleet: Fleet
     other.fake.gate.open()
     must_be_true(await heard.listen(stream))
     assert [fingerprint for _, fingerprint in heard.changes] == ["build-2"]
-
-
-async def test_a_session_leaves_a_full_replica(world: World, fleet: Fleet) -> None:
-    gateway = await gateway_of(world, fleet)
-    full, other = fleet.members
-    await full.publish(free=90)
-    await other.publish(free=10)
-    full.fake.item_failure = grpc.StatusCode.RESOURCE_EXHAUSTED
-    for _ in range(2):
-        must_be_true(await hear(gateway.ask()))
-    assert other.fake.calls
-    assert {call.slice.arrival_ns for call in full.fake.calls} <= {
-        c.slice.arrival_ns for c in other.fake.calls
-    }
 
 
 async def test_a_drain_moves_only_new_sessions(world: World, fleet: Fleet) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from galley.core.content import prefix_hash
 from tests.fakes.truth import logprobs_of, text_of
-from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true
+from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, hear, must_be_true
 
 
 def summary(heard: Heard) -> tuple[object, ...]:
@@ -114,19 +113,6 @@ async def test_a_session_resumes_where_its_log_ends(world: World) -> None:
     assert text_of(heard.tokens[:2]) + rest.text == whole.text
 
 
-@any_credit
-async def test_the_seed_of_a_session_is_kept(world: World) -> None:
-    first, second = await world.gateway(), await world.gateway()
-    stream, heard = await world.held(first, 1, seed=None)
-    stream.cancel()
-    world.target.gate.open()
-    assert heard.started is not None
-    seed = heard.started.seed
-    await heard.listen(second.client.resume_stream(stream))
-    assert heard.started.seed == seed
-    must_be_true(heard, seed=seed)
-
-
 async def test_a_session_resumes_without_drafts(world: World) -> None:
     first, second = await world.gateway(), await world.gateway(draft="none")
     stream, heard = await world.held(first, 2, until=6)
@@ -136,12 +122,3 @@ async def test_a_session_resumes_without_drafts(world: World) -> None:
     asked = len(world.draft.calls)
     must_be_true(await heard.listen(second.client.resume_stream(stream)))
     assert len(world.draft.calls) == asked
-
-
-@any_credit
-async def test_concurrent_sessions_are_not_mixed(world: World) -> None:
-    world.draft.spoil_rate = 0.3
-    gateways = await world.gateway(), await world.gateway()
-    streams = [gateways[seed % 2].ask(seed=seed) for seed in range(16)]
-    for seed, heard in enumerate(await asyncio.gather(*map(hear, streams))):
-        must_be_true(heard, seed=seed)

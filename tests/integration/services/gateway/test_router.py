@@ -140,17 +140,6 @@ async def test_a_session_outlives_the_lease_of_its_replica(here: Here) -> None:
     assert len(other.calls) == 1, "a new session goes where a lease lives"
 
 
-async def test_a_session_leaves_a_replica_that_hangs_mid_request(here: Here) -> None:
-    target = TargetSession(here.targets)
-    for fake in here.fakes:
-        fake.gate.close_after(1)
-    await here.ask(target, confirmed(0), credit=8, until=1)
-    home, other = here.home()
-    other.gate.open()
-    await here.ask(target, confirmed(1))
-    assert (len(home.calls), len(other.calls)) == (1, 1)
-
-
 async def test_a_session_stays_after_a_finished_request(here: Here) -> None:
     target = TargetSession(here.targets)
     answers = await here.ask(target, confirmed(0), credit=2)
@@ -193,20 +182,6 @@ async def test_a_session_returns_to_its_build(here: Here) -> None:
     assert isinstance(answer, ev.Verified)
     assert answer.fingerprint == "build-1"
     assert not other.calls
-
-
-async def test_a_session_goes_to_another_build_if_its_own_is_dead(here: Here) -> None:
-    target = TargetSession(here.targets)
-    await here.ask(target, confirmed(0))
-    home, other = here.home()
-    other.fingerprint = "build-2"
-    other.incarnations += 1
-    await here.tell(other)
-    await here.targets.refresh()
-    await home.stop()
-    answers = [*await here.ask(target, confirmed(1)), *await here.ask(target, confirmed(1))]
-    assert isinstance(answers[-1], ev.Verified)
-    assert answers[-1].fingerprint == "build-2"
 
 
 async def test_a_closed_request_is_not_counted(here: Here) -> None:

@@ -6,19 +6,24 @@ import asyncio
 
 import grpc
 import pytest
-from redis import asyncio as redis_asyncio
 
 from tests.fakes.redis_servers import Server
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import MAX_TOKENS, Heard, World, any_credit, hear, must_be_true, refused
+from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
 
 QUIET_S = 0.2
 """How long nothing may happen, where nothing must."""
 
 
+@pytest.fixture
+async def world(frail_world: World) -> World:
+    """The world of all tests here: they kill its store."""
+    return frail_world
+
+
 @any_credit
-async def test_nothing_is_streamed_before_it_is_logged(frail_world: World, own_store: Server) -> None:
-    world, window = frail_world, 6
+async def test_nothing_is_streamed_before_it_is_logged(world: World, own_store: Server) -> None:
+    window = 6
     gateway = await world.gateway(window=window, draft="none")
     world.target.gate.close()
     stream = gateway.ask()
@@ -40,10 +45,7 @@ async def test_nothing_is_streamed_before_it_is_logged(frail_world: World, own_s
 
 
 @pytest.mark.parametrize("how", ["hangs", "dies"])
-async def test_a_store_away_for_too_long_is_unavailable(
-    frail_world: World, own_store: Server, how: str
-) -> None:
-    world = frail_world
+async def test_a_store_away_for_too_long_is_unavailable(world: World, own_store: Server, how: str) -> None:
     gateway = await world.gateway(store_timeout_s=0.2)
     stream, heard = await world.held(gateway, 1)
     await world.target.waits_after(1)
@@ -62,9 +64,7 @@ async def test_a_store_away_for_too_long_is_unavailable(
 
 
 @any_credit
-async def test_a_store_that_restarts_is_a_pause(frail_world: World, own_store: Server) -> None:
-    world = frail_world
-    gateway = await world.gateway()
+async def test_a_store_that_restarts_is_a_pause(world: World, gateway: Gateway, own_store: Server) -> None:
     stream, heard = await world.held(gateway, 2, until=1)
     await world.target.waits_after(2)
     own_store.kill()
@@ -74,24 +74,7 @@ async def test_a_store_that_restarts_is_a_pause(frail_world: World, own_store: S
     must_be_true(await heard.listen(stream))
 
 
-@any_credit
-async def test_an_owner_recreates_its_session_in_an_emptied_store(
-    frail_world: World, own_store: Server
-) -> None:
-    world = frail_world
-    gateway = await world.gateway()
-    stream, heard = await world.held(gateway, 1)
-    await world.target.waits_after(1)
-    async with redis_asyncio.Redis.from_url(own_store.url) as store:
-        await store.flushall()
-    world.target.gate.open()
-    must_be_true(await heard.listen(stream))
-    again = gateway.client.resume(stream.session_id, 0)
-    assert (await hear(again)).tokens == heard.tokens
-
-
-async def test_a_clients_deadline_comes_before_the_stores(frail_world: World, own_store: Server) -> None:
-    world = frail_world
+async def test_a_clients_deadline_comes_before_the_stores(world: World, own_store: Server) -> None:
     gateway = await world.gateway()
     world.target.gate.close()
     stream = gateway.ask(timeout_s=1.3)
@@ -105,9 +88,8 @@ async def test_a_clients_deadline_comes_before_the_stores(frail_world: World, ow
 
 
 @any_credit
-async def test_cancelling_while_the_store_hangs_is_harmless(frail_world: World, own_store: Server) -> None:
+async def test_cancelling_while_the_store_hangs_is_harmless(world: World, own_store: Server) -> None:
     """A reply that nobody waits for any more must not be taken for the next one's."""
-    world = frail_world
     gateway = await world.gateway(draft="none")
     world.target.gate.close()
     stream = gateway.ask()

@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from galley.client.client import GalleyRpcError
-from galley.core.errors import TargetUnavailable, TokenizerMismatch
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
@@ -53,8 +52,7 @@ async def test_a_refused_request_is_sent_again(world: World, gateway: Gateway, c
 
 
 @any_credit
-async def test_a_restarted_target_continues_with_the_same_tokens(world: World) -> None:
-    gateway = await world.gateway()
+async def test_a_restarted_target_continues_with_the_same_tokens(world: World, gateway: Gateway) -> None:
     stream, heard = await world.held(gateway, 3, until=1)
     await world.target.waits_after(3)
     asked = len(world.target.calls)
@@ -100,8 +98,7 @@ async def test_a_hanging_target_times_out(world: World) -> None:
     assert len(world.target.calls) == 1
 
 
-async def test_invalid_logits_are_an_internal_error(world: World) -> None:
-    gateway = await world.gateway()
+async def test_invalid_logits_are_an_internal_error(world: World, gateway: Gateway) -> None:
     world.target.item_failure = grpc.StatusCode.INTERNAL
     stream = gateway.ask()
     heard = Heard()
@@ -147,20 +144,6 @@ async def test_an_invalid_verdict_reaches_no_client(
     error = await refused(heard.listen(gateway.ask()))
     assert error.code is grpc.StatusCode.INTERNAL
     assert not heard.tokens
-
-
-async def test_an_emptied_cache_is_filled_again_with_the_same_tokens(world: World, gateway: Gateway) -> None:
-    world.target.gate.close()
-    stream = gateway.ask()
-    for round_number in range(1, 5):
-        await world.target.called(len(world.target.calls))
-        world.target.forget()
-        world.draft.forget()
-        world.target.gate.permit()
-        await world.target.has_answered(round_number)
-    world.target.gate.open()
-    must_be_true(await hear(stream))
-    assert world.target.misses > 0
 
 
 async def test_a_cache_of_other_tokens_is_a_miss(world: World, gateway: Gateway) -> None:
@@ -227,20 +210,6 @@ async def test_a_restarted_target_is_identified_before_use(world: World) -> None
     error = await refused(hear(gateway.ask()))
     assert error.code is grpc.StatusCode.UNAVAILABLE
     assert len(world.target.calls) == calls, "the tokens of one tokenizer mean nothing to another"
-
-
-async def test_a_gateway_does_not_start_with_a_target_of_another_tokenizer(world: World) -> None:
-    world.target.tokenizer_hash = "another"
-    with pytest.raises(TokenizerMismatch) as refusal:
-        await world.gateway()
-    assert "another" in str(refusal.value)
-    assert world.tokenizer_hash in str(refusal.value)
-
-
-async def test_a_gateway_does_not_start_without_a_target(world: World) -> None:
-    await world.target.stop()
-    with pytest.raises(TargetUnavailable):
-        await world.gateway(startup_timeout_s=0.1)
 
 
 async def test_a_failing_tokenizer_is_an_internal_error(world: World) -> None:

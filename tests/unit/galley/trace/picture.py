@@ -16,8 +16,7 @@ from galley.trace.read.model import Story
 from galley.trace.read.otlp_file import Lines
 from galley.trace.read.otlp_json import spans_in
 from galley.trace.show.html import page
-from tests.fakes.trace_builder import Scene
-from tests.fakes.trace_files import write
+from tests.fakes.trace_builder import Scene, write
 from tests.unit.galley.trace.browser import Browser, find_browser
 
 _HIGHEST = 1500

@@ -14,8 +14,7 @@ from galley.trace.read.library import NotFound, find, index_of
 from galley.trace.read.otlp_file import Lines
 from galley.trace.read.places import new_file, newest_file
 from galley.trace.read.spans import Process, Span
-from tests.fakes.trace_builder import BEGAN_NS, SESSION, Scene, event, ns, told_of
-from tests.fakes.trace_files import write
+from tests.fakes.trace_builder import BEGAN_NS, SESSION, Scene, event, ns, told_of, write
 
 OTHER = "0123456789abcdef0123456789abcdef"
 

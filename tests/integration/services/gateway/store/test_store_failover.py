@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
@@ -55,13 +54,6 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[ReplicaSet]:
     """Of both kinds: they differ in what WAIT waits for after a command that writes nothing."""
     async with replica_set(request.param) as servers:
         yield servers
-
-
-@dataclass(frozen=True, slots=True)
-class Url:
-    """A store by its URL alone."""
-
-    url: str
 
 
 def session_in(first: int, last: int) -> str:
@@ -215,7 +207,7 @@ async def silent() -> AsyncIterator[tuple[Silent, str]]:
 @pytest.mark.parametrize("form", ["redis+cluster://{}", "redis+sentinel://{}/0?service=galley"])
 async def test_concurrent_calls_share_one_lookup_of_nodes(form: str) -> None:
     """However many they are: else each would wait for the looks of all before it."""
-    async with silent() as (server, at), store_at(Url(form.format(at)), call_timeout_s=0.2) as store:
+    async with silent() as (server, at), store_at(form.format(at), call_timeout_s=0.2) as store:
         for looks in (1, 2):
             calls = [asyncio.create_task(store.claim(f"{number:032x}", ALICE)) for number in range(24)]
             await asyncio.sleep(0)

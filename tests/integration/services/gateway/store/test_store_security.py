@@ -29,11 +29,11 @@ from tests.fakes.redis_clusters import (
     serving,
 )
 from tests.fakes.redis_servers import BINARIES, REDIS, Server, running
-from tests.integration.services.gateway.store.acl import documented_user
-from tests.integration.services.gateway.store.test_store import ALICE, PROMPT, Backend, a_session, store_at
+from tests.integration.services.gateway.store.test_store import ALICE, PROMPT, a_session, store_at
 
 GATEWAY, REPLICA, SENTINEL = "galley-gateway", "galley-replica", "galley-sentinel"
 PASSWORD = "change-me"
+DOC = Path(__file__).parents[5] / "docs" / "operate" / "redis.md"
 LEASE = draft_lease("host:1", pb.GetDraftInfoResponse(incarnation="life", strategies=["ngram"]))
 
 
@@ -41,6 +41,17 @@ LEASE = draft_lease("host:1", pb.GetDraftInfoResponse(incarnation="life", strate
 def guarded(request: pytest.FixtureRequest) -> Iterator[Server]:
     with running(request.param) as server:
         yield server
+
+
+def documented_user(name: str) -> list[str]:
+    """Return the rules of a user, as the page tells operators to make it."""
+    for line in DOC.read_text(encoding="utf-8").splitlines():
+        match line.split():
+            case ["user", found, *rules] if found == name:
+                return rules
+            case _:
+                pass
+    raise LookupError(name)
 
 
 async def make_user(server: Server, name: str, without: str = "") -> None:
@@ -177,18 +188,11 @@ def tls_options(authority: Authority) -> list[str]:
     return [part for name, path in files.items() for part in (f"--tls-{name}-file", str(path))]
 
 
-class At:
-    """A store somewhere."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-
-def trusting(url: str, authority: Authority) -> Backend:
+def trusting(url: str, authority: Authority) -> str:
     """`url` over TLS, with a certificate of ours."""
     mine = authority.issue("client")
     first = "&" if "?" in url else "?"
-    return At(f"{url}{first}ca={authority.ca}&cert={mine.cert}&key={mine.key}")
+    return f"{url}{first}ca={authority.ca}&cert={mine.cert}&key={mine.key}"
 
 
 @pytest.fixture(scope="module")
@@ -198,12 +202,12 @@ def tls_server(authority: Authority) -> Iterator[TcpServer]:
         yield server
 
 
-async def must_work(server: Backend) -> None:
-    async with store_at(server) as store:
+async def must_work(url: str) -> None:
+    async with store_at(url) as store:
         for _ in range(4):  # in a cluster, at several nodes
             owner = (await store.create(a_session())).ownership
             assert await store.commit(owner, 3, [7], b".") == 4
-    registry = ReplicaRegistry(server.url)
+    registry = ReplicaRegistry(url)
     await registry.publish(DRAFT_POOL, LEASE)
     assert await registry.read(DRAFT_POOL) == [LEASE]
     await registry.close()
@@ -234,14 +238,14 @@ async def test_a_server_of_another_authority_is_not_trusted(
         f"rediss://{tls_server.address}/0?ca={other.ca}&{files}",
         f"rediss://localhost:{tls_server.port}/0?ca={authority.ca}&{files}",  # not the name that it has
     ):
-        async with store_at(At(url)) as store:
+        async with store_at(url) as store:
             with pytest.raises(StoreUnavailable, match=r"[Cc]ertificate"):
                 await store.ping()
 
 
 async def test_a_client_without_certificate_is_refused(tls_server: TcpServer, authority: Authority) -> None:
     for url in (f"rediss://{tls_server.address}/0?ca={authority.ca}", f"redis://{tls_server.address}/0"):
-        async with store_at(At(url), call_timeout_s=1.5) as store:
+        async with store_at(url, call_timeout_s=1.5) as store:
             with pytest.raises(StoreUnavailable):
                 await store.ping()
 
@@ -252,8 +256,8 @@ async def test_only_the_given_authority_is_trusted(
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca))
     mine, other = authority.issue("client"), Authority(tmp_path, "other")
     files = f"cert={mine.cert}&key={mine.key}"
-    await must_work(At(f"rediss://{tls_server.address}/0?{files}"))
-    async with store_at(At(f"rediss://{tls_server.address}/0?ca={other.ca}&{files}")) as store:
+    await must_work(f"rediss://{tls_server.address}/0?{files}")
+    async with store_at(f"rediss://{tls_server.address}/0?ca={other.ca}&{files}") as store:
         with pytest.raises(StoreUnavailable, match=r"[Cc]ertificate"):
             await store.ping()
 
@@ -264,7 +268,7 @@ async def test_new_connections_use_the_current_files(authority: Authority, tmp_p
     options = tls_options(authority)
     with serving(lambda directory: TcpServer(REDIS, directory, free_port(), tls=options)) as server:
         url = f"rediss://{server.address}/0?ca={files.ca}&cert={files.cert}&key={files.key}"
-        async with store_at(At(url)) as store:
+        async with store_at(url) as store:
             await store.ping()
             await change_over(server, other)
             await store.ping()  # over the connection that stands
