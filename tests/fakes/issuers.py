@@ -71,11 +71,11 @@ def write_jwks(path: Path, *issuers: TokenIssuer) -> Path:
 
 
 class IssuerServer:
-    """Answers GET by `answers`, whole responses by path; None hangs. `asked` counts requests."""
+    """Answers GET by `answers`, whole responses by path; None hangs. `requests` are the paths."""
 
     def __init__(self) -> None:
         self.answers: dict[str, bytes | None] = {}
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.url = ""
         self.ca_file = ""
         self.hanging = asyncio.Event()
@@ -88,7 +88,7 @@ class IssuerServer:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             path = head.split(b" ")[1].decode()
-            self.asked.append(path)
+            self.requests.append(path)
             answer = self.answers.get(path, b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
             if answer is None:
                 self.hanging.set()

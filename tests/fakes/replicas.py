@@ -1,4 +1,4 @@
-"""A target and a draft over real gRPC whose answers are known beforehand, and which fail at command."""
+"""A target and a draft over real gRPC with known responses, which fail on request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.fakes.truth import CONTEXT, END, VOCAB, logprobs_of, true_next
 from tests.fakes.waiting import Gate, Watch
 
 MAX_DRAFT_TOKENS = 16
-# What it says that a pass took: as long as a model's, so that drafts are worth asking for.
+# The reported time of a step: as long as a model's, so that drafts pay.
 PASS_NS = 20_000_000
 STRATEGIES: tuple[str, ...] = ("model", "ngram")
 
@@ -38,11 +38,10 @@ class _Failure(Exception):
 
 
 class Replica:
-    """What both fakes are: a server on a unix socket, which can go and come back, with a gate before it.
+    """A server on a unix socket, with a gate before it, that can stop and start.
 
-    `calls` is every item that came, `answered` how many passed the gate (under credit, each pass of an item
-    does), `cancelled` how many were given up. `streams` are those that are open, by the name in the caller's
-    certificate. With `credentials` it speaks TLS.
+    `calls` are all requests, `answered` counts those that passed the gate (with credit, each step does), and
+    `cancelled` those that were cancelled. `streams` are the names in the certificates of open streams.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -65,7 +64,7 @@ class Replica:
         raise NotImplementedError
 
     async def start(self) -> None:
-        """Serve, as a new process would: with empty caches."""
+        """Serve as a new process, with empty caches."""
         self.incarnations += 1
         self._held.clear()
         self._server = grpc.aio.server()
@@ -77,18 +76,18 @@ class Replica:
         await self._server.start()
 
     async def stop(self) -> None:
-        """Go away at once."""
+        """Stop at once."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(None)
 
     def forget(self) -> None:
-        """Be another process at the same address: nothing is cached."""
+        """Act as a new process at the same address, with empty caches."""
         self.incarnations += 1
         self._held.clear()
 
     def fail(self, code: grpc.StatusCode, times: int) -> None:
-        """Let each of the next items break the stream that it came by."""
+        """Let each of the next requests break its stream."""
         self.failure, self.failures_left = code, times
 
     async def called(self, times: int) -> None:
@@ -98,14 +97,14 @@ class Replica:
         await self.watch.until(lambda: self.answered >= times)
 
     async def waits_after(self, times: int) -> None:
-        """Until it has answered so often, and stands before a closed gate with more."""
+        """Wait until it has answered so often and another request waits at the closed gate."""
         await self.watch.until(lambda: self.answered >= times and self._waiting > 0)
 
     async def was_given_up(self, times: int = 1) -> None:
         await self.watch.until(lambda: self.cancelled >= times)
 
     async def has_streams(self, *callers: str) -> None:
-        """Wait until just these have one open."""
+        """Wait until exactly these callers have a stream."""
         await self.watch.until(lambda: sorted(self.streams) == sorted(callers))
 
     @contextmanager
@@ -149,8 +148,8 @@ class Replica:
         return found if isinstance(found, Miss) else [*held[: part.start], *part.tokens]
 
 
-class _Standing:
-    """An item at the fake target: where it stands, how far it may go, and its hint."""
+class _OpenRequest:
+    """A request at the fake target: its tokens, its limit and its hint."""
 
     def __init__(self, item: pb.VerifyItem) -> None:
         self.item = item
@@ -173,7 +172,7 @@ class _Standing:
             )
 
     def guesses(self) -> list[int]:
-        """What is left of the hint, if it agrees in content, as far as the limit allows."""
+        """Return what remains of a hint that matches, within the limit."""
         if self.hint is None or self.tokens is None or self.hint.position > len(self.tokens):
             return []
         root, reached = self.tokens[: self.hint.position], self.tokens[self.hint.position :]
@@ -185,10 +184,10 @@ class _Standing:
 
 
 class FakeTarget(Replica, rpc.TargetServicer):
-    """Says `true_next`, checks drafts by the one rule of acceptance, and counts what it was asked.
+    """Decodes `true_next`, and accepts drafts as the real one does.
 
-    An item with credit goes on unasked, a pass each `pass_s` seconds; each pass goes through the gate.
-    `confirmed` is how many output tokens each session has; who it is, it says when `spoken` lets it.
+    A request with credit takes a step each `pass_s` seconds; each step passes the gate, and GetTargetInfo
+    passes `info_gate`. `confirmed` counts the output tokens of each session.
     """
 
     def __init__(self, directory: Path, tokenizer_hash: str) -> None:
@@ -196,7 +195,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.tokenizer_hash = tokenizer_hash
         self.fingerprint = "build-1"
         self.row_costs: tuple[tuple[int, int], ...] = ()
-        self.spoken = Gate()
+        self.info_gate = Gate()
         self.item_failure: grpc.StatusCode | None = None
         self.misses = 0
         self.pass_s = 0.0
@@ -209,7 +208,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         rpc.add_TargetServicer_to_server(self, server)
 
     async def GetTargetInfo(self, request: pb.GetTargetInfoRequest, context: Any) -> pb.GetTargetInfoResponse:
-        await self.spoken.enter()
+        await self.info_gate.enter()
         return pb.GetTargetInfoResponse(
             model="tiny",
             tokenizer_hash=self.tokenizer_hash,
@@ -236,19 +235,21 @@ class FakeTarget(Replica, rpc.TargetServicer):
         try:
             with self._open_stream(context):
                 while (answer := await stream.answers.get()) is not None:
+                    if isinstance(answer, _Failure):
+                        raise answer
                     yield pb.VerifyStreamResponse(answers=[answer])
         except _Failure as failure:
-            await context.abort(failure.code, "as told")
+            await context.abort(failure.code, "requested by the test")
         finally:
             await stream.stop(reader)
 
-    async def told(self, holds: Callable[[pb.Extension], bool]) -> None:
-        """Wait for an extension of which this holds."""
+    async def extended(self, holds: Callable[[pb.Extension], bool]) -> None:
+        """Wait for an extension for which `holds` is true."""
         await self.watch.until(lambda: any(map(holds, self.extensions)))
 
-    async def stand(self, standing: _Standing) -> AsyncIterator[pb.VerifyAnswer]:
+    async def run(self, open_request: _OpenRequest) -> AsyncIterator[pb.VerifyAnswer]:
         """The answers to one item."""
-        item, more = standing.item, True
+        item, more = open_request.item, True
         self.calls.append(item)
         self.watch.changed()
         try:
@@ -256,7 +257,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
                 await self._pass_gate()
                 answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
                 try:
-                    self._step(standing, answer)
+                    self._step(open_request, answer)
                 except InvalidField as error:
                     answer.status.CopyFrom(item_status(error))
                 more = answer.result.more
@@ -267,36 +268,36 @@ class FakeTarget(Replica, rpc.TargetServicer):
             self.watch.changed()
             raise
 
-    def _step(self, standing: _Standing, answer: pb.VerifyAnswer) -> None:
-        _check(standing.item)
+    def _step(self, open_request: _OpenRequest, answer: pb.VerifyAnswer) -> None:
+        _check(open_request.item)
         if self.item_failure is not None:
             answer.status.code = self.item_failure.value[0]
             answer.status.message = "the logits are not numbers"
             return
-        if standing.tokens is None:
-            admitted = self._admit(standing.item.slice)
+        if open_request.tokens is None:
+            admitted = self._admit(open_request.item.slice)
             if isinstance(admitted, Miss):
                 self.misses += 1
                 answer.cache_miss.have, answer.cache_miss.prefix_hash = admitted.have, admitted.prefix_hash
                 return
-            standing.begin(admitted)
+            open_request.begin(admitted)
         elif self.preemptions_left:
             self.preemptions_left -= 1
-            self._preempt(standing, answer)
+            self._preempt(open_request, answer)
             return
-        self._verify(standing, answer.result)
+        self._verify(open_request, answer.result)
         self.spoil(answer.result)
 
-    def _preempt(self, standing: _Standing, answer: pb.VerifyAnswer) -> None:
-        """The later half of its cache goes to another session."""
-        session_id = standing.item.slice.session_id
+    def _preempt(self, open_request: _OpenRequest, answer: pb.VerifyAnswer) -> None:
+        """Give the later half of its cache to another session."""
+        session_id = open_request.item.slice.session_id
         held = self._held[session_id] = self._held[session_id][: len(self._held[session_id]) // 2]
         answer.cache_miss.have, answer.cache_miss.prefix_hash = len(held), prefix_hash(held)
 
-    def _verify(self, standing: _Standing, result: pb.VerifyResult) -> None:
-        item, part, tokens = standing.item, standing.item.slice, standing.tokens
+    def _verify(self, open_request: _OpenRequest, result: pb.VerifyResult) -> None:
+        item, part, tokens = open_request.item, open_request.item.slice, open_request.tokens
         assert tokens is not None
-        guesses = standing.guesses()
+        guesses = open_request.guesses()
         verdict = confirm(
             guesses,
             _samples(tokens, item, guesses),
@@ -317,7 +318,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         result.fingerprint = self.fingerprint
         result.timing.compute_ns = PASS_NS
         stopped = len(tokens) - part.prompt_len > part.min_tokens and tokens[-1] in part.stop_token_ids
-        may_go_on = item.credit > 0 and len(tokens) < min(standing.limit, part.max_position)
+        may_go_on = item.credit > 0 and len(tokens) < min(open_request.limit, part.max_position)
         result.more = may_go_on and not stopped
         if item.HasField("logprobs"):
             result.logprobs.extend(
@@ -329,15 +330,18 @@ class _TargetStream:
     """The open items of one stream to the fake target."""
 
     def __init__(self, target: FakeTarget) -> None:
-        self.answers: _Answers = _Answers()
+        self.answers: asyncio.Queue[pb.VerifyAnswer | _Failure | None] = asyncio.Queue()
         self._target = target
-        self._items: dict[int, tuple[_Standing, asyncio.Task[None]]] = {}
+        self._items: dict[int, tuple[_OpenRequest, asyncio.Task[None]]] = {}
 
     async def read(self, requests: AsyncIterator[pb.VerifyStreamRequest]) -> None:
         async for message in requests:
             for item in message.items:
-                standing = _Standing(item)
-                self._items[item.slice.request_id] = (standing, asyncio.create_task(self._run(standing)))
+                open_request = _OpenRequest(item)
+                self._items[item.slice.request_id] = (
+                    open_request,
+                    asyncio.create_task(self._run(open_request)),
+                )
             for extension in message.extensions:
                 if extension.request_id in self._items:
                     self._items[extension.request_id][0].extend(extension)
@@ -346,37 +350,21 @@ class _TargetStream:
             for ref in message.cancelled:
                 if ref.request_id in self._items:
                     self._items.pop(ref.request_id)[1].cancel()
-        self.answers.put(None)
+        self.answers.put_nowait(None)
 
-    async def _run(self, standing: _Standing) -> None:
+    async def _run(self, open_request: _OpenRequest) -> None:
         try:
-            async for answer in self._target.stand(standing):
-                self.answers.put(answer)
+            async for answer in self._target.run(open_request):
+                self.answers.put_nowait(answer)
         except _Failure as failure:
-            self.answers.put(failure)
-        self._items.pop(standing.item.slice.request_id, None)
+            self.answers.put_nowait(failure)
+        self._items.pop(open_request.item.slice.request_id, None)
 
     async def stop(self, reader: asyncio.Task[None]) -> None:
         tasks = [reader, *(task for _, task in self._items.values())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _Answers:
-    """What the stream is to say: answers, a failure that ends it, or None at its end."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[pb.VerifyAnswer | _Failure | None] = asyncio.Queue()
-
-    def put(self, answer: pb.VerifyAnswer | _Failure | None) -> None:
-        self._queue.put_nowait(answer)
-
-    async def get(self) -> pb.VerifyAnswer | None:
-        answer = await self._queue.get()
-        if isinstance(answer, _Failure):
-            raise answer
-        return answer
 
 
 def _check_hint(hint: pb.Hint) -> None:
@@ -386,7 +374,7 @@ def _check_hint(hint: pb.Hint) -> None:
 
 
 def _check(item: pb.VerifyItem) -> None:
-    """As strict as the real one: a gateway that passes nonsense on is refused."""
+    """Validate as the real target does."""
     read_slice(item.slice, vocab_size=VOCAB, context_window=CONTEXT)
     check_token_ids("draft_tokens", item.draft_tokens, VOCAB)
     if len(item.draft_tokens) > MAX_DRAFT_TOKENS:
@@ -411,14 +399,14 @@ def _samples(tokens: list[int], item: pb.VerifyItem, guesses: list[int]) -> list
 
 
 class FakeDraft(Replica, rpc.DraftServicer):
-    """Guesses what the target will say, each token spoiled with chance `spoil_rate`; or tells a `lie`."""
+    """Proposes the target's tokens, each replaced with chance `spoil_rate`; `corrupt` edits the response."""
 
     def __init__(self, directory: Path, tokenizer_hash: str) -> None:
         super().__init__(directory, "draft")
         self.tokenizer_hash = tokenizer_hash
         self.spoil_rate = 0.0
         self.strategies = STRATEGIES
-        self.lie: Callable[[pb.ProposeItem, pb.ProposeAnswer], None] = lambda _item, _answer: None
+        self.corrupt: Callable[[pb.ProposeItem, pb.ProposeAnswer], None] = lambda _item, _answer: None
         self.before_answering: Callable[[], Any] | None = None
 
     def _serve(self, server: grpc.aio.Server) -> None:
@@ -451,12 +439,12 @@ class FakeDraft(Replica, rpc.DraftServicer):
     async def _answers(
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[list[Any]]:
-        """Of a stream, each as it comes about."""
+        """Return the responses as they are made."""
         try:
             async for answers in respond_stream(requests, self._respond, asyncio.Event()):
                 yield answers
         except _Failure as failure:
-            await context.abort(failure.code, "as told")
+            await context.abort(failure.code, "requested by the test")
 
     async def _respond(self, item: pb.ProposeItem) -> AsyncGenerator[pb.ProposeAnswer]:
         yield await self._answer(item)
@@ -471,7 +459,7 @@ class FakeDraft(Replica, rpc.DraftServicer):
             answer.cache_miss.have, answer.cache_miss.prefix_hash = tokens.have, tokens.prefix_hash
         else:
             self._propose(item, tokens, answer.result)
-        self.lie(item, answer)
+        self.corrupt(item, answer)
         return answer
 
     def _propose(self, item: pb.ProposeItem, tokens: list[int], result: pb.ProposeResult) -> None:

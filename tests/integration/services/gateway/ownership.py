@@ -33,7 +33,7 @@ _PASS_S = 0.001
 
 
 class Partial(FakeTarget):
-    """Says one letter whatever it is asked, a pass each millisecond."""
+    """Decodes one letter only, a step each millisecond."""
 
     def __init__(self, world: World, letter: int) -> None:
         super().__init__(world.directory / chr(letter), world.tokenizer_hash)
@@ -41,15 +41,15 @@ class Partial(FakeTarget):
         self.pass_s = _PASS_S
         self._letter = letter
 
-    def _verify(self, standing: object, result: pb.VerifyResult) -> None:
-        super()._verify(standing, result)  # type: ignore[arg-type]  # the fake's own
-        self._rewrite(standing, result)
+    def _verify(self, open_request: object, result: pb.VerifyResult) -> None:
+        super()._verify(open_request, result)  # type: ignore[arg-type]  # the fake's own
+        self._rewrite(open_request, result)
 
-    def _rewrite(self, standing: object, result: pb.VerifyResult) -> None:
+    def _rewrite(self, open_request: object, result: pb.VerifyResult) -> None:
         """The truth of this target is its letter; what it caches is what it has said."""
         del result.tokens[1:]
         result.tokens[0] = self._letter
-        tokens: list[int] = standing.tokens  # type: ignore[attr-defined]  # the fake's own
+        tokens: list[int] = open_request.tokens  # type: ignore[attr-defined]  # the fake's own
         del tokens[result.position + 1 :]
         tokens[result.position] = self._letter
 

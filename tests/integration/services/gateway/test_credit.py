@@ -49,10 +49,10 @@ async def test_hints_reach_a_target_that_is_under_way(world: World) -> None:
     stream = gateway.ask()
     await world.target.called(1)
     assert world.target.calls[0].hint_due
-    await world.target.told(lambda extension: extension.HasField("hint"))
+    await world.target.extended(lambda extension: extension.HasField("hint"))
     world.target.gate.permit(1)
     prompt = world.target.calls[0].slice.prompt_len
-    await world.target.told(lambda told: told.hint.position + len(told.hint.draft_tokens) > prompt + 5)
+    await world.target.extended(lambda told: told.hint.position + len(told.hint.draft_tokens) > prompt + 5)
     world.target.gate.open()
     heard = await hear(stream)
     must_be_true(heard)

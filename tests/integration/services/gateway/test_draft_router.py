@@ -353,7 +353,7 @@ async def test_a_failing_draft_gets_one_probe_at_a_time(here: Here) -> None:
     await other.withdraw()
     await other.fake.stop()
     await here.drafts.refresh()
-    bad.fake.lie = refuse
+    bad.fake.corrupt = refuse
     sessions = [DraftSession(here.drafts) for _ in range(8)]
     for session in sessions:
         assert isinstance(await here.ask(session), ev.Failed)
@@ -362,7 +362,7 @@ async def test_a_failing_draft_gets_one_probe_at_a_time(here: Here) -> None:
     for session in sessions:
         assert isinstance(await here.ask(session), ev.Failed)
     assert len(bad.fake.calls) == FAILURES + 1
-    bad.fake.lie = lambda _item, _answer: None
+    bad.fake.corrupt = lambda _item, _answer: None
     await until_used(here, bad.fake.address)
     for session in sessions:
         must_be_right(await here.ask(session))

@@ -76,7 +76,7 @@ def another_request(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
     answer.request_id += 1
 
 
-LIES: list[Callable[[pb.ProposeItem, pb.ProposeAnswer], None]] = [
+INVALID_PROPOSALS: list[Callable[[pb.ProposeItem, pb.ProposeAnswer], None]] = [
     random_tokens,
     too_many,
     too_few,
@@ -109,11 +109,11 @@ async def test_acceptance_changes_no_token(world: World, spoil_rate: float) -> N
 
 
 @any_credit
-@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+@pytest.mark.parametrize("corrupt", INVALID_PROPOSALS, ids=lambda corrupt: corrupt.__name__)
 async def test_an_invalid_proposal_is_harmless(
-    world: World, lie: Callable[[pb.ProposeItem, pb.ProposeAnswer], None]
+    world: World, corrupt: Callable[[pb.ProposeItem, pb.ProposeAnswer], None]
 ) -> None:
-    world.draft.lie = lie
+    world.draft.corrupt = corrupt
     gateway = await world.gateway(draft_timeout_s=0.1)  # for answers to what was not asked
     must_be_true(await hear(gateway.ask()))
     assert world.draft.calls

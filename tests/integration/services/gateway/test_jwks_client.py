@@ -37,13 +37,13 @@ async def ids(issuer: JwksClient) -> list[str | None]:
 
 async def test_keys_are_fetched_where_the_settings_say(server: IssuerServer) -> None:
     assert await ids(JwksClient("anybody", server.url + KEYS, server.ca_file)) == ["one"]
-    assert server.asked == [KEYS]
+    assert server.requests == [KEYS]
 
 
 async def test_keys_are_fetched_where_the_issuers_configuration_says(server: IssuerServer) -> None:
     configure(server)
     assert await ids(JwksClient(server.url, "", server.ca_file)) == ["one"]
-    assert server.asked == [CONFIGURATION, KEYS]
+    assert server.requests == [CONFIGURATION, KEYS]
 
 
 async def test_a_slash_at_the_end_belongs_to_the_name(server: IssuerServer) -> None:
@@ -92,7 +92,7 @@ async def test_invalid_responses_are_refused(server: IssuerServer) -> None:
     server.answers["/other"] = b"SSH-2.0-OpenSSH\r\n"
     with pytest.raises(OSError, match="/other: "):
         await JwksClient("anybody", other, server.ca_file).fetch()
-    assert server.asked == ["/other"] * 6, "no redirect was followed"
+    assert server.requests == ["/other"] * 6, "no redirect was followed"
 
 
 async def test_an_endless_response_is_cut_off(server: IssuerServer) -> None:
@@ -119,7 +119,7 @@ async def test_the_issuers_certificate_is_verified(server: IssuerServer, tmp_pat
     by_name = server.url.replace("127.0.0.1", "localhost")
     with pytest.raises(OSError, match=r"[Cc]ertificate"):
         await JwksClient("anybody", by_name + KEYS, server.ca_file).fetch()
-    assert server.asked == []
+    assert server.requests == []
 
 
 async def test_an_unreachable_issuer(server: IssuerServer) -> None:

@@ -226,7 +226,7 @@ async def test_cache_misses_and_failovers_are_counted(world: World) -> None:
 
 async def test_a_draft_that_fails_opens_its_breaker(world: World) -> None:
     it = await counted(world)
-    world.draft.lie = internal
+    world.draft.corrupt = internal
     for _ in range(FAILURES):
         must_be_true(await hear(it.gateway.ask(speculation=FIXED)))
     assert it.number(catalogue.BREAKER_STATE, "draft", world.draft.address) in {1, 2}

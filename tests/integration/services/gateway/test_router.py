@@ -45,13 +45,13 @@ class Leases:
     can_change = False
 
     def __init__(self, *empty_reads: int) -> None:
-        self.told: dict[str, TargetLease | None] = {}
+        self.leases: dict[str, TargetLease | None] = {}
         self.reads = 0
         self._empty_reads = empty_reads
 
     async def read(self) -> Mapping[str, TargetLease | None]:
         self.reads += 1
-        return {} if self.reads in self._empty_reads else dict(self.told)
+        return {} if self.reads in self._empty_reads else dict(self.leases)
 
     async def close(self) -> None:
         pass
@@ -66,10 +66,10 @@ class Here:
         self.fakes = fakes
         self._requests = 0
 
-    async def tell(self, fake: FakeTarget) -> None:
-        """The replica's lease is what it says of itself now."""
+    async def publish(self, fake: FakeTarget) -> None:
+        """Publish a lease that says what the replica says now."""
         info = await fake.GetTargetInfo(pb.GetTargetInfoRequest(), None)
-        self.leases.told[fake.address] = target_lease(fake.address, info)
+        self.leases.leases[fake.address] = target_lease(fake.address, info)
 
     def request(self, tokens: list[int], credit: int = 0) -> ev.Verify:
         self._requests += 1
@@ -89,12 +89,12 @@ class Here:
             await item.aclose()
         return answers
 
-    def asked(self) -> list[int]:
-        """How many items each was asked."""
+    def request_counts(self) -> list[int]:
+        """Return the number of requests to each."""
         return [len(fake.calls) for fake in self.fakes]
 
     def home(self) -> tuple[FakeTarget, FakeTarget]:
-        """The one that was asked, and the other."""
+        """Return the replica that got a request, and the other."""
         first, second = self.fakes
         return (first, second) if first.calls else (second, first)
 
@@ -111,7 +111,7 @@ async def here(world: World) -> AsyncIterator[Here]:
         targets = pool_of(leases, world)
         here = Here(leases, targets, fakes)
         for fake in fakes:
-            await here.tell(fake)
+            await here.publish(fake)
         await targets.start(PATIENCE_S)
         yield here
         for fake in fakes:
@@ -129,7 +129,7 @@ async def test_a_session_outlives_the_lease_of_its_replica(here: Here) -> None:
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
-    del here.leases.told[home.address]
+    del here.leases.leases[home.address]
     await here.targets.refresh()
     for count in range(1, 4):
         [answer] = await here.ask(target, confirmed(count))
@@ -145,7 +145,7 @@ async def test_a_session_stays_after_a_finished_request(here: Here) -> None:
     answers = await here.ask(target, confirmed(0), credit=2)
     assert len(answers) == 3
     await here.ask(target, confirmed(3))
-    assert sorted(here.asked()) == [0, 2]
+    assert sorted(here.request_counts()) == [0, 2]
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "registered"])
@@ -155,10 +155,10 @@ async def test_a_dead_replica_gets_no_new_sessions(here: Here, told: bool) -> No
     home, other = here.home()
     await home.stop()
     if told:
-        here.leases.told = dict.fromkeys(here.leases.told)
+        here.leases.leases = dict.fromkeys(here.leases.leases)
     else:  # it has come back, says the lease, but it cannot be met
         home.incarnations += 1
-        await here.tell(home)
+        await here.publish(home)
     await here.targets.refresh()
     [answer] = await here.ask(TargetSession(here.targets), confirmed(0))
     assert isinstance(answer, ev.Verified)
@@ -171,9 +171,9 @@ async def test_a_session_returns_to_its_build(here: Here) -> None:
     await here.ask(target, confirmed(0))
     home, other = here.home()
     other.fingerprint = "build-2"
-    await here.tell(other)
+    await here.publish(other)
     other.incarnations += 1  # so that it is met again
-    await here.tell(other)
+    await here.publish(other)
     await here.targets.refresh()
     home.fail(grpc.StatusCode.INVALID_ARGUMENT, times=1)
     [failed] = await here.ask(target, confirmed(1))
@@ -246,7 +246,7 @@ async def test_the_only_replica_of_a_build_is_awaited(here: Here) -> None:
     home, other = here.home()
     other.fingerprint = "build-2"
     other.incarnations += 1
-    await here.tell(other)
+    await here.publish(other)
     await here.targets.refresh()
     home.gate.close()
     asking = asyncio.ensure_future(here.ask(target, confirmed(1)))
@@ -270,7 +270,7 @@ async def test_a_session_does_not_move_to_a_stalled_replica(here: Here) -> None:
         fake.gate.open()
     for [answer] in await asyncio.gather(*asking):
         assert isinstance(answer, ev.Verified)
-    assert here.asked() == [1, 1]
+    assert here.request_counts() == [1, 1]
 
 
 @pytest.mark.usefixtures("hasty")
@@ -279,7 +279,7 @@ async def test_a_verdict_is_late_relative_to_the_step_time(here: Here) -> None:
     for fake in here.fakes:
         fake.row_costs = ((1, SECOND),)
         fake.incarnations += 1
-        await here.tell(fake)
+        await here.publish(fake)
     await here.targets.refresh()
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
@@ -302,7 +302,7 @@ async def test_all_sessions_leave_a_silent_replica(here: Here, monkeypatch: pyte
         await here.ask(session, confirmed(0))
     frozen = here.fakes[0]
     frozen.gate.close()
-    frozen.spoken.close()
+    frozen.info_gate.close()
     patient = [session for session in sessions if session.place(SPEC, here.request(confirmed(1))) is not None]
     assert len(patient) == 4
     for session in patient[1:]:
@@ -311,7 +311,7 @@ async def test_all_sessions_leave_a_silent_replica(here: Here, monkeypatch: pyte
     async with asyncio.timeout(PATIENCE_S):
         for answers in await asyncio.gather(*(here.ask(session, confirmed(1)) for session in sessions)):
             assert isinstance(answers[-1], ev.Verified | ev.Failed)
-    frozen.spoken.open()
+    frozen.info_gate.open()
 
 
 async def test_a_session_leaves_a_failing_replica(here: Here) -> None:
@@ -331,7 +331,7 @@ async def test_a_session_leaves_a_failing_replica(here: Here) -> None:
 async def test_a_restarted_replica_is_a_new_incarnation(here: Here) -> None:
     target = TargetSession(here.targets)
     home, other = here.fakes
-    del here.leases.told[other.address]
+    del here.leases.leases[other.address]
     await here.targets.refresh()
     await here.ask(target, confirmed(0))
     await other.stop()
@@ -371,7 +371,7 @@ async def test_a_replica_without_info_is_left_before_the_deadline(here: Here) ->
     assert at is not None
     await home.stop()
     await asyncio.wait(cast("Any", at.client)._stream._current._tasks)  # the gateway has noticed
-    home.spoken.close()
+    home.info_gate.close()
     await home.start()
     item = target.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
     async with asyncio.timeout(PATIENCE_S):
@@ -381,7 +381,7 @@ async def test_a_replica_without_info_is_left_before_the_deadline(here: Here) ->
     [answer] = await here.ask(target, confirmed(1))
     assert isinstance(answer, ev.Verified)
     assert len(other.calls) == 1
-    home.spoken.open()
+    home.info_gate.open()
 
 
 async def test_a_replica_dropped_while_met_is_sent_nothing(here: Here) -> None:
@@ -392,13 +392,13 @@ async def test_a_replica_dropped_while_met_is_sent_nothing(here: Here) -> None:
     at = target.place(SPEC, here.request(confirmed(1)))
     assert at is not None
     client = cast("Any", at.client)
-    home.spoken.close()
+    home.info_gate.close()
     client.lost()
     item = target.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
     answers = asyncio.ensure_future(anext(aiter(item)))
-    await home.spoken.has_somebody()
+    await home.info_gate.has_somebody()
     await client.close()
-    home.spoken.open()
+    home.info_gate.open()
     async with asyncio.timeout(PATIENCE_S):
         assert isinstance(await answers, ev.Failed)
     assert client._stream._current.is_broken
@@ -417,9 +417,9 @@ class Hedging:
         here = self.here
         hashes = frozenset(block_hashes(b"", PROMPT_TOKENS, BLOCK)) if warm else frozenset()
         for fake in here.fakes:
-            lease = here.leases.told[fake.address]
+            lease = here.leases.leases[fake.address]
             assert lease is not None
-            here.leases.told[fake.address] = replace(lease, kv_block_tokens=BLOCK, cached_prefixes=hashes)
+            here.leases.leases[fake.address] = replace(lease, kv_block_tokens=BLOCK, cached_prefixes=hashes)
         await here.targets.refresh()
         for _ in range(20):
             await here.ask(TargetSession(here.targets), confirmed(0))
@@ -552,7 +552,7 @@ async def test_a_pool_does_not_start_with_a_target_whose_lease_has_ended(world: 
     """It would know neither the context window nor the vocabulary, and refuse every request."""
     async with Fleet(world, "a", LateTarget) as fleet:
         leases = Leases(2, 3)
-        leases.told = {fleet.addresses: fleet.members[0].lease()}
+        leases.leases = {fleet.addresses: fleet.members[0].lease()}
         targets = pool_of(leases, world)
         await targets.start(PATIENCE_S)
         assert targets.info.vocab_size == VOCAB

@@ -124,11 +124,11 @@ async def test_unknown_key_ids_do_not_flood_the_issuer(world: World, issuer: Iss
     )
     async with calling(gateway, EC.token()) as caller:
         must_be_true(await hear(caller.ask()))
-    assert issuer.asked == ["/keys"]
+    assert issuer.requests == ["/keys"]
     for number in range(50):
         async with calling(gateway, EC.token({"kid": f"made-up-{number}"})) as caller:
             assert (await refused(caller.client.model_info())).message.endswith(JWT_REFUSED)
-    assert len(issuer.asked) <= 1 + (time.monotonic() - began_s) // MIN_FETCH_INTERVAL_S
+    assert len(issuer.requests) <= 1 + (time.monotonic() - began_s) // MIN_FETCH_INTERVAL_S
 
 
 async def test_tokens_are_unavailable_while_the_issuer_is_away(world: World, issuer: IssuerServer) -> None:
