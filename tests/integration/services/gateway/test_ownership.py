@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.world import World, any_credit
 from tests.integration.services.gateway.ownership import Tally, arena
 
-ROUNDS = 25
+ROUNDS = 12
 
 
 @any_credit
