@@ -48,7 +48,6 @@ class Authority:
         key: PrivateKey | None = None,
         encryption: serialization.KeySerializationEncryption | None = None,
     ) -> Certificate:
-        """For whoever serves at 127.0.0.1, or by `name`, or calls from anywhere; for all `usages` if none."""
         key = key or _new_key()
         builder = self._builder(_name_of(name), key, since=since, until=until)
         if usages:
@@ -107,11 +106,9 @@ class Mounted:
             (directory / name).symlink_to(f"..data/{name}")
 
     def __getattr__(self, name: str) -> str:
-        """The path of a file."""
         return str(self._directory / name)
 
     def put(self, **files: Path | bytes) -> None:
-        """Replace them, all that there were."""
         version = self._directory / f"..{next(self._versions)}"
         version.mkdir()
         for name, content in files.items():
@@ -121,12 +118,10 @@ class Mounted:
         fresh.rename(self._directory / "..data")
 
     def put_pair(self, ca: Path, pair: Certificate) -> None:
-        """The usual three."""
         self.put(ca=ca, cert=pair.cert, key=pair.key)
 
 
 def mounted(directory: Path, ca: Path, pair: Certificate) -> Mounted:
-    """The usual three: `ca`, `cert` and `key`."""
     return Mounted(directory, ca=ca, cert=pair.cert, key=pair.key)
 
 

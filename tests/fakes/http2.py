@@ -35,7 +35,6 @@ class Connection:
         self._writer.write(data)
 
     def begin(self, *settings: tuple[int, int]) -> None:
-        """What every client says first."""
         self.say(_PREFACE)
         self.frame(SETTINGS, b"".join(struct.pack("!HL", *setting) for setting in settings))
 
@@ -43,11 +42,9 @@ class Connection:
         self.say(_encoded(kind, payload, flags, stream))
 
     def frames_at_once(self, kind: int, payload: bytes, count: int) -> None:
-        """The same frame so often, in one piece."""
         self.say(_encoded(kind, payload) * count)
 
     def call(self, path: str, stream: int = 1) -> None:
-        """The headers of a call."""
         fields = {
             ":method": "POST",
             ":scheme": "http",
@@ -63,7 +60,6 @@ class Connection:
         self.frame(DATA, struct.pack("!BL", 0, len(data)) + data, flags=flags, stream=stream)
 
     async def frames(self) -> AsyncIterator[Frame]:
-        """What the server says, until it closes the connection."""
         while (frame := await self._frame()) is not None:
             yield frame
 
@@ -77,7 +73,6 @@ class Connection:
             return Frame(kind, flags, stream, await self._reader.readexactly(length))
 
     async def until(self, kind: int) -> Frame:
-        """The next of this kind; fails if the connection ends before."""
         async for frame in self.frames():
             if frame.kind == kind:
                 return frame

@@ -37,7 +37,6 @@ def jwk(private: Any, algorithm: str, **more: Any) -> dict[str, Any]:
 
 
 def claims(**more: Any) -> dict[str, Any]:
-    """Good ones; None leaves a claim out."""
     now = int(time.time())
     told = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "iat": now, "nbf": now, "exp": now + 600, **more}
     return {name: value for name, value in told.items() if value is not None}
@@ -104,7 +103,6 @@ class IssuerServer:
 
 @asynccontextmanager
 async def issuer_server(directory: Path) -> AsyncIterator[IssuerServer]:
-    """At 127.0.0.1, with a certificate of an authority of its own."""
     authority = Authority(directory, "issuers")
     mine = authority.issue("issuer")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

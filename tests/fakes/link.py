@@ -47,7 +47,6 @@ class Link:
 
     @property
     def is_cut(self) -> bool:
-        """Nothing passes."""
         return not self._whole.is_set()
 
     def delay(self, delay_s: float) -> None:
@@ -70,7 +69,6 @@ class Link:
             connection.pass_on()
 
     def reset(self) -> None:
-        """End all connections at once."""
         for connection in list(self._connections):
             connection.reset()
 
@@ -79,11 +77,9 @@ class Link:
         await self._used.wait()
 
     async def whole(self) -> None:
-        """Wait until it is not cut."""
         await self._whole.wait()
 
     def lateness_s(self) -> float:
-        """Of the piece that comes now."""
         return self._delay_s + sum(self._resends())
 
     def _resends(self) -> Iterator[float]:
@@ -93,12 +89,10 @@ class Link:
             yield RESEND_S * 2**losses
 
     def begin(self, connection: Connection) -> None:
-        """It goes over this link from now on."""
         self._connections.add(connection)
         self._used.set()
 
     def end(self, connection: Connection) -> None:
-        """It is gone."""
         self._connections.discard(connection)
         if not self._connections:
             self._used.clear()

@@ -127,7 +127,6 @@ class _Stream:
             self.pool.draft(job)
 
     def guess(self, job: _Job) -> int:
-        """The next token of a proposal."""
         asked = job.asked
         known = [*asked.slice.tokens, *job.tokens]
         position = asked.slice.start + len(known)

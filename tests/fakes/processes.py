@@ -47,7 +47,6 @@ async def gateway_process(
 async def service_process(
     module: str, log: Path, environment: Mapping[str, str], flags: Mapping[str, str]
 ) -> AsyncIterator[Mapping[str, str]]:
-    """What it says of itself once it serves: its `address`, that of its `metrics`; ended as above."""
     read_fd, write_fd = os.pipe()
     with log.open("wb") as out:
         process = await asyncio.create_subprocess_exec(

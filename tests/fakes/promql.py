@@ -73,7 +73,6 @@ def panels(dashboard: Any) -> list[Any]:
 
 
 def unknown_names(text: str, series: Mapping[str, Metric] = SERIES) -> Iterator[str]:
-    """What a query names that there is not: series, labels of them, values of labels."""
     recorded = {rule.name for rule in rules() if not rule.is_alert}
     labels = {label.prometheus for metric in METRICS for label in metric.labels} | EVERYWHERE
     for name, matchers in _NAME.findall(text):
@@ -117,7 +116,6 @@ class Named:
 
 
 def named_by(alert: str) -> Named:
-    """By the runbook of this alert."""
     words = re.findall(r"`([^`]+)`", (RUNBOOKS / f"{alert}.md").read_text())
     series = {name for word in words for name, _ in _NAME.findall(word)}
     known = {**SERIES, **FAMILIES}

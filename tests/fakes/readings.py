@@ -14,25 +14,21 @@ def _point(registry: Registry, metric: Metric, *labels: str) -> Point:
 
 
 def number(registry: Registry, metric: Metric, *labels: str) -> float:
-    """Of a counter or gauge, of these labels."""
     value = _point(registry, metric, *labels)[1]
     assert not isinstance(value, Distributed)
     return value
 
 
 def total(registry: Registry, metric: Metric) -> float:
-    """Of a counter, over all labels."""
     [reading] = [reading for reading in registry.read() if reading.metric is metric]
     return sum(value for _, value in reading.points if not isinstance(value, Distributed))
 
 
 def histogram(registry: Registry, metric: Metric, *labels: str) -> Distributed:
-    """Of these labels."""
     value = _point(registry, metric, *labels)[1]
     assert isinstance(value, Distributed)
     return value
 
 
 def count(registry: Registry, metric: Metric, *labels: str) -> int:
-    """How many a histogram has observed."""
     return sum(histogram(registry, metric, *labels).counts)

@@ -81,7 +81,6 @@ class ClusterNode(TcpServer):
 
 @contextmanager
 def serving(make: Callable[[Path], ServerT]) -> Iterator[ServerT]:
-    """One that is made for a directory, on a port that was free; gone at the end."""
     with ExitStack() as held:
         yield _started(make, held)
 
@@ -129,7 +128,6 @@ class Cluster:
         )
 
     async def command(self, *command: str) -> Any:
-        """What the cluster answers to a foreign hand."""
         async with self.raw() as client:
             return await client.execute_command(*command)  # type: ignore[no-untyped-call]  # is untyped
 
@@ -159,12 +157,10 @@ class Cluster:
             await until(lambda replica=replica: follows(replica))  # type: ignore[misc]  # binds now
 
     async def node_id(self, node: TcpServer) -> str:
-        """What the others call it."""
         return str((await node.command("CLUSTER", "MYID")).decode())
 
 
 async def follows(replica: Server) -> bool:
-    """Has it all that its master has?"""
     told = await replica.command("INFO", "replication")
     return bool(told["role"] == "slave" and told["master_link_status"] == "up")
 
@@ -245,7 +241,6 @@ class ReplicaSet:
 
 @asynccontextmanager
 async def replica_set(kind: str, tls: Sequence[str] = ()) -> AsyncIterator[ReplicaSet]:
-    """All of them, at work; gone at the end."""
     options = (*tls, "--tls-replication", "yes") if tls else ()
     with ExitStack() as held:
         master, replica = (

@@ -61,7 +61,6 @@ class Server:
         return redis_asyncio.Redis.from_url(self.url)
 
     async def command(self, *command: str) -> Any:
-        """What the server answers to a foreign hand."""
         async with self.raw() as client:
             return await client.execute_command(*command)  # type: ignore[no-untyped-call]  # is untyped
 
@@ -91,7 +90,6 @@ class Server:
         self._send(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it at once."""
         self._end(signal.SIGKILL)
 
     def keep(self) -> None:
@@ -107,7 +105,6 @@ class Server:
         self.start()
 
     def stop(self) -> None:
-        """End it in good order, if it runs."""
         if self._process is not None:
             self._send(signal.SIGCONT)
             self._end(signal.SIGTERM)

@@ -86,7 +86,6 @@ class Relay:
         task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, near: _End, far: _End, link: Link) -> None:
-        """What `near` sends meanwhile is kept."""
         loop = asyncio.get_running_loop()
         try:
             await link.whole()
@@ -123,7 +122,6 @@ class _End(asyncio.Protocol):
         self._all_delivered = False
 
     def over(self, link: Link, other: _End) -> None:
-        """What it sends goes over this link, to that end."""
         self._link, self._other = link, other
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -140,7 +138,6 @@ class _End(asyncio.Protocol):
         self._later(lambda: self._other.write(data))
 
     def eof_received(self) -> bool:
-        """True: its other direction stays open."""
         if not self._silent:
             self._silent = True
             self._later(self._end_of_direction)
@@ -155,24 +152,20 @@ class _End(asyncio.Protocol):
         self._leave_link()
 
     def pause_writing(self) -> None:
-        """It takes no more for now: neither do we of the other end."""
         self._other.hold()
 
     def resume_writing(self) -> None:
         self._other.read_on()
 
     def hold(self) -> None:
-        """Read no more until `read_on`."""
         if self._transport is not None and not self._silent:
             self._transport.pause_reading()
 
     def read_on(self) -> None:
-        """Read what it sends."""
         if self._transport is not None and not self._silent:
             self._transport.resume_reading()
 
     def write(self, data: bytes) -> None:
-        """Send it bytes, unless it is gone."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
@@ -186,7 +179,6 @@ class _End(asyncio.Protocol):
             self.reset()
 
     def close(self) -> None:
-        """Close once all is sent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -208,7 +200,6 @@ class _End(asyncio.Protocol):
         self._leave_link()
 
     def _later(self, action: Callable[[], None]) -> None:
-        """In order: nothing comes before what was sent before it."""
         due_s = self._loop.time() + self._link.lateness_s()
         if self._line:
             due_s = max(due_s, self._line[-1][0])
@@ -217,7 +208,6 @@ class _End(asyncio.Protocol):
             self.pass_on()
 
     def pass_on(self) -> None:
-        """What is due, if the link is not cut; `mend` comes back for what stays."""
         if self._timer is not None:
             self._timer.cancel()
         while self._line and not self._link.is_cut:
@@ -230,7 +220,6 @@ class _End(asyncio.Protocol):
         self._leave_link()
 
     def _leave_link(self) -> None:
-        """Nothing of it is on its way any more."""
         if self.gone.done() and not self._line:
             self._link.end(self)
 
@@ -243,5 +232,4 @@ class _End(asyncio.Protocol):
 
     @property
     def all_delivered(self) -> bool:
-        """Its last byte, and its end, have been delivered."""
         return self._all_delivered

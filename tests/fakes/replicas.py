@@ -76,7 +76,6 @@ class Replica:
         await self._server.start()
 
     async def stop(self) -> None:
-        """Stop at once."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(None)
@@ -248,7 +247,6 @@ class FakeTarget(Replica, rpc.TargetServicer):
         await self.watch.until(lambda: any(map(holds, self.extensions)))
 
     async def run(self, open_request: _OpenRequest) -> AsyncIterator[pb.VerifyAnswer]:
-        """The answers to one item."""
         item, more = open_request.item, True
         self.calls.append(item)
         self.watch.changed()
@@ -473,5 +471,4 @@ class FakeDraft(Replica, rpc.DraftServicer):
         result.timing.compute_ns = 500
 
     def _spoils(self, position: int) -> bool:
-        """By position alone, so that two sessions of one request have the same rounds."""
         return blake2b(position.to_bytes(4, "little"), digest_size=1).digest()[0] < 256 * self.spoil_rate

@@ -26,7 +26,6 @@ RISING = StepTimes.measured([(1, 10 * MS), (64, 11 * MS)])
 
 
 def truth(tokens: Sequence[int]) -> int:
-    """The one token that follows these."""
     return crc32(token_bytes(tokens)) % VOCAB
 
 

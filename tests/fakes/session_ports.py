@@ -64,7 +64,6 @@ class FaultyStore(MemoryStore):
         await super().renew(owner)
 
     def forget(self) -> None:
-        """Lose all sessions."""
         self._records.clear()
 
 

@@ -64,7 +64,6 @@ class KeptSpans(SpanExporter):
         await self._watch.until(lambda: len(self.named(name)) >= count)
 
     async def requests(self, count: int = 1) -> list[ReadableSpan]:
-        """Those that have ended, once there are so many."""
         await self._watch.until(lambda: len(self._requests()) >= count)
         return self._requests()
 
@@ -72,17 +71,14 @@ class KeptSpans(SpanExporter):
         return [span for span in self.spans if names.PROVIDER in attributes_of(span)]
 
     def rounds(self, request: ReadableSpan) -> list[ReadableSpan]:
-        """In order."""
         found = [span for span in self.below(request) if span.name == names.ROUND]
         return sorted(found, key=lambda span: attributes_of(span)[names.ROUND_INDEX])
 
     def below(self, request: ReadableSpan) -> list[ReadableSpan]:
-        """Of its trace, without itself."""
         found = [span for span in self.spans if span.context.trace_id == request.context.trace_id]
         return [span for span in found if span is not request]
 
     def events(self, request: ReadableSpan, name: str) -> list[dict[str, Any]]:
-        """Of the request or of what is below it, in order of time."""
         found = [event for span in (request, *self.below(request)) for event in span.events]
         found.sort(key=lambda event: event.timestamp)
         return [dict(event.attributes or {}) for event in found if event.name == name]
@@ -135,7 +131,6 @@ def lasted_ns(span: ReadableSpan) -> int:
 
 
 def error_of(span: ReadableSpan) -> str | None:
-    """Its error.type, which goes with the status of an error."""
     kind = attributes_of(span).get(names.ERROR_TYPE)
     assert (kind is not None) == (not span.status.is_unset)
     assert kind is None or isinstance(kind, str)
@@ -156,7 +151,6 @@ def links_of(span: ReadableSpan) -> set[tuple[int, int]]:
 
 
 def context_of(span: ReadableSpan) -> tuple[int, int]:
-    """(trace id, span id)."""
     context = span.context
     assert context is not None
     return context.trace_id, context.span_id

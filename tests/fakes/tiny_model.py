@@ -70,7 +70,6 @@ def load_tiny_model(directory: Path, *, kv_blocks: int) -> CausalModel:
 
 
 def greedy(directory: Path, prompt: list[int], count: int) -> list[int]:
-    """What transformers' own model says, token by token, without any cache."""
     model: Any = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.eval()
     tokens = list(prompt)

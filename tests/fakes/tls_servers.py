@@ -23,20 +23,17 @@ PATIENCE_S = 20.0
 
 
 def files_of(files: Mounted | None, *, own: bool = True) -> TlsFiles:
-    """As a caller names them; without its `own` certificate it has authorities alone."""
     ca, cert, key = ("", "", "") if files is None else (files.ca, files.cert, files.key)
     pair = (cert, key) if own else ("", "")
     return TlsFiles(NamedFile("ca_file", ca), NamedFile("cert_file", pair[0]), NamedFile("key_file", pair[1]))
 
 
 def tls_settings(files: Mounted, *, mutual: bool) -> dict[str, str]:
-    """Of a server."""
     told = {"tls_cert_file": files.cert, "tls_key_file": files.key}
     return {**told, "tls_client_ca_file": files.ca} if mutual else told
 
 
 def credentials_of(files: Mounted, *, mutual: bool) -> grpc.ServerCredentials | None:
-    """Of a server that is made by other means than ours."""
     return server_credentials(server_files(settings(**tls_settings(files, mutual=mutual))))
 
 
@@ -66,7 +63,6 @@ def request(name: str = "s") -> pb.ProposeRequest:
 
 
 async def ask(channel: grpc.aio.Channel) -> None:
-    """One call that must be answered."""
     answer = await rpc.DraftStub(channel).Propose(request(), timeout=PATIENCE_S)
     assert answer.answers[0].session_id == "s"
 

@@ -15,7 +15,6 @@ TEMPLATE = (
 
 
 def write(directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json."""
     fast = Tokenizer(models.BPE(vocab={char: byte for byte, char in _byte_chars().items()}, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()

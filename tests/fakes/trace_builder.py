@@ -323,7 +323,6 @@ class RequestMaker:
 
 
 def told_of(story: Story) -> str:
-    """The summary, as one text."""
     return " ".join(summary(story, explain(story)))
 
 
@@ -337,7 +336,6 @@ def event(name: str, at_ns: int, **attributes: Any) -> Event:
 
 
 def otlp(spans: Iterable[Span]) -> ExportTraceServiceRequest:
-    """As an exporter would send them."""
     request = ExportTraceServiceRequest()
     by_process: dict[Process, Any] = {}
     for span in spans:

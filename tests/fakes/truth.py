@@ -69,7 +69,6 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def logprobs_of(token: int, top: int) -> PositionLogprobs:
-    """Made up, but a function of the token; the values survive float32."""
     return PositionLogprobs(
         -(token % 16) / 8, tuple(((token + i) % VOCAB, -(token % 16 + i) / 8) for i in range(top))
     )

@@ -80,7 +80,6 @@ class Stream:
         await self.call.write(pb.VerifyStreamRequest(items=items, cancelled=cancelled, extensions=extensions))
 
     async def next(self) -> pb.VerifyAnswer:
-        """The next answer of any item."""
         if not self._read:
             await self._receive()
         return self._read.pop(0)
@@ -117,7 +116,6 @@ async def stream_of(target: rpc.TargetAsyncStub) -> AsyncIterator[Stream]:
 
 
 def extension(tokens: Sequence[int], draft: Sequence[int] | None = None, **given: Any) -> pb.Extension:
-    """Of the item that `slice_of` makes: a hint after `tokens`, if any."""
     fields: dict[str, Any] = {"session_id": "s", "request_id": 7}
     made = pb.Extension(**(fields | given))
     if draft is not None:

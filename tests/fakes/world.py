@@ -51,7 +51,6 @@ class Heard:
 
     @property
     def end(self) -> pb.Finished:
-        """How the stream finished; it must have."""
         assert self.finished is not None
         return self.finished
 
@@ -189,11 +188,9 @@ class World:
         )
 
     async def gateway(self, **given: object) -> Gateway:
-        """A gateway with these settings."""
         return await self.gateway_of(Parts(), **given)
 
     async def gateway_of(self, parts: Parts, /, **given: object) -> Gateway:
-        """The same, which uses these parts."""
         tuning = tuning_of(given)
         settings = self.settings(**given)
         running = await start_server(

@@ -25,11 +25,9 @@ class KeyFile:
     bob: str = ""
 
     def write(self, world: World) -> str:
-        """Its path."""
         return self.write_to(world.directory)
 
     def write_to(self, directory: Path) -> str:
-        """Its path."""
         path = directory / "keys.toml"
         text = "".join(_entry(name, key) for name, key in (("alice", ALICE), ("bob", BOB)))
         limits = f"[principals.alice]\n{self.alice}\n[principals.bob]\n{self.bob}\n"

@@ -37,7 +37,6 @@ def own_store(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @pytest.fixture
 def credit() -> int:
-    """Of all gateways, where a test is not marked with `any_credit`."""
     return 0
 
 
@@ -56,7 +55,6 @@ async def gateway(world: World) -> Gateway:
 
 @pytest.fixture
 async def frail_world(own_store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
-    """The same around `own_store`."""
     async with _world(own_store, tokenizer, credit) as world:
         yield world
 

@@ -127,7 +127,6 @@ class Real:
         return self.gateway.client.generate(list(prompt), **asked)
 
     def total(self, metric: Metric, *labels: str) -> float:
-        """What all who give it have counted, or observed, together."""
         registries = [registry for name in metric.services for registry in self._registries[name]]
         read = [registry for registry in registries if metric in registry.metrics]
         if metric.buckets:
@@ -135,7 +134,6 @@ class Real:
         return sum(number(registry, metric, *labels) for registry in read)
 
     def story(self, stream: TokenStream) -> Story:
-        """What `galley trace` makes of the session's trace."""
         file = OtlpFile(self._file)
         file.append(encode_spans(self.kept.spans))
         file.close()

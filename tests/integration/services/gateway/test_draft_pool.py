@@ -19,7 +19,6 @@ _ENOUGH = 300
 
 @pytest.fixture
 async def fleet(world: World) -> AsyncIterator[DraftFleet]:
-    """Two drafts that are registered; the world's own is not."""
     async with DraftFleet(world) as fleet:
         await fleet.register()
         yield fleet
@@ -102,7 +101,6 @@ async def test_lookup_replaces_a_missing_draft(world: World) -> None:
 
 
 async def drafted_for(gateway: Gateway, draft: FleetDraft) -> None:
-    """Wait until the gateway asks it."""
     async with asyncio.timeout(PATIENCE_S):
         asked = len(draft.fake.calls)
         while len(draft.fake.calls) == asked:

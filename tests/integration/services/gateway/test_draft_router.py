@@ -63,7 +63,6 @@ class Here:
             return ev.Failed(self._requests, TIMED_OUT)
 
     async def proposed(self, session: DraftSession, spec: SessionSpec = SPEC) -> None:
-        """It is drafted for, once the machine has the time for it."""
         async with asyncio.timeout(PATIENCE_S):
             while isinstance(answer := await self.ask(session, spec), ev.Failed):
                 await self.drafts.refresh()
@@ -409,7 +408,6 @@ async def test_a_session_degrades_by_steps_and_recovers(
     session = DraftSession(here.drafts, may_look_up=True)
 
     async def strategy_asked() -> str:
-        """Of which draft, or "here"; looked up is the prompt, which does not repeat itself."""
         counts = [len(draft.fake.calls) for draft in here.fleet.members]
         answer = await here.ask(session, strategy=MODEL)
         assert isinstance(answer, ev.Proposed)

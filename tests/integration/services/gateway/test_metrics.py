@@ -37,7 +37,6 @@ class Counted:
         return number(self.registry, metric, *labels)
 
     def ends(self) -> dict[tuple[str, str], float]:
-        """How calls have ended, of those of which there was any."""
         counted = {end: self.number(catalogue.STREAMS, *end) for end in ENDS}
         return {end: calls for end, calls in counted.items() if calls}
 

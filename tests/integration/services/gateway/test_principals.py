@@ -14,16 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from galley.core.admission.principal import Principal
 from tests.fakes.redis_servers import Server
 from tests.fakes.truth import true_output
-from tests.fakes.world import (
-    MAX_TOKENS,
-    Gateway,
-    Heard,
-    World,
-    field_of,
-    hear,
-    must_be_true,
-    refused,
-)
+from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, field_of, hear, must_be_true, refused
 from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile, calling
 
 UNKNOWN = "0" * 32
@@ -93,7 +84,6 @@ async def test_anothers_session_is_not_found(world: World, alice: Gateway, bob: 
 
 
 async def asked_of(store: Server) -> dict[str, int]:
-    """How often the store has run each command, those within scripts too."""
     stats: dict[bytes | str, dict[str, int]] = await store.command("INFO", "commandstats")
     return {str(name): told["calls"] for name, told in stats.items() if "info" not in str(name)}
 

@@ -60,7 +60,6 @@ def answer(story: Story, cause: Cause) -> tuple[Explanation, Span]:
 
 
 def signs_of(story: Story) -> set[str]:
-    """Its spans, what these say that is not empty, and what happened to it."""
     events = chain(
         chain.from_iterable(request.events for request in story.requests),
         chain.from_iterable(one.events for one in story.rounds),

@@ -15,17 +15,7 @@ from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.truth import CONTEXT, VOCAB
-from tests.fakes.world import (
-    MAX_TOKENS,
-    PROMPT,
-    Gateway,
-    Heard,
-    World,
-    field_of,
-    hear,
-    must_be_true,
-    refused,
-)
+from tests.fakes.world import MAX_TOKENS, PROMPT, Gateway, Heard, World, field_of, hear, must_be_true, refused
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 MAX_BYTES = 1 << 16
@@ -92,7 +82,6 @@ class Bystander:
 
 
 async def generate(gateway: Gateway, request: pb.GenerateRequest | bytes) -> list[pb.StreamEvent]:
-    """What a client without our client's good manners gets."""
     async with grpc.aio.insecure_channel(gateway.address) as channel:
         call: Any
         if isinstance(request, bytes):

@@ -21,14 +21,12 @@ STREAMS = 4
 
 @pytest.fixture
 async def fleet(world: World) -> AsyncIterator[Fleet]:
-    """Two targets that are registered; the world's own is not."""
     async with Fleet(world) as fleet:
         await fleet.register()
         yield fleet
 
 
 async def gateway_of(world: World, fleet: Fleet, **given: object) -> Gateway:
-    """One that has found all of the fleet."""
     gateway = await world.gateway(**{"target": "", **given})
     assert world.target.calls == []
     return gateway

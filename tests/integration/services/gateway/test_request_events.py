@@ -23,16 +23,7 @@ from tests.fakes.fleet import Fleet
 from tests.fakes.readings import count
 from tests.fakes.spans import KeptSpans, attributes_of, error_of
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import (
-    MAX_TOKENS,
-    PROMPT,
-    Heard,
-    World,
-    any_credit,
-    hear,
-    must_be_true,
-    refused,
-)
+from tests.fakes.world import MAX_TOKENS, PROMPT, Heard, World, any_credit, hear, must_be_true, refused
 from tests.integration.services.gateway.callers import ALICE, KeyFile, calling
 
 

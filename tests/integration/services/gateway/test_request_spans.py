@@ -16,16 +16,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.spans import SLOW_COMMIT_NS
 from tests.fakes.spans import MS, KeptSpans, attributes_of, error_of, lasted_ns
 from tests.fakes.truth import SEED
-from tests.fakes.world import (
-    MAX_TOKENS,
-    PROMPT,
-    PROMPT_TOKENS,
-    Heard,
-    World,
-    any_credit,
-    hear,
-    must_be_true,
-)
+from tests.fakes.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, Heard, World, any_credit, hear, must_be_true
 
 REQUIRED = {names.OPERATION, names.PROVIDER, names.REQUEST_MODEL, names.SERVER_PORT}
 """By the conventions, some of them where other attributes are there, which they are."""

@@ -34,7 +34,6 @@ async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[
 
 
 async def log_must_be_true(gateway: Gateway, stream: TokenStream) -> None:
-    """What the store holds in the end is what was streamed."""
     must_be_true(await hear(gateway.client.resume(stream.session_id, 0)))
 
 

@@ -90,7 +90,6 @@ class Here:
         return answers
 
     def request_counts(self) -> list[int]:
-        """Return the number of requests to each."""
         return [len(fake.calls) for fake in self.fakes]
 
     def home(self) -> tuple[FakeTarget, FakeTarget]:

@@ -39,7 +39,6 @@ class Shown:
     texts: list[bytes] = field(default_factory=list)
 
     def command_lines(self) -> None:
-        """Of our children."""
         children = psutil.Process().children(recursive=True)
         self.texts += [" ".join(child.cmdline()).encode() for child in children]
 
@@ -89,7 +88,6 @@ class Mesh:
         return {"peer-ca-file": files.ca, "peer-cert-file": files.cert, "peer-key-file": files.key}
 
     async def start(self, role: str, collector: Collector, flags: Mapping[str, str]) -> str:
-        """Its address."""
         self.logs[role] = self._directory / f"{role}.log"
         environment = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,

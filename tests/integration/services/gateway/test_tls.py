@@ -59,13 +59,11 @@ class Mesh:
         await self.secure(self.world.draft, "draft")
 
     def peers(self, **given: str) -> dict[str, str]:
-        """Settings of a gateway that speaks TLS to both."""
         files = self["peer"]
         told = {"peer_ca_file": files.ca, "peer_cert_file": files.cert, "peer_key_file": files.key}
         return {**told, "target_tls_name": "target", "draft_tls_name": "draft", **given}
 
     async def start_gateway(self, **given: object) -> Gateway:
-        """A gateway that speaks TLS to all."""
         return await self.world.gateway(**self.peers(), **tls_settings(self["gateway"], mutual=True), **given)
 
     @asynccontextmanager
@@ -189,7 +187,6 @@ class Answering:
         self._heard = Heard()
 
     async def goes_on(self) -> None:
-        """For a pass of the target."""
         self._gate.permit()
         await self._heard.listen(self._stream, until=len(self._heard.tokens) + 1)
         assert self._heard.finished is None
@@ -199,7 +196,6 @@ class Answering:
         must_be_true(await self._heard.listen(self._stream), max_tokens=LONG)
 
     async def until_spoken_to_by(self, mesh: Mesh, caller: str) -> None:
-        """It goes on, in no hurry, until both replicas have but a stream of `caller`."""
         async with asyncio.timeout(PATIENCE_S):
             while {*mesh.world.target.streams, *mesh.world.draft.streams} != {caller}:
                 await self.goes_on()

@@ -29,7 +29,6 @@ async def issuer(tmp_path: Path) -> AsyncIterator[IssuerServer]:
 
 
 def tokens(world: World, **more: object) -> dict[str, object]:
-    """Settings of a gateway that takes EC's."""
     path = write_jwks(world.directory / "jwks.json", EC)
     return {"jwt_issuer": ISSUER, "jwt_audience": AUDIENCE, "jwt_jwks_file": str(path), **more}
 

@@ -33,7 +33,6 @@ class Issuer:
         return self.told
 
     async def settled(self) -> None:
-        """Let what is under way come to its end."""
         for _ in range(10):
             await asyncio.sleep(0)
 

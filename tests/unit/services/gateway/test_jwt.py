@@ -117,7 +117,6 @@ class Gate:
     """Who a gateway of these settings takes callers for."""
 
     def __init__(self, path: Path, *issuers: TokenIssuer, content: bytes = b"", **more: object) -> None:
-        """What it knows of keys is `content`, else the issuers', else those of both of the tests."""
         file = path / "jwks.json"
         file.write_bytes(content or jwks(*(issuers or (RSA, EC))))
         told = {"jwt_issuer": ISSUER, "jwt_audience": AUDIENCE, "jwt_jwks_file": str(file), **more}

@@ -33,8 +33,6 @@ async def runner_of(
 
 
 async def run(runner: SessionRunner) -> ev.End:
-    """Run it for a client that reads all."""
-
     async def read() -> None:
         while True:
             await runner.outbox.next()

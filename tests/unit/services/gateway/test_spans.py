@@ -53,7 +53,6 @@ class Stream:
         self.trace = self.observer.trace
 
     async def run(self, reading: Callable[[Outbox], Awaitable[None]] | None = None) -> ev.End:
-        """To its end; the trace is told as the servicer tells it."""
         stored = await self.store.create(NewSession("s", "me", b"body", {}, SPEC.prompt))
         answer = Answer(SPEC, lambda tokens: "x" * len(tokens))
         session = Session(answer, replace(SessionLimits(), credit=0, window=8))

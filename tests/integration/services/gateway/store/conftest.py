@@ -26,6 +26,5 @@ def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @pytest.fixture
 def valkey() -> Iterator[Server]:
-    """A fresh Valkey."""
     with running(VALKEY) as server:
         yield server

@@ -281,7 +281,6 @@ async def test_two_owners_never_both_extend_the_log(shared_server: Server | Clus
 
 
 async def lose(raw: redis_asyncio.Redis, owner: Ownership) -> None:
-    """As a store does that comes back from before the session was made."""
     key = key_of(owner.session_id)
     await raw.delete(key, f"{key}:log", f"{key}:meta")
 

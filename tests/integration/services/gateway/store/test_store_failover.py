@@ -51,7 +51,6 @@ async def watched() -> AsyncIterator[ReplicaSet]:
 
 @pytest.fixture(params=BINARIES)
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[ReplicaSet]:
-    """Of both kinds: they differ in what WAIT waits for after a command that writes nothing."""
     async with replica_set(request.param) as servers:
         yield servers
 
@@ -197,7 +196,6 @@ class Silent:
 
 @asynccontextmanager
 async def silent() -> AsyncIterator[tuple[Silent, str]]:
-    """And where it is."""
     found = Silent()
     async with await asyncio.start_server(found.meet, "127.0.0.1", 0) as server:
         yield found, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

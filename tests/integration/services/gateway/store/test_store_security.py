@@ -98,7 +98,6 @@ async def register(url: str) -> None:
 
 
 async def a_lease_that_ended(server: Server) -> None:
-    """For whoever reads to sweep."""
     registry = ReplicaRegistry(f"{server.url}?db=1", lease_s=0.001)
     await registry.publish(DRAFT_POOL, replace(LEASE, address="gone:1"))
     await registry.close()
@@ -182,7 +181,6 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 def tls_options(authority: Authority) -> list[str]:
-    """Of a server that asks its clients for certificates too."""
     mine = authority.issue("server")
     files = {"cert": mine.cert, "key": mine.key, "ca-cert": authority.ca}
     return [part for name, path in files.items() for part in (f"--tls-{name}-file", str(path))]
@@ -285,7 +283,6 @@ async def test_new_connections_use_the_current_files(authority: Authority, tmp_p
 
 
 async def change_over(server: TcpServer, authority: Authority) -> None:
-    """To certificates of another authority, its own and its clients'."""
     mine = authority.issue("server")
     files = {"tls-cert-file": mine.cert, "tls-key-file": mine.key, "tls-ca-cert-file": authority.ca}
     await server.command("CONFIG", "SET", *(str(part) for item in files.items() for part in item))
