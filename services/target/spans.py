@@ -18,8 +18,7 @@ from galley.common.tracing.item_spans import (
     ItemSpan,
     record_failure,
 )
-from galley.common.tracing.light_spans import LightSpan, SpanScope
-from galley.common.tracing.span_names import packed, unpacked
+from galley.common.tracing.light_spans import LightSpan, SpanScope, packed, unpacked
 from galley.core import names
 from galley.core.content import Miss
 from galley.core.errors import GalleyError

@@ -16,7 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
 from galley.client.options import GenerateOptions, Speculation
 from galley.client.request import generate_request
-from galley.common.tracing.telemetry import Telemetry, start_telemetry, w3c_metadata
+from galley.client.tracing import w3c_metadata
+from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core import names
 from galley.core.names import NGRAM
 from galley.stack.stack import Stack, StackOptions

@@ -24,8 +24,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from galley.common.metrics.cells import Distributed, Exemplar
 from galley.common.metrics.metric import Kind, LabelValues, Metric
 from galley.common.metrics.registry import Reading, Registry
-from galley.common.tracing.otlp import FLUSH_S, resource_of
-from galley.common.tracing.otlp_tls import ReloadingExporter
+from galley.common.tracing.exporting import ReloadingExporter, resource_of
+from galley.common.tracing.otlp import FLUSH_S
 from galley.version import __version__
 
 _INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"

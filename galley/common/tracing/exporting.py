@@ -1,22 +1,140 @@
-"""Export of spans by OTLP, as the `OTEL_EXPORTER_OTLP_*` environment says.
+"""Traces by the OpenTelemetry SDK: sampling, and OTLP export as the `OTEL_*` environment says.
 
-Imports the SDK: import this module only where traces are on.
+Imports the SDK: import this module only where something is exported.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
+from uuid import uuid4
 
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.exporter import OTLPExporterMixin
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+from opentelemetry.sdk.util import BoundedList
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceState
+from opentelemetry.util.types import Attributes
 
-from galley.common.tracing.light_spans import LightSpan, readable
-from galley.common.tracing.otlp_tls import ReloadingExporter
+from galley.common.tls.credentials import Material, TlsFiles, channel_credentials
+from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
+from galley.common.tracing.light_spans import MAX_EVENTS, SAMPLED, LightSpan, Named, SpanScope, unpacked
+from galley.common.tracing.otlp import Signal, variable
+from galley.core import names
+from galley.version import __version__
 
 _LOG = logging.getLogger(f"opentelemetry.{__name__}")  # a family whose lines are logged once a minute
+
+
+def resource_of(service_name: str) -> Resource:
+    """Return the resource attributes of this process."""
+    return Resource.create(
+        {
+            "service.name": os.environ.get("OTEL_SERVICE_NAME") or service_name,
+            "service.namespace": "galley",
+            "service.version": __version__,
+            "service.instance.id": _instance_id(),
+        }
+    )
+
+
+@cache
+def _instance_id() -> str:
+    """Return a random id of this process."""
+    return str(uuid4())
+
+
+def provider_to(processor: SpanProcessor, service_name: str) -> TracerProvider:
+    """Return a provider whose spans `processor` takes."""
+    provider = TracerProvider(resource=resource_of(service_name), shutdown_on_exit=False)
+    provider.sampler = GalleySampler(provider.sampler)  # before there is a tracer
+    provider.add_span_processor(processor)
+    return provider
+
+
+def scope_to(provider: TracerProvider, processor: SpanProcessor, name: str, schema_url: str) -> SpanScope:
+    """Return a scope whose light spans `processor` takes."""
+    scope = InstrumentationScope(name, __version__, schema_url)
+    if isinstance(processor, BatchSpanProcessor):  # its exporter makes them readable, in its own thread
+        return SpanScope(provider, scope, processor.on_end)  # type: ignore[arg-type]  # reads only `context`
+    return SpanScope(provider, scope, lambda span: processor.on_end(readable(span)))
+
+
+class GalleySampler(Sampler):
+    """Sample forced requests, and others by `inner`: `OTEL_TRACES_SAMPLER`."""
+
+    def __init__(self, inner: Sampler) -> None:
+        self._inner = inner
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        """Return the decision of the SDK's interface."""
+        if attributes is not None and attributes.get(names.FORCED):
+            parent = trace.get_current_span(parent_context).get_span_context()
+            return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes, parent.trace_state)
+        return self._inner.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
+
+    def get_description(self) -> str:
+        """Return a readable description."""
+        return f"GalleySampler({self._inner.get_description()})"
+
+
+class ReloadingExporter(OTLPExporterMixin[Any, Any, Any, Any]):
+    """Mixin before the SDK's exporter of `signal`: TLS with files that may be replaced while it runs.
+
+    The SDK's exporters read the files of the `OTEL_*` environment once. When the collector cannot be reached
+    they make a new channel; here, with the current files.
+    """
+
+    signal: Signal
+
+    def __init__(self) -> None:
+        """Load the files. Raise ValueError with the variable that names a bad one."""
+        self._files = _tls_files(self.signal)
+        super().__init__()  # type: ignore[call-arg]  # the SDK's own exporter comes next, and needs nothing
+
+    def _initialize_channel_and_stub(self) -> None:
+        """Make a channel; the SDK calls this at the start and after failures."""
+        if self._files is not None and not self._insecure:
+            self._credentials = channel_credentials(self._files.current())
+        super()._initialize_channel_and_stub()  # type: ignore[no-untyped-call]  # is untyped
+
+
+def _tls_files(signal: Signal) -> WatchedFiles[Material] | None:
+    """Return the watched files; None without TLS or without files (public authorities)."""
+    what = ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY")
+    ca, cert, key = (NamedFile(*variable(name, signal)) for name in what)
+    if _is_plain(signal) or not (ca.path or cert.path or key.path):
+        return None
+    try:
+        return TlsFiles(ca, cert, key).watch()
+    except BadFile as error:
+        raise ValueError(str(error)) from None
+
+
+def _is_plain(signal: Signal) -> bool:
+    """Return True if the SDK would connect without TLS."""
+    endpoint, insecure = variable("ENDPOINT", signal)[1], variable("INSECURE", signal)[1]
+    if endpoint.startswith("https://"):
+        return False
+    return insecure.lower() == "true" if insecure else endpoint.startswith("http://")
 
 
 class LightSpanExporter(ReloadingExporter, OTLPSpanExporter):
@@ -26,10 +144,10 @@ class LightSpanExporter(ReloadingExporter, OTLPSpanExporter):
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:
         """Complete the spans and send them; called by the thread of the SDK's processor."""
-        return super().export(list(_readable(spans)))
+        return super().export(list(_all_readable(spans)))
 
 
-def _readable(spans: Sequence[Any]) -> Iterator[ReadableSpan]:
+def _all_readable(spans: Sequence[Any]) -> Iterator[ReadableSpan]:
     for span in spans:
         if not isinstance(span, LightSpan):
             yield span
@@ -38,3 +156,37 @@ def _readable(spans: Sequence[Any]) -> Iterator[ReadableSpan]:
             yield readable(span)
         except Exception:  # noqa: BLE001  # one broken span must not lose its batch
             _LOG.exception("span could not be completed: %s", span.name)
+
+
+def readable(span: LightSpan) -> ReadableSpan:
+    """Complete a span that has ended; return it as the SDK's `ReadableSpan`."""
+    completer, span.completer = span.completer, None
+    if completer is not None:
+        completer(span)
+    parent = None
+    if span.parent_id:
+        parent = SpanContext(span.trace_id, span.parent_id, span.has_remote_parent, SAMPLED, span.trace_state)
+    events = BoundedList.from_seq(MAX_EVENTS, (Event(*event) for event in span.events))
+    events.dropped = span.event_count - len(span.events)
+    links = BoundedList.from_seq(MAX_EVENTS, (Link(_context_of(to), facts) for to, facts in span.links))
+    links.dropped = span.link_count - len(span.links)
+    return ReadableSpan(
+        name=span.name,
+        context=span.get_span_context(),
+        parent=parent,
+        resource=span.scope.provider.resource,
+        attributes=span.attributes,
+        events=events,
+        links=links,
+        kind=span.kind,
+        status=Status(StatusCode.ERROR if span.failed else StatusCode.UNSET),
+        start_time=span.start_ns,
+        end_time=span.end_ns,
+        instrumentation_scope=span.scope.scope,
+    )
+
+
+def _context_of(named: Named) -> SpanContext:
+    if isinstance(named, bytes):
+        return unpacked(named)
+    return SpanContext(named.trace_id, named.span_id, named.is_remote, SAMPLED)

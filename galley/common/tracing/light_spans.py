@@ -2,9 +2,9 @@
 
 A light span belongs to one event loop until it ends, and exists only for sampled requests. It stores what it
 is given unchecked; ids are integers. Attributes that must be computed are set by the exporting thread (see
-`Completer`), which also turns it into the SDK's `ReadableSpan`.
+`Completer`), which also turns it into the SDK's `ReadableSpan` (`exporting.py`).
 
-Imports the SDK: import this module only where traces are on.
+Messages name a span by its packed ids: trace id (16 bytes) and span id (8 bytes).
 """
 
 from __future__ import annotations
@@ -13,43 +13,58 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from random import getrandbits
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import Decision
-from opentelemetry.sdk.util import BoundedList
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 from opentelemetry.util.types import AnyValue, Attributes
 
-from galley.common.tracing.sampling import follows_sampled_parents
-from galley.common.tracing.span_names import unpacked
+if TYPE_CHECKING:  # the SDK is slow to load, and needed only where traces are on
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.sampling import Sampler
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _UNSAMPLED = TraceFlags(TraceFlags.DEFAULT)
-_MAX_EVENTS = 128
+MAX_EVENTS = 128
 """Events, and links, of one span: the last ones are kept and the others counted, as in the SDK."""
+_TRACE_ID_BYTES, _SPAN_ID_BYTES = 16, 8
+_NO_TRACE, _NO_SPAN = bytes(_TRACE_ID_BYTES), bytes(_SPAN_ID_BYTES)
 
-
-class Named(Protocol):
-    """The target of a link: a light span or a span context."""
-
-    @property
-    def trace_id(self) -> int: ...  # noqa: D102
-    @property
-    def span_id(self) -> int: ...  # noqa: D102
-    @property
-    def is_remote(self) -> bool: ...  # noqa: D102
-
-
-Linked: TypeAlias = "tuple[Named | bytes, Attributes]"
-"""A link; bytes are the packed ids of another process's span (`galley.common.tracing.span_names`)."""
+Named: TypeAlias = "LightSpan | SpanContext | bytes"
+"""The target of a link; bytes are the packed ids of another process's span."""
 Completer: TypeAlias = "Callable[[LightSpan], None]"
 """Sets attributes and links of a span that has ended, in the exporting thread."""
+
+
+def packed(trace_id: int, span_id: int) -> bytes:
+    """Pack the ids of a span."""
+    return trace_id.to_bytes(_TRACE_ID_BYTES) + span_id.to_bytes(_SPAN_ID_BYTES)
+
+
+def names_a_span(name: bytes) -> bool:
+    """Return True if the bytes are valid packed ids."""
+    if len(name) != _TRACE_ID_BYTES + _SPAN_ID_BYTES:
+        return False
+    return name[:_TRACE_ID_BYTES] != _NO_TRACE and name[_TRACE_ID_BYTES:] != _NO_SPAN
+
+
+def unpacked(name: bytes) -> SpanContext:
+    """Unpack the context of a remote, sampled span; an invalid context for other bytes."""
+    if not names_a_span(name):
+        return trace.INVALID_SPAN_CONTEXT
+    trace_id, span_id = (int.from_bytes(part) for part in (name[:_TRACE_ID_BYTES], name[_TRACE_ID_BYTES:]))
+    return SpanContext(trace_id, span_id, is_remote=True, trace_flags=SAMPLED)
+
+
+def follows_sampled_parents(sampler: Sampler) -> bool:
+    """Return True if the sampler keeps all spans below a sampled remote span, as `parentbased_…` ones do.
+
+    The sampler's description says so.
+    """
+    description = sampler.get_description()
+    return "ParentBased{" in description and ",remoteParentSampled:AlwaysOnSampler," in description
 
 
 class SpanScope:
@@ -62,36 +77,32 @@ class SpanScope:
         self.scope = scope
         self.export = export
         self.new_trace_id: Callable[[], int] = provider.id_generator.generate_trace_id
-        self.new_span_id = _span_ids(provider.id_generator)
+        self.new_span_id = partial(getrandbits, 64)
         self.begin = partial(LightSpan, self)
         self._follows = follows_sampled_parents(provider.sampler)
-
-    @property
-    def resource(self) -> Resource:
-        """Return the resource of the process."""
-        return self.provider.resource
 
     def request(self, parent: Context, name: str, attributes: Mapping[str, AnyValue]) -> SpanContext:
         """Return the context of a new server span below `parent`; the sampler sees the attributes."""
         above = trace.get_current_span(parent).get_span_context()
         trace_id = above.trace_id if above.is_valid else self.new_trace_id()
         result = self.provider.sampler.should_sample(parent, trace_id, name, SpanKind.SERVER, attributes)
-        flags = _SAMPLED if result.decision is Decision.RECORD_AND_SAMPLE else _UNSAMPLED
-        return _context(trace_id, self.new_span_id(), flags, result.trace_state)
+        flags = SAMPLED if result.decision.is_sampled() else _UNSAMPLED
+        return SpanContext(trace_id, self.new_span_id(), False, flags, result.trace_state)
 
     def keeps(self, name: str, trace_id: int, parent_id: int) -> bool:
         """Return True if a server span below a sampled remote span is sampled."""
         if self._follows:
             return True
-        caller = trace.NonRecordingSpan(_context(trace_id, parent_id, _SAMPLED, None, is_remote=True))
+        caller = trace.NonRecordingSpan(SpanContext(trace_id, parent_id, True, SAMPLED))
         context = trace.set_span_in_context(caller, Context())
-        result = self.provider.sampler.should_sample(context, trace_id, name, SpanKind.SERVER)
-        return result.decision is Decision.RECORD_AND_SAMPLE
+        return self.provider.sampler.should_sample(
+            context, trace_id, name, SpanKind.SERVER
+        ).decision.is_sampled()
 
     @staticmethod
     def sampled(context: SpanContext) -> SpanContext:
         """Return the context with the sampled flag."""
-        return _context(context.trace_id, context.span_id, _SAMPLED, context.trace_state)
+        return SpanContext(context.trace_id, context.span_id, False, SAMPLED, context.trace_state)
 
     def span(
         self,
@@ -118,21 +129,6 @@ class SpanScope:
         return self.begin(name, SpanKind.INTERNAL, *ids, start_ns, completer)
 
 
-def _span_ids(generator: IdGenerator) -> Callable[[], int]:
-    """Return the generator of span ids; the default one without its check for 0 (once in 2^64 spans)."""
-    return partial(getrandbits, 64) if type(generator) is RandomIdGenerator else generator.generate_span_id
-
-
-def _context(
-    trace_id: int,
-    span_id: int,
-    flags: TraceFlags,
-    state: TraceState | None,
-    is_remote: bool = False,
-) -> SpanContext:
-    return SpanContext(trace_id, span_id, is_remote, flags, state)
-
-
 class LightSpan(trace.NonRecordingSpan):
     """A span of the OpenTelemetry API. It records no exceptions: their messages may quote prompts."""
 
@@ -142,9 +138,10 @@ class LightSpan(trace.NonRecordingSpan):
     has_remote_parent = False
     failed = False
     end_ns: int | None = None
-    events: Sequence[Event] = ()
-    links: Sequence[Linked] = ()
-    dropped_links = 0
+    events: Sequence[tuple[str, Attributes, int]] = ()
+    links: Sequence[tuple[Named, Attributes]] = ()
+    event_count = 0
+    link_count = 0
     now_ns: Callable[[], int] = staticmethod(time.time_ns)
 
     def __init__(  # noqa: PLR0913, PLR0917  # what a span is made of; names would cost as much as all else
@@ -180,7 +177,7 @@ class LightSpan(trace.NonRecordingSpan):
 
     def get_span_context(self) -> SpanContext:
         """Return the span's context, which is always sampled."""
-        return _context(self.trace_id, self.span_id, _SAMPLED, self.trace_state)
+        return SpanContext(self.trace_id, self.span_id, False, SAMPLED, self.trace_state)
 
     def is_recording(self) -> bool:
         """Return True until the span has ended."""
@@ -198,19 +195,19 @@ class LightSpan(trace.NonRecordingSpan):
 
     def add_event(self, name: str, attributes: Attributes = None, timestamp: int | None = None) -> None:
         """Add an event."""
-        if not isinstance(self.events, BoundedList):
-            self.events = BoundedList(_MAX_EVENTS)
-        self.events.append(Event(name, attributes, self.now_ns() if timestamp is None else timestamp))
+        event = name, attributes, self.now_ns() if timestamp is None else timestamp
+        self.events = (*self.events, event)[-MAX_EVENTS:]
+        self.event_count += 1
 
     def add_link(self, context: Named, attributes: Attributes = None) -> None:
         """Add a link."""
         self.link_to((context,), attributes)
 
-    def link_to(self, spans: Iterable[Named | bytes], attributes: Attributes) -> None:
+    def link_to(self, spans: Iterable[Named], attributes: Attributes) -> None:
         """Add a link to each of `spans`."""
-        links = [*self.links, *((span, attributes) for span in spans)]
-        self.dropped_links += max(0, len(links) - _MAX_EVENTS)
-        self.links = links[-_MAX_EVENTS:]
+        added = [(span, attributes) for span in spans]
+        self.links = (*self.links, *added)[-MAX_EVENTS:]
+        self.link_count += len(added)
 
     def update_name(self, name: str) -> None:
         """Rename the span."""
@@ -226,39 +223,3 @@ class LightSpan(trace.NonRecordingSpan):
         if self.end_ns is None:
             self.end_ns = self.now_ns() if end_time is None else end_time
             self.scope.export(self)
-
-    def complete(self) -> None:
-        """Run the completer; called by the exporting thread."""
-        completer, self.completer = self.completer, None
-        if completer is not None:
-            completer(self)
-
-
-def readable(span: LightSpan) -> ReadableSpan:
-    """Return a span that has ended as the SDK's `ReadableSpan`."""
-    span.complete()
-    parent = None
-    if span.parent_id:
-        parent = _context(span.trace_id, span.parent_id, _SAMPLED, span.trace_state, span.has_remote_parent)
-    links = BoundedList.from_seq(_MAX_EVENTS, (trace.Link(_context_of(to), of) for to, of in span.links))
-    links.dropped = span.dropped_links
-    return ReadableSpan(
-        name=span.name,
-        context=span.get_span_context(),
-        parent=parent,
-        resource=span.scope.resource,
-        attributes=span.attributes,
-        events=span.events,
-        links=links,
-        kind=span.kind,
-        status=Status(StatusCode.ERROR if span.failed else StatusCode.UNSET),
-        start_time=span.start_ns,
-        end_time=span.end_ns,
-        instrumentation_scope=span.scope.scope,
-    )
-
-
-def _context_of(named: Named | bytes) -> SpanContext:
-    if isinstance(named, bytes):
-        return unpacked(named)
-    return _context(named.trace_id, named.span_id, _SAMPLED, None, named.is_remote)

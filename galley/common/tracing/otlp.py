@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import cache
 from typing import Literal, TypeAlias
-from uuid import uuid4
-
-from opentelemetry.sdk.resources import Resource
-
-from galley.version import __version__
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,26 +28,6 @@ def exports(signal: Signal) -> bool:
         _LOG.warning("%s are off: OTEL_EXPORTER_OTLP_PROTOCOL: must be grpc, got %s", signal, protocol)
         return False
     return True
-
-
-def resource_of(service_name: str) -> Resource:
-    """Return the resource attributes of this process."""
-    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415  # off costs nothing
-
-    return Resource.create(
-        {
-            "service.name": os.environ.get("OTEL_SERVICE_NAME") or service_name,
-            "service.namespace": "galley",
-            "service.version": __version__,
-            "service.instance.id": _instance_id(),
-        }
-    )
-
-
-@cache
-def _instance_id() -> str:
-    """Return a random id of this process."""
-    return str(uuid4())
 
 
 def variable(what: str, signal: Signal) -> tuple[str, str]:

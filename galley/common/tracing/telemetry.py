@@ -9,18 +9,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.trace import SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from galley.common.tracing.light_spans import SpanScope
-from galley.common.tracing.otlp import FLUSH_S, exports, resource_of
+from galley.common.tracing.otlp import FLUSH_S, exports
 from galley.core import names
-from galley.version import __version__
+
+if TYPE_CHECKING:  # the SDK is slow to load, and needed only where traces are on
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -52,15 +53,9 @@ class Telemetry:
         """Return a scope that makes light spans; None where traces are off."""
         if self.provider is None or self.processor is None:
             return None
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
-        from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
+        from galley.common.tracing.exporting import scope_to  # noqa: PLC0415  # the SDK
 
-        from galley.common.tracing.light_spans import SpanScope, readable  # noqa: PLC0415  # off costs nothing
-
-        scope, processor = InstrumentationScope(name, __version__, schema_url), self.processor
-        if isinstance(processor, BatchSpanProcessor):  # its exporter makes them readable, in its own thread
-            return SpanScope(self.provider, scope, processor.on_end)  # type: ignore[arg-type]  # reads only `context`
-        return SpanScope(self.provider, scope, lambda span: processor.on_end(readable(span)))
+        return scope_to(self.provider, self.processor, name, schema_url)
 
     def client_interceptors(self) -> list[Any]:
         """Return interceptors that trace calls of a channel, except calls that stream requests.
@@ -98,9 +93,9 @@ def start_telemetry(service_name: str, *, as_global: bool = True) -> Telemetry:
     """Start traces by the `OTEL_*` environment; `as_global` sets the provider for libraries."""
     if not exports("traces"):
         return Telemetry()
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415  # off costs nothing
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415  # the SDK
 
-    from galley.common.tracing.exporting import LightSpanExporter  # noqa: PLC0415
+    from galley.common.tracing.exporting import LightSpanExporter  # noqa: PLC0415  # the SDK
 
     telemetry = telemetry_to(BatchSpanProcessor(LightSpanExporter()), service_name)
     if as_global and telemetry.provider is not None:
@@ -110,14 +105,9 @@ def start_telemetry(service_name: str, *, as_global: bool = True) -> Telemetry:
 
 def telemetry_to(processor: SpanProcessor, service_name: str) -> Telemetry:
     """Return traces that `processor` takes, sampled by the `OTEL_TRACES_SAMPLER*` environment."""
-    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+    from galley.common.tracing.exporting import provider_to  # noqa: PLC0415  # the SDK
 
-    from galley.common.tracing.sampling import GalleySampler  # noqa: PLC0415
-
-    provider = TracerProvider(resource=resource_of(service_name), shutdown_on_exit=False)
-    provider.sampler = GalleySampler(provider.sampler)  # before there is a tracer
-    provider.add_span_processor(processor)
-    return Telemetry(provider, processor)
+    return Telemetry(provider_to(processor, service_name), processor)
 
 
 def context_from(parent: str) -> Context:
@@ -141,13 +131,6 @@ def fail(span: trace.Span, kind: str) -> None:
     """Mark a span as failed; `kind` is a gRPC status in lower case."""
     span.set_attribute(names.ERROR_TYPE, kind)
     span.set_status(trace.StatusCode.ERROR)
-
-
-def w3c_metadata() -> tuple[tuple[str, str], ...]:
-    """Return the W3C metadata of the current trace; empty without one."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier)
-    return tuple(carrier.items())
 
 
 def _is_client_span(call: Any) -> bool:

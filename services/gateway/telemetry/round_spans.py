@@ -12,8 +12,7 @@ from functools import partial
 
 from opentelemetry.util.types import AnyValue, Attributes
 
-from galley.common.tracing.light_spans import Completer, LightSpan
-from galley.common.tracing.span_names import names_a_span
+from galley.common.tracing.light_spans import Completer, LightSpan, names_a_span
 from galley.common.tracing.telemetry import fail
 from galley.core import names
 from galley.core.session.events import RoundEnded

@@ -16,11 +16,11 @@ from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_rpc
 
+from galley.client.tracing import w3c_metadata
 from galley.common.logs import start_logging
 from galley.common.server.server import Parts, start_server
-from galley.common.tracing.light_spans import LightSpan
-from galley.common.tracing.span_names import packed
-from galley.common.tracing.telemetry import context_from, start_telemetry, w3c_metadata
+from galley.common.tracing.light_spans import LightSpan, packed
+from galley.common.tracing.telemetry import context_from, start_telemetry
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.version import __version__

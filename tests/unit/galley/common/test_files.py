@@ -68,7 +68,7 @@ def test_what_is_of_no_use_is_logged_once_and_what_was_read_stays(watched: Watch
         assert files.current() == ["old"]
     [line] = logs
     assert line["log_level"] == "error"
-    assert line["problem"] == f"two: {watched.paths[1]}: is another than the first"
+    assert line["error"] == f"two: {watched.paths[1]}: is another than the first"
     replace(watched.paths[1], "torn")
     assert files.current() == ["torn"]
 
@@ -78,7 +78,7 @@ def test_a_file_that_goes_and_comes_back_is_read_when_it_is_back(watched: Watche
     watched.paths[1].unlink()
     with logged(files_module) as logs:
         assert files.current() == ["old"]
-    assert "No such file" in logs[0]["problem"]
+    assert "No such file" in logs[0]["error"]
     watched.write("new")
     assert files.current() == ["new"]
 
@@ -113,7 +113,7 @@ def test_what_could_not_be_read_is_tried_again_and_told_once(watched: Watched) -
         assert files.current() == ["old"], "it was tried half a second ago"
         now_s[0] = 5.0
         assert files.current() == ["new"]
-    assert [line.get("problem") for line in logs] == ["one: Too many open files", None]
+    assert [line.get("error") for line in logs] == ["one: Too many open files", None]
 
 
 def test_what_only_another_file_can_mend_is_read_once(watched: Watched) -> None:

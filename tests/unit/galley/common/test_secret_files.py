@@ -9,9 +9,8 @@ from unittest.mock import patch
 import pytest
 from pydantic_settings import BaseSettings
 
-from galley.common.config.secrets import load_secret_files
+from galley.common.config.secrets import MAX_SECRET_BYTES, load_secret_files
 from galley.common.config.settings import parse_settings, settings_config
-from galley.common.secret_file import MAX_BYTES
 from services.draft.settings import DraftSettings
 from services.gateway.settings import GatewaySettings
 
@@ -85,7 +84,7 @@ def test_what_is_no_secret_may_stand_there(file: Path) -> None:
         (b"\r\n", "holds no line of text"),
         (CANARY.encode() + b"\xff", "holds no line of text"),
         (CANARY.encode() + b"\0", "holds no line of text"),
-        (CANARY.encode() * MAX_BYTES, "is larger than 65536 bytes"),
+        (CANARY.encode() * MAX_SECRET_BYTES, "is larger than 65536 bytes"),
         (CANARY.encode(), "--redis-url (or GALLEY_GATEWAY_REDIS_URL): is no URL"),
     ],
     ids=["none", "empty", "a line break", "no text", "zero", "large", "no URL"],
