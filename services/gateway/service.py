@@ -11,7 +11,8 @@ from typing import Protocol, TypeAlias
 import grpc
 
 from galley.common.logs import get_logger
-from galley.common.metrics.certificates import observe_peers
+from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY
+from galley.common.metrics.metering import observe_expiry
 from galley.common.models.tokenizer import Tokenizer
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
@@ -168,7 +169,7 @@ async def _build(
         streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
         observers = RequestObservers(_CLOCK)
         if (registry := parts.metrics) is not None:
-            observe_peers(registry, channels.files)
+            observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, channels.files)
             observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
             observers = RequestObservers(
                 _CLOCK, CallMetrics(registry, model.name), SessionMetrics(registry, model.name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from galley.common.metrics.labels import SERVICES
-from galley.common.metrics.push import Pusher
+from galley.common.metrics.metric import LabelValues, Metric
 from galley.common.metrics.registry import Registry
-from galley.common.metrics.scrape import ScrapeServer
+from galley.common.tls.credentials import Material
+from galley.common.tls.files import WatchedFiles
 from galley.common.tracing.otlp import exports
 
 OFF = -1
@@ -22,15 +24,12 @@ class Metering:
 
     registry: Registry | None = None
     address: str = ""
-    _scrapes: ScrapeServer | None = None
-    _pusher: Pusher | None = None
+    _closes: tuple[Callable[[], Awaitable[None]], ...] = ()
 
     async def close(self) -> None:
         """Push once more and stop the scrape server."""
-        if self._pusher is not None:
-            await self._pusher.close()
-        if self._scrapes is not None:
-            await self._scrapes.close()
+        for close in self._closes:
+            await close()
 
 
 async def start_metering(service: str, host: str, port: int) -> Metering:
@@ -41,21 +40,28 @@ async def start_metering(service: str, host: str, port: int) -> Metering:
     pushed = exports("metrics")
     if service not in SERVICES or (port == OFF and not pushed):
         return Metering()
-    from galley.common.metrics.registry import Registry  # noqa: PLC0415  # off costs nothing
-
     registry = Registry(service)
-    scrapes, address = None, ""
+    address, closes = "", []
     if port != OFF:
-        from galley.common.metrics.scrape import ScrapeServer  # noqa: PLC0415
+        from galley.common.metrics.scrape import ScrapeServer  # noqa: PLC0415  # imports prometheus_client
 
         scrapes = ScrapeServer(registry)
         address = await scrapes.start(host, port)
-    return Metering(registry, address, scrapes, _pusher(registry, service) if pushed else None)
+        closes.append(scrapes.close)
+    if pushed:
+        from galley.common.metrics.push import Pusher  # noqa: PLC0415  # imports the SDK
+
+        pusher = Pusher(registry, f"galley-{service}")
+        pusher.start()
+        closes.insert(0, pusher.close)
+    return Metering(registry, address, tuple(closes))
 
 
-def _pusher(registry: Registry, service: str) -> Pusher:
-    from galley.common.metrics.push import Pusher  # noqa: PLC0415  # imports the SDK
+def observe_expiry(registry: Registry, metric: Metric, files: WatchedFiles[Material] | None) -> None:
+    """Register the expiry of the certificate in `files`; the metric is absent without one."""
 
-    pusher = Pusher(registry, f"galley-{service}")
-    pusher.start()
-    return pusher
+    def read() -> list[tuple[LabelValues, float]]:
+        expires = None if files is None else files.current().expires
+        return [] if expires is None else [((), expires.timestamp())]
+
+    registry.observe(metric, read)

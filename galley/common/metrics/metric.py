@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TypeAlias
 
@@ -62,14 +62,14 @@ class Metric:
     """
 
     name: str
-    kind: Kind
     unit: str
     description: str
-    services: tuple[str, ...]
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
     initial: tuple[LabelValues, ...] | None = None
     exemplars: bool = False
+    kind: Kind = field(kw_only=True)
+    services: tuple[str, ...] = field(kw_only=True)
 
     @property
     def prometheus_unit(self) -> str:
