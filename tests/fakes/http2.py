@@ -1,105 +1,219 @@
-"""HTTP/2 by hand: what no gRPC client would do."""
+"""HTTP/2 by hand: frames that no gRPC client would send, whole or broken, and what the server sends back."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
-END_STREAM, END_HEADERS = 1, 4
-ENHANCE_YOUR_CALM = 11
-INITIAL_WINDOW_SIZE = 4
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-PATIENCE_S = 10.0
+from hpack import Decoder
+from hpack.exceptions import HPACKError
+
+from tests.fakes.waiting import PATIENCE_S, Watch
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEAD_BYTES = 9
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITISED = 1, 1, 4, 8, 32
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE = 1, 2, 3, 4
+CANCEL, ENHANCE_YOUR_CALM = 8, 11
+# Most received frames of a kind that are kept.
+_KEPT = 4096
 
 
-@dataclass(frozen=True)
-class Frame:
-    kind: int
-    flags: int
-    stream: int
-    payload: bytes
+class Kind(IntEnum):
+    """The type of a frame."""
+
+    DATA = 0
+    HEADERS = 1
+    PRIORITY = 2
+    RST_STREAM = 3
+    SETTINGS = 4
+    PUSH_PROMISE = 5
+    PING = 6
+    GOAWAY = 7
+    WINDOW_UPDATE = 8
+    CONTINUATION = 9
 
 
-class Connection:
-    """One connection, of which the test says every byte."""
+def frame(
+    kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"", length: int | None = None
+) -> bytes:
+    """Return a frame; `length` replaces the true length of its payload."""
+    length = len(payload) if length is None else length
+    return struct.pack(">I", length)[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def settings(*pairs: tuple[int, int]) -> bytes:
+    return frame(Kind.SETTINGS, payload=b"".join(struct.pack(">HI", name, value) for name, value in pairs))
+
+
+def reset(stream: int, code: int = CANCEL) -> bytes:
+    return frame(Kind.RST_STREAM, stream=stream, payload=struct.pack(">I", code))
+
+
+def number(value: int, prefix_bits: int, first: int = 0) -> bytes:
+    """Encode an HPACK integer behind the bits `first` of its first byte (RFC 7541, 5.1)."""
+    most = (1 << prefix_bits) - 1
+    if value < most:
+        return bytes([first | value])
+    coded, value = bytearray([first | most]), value - most
+    while value >= 0x80:
+        coded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*coded, value])
+
+
+def text(value: bytes) -> bytes:
+    return number(len(value), 7) + value
+
+
+def field_of(name: str | bytes, value: str | bytes, *, indexed: bool = False) -> bytes:
+    """Encode a header field literally; `indexed` adds it to the peer's table."""
+    name, value = (part.encode() if isinstance(part, str) else part for part in (name, value))
+    return (b"\x40" if indexed else b"\x00") + text(name) + text(value)
+
+
+def head(path: str, more: Iterable[tuple[str | bytes, str | bytes]] = ()) -> bytes:
+    """Return the header block of a gRPC call."""
+    fields = (
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", path),
+        (":authority", "localhost"),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
+        *more,
+    )
+    return b"".join(field_of(name, value) for name, value in fields)
+
+
+def opening(stream: int, path: str, more: Iterable[tuple[str | bytes, str | bytes]] = ()) -> bytes:
+    """Return the frame that opens a call."""
+    return frame(Kind.HEADERS, END_HEADERS, stream, head(path, more))
+
+
+def message(data: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
+    """Return a gRPC message with its prefix; `length` replaces the true length."""
+    return struct.pack(">BI", compressed, len(data) if length is None else length) + data
+
+
+@dataclass
+class Received:
+    """What a server sent on one connection."""
+
+    frames: Counter[int] = field(default_factory=Counter)
+    resets: dict[int, int] = field(default_factory=dict)
+    heads: dict[int, dict[str, str]] = field(default_factory=dict)
+    settings: dict[int, int] = field(default_factory=dict)
+    pongs: int = 0
+    goaway: int | None = None
+    ended: bool = False
+
+
+class Wire:
+    """A connection that sends nothing by itself, except answers to pings; open it with `wire`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.received = Received()
         self._reader = reader
         self._writer = writer
+        self._half_closed = False
+        self._decoder = Decoder()
+        self._watch = Watch()
+        self._task = asyncio.create_task(self._read())
 
-    def say(self, data: bytes) -> None:
-        self._writer.write(data)
+    async def send(self, *data: bytes) -> bool:
+        """Send; return True if the server has not closed the connection."""
+        if self.received.ended or self._writer.is_closing():
+            return False
+        self._writer.write(b"".join(data))
+        with suppress(ConnectionError):
+            await self._writer.drain()
+        return not self.received.ended
 
-    def begin(self, *settings: tuple[int, int]) -> None:
-        self.say(_PREFACE)
-        self.frame(SETTINGS, b"".join(struct.pack("!HL", *setting) for setting in settings))
+    async def begin(self, *pairs: tuple[int, int]) -> None:
+        """Send preface and settings; wait for the settings of the server, or the end."""
+        await self.send(PREFACE, settings(*pairs))
+        await self.until(lambda received: received.ended or received.frames[Kind.SETTINGS] > 0)
+        await self.send(frame(Kind.SETTINGS, ACK))
 
-    def frame(self, kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0) -> None:
-        self.say(_encoded(kind, payload, flags, stream))
+    async def alive(self) -> bool:
+        """Return True if the server answers a ping."""
+        before = self.received.pongs
+        await self.send(frame(Kind.PING, payload=b"12345678"))
+        await self.until(lambda received: received.ended or received.pongs > before)
+        return not self.received.ended
 
-    def frames_at_once(self, kind: int, payload: bytes, count: int) -> None:
-        self.say(_encoded(kind, payload) * count)
+    async def ends(self) -> None:
+        """Wait until the server has closed the connection."""
+        await self.until(lambda received: received.ended)
 
-    def call(self, path: str, stream: int = 1) -> None:
-        fields = {
-            ":method": "POST",
-            ":scheme": "http",
-            ":path": path,
-            ":authority": "test",
-            "te": "trailers",
-            "content-type": "application/grpc",
-        }
-        block = b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
-        self.frame(HEADERS, block, flags=END_HEADERS, stream=stream)
+    async def status(self, stream: int) -> str:
+        """Return how the call ended: its grpc-status, or `reset` or `closed`."""
+        await self.until(
+            lambda received: (
+                received.ended or stream in received.resets or "grpc-status" in received.heads.get(stream, {})
+            )
+        )
+        status = self.received.heads.get(stream, {}).get("grpc-status")
+        return status or ("reset" if stream in self.received.resets else "closed")
 
-    def message(self, data: bytes, stream: int = 1, *, flags: int = END_STREAM) -> None:
-        self.frame(DATA, struct.pack("!BL", 0, len(data)) + data, flags=flags, stream=stream)
+    async def until(self, holds: Callable[[Received], bool], patience_s: float = PATIENCE_S) -> None:
+        await self._watch.until(lambda: holds(self.received), patience_s)
 
-    async def frames(self) -> AsyncIterator[Frame]:
-        while (frame := await self._frame()) is not None:
-            yield frame
+    def half_close(self) -> None:
+        """End the sending side."""
+        self._half_closed = True
+        with suppress(OSError):  # the server may have been quicker
+            self._writer.write_eof()
 
-    async def _frame(self) -> Frame | None:
-        async with asyncio.timeout(PATIENCE_S):
-            if not (head := await self._reader.read(9)):
-                return None
-            head += await self._reader.readexactly(9 - len(head))
-            kind, flags, stream = struct.unpack("!BBL", head[3:])
-            length = int.from_bytes(head[:3], "big")
-            return Frame(kind, flags, stream, await self._reader.readexactly(length))
+    async def close(self) -> None:
+        self._writer.transport.abort()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
-    async def until(self, kind: int) -> Frame:
-        async for frame in self.frames():
-            if frame.kind == kind:
-                return frame
-        raise AssertionError(f"the connection ended without a frame {kind}")
+    async def _read(self) -> None:
+        try:
+            while True:
+                prefix = await self._reader.readexactly(HEAD_BYTES)
+                length = int.from_bytes(prefix[:3], "big")
+                stream = int.from_bytes(prefix[5:], "big") & 0x7FFFFFFF
+                self._note(prefix[3], prefix[4], stream, await self._reader.readexactly(length))
+                self._watch.changed()
+        except (OSError, asyncio.IncompleteReadError):
+            self.received.ended = True
+            self._watch.changed()
 
-    async def is_closed(self) -> None:
-        """Wait until the server has closed it."""
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
-            async for _ in self.frames():
-                pass
+    def _note(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        received = self.received
+        received.frames[kind] += 1
+        if kind == Kind.PING and not flags & ACK and not self._half_closed:
+            self._writer.write(frame(Kind.PING, ACK, 0, payload))
+        received.pongs += kind == Kind.PING and flags & ACK
+        if kind == Kind.RST_STREAM and len(received.resets) < _KEPT:
+            received.resets[stream] = int.from_bytes(payload, "big")
+        elif kind == Kind.SETTINGS:
+            received.settings.update(struct.iter_unpack(">HI", payload))
+        elif kind == Kind.GOAWAY:
+            received.goaway = int.from_bytes(payload[4:8], "big")
+        elif kind == Kind.HEADERS and flags & END_HEADERS and len(received.heads) < _KEPT:
+            with suppress(HPACKError):
+                fields = received.heads.setdefault(stream, {})
+                fields.update((str(name), str(value)) for name, value in self._decoder.decode(payload))
 
 
 @asynccontextmanager
-async def connected(address: str) -> AsyncIterator[Connection]:
+async def wire(address: str) -> AsyncIterator[Wire]:
+    """Open a connection to host:port; abort it at the end."""
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection(host, int(port))
+    it = Wire(reader, writer)
     try:
-        yield Connection(reader, writer)
+        yield it
     finally:
-        writer.transport.abort()
-
-
-def _encoded(kind: int, payload: bytes, flags: int = 0, stream: int = 0) -> bytes:
-    head = struct.pack("!L", len(payload))[1:] + struct.pack("!BBL", kind, flags, stream)
-    return head + payload
-
-
-def _text(text: str) -> bytes:
-    assert len(text) < 127
-    return bytes([len(text)]) + text.encode()
+        await it.close()

@@ -1,30 +1,32 @@
-"""Serve health and bound the standard calls, health and reflection, which are open to every caller."""
+"""Serve health, on the service's port and on a second one without TLS for kubelet's gRPC probes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2
 
-from galley.common.wire.handlers import Behavior, Handler, wrap_handler
-from galley.common.wire.status import abort
-from galley.core.errors import DeadlinePassed, GalleyError, Overloaded
+from galley.common.server.deserialize import RequestInterceptor
+from galley.common.server.interceptors import StatusInterceptor
+from galley.common.server.listen import bind
+from galley.common.wire.handlers import Context
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-_PREFIX = "/grpc."
-MAX_OPEN_CALLS = 128
-"""Calls of one standard method that may be open at once."""
-_RETRY_AFTER_S = 1.0
-_REFLECTION = "/grpc.reflection."
-# A reflection tool asks and leaves; health may be watched as long as a client lives.
-_REFLECTION_TIMEOUT_S = 60.0
+MAX_CONNECTIONS = 256
+_MAX_MESSAGE_BYTES = 4096
+# A request is a few bytes and answered at once; idle connections are closed.
+_OPTIONS = (
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 4096),
+    ("grpc.absolute_max_metadata_size", 4096),
+    ("grpc.max_concurrent_streams", 4),
+    ("grpc.max_connection_idle_ms", 10_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+)
 
 
 class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
@@ -64,68 +66,27 @@ class _StatusQueue(asyncio.Queue[Any]):
         self.put_nowait(response)
 
 
-class StandardCallsInterceptor(grpc.aio.ServerInterceptor):
-    """Bound the open calls of each standard method, and the duration of reflection."""
+async def serve_health_only(
+    host: str, port: int, servicer: HealthServicer, request_timeout_s: float
+) -> tuple[grpc.aio.Server, str]:
+    """Serve the statuses of `servicer` on `port`; return the server and its address. Raises CannotBind.
 
-    def __init__(self, max_open: int = MAX_OPEN_CALLS) -> None:
-        self._max_open = max_open
-        self._open: Counter[str] = Counter()
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        """Wrap the handler if the method is a standard one."""
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or not method.startswith(_PREFIX):
-            return handler
-        return wrap_handler(handler, unary=partial(self._unary, method), stream=partial(self._stream, method))
-
-    def _unary(self, method: str, behavior: Behavior) -> Behavior:
-        async def bounded(request: object, context: Context) -> Any:
-            try:
-                with self._counted(method):
-                    return await behavior(request, context)
-            except GalleyError as error:
-                await abort(context, error)
-
-        return bounded
-
-    def _stream(self, method: str, behavior: Behavior) -> Behavior:
-        async def bounded(request: Any, context: Context) -> AsyncIterator[Any]:
-            requests = _until_timeout(request) if method.startswith(_REFLECTION) else request
-            try:
-                with self._counted(method):
-                    async with aclosing(behavior(requests, context)) as responses:
-                        async for response in responses:
-                            yield response
-            except GalleyError as error:
-                await abort(context, error)
-
-        return bounded
-
-    @contextmanager
-    def _counted(self, method: str) -> Iterator[None]:
-        if self._open[method] >= self._max_open:
-            raise Overloaded(f"{method}: {self._max_open} calls are open", _RETRY_AFTER_S)
-        self._open[method] += 1
-        try:
-            yield
-        finally:
-            self._open[method] -= 1
-
-
-async def _until_timeout(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Yield the requests that arrive in time. Raises DeadlinePassed."""
-    end_s = asyncio.get_running_loop().time() + _REFLECTION_TIMEOUT_S
-    while True:
-        try:
-            async with asyncio.timeout_at(end_s):
-                request = await anext(requests)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise DeadlinePassed(f"reflection calls end after {_REFLECTION_TIMEOUT_S:g} s") from None
-        yield request
+    Only `Check` is served: `Watch`, which the protocol leaves to servers, would let every caller that reaches
+    the port keep streams open. Requests must arrive in time and connections are few; kubelet opens one a
+    probe.
+    """
+    server = grpc.aio.server(
+        interceptors=[StatusInterceptor(), RequestInterceptor(request_timeout_s, _MAX_MESSAGE_BYTES)],
+        options=_OPTIONS,
+    )
+    check = grpc.unary_unary_rpc_method_handler(
+        servicer.Check,
+        request_deserializer=health_pb2.HealthCheckRequest.FromString,
+        response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check}),)
+    )
+    address = bind(server, host, port)
+    await server.start()
+    return server, address

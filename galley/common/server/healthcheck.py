@@ -32,22 +32,20 @@ def problem_of(
     address: str, timeout_s: float = _TIMEOUT_S, tls: Material | None = None, server_name: str = ""
 ) -> str | None:
     """Return why the server at `address` (host:port) is not serving, or None if it is."""
-    with _channel(address, tls, server_name) as channel:
+    options = [("grpc.ssl_target_name_override", server_name)] if server_name else []
+    with (
+        grpc.insecure_channel(address)
+        if tls is None
+        else grpc.secure_channel(address, channel_credentials(tls), options)
+    ) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
+            response = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout_s
             )
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
-    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
     return None if name == "SERVING" else name
-
-
-def _channel(address: str, tls: Material | None, server_name: str) -> grpc.Channel:
-    if tls is None:
-        return grpc.insecure_channel(address)
-    options = [("grpc.ssl_target_name_override", server_name)] if server_name else []
-    return grpc.secure_channel(address, channel_credentials(tls), options)
 
 
 def main(argv: Sequence[str]) -> int:

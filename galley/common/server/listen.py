@@ -6,8 +6,7 @@ import math
 
 import grpc
 
-from galley.common.config.limits import ServerLimits
-from galley.common.config.settings import ServiceSettings
+from galley.common.config.settings import ServerLimits, ServiceSettings
 from galley.common.tls.channels import KEEPALIVE
 from galley.common.tls.credentials import Material, TlsFiles
 from galley.common.tls.files import NamedFile, WatchedFiles

@@ -18,16 +18,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from galley.common.config.limits import ServerLimits
-from galley.common.config.settings import ServiceSettings, exit_with_bad_setting, parse_settings
+from galley.common.config.settings import ServerLimits, ServiceSettings, exit_with_bad_setting, parse_settings
 from galley.common.logs import get_logger, start_logging
-from galley.common.metrics.certificates import observe_served
-from galley.common.metrics.metering import Metering, start_metering
+from galley.common.metrics.catalogue import SERVED_CERTIFICATE_EXPIRY
+from galley.common.metrics.metering import observe_expiry, start_metering
 from galley.common.metrics.registry import Registry
-from galley.common.server.deserialize import DeserializeInterceptor
-from galley.common.server.health import HealthServicer, StandardCallsInterceptor
-from galley.common.server.health_port import HealthPort, open_health_port
-from galley.common.server.interceptors import RequestTimeoutInterceptor, StatusInterceptor
+from galley.common.server.deserialize import RequestInterceptor
+from galley.common.server.health import HealthServicer, serve_health_only
+from galley.common.server.interceptors import StandardCallsInterceptor, StatusInterceptor
 from galley.common.server.lifecycle import Readiness, flush_telemetry, run_unless
 from galley.common.server.listen import CannotBind, bind, server_files, server_options
 from galley.common.server.process import die_with_parent
@@ -71,11 +69,6 @@ Interceptors: TypeAlias = Callable[[Parts], Sequence[grpc.aio.ServerInterceptor]
 """Make the interceptors of a service, before it is built and before its address is known."""
 
 
-def no_interceptors(_parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
-    """Return no interceptors."""
-    return ()
-
-
 @dataclass(frozen=True)
 class RunningServer:
     """A server at `address` (host:port); `health_address` is that of its health port, or empty."""
@@ -83,9 +76,8 @@ class RunningServer:
     address: str
     service: Service
     health_address: str
-    _server: grpc.aio.Server
+    _servers: Sequence[grpc.aio.Server]
     _health: HealthServicer
-    _health_port: HealthPort
     _drain_timeout_s: float
 
     async def stop(self) -> None:
@@ -96,8 +88,8 @@ class RunningServer:
                 await self.service.drain()
         except TimeoutError:
             _LOG.warning("drain timed out", timeout_s=self._drain_timeout_s)
-        await self._server.stop(_STOP_GRACE_S)
-        await self._health_port.stop()
+        for server in self._servers:
+            await server.stop(_STOP_GRACE_S)
         await self.service.close()
 
 
@@ -105,7 +97,7 @@ async def start_server(
     settings: ServiceSettings,
     build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]],
     parts: Parts | None = None,
-    interceptors: Interceptors = no_interceptors,
+    interceptors: Interceptors = lambda _: (),
     limits: ServerLimits | None = None,
 ) -> RunningServer:
     """Start serving in the running event loop, without changing the process. Raises CannotBind or BadFile.
@@ -119,44 +111,46 @@ async def start_server(
     credentials = server_credentials(files)
     server = grpc.aio.server(
         interceptors=[
-            StandardCallsInterceptor(),
             *parts.telemetry.server_interceptors(),
             StatusInterceptor(),
+            StandardCallsInterceptor(),
             *interceptors(parts),
-            RequestTimeoutInterceptor(limits.request_timeout_s),
-            DeserializeInterceptor(limits.max_message_bytes),
+            RequestInterceptor(limits.request_timeout_s, limits.max_message_bytes),
         ],
         options=server_options(limits),
     )
     address = bind(server, settings.host, settings.port, credentials)
-    servicer, health_port = HealthServicer(), HealthPort()
+    servicer, servers, health_address = HealthServicer(), [server], ""
     try:
         await _set_status(servicer, ("",), health_pb2.HealthCheckResponse.NOT_SERVING)
-        health_port = await open_health_port(
-            settings.host, settings.health_port, servicer, limits.request_timeout_s
-        )
+        if settings.health_port >= 0:
+            health_server, health_address = await serve_health_only(
+                settings.host, settings.health_port, servicer, limits.request_timeout_s
+            )
+            servers.append(health_server)
         service = await build(server, replace(parts, address=address))
         names = ("", *service.grpc_services)
         await _set_status(servicer, names, health_pb2.HealthCheckResponse.NOT_SERVING)
-        _add_standard_services(server, service.grpc_services, servicer, reflects=settings.reflection)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        if settings.reflection:
+            standard = (health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection((*service.grpc_services, *standard), server)
         await server.start()
     except BaseException:
-        await health_port.stop()
-        await server.stop(None)
+        for each in servers:
+            await each.stop(None)
         raise
     if parts.metrics is not None:
-        observe_served(parts.metrics, files)
+        observe_expiry(parts.metrics, SERVED_CERTIFICATE_EXPIRY, files)
     await _set_status(servicer, names, health_pb2.HealthCheckResponse.SERVING)
-    return RunningServer(
-        address, service, health_port.address, server, servicer, health_port, settings.drain_timeout_s
-    )
+    return RunningServer(address, service, health_address, servers, servicer, settings.drain_timeout_s)
 
 
 async def run_service(
     settings: ServiceSettings,
     name: str,
     build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]],
-    interceptors: Interceptors = no_interceptors,
+    interceptors: Interceptors = lambda _: (),
 ) -> None:
     """Serve until SIGTERM or SIGINT, then stop gracefully."""
     stopped = _stop_signal()
@@ -171,7 +165,8 @@ async def run_service(
         # What exists now (modules, a model) lives as long as the process; collections skip it.
         gc.collect()
         gc.freeze()
-        others = _other_addresses(metering, running)
+        addresses = {"metrics": metering.address, "health": running.health_address}
+        others = {name: address for name, address in addresses.items() if address}
         _LOG.info("server started", address=running.address, **others)
         parts.readiness.ready(running.address, **others)
         await stopped.wait()
@@ -194,7 +189,7 @@ def run_main(
     description: str,
     build: Callable[[S], Callable[[grpc.aio.Server, Parts], Awaitable[Service]]],
     argv: Sequence[str] | None = None,
-    interceptors: Callable[[S], Interceptors] = lambda _: no_interceptors,
+    interceptors: Callable[[S], Interceptors] = lambda _: lambda _: (),
 ) -> None:
     """Run a service as a process: return when it has stopped.
 
@@ -216,27 +211,11 @@ def run_main(
         raise SystemExit(1) from None
 
 
-def _other_addresses(metering: Metering, running: RunningServer) -> dict[str, str]:
-    """Return the addresses beside that of the service."""
-    addresses = {"metrics": metering.address, "health": running.health_address}
-    return {name: address for name, address in addresses.items() if address}
-
-
 async def _set_status(
     servicer: HealthServicer, names: Sequence[str], status: health_pb2.HealthCheckResponse.ServingStatus
 ) -> None:
     for name in names:
         await servicer.set(name, status)
-
-
-def _add_standard_services(
-    server: grpc.aio.Server, grpc_services: Sequence[str], servicer: HealthServicer, *, reflects: bool
-) -> None:
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    if reflects:
-        reflection.enable_server_reflection(
-            (*grpc_services, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
 
 
 def _stop_signal() -> asyncio.Event:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeAlias
 
 import grpc
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 # A servicer's method: a coroutine function, or an async generator function if it streams responses.
 Behavior: TypeAlias = Callable[..., Any]
 
@@ -34,19 +36,19 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):
         raise NotImplementedError
 
 
-def wrap_handler(
-    handler: Handler,
-    *,
-    unary: Callable[[Behavior], Behavior],
-    stream: Callable[[Behavior], Behavior],
-    deserializer: Callable[[bytes], Any] | None = None,
-) -> Handler:
-    """Wrap the method by `unary` or `stream`, depending on the kind of its *response*."""
-    read = deserializer or handler.request_deserializer
-    write = handler.response_serializer
+def behavior_of(handler: Handler) -> Behavior:
+    """Return the method of a handler."""
     behavior: Any = (
         handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
     )
+    return behavior
+
+
+def wrap_handler(
+    handler: Handler, *, unary: Callable[[Behavior], Behavior], stream: Callable[[Behavior], Behavior]
+) -> Handler:
+    """Wrap the method by `unary` or `stream`, depending on the kind of its *response*."""
+    behavior, read, write = behavior_of(handler), handler.request_deserializer, handler.response_serializer
     if handler.request_streaming and handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler(stream(behavior), read, write)
     if handler.request_streaming:
@@ -54,3 +56,24 @@ def wrap_handler(
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(stream(behavior), read, write)
     return grpc.unary_unary_rpc_method_handler(unary(behavior), read, write)
+
+
+def run_within(handler: Handler, around: Callable[[Context], AbstractAsyncContextManager[None]]) -> Handler:
+    """Run the method within what `around` returns for the context of its call."""
+
+    def unary(behavior: Behavior) -> Behavior:
+        async def call(request: object, context: Context) -> Any:
+            async with around(context):
+                return await behavior(request, context)
+
+        return call
+
+    def stream(behavior: Behavior) -> Behavior:
+        async def call(request: object, context: Context) -> AsyncIterator[Any]:
+            async with around(context), aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return call
+
+    return wrap_handler(handler, unary=unary, stream=stream)

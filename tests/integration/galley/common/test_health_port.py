@@ -14,15 +14,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from galley.common.config.limits import ServerLimits
-from galley.common.server.health_port import MAX_CONNECTIONS
+from galley.common.config.settings import ServerLimits
+from galley.common.server.health import MAX_CONNECTIONS
 from galley.common.server.healthcheck import problem_of
 from galley.common.server.listen import CannotBind
 from galley.common.server.server import Parts, RunningServer, start_server
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from tests.fakes import http2
 from tests.fakes.certificates import Authority, Mounted, mounted
 from tests.fakes.echo_service import SERVICE, EchoService, building, settings
+from tests.fakes.http2 import wire
 from tests.fakes.redis_clusters import free_port
 from tests.fakes.tls_servers import request, tls_settings
 
@@ -107,15 +107,14 @@ async def test_what_cannot_be_read_is_the_callers_fault_and_no_line_in_the_log(
 async def test_a_crowd_is_kept_out_and_leaves_the_port_as_it_was(running: RunningServer) -> None:
     async with AsyncExitStack() as opened:
         crowd = [
-            await opened.enter_async_context(http2.connected(running.health_address))
-            for _ in range(MAX_CONNECTIONS)
+            await opened.enter_async_context(wire(running.health_address)) for _ in range(MAX_CONNECTIONS)
         ]
         for one in crowd:
-            one.begin()
-            await one.until(http2.SETTINGS)
-        async with http2.connected(running.health_address) as late:
-            late.begin()
-            await late.is_closed()
+            await one.begin()
+            assert not one.received.ended
+        async with wire(running.health_address) as late:
+            await late.begin()
+            await late.ends()
         assert await asyncio.to_thread(problem_of, running.health_address) is not None
     async with probing(running.health_address) as health:
         told = await health.Check(health_pb2.HealthCheckRequest(), timeout=10, wait_for_ready=True)

@@ -16,16 +16,18 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from galley.common.config.limits import ServerLimits
-from galley.common.server.health import MAX_OPEN_CALLS
+from galley.common.config.settings import ServerLimits
+from galley.common.server.interceptors import MAX_OPEN_CALLS
 from galley.common.server.listen import server_options
 from galley.common.server.server import RunningServer, start_server
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes import http2
 from tests.fakes.echo_service import SERVICE, EchoService, building, settings
+from tests.fakes.http2 import END_STREAM, Kind, frame, message, opening, wire
 
-PROPOSE, WATCH = f"/{SERVICE}/Propose", "/grpc.health.v1.Health/Watch"
+PROPOSE, CHECK, WATCH = f"/{SERVICE}/Propose", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 PATIENCE_S = 10.0
 
 
@@ -129,41 +131,39 @@ async def test_more_connections_than_there_may_be_are_closed() -> None:
         grpc.aio.insecure_channel(running.address) as channel,
     ):
         await ask(channel)
-        async with http2.connected(running.address) as second:
-            second.begin()
-            await second.is_closed()
+        async with wire(running.address) as second:
+            await second.begin()
+            await second.ends()
         await ask(channel)
 
 
 async def test_who_floods_with_pings_is_turned_away() -> None:
-    async with serving() as running, http2.connected(running.address) as flood:
-        flood.begin()
-        # At once: what comes after the server has closed would have the system drop what it said.
-        flood.frames_at_once(http2.PING, b"pingping", 200)
-        goaway = await flood.until(http2.GOAWAY)
-        assert int.from_bytes(goaway.payload[4:8], "big") == http2.ENHANCE_YOUR_CALM
-        await flood.is_closed()
+    async with serving() as running, wire(running.address) as flood:
+        await flood.begin()
+        # At once: after the server has closed, more data would make the system drop its last frame.
+        await flood.send(frame(Kind.PING, payload=b"pingping") * 200)
+        await flood.ends()
+        assert flood.received.goaway == http2.ENHANCE_YOUR_CALM
 
 
 async def test_pings_no_closer_than_allowed_are_answered() -> None:
-    async with serving(min_ping_interval_s=0.0) as running, http2.connected(running.address) as peer:
-        peer.begin()
+    async with serving(min_ping_interval_s=0.0) as running, wire(running.address) as peer:
+        await peer.begin()
         for _ in range(150):
-            peer.frame(http2.PING, b"pingping")
-            assert (await peer.until(http2.PING)).payload == b"pingping"
+            assert await peer.alive()
 
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
 async def test_a_connection_that_does_not_become_one_is_closed(words: bytes) -> None:
-    async with serving(handshake_timeout_s=0.3) as running, http2.connected(running.address) as silent:
-        silent.say(words)
-        await silent.is_closed()
+    async with serving(handshake_timeout_s=0.3) as running, wire(running.address) as silent:
+        await silent.send(words)
+        await silent.ends()
 
 
 async def test_an_idle_connection_is_told_to_go() -> None:
-    async with serving(max_connection_idle_s=0.2) as running, http2.connected(running.address) as idle:
-        idle.begin()
-        await idle.until(http2.GOAWAY)
+    async with serving(max_connection_idle_s=0.2) as running, wire(running.address) as idle:
+        await idle.begin()
+        await idle.until(lambda received: received.goaway is not None)
 
 
 async def test_an_old_connection_takes_no_more_calls_and_its_streams_go_on() -> None:
@@ -207,14 +207,11 @@ async def test_a_call_without_a_request_is_the_callers_fault() -> None:
 
 async def test_nobody_is_told_off_who_leaves_before_it_has_asked(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as running:
-        async with http2.connected(running.address) as gone:
-            gone.begin()
+        async with wire(running.address) as gone:
+            await gone.begin()
             for stream in range(1, 41, 2):
-                gone.call(PROPOSE, stream)
-                if stream % 4 == 1:
-                    gone.frame(http2.RST_STREAM, b"\0\0\0\x08", stream=stream)
-            gone.frame(http2.PING, b"pingping")
-            await gone.until(http2.PING)
+                await gone.send(opening(stream, PROPOSE), http2.reset(stream) if stream % 4 == 1 else b"")
+            await gone.alive()
         async with grpc.aio.insecure_channel(running.address) as channel:
             await ask(channel)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -239,16 +236,38 @@ async def test_health_is_bounded_for_each_kind_of_call() -> None:
         again = health.Watch(asked)
         while await again.read() is grpc.aio.EOF:  # the place comes free when the server has noticed
             again = health.Watch(asked)
-        unknown = await failure(health.Check(health_pb2.HealthCheckRequest(service="none")))
-        assert unknown.code() is grpc.StatusCode.NOT_FOUND
+        unknown = health_pb2.HealthCheckRequest(service="none")
+        assert (await failure(health.Check(unknown))).code() is grpc.StatusCode.NOT_FOUND
+        watches[1].cancel()
+        status = (await health.Watch(unknown).read()).status
+        assert status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "problem"),
+    [
+        (CHECK, b"\x0a\x05ab", "well-formed"),
+        (CHECK, b"\x0a\x01\xff", "UTF-8"),
+        (CHECK, b"\x0a\xdc\x0b" + b"x" * 1500, "at most 1024 bytes"),
+        (WATCH, b"\xff\xff", "well-formed"),
+        (REFLECT, b"\x0a\x01\xff", "UTF-8"),
+        (REFLECT, b"\x22\xdc\x0b" + b"x" * 1500, "at most 1024 bytes"),
+    ],
+)
+async def test_unreadable_standard_requests_are_invalid(path: str, data: bytes, problem: str) -> None:
+    async with serving() as running, grpc.aio.insecure_channel(running.address) as channel:
+        kinds: Any = {CHECK: channel.unary_unary, WATCH: channel.unary_stream, REFLECT: channel.stream_stream}
+        call = kinds[path](path)(iter([data]) if path == REFLECT else data)
+        error = await failure(call if path == CHECK else call.read())
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert problem in (error.details() or "")
 
 
 async def test_who_watches_without_reading_keeps_no_server_from_stopping() -> None:
-    async with serving() as running, http2.connected(running.address) as deaf:
-        deaf.begin((http2.INITIAL_WINDOW_SIZE, 0))
-        deaf.call(WATCH)
-        deaf.message(b"")
-        assert (await deaf.until(http2.HEADERS)).stream == 1
+    async with serving() as running, wire(running.address) as deaf:
+        await deaf.begin((http2.INITIAL_WINDOW_SIZE, 0))
+        await deaf.send(opening(1, WATCH), frame(Kind.DATA, END_STREAM, 1, message(b"")))
+        await deaf.until(lambda received: 1 in received.heads)
         async with grpc.aio.insecure_channel(running.address) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING

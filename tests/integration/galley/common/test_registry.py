@@ -364,7 +364,7 @@ async def test_who_was_replaced_says_so_and_is_silent_from_then_on(own_server: S
         assert await read(registry) == []
         await registration.close()
     [error] = [line for line in logs if line["log_level"] == "error"]
-    assert "host:1" in error["problem"]
+    assert "host:1" in error["error"]
     await registry.close()
 
 

@@ -209,7 +209,7 @@ async def test_a_server_keeps_its_certificate_while_the_new_one_is_of_no_use(par
             assert await asked_anew(running, parties.client) == ""
             assert await asked_anew(running, parties.client) == ""
         [line] = [line for line in logs if line["log_level"] == "error"]
-        assert line["problem"].startswith("tls_key_file: ")
+        assert line["error"].startswith("tls_key_file: ")
         parties.server.put_pair(parties.authority.ca, newer)
         assert WRONG_CA in await asked_anew(running, parties.client)
 
@@ -230,7 +230,7 @@ async def test_a_certificate_that_every_client_would_turn_away_does_not_replace_
         parties.server.put_pair(parties.authority.ca, parties.authority.issue("server", **how))
         with logged(files) as logs:
             assert await asked_anew(running, parties.client) == ""
-        assert [why in line["problem"] for line in logs] == [True]
+        assert [why in line["error"] for line in logs] == [True]
 
 
 async def test_it_is_told_when_the_certificate_ends_that_is_shown(parties: Parties) -> None:
@@ -346,7 +346,7 @@ async def test_files_of_no_use_leave_a_channel_as_it_is(
     parties.client.put(ca=parties.authority.ca, cert=b"half", key=b"written")
     with logged(files) as logs:
         await ask(reloading.channel)
-    assert [line["problem"].partition(":")[0] for line in logs] == ["cert_file"]
+    assert [line["error"].partition(":")[0] for line in logs] == ["cert_file"]
     assert len(reloading.opened) == 1
 
 

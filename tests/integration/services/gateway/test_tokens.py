@@ -13,7 +13,7 @@ import pytest
 from galley.client.client import AsyncClient
 from services.gateway.auth.jwks import MIN_FETCH_INTERVAL_S
 from services.gateway.auth.jwt import JWT_EXPIRED, JWT_REFUSED
-from tests.fakes import http2
+from tests.fakes.http2 import opening, wire
 from tests.fakes.issuers import AUDIENCE, ISSUER, IssuerServer, TokenIssuer, issuer_server, jwks, write_jwks
 from tests.fakes.world import MAX_TOKENS, World, hear, must_be_true, refused
 from tests.integration.services.gateway.callers import ALICE, KeyFile, calling
@@ -69,10 +69,10 @@ async def test_a_bad_token_is_refused_before_any_work(world: World) -> None:
 async def test_an_unauthenticated_request_is_not_read(world: World) -> None:
     """It is refused before it has come: however large it was to be."""
     gateway = await world.gateway(**tokens(world))
-    async with http2.connected(gateway.address) as stranger:
-        stranger.begin()
-        stranger.call(GENERATE)
-        assert (await stranger.until(http2.HEADERS)).flags & http2.END_STREAM
+    async with wire(gateway.address) as stranger:
+        await stranger.begin()
+        await stranger.send(opening(1, GENERATE))
+        assert await stranger.status(1) == "16"
 
 
 async def test_a_stream_outlives_its_token(world: World) -> None:
