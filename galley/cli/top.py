@@ -92,12 +92,13 @@ def _named(metrics: str) -> tuple[Service, ...]:
 
 def _check(redis_url: str) -> None:
     try:
-        from galley.common.redis.connections import Connections  # noqa: PLC0415  # an extra
-        from galley.common.redis.url import parse_redis_url  # noqa: PLC0415
+        from pydantic import SecretStr  # noqa: PLC0415  # an extra
+
+        from galley.common.redis.connections import refuse_bad_files  # noqa: PLC0415
     except ImportError as error:
         raise fail("--redis-url needs more packages: pip install 'galley[gateway]'") from error
     try:
-        Connections(parse_redis_url(redis_url))
+        refuse_bad_files(SecretStr(redis_url))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--redis-url") from error
     from galley.common.logs import start_logging  # noqa: PLC0415

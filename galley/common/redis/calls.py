@@ -15,7 +15,8 @@ from typing import Any, TypeVar, cast
 from redis import exceptions as redis_errors
 
 from galley.common.redis.batches import Command
-from galley.common.redis.nodes import Connector, Node, nodes_of
+from galley.common.redis.connections import Connector
+from galley.common.redis.nodes import Node, nodes_of
 from galley.common.redis.url import parse_redis_url
 from galley.core.errors import Broken, StoreUnavailable
 
@@ -152,7 +153,7 @@ class RedisCalls:
         asking = False
         for _ in range(_MAX_REDIRECTIONS):
             try:
-                return await _sent(node, commands, asking=asking)
+                return await _send(node, commands, asking=asking)
             except redis_errors.AskError as error:
                 asking = not isinstance(error, redis_errors.MovedError)
                 # An empty host means the node that replied.
@@ -173,20 +174,18 @@ class RedisCalls:
             task.exception()  # retrieved, as its caller may have gone away
 
 
-async def _sent(node: Node, commands: Sequence[Command], *, asking: bool) -> list[object]:
+async def _send(node: Node, commands: Sequence[Command], *, asking: bool) -> list[object]:
     """Return the replies; a connection that is closed when written to raises ConnectionError."""
+    whole = [("ASKING",), *commands] if asking else commands
+    node.busy += 1
     try:
-        return await _send(node, commands, asking=asking)
+        replies = await node.batches.execute(whole)
     except RuntimeError as error:
         if _CLOSED not in str(error):
             raise
         raise redis_errors.ConnectionError("the connection ended before it was written to") from error
-
-
-async def _send(node: Node, commands: Sequence[Command], *, asking: bool) -> list[object]:
-    with node.in_use():
-        whole = [("ASKING",), *commands] if asking else commands
-        replies = await node.batches.execute(whole)
+    finally:
+        node.busy -= 1
     for reply in replies:
         if isinstance(reply, Exception):
             raise reply

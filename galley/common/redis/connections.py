@@ -1,7 +1,7 @@
-"""Connections to Redis as a URL says, over TLS by files that may be replaced meanwhile.
+"""Connect to Redis as a URL says, over TLS with files that may be replaced meanwhile.
 
-redis-py reads the files once for each connection object, which its pool keeps and connects again and again.
-Here every connection that is made goes by the files as they are.
+redis-py reads the files once for each connection object, which its pool connects again and again. Here every
+new connection uses the current files.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import ssl
 from typing import Any
 
 from pydantic import SecretStr
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
 
 from galley.common.redis.url import RedisUrl, Tls, parse_redis_url
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
-
-Kind = type[Connection]
 
 _SETTING = "redis_url"
 
@@ -53,35 +55,60 @@ class _TlsConnection(SSLConnection):
         self.ssl_context: Any = contexts  # asked for the context whenever it connects
 
 
-class Connections:
-    """Choose class and arguments of the connections of `url`."""
+class Connector:
+    """Open the connections of a URL."""
 
-    def __init__(self, url: RedisUrl) -> None:
-        """Read the TLS files. Raises BadFile."""
-        self._url = url
-        self._contexts = None if url.tls is None else _Contexts(url.tls)
+    def __init__(
+        self,
+        url: RedisUrl,
+        *,
+        call_timeout_s: float,
+        reply_timeout_s: float,
+        max_connections: int,
+    ) -> None:
+        """`call_timeout_s` bounds connecting, and waiting for a free connection; `max_connections` a server.
 
-    def to_server(self, host: str, port: int) -> tuple[Kind, dict[str, Any]]:
-        """Return them for a server; host and port are ignored for a unix socket."""
-        arguments = {**self._url.credentials.arguments(), "db": self._url.database}
-        if self._url.path:
-            # It is no Connection by type only.
-            unix: Any = UnixDomainSocketConnection
-            return unix, {**arguments, "path": self._url.path}
+        Raises BadFile.
+        """
+        self.url = url
+        self._tls = None if url.tls is None else _Contexts(url.tls)
+        self._arguments: dict[str, Any] = {
+            "timeout": call_timeout_s,
+            "max_connections": max_connections,
+            "socket_timeout": reply_timeout_s,
+            "socket_connect_timeout": call_timeout_s,
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+            "driver_info": None,  # CLIENT SETINFO is not in 7.0
+        }
+
+    def server(self, host: str, port: int) -> Redis:
+        """Return the client of a server; host and port are ignored for a unix socket."""
+        arguments = {**self.url.credentials.arguments(), "db": self.url.database}
+        if self.url.path:
+            return self._client(UnixDomainSocketConnection, **arguments, path=self.url.path)
         return self._tcp(host, port, arguments)
 
-    def to_sentinel(self, host: str, port: int) -> tuple[Kind, dict[str, Any]]:
-        """Return them for a sentinel."""
-        return self._tcp(host, port, self._url.sentinel_credentials.arguments())
+    def sentinel(self) -> Sentinel:
+        """Return the sentinels of the URL."""
+        sentinel = Sentinel([])  # type: ignore[no-untyped-call]  # is untyped
+        arguments = self.url.sentinel_credentials.arguments()
+        sentinel.sentinels = [self._tcp(host, port, arguments) for host, port in self.url.hosts]
+        return sentinel
 
-    def _tcp(self, host: str, port: int, arguments: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
-        there = {**arguments, "host": host, "port": port}
-        if self._contexts is None:
-            return Connection, there
-        return _TlsConnection, {**there, "contexts": self._contexts}
+    def _tcp(self, host: str, port: int, arguments: dict[str, Any]) -> Redis:
+        if self._tls is None:
+            return self._client(Connection, **arguments, host=host, port=port)
+        return self._client(_TlsConnection, **arguments, host=host, port=port, contexts=self._tls)
+
+    def _client(self, kind: Any, **arguments: Any) -> Redis:
+        """Return a client; nothing is connected yet."""
+        pool = BlockingConnectionPool(connection_class=kind, **self._arguments, **arguments)
+        return Redis.from_pool(pool)
 
 
 def refuse_bad_files(redis_url: SecretStr) -> None:
     """Raise BadFile if the URL, which may be empty, names files that are of no use."""
-    if url := redis_url.get_secret_value():
-        Connections(parse_redis_url(url))
+    url = redis_url.get_secret_value()
+    if url and (tls := parse_redis_url(url).tls) is not None:
+        _Contexts(tls)

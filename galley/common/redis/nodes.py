@@ -10,93 +10,30 @@ lookup share it and its failure: one lookup a caller would make the last wait fo
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from redis import asyncio as redis_asyncio
 from redis import exceptions as redis_errors
-from redis.asyncio.connection import Connection
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
-from redis.backoff import NoBackoff
+from redis.asyncio import Redis
 from redis.crc import key_slot
 
 from galley.common.redis.batches import Batches
-from galley.common.redis.connections import Connections
-from galley.common.redis.url import RedisUrl
+from galley.common.redis.connections import Connector
 
 Address = tuple[str, int]
 T = TypeVar("T")
 
 SLOTS = 16384
-_ONCE: dict[str, Any] = {
-    "retry": Retry(NoBackoff(), 0),
-    "protocol": 2,
-    "driver_info": None,  # CLIENT SETINFO is not in 7.0
-}
 
 
 class Node:
-    """A server and the connections to it."""
+    """A server and the connections to it, which stay open while it is `busy`: its calls under way."""
 
-    def __init__(self, address: Address, client: redis_asyncio.Redis) -> None:
+    def __init__(self, address: Address, client: Redis) -> None:
         self.address = address
         self.client = client
         self.batches = Batches(client.connection_pool)
         self.busy = 0
-
-    @contextmanager
-    def in_use(self) -> Iterator[redis_asyncio.Redis]:
-        """Keep its connections open within the block."""
-        self.busy += 1
-        try:
-            yield self.client
-        finally:
-            self.busy -= 1
-
-
-class Connector:
-    """Open nodes as the URL says."""
-
-    def __init__(
-        self,
-        url: RedisUrl,
-        *,
-        call_timeout_s: float,
-        reply_timeout_s: float,
-        max_connections: int,
-    ) -> None:
-        """`call_timeout_s` bounds connecting, and waiting for a free connection; `max_connections` a node.
-
-        Raises BadFile.
-        """
-        self.url = url
-        self._connections = Connections(url)
-        self._limits: dict[str, Any] = {
-            "socket_timeout": reply_timeout_s,
-            "socket_connect_timeout": call_timeout_s,
-        }
-        self._pool: dict[str, Any] = {"timeout": call_timeout_s, "max_connections": max_connections}
-
-    def node(self, host: str, port: int) -> Node:
-        """Return a node; nothing is connected yet."""
-        return Node((host, port), self._client(*self._connections.to_server(host, port)))
-
-    def sentinel(self) -> Sentinel:
-        """Return the sentinels of the URL."""
-        sentinel = Sentinel([])  # type: ignore[no-untyped-call]  # is untyped
-        sentinel.sentinels = [
-            self._client(*self._connections.to_sentinel(host, port)) for host, port in self.url.hosts
-        ]
-        return sentinel
-
-    def _client(self, kind: type[Connection], arguments: dict[str, Any]) -> redis_asyncio.Redis:
-        pool = redis_asyncio.BlockingConnectionPool(
-            connection_class=kind, **self._pool, **self._limits, **_ONCE, **arguments
-        )
-        return redis_asyncio.Redis.from_pool(pool)
 
 
 class _Shared(Generic[T]):
@@ -113,30 +50,32 @@ class _Shared(Generic[T]):
         return await asyncio.shield(self._under_way)
 
 
-class Nodes(ABC):
-    """Find the node of a key. Raises redis-py's errors or OSError if it cannot be found."""
+class Nodes:
+    """Find the node of a key: the only server of the URL, or as subclasses do.
+
+    Methods raise redis-py's errors or OSError if it cannot be found.
+    """
 
     def __init__(self, connector: Connector) -> None:
         self._connector = connector
         self._open: dict[Address, Node] = {}
         self._leaving: list[Node] = []
 
-    @abstractmethod
-    async def of(self, key: str | None) -> Node:
+    async def of(self, key: str | None) -> Node:  # noqa: ARG002  # all are there
         """Return the node of `key`; without a key, any node."""
+        hosts = self._connector.url.hosts
+        return self.at(*(hosts[0] if hosts else ("", 0)))
 
-    @abstractmethod
     def lost(self, node: Node) -> None:
         """Look the node up again before the next call, because a call to it failed."""
 
-    @abstractmethod
     def moved(self, slot: int, node: Node) -> None:
-        """Record that the slot is now at `node`."""
+        """Record that the slot is now at `node`; ignored where all keys are in one place."""
 
     def at(self, host: str, port: int) -> Node:
         """Return the node at this address."""
         if (host, port) not in self._open:
-            self._open[host, port] = self._connector.node(host, port)
+            self._open[host, port] = Node((host, port), self._connector.server(host, port))
         return self._open[host, port]
 
     async def close(self) -> None:
@@ -159,26 +98,7 @@ async def _close(node: Node) -> None:
     await node.client.aclose(close_connection_pool=True)
 
 
-class _Whole(Nodes):
-    """Nodes of a store whose keys are all in one place."""
-
-    def moved(self, slot: int, node: Node) -> None:
-        """Ignore a redirect of a cluster that was configured as a single server."""
-
-
-class OneServer(_Whole):
-    """The only server of the URL."""
-
-    async def of(self, key: str | None) -> Node:  # noqa: ARG002  # all are there
-        """Return the server of the URL."""
-        hosts = self._connector.url.hosts
-        return self.at(*(hosts[0] if hosts else ("", 0)))
-
-    def lost(self, node: Node) -> None:
-        """Do nothing."""
-
-
-class SentinelMaster(_Whole):
+class SentinelMaster(Nodes):
     """The master that the first answering sentinel names."""
 
     def __init__(self, connector: Connector) -> None:
@@ -241,51 +161,38 @@ class ClusterNodes(Nodes):
         self._known.sort(key=lambda address: address == node.address)
 
     async def _refresh(self) -> None:
-        slots = await self._read_slots()
+        by, slots = await self._read_slots()
         owners: list[Node | None] = [None] * SLOTS
-        for first, last, node in slots.masters:
-            owners[first : last + 1] = [node] * (last + 1 - first)
+        addresses: list[Address] = [by]
+        for first, last, *servers in slots:
+            # A node that does not know its own host leaves it out: it is the node that replied.
+            named = [((host or b"").decode() or by[0], port) for host, port, *_ in servers if host != b"?"]
+            addresses += named
+            if servers[0][0] != b"?":
+                owners[first : last + 1] = [self.at(*named[0])] * (last + 1 - first)
         # The hosts of the URL come last: their names may resolve to other nodes by now.
-        self._known = list(dict.fromkeys([slots.by, *slots.addresses, *self._connector.url.hosts]))
+        self._known = list(dict.fromkeys([*addresses, *self._connector.url.hosts]))
         self._owners, self._stale = owners, False
         await self._keep_only(self._known)
 
-    async def _read_slots(self) -> _Slots:
+    async def _read_slots(self) -> tuple[Address, Sequence[Any]]:
+        """Return the first reply to CLUSTER SLOTS and the node that sent it."""
         problem: Exception | None = None
         for address in self._known:
+            node = self.at(*address)
+            node.busy += 1
             try:
-                with self.at(*address).in_use() as client:
-                    slots = await client.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
+                return address, await node.client.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
+            except redis_errors.NoPermissionError:
+                raise
             except (redis_errors.RedisError, OSError) as error:
-                if isinstance(error, redis_errors.NoPermissionError):
-                    raise
                 problem = error
-            else:
-                return _Slots(self, address, slots)
+            finally:
+                node.busy -= 1
         raise redis_errors.ConnectionError(f"no node of the cluster answers: {problem}")
-
-
-class _Slots:
-    """The reply of a node to CLUSTER SLOTS."""
-
-    def __init__(self, nodes: Nodes, by: Address, slots: Sequence[Any]) -> None:
-        self.by = by
-        self.addresses: list[Address] = []
-        self.masters: list[tuple[int, int, Node]] = []
-        for first, last, *servers in slots:
-            # A node that does not know its own host leaves it out: it is the node that replied.
-            found = [((host or b"").decode() or by[0], port) for host, port, *_ in servers if host != b"?"]
-            self.addresses += found
-            if servers[0][0] != b"?":
-                self.masters.append((first, last, nodes.at(*found[0])))
 
 
 def nodes_of(connector: Connector) -> Nodes:
     """Return the nodes for the kind of the URL."""
-    match connector.url.kind:
-        case "server":
-            return OneServer(connector)
-        case "sentinel":
-            return SentinelMaster(connector)
-        case "cluster":
-            return ClusterNodes(connector)
+    kinds = {"server": Nodes, "sentinel": SentinelMaster, "cluster": ClusterNodes}
+    return kinds[connector.url.kind](connector)

@@ -3,18 +3,18 @@
     redis://user:password@host:6379/0                     one server
     unix:///run/redis.sock?db=0                           one server
     redis+sentinel://user:password@s1:26379,s2:26379/0?service=galley
-                                                          whoever is the master of a replica set now
-    redis+cluster://user:password@n1:6379,n2:6379         a cluster; any of its nodes, better several
+                                                          the current master of a replica set
+    redis+cluster://user:password@n1:6379,n2:6379         a cluster; name several of its nodes
 
-With `rediss` in place of `redis` all of it is spoken over TLS, the sentinels' part too. User and password are
-percent-encoded. After the question mark, each at most once:
+`rediss` in place of `redis` uses TLS, also to sentinels. User and password are percent-encoded. Options, each
+at most once:
 
-    ca=/path           PEM of the only authorities that the server's certificate may be of; else the system's
-    cert=/path         PEM of our own certificate, where the server asks for one
-    key=/path          PEM of its key; else it stands in `cert`
-    service=name       what the sentinels call the replica set
-    sentinel_user=, sentinel_password=    of the sentinels, where they ask for any
-    db=0               of a unix socket
+    ca=/path           PEM file of the authorities of the server certificate; else those of the system
+    cert=/path         PEM file of the client certificate
+    key=/path          PEM file of its key; else the key is in `cert`
+    service=name       name of the replica set at the sentinels
+    sentinel_user=, sentinel_password=    credentials for the sentinels
+    db=0               database behind a unix socket
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ class RedisUrl:
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Read `url`; raises ValueError with what is wrong, never with a secret in it."""
-    scheme, found, rest = url.partition("://")
-    if not found:
+    """Return the parsed URL. Raises ValueError with the problem, never with a secret in it."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
         raise ValueError(f"is no URL: {FORMS}")
     rest, _, query = rest.partition("?")
-    name, _, how = scheme.partition("+")
+    name, _, suffix = scheme.partition("+")
     if scheme == "unix":
         return _unix(rest, _options(query, frozenset({"db"})))
-    if name not in {"redis", "rediss"} or how not in _KINDS or scheme.endswith("+"):
+    if name not in {"redis", "rediss"} or suffix not in _KINDS or scheme.endswith("+"):
         raise ValueError(f"{scheme}:// is not known: {FORMS}")
-    return _tcp(_KINDS[how], rest, query, tls=name == "rediss")
+    return _tcp(_KINDS[suffix], rest, query, tls=name == "rediss")
 
 
 def _unix(rest: str, options: Mapping[str, str]) -> RedisUrl:
@@ -101,28 +101,27 @@ def _unix(rest: str, options: Mapping[str, str]) -> RedisUrl:
 def _tcp(kind: Kind, rest: str, query: str, *, tls: bool) -> RedisUrl:
     secrets, _, address = rest.rpartition("@")
     hosts, _, database = address.partition("/")
-    known = (_TLS_OPTIONS if tls else frozenset()) | (
-        _SENTINEL_OPTIONS if kind == "sentinel" else frozenset()
+    is_sentinel = kind == "sentinel"
+    options = _options(
+        query, (_TLS_OPTIONS if tls else frozenset()) | (_SENTINEL_OPTIONS if is_sentinel else frozenset())
     )
-    options = _options(query, known)
-    found = RedisUrl(
+    sentinel = Credentials(options.get("sentinel_user", ""), options.get("sentinel_password", ""))
+    url = RedisUrl(
         kind,
-        _hosts(hosts, SENTINEL_PORT if kind == "sentinel" else DEFAULT_PORT),
+        tuple(_host(part, SENTINEL_PORT if is_sentinel else DEFAULT_PORT) for part in hosts.split(",")),
         database=_number("the database", database or "0"),
         credentials=_credentials(secrets),
         tls=Tls(*(options.get(name, "") for name in ("ca", "cert", "key"))) if tls else None,
         service=options.get("service", ""),
-        sentinel_credentials=Credentials(
-            options.get("sentinel_user", ""), options.get("sentinel_password", "")
-        ),
+        sentinel_credentials=sentinel,
     )
-    _check(found)
-    return found
+    _check(url)
+    return url
 
 
 def _check(url: RedisUrl) -> None:
     if url.kind == "server" and len(url.hosts) > 1:
-        raise ValueError("names several hosts: say redis+sentinel:// or redis+cluster://")
+        raise ValueError("names several hosts: use redis+sentinel:// or redis+cluster://")
     if url.kind == "cluster" and url.database:
         raise ValueError("a cluster has database 0 only")
     if url.kind == "sentinel" and not url.service:
@@ -135,12 +134,10 @@ def _options(query: str, known: frozenset[str]) -> dict[str, str]:
     pairs = parse_qsl(query, keep_blank_values=True)
     options = dict(pairs)
     if len(options) < len(pairs):
-        raise ValueError("says an option twice after the question mark")
+        raise ValueError("has an option twice after the question mark")
     if unknown := sorted(options.keys() - known):
-        may = f"may be {', '.join(sorted(known))}" if known else "may be none"
-        raise ValueError(
-            f"has options that this form of URL does not know: {', '.join(unknown)}; there {may}"
-        )
+        allowed = f"allowed are {', '.join(sorted(known))}" if known else "none is allowed"
+        raise ValueError(f"has unknown options: {', '.join(unknown)}; in this form of URL, {allowed}")
     return options
 
 
@@ -149,12 +146,8 @@ def _credentials(secrets: str) -> Credentials:
     return Credentials(unquote(user), unquote(password))
 
 
-def _hosts(text: str, default_port: int) -> tuple[tuple[str, int], ...]:
-    return tuple(_host(part, default_port) for part in text.split(","))
-
-
 def _host(text: str, default_port: int) -> tuple[str, int]:
-    """host, host:port or [address of IPv6]:port."""
+    """Parse host, host:port or [address of IPv6]:port."""
     host, port = text, ""
     if text.startswith("["):
         host, _, port = text[1:].partition("]")
@@ -166,9 +159,9 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     return unquote(host), _number("the port", port) if port else default_port
 
 
-def _number(what: str, text: str) -> int:
+def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{what} is no number")
+        raise ValueError(f"{name} is no number")
     return int(text)
 
 
