@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import grpc
-from grpc_status import rpc_status
 
-from galley.common.wire.status import rich_status
+from galley.common.wire.status import DETAILS_KEY, code_of, message_of, rich_status
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
@@ -125,7 +124,8 @@ class FakeGateway(rpc.GenerationServicer):
         if self.error is not None and self.failures != 0:
             if self.failures is not None:
                 self.failures -= 1
-            context.abort_with_status(rpc_status.to_status(rich_status(self.error)))
+            context.set_trailing_metadata(((DETAILS_KEY, rich_status(self.error).SerializeToString()),))
+            context.abort(code_of(self.error), message_of(self.error))
 
 
 @contextlib.contextmanager

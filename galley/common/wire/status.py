@@ -1,11 +1,11 @@
-"""Map errors to gRPC statuses, for whole calls and for the items of a request, and read them back.
+"""Map errors to gRPC statuses, for whole calls and for the items of a request.
 
-This is the only place that knows the mapping. Clients import it, so it needs grpc and protobuf only.
+This is the only place that knows the mapping (the client reads statuses back in `galley.client.errors`).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -33,7 +33,7 @@ _CODES: dict[type[BaseException], grpc.StatusCode] = {
 
 _NAMES = {int(code.value[0]): code.name.lower() for code in grpc.StatusCode}
 # The metadata key under which gRPC carries a google.rpc.Status.
-_DETAILS_KEY = "grpc-status-details-bin"
+DETAILS_KEY = "grpc-status-details-bin"
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
@@ -75,32 +75,9 @@ def item_status(error: BaseException) -> pb.ItemStatus:
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
     """End the call with the status of `error`."""
-    metadata = ((_DETAILS_KEY, rich_status(error).SerializeToString()),)
+    metadata = ((DETAILS_KEY, rich_status(error).SerializeToString()),)
     await context.abort(code_of(error), message_of(error), metadata)
     raise error  # abort has raised; this line is for the type checker
-
-
-class Description(NamedTuple):
-    """The status of a failed call as its client sees it; `violations` are (field, problem) pairs."""
-
-    code: grpc.StatusCode
-    message: str
-    violations: tuple[tuple[str, str], ...] = ()
-    retry_after_s: float | None = None
-
-
-def describe(error: grpc.RpcError) -> Description:
-    """Read the status that `abort`, or a server that is not ours, sent."""
-    code, message = error.code(), error.details() or ""
-    violations: list[tuple[str, str]] = []
-    retry_after_s = None
-    for detail in _sent_details(error):
-        bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Unpack(bad):
-            violations += [(one.field, one.description) for one in bad.field_violations]
-        elif detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-    return Description(code, message, tuple(violations), retry_after_s)
 
 
 def _number(code: grpc.StatusCode) -> int:
@@ -116,12 +93,4 @@ def _details(error: BaseException) -> list[Message]:
         delay = Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         return [error_details_pb2.RetryInfo(retry_delay=delay)]
-    return []
-
-
-def _sent_details(error: grpc.RpcError) -> list[Any]:
-    metadata: Any = error.trailing_metadata()
-    for key, value in metadata or ():
-        if key == _DETAILS_KEY:
-            return list(status_pb2.Status.FromString(value).details)
     return []

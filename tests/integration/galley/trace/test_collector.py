@@ -18,8 +18,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+from galley.client.errors import rpc_error
 from galley.common.server.server import start_server
-from galley.common.wire.status import describe
 from galley.core.errors import Overloaded
 from galley.trace.collector import Collector, CollectorSettings, build
 from galley.trace.read import otlp_file
@@ -156,4 +156,4 @@ async def test_a_file_that_cannot_be_written_is_our_fault_and_not_tried_again(tm
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await stub.Export(a_request())
     await running.stop()
-    assert describe(failed.value).code is grpc.StatusCode.INTERNAL
+    assert rpc_error(failed.value).code is grpc.StatusCode.INTERNAL
