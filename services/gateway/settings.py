@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple, Self
 from pydantic import Field, SecretStr, model_validator
 
 from galley.common.config.defaults import DEFAULT_MODEL
-from galley.common.config.limits import ServerLimits
-from galley.common.config.settings import settings_config
+from galley.common.config.settings import ServerLimits, settings_config
 from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
 from galley.core.store import FINISHED_TTL_S, SESSION_TTL_S
 from services.gateway.auth.settings import JWT_LEEWAY_S, TokenSettings

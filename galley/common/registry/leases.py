@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
 from galley.common.logs import get_logger
@@ -46,6 +47,8 @@ MAX_CACHED_PREFIXES = 512
 _LOG = get_logger(__name__)
 
 _BORN_MS = 24 * 3600 * 1000
+# Fields of the messages that are tuples in leases.
+_REPEATED = ("eos_token_ids", "strategies")
 
 # KEYS: born. Returns a start time in microseconds, later than that of every registered process.
 _BEAR = script_of("""
@@ -170,26 +173,8 @@ def target_lease(
     address: str, info: pb.GetTargetInfoResponse, cached_prefixes: Iterable[bytes] = ()
 ) -> TargetLease:
     """Return the lease of a target, with its first MAX_CACHED_PREFIXES cached prefixes."""
-    return TargetLease(
-        address=address,
-        incarnation=info.incarnation,
-        model=info.model,
-        fingerprint=info.fingerprint,
-        tokenizer_hash=info.tokenizer_hash,
-        vocab_size=info.vocab_size,
-        context_window=info.context_window,
-        eos_token_ids=tuple(info.eos_token_ids),
-        max_draft_tokens=info.max_draft_tokens,
-        deterministic=info.deterministic,
-        dtype=info.dtype,
-        device=info.device,
-        ranks=info.ranks,
-        kv_block_tokens=info.kv_block_tokens,
-        kv_blocks_free=info.kv_blocks_free,
-        kv_blocks_total=info.kv_blocks_total,
-        queue_depth=info.queue_depth,
-        cached_prefixes=frozenset(list(cached_prefixes)[:MAX_CACHED_PREFIXES]),
-    )
+    prefixes = frozenset(list(cached_prefixes)[:MAX_CACHED_PREFIXES])
+    return TargetLease(address=address, cached_prefixes=prefixes, **_shared(TargetLease, info))
 
 
 def draft_lease(
@@ -197,17 +182,19 @@ def draft_lease(
 ) -> DraftLease:
     """Return the lease of a draft."""
     return DraftLease(
-        address=address,
-        incarnation=info.incarnation,
-        model=info.model,
-        tokenizer_hash=info.tokenizer_hash,
-        vocab_size=info.vocab_size,
-        max_draft_tokens=info.max_draft_tokens,
-        strategies=tuple(info.strategies),
-        default_strategy=info.default_strategy,
-        sessions=sessions,
-        queue_depth=queue_depth,
+        address=address, sessions=sessions, queue_depth=queue_depth, **_shared(DraftLease, info)
     )
+
+
+def _shared(lease: type[ReplicaLease], info: pb.GetTargetInfoResponse | pb.GetDraftInfoResponse) -> Any:
+    """Return the values of the lease's fields that the message has too."""
+    values = {name: getattr(info, name) for name in _shared_names(lease, type(info))}
+    return values | {name: tuple(values[name]) for name in _REPEATED if name in values}
+
+
+@cache
+def _shared_names(lease: type[ReplicaLease], info: type[Any]) -> list[str]:
+    return [item.name for item in fields(lease) if item.name in info.DESCRIPTOR.fields_by_name]
 
 
 def _set(pool: LeasePool[Any]) -> str:

@@ -60,7 +60,7 @@ class Registration(Generic[LeaseT]):
         try:
             await self._registry.withdraw(self._pool, lease.address, lease.incarnation)
         except GalleyError as error:
-            _LOG.warning("could not withdraw; the lease will end", problem=str(error))
+            _LOG.warning("could not withdraw; the lease will end", error=str(error))
         await self._registry.close()
 
     async def _keep(self) -> None:
@@ -78,16 +78,13 @@ class Registration(Generic[LeaseT]):
                 await self._registry.publish(self._pool, replace(self._lease(), draining=self._draining))
             except Replaced as error:
                 self._replaced = True
-                _LOG.error("no longer registered; end this process", problem=str(error))
+                _LOG.error("no longer registered; end this process", error=str(error))
             except GalleyError as error:
-                self._log_once(error)
+                if not self._away:
+                    _LOG.warning("registration failed", error=str(error))
+                self._away = True
             else:
                 self._away = False
-
-    def _log_once(self, error: GalleyError) -> None:
-        if not self._away:
-            self._away = True
-            _LOG.warning("registration failed", error=str(error))
 
 
 class Registered:

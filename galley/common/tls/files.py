@@ -129,7 +129,7 @@ class WatchedFiles(Generic[T]):
     def _log_once(self, error: BadFile) -> None:
         if self._logged != (failure := (self._versions_read, str(error))):
             self._logged = failure
-            _LOG.error("files not reloaded; the earlier ones stay in use", extra={"problem": str(error)})
+            _LOG.error("files not reloaded; the earlier ones stay in use", extra={"error": str(error)})
 
     def _read_together(self, attempts: int = _ATTEMPTS) -> tuple[Sequence[Version | None], T]:
         """Return versions and value of one moment: a new key and an old certificate would not match."""

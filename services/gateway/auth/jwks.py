@@ -241,7 +241,7 @@ class CachedJwks(KeySource):
             self._fetched = _Fetched(await self._fetch(), started_s)
         except (OSError, ValueError) as error:
             self._failed = True
-            _log.error("jwks fetch failed", problem=str(error))
+            _log.error("jwks fetch failed", error=str(error))
         else:
             self._failed = False
             _log.debug("jwks fetched", keys=len(self._fetched.keys.keys))

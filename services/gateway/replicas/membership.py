@@ -278,7 +278,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
         self._problem = error.public_message
         if self._read_error != str(error):
             self._read_error = str(error)
-            _log.warning("replica lookup failed", pool=self.role, problem=self._read_error)
+            _log.warning("replica lookup failed", pool=self.role, error=self._read_error)
 
     def _note(self, address: str, lease: ReplicaLease | None) -> bool:
         """Add or update a replica; return False if its lease rules it out."""

@@ -61,7 +61,7 @@ def run_host(settings: TargetSettings) -> None:
     try:
         asyncio.run(_run_host(settings))
     except (Unavailable, OSError, ValueError, RuntimeError) as error:  # torch's store raises the last
-        _LOG.error("host exiting", host=settings.host_index, problem=str(error))
+        _LOG.error("host exiting", host=settings.host_index, error=str(error))
         raise SystemExit(1) from None
 
 

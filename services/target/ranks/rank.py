@@ -167,7 +167,7 @@ def main() -> None:
     try:
         run_follower(arguments.spec, arguments.rank, arguments.address)
     except GalleyError as error:
-        _LOG.error("rank exiting", rank=arguments.rank, problem=str(error))
+        _LOG.error("rank exiting", rank=arguments.rank, error=str(error))
         raise SystemExit(1) from None
 
 

@@ -128,7 +128,7 @@ def follow(model: CausalModel, plans: Plans, report: Callable[[StepTrace], None]
             raise
         except GalleyError as error:
             # Rank 0 raises the same, and reports it.
-            _LOG.debug("step refused", problem=str(error))
+            _LOG.debug("step refused", error=str(error))
 
 
 def _run(model: CausalModel, plans: Plans, step: RankStep, report: Callable[[StepTrace], None]) -> None:

@@ -117,7 +117,7 @@ def main() -> None:
     try:
         asyncio.run(_run(settings))
     except (GalleyError, OSError, ValueError) as error:
-        _LOG.error("cannot start", problem=str(error))
+        _LOG.error("cannot start", error=str(error))
         raise SystemExit(1) from None
 
 
@@ -125,7 +125,7 @@ async def _run(settings: DeploySettings) -> None:
     try:
         await Deployment(settings).run()
     except ray_cluster.RayLost as error:
-        _LOG.error("Ray lost", problem=str(error))
+        _LOG.error("Ray lost", error=str(error))
         ray_cluster.kill_rest()
         os._exit(1)  # threads of this process may wait for Ray forever
 
@@ -184,7 +184,7 @@ class Deployment:
             try:
                 scale = self.scale
             except (OSError, ValueError) as error:
-                _LOG.error("scaling failed", problem=str(error))
+                _LOG.error("scaling failed", error=str(error))
                 continue
             _LOG.info("scaling started", replicas=scale.replicas)
             await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), scale)

@@ -22,11 +22,11 @@ import ray
 from pydantic import SecretStr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from galley.common.config.secrets import read_secret
 from galley.common.logs import get_logger, start_logging
 from galley.common.metrics.labels import TARGET
 from galley.common.metrics.metering import ANY_PORT, OFF, Metering, start_metering
 from galley.common.registry.registration import Registered
-from galley.common.secret_file import read_secret
 from galley.common.server.lifecycle import flush_telemetry
 from galley.common.server.listen import CannotBind
 from galley.common.server.process import in_passing_thread, limit_threads
@@ -209,7 +209,7 @@ class TargetReplica:
         try:
             await call
         except ray.exceptions.RayError as error:
-            _LOG.error("rank exited", rank=rank, problem=str(error))
+            _LOG.error("rank exited", rank=rank, error=str(error))
         if not self._ending:
             self._exit.begin()
 
