@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from galley.common.models.hub import hub_model
+from galley.common.models.files import hub_model
 from galley.common.server.process import hand_back_free_memory
 from galley.engine.cuda.options import DeviceOptions
 from galley.engine.load.draft_directory import takes_embeddings

@@ -13,9 +13,8 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
-from galley.common.secret_file import read_secret
-
 _FILE = "_file"
+MAX_SECRET_BYTES = 64 * 1024
 
 
 def load_secret_files(cls: type[BaseSettings], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,6 +38,27 @@ def load_secret_files(cls: type[BaseSettings], given: Mapping[str, Any]) -> dict
         except ValueError as error:
             raise ValueError(f"{setting_label(name, prefix)}: {error}") from None
     return values
+
+
+def read_secret(path: Path) -> str:
+    """Return the text of the file without the line break at its end.
+
+    Raises ValueError if it cannot be read, is empty, is not text or is larger than MAX_SECRET_BYTES.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_SECRET_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if len(content) > MAX_SECRET_BYTES:
+        raise ValueError(f"{path}: is larger than {MAX_SECRET_BYTES} bytes")
+    try:
+        text = content.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        text = ""
+    if not text or "\0" in text:
+        raise ValueError(f"{path}: holds no line of text")
+    return text
 
 
 def secrets_in_argv(settings: BaseSettings, argv: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from pydantic import Field, SecretStr, ValidationError, model_validator
@@ -11,10 +12,37 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
 
-from galley.common.config.limits import MIB, ServerLimits
 from galley.common.config.secrets import load_secret_files, secrets_in_argv, setting_label
 
 S = TypeVar("S", bound=BaseSettings)
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What a server allows its peers; gRPC enforces it. 0 s for idle time or age is no limit.
+
+    - `max_message_bytes` bounds a request message.
+    - `max_metadata_bytes` bounds the metadata of a call: names and values, and 32 bytes for each entry.
+    - `max_concurrent_rpcs` calls may be open on one connection; more wait at the client.
+    - `max_connections` may be open; later ones are closed at once.
+    - A connection closes after `max_connection_idle_s` without calls. At `max_connection_age_s` it takes no
+      more calls, and closes when its last call has ended.
+    - `min_ping_interval_s`: a peer that pings more often while nothing else is sent is disconnected.
+    - `handshake_timeout_s` bounds the set-up of a connection.
+    - `request_timeout_s` bounds the wait for a request after its call has begun.
+    """
+
+    max_message_bytes: int = 4 * MIB
+    max_metadata_bytes: int = 16 * 1024
+    max_concurrent_rpcs: int = 1000
+    max_connections: int = 4096
+    max_connection_idle_s: float = 0.0
+    max_connection_age_s: float = 0.0
+    min_ping_interval_s: float = 5.0
+    handshake_timeout_s: float = 10.0
+    request_timeout_s: float = 20.0
 
 
 def settings_config(env_prefix: str) -> SettingsConfigDict:

@@ -6,6 +6,7 @@ what they write is bounded.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -34,11 +35,6 @@ _REFUSALS = (
 )
 
 
-def local_now() -> datetime:
-    """Return the time that `strftime_now` formats: the host's, as transformers takes it."""
-    return datetime.now().astimezone()
-
-
 class ChatTemplate:
     """`source` is the model's template; `variables` are its special tokens (`bos_token`, ...)."""
 
@@ -47,7 +43,7 @@ class ChatTemplate:
         source: str,
         variables: Mapping[str, str],
         *,
-        now: Callable[[], datetime] = local_now,
+        now: Callable[[], datetime] = lambda: datetime.now().astimezone(),  # the host's, as transformers
         max_chars: int = MAX_RENDERED_CHARS,
     ) -> None:
         self._template = _environment(now).from_string(source)
@@ -59,27 +55,25 @@ class ChatTemplate:
 
         Raises InvalidField("messages") if the template refuses them or writes more than `max_chars`.
         """
-        try:
-            return self._collect(messages)
-        except _REFUSALS as error:
-            reason = str(error)[:_MAX_REASON_CHARS]
-            raise InvalidField("messages", f"the model's chat template refuses them: {reason}") from error
-
-    def _collect(self, messages: Sequence[Mapping[str, str]]) -> str:
-        pieces: list[str] = []
-        chars = 0
-        for piece in self._template.generate(
+        written = self._template.generate(
             messages=[dict(message) for message in messages],
             tools=None,
             documents=None,
             add_generation_prompt=True,
             **self._variables,
-        ):
-            pieces.append(piece)
-            chars += len(piece)
-            if chars > self._max_chars:
-                raise InvalidField("messages", f"come to more than {self._max_chars} characters as a prompt")
-        return "".join(pieces)
+        )
+        prompt = io.StringIO()
+        try:
+            for piece in written:
+                prompt.write(piece)
+                if prompt.tell() > self._max_chars:
+                    break
+        except _REFUSALS as error:
+            reason = str(error)[:_MAX_REASON_CHARS]
+            raise InvalidField("messages", f"the model's chat template refuses them: {reason}") from error
+        if prompt.tell() > self._max_chars:
+            raise InvalidField("messages", f"come to more than {self._max_chars} characters as a prompt")
+        return prompt.getvalue()
 
 
 def _environment(now: Callable[[], datetime]) -> jinja2.Environment:

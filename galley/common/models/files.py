@@ -37,3 +37,12 @@ def _homes(directory: Path) -> list[Path]:
 def code_asked_for(config: Mapping[str, Any]) -> str | None:
     """Return why the model needs code from its repository, or None if it needs none."""
     return "needs code from its repository (auto_map), which is never run" if config.get("auto_map") else None
+
+
+def hub_model(spec: str) -> tuple[str, str | None]:
+    """Return the hub's name of a model, and the revision: `owner/model`, or `owner/model@revision`.
+
+    A commit as the revision fixes the files; their owner can move a branch or a tag.
+    """
+    name, _, revision = spec.partition("@")
+    return name, revision or None

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.common.models.chat_template import ChatTemplate
-from galley.common.models.files import code_asked_for, foreign_file
-from galley.common.models.hub import hub_model
+from galley.common.models.files import code_asked_for, foreign_file, hub_model
 from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.core.errors import InvalidField
 
@@ -29,15 +28,7 @@ FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-_SPECIAL_VARIABLES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_SPECIAL_VARIABLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class Tokenizer:
@@ -49,9 +40,6 @@ class Tokenizer:
         fast.no_padding()
         self._fast = fast
         self._template = template
-        self._special_ids = frozenset(
-            token for token, added in fast.get_added_tokens_decoder().items() if added.special
-        )
         self.hash = digest
 
     @classmethod
@@ -79,20 +67,15 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the tokenizer knows, added ones included; a model may pad its vocabulary beyond."""
+        """Return the number of known tokens, added ones included; a model may pad its vocabulary beyond."""
         return int(self._fast.get_vocab_size(with_added_tokens=True))
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that stand for control tokens, which `decode` leaves out."""
-        return self._special_ids
-
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text to be completed, with the special tokens that the model's own rules add."""
+        """Return the token ids of a text to complete, with the special tokens that the model's rules add."""
         return list(self._fast.encode(text).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a chat up to where the answer begins; each message has `role` and `content`.
+        """Return the token ids of a chat up to the answer; each message has `role` and `content`.
 
         As in transformers, control tokens that are spelled out in a message's content are read as control
         tokens. Raises InvalidField("messages") if the model has no chat template or its template refuses.
@@ -156,44 +139,22 @@ def _add_missing_tokens(fast: FastTokenizer, config: dict[str, Any]) -> None:
         content = entry["content"]
         known = fast.token_to_id(content)
         if known is None and int(key) == fast.get_vocab_size(with_added_tokens=True):
-            token = AddedToken(
-                content,
-                single_word=entry.get("single_word", False),
-                lstrip=entry.get("lstrip", False),
-                rstrip=entry.get("rstrip", False),
-                normalized=entry.get("normalized", True),
-                special=entry.get("special", False),
-            )
-            if entry.get("special", False):
-                fast.add_special_tokens([token])
-            else:
-                fast.add_tokens([token])
+            flags = {name: entry.get(name, False) for name in ("single_word", "lstrip", "rstrip", "special")}
+            token = AddedToken(content, normalized=entry.get("normalized", True), **flags)
+            add = fast.add_special_tokens if flags["special"] else fast.add_tokens
+            add([token])
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> ChatTemplate | None:
-    source = _template_source(directory, config)
-    if source is None:
-        return None
-    return ChatTemplate(source, _special_variables(directory, config))
-
-
-def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    source = config.get("chat_template")
+    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
     if isinstance(source, list):
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return source if isinstance(source, str) else None
+    return ChatTemplate(source, _special_variables(directory, config)) if isinstance(source, str) else None
 
 
 def _special_variables(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    held = _read_json(directory / "special_tokens_map.json") | config
-    variables = {}
-    for name in _SPECIAL_VARIABLES:
-        value = held.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            variables[name] = value
-    return variables
+    given = _read_json(directory / "special_tokens_map.json") | config
+    values = {name: given.get(name) for name in _SPECIAL_VARIABLES}
+    texts = {name: it.get("content") if isinstance(it, dict) else it for name, it in values.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

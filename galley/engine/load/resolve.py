@@ -21,7 +21,7 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from galley.common.config.defaults import DEFAULT_MODEL
-from galley.common.models.hub import hub_model
+from galley.common.models.files import hub_model
 from galley.core.errors import GalleyError
 from galley.engine.errors import UnsupportedModel
 from galley.engine.load.cache_directory import cache_dir, file_digest
