@@ -24,7 +24,6 @@ from galley.trace.read.otlp_file import Lines
 from galley.trace.read.otlp_json import spans_in
 from tests.attack import floods
 from tests.attack.campaign import Campaign
-from tests.attack.held import idle_connections, idle_streams
 from tests.attack.stack import HEALTH, MIB, SERVICES, Attacked, Told, attacked, undisturbed, warmed_up
 from tests.fakes import tokenizer_files
 from tests.fakes.redis_servers import VALKEY, running
@@ -148,15 +147,15 @@ class Proof:
     async def _idle_streams(self, count: int) -> None:
         async with AsyncExitStack() as opened:
             before = await self._stack.told()
-            wires = await idle_streams(self._stack, opened, before.calls, count - 200)
+            wires = await floods.idle_streams(self._stack, opened, before.calls, count - 200)
             there = (await self._stack.has_taken(before.calls + count)).calls
             self._expect(there >= count, f"only {there} streams were open")
-            self._expect(not any(one.heard.ended for one in wires), "a connection of idle streams was cut")
+            self._expect(not any(one.received.ended for one in wires), "a connection of idle streams was cut")
 
     async def _idle_connections(self, count: int) -> None:
         """Beyond what a server takes, they are closed as they come."""
         async with AsyncExitStack() as opened:
-            self.record["connections_opened"] = await idle_connections(self._stack, opened, count)
+            self.record["connections_opened"] = await floods.idle_connections(self._stack, opened, count)
             self.record["connections_held"] = (await self._stack.told()).strangers
 
     async def _repeat(self, name: str, part: Callable[[], Awaitable[None]]) -> None:

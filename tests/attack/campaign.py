@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
-from tests.attack.asked import Known, Rpc, rpcs, some_metadata
 from tests.attack.mutation import Mutator
+from tests.attack.requests import Known, Rpc, rpcs, some_metadata
 from tests.attack.stack import BAD, HEALTH
 from tests.fakes.waiting import PATIENCE_S
 

@@ -1,9 +1,9 @@
-"""Messages between valid and noise, from a seed: fields that are what they should not be, bytes cut off."""
+"""Mutate messages from a seed: fields with wrong values, corrupt bytes, noise."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -13,20 +13,9 @@ from google.protobuf.message import Message
 _INTS = (0, 1, 2, 3, 7, 16, 17, 64, 255, 256, 1023, 1024, 1025, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1)
 _FLOATS = (0.0, -0.0, 1.0, -1.0, 2.0, 0.5, 1e-45, 1e38, 101.0, math.nan, math.inf, -math.inf)
 _WORDS = (
-    *(
-        "",
-        "a",
-        "\0",
-        "é" * 40,
-        "\u202e",
-        "😀",
-        "%s%n",
-        "{{7*7}}",
-        "../../etc/passwd",
-        "' OR 1=1 --",
-        "${jndi:x}",
-    ),
-    *("model", "ngram", "none", "user", "assistant", "<|end|>", "*", "galley.v1.Target", "a\r\nb: c"),
+    *("", "a", "\0", "é" * 40, "\u202e", "😀", "%s%n", "{{7*7}}", "../../etc/passwd", "' OR 1=1 --"),
+    *("${jndi:x}", "model", "ngram", "none", "user", "assistant", "<|end|>", "*", "galley.v1.Target"),
+    "a\r\nb: c",
 )
 _SIZES = (1, 15, 16, 17, 31, 32, 33, 255, 256, 257, 1000, 20_000)
 _COUNTS = (1, 1, 2, 5, 20, 300, 1030)
@@ -40,13 +29,13 @@ _BOUNDS = {
 
 
 class Mutator:
-    """The same random numbers, the same messages."""
+    """Mutate messages; equal random numbers give equal messages."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
 
     def bytes_of(self, message: Message) -> bytes:
-        """The message as it is, or changed in some fields, or as bytes that are no message at all."""
+        """Return the message unchanged, with changed fields, or as bytes that are no message."""
         kind = self._random.random()
         if kind < 0.05:
             return self._random.randbytes(self._random.choice((0, 1, 2, 5, 20, 200, 5000)))
@@ -56,10 +45,10 @@ class Mutator:
             for _ in range(self._random.choice((1, 1, 1, 2, 4))):
                 self._change(self._random.choice(_tree(message)))
         data = message.SerializeToString()
-        return self._spoiled(data) if kind > 0.7 else data
+        return self._corrupt(data) if kind > 0.7 else data
 
     def _change(self, message: Message) -> None:
-        """One field of this message."""
+        """Change one field of the message."""
         fields: Sequence[Any] = message.DESCRIPTOR.fields
         if not fields:
             return
@@ -109,22 +98,31 @@ class Mutator:
             return "x" * size
         return self._random.choice(_WORDS)
 
-    def _spoiled(self, data: bytes) -> bytes:
-        """Some bytes otherwise, gone, twice, or new ones among them."""
-        spoiled = bytearray(data)
-        ways: Sequence[Callable[[bytearray, int, int], None]] = (_flip, _cut, _double, _end, self._insert)
+    def _corrupt(self, data: bytes) -> bytes:
+        """Flip, cut, repeat or insert some bytes."""
+        corrupt = bytearray(data)
         for _ in range(self._random.choice((1, 1, 2, 8))):
-            at = self._random.randrange(len(spoiled) + 1)
-            self._random.choice(ways)(spoiled, at, self._random.choice((1, 1, 2, 9, 50)))
-        return bytes(spoiled)
+            at, count = self._random.randrange(len(corrupt) + 1), self._random.choice((1, 1, 2, 9, 50))
+            match self._random.randrange(5):
+                case 0 if corrupt:
+                    corrupt[at % len(corrupt)] ^= 1 << count % 8
+                case 1:
+                    del corrupt[at : at + count]
+                case 2:
+                    corrupt[at:at] = corrupt[at : at + count]
+                case 3:
+                    del corrupt[at:]
+                case _:
+                    corrupt[at:at] = self._noise(count)
+        return bytes(corrupt)
 
-    def _insert(self, data: bytearray, at: int, count: int) -> None:
-        noise = (self._random.randbytes(count), b"\xff" * count, b"\x80" * count + b"\x01", b"\x0b" * count)
-        data[at:at] = self._random.choice(noise)
+    def _noise(self, count: int) -> bytes:
+        tags = (b"\xff" * count, b"\x80" * count + b"\x01", b"\x0b" * count)
+        return self._random.choice((self._random.randbytes(count), *tags))
 
 
 def _tree(message: Message) -> list[Message]:
-    """The message and all within it."""
+    """Return the message and all messages within it."""
     found = [message]
     for field, value in message.ListFields():
         if field.message_type is None or field.message_type.GetOptions().map_entry:
@@ -132,20 +130,3 @@ def _tree(message: Message) -> list[Message]:
         for part in value if field.is_repeated else (value,):
             found += _tree(part)
     return found
-
-
-def _flip(data: bytearray, at: int, count: int) -> None:
-    if data:
-        data[at % len(data)] ^= 1 << count % 8
-
-
-def _cut(data: bytearray, at: int, count: int) -> None:
-    del data[at : at + count]
-
-
-def _double(data: bytearray, at: int, count: int) -> None:
-    data[at:at] = data[at : at + count]
-
-
-def _end(data: bytearray, at: int, _count: int) -> None:
-    del data[at:]

@@ -13,8 +13,8 @@ from tests.attack.floods import (
     nonsense,
     rapid_resets,
 )
-from tests.attack.http2 import field_of, number, text
 from tests.attack.stack import HEALTH, MIB, SERVICES, Attacked, unharmed
+from tests.fakes.http2 import field_of, number, text
 
 
 @pytest.mark.parametrize("service", [*SERVICES, HEALTH])

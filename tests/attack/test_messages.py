@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
+from galley.client.errors import rpc_error
 from galley.common.server.deserialize import decompress
-from galley.common.wire.status import describe
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.floods import KEY, gzip_bomb, gzip_bombs
-from tests.attack.http2 import END_STREAM, Kind, frame, message, opening, wire
 from tests.attack.stack import MAX_MESSAGE_BYTES, MIB, SERVICES, Attacked, hello, unharmed
+from tests.fakes.http2 import END_STREAM, Kind, frame, message, opening, wire
 from tests.fakes.waiting import PATIENCE_S
 
 GENERATE = "/galley.v1.Generation/Generate"
@@ -43,7 +43,7 @@ async def answer(
         try:
             return await call(data, metadata=KEY, timeout=PATIENCE_S)
         except grpc.RpcError as error:
-            return describe(error)
+            return rpc_error(error)
 
 
 async def test_too_large_is_refused_by_name_and_far_too_large_by_grpc(stack: Attacked) -> None:
@@ -167,7 +167,7 @@ async def stream_end(address: str, service: str, data: bytes) -> Any:
         try:
             return await open_stream(iter([data])).read()
         except grpc.RpcError as error:
-            return describe(error)
+            return rpc_error(error)
 
 
 async def test_what_is_nested_too_deep_is_the_callers_fault(stack: Attacked) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from galley.common.config.limits import ServerLimits
+from galley.common.config.settings import ServerLimits
 from galley.common.server.server import start_server
-from tests.attack.floods import CLIENT_HELLO, KEY
-from tests.attack.held import idle_connections, idle_streams
-from tests.attack.http2 import (
+from tests.attack.floods import CLIENT_HELLO, KEY, idle_connections, idle_streams
+from tests.attack.stack import MIB, Attacked, hello, undisturbed, unharmed
+from tests.fakes import echo_service as service
+from tests.fakes.certificates import Authority, mounted
+from tests.fakes.http2 import (
     INITIAL_WINDOW_SIZE,
     PREFACE,
     Kind,
@@ -24,9 +26,6 @@ from tests.attack.http2 import (
     settings,
     wire,
 )
-from tests.attack.stack import MIB, Attacked, hello, undisturbed, unharmed
-from tests.fakes import echo_service as service
-from tests.fakes.certificates import Authority, mounted
 from tests.fakes.tls_servers import tls_settings
 from tests.fakes.waiting import PATIENCE_S
 
@@ -106,7 +105,7 @@ async def test_answers_that_are_never_read_end_and_hold_nobody_up(stack: Attacke
         for stream in range(1, 21, 2):
             last = frame(Kind.DATA, 1, stream, message(asked.SerializeToString()))
             await attacker.send(opening(stream, GENERATE, KEY), last)
-        await attacker.until(lambda heard: len(heard.heads) == 10)
+        await attacker.until(lambda received: len(received.heads) == 10)
         assert (await stack.has_let_go(1)).sessions <= 1, "but for the bystander's"
 
 
@@ -119,7 +118,7 @@ async def test_10_000_idle_streams_take_bounded_memory_and_hold_nobody_up(stack:
         assert told.calls >= before.calls + 10_000
         async with undisturbed(stack) as bystander:
             pass
-        assert not any(attacker.heard.ended for attacker in wires)
+        assert not any(attacker.received.ended for attacker in wires)
         assert bystander.longest_pause_s < 5
     assert stack.peak_rss() - before.rss < 700 * MIB
 

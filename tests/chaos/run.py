@@ -24,8 +24,7 @@ from typing import Any
 from bench.harness import BENCH, commit, machine, result_path, write_record
 from tests.chaos.disturbances import KILL, disturbances
 from tests.chaos.goals import goals, p95
-from tests.chaos.model import save_model
-from tests.chaos.trial import Measured, trial
+from tests.chaos.trial import Measured, save_model, trial
 
 DEFAULT_COUNT = 680
 """Three quarters are kills: at least 500."""

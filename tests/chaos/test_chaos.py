@@ -20,12 +20,11 @@ from tests.chaos.disturbances import (
     disturbances,
     killed,
 )
-from tests.chaos.gaps import longest_wait, longest_within, usual_wait
 from tests.chaos.goals import KILLS, goals
 from tests.chaos.links import LINKS, PARTS
-from tests.chaos.model import save_model
 from tests.chaos.run import DEFAULT_COUNT
-from tests.chaos.trial import Measured, Trial, trial
+from tests.chaos.streams import longest_wait, longest_within, usual_wait
+from tests.chaos.trial import Measured, Trial, save_model, trial
 
 pytestmark = pytest.mark.timeout(300)
 on_one_loop = pytest.mark.asyncio(loop_scope="module")

@@ -21,12 +21,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+import torch
+
 from galley.stack.stack import Stack, StackOptions
 from services.gateway.replicas.membership import POLL_S
 from tests.chaos.disturbances import KILL, STOP, TERM, Disturbance, killed, pool_of
-from tests.chaos.gaps import longest_wait, longest_within, usual_wait
 from tests.chaos.links import GATEWAYS, REPLICAS, STORE, Links
-from tests.chaos.streams import PATIENCE_S, Stream, options, prompts
+from tests.chaos.streams import (
+    PATIENCE_S,
+    Stream,
+    longest_wait,
+    longest_within,
+    options,
+    prompts,
+    usual_wait,
+)
+from tests.fakes import tiny_model
 
 WATCHED_S = 1.0
 """How long streams are watched after a disturbance is over."""
@@ -36,6 +46,7 @@ _KNOWN_S = POLL_S + 0.1
 """From when a gateway reaches a replica to when it has met it."""
 
 T = TypeVar("T")
+_CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,3 +269,12 @@ async def trial(model: Path, streams: int, max_tokens: int, seed: int, log_dir: 
         running = Trial(stack, links, made)
         opened.push_async_callback(running.stop)
         yield running
+
+
+def save_model(directory: Path) -> Path:
+    """Save a model of random weights whose streams last long enough; no token is poison."""
+    model = tiny_model.random_llama(hidden_size=256, spread=0.1, seed=0)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tiny_model.POISON] = 0.0
+    model.config.max_position_embeddings = _CONTEXT
+    return tiny_model.save(model, directory)

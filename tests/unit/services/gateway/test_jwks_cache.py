@@ -102,7 +102,7 @@ async def test_a_failing_issuer_is_not_asked_more_often(issuer: Issuer) -> None:
             assert await issuer.keys.refreshed() is OLD
     assert issuer.asked == 2
     [failure] = logs
-    assert (failure["log_level"], failure["problem"]) == ("error", "the issuer is away")
+    assert (failure["log_level"], failure["error"]) == ("error", "the issuer is away")
 
 
 async def test_old_keys_serve_while_the_issuer_is_away(issuer: Issuer) -> None:

@@ -279,7 +279,7 @@ async def test_new_connections_use_the_current_files(authority: Authority, tmp_p
             await server.command("CLIENT", "KILL", "TYPE", "normal")
             with logged(files_module) as logs:
                 await store.ping()
-            assert logs[0]["problem"].startswith("redis_url: the files of ca=, cert= and key= are of no use")
+            assert logs[0]["error"].startswith("redis_url: the files of ca=, cert= and key= are of no use")
 
 
 async def change_over(server: TcpServer, authority: Authority) -> None:

@@ -1,10 +1,11 @@
-"""Every RPC of every port, and valid requests of it: what the fuzzer begins with."""
+"""Valid requests for every RPC of every port, which the fuzzer mutates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import TypeVar
 
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
@@ -20,13 +21,15 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.stack import HEALTH, SERVICES
 from tests.fakes.truth import VOCAB, true_next
 
-_SESSIONS, _LONGEST = 12, 400
+T = TypeVar("T")
+
+_SESSIONS, _MAX_TOKENS = 12, 400
 _SERVED = ("", "galley.v1.Generation", "galley.v1.Target", "none")
 
 
 @dataclass
 class Known:
-    """What the fuzzer has learnt: its sessions at the gateway, and what it has told replicas of others."""
+    """The sessions of the fuzzer at the gateway, and the tokens that it has sent to replicas."""
 
     ids: list[str] = field(default_factory=lambda: ["0" * 32])
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -37,7 +40,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Rpc:
-    """One method at one port; `share` of the calls are to it, in proportion."""
+    """A method at a port; `share` weighs how often it is called."""
 
     service: str
     method: MethodDescriptor
@@ -53,24 +56,24 @@ class Rpc:
         return f"{self.service} {self.method.name}"
 
     def read(self, data: bytes) -> Message:
-        """An answer."""
-        answer: Message = GetMessageClass(self.method.output_type).FromString(data)
-        return answer
+        """Parse a response."""
+        response: Message = GetMessageClass(self.method.output_type).FromString(data)
+        return response
 
 
 def rpcs() -> list[Rpc]:
-    """All of them."""
+    """Return all RPCs; fail if one has no requests here."""
     found = []
     for (service, full_name), makers in _MAKERS.items():
         methods = descriptor_pool.Default().FindServiceByName(full_name).methods_by_name
         missing = set(methods) - set(makers)
-        assert not missing, f"{full_name}: nothing is asked of {missing}"
+        assert not missing, f"{full_name}: no requests for {missing}"
         found += [Rpc(service, methods[name], make, share) for name, (make, share) in makers.items()]
     return found
 
 
 def some_metadata(random: Random) -> list[tuple[str, str | bytes]]:
-    """What a client may say besides; mostly nothing."""
+    """Return metadata of a call; mostly none."""
     if random.random() < 0.8:
         return []
     choices: list[tuple[str, str | bytes]] = [
@@ -131,10 +134,10 @@ def _resume(random: Random, known: Known) -> pb.ResumeRequest:
 
 
 def _slice(random: Random, known: Known) -> pb.SessionSlice:
-    """Of a session that goes on with what the target says, or begins."""
+    """Return a slice of a new session, or of one that continues with true tokens."""
     name = f"s{random.randrange(_SESSIONS)}"
     tokens = known.tokens.get(name, [])
-    if not tokens or len(tokens) > _LONGEST or random.random() < 0.2:
+    if not tokens or len(tokens) > _MAX_TOKENS or random.random() < 0.2:
         tokens = _tokens(random, random.randint(1, 40))
         start = 0
     else:
@@ -174,27 +177,20 @@ def _verify_item(random: Random, known: Known) -> pb.VerifyItem:
     return item
 
 
-def _verify(random: Random, known: Known) -> pb.VerifyRequest:
-    return pb.VerifyRequest(items=[_verify_item(random, known) for _ in range(random.randint(1, 4))])
-
-
 def _verify_stream(random: Random, known: Known) -> pb.VerifyStreamRequest:
-    items = [_verify_item(random, known) for _ in range(random.randint(1, 4))]
+    items = _several(_verify_item, random, known)
     request = pb.VerifyStreamRequest(items=items)
-    for item in items:
-        name = {"session_id": item.slice.session_id, "request_id": item.slice.request_id}
+    for part in (item.slice for item in items):
+        name = {"session_id": part.session_id, "request_id": part.request_id}
         if random.random() < 0.2:
             request.cancelled.add(**name)
         if random.random() < 0.4:
-            position = item.slice.start + len(item.slice.tokens)
-            told = known.tokens[item.slice.session_id]
+            position, tokens = part.start + len(part.tokens), known.tokens[part.session_id]
+            hint = pb.Hint(
+                position=position, prefix_hash=prefix_hash(tokens), draft_tokens=_tokens(random, 4)
+            )
             request.extensions.add(
-                **name,
-                limit=position + random.randrange(20),
-                hint=pb.Hint(
-                    position=position, prefix_hash=prefix_hash(told), draft_tokens=_tokens(random, 4)
-                ),
-                hint_due=random.random() < 0.3,
+                **name, limit=position + random.randrange(20), hint=hint, hint_due=random.random() < 0.3
             )
     return request
 
@@ -209,40 +205,36 @@ def _propose_item(random: Random, known: Known) -> pb.ProposeItem:
     )
 
 
-def _propose(random: Random, known: Known) -> pb.ProposeRequest:
-    return pb.ProposeRequest(items=[_propose_item(random, known) for _ in range(random.randint(1, 4))])
-
-
 def _propose_stream(random: Random, known: Known) -> pb.ProposeStreamRequest:
-    items = [_propose_item(random, known) for _ in range(random.randint(1, 4))]
+    items = _several(_propose_item, random, known)
     request = pb.ProposeStreamRequest(items=items)
     if random.random() < 0.2:
         request.cancelled.add(session_id=items[0].slice.session_id, request_id=items[0].slice.request_id)
     return request
 
 
+def _several(make: Callable[[Random, Known], T], random: Random, known: Known) -> list[T]:
+    return [make(random, known) for _ in range(random.randint(1, 4))]
+
+
 def _export(random: Random, known: Known) -> otlp.ExportTraceServiceRequest:
     request = otlp.ExportTraceServiceRequest()
-    for _ in range(random.randint(1, 2)):
-        resource = request.resource_spans.add()
-        resource.resource.attributes.add(key="service.name").value.string_value = "fuzzer"
-        scope = resource.scope_spans.add()
-        scope.scope.name = "fuzz"
-        for _ in range(random.randint(1, 4)):
-            span = scope.spans.add(
-                trace_id=random.randbytes(16),
-                span_id=random.randbytes(8),
-                parent_span_id=random.choice((b"", random.randbytes(8))),
-                name="span",
-                kind=2,
-                start_time_unix_nano=random.getrandbits(60),
-                end_time_unix_nano=random.getrandbits(60),
-            )
-            value = span.attributes.add(key="a").value
-            value.array_value.values.add().kvlist_value.values.add(key="b").value.double_value = 0.5
-            span.attributes.add(key="n").value.int_value = random.getrandbits(60)
-            span.events.add(name="event", time_unix_nano=1).attributes.add(key="e").value.bool_value = True
-            span.links.add(trace_id=random.randbytes(16), span_id=random.randbytes(8))
+    resource = request.resource_spans.add()
+    resource.resource.attributes.add(key="service.name").value.string_value = "fuzzer"
+    scope = resource.scope_spans.add()
+    for _ in range(random.randint(1, 8)):
+        span = scope.spans.add(
+            trace_id=random.randbytes(16),
+            span_id=random.randbytes(8),
+            parent_span_id=random.choice((b"", random.randbytes(8))),
+            name="span",
+            start_time_unix_nano=random.getrandbits(60),
+            end_time_unix_nano=random.getrandbits(60),
+        )
+        value = span.attributes.add(key="a").value
+        value.array_value.values.add().kvlist_value.values.add(key="b").value.double_value = 0.5
+        span.events.add(name="event", time_unix_nano=1).attributes.add(key="e").value.bool_value = True
+        span.links.add(trace_id=random.randbytes(16), span_id=random.randbytes(8))
     return request
 
 
@@ -251,16 +243,16 @@ def _health(random: Random, known: Known) -> health_pb2.HealthCheckRequest:
 
 
 def _reflect(random: Random, known: Known) -> reflection_pb2.ServerReflectionRequest:
+    make = reflection_pb2.ServerReflectionRequest
     extension = reflection_pb2.ExtensionRequest(containing_type="galley.v1.VerifyItem", extension_number=1)
-    asked: Mapping[str, object] = {
-        "file_by_filename": "galley/v1/galley.proto",
-        "file_containing_symbol": random.choice(_SERVED),
-        "file_containing_extension": extension,
-        "all_extension_numbers_of_type": "galley.v1.VerifyItem",
-        "list_services": "",
-    }
-    name = random.choice(list(asked))
-    return reflection_pb2.ServerReflectionRequest(**{name: asked[name]})
+    requests = [
+        make(file_by_filename="galley/v1/galley.proto"),
+        make(file_containing_symbol=random.choice(_SERVED)),
+        make(file_containing_extension=extension),
+        make(all_extension_numbers_of_type="galley.v1.VerifyItem"),
+        make(list_services=""),
+    ]
+    return random.choice(requests)
 
 
 def _tokens(random: Random, count: int) -> list[int]:
@@ -282,12 +274,12 @@ _MAKERS: dict[tuple[str, str], dict[str, _Maker]] = {
         "GetModelInfo": (lambda random, known: pb.GetModelInfoRequest(), 2),
     },
     ("target", "galley.v1.Target"): {
-        "Verify": (_verify, 14),
+        "Verify": (lambda r, known: pb.VerifyRequest(items=_several(_verify_item, r, known)), 14),
         "VerifyStream": (_verify_stream, 14),
         "GetTargetInfo": (lambda random, known: pb.GetTargetInfoRequest(), 1),
     },
     ("draft", "galley.v1.Draft"): {
-        "Propose": (_propose, 12),
+        "Propose": (lambda r, known: pb.ProposeRequest(items=_several(_propose_item, r, known)), 12),
         "ProposeStream": (_propose_stream, 12),
         "GetDraftInfo": (lambda random, known: pb.GetDraftInfoRequest(), 1),
     },
