@@ -24,7 +24,7 @@ from galley.trace.read.otlp_file import Lines
 from galley.trace.read.otlp_json import spans_in
 from tests.attack import floods
 from tests.attack.campaign import Campaign
-from tests.attack.stack import HEALTH, MIB, SERVICES, Attacked, Told, attacked, undisturbed, warmed_up
+from tests.attack.stack import HEALTH, MIB, SERVICES, Attacked, ProcessState, attacked, undisturbed, warmed_up
 from tests.fakes import tokenizer_files
 from tests.fakes.redis_servers import VALKEY, running
 
@@ -74,12 +74,12 @@ class Proof:
         self.faults: list[str] = []
         self.record: dict[str, Any] = {}
         self._stack = stack
-        self._at_first: Told
+        self._initial: ProcessState
 
     async def run(self, messages: int, streams: int, seed: int) -> None:
         """All parts but the end, while somebody streams."""
         await warmed_up(self._stack)
-        self._at_first = await self._stack.told()
+        self._initial = await self._stack.state()
         self._stack.forget_peak()
         async with undisturbed(self._stack) as bystander:
             await self._fuzz(messages, seed)
@@ -91,11 +91,11 @@ class Proof:
             "answers": bystander.answers,
             "longest_pause_s": round(bystander.longest_pause_s, 3),
         }
-        left = await self._stack.settled(self._at_first)
-        self.record["left"] = {"tasks": left.task_count - self._at_first.task_count, "items": left.items}
+        left = await self._stack.settled(self._initial)
+        self.record["left"] = {"tasks": left.task_count - self._initial.task_count, "items": left.items}
         self.record["log_bytes"] = left.logged
         self.faults += left.errors
-        peak = (self._stack.peak_rss() - self._at_first.rss) // MIB
+        peak = (self._stack.peak_rss() - self._initial.rss) // MIB
         self.record["peak_mib"] = peak
         self._expect(peak < _MOST_EVER, f"{peak} MiB were in use")
 
@@ -146,9 +146,9 @@ class Proof:
 
     async def _idle_streams(self, count: int) -> None:
         async with AsyncExitStack() as opened:
-            before = await self._stack.told()
+            before = await self._stack.state()
             wires = await floods.idle_streams(self._stack, opened, before.calls, count - 200)
-            there = (await self._stack.has_taken(before.calls + count)).calls
+            there = (await self._stack.after_calls(before.calls + count)).calls
             self._expect(there >= count, f"only {there} streams were open")
             self._expect(not any(one.received.ended for one in wires), "a connection of idle streams was cut")
 
@@ -156,7 +156,7 @@ class Proof:
         """Beyond what a server takes, they are closed as they come."""
         async with AsyncExitStack() as opened:
             self.record["connections_opened"] = await floods.idle_connections(self._stack, opened, count)
-            self.record["connections_held"] = (await self._stack.told()).strangers
+            self.record["connections_held"] = (await self._stack.state()).connections
 
     async def _repeat(self, name: str, part: Callable[[], Awaitable[None]]) -> None:
         """Run `part` several times; rounds after the first must not take more memory."""
@@ -171,8 +171,8 @@ class Proof:
 
     async def _mib(self) -> int:
         """Memory in use beyond that at first, once all that was opened is gone but for the bystander's."""
-        now = await self._stack.calm(self._at_first)
-        return (now.rss - self._at_first.rss) // MIB
+        now = await self._stack.settled_but_one(self._initial)
+        return (now.rss - self._initial.rss) // MIB
 
     def _expect(self, holds: bool, fault: str) -> None:  # reads as a sentence
         if not holds:

@@ -38,23 +38,23 @@ KEY = (("x-api-key", BAD),)
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that no client of good faith sends; `begun` says whether behind a proper beginning."""
+    """Bytes that no honest client sends, with or without a proper `handshake` before."""
 
     name: str
     data: bytes
-    begun: bool = True
+    handshake: bool = True
 
 
 def cases() -> Iterator[Sent]:
     call = head(WATCH)
     whole = END_HEADERS | END_STREAM
-    yield Sent("nothing", b"", begun=False)
-    yield Sent("noise", bytes(range(256)) * 64, begun=False)
-    yield Sent("TLS", CLIENT_HELLO, begun=False)
-    yield Sent("HTTP/1.1", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", begun=False)
-    yield Sent("an endless line", b"GET /" + b"a" * MIB, begun=False)
-    yield Sent("half a preface", PREFACE[:13], begun=False)
-    yield Sent("a preface and no settings", PREFACE + opening(1, WATCH), begun=False)
+    yield Sent("nothing", b"", handshake=False)
+    yield Sent("noise", bytes(range(256)) * 64, handshake=False)
+    yield Sent("TLS", CLIENT_HELLO, handshake=False)
+    yield Sent("HTTP/1.1", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", handshake=False)
+    yield Sent("an endless line", b"GET /" + b"a" * MIB, handshake=False)
+    yield Sent("half a preface", PREFACE[:13], handshake=False)
+    yield Sent("a preface and no settings", PREFACE + opening(1, WATCH), handshake=False)
     yield Sent("a frame that says more than it has", frame(Kind.DATA, 0, 1, b"x", length=16_000))
     yield Sent("a frame beyond the largest", frame(Kind.DATA, 0, 1, b"x" * 100_000))
     yield Sent("a frame that says 16 MiB", frame(Kind.HEADERS, 0, 1, b"", length=2**24 - 1))
@@ -108,7 +108,7 @@ async def nonsense(address: str) -> None:
     """All that is no HTTP/2, each on a connection of its own, which the server ends."""
     for case in cases():
         async with wire(address) as attacker:
-            if case.begun:
+            if case.handshake:
                 await attacker.begin()
             await attacker.send(case.data)
             attacker.half_close()
@@ -139,13 +139,13 @@ async def flood_of(address: str, name: str, times: int) -> None:
     """So many of FLOODS, on a connection with a call under way."""
     async with wire(address) as attacker:
         await attacker.begin()
-        begun = frame(Kind.HEADERS, 0, 1, head(WATCH)) if name == "empty headers" else opening(1, WATCH)
-        await attacker.send(begun)
+        handshake = frame(Kind.HEADERS, 0, 1, head(WATCH)) if name == "empty headers" else opening(1, WATCH)
+        await attacker.send(handshake)
         await _flood(attacker, FLOODS[name], times)
 
 
 async def rapid_resets(address: str, connections: int, streams: int) -> None:
-    """Calls that are begun and given up in the same breath (CVE-2023-44487)."""
+    """Open calls and reset them at once (CVE-2023-44487)."""
     for _ in range(connections):
         async with wire(address) as attacker:
             await attacker.begin()
@@ -197,15 +197,17 @@ def gzip_bomb(size: int) -> bytes:
 
 
 async def gzip_bombs(address: str, path: str, data: bytes, times: int) -> list[tuple[str, str]]:
-    """So many calls at once with this as their message; their statuses, and what is said of them."""
+    """Make calls at once with this message; return their statuses and messages."""
     streams = range(1, 2 * times, 2)
     async with wire(address) as attacker:
         await attacker.begin()
         for stream in streams:
-            begun = opening(stream, path, (("grpc-encoding", "gzip"), *KEY))
-            await attacker.send(begun, in_frames(stream, message(data, compressed=1)))
-        told = [(await attacker.status(stream), stream) for stream in streams]
-        return [(status, attacker.received.heads[stream].get("grpc-message", "")) for status, stream in told]
+            handshake = opening(stream, path, (("grpc-encoding", "gzip"), *KEY))
+            await attacker.send(handshake, in_frames(stream, message(data, compressed=1)))
+        statuses = [(await attacker.status(stream), stream) for stream in streams]
+        return [
+            (status, attacker.received.heads[stream].get("grpc-message", "")) for status, stream in statuses
+        ]
 
 
 def in_frames(stream: int, data: bytes, size: int = 16_000) -> bytes:
@@ -240,12 +242,12 @@ class _Holder:
             await attacker.begin()
             taken = min(streams, 100, attacker.received.settings.get(MAX_CONCURRENT_STREAMS, 100))
             for stream in range(1, 2 * taken, 2):
-                asked = frame(Kind.DATA, 1, stream, message(b"")) if path == WATCH else b""
-                await attacker.send(opening(stream, path, KEY), asked)
+                request = frame(Kind.DATA, 1, stream, message(b"")) if path == WATCH else b""
+                await attacker.send(opening(stream, path, KEY), request)
             streams -= taken
             self._calls += taken
             if not len(self.wires) % _AT_ONCE:
-                await self._stack.has_taken(self._calls)
+                await self._stack.after_calls(self._calls)
 
 
 async def idle_streams(stack: Attacked, opened: AsyncExitStack, calls: int, items: int) -> list[Wire]:
@@ -262,7 +264,7 @@ async def idle_streams(stack: Attacked, opened: AsyncExitStack, calls: int, item
 
 
 async def idle_connections(stack: Attacked, opened: AsyncExitStack, count: int) -> int:
-    """To the gateway, each begun in good order: how many, as far as a process may open files here."""
+    """Open connections to the gateway; return how many, as the limit of open files allows."""
     count = min(count, files_allowed() - _OTHER_FILES)
     for _ in range(count):
         attacker = await opened.enter_async_context(wire(stack.gateway))

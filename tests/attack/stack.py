@@ -1,7 +1,7 @@
-"""What is attacked: all services, for real, in a process of their own, and whoever uses them meanwhile.
+"""The attacked services, in a process of their own, and a client that uses them meanwhile.
 
-The services tell of themselves when they are asked: memory, tasks, open files, what was logged as an error.
-What they should be afterwards is what they were before (`settled`).
+The process reports its memory, tasks, connections and logged errors. After an attack they must be what they
+were before (`settled`).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ HEALTH = "health"
 
 
 @dataclass(frozen=True)
-class Told:
-    """How the process stands.
+class ProcessState:
+    """The state of the process.
 
-    `strangers` are connections to it from elsewhere, `sessions` and `items` streams and work under way;
+    `connections` are connections to it from elsewhere, `sessions` and `items` streams and work under way;
     `logged` are bytes written to its log, `errors` what it logged as such.
     """
 
     rss: int
     tasks: dict[str, int]
-    strangers: int
+    connections: int
     threads: int
     sessions: int
     items: int
@@ -78,7 +78,7 @@ class Attacked:
         self.log = log
         self.store = store
         self._process = process
-        self._asking = threading.Lock()
+        self._lock = threading.Lock()
         ready = self._read()
         self.addresses: dict[str, str] = ready["addresses"]
         self.metrics: dict[str, str] = ready["metrics"]
@@ -88,33 +88,33 @@ class Attacked:
     def gateway(self) -> str:
         return self.addresses["gateway"]
 
-    async def told(self) -> Told:
-        """How it stands once garbage is collected and what is free has been given back."""
-        return Told(**await asyncio.to_thread(self._ask, "tell"))
+    async def state(self) -> ProcessState:
+        """Return the state after garbage is collected and free memory returned."""
+        return ProcessState(**await asyncio.to_thread(self._command, "state"))
 
-    async def settled(self, before: Told) -> Told:
-        """How it stands once nobody new is connected and no task is left; fails if that never comes."""
+    async def settled(self, before: ProcessState) -> ProcessState:
+        """Return the state once no new connection and no task is left; fail if that never happens."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
-            told = Told(**await asyncio.to_thread(self._ask, f"tasks-left {before.task_count}"))
-            if told.task_count <= before.task_count and told.strangers <= before.strangers:
-                return told
-            assert time.monotonic() < until_s, f"left behind: {left_behind(before, told)}"
+            state = ProcessState(**await asyncio.to_thread(self._command, f"tasks-left {before.task_count}"))
+            if state.task_count <= before.task_count and state.connections <= before.connections:
+                return state
+            assert time.monotonic() < until_s, f"left behind: {leftovers(before, state)}"
             # Connections are closed by threads of gRPC's own, which tell nobody.
             await asyncio.sleep(0.02)
 
-    async def calm(self, before: Told, spare: int = 60) -> Told:
-        """As `settled`, but for the tasks and the connection of somebody who is still there."""
+    async def settled_but_one(self, before: ProcessState, spare: int = 60) -> ProcessState:
+        """Return `settled`, apart from the tasks and the connection of one client that is still there."""
         tasks = before.tasks | {"somebody's": spare}
-        return await self.settled(replace(before, tasks=tasks, strangers=before.strangers + 1))
+        return await self.settled(replace(before, tasks=tasks, connections=before.connections + 1))
 
-    async def has_taken(self, calls: int) -> Told:
-        """How it stands once so many calls are under way, or none has come for long."""
-        return Told(**await asyncio.to_thread(self._ask, f"calls-there {calls}"))
+    async def after_calls(self, calls: int) -> ProcessState:
+        """Return the state once `calls` are open, or after a timeout."""
+        return ProcessState(**await asyncio.to_thread(self._command, f"calls-there {calls}"))
 
-    async def has_let_go(self, sessions: int) -> Told:
-        """How it stands once no more sessions than that are under way, or patience is at its end."""
-        return Told(**await asyncio.to_thread(self._ask, f"sessions-left {sessions}"))
+    async def after_sessions(self, sessions: int) -> ProcessState:
+        """Return the state once at most `sessions` are open, or after a timeout."""
+        return ProcessState(**await asyncio.to_thread(self._command, f"sessions-left {sessions}"))
 
     def peak_rss(self) -> int:
         """The most memory that it ever had, in bytes."""
@@ -128,13 +128,13 @@ class Attacked:
 
     def stop(self) -> dict[str, Any]:
         """Have it stop in order; what it says at its end."""
-        outcome = self._ask("stop")
+        outcome = self._command("stop")
         assert self._process.wait(PATIENCE_S) == 0
         return outcome
 
-    def _ask(self, command: str) -> dict[str, Any]:
+    def _command(self, command: str) -> dict[str, Any]:
         assert self._process.stdin is not None
-        with self._asking:
+        with self._lock:
             self._process.stdin.write(command.encode() + b"\n")
             self._process.stdin.flush()
             return self._read()
@@ -143,14 +143,14 @@ class Attacked:
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         assert answer, f"the process is gone: {self.log.read_text()[-4000:]}"
-        told: dict[str, Any] = json.loads(answer)
-        return told
+        state: dict[str, Any] = json.loads(answer)
+        return state
 
 
-def left_behind(before: Told, now: Told) -> str:
+def leftovers(before: ProcessState, now: ProcessState) -> str:
     more = {name: count - before.tasks.get(name, 0) for name, count in now.tasks.items()}
     tasks = {name: count for name, count in more.items() if count > 0}
-    return f"{now.strangers - before.strangers} connections, {tasks}"
+    return f"{now.connections - before.connections} connections, {tasks}"
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def _entry(key: str, name: str, more: str) -> str:
 
 @dataclass
 class Bystander:
-    """Who uses the gateway meanwhile: one stream after the other, each compared with the truth."""
+    """A client that streams one answer after the other and compares each with the truth."""
 
     client: AsyncClient
     answers: int = 0
@@ -191,22 +191,22 @@ class Bystander:
     _began: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Until told to stop; the last stream is heard to its end."""
+        """Stream until stopped; the last stream is read to its end."""
         truth = true_output(list(_PROMPT.encode()), _TOKENS)
         while not self._stop:
-            tokens = await self._hear()
+            tokens = await self._read_stream()
             assert tokens == truth, f"disturbed: {tokens} is not {truth}"
             self.answers += 1
 
-    async def _hear(self) -> list[int]:
+    async def _read_stream(self) -> list[int]:
         stream = self.client.generate(_PROMPT, max_tokens=_TOKENS, seed=SEED, ignore_eos=True)
         tokens: list[int] = []
-        heard_s = time.monotonic()
+        received_s = time.monotonic()
         async with asyncio.timeout(PATIENCE_S):
             async for event in stream:
                 tokens += event.chunk.token_ids
-                self.longest_pause_s = max(self.longest_pause_s, time.monotonic() - heard_s)
-                heard_s = time.monotonic()
+                self.longest_pause_s = max(self.longest_pause_s, time.monotonic() - received_s)
+                received_s = time.monotonic()
                 if tokens:
                     self._began.set()
         return tokens
@@ -214,7 +214,7 @@ class Bystander:
 
 @asynccontextmanager
 async def undisturbed(stack: Attacked) -> AsyncIterator[Bystander]:
-    """A stream is under way when this is entered, others follow; each must be what it is in peace."""
+    """Run a bystander within the block; fail if one of its streams differs from the truth."""
     async with AsyncClient(stack.gateway, api_key=GOOD) as client:
         bystander = Bystander(client)
         running = asyncio.create_task(bystander.run())
@@ -230,9 +230,9 @@ async def undisturbed(stack: Attacked) -> AsyncIterator[Bystander]:
 
 
 @asynccontextmanager
-async def unharmed(stack: Attacked, *, most_rss: int = 64 * MIB) -> AsyncIterator[Told]:
-    """What is done within disturbs nobody and leaves nothing: no task, no connection, memory, or error."""
-    before = await stack.told()
+async def unharmed(stack: Attacked, *, most_rss: int = 64 * MIB) -> AsyncIterator[ProcessState]:
+    """Fail if the block disturbs a bystander or leaves a task, connection, memory or error."""
+    before = await stack.state()
     async with undisturbed(stack):
         yield before
     gc.collect()  # calls that were left hold their connection

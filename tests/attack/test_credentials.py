@@ -34,13 +34,13 @@ class End:
     trailing: Any
     answers: int
 
-    def about(self, told: str, other: str) -> End:
+    def about(self, name: str, other: str) -> End:
         """The same, had it been about the other of the two names."""
         renamed = {
-            key: value.replace(told.encode(), other.encode()) if isinstance(value, bytes) else value
+            key: value.replace(name.encode(), other.encode()) if isinstance(value, bytes) else value
             for key, value in self.trailing
         }
-        details = self.details.replace(told, other)
+        details = self.details.replace(name, other)
         return End(self.code, details, self.initial, tuple(renamed.items()), self.answers)
 
 
@@ -95,7 +95,7 @@ async def commands(client: redis_asyncio.Redis) -> int:
     return sum(int(entry["calls"]) for name, entry in stats.items() if name != "cmdstat_info")
 
 
-STRANGERS: dict[str, Metadata] = {
+UNAUTHENTICATED: dict[str, Metadata] = {
     "no key": (),
     "an empty key": (("x-api-key", ""),),
     "an empty bearer": (("authorization", "Bearer "),),
@@ -120,13 +120,13 @@ async def test_strangers_are_turned_away_before_anything_is_done(
         pass
     async with store(stack) as client:
         before = await commands(client)
-        for metadata in STRANGERS.values():
+        for metadata in UNAUTHENTICATED.values():
             for method, request in calls():
                 end = await end_of(channel, method, request, metadata)
                 assert (end.code, end.answers) == (grpc.StatusCode.UNAUTHENTICATED, 0)
                 assert end.initial == ()
-                told = f"{end.details} {end.trailing}"
-                assert not [key for key in (GOOD, BAD, EXPIRED, NOBODY) if key in told]
+                shown = f"{end.details} {end.trailing}"
+                assert not [key for key in (GOOD, BAD, EXPIRED, NOBODY) if key in shown]
         assert await commands(client) == before
 
 

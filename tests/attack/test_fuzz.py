@@ -19,13 +19,13 @@ async def test_fuzzed_messages_crash_hang_and_leak_nothing_and_are_refused_as_do
     campaign = Campaign(stack.addresses, SEED)
     async with unharmed(stack):
         await campaign.run(MESSAGES // 5)
-    warm = await stack.told()
+    warm = await stack.state()
     async with unharmed(stack):
         outcome = await campaign.run(MESSAGES - MESSAGES // 5)
     assert not outcome.faults
     assert outcome.messages >= MESSAGES
     assert {end.split(":")[0] for end in outcome.ends} == {rpc.name for rpc in campaign.rpcs}
-    assert (await stack.told()).rss - warm.rss < 32 * MIB
+    assert (await stack.state()).rss - warm.rss < 32 * MIB
     assert spans_of(stack.traces) > 100
 
 

@@ -20,7 +20,7 @@ from tests.fakes.waiting import PATIENCE_S
 
 GENERATE = "/galley.v1.Generation/Generate"
 # One unary method of each service, and its message.
-ASKED = {
+METHODS = {
     "gateway": ("/galley.v1.Generation/GetModelInfo", "GetModelInfoRequest"),
     "target": ("/galley.v1.Target/Verify", "VerifyRequest"),
     "draft": ("/galley.v1.Draft/Propose", "ProposeRequest"),
@@ -34,8 +34,8 @@ ASKED = {
 async def answer(
     stack: Attacked, service: str, data: bytes, compression: grpc.Compression = grpc.Compression.NoCompression
 ) -> Any:
-    """What the service says to these bytes: the bytes of its answer, or the description of its status."""
-    path, _ = ASKED[service]
+    """Return the response of the service to these bytes, or the error."""
+    path, _ = METHODS[service]
     unlimited = [("grpc.max_send_message_length", -1)]
     address = stack.addresses[service]
     async with grpc.aio.insecure_channel(address, options=unlimited, compression=compression) as channel:
@@ -49,10 +49,10 @@ async def answer(
 async def test_too_large_is_refused_by_name_and_far_too_large_by_grpc(stack: Attacked) -> None:
     async with unharmed(stack):
         for service in SERVICES:
-            told = await answer(stack, service, b"\x0a" * (MAX_MESSAGE_BYTES + 1))
-            assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+            error = await answer(stack, service, b"\x0a" * (MAX_MESSAGE_BYTES + 1))
+            assert error.code is grpc.StatusCode.INVALID_ARGUMENT
             bound = f"must be at most {MAX_MESSAGE_BYTES} bytes, got {MAX_MESSAGE_BYTES + 1}"
-            assert told.violations == ((ASKED[service][1], bound),)
+            assert error.violations == ((METHODS[service][1], bound),)
             for size in (2 * MAX_MESSAGE_BYTES + 1, 4 * MIB):
                 refused = await answer(stack, service, bytes(size))
                 assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -65,19 +65,19 @@ async def test_a_bomb_of_gzip_is_inflated_no_further_than_a_message_may_be(stack
     stack.forget_peak()
     async with unharmed(stack) as before:
         for service in SERVICES:
-            for status, told in await gzip_bombs(stack.addresses[service], ASKED[service][0], data, 10):
+            for status, error in await gzip_bombs(stack.addresses[service], METHODS[service][0], data, 10):
                 assert status == "3"
-                assert "got more when inflated" in told
+                assert "got more when inflated" in error
     assert stack.peak_rss() - before.rss < 48 * MIB
 
 
 async def test_what_is_compressed_in_good_faith_is_served_and_by_other_means_refused(stack: Attacked) -> None:
-    asked = pb.GetModelInfoRequest(model="sim" * 500).SerializeToString()
+    request = pb.GetModelInfoRequest(model="sim" * 500).SerializeToString()
     async with unharmed(stack):
-        plain = await answer(stack, "gateway", asked)
-        assert await answer(stack, "gateway", asked, grpc.Compression.Gzip) == plain
-        told = await answer(stack, "gateway", asked, grpc.Compression.Deflate)
-        assert told.code is grpc.StatusCode.UNIMPLEMENTED
+        plain = await answer(stack, "gateway", request)
+        assert await answer(stack, "gateway", request, grpc.Compression.Gzip) == plain
+        error = await answer(stack, "gateway", request, grpc.Compression.Deflate)
+        assert error.code is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_gzip_is_read_whole_within_its_bound_or_not_at_all() -> None:
@@ -113,7 +113,7 @@ async def test_messages_of_a_wrong_length_end_with_their_connection(stack: Attac
                 await attacker.begin()
                 for stream, data in zip(range(1, 99, 2), sent, strict=False):
                     last = frame(Kind.DATA, END_STREAM, stream, data)
-                    await attacker.send(opening(stream, ASKED[service][0], KEY), last)
+                    await attacker.send(opening(stream, METHODS[service][0], KEY), last)
                 assert await attacker.status(9) == "8"  # 4 GiB
                 assert await attacker.status(11) == "13"  # by gRPC itself: compressed by no means
                 assert await attacker.alive()
@@ -127,8 +127,8 @@ async def test_messages_that_never_end_take_no_more_than_so_much_each(stack: Att
     async with unharmed(stack) as before, wire(stack.gateway) as attacker:
         await attacker.begin()
         for stream in range(1, 2 * streams, 2):
-            begun = message(b"", length=2 * MAX_MESSAGE_BYTES)
-            await attacker.send(opening(stream, GENERATE), frame(Kind.DATA, 0, stream, begun))
+            prefix = message(b"", length=2 * MAX_MESSAGE_BYTES)
+            await attacker.send(opening(stream, GENERATE), frame(Kind.DATA, 0, stream, prefix))
         for _ in range(12):
             await attacker.send(*(frame(Kind.DATA, 0, stream, piece) for stream in range(1, 2 * streams, 2)))
         await attacker.alive()
@@ -141,9 +141,9 @@ async def test_a_message_of_nothing_but_parts_is_refused_cheaply(stack: Attacked
     stack.forget_peak()
     async with unharmed(stack) as before:
         for service in ("target", "draft"):
-            told = await answer(stack, service, b"\x0a\x00" * parts)
-            assert told.code is grpc.StatusCode.INVALID_ARGUMENT
-            assert told.violations == (("items", f"must be at most 1024, got {parts}"),)
+            error = await answer(stack, service, b"\x0a\x00" * parts)
+            assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert error.violations == (("items", f"must be at most 1024, got {parts}"),)
     assert stack.peak_rss() - before.rss < 64 * MIB
 
 
@@ -154,9 +154,9 @@ async def test_a_streams_message_of_nothing_but_parts_ends_it(stack: Attacked, f
     most = 1024 if field == "items" else 1 << 14
     async with unharmed(stack):
         for service in ("target",) if field == "extensions" else ("target", "draft"):
-            told = await stream_end(stack.addresses[service], service, tag * parts)
-            assert told.code is grpc.StatusCode.INVALID_ARGUMENT
-            assert told.violations == ((field, f"must be at most {most}, got {parts}"),)
+            error = await stream_end(stack.addresses[service], service, tag * parts)
+            assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert error.violations == ((field, f"must be at most {most}, got {parts}"),)
 
 
 async def stream_end(address: str, service: str, data: bytes) -> Any:
@@ -179,9 +179,9 @@ async def test_what_is_nested_too_deep_is_the_callers_fault(stack: Attacked) -> 
     for number in (1, 1, 1):  # attributes, resource, resource_spans
         value = bytes([number << 3 | 2]) + _size(len(value)) + value
     async with unharmed(stack):
-        told = await answer(stack, "collector", value[:MAX_MESSAGE_BYTES])
-        assert told.code is grpc.StatusCode.INVALID_ARGUMENT
-        ((_, problem),) = told.violations
+        error = await answer(stack, "collector", value[:MAX_MESSAGE_BYTES])
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+        ((_, problem),) = error.violations
         assert "well-formed" in problem
 
 

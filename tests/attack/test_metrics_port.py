@@ -19,7 +19,7 @@ from tests.attack.stack import MIB, Attacked, unharmed
 from tests.fakes.metric_servers import answering
 from tests.fakes.waiting import PATIENCE_S
 
-ASKED = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 SEED = 20261122
 
 
@@ -34,7 +34,7 @@ async def connected(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, a
 
 
 async def answer_to(address: str, data: bytes) -> bytes:
-    """All that is said to these bytes, behind which nothing comes, until the connection is closed."""
+    """Send the bytes and end the sending side; return all that comes until the connection closes."""
     async with asyncio.timeout(PATIENCE_S), connected(address) as (reader, writer):
         writer.write(data)
         with suppress(OSError):
@@ -78,24 +78,24 @@ async def test_whatever_is_sent_is_answered_by_a_status_or_not_at_all(stack: Att
     async with unharmed(stack):
         for address in stack.metrics.values():
             for data in bombs(Random(SEED)):
-                said = await answer_to(address, data)
-                assert not said or said[:12] in {
+                response = await answer_to(address, data)
+                assert not response or response[:12] in {
                     b"HTTP/1.1 200",
                     b"HTTP/1.1 400",
                     b"HTTP/1.1 404",
                     b"HTTP/1.1 405",
                     b"HTTP/1.1 431",
                 }
-            assert b"galley_build_info" in await answer_to(address, ASKED)
+            assert b"galley_build_info" in await answer_to(address, REQUEST)
 
 
 async def test_a_crowd_is_turned_away_and_leaves_nothing(stack: Attacked) -> None:
-    """Hundreds at once, of whom some ask: as many are heard as may be, and then it is as before."""
+    """Hundreds of requests at once: some are answered, and then the port works as before."""
     address = stack.metrics["gateway"]
     async with unharmed(stack):
-        said = await asyncio.gather(*(answer_to(address, ASKED) for _ in range(300)))
-        assert any(said)
-        assert b"galley_build_info" in await answer_to(address, ASKED)
+        response = await asyncio.gather(*(answer_to(address, REQUEST) for _ in range(300)))
+        assert any(response)
+        assert b"galley_build_info" in await answer_to(address, REQUEST)
 
 
 async def test_who_asks_byte_by_byte_is_cut_off_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ async def test_who_asks_byte_by_byte_is_cut_off_in_time(monkeypatch: pytest.Monk
     try:
         async with connected(address) as (reader, writer):
             began_s = time.monotonic()
-            for byte in ASKED * 3:
+            for byte in REQUEST * 3:
                 writer.write(bytes([byte]))
                 if reader.at_eof() or reader.exception() is not None:
                     break
@@ -143,15 +143,15 @@ async def _read(address: str) -> tuple[Samples, str]:
 
 @pytest.mark.parametrize("name", LYING)
 async def test_galley_top_believes_nothing_and_waits_for_nobody(name: str) -> None:
-    async with answering(lambda writer: _say(writer, LYING[name])) as address:
+    async with answering(lambda writer: _send(writer, LYING[name])) as address:
         began_s = time.monotonic()
-        samples, told = await _read(address)
+        samples, problem = await _read(address)
         assert set(samples) <= {"galley_a"}
-        assert len(told) < 200
+        assert len(problem) < 200
         assert time.monotonic() - began_s < 30
 
 
-def _say(writer: asyncio.StreamWriter, data: bytes) -> None:
+def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(data)
     writer.write_eof()
 
@@ -164,7 +164,7 @@ LABELS = b"galley_a{" + b",".join(b'a%d="%d"' % (i, i) for i in range(300)) + b"
 async def test_lines_made_to_be_read_slowly_are_read_in_time(line: bytes) -> None:
     """As many as fit into what is read at all."""
     body = line * min(MAX_ROWS, (MAX_BYTES - 1000) // len(line))
-    async with answering(lambda writer: _say(writer, HEAD + b"\r\n" + body)) as address:
+    async with answering(lambda writer: _send(writer, HEAD + b"\r\n" + body)) as address:
         began_s = time.monotonic()
         await _read(address)
         assert time.monotonic() - began_s < 30

@@ -1,4 +1,4 @@
-"""Slow loris and its kin: connections and calls that are begun, held open, and never come to anything."""
+"""Slow loris: connections and calls that are opened, held, and never completed."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ async def test_a_connection_that_does_not_begin_is_closed_however_slowly_it_goes
     running = await start_server(
         given, service.building(service.EchoService()), limits=ServerLimits(handshake_timeout_s=0.3)
     )
-    begun = CLIENT_HELLO if tls else PREFACE + settings()
+    handshake = CLIENT_HELLO if tls else PREFACE + settings()
     try:
         async with AsyncExitStack() as opened:
             wires = [await opened.enter_async_context(wire(running.address)) for _ in range(20)]
-            dripping = [asyncio.create_task(_drip(attacker, begun)) for attacker in wires[:10]]
+            dripping = [asyncio.create_task(_drip(attacker, handshake)) for attacker in wires[:10]]
             for size, attacker in enumerate(wires[10:]):
-                await attacker.send(begun[: 3 * size])
+                await attacker.send(handshake[: 3 * size])
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(*(attacker.ends() for attacker in wires))
             for task in dripping:
@@ -100,13 +100,13 @@ async def test_answers_that_are_never_read_end_and_hold_nobody_up(stack: Attacke
     """A window of nothing: the gateway gives up after its client_timeout, and the place is free."""
     async with unharmed(stack), wire(stack.gateway) as attacker:
         await attacker.begin((INITIAL_WINDOW_SIZE, 0))
-        asked = hello()
-        asked.max_tokens = 400
+        request = hello()
+        request.max_tokens = 400
         for stream in range(1, 21, 2):
-            last = frame(Kind.DATA, 1, stream, message(asked.SerializeToString()))
+            last = frame(Kind.DATA, 1, stream, message(request.SerializeToString()))
             await attacker.send(opening(stream, GENERATE, KEY), last)
         await attacker.until(lambda received: len(received.heads) == 10)
-        assert (await stack.has_let_go(1)).sessions <= 1, "but for the bystander's"
+        assert (await stack.after_sessions(1)).sessions <= 1, "but for the bystander's"
 
 
 async def test_10_000_idle_streams_take_bounded_memory_and_hold_nobody_up(stack: Attacked) -> None:
@@ -114,8 +114,8 @@ async def test_10_000_idle_streams_take_bounded_memory_and_hold_nobody_up(stack:
     # What was in use is in pieces afterwards, which the next such flood finds again.
     async with unharmed(stack, most_rss=256 * MIB) as before, AsyncExitStack() as opened:
         wires = await idle_streams(stack, opened, before.calls, 9_800)
-        told = await stack.has_taken(before.calls + 10_000)
-        assert told.calls >= before.calls + 10_000
+        state = await stack.after_calls(before.calls + 10_000)
+        assert state.calls >= before.calls + 10_000
         async with undisturbed(stack) as bystander:
             pass
         assert not any(attacker.received.ended for attacker in wires)
@@ -128,8 +128,8 @@ async def test_idle_connections_take_bounded_memory_and_hold_nobody_up(stack: At
     stack.forget_peak()
     async with unharmed(stack) as before, AsyncExitStack() as opened:
         count = await idle_connections(stack, opened, 2000)
-        told = await stack.told()
-        assert told.strangers - before.strangers >= count
+        state = await stack.state()
+        assert state.connections - before.connections >= count
         async with undisturbed(stack):
             pass
     assert stack.peak_rss() - before.rss < 100 * MIB

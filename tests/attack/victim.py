@@ -1,7 +1,7 @@
 """The process that is attacked: `python -m tests.attack.victim STORE TOKENIZER DIRECTORY`.
 
-Collector, target, draft and gateway as they are in production, over an engine that knows its answers, with
-traces and metrics on. It says on stdout where they are, then answers what it is asked on stdin, a line each.
+Collector, target, draft and gateway as in production, over an engine of known tokens, with traces and metrics
+on. It writes their addresses to stdout, then answers the commands on stdin, one a line.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TIMES = StepTimes.measured([(1, 2_000_000), (1024, 2_000_001)])
 
 
 class Engine(SimEngine):
-    """Says what tests/fakes/truth.py says, a pass in `_PASS_S`."""
+    """Decide the tokens of tests/fakes/truth.py, with steps of `_PASS_S`."""
 
     def __init__(self, tokenizer: str) -> None:
         super().__init__("build-1")
@@ -76,7 +76,7 @@ class Engine(SimEngine):
 
 
 class Victim:
-    """All services, and what can be asked of them."""
+    """All services, and the commands that report their state."""
 
     def __init__(self, store: str, tokenizer: Path, directory: Path) -> None:
         self._store = store
@@ -88,23 +88,23 @@ class Victim:
         self._target: TargetService
 
     async def serve(self) -> None:
-        """Start all, answer questions until told to stop, stop all."""
+        """Start all services, answer commands until `stop`, stop all."""
         logging.getLogger().addHandler(self._errors)
         asyncio.get_running_loop().set_exception_handler(self._errors.unhandled)
         async with AsyncExitStack() as opened:
             await self._start(opened)
-            asked = await _lines()
+            commands = await _lines()
             traces = self._directory / "traces.jsonl"
             addresses = {name: running.address for name, running in self._running.items()}
             addresses[HEALTH] = self._running["gateway"].health_address
-            _say({"addresses": addresses, "metrics": self._metrics, "traces": str(traces)})
-            while (command := (await asked.readline()).decode().split()) not in ([], ["stop"]):
+            _write({"addresses": addresses, "metrics": self._metrics, "traces": str(traces)})
+            while (command := (await commands.readline()).decode().split()) not in ([], ["stop"]):
                 await self._until(command[0], int(command[1]) if command[1:] else 0)
-                if command[0] in {"tell", "tasks-left"}:
+                if command[0] in {"state", "tasks-left"}:
                     gc.collect()
                     hand_back_free_memory()
-                _say(self._tell())
-        _say({"tasks": len(asyncio.all_tasks()) - 1, "errors": self._errors.lines})
+                _write(self._state())
+        _write({"tasks": len(asyncio.all_tasks()) - 1, "errors": self._errors.lines})
 
     async def _start(self, opened: AsyncExitStack) -> None:
         collector = CollectorSettings(file=self._directory / "traces.jsonl", **self._common())
@@ -161,7 +161,7 @@ class Victim:
     async def _until(self, what: str, count: int, patience_s: float = 10.0) -> None:
         """Wait until it is so, or patience is at its end."""
         holds: Callable[[], bool] = {
-            "tell": lambda: True,
+            "state": lambda: True,
             "tasks-left": lambda: len(_tasks()) <= count,
             "calls-there": lambda: _tasks().count(CALL) >= count,
             "sessions-left": lambda: self._sessions <= count,
@@ -175,12 +175,12 @@ class Victim:
     def _sessions(self) -> int:
         return int(cast("Any", self._running["gateway"].service)._streams.held)
 
-    def _tell(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         process = psutil.Process()
         return {
             "rss": process.memory_info().rss,
             "tasks": Counter(_tasks()),
-            "strangers": self._strangers(process),
+            "connections": self._connections(process),
             "threads": threading.active_count(),
             "sessions": self._sessions,
             "items": self._target.facts().info.queue_depth,
@@ -188,7 +188,7 @@ class Victim:
             "logged": os.fstat(2).st_size,
         }
 
-    def _strangers(self, process: psutil.Process) -> int:
+    def _connections(self, process: psutil.Process) -> int:
         """Connections to the services from outside of this process."""
         served = [running.address for running in self._running.values()]
         served += [self._running["gateway"].health_address, *self._metrics.values()]
@@ -213,13 +213,13 @@ class _Errors(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        said = f"{record.name}: {record.msg}"
-        if said.startswith(
+        line = f"{record.name}: {record.msg}"
+        if line.startswith(
             ("opentelemetry.exporter.", "grpc._cython.cygrpc: ExecuteBatchError raised in core")
         ):
             return
         problem = record.exc_info and record.exc_info[1]
-        self._note(f"{said} {problem!r}")
+        self._note(f"{line} {problem!r}")
 
     def unhandled(self, loop: asyncio.AbstractEventLoop, what: dict[str, Any]) -> None:
         self._note(f"unhandled: {what.get('message')} {what.get('exception')!r}")
@@ -243,8 +243,8 @@ async def _lines() -> asyncio.StreamReader:
     return reader
 
 
-def _say(told: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(told) + "\n")
+def _write(values: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from concurrent import futures
@@ -219,6 +221,20 @@ def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with off.tracer("x").start_as_current_span("nothing"):
         assert traceparent() == ""
     off.shutdown()
+
+
+def test_services_load_the_sdk_only_where_something_is_exported() -> None:
+    names = (
+        "opentelemetry.sdk.trace",
+        "opentelemetry.exporter",
+        "prometheus_client",
+    )  # redis-py loads others
+    script = (
+        "import sys, services.draft.servicer, services.gateway.service, services.target.servicer\n"
+        f"print([name for name in {names} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_context_comes_back_from_its_traceparent() -> None:
