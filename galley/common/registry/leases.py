@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
 from galley.common.logs import get_logger
@@ -47,7 +46,13 @@ MAX_CACHED_PREFIXES = 512
 _LOG = get_logger(__name__)
 
 _BORN_MS = 24 * 3600 * 1000
-# Fields of the messages that are tuples in leases.
+# Fields that a lease has in common with the information of its replica; repeated ones are tuples in leases.
+_TARGET_FIELDS = {item.name for item in fields(TargetLease)} & {
+    *pb.GetTargetInfoResponse.DESCRIPTOR.fields_by_name
+}
+_DRAFT_FIELDS = {item.name for item in fields(DraftLease)} & {
+    *pb.GetDraftInfoResponse.DESCRIPTOR.fields_by_name
+}
 _REPEATED = ("eos_token_ids", "strategies")
 
 # KEYS: born. Returns a start time in microseconds, later than that of every registered process.
@@ -174,7 +179,7 @@ def target_lease(
 ) -> TargetLease:
     """Return the lease of a target, with its first MAX_CACHED_PREFIXES cached prefixes."""
     prefixes = frozenset(list(cached_prefixes)[:MAX_CACHED_PREFIXES])
-    return TargetLease(address=address, cached_prefixes=prefixes, **_shared(TargetLease, info))
+    return TargetLease(address=address, cached_prefixes=prefixes, **_shared(_TARGET_FIELDS, info))
 
 
 def draft_lease(
@@ -182,19 +187,14 @@ def draft_lease(
 ) -> DraftLease:
     """Return the lease of a draft."""
     return DraftLease(
-        address=address, sessions=sessions, queue_depth=queue_depth, **_shared(DraftLease, info)
+        address=address, sessions=sessions, queue_depth=queue_depth, **_shared(_DRAFT_FIELDS, info)
     )
 
 
-def _shared(lease: type[ReplicaLease], info: pb.GetTargetInfoResponse | pb.GetDraftInfoResponse) -> Any:
-    """Return the values of the lease's fields that the message has too."""
-    values = {name: getattr(info, name) for name in _shared_names(lease, type(info))}
+def _shared(names: Iterable[str], info: pb.GetTargetInfoResponse | pb.GetDraftInfoResponse) -> Any:
+    """Return the values of these fields, which the message and the lease have."""
+    values = {name: getattr(info, name) for name in names}
     return values | {name: tuple(values[name]) for name in _REPEATED if name in values}
-
-
-@cache
-def _shared_names(lease: type[ReplicaLease], info: type[Any]) -> list[str]:
-    return [item.name for item in fields(lease) if item.name in info.DESCRIPTOR.fields_by_name]
 
 
 def _set(pool: LeasePool[Any]) -> str:

@@ -22,7 +22,7 @@ from opentelemetry.util.types import AnyValue, Attributes
 
 if TYPE_CHECKING:  # the SDK is slow to load, and needed only where traces are on
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.sampling import Sampler
+    from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -67,6 +67,10 @@ def follows_sampled_parents(sampler: Sampler) -> bool:
     return "ParentBased{" in description and ",remoteParentSampled:AlwaysOnSampler," in description
 
 
+def _is_sampled(result: SamplingResult) -> bool:
+    return bool(result.decision.is_sampled())  # type: ignore[no-untyped-call]  # is untyped
+
+
 class SpanScope:
     """Make the spans of one instrumentation scope; `export` takes those that have ended."""
 
@@ -86,7 +90,7 @@ class SpanScope:
         above = trace.get_current_span(parent).get_span_context()
         trace_id = above.trace_id if above.is_valid else self.new_trace_id()
         result = self.provider.sampler.should_sample(parent, trace_id, name, SpanKind.SERVER, attributes)
-        flags = SAMPLED if result.decision.is_sampled() else _UNSAMPLED
+        flags = SAMPLED if _is_sampled(result) else _UNSAMPLED
         return SpanContext(trace_id, self.new_span_id(), False, flags, result.trace_state)
 
     def keeps(self, name: str, trace_id: int, parent_id: int) -> bool:
@@ -95,9 +99,7 @@ class SpanScope:
             return True
         caller = trace.NonRecordingSpan(SpanContext(trace_id, parent_id, True, SAMPLED))
         context = trace.set_span_in_context(caller, Context())
-        return self.provider.sampler.should_sample(
-            context, trace_id, name, SpanKind.SERVER
-        ).decision.is_sampled()
+        return _is_sampled(self.provider.sampler.should_sample(context, trace_id, name, SpanKind.SERVER))
 
     @staticmethod
     def sampled(context: SpanContext) -> SpanContext:

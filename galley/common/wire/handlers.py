@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 
@@ -38,10 +38,10 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):
 
 def behavior_of(handler: Handler) -> Behavior:
     """Return the method of a handler."""
-    behavior: Any = (
-        handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+    return cast(
+        "Behavior",
+        handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary,
     )
-    return behavior
 
 
 def wrap_handler(

@@ -6,7 +6,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Decision, ParentBased, Sampler
 
 from galley.common.tracing.exporting import GalleySampler
 from galley.common.tracing.item_spans import ItemSpan, is_sampled
@@ -130,10 +130,9 @@ ROOT, CHILD, UNSAMPLED_CHILD = Context(), context_from(SAMPLED), context_from(UN
 
 
 def samples(inner: Sampler, parent: Context = ROOT, attributes: dict[str, bool] | None = None) -> bool:
-    sampler = GalleySampler(inner)
-    return sampler.should_sample(
-        parent, 5, names.TEXT_COMPLETION, trace.SpanKind.SERVER, attributes
-    ).decision.is_sampled()
+    kind, sampler = trace.SpanKind.SERVER, GalleySampler(inner)
+    result = sampler.should_sample(parent, 5, names.TEXT_COMPLETION, kind, attributes)
+    return result.decision is Decision.RECORD_AND_SAMPLE
 
 
 @pytest.mark.parametrize("parent", [ROOT, CHILD, UNSAMPLED_CHILD])
