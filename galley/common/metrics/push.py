@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -109,27 +109,24 @@ def as_otlp(readings: list[Reading], resource: Resource, began_ns: int, now_ns: 
 
 def _metric(reading: Reading, began_ns: int, now_ns: int) -> sdk.Metric:
     metric = reading.metric
-    data: sdk.Sum | sdk.Gauge | sdk.Histogram
-    match metric.kind:
-        case Kind.COUNTER:
-            data = sdk.Sum(list(_numbers(reading, began_ns, now_ns)), _CUMULATIVE, is_monotonic=True)
-        case Kind.GAUGE | Kind.INFO:
-            data = sdk.Gauge(list(_numbers(reading, began_ns, now_ns)))
-        case Kind.HISTOGRAM:
-            data = sdk.Histogram(list(_histograms(reading, began_ns, now_ns)), _CUMULATIVE)
-    return sdk.Metric(metric.name, metric.description, metric.unit, data)
-
-
-def _numbers(reading: Reading, began_ns: int, now_ns: int) -> Iterator[sdk.NumberDataPoint]:
-    for values, value in reading.points:
-        if not isinstance(value, Distributed):
-            yield sdk.NumberDataPoint(_attributes(reading.metric, values), began_ns, now_ns, value)
-
-
-def _histograms(reading: Reading, began_ns: int, now_ns: int) -> Iterator[sdk.HistogramDataPoint]:
-    for values, value in reading.points:
-        if isinstance(value, Distributed):
-            yield _histogram(_attributes(reading.metric, values), value, began_ns, now_ns)
+    if metric.kind is Kind.HISTOGRAM:
+        data = sdk.Histogram(
+            [
+                _histogram(_attributes(metric, values), value, began_ns, now_ns)
+                for values, value in reading.points
+                if isinstance(value, Distributed)
+            ],
+            _CUMULATIVE,
+        )
+        return sdk.Metric(metric.name, metric.description, metric.unit, data)
+    numbers = [
+        sdk.NumberDataPoint(_attributes(metric, values), began_ns, now_ns, value)
+        for values, value in reading.points
+        if not isinstance(value, Distributed)
+    ]
+    is_counter = metric.kind is Kind.COUNTER
+    total = sdk.Sum(numbers, _CUMULATIVE, is_monotonic=True) if is_counter else sdk.Gauge(numbers)
+    return sdk.Metric(metric.name, metric.description, metric.unit, total)
 
 
 def _histogram(

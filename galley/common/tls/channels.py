@@ -80,11 +80,6 @@ class _Connection:
         self.calls = 0
         self.retired = False
 
-    @property
-    def is_unused(self) -> bool:
-        """Return whether no call needs it any more."""
-        return self.retired and not self.calls
-
 
 class ReloadingChannel(grpc.aio.Channel):
     """Stand for a `grpc.aio.Channel` over channels from `open_channel`, one for each reading of `files`."""
@@ -228,7 +223,8 @@ class ReloadingChannel(grpc.aio.Channel):
         self._close_if_unused(connection)
 
     def _close_if_unused(self, connection: _Connection) -> None:
-        if not connection.is_unused or self._closed or connection not in self._connections:
+        is_unused = connection.retired and not connection.calls
+        if not is_unused or self._closed or connection not in self._connections:
             return
         self._connections.remove(connection)
         closing = asyncio.create_task(connection.channel.close(), context=contextvars.Context())
