@@ -2,71 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent import futures
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as metrics_rpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as traces
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as traces_rpc
 
 from galley.common.metrics.metering import OFF, start_metering
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from tests.fakes.certificates import Authority, Mounted, caller_of, mounted
+from tests.fakes.otlp_collector import collecting
 from tests.fakes.redis_clusters import free_port
 
 
-class Heard:
-    """Who has exported what, by the name in the certificate."""
+class Exports:
+    """The exports that a collector received: signal, and name in the client's certificate."""
 
     def __init__(self) -> None:
-        self.exports: list[tuple[str, str]] = []
+        self.received: list[tuple[str, str]] = []
 
-    def note(self, signal: str, context: Any) -> None:
-        self.exports.append((signal, caller_of(context)))
+    def collecting(self, port: int, authority: Authority) -> AbstractContextManager[str]:
+        """Serve a collector with a certificate of `authority`, which requires one of it."""
+        pair = authority.issue("collector")
+        credentials = grpc.ssl_server_credentials(
+            [(pair.key.read_bytes(), pair.cert.read_bytes())],
+            authority.ca.read_bytes(),
+            require_client_auth=True,
+        )
+        return collecting(self._take, port, credentials)
 
-
-class Traces(traces_rpc.TraceServiceServicer):
-    def __init__(self, heard: Heard) -> None:
-        self._heard = heard
-
-    def Export(self, request: Any, context: Any) -> Any:
-        self._heard.note("traces", context)
-        return traces.ExportTraceServiceResponse()
-
-
-class Metrics(metrics_rpc.MetricsServiceServicer):
-    def __init__(self, heard: Heard) -> None:
-        self._heard = heard
-
-    def Export(self, request: Any, context: Any) -> Any:
-        self._heard.note("metrics", context)
-        return metrics.ExportMetricsServiceResponse()
-
-
-@contextmanager
-def collecting(port: int, authority: Authority, heard: Heard) -> Iterator[None]:
-    """A collector that has a certificate of `authority`, and asks for one of it."""
-    pair = authority.issue("collector")
-    credentials = grpc.ssl_server_credentials(
-        [(pair.key.read_bytes(), pair.cert.read_bytes())],
-        authority.ca.read_bytes(),
-        require_client_auth=True,
-    )
-    server = grpc.server(futures.ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
-    traces_rpc.add_TraceServiceServicer_to_server(Traces(heard), server)  # type: ignore[no-untyped-call]  # untyped
-    metrics_rpc.add_MetricsServiceServicer_to_server(Metrics(heard), server)  # type: ignore[no-untyped-call]  # untyped
-    assert server.add_secure_port(f"127.0.0.1:{port}", credentials) == port
-    server.start()
-    try:
-        yield
-    finally:
-        server.stop(None).wait()
+    def _take(self, signal: str, _request: Any, context: Any) -> None:
+        self.received.append((signal, caller_of(context)))
 
 
 @pytest.fixture
@@ -96,29 +63,29 @@ async def test_files_are_read_anew_where_a_connection_has_to_be_made(
     """The collector is another, of another authority: neither trusts what the other showed before."""
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     files = mounted(tmp_path / "files", old.ca, old.issue("before"))
-    port, heard = free_port(), Heard()
+    port, exports = free_port(), Exports()
     environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"https://127.0.0.1:{port}")
     name_files(environment, files)
     telemetry = start_telemetry("galley-test", as_global=False)
-    with collecting(port, old, heard):
+    with exports.collecting(port, old):
         send_span(telemetry)
-    with collecting(port, new, heard):
+    with exports.collecting(port, new):
         files.put_pair(new.ca, new.issue("after"))
         send_span(telemetry)
     telemetry.shutdown()
-    assert heard.exports == [("traces", "before"), ("traces", "after")]
+    assert exports.received == [("traces", "before"), ("traces", "after")]
 
 
 async def test_metrics_go_the_same_way(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
     authority = Authority(tmp_path, "authority")
     files = mounted(tmp_path / "files", authority.ca, authority.issue("pusher"))
-    port, heard = free_port(), Heard()
+    port, exports = free_port(), Exports()
     environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"https://127.0.0.1:{port}")
     name_files(environment, files)
-    with collecting(port, authority, heard):
+    with exports.collecting(port, authority):
         metering = await start_metering("gateway", "127.0.0.1", OFF)
         await metering.close()
-    assert heard.exports == [("metrics", "pusher")]
+    assert exports.received == [("metrics", "pusher")]
 
 
 async def test_a_file_of_no_use_is_told_at_once_with_its_variable(environment: pytest.MonkeyPatch) -> None:

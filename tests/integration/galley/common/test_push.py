@@ -5,31 +5,29 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from concurrent import futures
 from typing import Any
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as otlp
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as otlp_rpc
 
 from galley.common.metrics import catalogue
 from galley.common.metrics.metering import OFF, Metering, start_metering
+from galley.common.server.lifecycle import flush_telemetry
+from galley.common.tracing.telemetry import start_telemetry
 from galley.version import __version__
+from tests.fakes.otlp_collector import METRICS, TRACES, collecting
 
 PATIENCE_S = 20.0
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
 
 
-class Collector(otlp_rpc.MetricsServiceServicer):
+class Collector:
     def __init__(self) -> None:
-        self.requests: list[otlp.ExportMetricsServiceRequest] = []
+        self.requests: list[Any] = []
         self.came = threading.Semaphore(0)
 
-    def Export(self, request: otlp.ExportMetricsServiceRequest, context: Any) -> Any:
+    def take(self, _signal: str, request: Any, _context: Any) -> None:
         self.requests.append(request)
         self.came.release()
-        return otlp.ExportMetricsServiceResponse()
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +38,11 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def collector(_clean: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    """A real OTLP collector, named by the environment."""
+    """A collector that the environment names."""
     collector = Collector()
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    otlp_rpc.add_MetricsServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]  # untyped
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", f"http://127.0.0.1:{port}")
-    yield collector
-    server.stop(None).wait()
+    with collecting(collector.take) as address:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", f"http://{address}")
+        yield collector
 
 
 async def pushing() -> Metering:
@@ -132,3 +126,24 @@ async def test_a_collector_that_is_away_holds_up_no_exit(monkeypatch: pytest.Mon
     metering = await pushing()
     async with asyncio.timeout(PATIENCE_S / 4):
         await metering.close()
+
+
+async def test_a_process_flushes_traces_and_metrics_at_the_same_time_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The collector answers neither export before it has received both."""
+    both, exported = threading.Barrier(2, timeout=PATIENCE_S), []
+
+    def take(signal: str, _request: Any, context: Any) -> None:
+        both.wait()
+        if context.is_active():
+            exported.append(signal)
+
+    with collecting(take) as address:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{address}")
+        telemetry = start_telemetry("galley-test", as_global=False)
+        metering = await pushing()
+        telemetry.tracer("test").start_span("last").end()
+        for _ in range(2):
+            await flush_telemetry(telemetry, metering)
+    assert sorted(exported) == [METRICS, TRACES]

@@ -8,15 +8,12 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from concurrent import futures
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_rpc
 
 from galley.client.tracing import w3c_metadata
 from galley.common.logs import start_logging
@@ -27,22 +24,22 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.version import __version__
 from tests.fakes.echo_service import EchoService, building, settings
+from tests.fakes.otlp_collector import collecting
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-class Collector(otlp_rpc.TraceServiceServicer):
+class Collector:
     def __init__(self) -> None:
         self.spans: list[Any] = []
         self.schemas: set[str] = set()
         self.resource: dict[str, str] = {}
 
-    def Export(self, request: Any, context: Any) -> Any:
+    def take(self, _signal: str, request: Any, _context: Any) -> None:
         for resource in request.resource_spans:
             self.resource |= {entry.key: entry.value.string_value for entry in resource.resource.attributes}
             self.schemas |= {scope.schema_url for scope in resource.scope_spans}
             self.spans += [span for scope in resource.scope_spans for span in scope.spans]
-        return otlp.ExportTraceServiceResponse()
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +50,11 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def collector(_clean: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    """A real OTLP gRPC collector, named by the environment."""
+    """A collector that the environment names."""
     collector = Collector()
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    otlp_rpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]  # untyped
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
-    yield collector
-    server.stop(None).wait()
+    with collecting(collector.take) as address:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{address}")
+        yield collector
 
 
 def traceparent() -> str:
