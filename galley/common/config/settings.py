@@ -21,7 +21,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What a server allows its peers; gRPC enforces it. 0 s for idle time or age is no limit.
+    """The limits of one server, which gRPC enforces; 0 s for idle time or age is no limit.
 
     - `max_message_bytes` bounds a request message.
     - `max_metadata_bytes` bounds the metadata of a call: names and values, and 32 bytes for each entry.
