@@ -53,6 +53,7 @@ class Speculation:
         self._parents = (self._workload, shared.for_strategy(spec.strategy))
         self.shared = shared
         self.statistics = replace(self._workload, tokens=0)
+        self._weighted = ((self.statistics, _SESSION), *((parent, _WORKLOAD) for parent in self._parents))
         self._right_in_a_row = 0
 
     def record_proposal(
@@ -62,9 +63,8 @@ class Speculation:
 
         The draft had `unread` tokens to read first.
         """
-        self.statistics.record_proposal(received, unread, compute_ns, sessions, _SESSION)
-        for parent in self._parents:
-            parent.record_proposal(received, unread, compute_ns, sessions, _WORKLOAD)
+        for statistics, weight in self._weighted:
+            statistics.record_proposal(received, unread, compute_ns, sessions, weight)
         self.shared.record_proposal(latency_ns, compute_ns)
 
     def record_token(self, right: bool) -> None:
@@ -77,9 +77,8 @@ class Speculation:
 
     def record_recovery(self, right: bool) -> None:
         """Record whether the proposed token after a wrong one was right."""
-        self.statistics.record_recovery(_RECOVERY_WEIGHT, right=right)
-        for parent in self._parents:
-            parent.record_recovery(_RECOVERY_WEIGHT, right=right)
+        for statistics, _ in self._weighted:
+            statistics.record_recovery(_RECOVERY_WEIGHT, right=right)
 
     @property
     def can_recover(self) -> bool:
@@ -99,11 +98,9 @@ class Speculation:
         """Record a verdict; `offered` if the target had draft tokens for it."""
         self.statistics.verdicts_since_draft += 1
         self._workload.verdicts_since_draft += 1
-        if not offered:
-            return
-        self.statistics.record_verdict(verified, _SESSION)
-        for parent in self._parents:
-            parent.record_verdict(verified, _WORKLOAD)
+        if offered:
+            for statistics, weight in self._weighted:
+                statistics.record_verdict(verified, weight)
 
     def tokens_to_draft(self, ready: int, reached: float, room: int, unread: int) -> int:
         """Return how many tokens to request now, at most `room`, after `ready` ones that are not verified.
