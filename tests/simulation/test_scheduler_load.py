@@ -44,5 +44,5 @@ def test_all_complete_in_a_pool_that_holds_one_of_them(seed: int, blocks: int) -
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_all_complete_with_fewer_places_than_sessions(seed: int) -> None:
+def test_all_complete_with_fewer_slots_than_sessions(seed: int) -> None:
     load(seed, Bench(max_sessions=2, max_waiting=4), sessions=6, longest=12).run(faults=True)

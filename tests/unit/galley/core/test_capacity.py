@@ -66,7 +66,7 @@ def test_prompts_take_rows() -> None:
     assert at.pass_ms == pytest.approx(40)
 
 
-def test_rows_beyond_the_budget_take_further_passes() -> None:
+def test_rows_beyond_the_budget_take_further_steps() -> None:
     """The same 40 rows at 10 a pass, each of which costs 4 - 3 x 30 / 39: prompts are never free."""
     curve = RowCostCurve(((1, 1.0), (40, 4.0)))
     cold = dataclasses.replace(LOAD, cached_share=0)

@@ -48,7 +48,7 @@ def test_twenty_tokens_at_five(confirmed: float, passes: int) -> None:
     assert (got.passes, got.draft_steps) == (passes, passes * 5)
 
 
-def test_passes_are_rounded_up_but_not_for_a_float_s_last_bit() -> None:
+def test_steps_are_rounded_up_but_not_for_a_float_s_last_bit() -> None:
     assert plan(13, 4, 3, 6).passes == 5
     assert 69 / 2.3 > 30
     assert plan(69, 4, 2.3, 6).passes == 30

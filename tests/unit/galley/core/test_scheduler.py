@@ -46,7 +46,7 @@ def only(answers: list[Response]) -> Confirmed:
 # ------------------------------------------------------------------------------- credit and hints --
 
 
-def test_an_item_without_credit_has_one_result() -> None:
+def test_a_request_without_credit_has_one_result() -> None:
     bench = Bench()
     bench.submit(request(PROMPT, draft_tokens=tuple(ANSWER[:3])))
     result = only(bench.step())
@@ -124,7 +124,7 @@ def test_a_new_hint_that_ends_early_is_continued_by_the_one_before() -> None:
     assert [(result.verified, result.accepted) for result in results] == [(3, 3), (5, 5)]
 
 
-def test_no_more_draft_tokens_are_verified_in_a_pass_than_the_item_allows() -> None:
+def test_no_more_draft_tokens_are_verified_in_a_step_than_the_request_allows() -> None:
     bench = Bench()
     item = bench.submit(request(PROMPT, credit=20, max_verified=2))
     bench.extend(item, hint=Hint(5, prefix_hash(PROMPT), tuple(ANSWER[:9])))
@@ -132,7 +132,7 @@ def test_no_more_draft_tokens_are_verified_in_a_pass_than_the_item_allows() -> N
     assert [result.verified for result in results] == [2, 2, 2]
 
 
-def test_an_extension_never_lowers_the_limit_nor_passes_max_position() -> None:
+def test_an_extension_never_lowers_the_limit_nor_exceeds_max_position() -> None:
     bench = Bench()
     item = bench.submit(request(PROMPT, credit=3, max_position=11))
     bench.extend(item, limit=6)
@@ -152,7 +152,7 @@ def test_a_stop_token_ends_after_min_tokens() -> None:
     assert not results[-1].more
 
 
-def test_draining_ends_items_with_their_next_result() -> None:
+def test_draining_ends_requests_with_their_next_result() -> None:
     bench = Bench()
     bench.submit(request(PROMPT, credit=50))
     bench.step()
@@ -229,7 +229,7 @@ def test_useless_drafts_get_no_rows_until_they_are_right_again() -> None:
 # ----------------------------------------------------------------------------- rows and prompts --
 
 
-def test_a_session_that_arrives_during_a_pass_joins_the_next() -> None:
+def test_a_session_that_arrives_during_a_step_joins_the_next() -> None:
     bench = Bench()
     first = bench.submit(request(PROMPT, session="a", credit=9))
     plan = bench.begin()
@@ -238,7 +238,7 @@ def test_a_session_that_arrives_during_a_pass_joins_the_next() -> None:
     assert {answer.request_id for answer in bench.step()} == {first, second}
 
 
-def test_a_long_prompt_takes_one_budget_a_pass_and_the_others_go_on() -> None:
+def test_a_long_prompt_takes_one_budget_a_step_and_the_others_go_on() -> None:
     bench = Bench(max_rows=16, blocks=128)
     talker = bench.submit(request(PROMPT, session="talker", credit=99, arrival_ns=5))
     bench.step()
@@ -428,21 +428,12 @@ def test_the_youngest_gives_its_slot_to_an_older_session() -> None:
     assert (counts.preempted, counts.out_of_blocks) == (1, 0), "places ran out, not blocks"
 
 
-def test_a_higher_priority_takes_the_blocks_of_an_older_session() -> None:
-    bench = Bench(blocks=8, max_rows=64)
+@pytest.mark.parametrize("bounds", [{"blocks": 8}, {"max_sessions": 1}], ids=["blocks", "slot"])
+def test_a_higher_priority_preempts_an_older_session(bounds: dict[str, int]) -> None:
+    bench = Bench(**bounds)  # type: ignore[arg-type]  # sizes alone
     old = bench.submit(request(prompt(16, 1), session="old", arrival_ns=1, credit=99))
     bench.step()
     urgent = bench.submit(request(prompt(24, 2), session="urgent", arrival_ns=9, priority=1))
-    answers = {answer.request_id: answer.outcome for answer in bench.step()}
-    assert isinstance(answers[urgent], Confirmed)
-    assert isinstance(answers[old], Miss)
-
-
-def test_a_higher_priority_takes_the_slot_of_an_older_session() -> None:
-    bench = Bench(max_sessions=1)
-    old = bench.submit(request(prompt(9), session="old", arrival_ns=1, credit=50))
-    bench.step()
-    urgent = bench.submit(request(PROMPT, session="urgent", arrival_ns=9, priority=1))
     answers = {answer.request_id: answer.outcome for answer in bench.step()}
     assert isinstance(answers[urgent], Confirmed)
     assert isinstance(answers[old], Miss)
@@ -483,7 +474,7 @@ def test_a_prompt_beyond_the_kv_memory_is_refused() -> None:
         Bench(blocks=8).submit(request(prompt(33)))
 
 
-def test_too_many_waiting_items_are_refused() -> None:
+def test_too_many_waiting_requests_are_refused() -> None:
     bench = Bench(max_waiting=2)
     for name in "ab":
         bench.submit(request(PROMPT, session=name))
@@ -569,7 +560,7 @@ def test_abandon_ends_all_requests_and_clears_the_kv() -> None:
     assert [token for result in bench.results()[item] for token in result.tokens] == ANSWER[:6]
 
 
-def test_one_pass_at_a_time() -> None:
+def test_one_step_at_a_time() -> None:
     bench = Bench()
     bench.submit(request(PROMPT))
     plan = bench.begin()

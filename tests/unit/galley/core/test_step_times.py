@@ -59,7 +59,7 @@ def test_no_other_number_of_rows_confirms_more_tokens_per_time(
     assert rate(chosen) >= rate(0)
 
 
-def test_a_row_never_makes_a_pass_shorter() -> None:
+def test_a_row_never_makes_a_step_shorter() -> None:
     falling = {1: 100, 2: 100, 3: 60}
     assert (
         rows_that_pay([0.0, 0.0], tokens=1, rows=1, step_ns=lambda rows, drafts: falling[rows], room=2) == 0
