@@ -152,7 +152,7 @@ def _pack(draws: Sequence[Draw]) -> tuple[NDArray[np.void], Ids, Floats]:
         bias = prompt + len(history)
         mask = bias + len(draw.params.logit_bias)
         end = mask + len(masked)
-        records.append((row, prompt, output, bias, mask, end, len(biases), *_record(draw)))
+        records.append((row, prompt, output, bias, mask, end, len(biases), *draw_record(draw)))
         row += len(draw.draft_tokens) + 1
         ids += (draw.draft_tokens, history, draw.params.logit_bias, masked)
         biases += draw.params.logit_bias.values()
@@ -160,7 +160,8 @@ def _pack(draws: Sequence[Draw]) -> tuple[NDArray[np.void], Ids, Floats]:
     return np.array(records, dtype=DRAW), flat, np.array(biases, dtype=np.float32)
 
 
-def _record(draw: Draw) -> tuple[float, ...]:
+def draw_record(draw: Draw) -> tuple[float, ...]:
+    """Return the fields of DRAW that do not say where its ids lie."""
     params = draw.params
     return (
         params.seed,

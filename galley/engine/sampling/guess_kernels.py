@@ -53,7 +53,7 @@ def _guess_some(
 def guess_rows(
     threads: int, logits: Floats, tokens: Ids, draws: Any, drawn: Ids, confidences: Floats, scratch: Floats
 ) -> None:
-    """Write for each row of `logits` [rows, columns] the token that its draw (GUESS) samples, or NOTHING.
+    """Write for each row of `logits` [rows, columns] the token that its draw (DRAW) samples, or NOTHING.
 
     `tokens` [columns], rising, are the token ids of the columns. `confidences` [rows] get the likeliest
     token's probability at temperature 1. scratch: float32 [threads, 2, columns].

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,24 +17,14 @@ from galley.core.step import Draw, Sampled
 from galley.engine.cpu.kernels import openmp
 from galley.engine.cpu.kernels.compile import compile_kernels
 from galley.engine.sampling import guess_kernels
-from galley.engine.sampling.draw import SOURCES, Outcome
-from galley.engine.sampling.layout import NOTHING, Floats
-from galley.engine.sampling.rules import kernel_temperature, least_logit, no_maximum
+from galley.engine.sampling.draw import SOURCES, Outcome, draw_record
+from galley.engine.sampling.layout import DRAW, NOTHING, Floats
+from galley.engine.sampling.rules import no_maximum
 
 # Time a logit costs, at least.
 _LOGIT_NS = 2.0
-# One draw, as the kernel reads it; see DRAW of the layout.
-GUESS: Final = np.dtype(
-    [
-        ("seed", np.uint64),
-        ("position", np.uint64),
-        ("top_k", np.int64),
-        ("top_p", np.float64),
-        ("temperature", np.float32),
-        ("min_logit", np.float32),
-    ],
-    align=True,
-)
+# The places of a draw's ids, of which a plain draw has none.
+_NO_IDS = (0,) * 7
 
 
 def guess_rows(
@@ -51,7 +40,7 @@ def guess_rows(
     tokens = np.arange(width) if columns is None else columns
     threads = openmp.worth(openmp.threads(), rows.size * _LOGIT_NS) if count > 1 else 1
     drawn, confidences = np.empty(count, np.int64), np.empty(count, np.float32)
-    records = np.array([_record(draw) for draw in draws], dtype=GUESS)
+    records = np.array([(*_NO_IDS, *draw_record(draw)) for draw in draws], dtype=DRAW)
     scratch = np.empty((threads, 2, width), np.float32)
     _compiled()(threads, rows, tokens, records, drawn, confidences, scratch)
     outcomes: list[Outcome] = [
@@ -64,18 +53,6 @@ def guess_rows(
 def warm_up() -> None:
     """Compile the kernel, or load it from the cache: seconds that no step should wait for."""
     guess_rows(np.zeros((1, 1), np.float32), [Draw(SamplingParams(), (0,), 1, frozenset(), 0)])
-
-
-def _record(draw: Draw) -> tuple[float, ...]:
-    params = draw.params
-    return (
-        params.seed,
-        len(draw.history),
-        params.top_k,
-        params.top_p,
-        kernel_temperature(params),
-        least_logit(params),
-    )
 
 
 @cache
