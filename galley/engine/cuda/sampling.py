@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from galley.common.logs import get_logger
-from galley.core.noise import halves
+from galley.core.noise import GUMBEL, LANES, MULTIPLIERS, ROUNDS, WEYL, halves
 from galley.core.step import Draw, Sampled
 from galley.engine.cuda.transfer import host_buffer, to_host
-from galley.engine.sampling import torch_noise as noise
 from galley.engine.sampling.draw import Outcome, draw_rows
 from galley.engine.sampling.layout import NOTHING, Floats
 from galley.engine.sampling.rules import is_plain, kernel_temperature, no_maximum
@@ -125,15 +124,39 @@ def _winners(rows: Tensor, highest: Tensor, words: Tensor, temperatures: Tensor)
     # Both are tensors of the device: a division by a host number would become a product.
     scaled = (rows - highest[:, None]) / temperatures.contiguous().view(torch.float32)[:, None]
     drawn = _words_on(rows.device.type)(words[:, :2], words[:, 2:], rows.shape[1])
-    return (scaled.double() + noise.gumbel(drawn)).argmax(dim=1)
+    return (scaled.double() + gumbel(drawn)).argmax(dim=1)
 
 
 @cache
 def _words_on(kind: str) -> Words:
     """Return `row_words`, compiled as one kernel where torch can; integers lose nothing by it."""
     if kind != "cuda" or importlib.util.find_spec("triton") is None:
-        return noise.row_words
-    return compiled_while_it_works(torch.compile(noise.row_words, dynamic=True), noise.row_words)
+        return row_words
+    return compiled_while_it_works(torch.compile(row_words, dynamic=True), row_words)
+
+
+def row_words(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Return the words of galley/core/noise.py of the tokens [0, vocab) for each row; int64 [rows, vocab].
+
+    `seeds` and `positions` are int64 [rows, 2]: the low and the high 32 bits. torch has no uint64 arithmetic,
+    so the 32-bit lanes live in int64, whose products wrap: a mask after the (arithmetic) shift makes their
+    high half non-negative.
+    """
+    blocks = torch.arange(-(-vocab // LANES), device=seeds.device)[None]  # [1, blocks]
+    low, high = seeds[:, :1], seeds[:, 1:]  # [rows, 1]
+    c0, c1, c2, c3 = blocks, positions[:, :1], positions[:, 1:], torch.full_like(blocks, GUMBEL)
+    for i in range(ROUNDS):
+        k0, k1 = (low + i * WEYL[0]) & _LOW, (high + i * WEYL[1]) & _LOW
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW
+        c2, c3 = ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
+    return torch.stack((c0, c1, c2, c3), dim=-1).flatten(1)[:, :vocab]
+
+
+def gumbel(words: Tensor) -> Tensor:
+    """Return standard Gumbel noise of the words, float64, elementwise, as `galley.core.noise.gumbel`."""
+    t = (words.to(torch.float64) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-t))
 
 
 def compiled_while_it_works(compiled: Words, plain: Words) -> Words:

@@ -20,9 +20,8 @@ from galley.core.errors import Broken, GalleyError
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cuda import sampling as device_sampling
-from galley.engine.cuda.sampling import is_drawn_here
+from galley.engine.cuda.sampling import gumbel, is_drawn_here, row_words
 from galley.engine.sampler import draw_all
-from galley.engine.sampling import torch_noise
 from galley.engine.sampling.layout import Floats
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -133,7 +132,7 @@ def test_noise_that_cannot_be_compiled_is_the_same_uncompiled(monkeypatch: pytes
         tried.append(1)
         raise RuntimeError("Failed to find C compiler")
 
-    words = device_sampling.compiled_while_it_works(fail, torch_noise.row_words)
+    words = device_sampling.compiled_while_it_works(fail, row_words)
     monkeypatch.setattr(device_sampling, "_words_on", lambda _: words)
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
     draws = [Draw(SamplingParams(seed=i), (1,), 1, frozenset(), 0) for i in range(3)]
@@ -150,7 +149,7 @@ def test_memory_that_has_run_out_is_said_and_nothing_is_given_up(monkeypatch: py
     def fail_once(*chosen: Any) -> torch.Tensor:
         if failures:
             raise failures.pop()
-        return torch_noise.row_words(*chosen)
+        return row_words(*chosen)
 
     def refuse(*_: object) -> torch.Tensor:
         raise AssertionError("it was given up")
@@ -184,12 +183,19 @@ def test_many_rows_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_words_of_rows_are_those_of_the_core(device: str) -> None:
-    rows = [(0, 0), (2**64 - 1, 2**40 + 3), (12345, 77)]
+    rows = [(0, 0), (2**64 - 1, 2**40 + 3), (0x9E3779B97F4A7C15, 4095)]
     seeds = torch.tensor([noise.halves(seed) for seed, _ in rows], device=device)
     positions = torch.tensor([noise.halves(position) for _, position in rows], device=device)
-    words = torch_noise.row_words(seeds, positions, 1001).cpu().numpy()
+    words = row_words(seeds, positions, 1001).cpu().numpy()
     for own, (seed, position) in zip(words, rows, strict=True):
         assert (own == noise.words(seed, position, range(1001))).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_noise_agrees_with_the_host_to_a_millionth(device: str) -> None:
+    words = np.concatenate(([0, 2**32 - 1], noise.words(1, 2, range(5000)))).astype(np.uint32)
+    got = gumbel(torch.from_numpy(words.astype(np.int64)).to(device)).cpu().numpy()
+    np.testing.assert_allclose(got, noise.gumbel(words), rtol=0, atol=1e-6)
 
 
 def test_what_needs_a_history_or_an_order_is_not_plain() -> None:

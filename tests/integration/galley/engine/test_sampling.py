@@ -21,12 +21,10 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cpu.kernels import openmp
 from galley.engine.sampler import draw_all
-from galley.engine.sampling import torch_noise
 from galley.engine.sampling.gumbel import gumbel as compiled_gumbel
 from tests.integration.galley.engine.sampling_reference import expected, sample
 
 GREEDY = SamplingParams(temperature=0.0)
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def draw_of(
@@ -516,23 +514,3 @@ def test_logprobs_of_a_nan_are_our_fault_even_where_a_mask_hides_it() -> None:
     assert sample(torch.tensor([[0.0, math.nan]]), draw) == [0]
     with pytest.raises(Broken, match="position 1:"):
         listed(torch.tensor([[0.0, math.nan]]), draw, 1)
-
-
-# --------------------------------------------------------------------------------- noise in torch --
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("seed", "position"), [(0, 0), (2**64 - 1, 2**40 + 3), (0x9E3779B97F4A7C15, 4095)])
-def test_torch_words_are_the_same_to_the_bit(device: str, seed: int, position: int) -> None:
-    tokens = np.concatenate((np.arange(5000), [2**31, 2**32 + 1, 2**34 - 1]))
-    got = torch_noise.words(seed, position, torch.from_numpy(tokens).to(device)).cpu()
-    assert got.tolist() == noise.words(seed, position, tokens).tolist()
-    spoil = torch_noise.words(seed, position, torch.from_numpy(tokens).to(device), noise.SPOIL).cpu()
-    assert spoil.tolist() == noise.words(seed, position, tokens, noise.SPOIL).tolist()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_torch_noise_agrees_to_a_millionth(device: str) -> None:
-    of_words = np.concatenate(([0, 2**32 - 1], noise.words(1, 2, range(5000)))).astype(np.uint32)
-    got = torch_noise.gumbel(torch.from_numpy(of_words.astype(np.int64)).to(device)).cpu().numpy()
-    np.testing.assert_allclose(got, noise.gumbel(of_words), rtol=0, atol=1e-6)
