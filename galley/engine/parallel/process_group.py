@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from galley.core.errors import Unavailable
-from galley.engine.parallel.ranks import Waits
+from galley.engine.parallel.ranks import Ranks, Waits
 
 # torch.distributed exports them, its types do not.
 _STORES: Any = dist
@@ -44,8 +44,8 @@ class Meeting:
     file: str = ""
 
 
-class ProcessGroup:
-    """A `Ranks` of real processes. One a process; not safe for two threads at once."""
+class ProcessGroup(Ranks):
+    """Ranks of several processes. One a process; not safe for two threads at once."""
 
     def __init__(self, rank: int, size: int, device: str, plans: Any) -> None:
         self.rank = rank
@@ -161,12 +161,7 @@ class Store:
     """Rank 0's store, which listens on `address` only."""
 
     address: str
-    _store: Any
-
-    @property
-    def store(self) -> Any:
-        """Return torch's store, for `join`."""
-        return self._store
+    store: Any
 
 
 def open_store(host: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, port: int = 0) -> Store:
@@ -177,31 +172,16 @@ def open_store(host: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, port:
     listener.bind((host, port))
     listener.listen()
     port = listener.getsockname()[1]
-    store = _STORES.TCPStore(
-        host,
-        port,
-        size,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        # Left to itself it would listen on every interface. The store owns the descriptor from here on.
-        master_listen_fd=listener.detach(),
-        use_libuv=True,
-    )
-    return Store(f"{host}:{port}", store)
+    address = f"{host}:{port}"
+    # Left to itself it would listen on every interface. The store owns the descriptor from here on.
+    own = {"wait_for_workers": False, "master_listen_fd": listener.detach(), "use_libuv": True}
+    return Store(address, _tcp_store(address, size, timedelta(seconds=timeout_s), is_master=True, **own))
 
 
 def connect_store(address: str, size: int, timeout_s: float) -> Any:
     """Connect a process that is not a rank to rank 0's store. Raises RuntimeError if it is not there."""
-    host, _, port = address.rpartition(":")
-    store = _STORES.TCPStore(
-        host,
-        int(port),
-        size,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
+    timeout = timedelta(seconds=timeout_s)
+    store = _tcp_store(address, size, timeout, is_master=False, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
     return store
 
@@ -245,8 +225,12 @@ def _store(rank: int, size: int, meeting: Meeting | None, store: Store | None, t
         raise ValueError("join: needs a store or a meeting")
     if meeting.file:
         return _STORES.FileStore(str(Path(meeting.file)), size)
-    host, _, port = meeting.address.rpartition(":")
-    return _STORES.TCPStore(host, int(port), size, is_master=rank == _RANK_ZERO, timeout=timeout)
+    return _tcp_store(meeting.address, size, timeout, is_master=rank == _RANK_ZERO)
+
+
+def _tcp_store(address: str, size: int, timeout: timedelta, **options: Any) -> Any:
+    host, _, port = address.rpartition(":")
+    return _STORES.TCPStore(host, int(port), size, timeout=timeout, **options)
 
 
 def _stay_local(meeting: Meeting | None, store: Store | None) -> None:
