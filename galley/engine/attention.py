@@ -6,6 +6,7 @@ Only here are they separated: each row's query attends to its own sequence's key
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from transformers import AttentionInterface
 from galley.core.errors import Broken
 from galley.engine.errors import UnsupportedModel
 from galley.engine.paged import Attention, Shape
-from galley.engine.pages import Pages
 
 # No mask function is registered under this name, so transformers makes no masks.
 NAME = "galley"
@@ -27,22 +27,32 @@ def register() -> None:
     AttentionInterface.register(NAME, paged_attention)
 
 
+@dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """One forward call; travels to the attention function as a keyword argument."""
+    """One forward call; travels to the attention function as a keyword argument, which adds to `layers`."""
 
-    def __init__(self, attention: Attention, pages: Pages) -> None:
-        self.attention = attention
-        self.pages = pages
-        self._layers: set[int] = set()
+    attention: Attention
+    pages: Any  # what `attention` takes as pages
+    layers: set[int] = field(default_factory=set)
 
-    def enter(self, layer: int) -> None:
-        """Count a layer's attention."""
-        self._layers.add(layer)
 
-    def expect_layers(self, layers: int) -> None:
-        """Raise Broken unless that many layers called our attention."""
-        if len(self._layers) != layers:
-            raise Broken(f"layers: {layers} must call our attention, got {len(self._layers)}")
+def run_module(
+    module: Any, attention: Attention, pages: Any, tokens: Tensor, positions: Tensor, logit_rows: Tensor
+) -> Tensor:
+    """Return float32 logits [logit_rows, vocab_size] of transformers' code over the rows of `pages`.
+
+    `tokens` and `positions` are [1, rows]. Raises Broken unless every layer called our attention.
+    """
+    step = AttentionStep(attention, pages)
+    arguments = {"input_ids": tokens, "position_ids": positions, "use_cache": False, "galley_step": step}
+    if len(logit_rows) == 0:
+        module.base_model(**arguments)
+        logits = torch.empty(0, module.config.vocab_size, device=tokens.device)
+    else:
+        logits = module(**arguments, logits_to_keep=logit_rows).logits[0].float()
+    if len(step.layers) != (layers := module.config.num_hidden_layers):
+        raise Broken(f"layers: {layers} must call our attention, got {len(step.layers)}")
+    return logits
 
 
 def paged_attention(  # noqa: PLR0913, PLR0917  # the signature is transformers'
@@ -65,7 +75,7 @@ def paged_attention(  # noqa: PLR0913, PLR0917  # the signature is transformers'
     current = _checked(module, sliding_window, galley_step, others)
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # transformers sets an int
     _refuse_shape(module, layer, current, key, value)
-    current.enter(layer)
+    current.layers.add(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = [part[0].transpose(0, 1) for part in (query, key, value)]
     mixed = current.attention.store_attend(

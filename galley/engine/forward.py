@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from galley.engine.attention import AttentionStep
+from galley.engine.attention import run_module
 from galley.engine.cpu import llama, packing
 from galley.engine.cuda.flex import FlexAttention
 from galley.engine.cuda.forward import ROWS, DeviceForward, Shapes
@@ -83,22 +83,11 @@ class TransformersForward:
 
     def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
         """Feed the rows of `pages`; return float32 logits [logit_rows, vocab_size] of those rows."""
-        filler = [0] * (packing.MIN_ROWS - pages.rows)
-        current = AttentionStep(self.attention, pages)
-        arguments = {
-            "input_ids": self._tensor([*tokens, *filler])[None],
-            "position_ids": self._tensor([*pages.positions.tolist(), *filler])[None],
-            "use_cache": False,
-            "galley_step": current,
-        }
-        if not logit_rows:
-            self._module.base_model(**arguments)
-            logits = torch.empty(0, self._module.config.vocab_size, device=self._device)
-        else:
-            kept = self._tensor([*logit_rows, *[0] * (packing.MIN_ROWS - len(logit_rows))])
-            logits = self._module(**arguments, logits_to_keep=kept).logits[0, : len(logit_rows)].float()
-        current.expect_layers(self._module.config.num_hidden_layers)
-        return logits
+        rows = self._padded(tokens)[None], self._padded(pages.positions.tolist())[None]
+        kept = self._padded(logit_rows) if logit_rows else torch.empty(0)
+        return run_module(self._module, self.attention, pages, *rows, kept)[: len(logit_rows)]
 
-    def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)
+    def _padded(self, values: Sequence[int]) -> Tensor:
+        """Return the values on the device, with as many as a product has rows at least."""
+        filler = [0] * (packing.MIN_ROWS - len(values))
+        return torch.tensor([*values, *filler], dtype=torch.long, device=self._device)

@@ -174,13 +174,6 @@ class Placed:
     logical: Tensor  # int32 [blocks + 1]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedPages(Pages):
-    """Pages whose step is already on the device."""
-
-    placed: Placed
-
-
 class FlexAttention:
     """Attention in one call a layer; `fixed` tiles of one size give a row the same bits in any step.
 
@@ -222,10 +215,10 @@ class FlexAttention:
         return Placed(shape, inputs, inputs.places.long(), logical)
 
     def store_attend(
-        self, pages: Pages, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape
+        self, pages: Pages | Placed, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape
     ) -> Tensor:
         """Write keys and values into the pool, then attend; padding rows go to the scratch block."""
-        placed = pages.placed if isinstance(pages, PlacedPages) else self._placed(pages, len(query))
+        placed = pages if isinstance(pages, Placed) else self._placed(pages, len(query))
         self._store(placed, layer, key, value)
         rows, heads, dim = query.shape
         kv_heads, group = heads // self.group, self.group

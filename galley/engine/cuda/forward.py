@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from galley.engine.attention import AttentionStep
+from galley.engine.attention import run_module
 from galley.engine.cuda import flex_layout
-from galley.engine.cuda.flex import FlexAttention, Placed, PlacedPages
+from galley.engine.cuda.flex import FlexAttention
 from galley.engine.cuda.flex_layout import StepShape
 from galley.engine.cuda.graphs import Graphs
 from galley.engine.pages import Pages
@@ -77,41 +76,14 @@ class DeviceForward:
         packed = self.attention.pack(shape, pages, tokens, logit_rows)
 
         def body(buffer: Tensor) -> Tensor:
-            return self._run(pages, self.attention.place(shape, buffer))
+            """Run the device's part of the step; return float32 [shape.logit_rows, vocab_size]."""
+            placed = self.attention.place(shape, buffer)
+            inputs = placed.inputs
+            rows = inputs.tokens.long()[None], inputs.positions.long()[None]
+            return run_module(self._module, self.attention, placed, *rows, inputs.logit_rows.long())
 
         if listed is None or self._graphs is None:
             logits = body(packed.to(self._device, non_blocking=True))
         else:
             logits = self._graphs.run(shape, packed, body)
         return logits[: len(logit_rows)]
-
-    def _run(self, pages: Pages, placed: Placed) -> Tensor:
-        """Run the device's part of a step; return float32 [placed.shape.logit_rows, vocab_size]."""
-        current = AttentionStep(self.attention, _placed_pages(pages, placed))
-        inputs = placed.inputs
-        arguments = {
-            "input_ids": inputs.tokens.long()[None],
-            "position_ids": inputs.positions.long()[None],
-            "use_cache": False,
-            "galley_step": current,
-        }
-        if placed.shape.logit_rows == 0:
-            self._module.base_model(**arguments)
-            logits = torch.empty(0, self._module.config.vocab_size, device=self._device)
-        else:
-            logits = self._module(**arguments, logits_to_keep=inputs.logit_rows.long()).logits[0].float()
-        current.expect_layers(self._module.config.num_hidden_layers)
-        return logits
-
-
-def _placed_pages(pages: Pages, placed: Placed) -> PlacedPages:
-    return PlacedPages(
-        pages.spans,
-        pages.positions,
-        pages.places,
-        pages.tables,
-        pages.tiles,
-        pages.longest,
-        pages.work,
-        placed,
-    )
