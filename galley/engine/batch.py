@@ -1,12 +1,17 @@
-"""The values that cross the engine's seam."""
+"""The values that cross the engine's seam, and caches of sequences for users that do no block accounting."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from galley.engine.cache import SessionCache
+from galley.core.errors import Overloaded
+from galley.core.kv.blocks import BLOCK_TOKENS
+
+_RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,64 @@ class ModelInfo:
     tokenizer_hash: str
     deterministic: bool
     ranks: int = 1
+
+
+class FreeBlocks:
+    """The free blocks of a pool; the lowest are taken first, so that little memory is touched."""
+
+    __slots__ = ("__weakref__", "_free")
+
+    def __init__(self, blocks: int) -> None:
+        self._free = list(range(blocks))
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Return `count` blocks. Raises Overloaded, taking none, if fewer are free."""
+        if count > len(self._free):
+            raise Overloaded(f"KV blocks: {count} needed, {len(self._free)} free", _RETRY_AFTER_S)
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Return `blocks`, which were taken, to the pool."""
+        for block in blocks:
+            heapq.heappush(self._free, block)
+
+
+class SessionCache:
+    """The KV of `tokens`, exactly; only CausalModel.forward adds to it."""
+
+    __slots__ = ("__weakref__", "_free", "blocks", "tokens")
+
+    def __init__(self, free: FreeBlocks) -> None:
+        self.tokens: list[int] = []
+        self.blocks: list[int] = []
+        self._free = free
+        weakref.finalize(self, free.give_back, self.blocks).atexit = False
+
+    def reserve(self, length: int) -> None:
+        """Hold blocks for [0, length). Raises Overloaded, holding no more than before."""
+        missing = _blocks_of(length) - len(self.blocks)
+        if missing > 0:
+            self.blocks += self._free.take(missing)
+
+    def truncate(self, length: int) -> None:
+        """Drop everything from position `length` on. Raises ValueError if fewer tokens are held."""
+        if not 0 <= length <= len(self.tokens):
+            raise ValueError(f"length: must be in [0, {len(self.tokens)}], got {length}")
+        del self.tokens[length:]
+        self.trim()
+
+    def trim(self) -> None:
+        """Free the blocks beyond the tokens."""
+        kept = _blocks_of(len(self.tokens))
+        self._free.give_back(self.blocks[kept:])
+        del self.blocks[kept:]
+
+
+def _blocks_of(length: int) -> int:
+    return -(-length // BLOCK_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,7 @@ def forward_of(
         return llama.LlamaForward(module, attention, ranks, max_rows)
     if isinstance(attention, FlexAttention):
         return _on_device(module, attention, ranks, options)
-    if packing.serves(module.dtype, str(device)):
-        packing.pack_linears(module, packing.Linears(module.dtype, str(device)))
+    packing.pack_linears(module, packing.Linears(module.dtype, str(device)))
     return TransformersForward(module, attention)
 
 

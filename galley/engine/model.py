@@ -18,8 +18,7 @@ from torch import Tensor
 from galley.core.errors import Broken
 from galley.core.step import StepChunk, StepTrace
 from galley.engine import probe
-from galley.engine.batch import ModelInfo, Rows
-from galley.engine.cache import FreeBlocks, SessionCache
+from galley.engine.batch import FreeBlocks, ModelInfo, Rows, SessionCache
 from galley.engine.cpu import llama
 from galley.engine.cuda.options import DeviceOptions
 from galley.engine.forward import Forward, forward_of

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine import attention
-from galley.engine.batch import ModelInfo, Rows
-from galley.engine.cache import SessionCache
+from galley.engine.batch import ModelInfo, Rows, SessionCache
 from galley.engine.errors import UnsupportedModel
 
 # Two and a half blocks.

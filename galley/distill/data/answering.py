@@ -17,8 +17,7 @@ from galley.core.step import Draw
 from galley.distill.data.corpus import Corpus
 from galley.distill.data.lines import kept_lines
 from galley.distill.data.prompts import Prompt
-from galley.engine.batch import Rows
-from galley.engine.cache import SessionCache
+from galley.engine.batch import Rows, SessionCache
 from galley.engine.sampler import draw_all
 
 if TYPE_CHECKING:

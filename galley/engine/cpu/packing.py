@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+Product = Callable[[Tensor], Tensor]
+
 _OPS: Any = torch.ops.mkldnn
 # Fewer rows use other kernels, which round differently: always in float32, sometimes in bfloat16.
 MIN_ROWS = 4
@@ -52,26 +54,14 @@ def serves(dtype: torch.dtype, device: str) -> bool:
 class PackedLinear(nn.Module):
     """`nn.Linear` for inference, with packed weights."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, product: Product) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        bias = dict(layer.named_parameters()).get("bias")
-        self._run = _packed(layer.weight.detach(), None if bias is None else bias.detach())
+        self._product = product
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return [..., out_features] of [..., in_features]."""
-        return self._run(rows)
-
-
-def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    packed = _OPS._reorder_linear_weight(weight)  # noqa: SLF001
-    run = _OPS._linear_pointwise.default  # noqa: SLF001
-
-    def forward(rows: Tensor) -> Tensor:
-        result: Tensor = run(rows, packed, bias, "none", [], "")
-        return result
-
-    return forward
+        return self._product(rows)
 
 
 class Linears:
@@ -80,26 +70,26 @@ class Linears:
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self._serves = serves(dtype, device)
         self.dtype = dtype
-        self._known: dict[tuple[int, ...], bool] = {}
+        self._keeps_rows: dict[torch.Size, bool] = {}
 
-    def make(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def make(self, weight: Tensor, bias: Tensor | None) -> Product:
         """Return a function of [rows, n] to [rows, m] for weight [m, n] and bias [m]."""
-        if self._serves:
-            packed = _packed(weight, bias)
-            if self.keeps_rows(packed, weight):
-                return packed
+        return self.packed(weight, bias) or (lambda rows: linear(rows, weight, bias))
 
-        def plain(rows: Tensor) -> Tensor:
-            return linear(rows, weight, bias)
+    def packed(self, weight: Tensor, bias: Tensor | None) -> Product | None:
+        """Return `make`'s function with packed weights; None where it does not keep rows independent."""
+        if not self._serves:
+            return None
+        packed = _OPS._reorder_linear_weight(weight)  # noqa: SLF001
+        run = _OPS._linear_pointwise.default  # noqa: SLF001
 
-        return plain
+        def product(rows: Tensor) -> Tensor:
+            result: Tensor = run(rows, packed, bias, "none", [], "")
+            return result
 
-    def keeps_rows(self, packed: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
-        """Return True if a row of the packed product has the same bits among any number of rows."""
-        shape = tuple(weight.shape)
-        if shape not in self._known:
-            self._known[shape] = _keeps_rows(packed, weight.shape[1], self.dtype)
-        return self._known[shape]
+        if weight.shape not in self._keeps_rows:
+            self._keeps_rows[weight.shape] = _keeps_rows(product, weight.shape[1], self.dtype)
+        return product if self._keeps_rows[weight.shape] else None
 
 
 @torch.inference_mode()
@@ -108,12 +98,13 @@ def pack_linears(module: nn.Module, linears: Linears) -> None:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                packed = PackedLinear(child)
-                if linears.keeps_rows(packed, child.weight):
-                    setattr(parent, name, packed)
+                bias = dict(child.named_parameters()).get("bias")
+                product = linears.packed(child.weight.detach(), None if bias is None else bias.detach())
+                if product is not None:
+                    setattr(parent, name, PackedLinear(child, product))
 
 
-def _keeps_rows(packed: Callable[[Tensor], Tensor], features: int, dtype: torch.dtype) -> bool:
+def _keeps_rows(packed: Product, features: int, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_TRIAL_ROWS, features, generator=generator).to(dtype)
     whole = packed(rows)
