@@ -10,12 +10,13 @@ order, so a row's bits do not depend on other rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 from numba.core import types
 
-from galley.engine.cpu.kernels.ops import cgutils, intrinsic
+from galley.engine.cpu.kernels.ops import array_at, cgutils, fused, intrinsic, splat, switch_rows
 
 # Inputs that share a scale; an instruction multiplies four of them for 16 outputs.
 GROUP = 64
@@ -54,23 +55,13 @@ def dot_tile(
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def pointer(kind: Any, array: Any, at: Any) -> Any:
-            return cgutils.gep_inbounds(builder, context.make_array(kind)(context, builder, array).data, at)
-
+        at = partial(array_at, context, builder)
         count, b, b_at, stride_, f, s, f_at, groups_, w, w_at, out = args
         given = (
-            pointer(bytes_, b, b_at), stride_, pointer(factors, f, f_at), pointer(surplus, s, f_at), groups_,
-            pointer(weights, w, w_at), pointer(sums, out, ir.Constant(_I64, 0)),
+            at(bytes_, b, b_at), stride_, at(factors, f, f_at), at(surplus, s, f_at), groups_,
+            at(weights, w, w_at), at(sums, out, ir.Constant(_I64, 0)),
         )  # fmt: skip
-        done = builder.append_basic_block("done")
-        choice = builder.switch(count, done)
-        for m in range(1, TILE_ROWS + 1):
-            block = builder.append_basic_block(f"rows{m}")
-            choice.add_case(ir.Constant(_I64, m), block)
-            with builder.goto_block(block):
-                _emit_tile(builder, m, *given)
-                builder.branch(done)
-        builder.position_at_end(done)
+        switch_rows(builder, count, TILE_ROWS, lambda m: _emit_tile(builder, m, *given))
         return context.get_dummy_value()
 
     index = types.int64
@@ -101,10 +92,10 @@ def _emit_tile(
         scales = [_ahead(builder, factors, loop.index, groups, m) for m in range(rows)]
         ground = cgutils.gep_inbounds(builder, weights, builder.mul(at, ir.Constant(_I64, OUTPUTS)))
         for place, row, dots in zip(scales, totals, _emit_group(builder, starts, own, ground), strict=True):
-            scale = _splat(builder, builder.load(place), _FLOATS)
+            scale = splat(builder, builder.load(place), _FLOATS)
             for total, dot in zip(row, dots, strict=True):
                 wide = builder.sitofp(dot, _FLOATS)
-                builder.store(_fma(builder, wide, scale, builder.load(total)), total)
+                builder.store(fused(builder, wide, scale, builder.load(total)), total)
     for m, row in enumerate(totals):
         for part, total in enumerate(row):
             to = cgutils.gep_inbounds(builder, sums, ir.Constant(_I64, m * OUTPUTS + part * _WIDTH))
@@ -114,13 +105,13 @@ def _emit_tile(
 def _emit_group(builder: Any, starts: Sequence[Any], surplus: Sequence[Any], weights: Any) -> list[list[Any]]:
     """Return for each row the sums of one group, [parts] vectors of 16 int32."""
     dot = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INTS, [_INTS] * 3), _DOT)
-    dots = [[_splat(builder, builder.load(one), _INTS)] * _PARTS for one in surplus]
+    dots = [[splat(builder, builder.load(one), _INTS)] * _PARTS for one in surplus]
     for step in range(GROUP // DEPTH):
         lanes = [
             _load(builder, weights, (step * _PARTS + part) * _WIDTH * DEPTH, _INTS) for part in range(_PARTS)
         ]
         for row, start in enumerate(starts):
-            four = _splat(builder, _load(builder, start, step * DEPTH, _I32), _INTS)
+            four = splat(builder, _load(builder, start, step * DEPTH, _I32), _INTS)
             dots[row] = [
                 builder.call(dot, [known, lane, four]) for known, lane in zip(dots[row], lanes, strict=True)
             ]
@@ -135,16 +126,3 @@ def _ahead(builder: Any, pointer: Any, at: Any, stride: Any, row: int) -> Any:
 def _load(builder: Any, pointer: Any, at: int, kind: Any) -> Any:
     place = cgutils.gep_inbounds(builder, pointer, ir.Constant(_I64, at))
     return builder.load(builder.bitcast(place, kind.as_pointer()), align=1)
-
-
-def _splat(builder: Any, number: Any, kind: Any) -> Any:
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(_I32, 0))
-    zeros = ir.Constant(_INTS, [0] * _WIDTH)
-    return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
-
-
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    return builder.call(
-        cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_WIDTH}f32"), [a, b, c]
-    )

@@ -17,13 +17,9 @@ from typing import Any
 
 import torch
 from llvmlite import binding, ir
-from numba.core import cgutils as _cgutils
 from numba.core import types
 
-from galley.engine.cpu.kernels.ops import helper, intrinsic
-
-# numba's own helpers are not typed.
-cgutils: Any = _cgutils
+from galley.engine.cpu.kernels.ops import cgutils, helper, intrinsic
 
 _PARALLEL, _THREAD, _THREADS = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
 _I32, _I64, _POINTER = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()

@@ -49,11 +49,8 @@ def helper(function: F) -> F:
 def fma(typingctx: Any, a: Any, b: Any, c: Any) -> tuple[Any, Any]:
     """Return a * b + c, rounded once, in float32."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_F32, [_F32] * 3)
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.f32"), args)
-
-    return types.float32(types.float32, types.float32, types.float32), generate
+    float32 = types.float32
+    return float32(float32, float32, float32), lambda _c, builder, _s, args: fused(builder, *args)
 
 
 @intrinsic
@@ -101,19 +98,14 @@ def _emit_exp(builder: Any, x: Any) -> Any:
     def integer(value: int) -> Any:
         return ir.Constant(integers, [value] * LANES if vector else value)
 
-    def fused(a: Any, b: Any, c: Any) -> Any:
-        name = f"llvm.fma.v{LANES}f32" if vector else "llvm.fma.f32"
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
-        return builder.call(function, [a, b, c])
-
     magic = number(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
-    shifted = fused(x, number(1.4426950408889634), magic)
+    shifted = fused(builder, x, number(1.4426950408889634), magic)
     n = builder.fsub(shifted, magic)
-    r = fused(n, number(2.12194440e-4), fused(n, number(-0.693359375), x))
+    r = fused(builder, n, number(2.12194440e-4), fused(builder, n, number(-0.693359375), x))
     p = number(1.9875691500e-4)
     for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
-        p = fused(p, r, number(c))
-    e = builder.fadd(fused(p, builder.fmul(r, r), r), number(1.0))
+        p = fused(builder, p, r, number(c))
+    e = builder.fadd(fused(builder, p, builder.fmul(r, r), r), number(1.0))
     exponent = builder.add(builder.bitcast(shifted, integers), integer(127))
     scale = builder.bitcast(builder.shl(exponent, integer(23)), kind)
     result = builder.fmul(e, scale)
@@ -127,7 +119,8 @@ def exp32(typingctx: Any, x: Any) -> tuple[Any, Any]:
     return types.float32(types.float32), lambda _c, builder, _s, args: _emit_exp(builder, args[0])
 
 
-def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+def array_at(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    """Emit the address of an array's number at `index`."""
     return cgutils.gep_inbounds(builder, context.make_array(kind)(context, builder, array).data, index)
 
 
@@ -145,10 +138,33 @@ def _store_lanes(builder: Any, vector: Any, pointer: Any) -> None:
     builder.store(vector, builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
 
 
-def _splat(builder: Any, number: Any) -> Any:
-    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(_I32, 0))
-    zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-    return builder.shuffle_vector(first, ir.Constant(_VECTOR, ir.Undefined), zeros)
+def splat(builder: Any, number: Any, kind: Any) -> Any:
+    """Emit a vector of type `kind` that holds `number` everywhere."""
+    nothing = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(nothing, number, ir.Constant(_I32, 0))
+    zeros = ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count)
+    return builder.shuffle_vector(first, nothing, zeros)
+
+
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Emit a * b + c, rounded once, of float32 or vectors of them."""
+    kind = a.type
+    name = f"llvm.fma.v{kind.count}f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+    return builder.call(function, [a, b, c])
+
+
+def switch_rows(builder: Any, count: Any, most: int, emit: Callable[[int], None]) -> None:
+    """Emit `emit(rows)` for every number of rows up to `most`, of which `count` takes one."""
+    done = builder.append_basic_block("done")
+    choice = builder.switch(count, done)
+    for rows in range(1, most + 1):
+        block = builder.append_basic_block(f"rows{rows}")
+        choice.add_case(ir.Constant(_I64, rows), block)
+        with builder.goto_block(block):
+            emit(rows)
+            builder.branch(done)
+    builder.position_at_end(done)
 
 
 def _prefetch(builder: Any, pointer: Any) -> None:
@@ -179,8 +195,6 @@ def _emit_tile(
     Each step also prefetches the same row of what lies at `ahead`. Blocks are scattered, so the CPU cannot
     predict the next one; prefetched one by one between products, its lines do not delay those.
     """
-    fma_kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    fma_lanes = cgutils.get_or_insert_function(builder.module, fma_kind, f"llvm.fma.v{LANES}f32")
     sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(rows)]
     ends = [
         builder.bitcast(
@@ -202,8 +216,8 @@ def _emit_tile(
             _prefetch(builder, cgutils.gep_inbounds(builder, ahead, at))
         lanes = _load_lanes(builder, cgutils.gep_inbounds(builder, b, row), b_kind)
         for total, start in zip(sums, starts, strict=True):
-            factor = _splat(builder, builder.load(cgutils.gep_inbounds(builder, start, loop.index)))
-            builder.store(builder.call(fma_lanes, [factor, lanes, builder.load(total)]), total)
+            factor = splat(builder, builder.load(cgutils.gep_inbounds(builder, start, loop.index)), _VECTOR)
+            builder.store(fused(builder, factor, lanes, builder.load(total)), total)
     for total, end in zip(sums, ends, strict=True):
         builder.store(builder.load(total), end, align=4)
 
@@ -228,21 +242,12 @@ def _tile_product(add: bool) -> Callable[..., Any]:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             count, a_, a_at_, a_stride_, b_, b_at_, b_stride_, ahead_at_, *others = args
             steps_, c_, c_at_, c_stride_ = others
-            left = _pointer(context, builder, a, a_, a_at_)
-            right = _pointer(context, builder, b, b_, b_at_)
-            ahead = _pointer(context, builder, b, b_, ahead_at_)
-            out = _pointer(context, builder, c, c_, c_at_)
-            done = builder.append_basic_block("done")
-            choice = builder.switch(count, done)
-            for m in range(1, TILE_ROWS + 1):
-                block = builder.append_basic_block(f"rows{m}")
-                choice.add_case(ir.Constant(_I64, m), block)
-                with builder.goto_block(block):
-                    _emit_tile(
-                        builder, m, left, a_stride_, right, b, b_stride_, ahead, steps_, out, c_stride_, add
-                    )
-                    builder.branch(done)
-            builder.position_at_end(done)
+            left = array_at(context, builder, a, a_, a_at_)
+            right = array_at(context, builder, b, b_, b_at_)
+            ahead = array_at(context, builder, b, b_, ahead_at_)
+            out = array_at(context, builder, c, c_, c_at_)
+            operands = (left, a_stride_, right, b, b_stride_, ahead, steps_, out, c_stride_, add)
+            switch_rows(builder, count, TILE_ROWS, lambda m: _emit_tile(builder, m, *operands))
             return context.get_dummy_value()
 
         index = types.int64
@@ -263,9 +268,9 @@ def raise_lanes(typingctx: Any, lanes: Any, numbers: Any, at: Any) -> tuple[Any,
     """Set lanes[i] to the larger of lanes[i] and numbers[at + i], for 32 float32; ignores NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        held = _pointer(context, builder, lanes, args[0], ir.Constant(_I64, 0))
+        held = array_at(context, builder, lanes, args[0], ir.Constant(_I64, 0))
         known = _load_lanes(builder, held, lanes)
-        other = _load_lanes(builder, _pointer(context, builder, numbers, args[1], args[2]), numbers)
+        other = _load_lanes(builder, array_at(context, builder, numbers, args[1], args[2]), numbers)
         _store_lanes(builder, builder.select(builder.fcmp_ordered(">", other, known), other, known), held)
         return context.get_dummy_value()
 
@@ -277,9 +282,9 @@ def weigh_lanes(typingctx: Any, lanes: Any, numbers: Any, at: Any, top: Any) -> 
     """Set numbers[at + i] to e**(numbers[at + i] - top) and add it to lanes[i], for 32 float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        held = _pointer(context, builder, lanes, args[0], ir.Constant(_I64, 0))
-        place = _pointer(context, builder, numbers, args[1], args[2])
-        below = builder.fsub(_load_lanes(builder, place, numbers), _splat(builder, args[3]))
+        held = array_at(context, builder, lanes, args[0], ir.Constant(_I64, 0))
+        place = array_at(context, builder, numbers, args[1], args[2])
+        below = builder.fsub(_load_lanes(builder, place, numbers), splat(builder, args[3], _VECTOR))
         weights = _emit_exp(builder, below)
         _store_lanes(builder, weights, place)
         _store_lanes(builder, builder.fadd(_load_lanes(builder, held, lanes), weights), held)
