@@ -15,7 +15,8 @@ from transformers import AttentionInterface
 
 from galley.core.errors import Broken
 from galley.engine.errors import UnsupportedModel
-from galley.engine.paged import Attention, Shape
+from galley.engine.paged import Attention
+from galley.engine.pages import Shape
 
 # No mask function is registered under this name, so transformers makes no masks.
 NAME = "galley"

@@ -19,8 +19,6 @@ from galley.engine.paged import Attention, CompiledAttention, attention_for
 from galley.engine.pages import Pages
 from galley.engine.parallel.ranks import Ranks
 
-_DEFAULT_OPTIONS = DeviceOptions()
-
 
 class Forward(Protocol):
     """A model's layers and head; `kind` and `attention` name the code that computes them."""
@@ -44,7 +42,7 @@ def forward_of(
     *,
     max_rows: int,
     own: bool,
-    options: DeviceOptions = _DEFAULT_OPTIONS,
+    options: DeviceOptions,
 ) -> Forward:
     """Return the forward pass of `module`: transformers' code, or `own` where `llama.serves` it.
 

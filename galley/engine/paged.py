@@ -24,16 +24,6 @@ from galley.engine.pages import Pages, Shape, Span, lay_out, tile_rows
 Floats = NDArray[np.float32]
 Stored = NDArray[np.uint16] | NDArray[np.float32]
 
-__all__ = [
-    "Attention",
-    "CompiledAttention",
-    "Shape",
-    "TorchAttention",
-    "as_array",
-    "attention_for",
-    "pool_for",
-]
-
 # Approximate time of one query head with one key.
 _KEY_NS = 6
 

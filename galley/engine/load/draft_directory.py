@@ -65,29 +65,19 @@ def draft_format(config: Any) -> DraftFormat | None:
         raise UnsupportedModel(f"{KEY}: format must be {FORMAT}, got {got!r}")
     if config.model_type != "llama" or config.tie_word_embeddings:
         raise UnsupportedModel(f"{KEY}: must be a llama with tie_word_embeddings false")
-    return DraftFormat(
-        _hash(section, "tokenizer_hash"), _head_vocab(section, config.vocab_size), _embeddings(section)
-    )
+    head_vocab, embeddings = section.get("head_vocab"), section.get("embeddings")
+    if not isinstance(head_vocab, int) or not 1 <= head_vocab <= config.vocab_size:
+        raise UnsupportedModel(f"{KEY}: head_vocab must be in [1, {config.vocab_size}], got {head_vocab!r}")
+    if embeddings not in {TARGET, OWN}:
+        raise UnsupportedModel(f"{KEY}: embeddings must be {TARGET!r} or {OWN!r}, got {embeddings!r}")
+    sha256_hex = _hash(section, "embeddings_sha256") if embeddings == TARGET else None
+    return DraftFormat(_hash(section, "tokenizer_hash"), head_vocab, sha256_hex)
 
 
 def takes_embeddings(directory: Path) -> bool:
     """Return True if `directory` holds a trained draft that uses its target's embeddings."""
     section = json.loads((directory / "config.json").read_text(encoding="utf-8")).get(KEY)
     return isinstance(section, dict) and section.get("embeddings") == TARGET
-
-
-def _head_vocab(section: Mapping[str, Any], vocab: int) -> int:
-    count = section.get("head_vocab")
-    if not isinstance(count, int) or not 1 <= count <= vocab:
-        raise UnsupportedModel(f"{KEY}: head_vocab must be in [1, {vocab}], got {count!r}")
-    return count
-
-
-def _embeddings(section: Mapping[str, Any]) -> str | None:
-    embeddings = section.get("embeddings")
-    if embeddings not in {TARGET, OWN}:
-        raise UnsupportedModel(f"{KEY}: embeddings must be {TARGET!r} or {OWN!r}, got {embeddings!r}")
-    return _hash(section, "embeddings_sha256") if embeddings == TARGET else None
 
 
 def _hash(section: Mapping[str, Any], name: str) -> str:

@@ -44,17 +44,7 @@ _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-class _Columns(ColwiseParallel):
-    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:  # noqa: ARG002
-        return module
-
-
-class _Rows(RowwiseParallel):
-    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:  # noqa: ARG002
-        return module
-
-
-class _Whole(TensorParallelLayer):
+class _PlainForward:
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:  # noqa: ARG002
         return module
 
@@ -62,9 +52,8 @@ class _Whole(TensorParallelLayer):
 def register() -> None:
     """Register our styles with transformers; repeating it does nothing."""
     styles: Any = ALL_PARALLEL_STYLES  # annotated for other registries
-    styles.register(COLUMNS, _Columns())
-    styles.register(ROWS, _Rows())
-    styles.register(WHOLE, _Whole())
+    for name, base in ((COLUMNS, ColwiseParallel), (ROWS, RowwiseParallel), (WHOLE, TensorParallelLayer)):
+        styles.register(name, type(name, (_PlainForward, base), {})())
 
 
 def refuse_ranks(config: Any, size: int) -> None:

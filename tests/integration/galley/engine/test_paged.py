@@ -27,8 +27,8 @@ from galley.engine.cpu import llama
 from galley.engine.cpu.kernels import openmp
 from galley.engine.kv_pool import KvPool, KvShape, kv_block_bytes, kv_shape
 from galley.engine.model import CausalModel, Rows
-from galley.engine.paged import CompiledAttention, Shape, TorchAttention
-from galley.engine.pages import Span
+from galley.engine.paged import CompiledAttention, TorchAttention
+from galley.engine.pages import Shape, Span
 from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of, whole
 
 MakeModel = Callable[[Any], Path]
