@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -36,20 +36,6 @@ MAX_ROWS = 512
 # The system commits memory as blocks are used.
 DEFAULT_KV_BLOCKS = 2048
 _DEFAULT_OPTIONS = DeviceOptions()
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Tokens [first, last) of a chunk."""
-
-    chunk: StepChunk
-    first: int
-    last: int
-
-    @property
-    def logit_rows(self) -> int:
-        """Return how many of its last rows need logits."""
-        return max(0, self.last - max(self.first, len(self.chunk.tokens) - self.chunk.want_logits))
 
 
 class CausalModel:
@@ -175,15 +161,15 @@ class CausalModel:
             return torch.empty(0, columns, device=self.kv.keys.device)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _forward_pieces(self, pieces: Sequence[_Piece]) -> Tensor:
+    def _forward_pieces(self, pieces: Sequence[StepChunk]) -> Tensor:
         """Run the layers once; return the logits of the pieces."""
         tokens: list[int] = []
         logit_rows: list[int] = []
         spans = []
         for piece in pieces:
-            tokens += piece.chunk.tokens[piece.first : piece.last]
-            logit_rows += range(len(tokens) - piece.logit_rows, len(tokens))
-            spans.append(Span(piece.chunk.start + piece.first, piece.last - piece.first, piece.chunk.blocks))
+            tokens += piece.tokens
+            logit_rows += range(len(tokens) - piece.want_logits, len(tokens))
+            spans.append(Span(piece.start, len(piece.tokens), piece.blocks))
         return self._forward(self._forward.attention.lay_out(spans), tokens, logit_rows)
 
     def _check(self, chunks: Sequence[StepChunk]) -> None:
@@ -249,15 +235,16 @@ class CausalModel:
         return logits
 
 
-def _pieces(chunks: Sequence[StepChunk], max_rows: int) -> Iterator[list[_Piece]]:
+def _pieces(chunks: Sequence[StepChunk], max_rows: int) -> Iterator[list[StepChunk]]:
     """Yield the rows of the chunks in order, cut into lists of at most `max_rows` rows."""
-    pieces: list[_Piece] = []
+    pieces: list[StepChunk] = []
     room = max_rows
     for chunk in chunks:
-        first = 0
-        while first < len(chunk.tokens):
-            last = min(len(chunk.tokens), first + room)
-            pieces.append(_Piece(chunk, first, last))
+        first, rows = 0, len(chunk.tokens)
+        while first < rows:
+            last = min(rows, first + room)
+            want_logits = max(0, last - max(first, rows - chunk.want_logits))
+            pieces.append(StepChunk(chunk.start + first, chunk.tokens[first:last], chunk.blocks, want_logits))
             room -= last - first
             first = last
             if room == 0:
