@@ -107,15 +107,14 @@ class CausalModel:
         max_rows = options.rows_of_step(device, MAX_ROWS)
         forward = forward_of(module, pool, ranks, max_rows=max_rows, own=own, options=options)
         model = cls(forward, info, loaded.head, max_rows=max_rows, ranks=ranks)
-        ours = probe.probe_logits(model)
-        if loaded.head is not None:
-            ours = ours[:, loaded.head.tokens]
+        logits = probe.probe_logits(model)
+        ours = logits if loaded.head is None else logits[:, loaded.head.tokens]
         if theirs is None:
             theirs = probe.eager_logits(module, probe.prompt_of(info))
         # Products of int8 weights also round their inputs, whatever the dtype.
         precision = dtype if loaded.head is None else torch.bfloat16
         probe.refuse_other_attention(config.model_type, ours, theirs, precision)
-        model.info = replace(info, deterministic=probe.keeps_bits(model))
+        model.info = replace(info, deterministic=probe.keeps_bits(model, logits))
         return model
 
     @property

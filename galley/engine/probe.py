@@ -73,9 +73,8 @@ def refuse_other_attention(name: str, ours: Tensor, theirs: Tensor, dtype: torch
         )
 
 
-def keeps_bits(model: Probed) -> bool:
-    """Return True if splitting the probe prompt, or batching it, leaves every bit of its logits."""
-    whole = probe_logits(model)
+def keeps_bits(model: Probed, whole: Tensor) -> bool:
+    """Return True if splitting the probe prompt, or batching it, leaves every bit of `whole`, its logits."""
     prompt = prompt_of(model.info)
     cache, other_cache = model.new_cache(), model.new_cache()
     edges = [0, *(cut for cut in _CUTS if cut < len(prompt)), len(prompt)]
