@@ -61,11 +61,6 @@ def declared(config: Any, name: str) -> Any:
     return getattr(config, name, None) if hasattr(type(config), name) else None
 
 
-def kv_block_bytes(config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> int:
-    """Return the bytes of one block on one rank, to size a pool before loading. Raises UnsupportedModel."""
-    return kv_shape(config, dtype, ranks).block_bytes
-
-
 class KvPool:
     """`blocks` blocks of `block_tokens` positions; memory is committed as blocks are first written.
 

@@ -58,13 +58,13 @@ def refuse_model(settings: TargetSettings) -> None:
 
 def kv_blocks(settings: TargetSettings, ranks: Ranks = ALONE) -> int:
     """Return how many KV blocks of a rank fit into the memory bound. Raises UnsupportedModel, ValueError."""
-    from galley.engine.kv_pool import kv_block_bytes  # noqa: PLC0415  # imports torch
+    from galley.engine.kv_pool import kv_shape  # noqa: PLC0415  # imports torch
     from galley.engine.load.module import load_config, parse_dtype  # noqa: PLC0415
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
     from galley.engine.probe import BLOCKS  # noqa: PLC0415
 
     config = load_config(resolve_model(settings.model))
-    block_bytes = kv_block_bytes(config, parse_dtype(settings.dtype, settings.device), ranks)
+    block_bytes = kv_shape(config, parse_dtype(settings.dtype, settings.device), ranks).block_bytes
     blocks = settings.kv_memory_mb * _MIB // block_bytes
     if blocks < BLOCKS:
         raise ValueError(

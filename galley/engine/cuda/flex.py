@@ -146,20 +146,13 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Attend:
         _attend, fullgraph=True, dynamic=False, recompile_limit=_MAX_COMPILED, backend=backend
     )
 
-    def marked(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tiles: tuple[Tensor, Tensor, Tensor],
-        queries: Tensor,
-        logical: Tensor,
-        kind: Kind,
-    ) -> Tensor:
+    def marked(*arguments: Any) -> Tensor:
+        query, _key, _value, tiles, queries, *_ = arguments
         maybe_mark_dynamic(query, 2)
         maybe_mark_dynamic(tiles[-1], 1)
         for part in (*tiles, queries):
             maybe_mark_dynamic(part, 0)
-        return compiled(query, key, value, tiles, queries, logical, kind)
+        return compiled(*arguments)
 
     return marked
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from hashlib import blake2b
+from functools import partial
 from pathlib import Path
-
-_READ_BYTES = 1 << 20
 
 
 def cache_dir() -> Path:
@@ -26,12 +25,13 @@ def file_digest(path: Path) -> str:
     """
     path = path.resolve()
     stat = path.stat()
-    key = blake2b(f"{path}|{stat.st_size}|{stat.st_mtime_ns}".encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(f"{path}|{stat.st_size}|{stat.st_mtime_ns}".encode(), digest_size=16).hexdigest()
     note = cache_dir() / "digests" / key
     try:
         return note.read_text(encoding="ascii")
     except OSError:
-        digest = _digest(path)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         scratch = note.with_name(f"{key}.{os.getpid()}")
@@ -40,11 +40,3 @@ def file_digest(path: Path) -> str:
     except OSError:
         pass
     return digest
-
-
-def _digest(path: Path) -> str:
-    state = blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            state.update(block)
-    return state.hexdigest()

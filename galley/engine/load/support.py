@@ -85,18 +85,14 @@ def refuse_files(directory: Path) -> None:
     if (directory / _ADAPTER).exists():
         raise UnsupportedModel(f"{directory}: holds an adapter ({_ADAPTER}); merge it into its model first")
     if not any(directory.glob("*.safetensors")):
-        _refuse_without_weights(directory)
+        if pickles := sorted(path.name for path in directory.iterdir() if is_pickled(path)):
+            raise UnsupportedModel(
+                f"{directory}: holds only pickled weights ({pickles[0]}), which are programs and never "
+                "opened; convert them to safetensors"
+            )
+        raise UnsupportedModel(f"{directory}: must hold *.safetensors")
     for index in sorted(directory.glob(_INDEX)):
         _refuse_index(index)
-
-
-def _refuse_without_weights(directory: Path) -> None:
-    if pickles := sorted(path.name for path in directory.iterdir() if is_pickled(path)):
-        raise UnsupportedModel(
-            f"{directory}: holds only pickled weights ({pickles[0]}), which are programs and never opened; "
-            "convert them to safetensors"
-        )
-    raise UnsupportedModel(f"{directory}: must hold *.safetensors")
 
 
 def _refuse_index(index: Path) -> None:

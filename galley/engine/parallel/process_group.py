@@ -75,14 +75,15 @@ class ProcessGroup(Ranks):
 
     def send(self, values: Tensor) -> None:
         """Send int32 `values` from rank 0 to all others, which `receive`. Raises RankLost."""
-        self._broadcast(values)
+        with self._rank_lost():
+            dist.broadcast(values, _RANK_ZERO, group=self._plans)
 
     def receive(self, values: Tensor) -> None:
         """Fill `values` with what rank 0 sends, of the same length. Raises RankLost.
 
         Waits as long as rank 0 lives.
         """
-        self._broadcast(values)
+        self.send(values)  # a broadcast is one call for all ranks
 
     def share(self, number: int) -> Callable[[], Sequence[int]]:
         """Begin to exchange a number with all ranks; the returned function waits for theirs.
@@ -91,16 +92,12 @@ class ProcessGroup(Ranks):
         """
         numbers = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         own = torch.tensor([number], dtype=torch.int64)
-        try:
+        with self._rank_lost():
             work: Any = dist.all_gather(numbers, own, async_op=True)
-        except RuntimeError as error:
-            raise self._lost(error) from error
 
         def gathered() -> Sequence[int]:
-            try:
+            with self._rank_lost():
                 work.wait()
-            except RuntimeError as error:
-                raise self._lost(error) from error
             return [int(one) for one in numbers]
 
         return gathered
@@ -136,20 +133,16 @@ class ProcessGroup(Ranks):
         parts = torch.empty(self.size, *sent.shape, dtype=sent.dtype, device=sent.device)
         if sent.numel() == 0:
             return parts
-        try:
+        with self._rank_lost():
             dist.all_gather([_bytes(place) for place in parts], _bytes(sent))
-        except RuntimeError as error:
-            raise self._lost(error) from error
         return parts
 
-    def _lost(self, error: RuntimeError) -> RankLost:
-        return RankLost(f"rank {self.rank} lost another rank: {error}")
-
-    def _broadcast(self, values: Tensor) -> None:
+    @contextmanager
+    def _rank_lost(self) -> Iterator[None]:
         try:
-            dist.broadcast(values, _RANK_ZERO, group=self._plans)
+            yield
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise RankLost(f"rank {self.rank} lost another rank: {error}") from error
 
 
 def _bytes(tensor: Tensor) -> Tensor:

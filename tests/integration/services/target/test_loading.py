@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from galley.engine.batch import ModelInfo
-from galley.engine.kv_pool import kv_block_bytes
+from galley.engine.kv_pool import kv_shape
 from galley.engine.load.module import load_config, parse_dtype
 from galley.engine.model import CausalModel
 from services.target.engine.paged import PagedEngine
@@ -24,7 +24,7 @@ def settings(tiny: Path, **given: Any) -> TargetSettings:
 
 
 def test_the_pool_is_as_large_as_it_may_be_and_no_larger(tiny: Path) -> None:
-    block_bytes = kv_block_bytes(load_config(tiny), parse_dtype("float32", "cpu"))
+    block_bytes = kv_shape(load_config(tiny), parse_dtype("float32", "cpu")).block_bytes
     blocks = kv_blocks(settings(tiny))
     assert blocks * block_bytes <= 2 * 2**20 < (blocks + 1) * block_bytes
     assert load_engine(settings(tiny)).info.kv_blocks == blocks
