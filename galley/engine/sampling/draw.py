@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -71,17 +70,30 @@ def draw_rows(rows: Floats, draws: Sequence[Draw]) -> list[Outcome]:
     that no draft changes what is confirmed. A draw whose first row is bad gives Broken. Other draws are not
     affected.
     """
-    ends = list(accumulate(len(draw.draft_tokens) + 1 for draw in draws))
     threads = openmp.worth(openmp.threads(), rows.size * _LOGIT_NS) if len(draws) > 1 else 1
     scratch = _scratch(threads, rows.shape[1], penalized=any(map(has_penalties, draws)))
     tokens, counts = np.empty(len(rows), dtype=np.int64), np.empty(len(draws), dtype=np.int64)
-    _compiled()[0](threads, rows, *_pack(draws), tokens, counts, scratch)
-    drawn = [
-        _Drawn(draw, end - len(draw.draft_tokens) - 1, count)
-        for draw, end, count in zip(draws, ends, counts.tolist(), strict=True)
+    records, ids, biases = _pack(draws)
+    _compiled()[0](threads, rows, records, ids, biases, tokens, counts, scratch)
+    drawn = list(zip(draws, records["row"].tolist(), counts.tolist(), strict=True))
+    listed = [
+        (row, min(draw.logprobs, rows.shape[1]))
+        for draw, first, count in drawn
+        if draw.logprobs is not None
+        for row in range(first, first + count)
     ]
-    logprobs = _logprobs(rows, [one for one in drawn if one.has_logprobs], tokens, scratch)
-    return [one.outcome(tokens, logprobs) for one in drawn]
+    logprobs = _logprobs(rows, listed, tokens, scratch)
+    return [_outcome(draw, tokens[first : first + count].tolist(), logprobs) for draw, first, count in drawn]
+
+
+def _outcome(draw: Draw, tokens: list[int], logprobs: Iterator[PositionLogprobs | None]) -> Outcome:
+    """Return the result of a draw; takes the entries of all its tokens off `logprobs`."""
+    entries = [] if draw.logprobs is None else list(islice(logprobs, len(tokens)))
+    if None in entries:
+        tokens = tokens[: entries.index(None)]
+    if not tokens:
+        return no_maximum(draw)
+    return Sampled(tuple(tokens), tuple(entry for entry in entries[: len(tokens)] if entry is not None))
 
 
 def warm_up() -> None:
@@ -95,29 +107,6 @@ def _compiled() -> Sequence[Callable[..., None]]:
     """Return `draw_rows` and `list_likeliest` of the kernels as machine code."""
     functions = (kernels.draw_rows, kernels.list_likeliest)
     return compile_kernels("sampling", functions, (kernels, *SOURCES))
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """A draw, its first row, and how many tokens were sampled: 0 if that row has no finite maximum."""
-
-    draw: Draw
-    first: int
-    count: int
-
-    @property
-    def has_logprobs(self) -> bool:
-        return self.count > 0 and self.draw.logprobs is not None
-
-    def outcome(self, tokens: Ids, logprobs: Iterator[PositionLogprobs | None]) -> Outcome:
-        """Return the draw's result; takes its own entries off `logprobs`."""
-        # Take all of them, whether or not one of them is bad.
-        entries = list(islice(logprobs, self.count)) if self.has_logprobs else []
-        good = entries.index(None) if None in entries else self.count
-        if good == 0:
-            return no_maximum(self.draw)
-        own = tuple(int(token) for token in tokens[self.first : self.first + good])
-        return Sampled(own, tuple(entry for entry in entries[:good] if entry is not None))
 
 
 # --------------------------------------------------------------------------------- for the kernels --
@@ -182,14 +171,12 @@ def draw_record(draw: Draw) -> tuple[float, ...]:
 
 
 def _logprobs(
-    rows: Floats, drawn: Sequence[_Drawn], tokens: Ids, scratch: Scratch
+    rows: Floats, listed: Sequence[tuple[int, int]], tokens: Ids, scratch: Scratch
 ) -> Iterator[PositionLogprobs | None]:
-    """Yield the logprobs of every token of `drawn`, in order; None for logits without a finite maximum."""
-    listed = [
-        (row, min(one.draw.logprobs or 0, rows.shape[1]))
-        for one in drawn
-        for row in range(one.first, one.first + one.count)
-    ]
+    """Yield the logprobs of each listed row's token, with the row's likeliest tokens, as many as listed.
+
+    Yields None for logits without a finite maximum.
+    """
     if not listed:
         return
     at, tops = np.array(listed, dtype=np.int64).T.copy()
