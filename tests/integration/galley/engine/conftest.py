@@ -8,17 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from galley.common.config.defaults import DEFAULT_MODEL
-from galley.engine.load.resolve import resolve_model
 from galley.engine.model import CausalModel
 from tests.fakes.model_configs import save_random
 
 MakeModel = Callable[[Any], Path]
-
-
-@pytest.fixture(scope="session")
-def default_model_dir() -> Path:
-    return resolve_model(DEFAULT_MODEL)
 
 
 @pytest.fixture(scope="session")

@@ -94,9 +94,7 @@ def _same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_filled_up_and_played_again_a_pass_says_what_it_says_alone(
-    kind: str, make_model: Callable[[Any], Path]
-) -> None:
+def test_padded_and_replayed_steps_equal_plain_ones(kind: str, make_model: Callable[[Any], Path]) -> None:
     directory = make_model(CONFIGS[kind]())
     plain = _run(_model(directory, None), random.Random(5))
     recorder = Again()
@@ -111,9 +109,7 @@ def test_filled_up_and_played_again_a_pass_says_what_it_says_alone(
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
-def test_the_model_says_what_the_cpus_own_attention_says(
-    kind: str, make_model: Callable[[Any], Path]
-) -> None:
+def test_the_model_equals_the_cpus_own_attention(kind: str, make_model: Callable[[Any], Path]) -> None:
     directory = make_model(CONFIGS[kind]())
     device = _model(directory, Shapes(), Graphs(Again(), CPU, record_at=1))
     torch.testing.assert_close(
@@ -122,7 +118,7 @@ def test_the_model_says_what_the_cpus_own_attention_says(
     assert (device.attention_kind, device.forward_kind) == ("FlexAttention", "transformers")
 
 
-def test_logits_of_one_pass_outlive_the_next(make_model: Callable[[Any], Path]) -> None:
+def test_logits_of_one_step_outlive_the_next(make_model: Callable[[Any], Path]) -> None:
     model = _model(make_model(CONFIGS["llama"]()), Shapes(), Graphs(Again(), CPU, record_at=1))
     first = model.run([StepChunk(0, [1, 2, 3, 4], [0], 4)])
     kept = first.clone()
@@ -142,7 +138,7 @@ class Unable:
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def test_a_pass_that_cannot_be_recorded_runs_as_it_is() -> None:
+def test_a_step_that_cannot_be_recorded_runs_unrecorded() -> None:
     recorder = Unable()
     graphs = Graphs(recorder, CPU, record_at=2)
     for number in range(6):
@@ -167,7 +163,7 @@ def test_recordings_are_kept_by_the_bytes_of_their_results() -> None:
     assert recorder.recorded == before, "one that is too large alone is kept"
 
 
-def test_where_bits_must_be_the_same_every_pass_has_one_shape(make_model: Callable[[Any], Path]) -> None:
+def test_invariant_steps_have_one_shape(make_model: Callable[[Any], Path]) -> None:
     seen = set()
 
     class Watched(Shapes):
@@ -185,7 +181,7 @@ def test_where_bits_must_be_the_same_every_pass_has_one_shape(make_model: Callab
         Shapes(fixed=16).of(model._forward.attention.lay_out([Span(0, 17, [0])]), 1, 16)
 
 
-def test_a_list_of_shapes_holds_what_is_put_into_it() -> None:
+def test_a_padded_shape_holds_its_step() -> None:
     attention = FlexAttention(FlatPool(kv_shape(CONFIGS["llama"](), torch.float32), 9, CPU), 4)
     shapes = Shapes((4, 16))
     for spans, logit_rows, rows in (([Span(0, 3, [0])], 2, 4), ([Span(0, 5, [0]), Span(9, 1, [1])], 6, 16)):

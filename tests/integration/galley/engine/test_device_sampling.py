@@ -102,9 +102,7 @@ def test_the_device_draws_what_the_host_draws(device: str, seed: int, vocab: int
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_of_plain_draws_no_logits_come_to_the_host(
-    temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_draws_copy_no_logits_to_the_host(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     draws = [Draw(SamplingParams(temperature=temperature, seed=i), (1,), 1, frozenset(), 0) for i in range(3)]
 
     def refuse(rows: Floats, others: Sequence[Draw]) -> list[Sampled | GalleyError]:
@@ -116,7 +114,7 @@ def test_of_plain_draws_no_logits_come_to_the_host(
     _same(device_sampling.draw_all(logits, draws), expected)
 
 
-def test_of_greedy_draws_no_noise_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_draws_compute_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(kind: str) -> None:
         raise AssertionError(f"noise on {kind} for no rows")
 
@@ -143,7 +141,7 @@ def test_noise_that_cannot_be_compiled_is_the_same_uncompiled(monkeypatch: pytes
     assert [line["error"] for line in logs] == ["Failed to find C compiler"]
 
 
-def test_memory_that_has_run_out_is_said_and_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_raised_and_keeps_the_compiled_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [torch.OutOfMemoryError("CUDA out of memory")]
 
     def fail_once(*chosen: Any) -> torch.Tensor:
@@ -163,7 +161,7 @@ def test_memory_that_has_run_out_is_said_and_nothing_is_given_up(monkeypatch: py
     _same(device_sampling.draw_all(logits, draws), draw_all(logits, draws))
 
 
-def test_a_bad_row_costs_its_own_draw_alone_and_no_accepted_guess() -> None:
+def test_a_bad_row_fails_its_own_draw_and_keeps_accepted_tokens() -> None:
     logits = torch.zeros(4, 9)
     logits[1], logits[3] = math.nan, -math.inf
     draw = Draw(SamplingParams(temperature=0.0), (5, 5), 1, frozenset(), 0)
@@ -198,7 +196,7 @@ def test_noise_agrees_with_the_host_to_a_millionth(device: str) -> None:
     np.testing.assert_allclose(got, noise.gumbel(words), rtol=0, atol=1e-6)
 
 
-def test_what_needs_a_history_or_an_order_is_not_plain() -> None:
+def test_draws_with_history_or_filters_are_not_drawn_here() -> None:
     draw = Draw(SamplingParams(), (1,), 1, frozenset({3}), 0)
     assert is_drawn_here(draw)
     assert is_drawn_here(replace(draw, params=SamplingParams(temperature=0.0, top_k=2, top_p=0.5)))

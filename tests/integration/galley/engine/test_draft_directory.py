@@ -74,7 +74,7 @@ def reference(directory: Path, target: Path, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.02), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("has_int8", [False] if not int8.supported() else [True, False])
-def test_a_draft_says_what_its_weights_say(
+def test_a_draft_equals_the_reference_of_its_weights(
     directory: Path,
     target: Path,
     dtype: torch.dtype,
@@ -103,7 +103,7 @@ def test_a_draft_of_float_weights_and_its_own_embeddings_needs_no_target(
     assert torch.allclose(whole(model, tokens), expected, atol=1e-3, rtol=1e-3)
 
 
-def test_what_is_known_of_a_draft_is_what_its_config_says(directory: Path, target: Path) -> None:
+def test_a_drafts_facts_come_from_its_config(directory: Path, target: Path) -> None:
     model = load_draft(directory, target)
     assert model.info.vocab_size == VOCAB
     assert model.info.tokenizer_hash == tokenizer_hash(target)
@@ -164,7 +164,7 @@ def test_an_int8_head_over_float_layers_keeps_rows_apart(
     assert min(given) >= MIN_ROWS, "fewer rows may take another kernel"
 
 
-def test_a_pass_without_logits_and_one_of_many_parts(directory: Path, target: Path) -> None:
+def test_a_step_without_logits_and_one_of_many_parts(directory: Path, target: Path) -> None:
     model = load_draft(directory, target)
     tokens = tokens_of(random.Random(5), 700)
     cache = model.new_cache()
@@ -307,7 +307,7 @@ def test_an_int8_product_is_that_of_its_parts_and_keeps_rows_apart(dtype: torch.
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
-def test_a_row_that_is_not_finite_gives_none_that_is(bad: float) -> None:
+def test_a_row_that_is_not_finite_stays_so(bad: float) -> None:
     layer = _int8_layer(32, 192, torch.Generator().manual_seed(3))
     product = int8_product([layer], torch.float32) or layer
     rows = torch.ones(4, 192)

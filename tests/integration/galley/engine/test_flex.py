@@ -112,14 +112,14 @@ def _close(ours: Tensor, theirs: Tensor) -> None:
 
 @settings(max_examples=60)
 @given(CASES)
-def test_the_blocks_and_the_mask_say_what_plain_torch_says(case: dict[str, Any]) -> None:
+def test_blocks_and_mask_equal_plain_torch(case: dict[str, Any]) -> None:
     ours, theirs = _both(case, _spans(random.Random(case["seed"]), 5), KERNEL)
     _close(ours, theirs)
 
 
 @settings(max_examples=4)
 @given(CASES)
-def test_torch_takes_the_mask_and_the_views_as_they_are(case: dict[str, Any]) -> None:
+def test_torchs_own_operator_takes_mask_and_views(case: dict[str, Any]) -> None:
     """Its operator that is not compiled, which looks at the mask alone: right for one sequence."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is not compiled
@@ -127,7 +127,7 @@ def test_torch_takes_the_mask_and_the_views_as_they_are(case: dict[str, Any]) ->
     _close(ours, theirs)
 
 
-def test_a_kernel_is_compiled_once_for_its_scale_and_tiles_whatever_the_pass() -> None:
+def test_a_kernel_is_compiled_once_for_its_scale_and_tiles() -> None:
     """Traced with a back end of our own: lengths are symbols, what a kernel is written for is not."""
     calls: list[torch.fx.Node] = []
 
@@ -152,7 +152,7 @@ def test_a_kernel_is_compiled_once_for_its_scale_and_tiles_whatever_the_pass() -
     assert all(node.kwargs == {} for node in calls)
 
 
-def test_a_row_says_the_same_in_any_company_and_chunk() -> None:
+def test_a_row_is_the_same_in_any_batch_and_chunk() -> None:
     case = {"kv_heads": 2, "group": 3, "key_dim": 16, "value_dim": 16, "dtype": torch.float32}
     generator = torch.Generator().manual_seed(3)
     pool = _flat(_pool(case, generator))
@@ -175,7 +175,7 @@ def test_a_row_says_the_same_in_any_company_and_chunk() -> None:
     torch.testing.assert_close(torch.cat(cut), whole, atol=1e-6, rtol=1e-6)
 
 
-def test_a_bad_row_spoils_those_that_see_it_alone_and_no_later_owner_of_its_block() -> None:
+def test_a_bad_row_spoils_only_rows_that_attend_to_it() -> None:
     case = {"kv_heads": 1, "group": 2, "key_dim": 16, "value_dim": 16, "dtype": torch.float32}
     generator = torch.Generator().manual_seed(4)
     pool = _flat(_pool(case, generator))
@@ -192,7 +192,7 @@ def test_a_bad_row_spoils_those_that_see_it_alone_and_no_later_owner_of_its_bloc
     assert torch.equal(again, spoiled[:2])
 
 
-def test_rows_that_only_fill_up_reach_nobody_and_see_nothing() -> None:
+def test_padding_rows_change_no_block_and_attend_to_nothing() -> None:
     case = {"kv_heads": 2, "group": 3, "key_dim": 16, "value_dim": 16, "dtype": torch.float32}
     generator = torch.Generator().manual_seed(5)
     pool = _flat(_pool(case, generator))
@@ -231,7 +231,7 @@ def test_blocks_are_copied_whole() -> None:
     assert flat.nbytes == (BLOCKS + 1) * flat.block_bytes, "one block more than told"
 
 
-def test_the_cpu_keeps_its_loops_and_its_pool() -> None:
+def test_the_cpu_keeps_its_kernels_and_its_pool() -> None:
     shape = KvShape(1, 1, 16, 16, torch.bfloat16)
     pool = paged.pool_for(shape, 4, CPU, DeviceOptions(invariant=True))
     assert type(pool) is KvPool
@@ -239,7 +239,7 @@ def test_the_cpu_keeps_its_loops_and_its_pool() -> None:
     assert isinstance(paged.attention_for(FlatPool(shape, 4, CPU), 2, CPU, 64), FlexAttention)
 
 
-def test_where_torch_cannot_compile_it_that_is_found_out_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_compilation_is_detected_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = KvShape(3, 2, 16, 40, torch.float32)
     monkeypatch.setattr(flex, "compiled_flex", lambda: KERNEL)
     assert flex.works(CPU, shape)
@@ -251,7 +251,7 @@ def test_where_torch_cannot_compile_it_that_is_found_out_first(monkeypatch: pyte
     assert not flex.works(CPU, shape)
 
 
-def test_invariance_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invariance_without_flex_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "serves", lambda *_: False)
     shape = KvShape(1, 1, 16, 16, torch.bfloat16)
     with pytest.raises(UnsupportedModel, match="invariant"):

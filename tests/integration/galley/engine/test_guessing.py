@@ -45,7 +45,7 @@ PARAMS = st.fixed_dictionaries(
     st.integers(0, 2**20),
     st.sampled_from([0.1, 1.0, 8.0]),
 )
-def test_a_guess_is_what_is_drawn_of_the_whole_vocabulary(
+def test_a_guess_equals_a_draw_from_the_whole_vocabulary(
     params: list[dict[str, Any]], columns: int, position: int, spread: float
 ) -> None:
     head = head_of(columns, position)
@@ -59,7 +59,7 @@ def test_a_guess_is_what_is_drawn_of_the_whole_vocabulary(
     assert confidences == pytest.approx(torch.softmax(logits, -1).amax(-1).tolist(), rel=1e-5)
 
 
-def test_what_needs_the_history_is_drawn_from_the_whole_vocabulary() -> None:
+def test_draws_with_history_use_the_whole_vocabulary() -> None:
     head = head_of(200, 1)
     logits = torch.randn(4, 200, generator=torch.Generator().manual_seed(3))
     best = int(head.tokens[logits[0].argmax()])
@@ -84,7 +84,7 @@ def test_a_model_that_knows_all_tokens_needs_no_head() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bad_row_is_its_own_affair(bad: float, temperature: float) -> None:
+def test_a_bad_row_fails_its_own_guess(bad: float, temperature: float) -> None:
     head = head_of(100, 2)
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(5))
     logits[1, 50] = bad

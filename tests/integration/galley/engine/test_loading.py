@@ -87,7 +87,7 @@ def test_a_hub_id_is_downloaded_without_pickles(tmp_path: Path, monkeypatch: pyt
     assert not any("bin" in pattern or pattern == "*" or "py" in pattern for pattern in patterns)
 
 
-def test_a_hub_id_that_is_not_at_hand_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_that_is_not_cached_is_refused_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         raise LocalEntryNotFoundError("offline")
 
@@ -97,7 +97,7 @@ def test_a_hub_id_that_is_not_at_hand_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("spec", ["not a/hub id/at all", "/no/such/file.gguf"])
-def test_a_name_of_nothing_is_refused(spec: str) -> None:
+def test_an_unknown_name_is_refused(spec: str) -> None:
     with pytest.raises(UnsupportedModel):
         resolve_model(spec)
 
@@ -157,7 +157,7 @@ def test_a_model_with_other_state_than_kv_is_refused(config: Any, reason: str, t
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000], ids=["a list", "broken", "deep"])
-def test_a_config_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_damaged_config_is_refused(content: str, tmp_path: Path) -> None:
     directory = model_files(tmp_path / "m", {})
     (directory / "config.json").write_text(content)
     with pytest.raises(UnsupportedModel, match=r"config\.json"):
@@ -187,7 +187,7 @@ def test_a_pickled_file_is_refused_by_name(tmp_path: Path, suffix: str) -> None:
         resolve_model(str(path))
 
 
-def test_a_program_in_disguise_is_not_run(make_model: Callable[[Any], Path]) -> None:
+def test_a_pickle_named_safetensors_is_not_run(make_model: Callable[[Any], Path]) -> None:
     directory = make_model(transformers.LlamaConfig(**SMALL))
     (directory / "model.safetensors").write_bytes(PROGRAM)
     with pytest.raises(UnsupportedModel, match="its weights cannot be read"):
@@ -228,7 +228,7 @@ def test_a_link_that_leads_out_is_refused(name: str, absolute: bool, tmp_path: P
         resolve_model(str(directory))
 
 
-def test_links_to_nothing_and_what_is_no_file_are_refused(tmp_path: Path) -> None:
+def test_dangling_links_and_fifos_are_refused(tmp_path: Path) -> None:
     directory = model_files(tmp_path / "m", {"model_type": "llama"})
     (directory / "tokenizer.json").symlink_to("tokenizer.json")
     with pytest.raises(UnsupportedModel, match=r"tokenizer\.json: is a link to nothing"):
@@ -268,7 +268,7 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_weights_that_are_not_all_there_are_refused(missing: bool, make_model: Callable[[Any], Path]) -> None:
+def test_missing_weights_are_refused(missing: bool, make_model: Callable[[Any], Path]) -> None:
     """transformers makes up random ones."""
     directory = make_model(transformers.LlamaConfig(**SMALL))
     weights = safetensors.torch.load_file(directory / "model.safetensors")
@@ -351,7 +351,7 @@ def _prepare(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.model
-def test_the_default_model_is_converted_once_though_two_ask(tmp_path: Path) -> None:
+def test_the_default_model_is_converted_once_by_two_processes(tmp_path: Path) -> None:
     environment = {"GALLEY_CACHE_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     both = [_prepare(**environment) for _ in range(2)]
     answers = [process.communicate(timeout=120) for process in both]

@@ -33,7 +33,7 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         return func(*args, **(kwargs or {}))
 
 
-def test_few_numbers_and_few_rows_in_vain() -> None:
+def test_few_row_counts_and_little_padding() -> None:
     given = {rows: rows_of_product(rows, MAX_ROWS) for rows in range(1, MAX_ROWS + 1)}
     assert all(rows <= more <= MAX_ROWS for rows, more in given.items())
     assert all(more == rows for rows, more in given.items() if rows <= 16), "a single stream pays for none"
@@ -41,7 +41,7 @@ def test_few_numbers_and_few_rows_in_vain() -> None:
     assert len(set(given.values())) <= MOST_NUMBERS
 
 
-def test_passes_of_any_number_of_rows_are_products_of_few(make_model: Callable[[Any], Path]) -> None:
+def test_steps_use_few_row_counts(make_model: Callable[[Any], Path]) -> None:
     model = load(make_model(CONFIGS["llama"]()), torch.bfloat16)
     lengths = range(64, 200)
     with Products() as products:

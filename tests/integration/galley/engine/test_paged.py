@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import random
-import subprocess
-import sys
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -24,12 +23,14 @@ from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.step import StepChunk
 from galley.engine import paged
 from galley.engine.cpu import llama
-from galley.engine.cpu.kernels import openmp
-from galley.engine.kv_pool import KvPool, KvShape, kv_block_bytes, kv_shape
-from galley.engine.model import CausalModel, Rows
+from galley.engine.cpu.kernels import openmp, ops
+from galley.engine.cpu.kernels.compile import compile_kernels
+from galley.engine.kv_pool import KvPool, KvShape, kv_shape
+from galley.engine.model import Rows
 from galley.engine.paged import CompiledAttention, TorchAttention
 from galley.engine.pages import Shape, Span
 from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of, whole
+from tests.integration.services.target.invariance import InvarianceTrial
 
 MakeModel = Callable[[Any], Path]
 
@@ -91,7 +92,7 @@ CASES = st.fixed_dictionaries(
 
 @settings(max_examples=40)
 @given(CASES)
-def test_the_kernel_says_what_torch_says_and_feels_no_company(case: dict[str, Any]) -> None:
+def test_the_kernel_equals_torch_alone_and_in_a_batch(case: dict[str, Any]) -> None:
     ours = _attend(CompiledAttention, case, company=False)
     theirs = _attend(_torch, case, company=False)
     tolerance = 1e-5 if case["dtype"] == torch.float32 else 2e-2
@@ -99,7 +100,7 @@ def test_the_kernel_says_what_torch_says_and_feels_no_company(case: dict[str, An
     assert torch.equal(ours, _attend(CompiledAttention, case, company=True))
 
 
-def test_another_thread_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_threads_change_no_bit_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     case = {
         "kv_heads": 3, "group": 3, "dim": 64, "rows": 60, "start": 100,
         "window": None, "softcap": None, "dtype": torch.bfloat16,
@@ -110,7 +111,7 @@ def test_another_thread_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(alone, _attend(CompiledAttention, case, company=False))
 
 
-def test_what_lies_beyond_a_row_does_not_reach_it() -> None:
+def test_later_rows_and_stale_blocks_do_not_reach_a_row() -> None:
     """Neither stale numbers of a block's former owner, nor the rows that come after it."""
     generator = torch.Generator().manual_seed(1)
     pool = _filled(KvShape(1, 1, 16, 16, torch.float32), 4, generator)
@@ -137,7 +138,6 @@ def test_a_pool_is_as_large_as_its_blocks() -> None:
     config = CONFIGS["llama"]()
     pool = KvPool(kv_shape(config, torch.bfloat16), 7, torch.device("cpu"))
     assert pool.nbytes == 7 * pool.block_bytes
-    assert pool.block_bytes == kv_block_bytes(config, torch.bfloat16)
     # Head size 16: values take whole vectors of 32.
     assert pool.block_bytes == 3 * 2 * BLOCK_TOKENS * (16 + 32) * 2
 
@@ -145,62 +145,20 @@ def test_a_pool_is_as_large_as_its_blocks() -> None:
 # --- a model by blocks
 
 
-def _fed(model: CausalModel, prompts: list[list[int]], rng: random.Random) -> list[torch.Tensor]:
-    """All positions' logits, in random chunks and company, in blocks taken at random.
-
-    Now and then wrong tokens are fed, and forgotten; a sequence is moved to other blocks; or it starts anew.
-    """
-    free = list(range(model.kv.blocks))
-    rng.shuffle(free)
-    blocks: list[list[int]] = [[] for _ in prompts]
-    done = [0] * len(prompts)
-    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
-    restarts = 2
-    while left := [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]:
-        chunks, wrongs, copies = [], [], []
-        chosen = rng.sample(left, rng.randint(1, len(left)))
-        for i in chosen:
-            if restarts and done[i] and rng.random() < 0.1:
-                restarts, done[i], rows[i] = restarts - 1, 0, []
-                free += blocks[i]
-                blocks[i] = []
-                rng.shuffle(free)
-            right = prompts[i][done[i] : done[i] + rng.choice([1, 1, 5, 40, 90])]
-            wrong = tokens_of(rng, rng.choice([0, 0, 3]))
-            while len(blocks[i]) * BLOCK_TOKENS < done[i] + len(right) + len(wrong):
-                blocks[i].append(free.pop())
-            if rng.random() < 0.2:
-                copies.append((blocks[i][0], free[0]))
-                free[0], blocks[i][0] = blocks[i][0], free[0]
-            fed = right + wrong
-            chunks.append(StepChunk(done[i], fed, list(blocks[i]), len(fed)))
-            wrongs.append(len(wrong))
-        logits = torch.split(model.run(chunks, copies), [len(chunk.tokens) for chunk in chunks])
-        for i, mine, wrong_rows in zip(chosen, logits, wrongs, strict=True):
-            kept = len(mine) - wrong_rows
-            rows[i].append(mine[:kept])
-            done[i] += kept
-    return [torch.cat(part) for part in rows]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2"])
-def test_no_bit_depends_on_blocks_chunks_company_or_the_past(
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2", "gpt2"])
+def test_no_bit_depends_on_blocks_chunks_or_batches(
     kind: str, dtype: torch.dtype, make_model: MakeModel
 ) -> None:
     model = load(make_model(CONFIGS[kind]()), dtype, kv_blocks=BLOCKS)
     assert model.info.deterministic
-    rng = random.Random(11)
-    prompts = [tokens_of(rng, count) for count in (170, 96, 33, 1)]
-    alone = []
-    for prompt in prompts:
-        needed = -(-len(prompt) // BLOCK_TOKENS)
-        alone.append(model.run([StepChunk(0, prompt, list(range(needed)), len(prompt))]))
+    trial = InvarianceTrial(model, sequences=4, longest=170, seed=11)
     model.kv.keys.fill_(torch.nan)
     model.kv.values.fill_(torch.nan)
-    for _ in range(4):
-        for mine, expected in zip(_fed(model, prompts, rng), alone, strict=True):
-            assert torch.equal(mine, expected)
+    counts = trial.run(80)
+    assert counts.differing == 0, counts.first_difference
+    assert counts.rows > 500
+    assert min(counts.evictions, counts.copied_blocks, counts.drafts_fed) > 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
@@ -219,7 +177,7 @@ def test_a_row_that_is_not_finite_stays_alone(kind: str, make_model: MakeModel) 
     assert got[7].isnan().all()
 
 
-def test_what_is_out_of_bounds_is_refused_before_any_work(make_model: MakeModel) -> None:
+def test_chunks_out_of_bounds_are_refused_before_any_work(make_model: MakeModel) -> None:
     model = load(make_model(CONFIGS["llama"]()), kv_blocks=BLOCKS)
     model.kv.keys.zero_()
     good = StepChunk(0, [1], [0], 1)
@@ -334,7 +292,7 @@ def test_more_threads_change_no_bit_of_our_own_forward(
     assert torch.equal(whole(load(directory, torch.bfloat16, kv_blocks=BLOCKS), tokens), expected)
 
 
-async def test_what_loads_in_a_passing_thread_leaves_no_team_of_openmps(make_model: MakeModel) -> None:
+async def test_loading_in_a_passing_thread_leaves_no_openmp_threads(make_model: MakeModel) -> None:
     """Another team beside that of the thread that runs the steps would keep both from spinning."""
     directory = make_model(CONFIGS["llama"]())
     before = len(_tasks())
@@ -361,9 +319,7 @@ def _tasks() -> list[Path]:
     return list(Path("/proc/self/task").iterdir())
 
 
-def test_dynamic_shapes_of_heads_go_through_torch(
-    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_attention_equals_the_kernels(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of other devices, on the CPU."""
     directory = make_model(CONFIGS["gemma2"]())
     tokens = tokens_of(random.Random(14), 90)
@@ -380,63 +336,57 @@ def test_dynamic_shapes_of_heads_go_through_torch(
 # --- the kernels' machine code
 
 
-# Normalizes a row of threes with each stored type named; BREAK comes before the first.
-_NORMALIZE = """
-import os, pathlib, shutil, sys
-import numpy as np
-from galley.engine.cpu.kernels.compile import compiled
-kernels = compiled()
-exec(os.environ.get("BREAK", ""))
-for kind in sys.argv[1:]:
-    out = np.empty((1, 2), kind)
-    kernels.normalize(np.full((1, 2), 3, np.float32), np.ones(2, np.float32), np.float32(0), out)
-    print(out.tolist())
-"""
-_ONES = {"float32": "[[1.0, 1.0]]\n", "uint16": "[[16256, 16256]]\n"}  # bfloat16 of 1
+def double(numbers: Any) -> None:
+    for i in range(len(numbers)):
+        numbers[i] += numbers[i]
 
 
-def _normalize(cache: Path, *kinds: str, first: str = "") -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _NORMALIZE, *kinds],
-        env=os.environ | {"GALLEY_CACHE_DIR": str(cache), "BREAK": first},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout == "".join(map(_ONES.__getitem__, kinds)), done.stderr
+def _call(*kinds: str, before: Callable[[], object] = lambda: None) -> None:
+    """Load or compile the kernel as a new process would, and call it once for each type."""
+    (kernel,) = compile_kernels("double", (double,), (ops,))
+    before()
+    for kind in kinds:
+        numbers = np.full(2, 3, kind)
+        kernel(numbers)
+        assert numbers.tolist() == [6, 6]
+
+
+@pytest.fixture
+def kernels_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GALLEY_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kernels"
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_machine_code_is_kept_where_that_is_possible(writable: bool, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
+def test_machine_code_is_kept_if_the_cache_is_writable(writable: bool, kernels_dir: Path) -> None:
     if not writable:
-        cache.write_text("a file, in which no directory can be made")
-    _normalize(cache, "float32")
-    assert writable == bool(list(cache.glob("kernels/**/*.nbc")))
+        kernels_dir.parent.write_text("a file, in which no directory can be made")
+    _call("float32")
+    assert writable == bool(list(kernels_dir.glob("**/*.nbc")))
 
 
-def test_a_disk_that_fails_between_loading_and_compiling_costs_only_time(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    _normalize(cache, "float32", first=f"shutil.rmtree({str(cache)!r}); pathlib.Path({str(cache)!r}).touch()")
+def test_a_disk_that_fails_before_the_first_call_costs_only_time(kernels_dir: Path) -> None:
+    def fail() -> None:
+        shutil.rmtree(kernels_dir)
+        kernels_dir.touch()
+
+    _call("float32", before=fail)
 
 
-def test_machine_code_of_other_types_is_not_run(tmp_path: Path) -> None:
+def test_machine_code_of_other_types_is_not_run(kernels_dir: Path) -> None:
     """Two processes that compile for different types at once may give their files one name."""
-    cache = tmp_path / "cache"
-    _normalize(cache, "float32", "uint16")
-    first, second = sorted(cache.glob("kernels/**/*.nbc"))
+    _call("float32", "uint16")
+    first, second = sorted(kernels_dir.glob("**/*.nbc"))
     first.write_bytes(second.read_bytes())
-    _normalize(cache, "float32", "uint16")
+    _call("float32", "uint16")
 
 
-def test_damaged_machine_code_is_compiled_anew(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    _normalize(cache, "float32")
-    for suffix in ("nbi", "nbc"):
-        (damaged,) = cache.glob(f"kernels/**/*.{suffix}")
-        size = damaged.stat().st_size
-        damaged.write_bytes(damaged.read_bytes()[: size // 2])
-        _normalize(cache, "float32")
-        (again,) = cache.glob(f"kernels/**/*.{suffix}")
-        assert again.stat().st_size == size
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_damaged_machine_code_is_compiled_again(suffix: str, kernels_dir: Path) -> None:
+    _call("float32")
+    (damaged,) = kernels_dir.glob(f"**/*.{suffix}")
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[: len(content) // 2])
+    _call("float32")
+    (again,) = kernels_dir.glob(f"**/*.{suffix}")
+    assert again.stat().st_size == len(content)

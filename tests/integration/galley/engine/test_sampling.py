@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,48 +50,8 @@ def reachable(logits: Sequence[float], params: SamplingParams, draws: int = 400)
 # ------------------------------------------------------------------------------------- reference --
 
 
-def reference(row: Sequence[float], draw: Draw, guesses: Sequence[int]) -> int:
-    """The token after `guesses`, in plain Python over the whole vocabulary, in the order of the proto."""
-    params, vocab = draw.params, len(row)
-    output = [*draw.history[draw.prompt_len :], *guesses]
-    seen = {*draw.history, *guesses}
-    logits = [x + params.logit_bias.get(v, 0.0) for v, x in enumerate(row)]
-    if len(output) < draw.min_tokens:
-        logits = [-math.inf if v in draw.stop_token_ids else x for v, x in enumerate(logits)]
-    for v in range(vocab):
-        if v in seen:
-            over = logits[v] > 0
-            logits[v] *= 1 / params.repetition_penalty if over else params.repetition_penalty
-        logits[v] -= params.frequency_penalty * output.count(v) + params.presence_penalty * (v in output)
-    if params.temperature == 0.0:
-        return logits.index(max(logits))
-    scaled = [x / params.temperature for x in logits]
-    kept = sorted(range(vocab), key=lambda v: (-scaled[v], v))[: params.top_k or vocab]
-    kept = _nucleus(kept, scaled, params.top_p)
-    kept = [v for v in kept if math.exp(scaled[v] - scaled[kept[0]]) >= params.min_p]
-    position = len(draw.history) + len(guesses)
-    g = noise.gumbel(noise.words(params.seed, position, range(vocab)))
-    return min(kept, key=lambda v: (-(scaled[v] + float(g[v])), v))
-
-
-def _nucleus(ranked: list[int], scaled: list[float], top_p: float) -> list[int]:
-    weights = [math.exp(scaled[v] - scaled[ranked[0]]) for v in ranked]
-    mass, size = 0.0, 0
-    while size < len(ranked) and mass < top_p * sum(weights):
-        mass += weights[size]
-        size += 1
-    return ranked[: max(1, size)]
-
-
-@dataclass(frozen=True)
-class Case:
-    rows: NDArray[np.float32]
-    draw: Draw
-    guesses: list[int]
-
-
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> tuple[NDArray[np.float32], Draw]:
     vocab = draw(st.integers(1, 33))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     count = draw(st.integers(1, 5))
@@ -110,29 +70,16 @@ def cases(draw: st.DrawFn) -> Case:
     )
     prompt, output = draw(st.lists(token, min_size=1, max_size=5)), draw(st.lists(token, max_size=5))
     stops = draw(st.lists(token, max_size=2)) if vocab > 2 else []
-    case_draw = draw_of(params, prompt, output, stops, draw(st.integers(0, 8)))
-    return Case(rows, case_draw, _guesses(rows, case_draw, spoil=draw(st.booleans())))
-
-
-def _guesses(rows: NDArray[np.float32], draw: Draw, *, spoil: bool) -> list[int]:
-    """Right guesses; the last of them wrong if `spoil`."""
-    guesses: list[int] = []
-    for row in rows[:-1]:
-        guesses.append(reference([float(x) for x in row], draw, guesses))
-    if guesses and spoil:
-        guesses[-1] = (guesses[-1] + 1) % rows.shape[1]
-    return guesses
+    own = draw_of(params, prompt, output, stops, draw(st.integers(0, 8)))
+    return rows, with_guesses(rng, rows, own)
 
 
 @settings(max_examples=400)
 @given(cases())
-def test_is_what_the_naive_reference_says_at_every_position(case: Case) -> None:
-    own: list[int] = []
-    for i, row in enumerate(case.rows):
-        own.append(reference([float(x) for x in row], case.draw, case.guesses[:i]))
-        if case.guesses[i : i + 1] not in ([], [own[i]]):
-            break
-    assert sample(torch.from_numpy(case.rows), case.draw, case.guesses) == own
+def test_tokens_are_those_of_the_definition(case: tuple[NDArray[np.float32], Draw]) -> None:
+    rows, draw = case
+    (outcome,) = draw_all(torch.from_numpy(rows), [draw])
+    assert tokens_of(outcome) == tokens_of(expected(rows, draw))
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.05, 1.0, 4.0, 40.0])
@@ -148,7 +95,7 @@ def test_pruning_never_changes_the_winner(vocab: int, spread: float) -> None:
         assert sample(torch.from_numpy(row[None]), draw) == [int(scores.argmax())]
 
 
-def test_a_row_does_not_depend_on_its_company() -> None:
+def test_a_row_does_not_depend_on_its_batch() -> None:
     rng = np.random.default_rng(2)
     rows = torch.from_numpy(rng.normal(size=(6, 999)).astype(np.float32) * 4)
     params = SamplingParams(temperature=0.8, top_p=0.95, top_k=300, frequency_penalty=0.5, seed=9)
@@ -228,7 +175,7 @@ def with_guesses(rng: np.random.Generator, rows: NDArray[np.float32], draw: Draw
 
 
 @pytest.mark.parametrize(("vocab", "times"), [(1, 30), (7, 60), (257, 30), (3001, 8), (49152, 1)])
-def test_a_step_is_what_the_definition_says_of_each_draw(
+def test_a_step_equals_the_definition_of_each_draw(
     vocab: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of draws of all kinds side by side: the same tokens and logprobs, and the same draws are broken."""
@@ -270,7 +217,7 @@ def assert_same_logprobs(ours: Sequence[PositionLogprobs], theirs: Sequence[Posi
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("shape", ["plain", "greedy", "filtered", "penalized"])
-def test_a_bad_row_costs_its_own_draw_alone(shape: str, bad: float) -> None:
+def test_a_bad_row_fails_its_own_draw(shape: str, bad: float) -> None:
     rng = np.random.default_rng(8)
     rows = torch.from_numpy(rng.normal(size=(3, 5000)).astype(np.float32))
     draws = [draw_of(replace(SamplingParams(seed=i), **SHAPES[shape])) for i in range(3)]
@@ -299,7 +246,7 @@ def test_a_bad_row_keeps_what_was_accepted_before_it(shape: str, logprobs: int |
         assert len(logprobs_of(outcome)) == (0 if logprobs is None else bad)
 
 
-def test_logits_that_can_be_drawn_from_but_not_normed_are_bad_where_logprobs_are_wanted() -> None:
+def test_infinite_logits_are_bad_with_logprobs() -> None:
     # The infinite one is masked for sampling, but logprobs are of the logits as they are.
     rows = torch.zeros(2, 9)
     rows[1, 4] = math.inf
@@ -419,7 +366,7 @@ def test_logit_bias_is_added() -> None:
     assert one([0.0, 5.0, 0.0], draw_of(replace(GREEDY, logit_bias={1: -100.0, 2: 0.5}))) == 2
 
 
-def test_ids_beyond_these_logits_are_no_history() -> None:
+def test_ids_beyond_the_logits_are_ignored() -> None:
     """A draft's vocabulary may be padded otherwise than the target's, and a guess may be anything."""
     params = replace(GREEDY, frequency_penalty=1.0, repetition_penalty=1.1, logit_bias={90: 2.0})
     draw = draw_of(params, prompt=[0, 99], output=[77], stops=[98], min_tokens=9)
@@ -443,12 +390,12 @@ def test_the_hottest_temperature_is_uniform_over_what_is_possible() -> None:
     "params", [GREEDY, SamplingParams(), SamplingParams(top_p=0.5, presence_penalty=1.0)]
 )
 @pytest.mark.parametrize("bad", [[1.0, math.nan], [-math.inf, -math.inf], [math.inf, 0.0]])
-def test_logits_without_a_finite_maximum_are_our_fault(params: SamplingParams, bad: list[float]) -> None:
+def test_logits_without_a_finite_maximum_raise_broken(params: SamplingParams, bad: list[float]) -> None:
     with pytest.raises(Broken, match="position 3"):
         one(bad, draw_of(params, prompt=[0, 1, 1]))
 
 
-def test_a_mask_that_leaves_nothing_is_our_fault() -> None:
+def test_a_mask_that_leaves_no_token_raises_broken() -> None:
     with pytest.raises(Broken, match="position 1"):
         one([1.0, 2.0], draw_of(SamplingParams(), stops=[0, 1], min_tokens=1))
 
@@ -461,7 +408,7 @@ def test_a_row_that_is_not_needed_may_hold_anything() -> None:
 
 
 @pytest.mark.parametrize(("rows", "guesses"), [(0, []), (2, []), (4, [1, 1]), (2, [1, 1])])
-def test_rows_that_are_not_the_draws_are_refused(rows: int, guesses: list[int]) -> None:
+def test_a_wrong_number_of_rows_is_refused(rows: int, guesses: list[int]) -> None:
     with pytest.raises(Broken, match=f"got {rows}$"):
         sample(torch.zeros(rows, 3), draw_of(GREEDY), guesses)
 
@@ -509,7 +456,7 @@ def test_logprobs_lists_as_many_as_there_are(top: int, count: int) -> None:
     assert answer.logprob == pytest.approx(-math.log(1 + math.exp(-1)))
 
 
-def test_logprobs_of_a_nan_are_our_fault_even_where_a_mask_hides_it() -> None:
+def test_logprobs_of_a_masked_nan_raise_broken() -> None:
     draw = draw_of(GREEDY, stops=[1], min_tokens=1)
     assert sample(torch.tensor([[0.0, math.nan]]), draw) == [0]
     with pytest.raises(Broken, match="position 1:"):
