@@ -158,11 +158,9 @@ class LlamaForward:
 
     def _normalize(self, work: _Work, part: Tensor | None, weight: Floats) -> None:
         """Add `part`, if any, to the residual; write the normalized residual to the states."""
-        if part is None:
-            self._kernels.normalize(work.sums, weight, self._eps, work.states)
-            return
         threads = self._threads(work.sums.size * _NORMALIZE_NS)
-        self._kernels.add_normalize(threads, work.sums, as_array(part), weight, self._eps, work.states)
+        stored = work.states[:0] if part is None else as_array(part)
+        self._kernels.normalize(threads, work.sums, stored, weight, self._eps, work.states)
 
     def _rotations(self, pages: Pages) -> tuple[Floats, Floats]:
         cosines = np.empty((pages.rows, len(self._frequencies)), np.float32)

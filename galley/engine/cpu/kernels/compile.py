@@ -75,7 +75,6 @@ class Kernels:
     attend: Callable[..., None]
     store: Callable[..., None]
     normalize: Callable[..., None]
-    add_normalize: Callable[..., None]
     rotations: Callable[..., None]
     rotate_store: Callable[..., None]
     gate: Callable[..., None]

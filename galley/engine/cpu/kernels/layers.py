@@ -32,20 +32,8 @@ def _mean_square(numbers: Floats, at: int, count: int, lanes: Floats) -> np.floa
     return total / np.float32(count)
 
 
-def normalize(residual: Floats, weight: Floats, eps: np.float32, out: Stored) -> None:
-    """Write RMSNorm (arXiv 1910.07467) of float32 [rows, hidden] times weight [hidden] to stored `out`."""
-    rows, hidden = out.shape
-    lanes = np.empty(LANES, np.float32)
-    flat = residual.reshape(-1)
-    for row in range(rows):
-        mean = _mean_square(flat, row * hidden, hidden, lanes)
-        scale = _ONE / np.float32(math.sqrt(mean + eps))
-        for i in range(hidden):
-            out[row, i] = narrow(residual[row, i] * scale * weight[i], out[0, 0])
-
-
 @shared
-def _add_normalize(
+def _normalize(
     thread: int,
     first: int,
     last: int,
@@ -59,19 +47,23 @@ def _add_normalize(
     lanes = np.empty(LANES, np.float32)
     flat = residual.reshape(-1)
     for row in range(first, last):
-        for i in range(hidden):
-            residual[row, i] += widen(part[row, i])
+        if len(part) > 0:
+            for i in range(hidden):
+                residual[row, i] += widen(part[row, i])
         mean = _mean_square(flat, row * hidden, hidden, lanes)
         scale = _ONE / np.float32(math.sqrt(mean + eps))
         for i in range(hidden):
             out[row, i] = narrow(residual[row, i] * scale * weight[i], out[0, 0])
 
 
-def add_normalize(
+def normalize(
     threads: int, residual: Floats, part: Stored, weight: Floats, eps: np.float32, out: Stored
 ) -> None:
-    """Add the stored `part` to the residual, then `normalize`."""
-    _add_normalize(threads, len(out), residual, part, weight, eps, out)
+    """Write RMSNorm (arXiv 1910.07467) of float32 [rows, hidden] times weight [hidden] to stored `out`.
+
+    Adds the stored `part` [rows, hidden], if it has rows, to the residual first.
+    """
+    _normalize(threads, len(out), residual, part, weight, eps, out)
 
 
 def rotations(
