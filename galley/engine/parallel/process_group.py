@@ -184,11 +184,10 @@ def join(
     size: int,
     *,
     device: str,
-    meeting: Meeting | None = None,
-    store: Store | None = None,
+    meeting: Meeting | Store,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ProcessGroup:
-    """Meet the other ranks, by `store` (rank 0's own) or `meeting`; blocks until all have joined.
+    """Meet the other ranks at `meeting`, for rank 0 its own store; blocks until all have joined.
 
     Raises RankLost if not all join within `timeout_s`. `timeout_s` also bounds each later exchange, until
     `ProcessGroup.wait_at_most` changes it.
@@ -196,11 +195,11 @@ def join(
     timeout = timedelta(seconds=timeout_s)
     kind = torch.device(device).type
     if kind == "cpu":
-        _stay_local(meeting, store)
+        _stay_local(meeting.address)
     try:
         dist.init_process_group(
             "cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
-            store=_store(rank, size, meeting, store, timeout),
+            store=_store(rank, size, meeting, timeout),
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -211,11 +210,9 @@ def join(
     return ProcessGroup(rank, size, device, plans)
 
 
-def _store(rank: int, size: int, meeting: Meeting | None, store: Store | None, timeout: timedelta) -> Any:
-    if store is not None:
-        return store.store
-    if meeting is None:
-        raise ValueError("join: needs a store or a meeting")
+def _store(rank: int, size: int, meeting: Meeting | Store, timeout: timedelta) -> Any:
+    if isinstance(meeting, Store):
+        return meeting.store
     if meeting.file:
         return _STORES.FileStore(str(Path(meeting.file)), size)
     return _tcp_store(meeting.address, size, timeout, is_master=rank == _RANK_ZERO)
@@ -226,8 +223,7 @@ def _tcp_store(address: str, size: int, timeout: timedelta, **options: Any) -> A
     return _STORES.TCPStore(host, int(port), size, timeout=timeout, **options)
 
 
-def _stay_local(meeting: Meeting | None, store: Store | None) -> None:
+def _stay_local(address: str) -> None:
     """Let ranks of one machine listen on the loopback only."""
-    address = store.address if store else meeting.address if meeting else ""
     if not address or address.rpartition(":")[0] in {"127.0.0.1", "localhost", "::1"}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -62,7 +62,7 @@ class RankZero:
         from services.target.ranks.sharded import ShardedModel, agree  # noqa: PLC0415
 
         spec = self._spec
-        group = self._group = join(0, spec.size, device=spec.device, store=store, timeout_s=spec.timeout_s)
+        group = self._group = join(0, spec.size, device=spec.device, meeting=store, timeout_s=spec.timeout_s)
         blocks = agree(group, group.rank, kv_blocks(self._settings, group))
         model, build = load_rank(spec, group, blocks)
         self._model = ShardedModel(model, group, self._on_loss)
