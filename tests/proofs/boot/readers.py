@@ -19,18 +19,17 @@ _PREFIX = "GALLEY_"
 
 
 def role_of(container: Manifest) -> str:
-    """The service whose image, or a variant of it, a container runs; empty for others."""
+    """Return the service whose image, or a variant of it, a container runs; empty for others."""
     name = image_name(container["image"])
     return next((role for role in ROLES if name.startswith(f"galley-{role}")), "")
 
 
 def _extra_of(container: Manifest) -> str:
-    """What of galley its image has installed."""
     return EXTRAS[role_of(container)]
 
 
 def unread_variables(container: Manifest) -> set[str]:
-    """The variables of a container of ours that nothing reads."""
+    """Return the variables of a container of ours that nothing reads."""
     given = {entry["name"] for entry in container.get("env") or []}
     return {name for name in given - references_in(container) if not _is_read(name, container)}
 
@@ -45,13 +44,11 @@ def _is_read(name: str, container: Manifest) -> bool:
 
 
 def runs_a_service(container: Manifest) -> bool:
-    """It has no command of its own, so that it runs what its image is for."""
     return not container.get("command")
 
 
 @cache
 def _names_in_source() -> frozenset[str]:
-    """Return the names of variables in our source, for commands."""
     pattern = re.compile(r'"(GALLEY_[A-Z0-9_]+)"')
     texts = (path.read_text() for top in ("galley", "services") for path in (ROOT / top).rglob("*.py"))
     return frozenset(name for text in texts for name in pattern.findall(text))
@@ -59,7 +56,6 @@ def _names_in_source() -> frozenset[str]:
 
 @cache
 def _is_in_packages(name: str, extra: str) -> bool:
-    """Whether it stands in the Python of anything that the extra installs."""
     wanted = name.encode()
     return any(
         wanted in path.read_bytes()
@@ -75,7 +71,7 @@ def _sources(distribution: str) -> Iterator[Path]:
 
 @cache
 def _installed_for(extra: str) -> tuple[str, ...]:
-    """The distributions beneath galley[extra], without galley itself."""
+    """Return the distributions beneath galley[extra], without galley itself."""
     wanted = [Requirement(f"galley[{extra}]")]
     seen: set[tuple[str, frozenset[str]]] = set()
     while wanted:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tests.proofs.boot.cluster import Cluster
+from tests.proofs.boot.environment import share_of
 from tests.proofs.boot.objects import GROUPS, Workload
 from tests.proofs.boot.pod import Pod
-from tests.proofs.boot.quantities import share_of
 
 
 async def roll(cluster: Cluster, name: str) -> None:
-    """Replace all of them, and wait for the end of it; raises ClusterFailed."""
+    """Replace all pods of a workload and wait for the end. Raises ClusterFailed."""
     workload = cluster.objects.workloads()[name]
     if workload.kind == "StatefulSet":
         await _roll_stateful_set(cluster, workload)
@@ -21,7 +21,7 @@ async def roll(cluster: Cluster, name: str) -> None:
 
 
 async def _roll_stateful_set(cluster: Cluster, workload: Workload) -> None:
-    """One after the other, from the last; the next one once the one before is ready."""
+    """Replace one pod after the other, from the last."""
     for pod in sorted(cluster.pods_of(workload.name), key=_ordinal, reverse=True):
         await cluster.delete(pod)
         made = await cluster.make(workload, _ordinal(pod))
@@ -29,7 +29,7 @@ async def _roll_stateful_set(cluster: Cluster, workload: Workload) -> None:
 
 
 async def _roll_groups(cluster: Cluster, workload: Workload) -> None:
-    """One group after the other, from the last, by its leader: the others are made anew with it."""
+    """Replace one group after the other, from the last, by its leader."""
     leaders = [pod for pod in cluster.pods_of(workload.name) if pod.identity.group == pod.identity.name]
     for leader in sorted(leaders, key=_ordinal, reverse=True):
         leader.terminate()
@@ -39,10 +39,10 @@ async def _roll_groups(cluster: Cluster, workload: Workload) -> None:
 
 
 async def _roll_deployment(cluster: Cluster, workload: Workload) -> None:
-    """Never more than the surge allows, and never fewer ready ones than may be unavailable."""
-    told = (workload.spec.get("strategy") or {}).get("rollingUpdate") or {}
-    surge = share_of(told.get("maxSurge", "25%"), workload.replicas, up=True)
-    least = workload.replicas - share_of(told.get("maxUnavailable", "25%"), workload.replicas, up=False)
+    """Respect maxSurge and maxUnavailable."""
+    data = (workload.spec.get("strategy") or {}).get("rollingUpdate") or {}
+    surge = share_of(data.get("maxSurge", "25%"), workload.replicas, up=True)
+    least = workload.replicas - share_of(data.get("maxUnavailable", "25%"), workload.replicas, up=False)
     old, new = cluster.pods_of(workload.name), list["Pod"]()
 
     def one_may_go() -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.proofs.boot.network import VirtualAddress, ruleset
 from tests.proofs.boot.policies import Endpoint, Policies, read_policies
-from tests.proofs.boot.ruleset import VirtualAddress, ruleset
 
 SPACES = {"app": {"name": "app"}, "seen": {"name": "seen", "team": "watch"}, "else": {"name": "else"}}
 DENY_ALL = """
@@ -106,14 +106,8 @@ def test_without_policy_types_egress_is_guarded_only_where_there_are_rules_for_i
 
 def test_the_filter_is_what_the_policies_say() -> None:
     text = ruleset([SERVER, CLIENT, OTHER], policies(DENY_ALL, TO_SERVER, FROM_CLIENT), [])
-    assert (
-        f"ip saddr {CLIENT.ip} ip daddr {SERVER.ip} tcp dport 5000 counter name client.egress.0 return"
-        in text
-    )
-    assert (
-        f"ip daddr {SERVER.ip} ip saddr {CLIENT.ip} tcp dport 5000 counter name server.ingress.0 return"
-        in text
-    )
+    assert f"ip saddr {CLIENT.ip} ip daddr {SERVER.ip} tcp dport 5000 return" in text
+    assert f"ip daddr {SERVER.ip} ip saddr {CLIENT.ip} tcp dport 5000 return" in text
     assert f"ip daddr {SERVER.ip} ip saddr 10.9.0.0/16 ip saddr != {{ 10.9.1.0/24 }}" in text
     for guarded in (SERVER, CLIENT, OTHER):
         assert f"ip saddr {guarded.ip} jump refuse" in text

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from tests.deploy.render import ROOT, default_values, tool
-from tests.proofs.boot.machine import OWN_NAMESPACES, sandbox_problem, trial_environment
+from tests.integration.services.ray.conftest import four_heads
 from tests.proofs.boot.ray_trial import REFUSED
+from tests.proofs.boot.sandbox import OWN_NAMESPACES, sandbox_problem, trial_environment
+
+__all__ = ["four_heads"]
 
 _TRIAL_S = 540.0
 # Half a minute as a rule; Ray on a machine that is busy takes its time.
@@ -22,7 +25,6 @@ Record = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def record(four_heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """What the trial saw."""
     problem = sandbox_problem()
     assert problem is None, problem
     tool("helm")  # fetched from here, if need be: a trial has no way out
@@ -37,7 +39,6 @@ def record(four_heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Record
 
 
 def test_only_who_has_the_token_says_what_is_served(record: Record) -> None:
-    """The probes of Ray's processes ask without one."""
     assert (record["without_token"], record["with_token"]) == (REFUSED, 200)
 
 
@@ -48,7 +49,6 @@ def test_a_pod_is_ready_once_its_replica_is(record: Record) -> None:
 
 
 def test_a_pod_that_is_deleted_drains(record: Record) -> None:
-    """Its replica leaves the store, and Ray its cluster, before Kubernetes would kill."""
     assert record["deleted"]["ended"], record["deleted"]
     assert record["registered_after"] == []
-    assert "finished draining" in record["said"]["worker"]
+    assert "finished draining" in record["output"]["worker"]

@@ -1,8 +1,8 @@
 """One trial of the chart: `python -m tests.proofs.boot.trial --plan FILE --record FILE --folder DIR`.
 
-Boots what a plan's values render, asks for reference answers, keeps streams coming, rolls every workload and
-hurts some pods meanwhile, knocks at every door, and writes down what happened. It judges nothing: that is for
-those who read the record (verdict.py). `runs.py` gives it namespaces of its own.
+It boots what a plan's values render, collects reference answers, keeps streams running, rolls every
+workload, injects faults, tries every port, and writes a record. verdict.py judges the record; sandbox.py
+gives the trial namespaces of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import signal
 import sys
 import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,87 @@ from galley.stack.part import log_tail
 from tests.deploy.render import Manifest, render
 from tests.proofs.boot.client import Client, gateway_address
 from tests.proofs.boot.cluster import Cluster
-from tests.proofs.boot.commands import run
-from tests.proofs.boot.doors import knock
+from tests.proofs.boot.containers import SECCOMP, Launch, Security
 from tests.proofs.boot.images import Models, Registry
-from tests.proofs.boot.launch import Launch, Security
-from tests.proofs.boot.node import Node
+from tests.proofs.boot.network import Connection
+from tests.proofs.boot.node import DNS, Node
 from tests.proofs.boot.objects import Objects, hook_of
 from tests.proofs.boot.plan import Plan
 from tests.proofs.boot.pod import Pod
-from tests.proofs.boot.policies import Policies
-from tests.proofs.boot.records import told_of
+from tests.proofs.boot.policies import INGRESS, Endpoint, Opening, Policies
 from tests.proofs.boot.rollouts import roll
-from tests.proofs.boot.scraping import scrape
+from tests.proofs.boot.sandbox import run
+from tests.proofs.boot.visitors import knock, scrape
+
+
+async def record_of(cluster: Cluster) -> dict[str, Any]:
+    """Return all events, connections and the openings that they used."""
+    traffic = await cluster.node.wires.traffic()
+    ends = {DNS.ip: DNS} | {end.ip: end for end in cluster.seen}
+    return {
+        "began_s": cluster.began,
+        "workloads": {name: made.replicas for name, made in cluster.objects.workloads().items()},
+        "owners": cluster.owners,
+        "groups": cluster.groups,
+        "events": [event.as_dict() for event in cluster.events],
+        "filters": SECCOMP.exists(),
+        "probes": dict(sorted(cluster.node.probes.items())),
+        "unknown_names": sorted(cluster.names.unknown),
+        "namespace": cluster.objects.namespace,
+        "services": sorted(service["metadata"]["name"] for service in cluster.objects.of("Service")),
+        "made": [_describe(connection, ends, cluster.policies) for connection in sorted(traffic.made)],
+        "refused": [_describe(connection, ends, cluster.policies) for connection in sorted(traffic.refused)],
+        "openings": _openings(cluster.policies),
+    }
+
+
+def _describe(connection: Connection, ends: Mapping[str, Endpoint], policies: Policies) -> dict[str, Any]:
+    source, destination = (
+        ends.get(ip, Endpoint(ip, ip)) for ip in (connection.source, connection.destination)
+    )
+    may, through = policies.leave(source, destination, connection.protocol, connection.port)
+    uses = [
+        part for opening in through for part in _parts(opening, source, destination, connection, policies)
+    ]
+    return {
+        "source": source.name,
+        "destination": destination.name,
+        "protocol": connection.protocol,
+        "port": connection.port,
+        "through": [opening.name for opening in through] if may else None,
+        "uses": uses,
+    }
+
+
+def _parts(
+    opening: Opening, source: Endpoint, destination: Endpoint, connection: Connection, policies: Policies
+) -> Iterator[str]:
+    peer = source if opening.direction == INGRESS else destination
+    peers, ports = opening.uses(destination, peer, connection.port, policies.namespaces)
+    yield opening.name
+    yield from (f"{opening.name} peer {place}" for place in peers)
+    yield from (
+        f"{opening.name} port {opening.ports[place]}"
+        for place in ports
+        if opening.ports[place].protocol == connection.protocol
+    )
+
+
+def _openings(policies: Policies) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": opening.name,
+            "peers": list(opening.peers),
+            "ports": [str(port) for port in opening.ports],
+            "parts": [
+                opening.name,
+                *(f"{opening.name} peer {place}" for place in range(len(opening.peers))),
+                *(f"{opening.name} port {port}" for port in opening.ports),
+            ],
+        }
+        for opening in policies.openings
+    ]
+
 
 NAMESPACE = "galley"
 FAULTS = "faults"
@@ -41,17 +111,15 @@ _FAULT_S = 240.0
 
 
 class Trial:
-    """A plan while it is carried out; `record` is what is known so far."""
+    """A plan while it is carried out; `record` holds the results so far."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._plan, self._folder = plan, folder
         self.record: dict[str, Any] = {"phases": {}}
 
     async def run(self) -> None:
-        """All of it."""
         plan = self._plan
-        rendered = render(plan.values, release=plan.release)
-        objects = Objects([*rendered, *plan.objects], NAMESPACE)
+        objects = Objects([*render(plan.values), *plan.objects], NAMESPACE)
         work = self._folder / "work"
         work.mkdir()
         # It disappears with the namespaces, whatever happens.
@@ -63,8 +131,8 @@ class Trial:
             try:
                 await self._carry_out(cluster)
             finally:
-                self.record |= await told_of(cluster)
-        self.record["events"] = [event.told() for event in cluster.events]
+                self.record |= await record_of(cluster)
+        self.record["events"] = [event.as_dict() for event in cluster.events]
 
     async def _carry_out(self, cluster: Cluster) -> None:
         began = cluster.now_s()
@@ -85,10 +153,9 @@ class Trial:
             self.record["answers"] = await client.finish()
         self.record["census"] = [container for pod in cluster.pods() for container in pod.census()]
         self.record["scraped"] = await scrape(cluster)
-        if self._plan.doors:
-            began = cluster.now_s()
-            self.record["doors"] = await knock(cluster)
-            self._phase("doors", cluster, began)
+        began = cluster.now_s()
+        self.record["doors"] = await knock(cluster)
+        self._phase("doors", cluster, began)
 
     async def _disturb(self, cluster: Cluster) -> None:
         for component in self._plan.rolls:
@@ -133,18 +200,17 @@ class Trial:
         await cluster.until(lambda: pod.restarts > restarts, "its liveness probe tells", _FAULT_S)
 
     async def _hook(self, cluster: Cluster, hook: Manifest) -> dict[str, Any]:
-        """What `helm test` runs, to its end."""
-        status, said = await Client.run_hook(cluster, hook)
+        status, output = await Client.run_hook(cluster, hook)
         return {
             "name": hook["metadata"]["name"],
             "on": hook_of(hook),
             "status": status,
-            "output": said[-2000:],
+            "output": output[-2000:],
         }
 
     def _phase(self, name: str, cluster: Cluster, began: float) -> None:
-        told = {"began_s": round(began, 3), "seconds": round(cluster.now_s() - began, 3)}
-        self.record["phases"].setdefault(name, []).append(told)
+        data = {"began_s": round(began, 3), "seconds": round(cluster.now_s() - began, 3)}
+        self.record["phases"].setdefault(name, []).append(data)
 
 
 def _workloads_of(cluster: Cluster, component: str) -> list[str]:
@@ -157,16 +223,16 @@ def _workloads_of(cluster: Cluster, component: str) -> list[str]:
 
 
 async def _check(folder: Path) -> None:
-    """Whether a container can be run, with all that one is given here; raises what went wrong."""
+    """Run a container; raise what went wrong."""
     work = folder / "work"
     work.mkdir()
     node = Node(work, Registry(Models(work, work)), None)
     await node.open()
-    ip = node.next_ip()
-    await node.attach(ip)
-    await node.serve([], Policies((), (), {}), [], [])
+    ip = next(node.pod_ips)
+    await node.wires.attach(ip)
+    await node.serve([], Policies((), (), {}), [])
     security = Security(10001, 10001, (), True, True, (), True)
-    image, log = node.image("valkey"), node.logs / "check"
+    image, log = node.registry.image("valkey"), node.logs / "check"
     launch = Launch(
         "check",
         image,
@@ -187,7 +253,6 @@ async def _check(folder: Path) -> None:
 
 
 def main() -> int:
-    """Exit status 1, with the reason, where the trial came to no end."""
     parser = argparse.ArgumentParser(prog="python -m tests.proofs.boot.trial", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only see whether a container can be run")
     parser.add_argument("--plan", type=Path)

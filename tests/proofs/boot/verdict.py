@@ -16,7 +16,7 @@ _REVERSE = ".in-addr.arpa"
 
 
 def lost_or_other_answers(record: Record) -> list[str]:
-    """Streams that failed, ended early, or said other tokens than when undisturbed."""
+    """Streams that failed, ended early, or had other tokens than the reference."""
     found = []
     for answer in [*record["reference"].values(), *record.get("answers", ())]:
         reference = record["reference"].get(str(answer["question"]))
@@ -32,10 +32,7 @@ def lost_or_other_answers(record: Record) -> list[str]:
 
 
 def cut_calls(record: Record) -> list[str]:
-    """Answers that took more than one call though no pod was killed or stopped while they came.
-
-    A stream was cut, or begun where it would not be had.
-    """
+    """Answers that took more than one call outside the fault phase."""
     return [
         f"question {answer['question']}: {answer['calls']} calls, during {', '.join(during) or 'nothing'}"
         for answer in record.get("answers", ())
@@ -45,10 +42,7 @@ def cut_calls(record: Record) -> list[str]:
 
 
 def forbidden_attempts(record: Record) -> list[str]:
-    """Connections that a pod of the chart, or a client, tried and the policies stopped.
-
-    Not those to where a pod has been: there is nobody at the address whom a policy could name.
-    """
+    """Connections that a pod of the chart, or a client, tried and the policies refused."""
     return [
         f"{tried['source']} to {tried['destination']} {tried['protocol']}/{tried['port']}"
         for tried in record["refused"]
@@ -57,7 +51,7 @@ def forbidden_attempts(record: Record) -> list[str]:
 
 
 def uncovered_connections(record: Record) -> list[str]:
-    """Connections that came through the filter though no opening is for them."""
+    """Connections that passed the filter without an opening."""
     return [
         f"{made['source']} to {made['destination']} {made['protocol']}/{made['port']}"
         for made in record["made"]
@@ -66,10 +60,7 @@ def uncovered_connections(record: Record) -> list[str]:
 
 
 def idle_openings(record: Record) -> list[str]:
-    """Openings, and peers and ports of openings, that nothing used.
-
-    Who only knocks at doors needs none. Names are asked for by TCP only where an answer is too long for UDP.
-    """
+    """Openings, and peers and ports of openings, that nothing used."""
     used = {part for made in record["made"] if not _knocks(record, made["source"]) for part in made["uses"]}
     used |= {part.replace("UDP/53", "TCP/53") for part in used}
     idle = {o["name"]: [part for part in o["parts"] if part not in used] for o in record["openings"]}
@@ -81,7 +72,7 @@ def idle_openings(record: Record) -> list[str]:
 
 
 def failed_scrapes(record: Record) -> list[str]:
-    """Pods whose metrics Prometheus is to fetch, and could not, or found none of ours."""
+    """Pods whose metrics Prometheus could not fetch, or without metrics of ours."""
     return [
         f"{scraped['pod']}:{scraped['port']}: {scraped['status']}, {scraped['samples']} samples"
         for scraped in record["scraped"]
@@ -90,10 +81,7 @@ def failed_scrapes(record: Record) -> list[str]:
 
 
 def loose_containers(record: Record) -> list[str]:
-    """Containers of the chart that may more than they need, or hold more memory than they may.
-
-    A container's memory is the sum of its processes' peaks, as if all had it at once.
-    """
+    """Containers of the chart with needless privileges, or above their memory limit."""
     found = []
     for container in record["census"]:
         chart = container["namespace"] == record["namespace"]
@@ -118,7 +106,7 @@ def _liberties(record: Record, process: Mapping[str, Any]) -> Iterator[str]:
 
 
 def needless_restarts(record: Record) -> list[str]:
-    """Containers that a probe had started again though nobody had stopped them."""
+    """Containers that a probe restarted without a fault."""
     return [
         f"{event['pod']}: {event['probe']} failed: {event['problem']}"
         for event in record["events"]
@@ -127,13 +115,13 @@ def needless_restarts(record: Record) -> list[str]:
 
 
 def failed_clients(record: Record) -> list[str]:
-    """Clients of the trial that ended badly, and questions to which there is no answer to compare with."""
+    """Clients of the trial that failed, and missing reference answers."""
     found = [f"{name}: exit {status}" for name, status in record["clients"].items() if status != 0]
     return found if record["reference"] else [*found, "no answers"]
 
 
 def wrong_doors(record: Record) -> list[str]:
-    """Where somebody came in who may not, or did not who may."""
+    """Ports that a forbidden visitor reached, or an admitted one did not."""
     return [
         f"{door['visitor']} at {door['pod']}:{door['port']}: came in: {door['came_in']}, may: {door['may']}"
         for door in record.get("doors", ())
@@ -142,7 +130,7 @@ def wrong_doors(record: Record) -> list[str]:
 
 
 def cut_short(record: Record) -> list[str]:
-    """Pods of the chart that were told to end and were killed for taking longer than their grace."""
+    """Pods of the chart that were killed for exceeding their grace period."""
     return [
         f"{event['pod']} after {event['seconds']} s"
         for event in _of_workloads(record)
@@ -151,13 +139,13 @@ def cut_short(record: Record) -> list[str]:
 
 
 def bad_ends(record: Record) -> list[str]:
-    """Pods of the chart that ended with an error when they were told to end, or by themselves at any time."""
+    """Pods of the chart that ended with an error outside a fault."""
     ended = (event for event in _of_workloads(record) if event["what"] == "ended")
     return [f"{e['pod']}: exit {e['status']}" for e in ended if e["status"] != 0 and not _excused(record, e)]
 
 
 def failed_hooks(record: Record) -> list[str]:
-    """preStop hooks that failed, and tests of the chart that did."""
+    """Failed preStop hooks, and failed tests of the chart."""
     hooks = [
         f"{e['pod']}: {e['problem']}" for e in record["events"] if e["what"] == "preStop" and e["problem"]
     ]
@@ -169,15 +157,17 @@ def failed_hooks(record: Record) -> list[str]:
 
 
 def without_a_ready_pod(record: Record) -> list[str]:
-    """Workloads that had no ready pod at some time after the boot."""
+    """Workloads of several replicas that had no ready pod at some time from the boot to the first fault."""
     ready: dict[str, set[str]] = defaultdict(set)
     up: set[str] = set()
     found = []
     for event in _of_workloads(record):
         owner = record["owners"][event["pod"]]
+        if event["what"] == "fault":
+            break
         if event["what"] == "ready":
             ready[owner].add(event["pod"])
-            if len(ready[owner]) == record["workloads"][owner]:
+            if len(ready[owner]) == record["workloads"][owner] > 1:
                 up.add(owner)
         elif event["what"] in ("unready", "ending", "ended", "gone"):
             ready[owner].discard(event["pod"])
@@ -187,7 +177,7 @@ def without_a_ready_pod(record: Record) -> list[str]:
     return found
 
 
-def untold_faults(record: Record) -> list[str]:
+def unnoticed_faults(record: Record) -> list[str]:
     """Faults that no probe noticed, or after which the pod was not ready again."""
     found = []
     events = record["events"]
@@ -202,28 +192,27 @@ def untold_faults(record: Record) -> list[str]:
 
 
 def foreign_names(record: Record) -> list[str]:
-    """Names that pods looked up and that are none of the chart's: something wants to go outside.
-
-    Not the names of addresses, which torch would like to have for what it logs.
-    """
+    """Names outside the chart that pods looked up; reverse lookups, which torch makes, do not count."""
     known = {*record["services"], *record["owners"]}
     asked = [name for name in record["unknown_names"] if not name.endswith(_REVERSE)]
     return [name for name in asked if name.split(".")[0] not in known]
 
 
+def missing_observations(record: Record) -> list[str]:
+    """Parts of the record that no trial leaves empty, and probes that never passed."""
+    parts = [part for part in ("hooks", "census", "made", "doors", "probes", "reference") if not record[part]]
+    never = [
+        kind for kind in ("startup", "readiness", "liveness") if not record["probes"].get(f"{kind} passed")
+    ]
+    return [*parts, *never]
+
+
 CHECKS: tuple[Callable[[Record], list[str]], ...] = (
-    *(
-        lost_or_other_answers,
-        cut_calls,
-        forbidden_attempts,
-        uncovered_connections,
-        idle_openings,
-        wrong_doors,
-    ),
-    *(cut_short, bad_ends, failed_hooks, untold_faults, foreign_names),
-    *(failed_scrapes, needless_restarts, failed_clients, loose_containers),
+    *(lost_or_other_answers, cut_calls, forbidden_attempts, uncovered_connections, idle_openings),
+    *(wrong_doors, cut_short, bad_ends, failed_hooks, without_a_ready_pod, unnoticed_faults, foreign_names),
+    *(failed_scrapes, needless_restarts, failed_clients, loose_containers, missing_observations),
 )
-"""What holds for every trial with all of its parts."""
+"""The checks of every trial."""
 
 
 def _of_workloads(record: Record) -> Iterator[Mapping[str, Any]]:
@@ -231,7 +220,7 @@ def _of_workloads(record: Record) -> Iterator[Mapping[str, Any]]:
 
 
 def _excused(record: Record, event: Mapping[str, Any]) -> bool:
-    """Whether the pod, or one that lives and dies with it, was struck, and it was not ready or made since."""
+    """Return True if the pod's group had a fault and the pod was neither ready nor created since."""
     pod, groups = event["pod"], record["groups"]
     struck = False
     for each in record["events"]:
@@ -253,11 +242,10 @@ def _knocks(record: Record, pod: str) -> bool:
 
 
 def _phases(record: Record, answer: Mapping[str, Any]) -> list[str]:
-    """What was being done while an answer came."""
     began_s, ended_s = (answer[name] - record["began_s"] for name in ("began_s", "ended_s"))
     return [
         str(name)
         for name, times in record["phases"].items()
-        for told in times
-        if began_s <= told["began_s"] + told["seconds"] and told["began_s"] <= ended_s
+        for phase in times
+        if began_s <= phase["began_s"] + phase["seconds"] and phase["began_s"] <= ended_s
     ]

@@ -1,13 +1,11 @@
 """The volumes of a pod as folders, with the owners and modes that the kubelet gives them.
 
-Files of Secrets and ConfigMaps are changed as the kubelet changes them: a new folder of all of them, and one
-symlink that is renamed over the old, so that a reader sees the old files or the new ones and nothing between.
+Files of Secrets and ConfigMaps lie behind the symlink `..data`, as the kubelet writes them.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.deploy.render import Manifest
-from tests.proofs.boot.environment import PodFacts
+from tests.proofs.boot.environment import PodFacts, amount
 from tests.proofs.boot.objects import NoSuchObject, Objects
-from tests.proofs.boot.quantities import amount
 
 _DATA = "..data"
 _SHARED_MODE = 0o777
@@ -28,8 +25,6 @@ MakeFolder = Callable[[Path, float | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A volume, or a part of it, as a container sees it."""
-
     source: Path
     destination: str
     read_only: bool
@@ -42,31 +37,22 @@ class _File:
 
 
 class Volumes:
-    """All volumes of one pod. Raises NoSuchObject for what names nothing."""
+    """All volumes of one pod. Raises NoSuchObject for missing objects."""
 
     def __init__(
         self, spec: Manifest, pod: PodFacts, objects: Objects, folder: Path, claims: Path, empty: MakeFolder
     ) -> None:
-        """`folder` is the pod's own; `claims` holds what outlives pods; `empty` makes an emptyDir."""
+        """`folder` is the pod's own; `claims` outlives pods; `empty` makes an emptyDir."""
         self._pod, self._objects, self._folder, self._claims = pod, objects, folder, claims
         self._empty = empty
         self._group = (spec.get("securityContext") or {}).get("fsGroup")
         self._volumes = {volume["name"]: volume for volume in spec.get("volumes") or []}
-        self._files = _FilesOf(pod, objects)
 
     def make(self) -> None:
-        """Make them all."""
         for name, volume in self._volumes.items():
             self._make(name, volume)
 
-    def refresh(self) -> None:
-        """Write the files of Secrets and ConfigMaps anew, as the kubelet does after they changed."""
-        for name, volume in self._volumes.items():
-            if self._files.has(volume):
-                self._write_files(self._path(name), self._files.of(volume))
-
     def mounts(self, container: Manifest) -> list[Mount]:
-        """What a container mounts of them."""
         return [self._mount(mount) for mount in container.get("volumeMounts") or []]
 
     def _mount(self, mount: Manifest) -> Mount:
@@ -79,7 +65,7 @@ class Volumes:
             if not source.exists():
                 source.mkdir(parents=True)
                 self._share(source)
-        read_only = bool(mount.get("readOnly")) or self._files.has(self._volumes[name])
+        read_only = bool(mount.get("readOnly")) or _has_files(self._volumes[name])
         return Mount(source, mount["mountPath"], read_only)
 
     def _path(self, name: str) -> Path:
@@ -88,9 +74,9 @@ class Volumes:
 
     def _make(self, name: str, volume: Manifest) -> None:
         path = self._path(name)
-        if self._files.has(volume):
+        if _has_files(volume):
             path.mkdir(parents=True)
-            self._write_files(path, self._files.of(volume))
+            self._write_files(path, self._files_of(volume))
         elif "emptyDir" in volume:
             limit = (volume["emptyDir"] or {}).get("sizeLimit")
             self._empty(path, None if limit is None else amount(limit))
@@ -105,7 +91,7 @@ class Volumes:
             raise NoSuchObject(f"volume {name}: {sorted(set(volume) - {'name'})} cannot be made here")
 
     def _share(self, path: Path) -> None:
-        """With the group of the pod (fsGroup), as the kubelet shares what is writable."""
+        """Give the folder the pod's group (fsGroup), as the kubelet does for writable volumes."""
         path.chmod(_SHARED_MODE)
         if self._group is None or os.geteuid() != 0:
             return
@@ -129,29 +115,11 @@ class Volumes:
             if self._group is not None and os.geteuid() == 0:
                 self._hand_over(target, 0o440)
         fresh.mkdir(exist_ok=True)
-        before = path / _DATA
-        old = before.resolve() if before.is_symlink() else None
-        scratch = path / f"{_DATA}_tmp"
-        scratch.symlink_to(fresh.name)
-        scratch.rename(before)
+        (path / _DATA).symlink_to(fresh.name)
         for name in {Path(name).parts[0] for name in files}:
-            if not (path / name).is_symlink():
-                (path / name).symlink_to(f"{_DATA}/{name}")
-        if old is not None:
-            shutil.rmtree(old)
+            (path / name).symlink_to(f"{_DATA}/{name}")
 
-
-class _FilesOf:
-    """The files of volumes that are made of objects."""
-
-    def __init__(self, pod: PodFacts, objects: Objects) -> None:
-        self._pod, self._objects = pod, objects
-
-    def has(self, volume: Manifest) -> bool:
-        return any(kind in volume for kind in ("secret", "configMap", "projected", "downwardAPI"))
-
-    def of(self, volume: Manifest) -> dict[str, _File]:
-        """By name within the volume."""
+    def _files_of(self, volume: Manifest) -> dict[str, _File]:
         if "projected" in volume:
             projected = volume["projected"]
             mode = projected.get("defaultMode", 0o644)
@@ -164,23 +132,27 @@ class _FilesOf:
 
     def _of_source(self, source: Manifest, mode: int) -> Iterator[tuple[str, _File]]:
         (kind,) = source
-        told = source[kind]
+        data = source[kind]
         if kind == "downwardAPI":
-            for item in told["items"]:
+            for item in data["items"]:
                 value = self._pod.field(item["fieldRef"]["fieldPath"])
                 yield item["path"], _File(value.encode(), item.get("mode", mode))
             return
         if kind not in ("secret", "configMap"):
             raise NoSuchObject(f"projected volume: {kind} cannot be made here")
-        name = told.get("secretName") or told["name"]
+        name = data.get("secretName") or data["name"]
         object_kind = "Secret" if kind == "secret" else "ConfigMap"
         data = self._objects.data(object_kind, self._pod.namespace, name)
         if data is None:
-            if told.get("optional"):
+            if data.get("optional"):
                 return
             raise NoSuchObject(f"{object_kind} {name}: there is none")
-        items = told.get("items") or [{"key": key, "path": key} for key in data]
+        items = data.get("items") or [{"key": key, "path": key} for key in data]
         for item in items:
             if item["key"] not in data:
                 raise NoSuchObject(f"{object_kind} {name}: no key {item['key']!r}")
             yield item["path"], _File(data[item["key"]], item.get("mode", mode))
+
+
+def _has_files(volume: Manifest) -> bool:
+    return any(kind in volume for kind in ("secret", "configMap", "projected", "downwardAPI"))

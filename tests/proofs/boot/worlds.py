@@ -30,15 +30,15 @@ _COLLECTOR, _OBSERVABILITY = "collector", "observability"
 
 
 def few_layers_of(model: Path, folder: Path) -> Path:
-    """A model of some of its layers: for what does not depend on how fast it starts and computes."""
+    """Return a model of few layers, for trials that do not depend on its size."""
     few = truncate_model(model, list(_LAYERS), folder)
     for path in few.iterdir():
         path.chmod(0o644)  # as what lies in an image
     return few
 
 
-def plan(model: Path, folder: Path, values: Manifest, **told: Any) -> Plan:
-    """A trial of `values` with the Secrets that the matrix names, and clients that know them."""
+def plan(model: Path, folder: Path, values: Manifest, **options: Any) -> Plan:
+    """Return a trial of `values` with the Secrets that the matrix names, and clients that use them."""
     folder.mkdir(parents=True, exist_ok=True)
     key = secrets.token_hex(32)
     environment: dict[str, str] = {}
@@ -61,17 +61,16 @@ def plan(model: Path, folder: Path, values: Manifest, **told: Any) -> Plan:
         objects=tuple(objects),
         client_secrets=mounted,
         client_environment=environment,
-        **told,
+        **options,
     )
 
 
 def _name(role: str) -> str:
-    """What the chart expects in a role's certificate, where nothing else is said."""
+    """Return the name that the chart expects in a role's certificate."""
     return f"galley-{role}.{NAMESPACE}.svc"
 
 
 def _secrets(folder: Path, key: str) -> Iterator[Manifest]:
-    """All that the combinations of the chart's switches name."""
     # One authority for both sides where gateways show their own certificate, and another for callers.
     ours, callers = Authority(folder, "ours"), Authority(folder, "callers")
     keys = f'[[keys]]\nprincipal = "trial"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n'
@@ -86,7 +85,6 @@ def _secrets(folder: Path, key: str) -> Iterator[Manifest]:
 
 
 def _pair(name: str, pair: Certificate, ca: Path) -> Manifest:
-    """As cert-manager writes it."""
     return secret(
         name,
         NAMESPACE,
@@ -95,7 +93,7 @@ def _pair(name: str, pair: Certificate, ca: Path) -> Manifest:
 
 
 def _collector() -> list[Manifest]:
-    """Somebody who takes traces at collector.observability:4317: our own small collector."""
+    """Return a small collector at collector.observability:4317."""
     labels = {"app.kubernetes.io/component": _COLLECTOR}
     metadata = {"name": _COLLECTOR, "namespace": _OBSERVABILITY, "labels": labels}
     command = ["python", "-m", "galley.trace", "--host", "0.0.0.0", "--port", "4317"]

@@ -1,16 +1,21 @@
-"""The node's packet filter as text for `nft -f`: policies that really hold, Services that really balance.
+"""The network of one node: a namespace for each pod, routed through the node's packet filter.
 
-Made anew as a whole whenever a pod comes, goes or changes its readiness, and taken over in one transaction;
-counters and the sets of connections seen live on. What is open stays open, as in a cluster.
+The ruleset for `nft -f` is rebuilt whenever a pod starts, ends or changes its readiness, and replaced in
+one transaction; recorded connections stay. Everything lies in the namespaces of the node's
+process and ends with it.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.proofs.boot.policies import EGRESS, INGRESS, Endpoint, Opening, Policies
+from tests.proofs.boot.sandbox import run
 
 TABLE = "ip galley"
 POD_INTERFACES = "pod*"
@@ -27,7 +32,7 @@ _ADDRESS = {EGRESS: ("saddr", "daddr"), INGRESS: ("daddr", "saddr")}
 
 @dataclass(frozen=True, slots=True)
 class VirtualAddress:
-    """A port of a Service that has an address of its own, and who serves it at present."""
+    """A port of a Service with an address of its own, and its current backends."""
 
     ip: str
     port: int
@@ -37,7 +42,7 @@ class VirtualAddress:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Connection:
-    """One that was made, or tried: from whom, to what was behind the Service."""
+    """A connection, or an attempt: source, and destination behind the Service."""
 
     source: str
     destination: str
@@ -47,15 +52,12 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the filter has seen; `packets` are the first of connections that each opening let through."""
-
     made: frozenset[Connection]
     refused: frozenset[Connection]
-    packets: Mapping[str, int]
 
 
 def ruleset(known: Sequence[Endpoint], policies: Policies, addresses: Sequence[VirtualAddress]) -> str:
-    """The text for the pods and other ends that are known at present."""
+    """Return the rules for the pods and other ends that are known."""
     pods = [end for end in known if end.is_pod]
     chains = {
         "services": [
@@ -82,8 +84,7 @@ def ruleset(known: Sequence[Endpoint], policies: Policies, addresses: Sequence[V
         "coming": list(_guard(pods, known, policies, INGRESS)),
         "refuse": [f"meta l4proto {{ tcp, udp }} update @refused {{ {_KEY} }}", "drop"],
     }
-    counters = [f"counter {opening.name} {{ }}" for opening in policies.openings]
-    declared = [f"set made {{ {_SET} }}", f"set refused {{ {_SET} }}", *counters]
+    declared = [f"set made {{ {_SET} }}", f"set refused {{ {_SET} }}"]
     bodies = [f"chain {name} {{\n    " + "\n    ".join(chains[name]) + "\n  }" for name in _CHAINS]
     return "\n".join(
         [
@@ -97,15 +98,11 @@ def ruleset(known: Sequence[Endpoint], policies: Policies, addresses: Sequence[V
 
 
 def read_traffic(listed: Mapping[str, Any]) -> Traffic:
-    """What `nft -j list table` says."""
     sets: dict[str, frozenset[Connection]] = {"made": frozenset(), "refused": frozenset()}
-    packets: dict[str, int] = {}
     for entry in listed["nftables"]:
         if "set" in entry and entry["set"]["name"] in sets:
             sets[entry["set"]["name"]] = frozenset(map(_connection, entry["set"].get("elem", ())))
-        elif "counter" in entry:
-            packets[entry["counter"]["name"]] = entry["counter"]["packets"]
-    return Traffic(sets["made"], sets["refused"], packets)
+    return Traffic(sets["made"], sets["refused"])
 
 
 def _connection(element: Any) -> Connection:
@@ -119,7 +116,7 @@ def _table(lines: Iterator[str] | Sequence[str]) -> str:
 
 
 def _balance(address: VirtualAddress) -> Iterator[str]:
-    """As kube-proxy does: each connection to one of those that are ready, drawn evenly."""
+    """Draw a ready backend for each connection at random, as kube-proxy does."""
     protocol = address.protocol.lower()
     meant = f"ip daddr {address.ip} {protocol} dport {address.port}"
     for left, (ip, port) in zip(range(len(address.backends), 0, -1), address.backends, strict=True):
@@ -136,7 +133,7 @@ def _guard(
             continue
         for opening in policies.of(pod, direction):
             for match in _matches(opening, pod, known, policies):
-                yield f"ip {own} {pod.ip} {match} counter name {opening.name} return"
+                yield f"ip {own} {pod.ip} {match} return"
         yield f"ip {own} {pod.ip} jump refuse"
 
 
@@ -174,3 +171,65 @@ def _ports(opening: Opening, destination: Endpoint) -> Iterator[str]:
             yield f"meta l4proto {protocol}"
         else:
             yield f"{protocol} dport {first}" if first == last else f"{protocol} dport {first}-{last}"
+
+
+NODE_IP = "10.244.0.1"
+DNS_IP = "10.96.0.10"
+_NAMESPACES = Path("/run/netns")
+
+
+def pod_ips() -> Iterator[str]:
+    return (f"10.244.{n // 250 + 1}.{n % 250 + 2}" for n in itertools.count())
+
+
+def service_ips() -> Iterator[str]:
+    return (f"10.96.1.{n}" for n in range(1, 255))
+
+
+class Wires:
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        # By address: the pod's network namespace.
+        self.spaces: dict[str, Path] = {}
+
+    async def open(self) -> None:
+        # `ip netns add` creates this folder, but the mount comes before the first namespace.
+        await run("mkdir", "-p", str(_NAMESPACES))
+        await run("mount", "-t", "tmpfs", "tmpfs", str(_NAMESPACES))
+        await run("ip", "link", "set", "lo", "up")
+        await run("ip", "address", "add", f"{DNS_IP}/32", "dev", "lo")
+        await run("tee", "/proc/sys/net/ipv4/ip_forward", stdin="1")
+
+    async def attach(self, ip: str) -> Path:
+        """Create a network namespace with this address; return its path."""
+        number = next(self._numbers)
+        name, link = f"p{number}", f"pod{number}"
+        await run("ip", "netns", "add", name)
+        await run(
+            *("ip", "-batch", "-"),
+            stdin=f"""link add {link} type veth peer name eth0 netns {name}
+address add {NODE_IP}/32 dev {link}
+link set {link} up
+route add {ip}/32 dev {link}
+""",
+        )
+        await run(
+            *("ip", "-n", name, "-batch", "-"),
+            stdin=f"""link set lo up
+address add {ip}/32 dev eth0
+link set eth0 up
+route add {NODE_IP} dev eth0
+route add default via {NODE_IP}
+""",
+        )
+        self.spaces[ip] = _NAMESPACES / name
+        return self.spaces[ip]
+
+    async def detach(self, ip: str) -> None:
+        await run("ip", "netns", "delete", self.spaces.pop(ip).name)
+
+    async def filter(self, rules: str) -> None:
+        await run("nft", "-f", "-", stdin=rules)
+
+    async def traffic(self) -> Traffic:
+        return read_traffic(json.loads(await run("nft", "-j", "list", "table", *TABLE.split())))
