@@ -14,7 +14,6 @@ _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def hold(manifests: list[Manifest]) -> None:
-    """Raise AssertionError, naming what is wrong."""
     names = Counter((manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests)
     assert max(names.values()) == 1, names.most_common(1)
     assert {manifest["metadata"]["namespace"] for manifest in manifests} == {"galley"}
@@ -78,7 +77,7 @@ def _is_consistent(name: str, spec: Manifest, container: Manifest) -> None:
 
 
 def _references_come_first(name: str, container: Manifest) -> None:
-    """Kubernetes fills in $(NAME) only where NAME stands before."""
+    """Kubernetes expands $(NAME) only if NAME stands before."""
     seen: set[str] = set()
     for entry in container.get("env", []):
         for reference in _references(entry.get("value", "")):
@@ -96,7 +95,6 @@ def _containers(spec: Manifest) -> Iterator[Manifest]:
 
 
 def _selected(manifests: list[Manifest], labels: dict[str, str]) -> set[str]:
-    """The pods that bear all these labels."""
     return {
         name
         for name, template in pod_templates(manifests).items()
@@ -143,7 +141,6 @@ def _budgets_select_pods(manifests: list[Manifest]) -> None:
 
 
 def _one_scaler_each(manifests: list[Manifest]) -> None:
-    """What is scaled is there, says no number of its own, and is scaled once."""
     workloads = {
         (manifest["kind"], manifest["metadata"]["name"]): manifest["spec"]
         for manifest in manifests

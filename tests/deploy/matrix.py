@@ -132,7 +132,7 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
 def rows() -> list[Row]:
-    """Combinations of the switches' settings: every possible pair is in one of them at least."""
+    """Return combinations of settings in which every possible pair of settings occurs."""
     wanted = {
         pair
         for first, second in combinations(SWITCHES, 2)
@@ -152,7 +152,7 @@ def _settings(name: str) -> list[tuple[str, str]]:
 
 
 def _row(wanted: set[Pair]) -> Row:
-    """A row that begins with a pair not had yet, and takes at each switch what adds most such pairs."""
+    """Complete an uncovered pair, at each switch with the setting that covers most further pairs."""
     row: Row = dict(min(wanted))
     for name, settings in SWITCHES.items():
         if name not in row:
@@ -162,21 +162,19 @@ def _row(wanted: set[Pair]) -> Row:
 
 
 def _gain(row: Row, name: str, wanted: set[Pair], each: str) -> int:
-    """How many pairs not had yet `row` has with this setting of the switch `name`."""
     whole = {**row, name: each}
     ordered = {known: whole[known] for known in SWITCHES if known in whole}
     return sum(pair in wanted for pair in combinations(ordered.items(), 2))
 
 
 def possible(row: Mapping[str, str]) -> bool:
-    """Whether the chart takes these together; that it refuses the others has tests of its own."""
+    """Return True if the chart accepts these together."""
     if row.get("scaled") == "keda" and row.get("seen") == "not at all":
         return False
     return not (row.get("models") == "hub, kept" and row.get("draft") == "lookup")
 
 
 def values_of(row: Mapping[str, str]) -> Manifest:
-    """The values of a combination."""
     merged = laid_over(SWITCHES[name][setting] for name, setting in row.items())
     if row.get("target") == "ray" and row.get("scaled") == "keda":
         merged = laid_over([merged, {"keda": {"target": {"enabled": False}}}])
@@ -184,7 +182,7 @@ def values_of(row: Mapping[str, str]) -> Manifest:
 
 
 def laid_over(parts: Iterable[Manifest]) -> Manifest:
-    """One value after the other, deep, as helm does it."""
+    """Merge values deeply in order, as helm does."""
     merged: Manifest = {}
     for part in parts:
         _lay(merged, part)

@@ -29,18 +29,18 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class HelmFailed(Exception):
-    """helm refused; the message is what it said."""
+    """helm refused; the message is its output."""
 
 
 @functools.cache
 def tool(name: str) -> str:
-    """helm or kubectl, fetched where it is not there yet."""
+    """Return the path of helm or kubectl, fetched if needed."""
     subprocess.run([ROOT / "scripts" / "get_helm.sh"], env={**os.environ, "VENV": sys.prefix}, check=True)
     return str(Path(sys.prefix) / "bin" / name)
 
 
 def helm(*args: str, values: Manifest | None = None) -> str:
-    """Run helm on the chart with `values` laid over its own; raises HelmFailed."""
+    """Run helm on the chart with `values`. Raises HelmFailed."""
     command = [tool("helm"), *args, "--values", "-"]
     done = subprocess.run(
         command, input=json.dumps(values or {}), capture_output=True, text=True, check=False
@@ -57,12 +57,12 @@ def _rendered(values: str, release: str) -> list[Manifest]:
 
 
 def render(values: Manifest | None = None, release: str = "galley") -> list[Manifest]:
-    """Every object that the chart makes, `helm test`'s pod included. The same values are rendered once."""
+    """Return every object that the chart makes, the pod of `helm test` included. Results are cached."""
     return copy.deepcopy(_rendered(json.dumps(values or {}, sort_keys=True), release))
 
 
 def render_refused(values: Manifest) -> str:
-    """Why helm refuses these values; raises AssertionError if it does not."""
+    """Return why helm refuses these values. Raises AssertionError if it does not."""
     try:
         render(values)
     except HelmFailed as refusal:
@@ -71,41 +71,35 @@ def render_refused(values: Manifest) -> str:
 
 
 def default_values() -> Manifest:
-    """values.yaml."""
     values: Manifest = yaml.safe_load((CHART / "values.yaml").read_text())
     return values
 
 
 def example(name: str) -> Manifest:
-    """An example's values, such as laptop."""
     values: Manifest = yaml.safe_load((CHART / "examples" / f"values-{name}.yaml").read_text())
     return values
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
-    """The objects of one kind, by name."""
     return {manifest["metadata"]["name"]: manifest for manifest in manifests if manifest["kind"] == kind}
 
 
 def workloads(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Deployments and StatefulSets by component."""
     kinds = ("Deployment", "StatefulSet")
     return {component(manifest): manifest for manifest in manifests if manifest["kind"] in kinds}
 
 
 def services(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Services by name."""
     return of_kind(manifests, "Service")
 
 
 def component(manifest: Manifest) -> str:
-    """gateway, draft, target, redis, ray-head, test, or all."""
     name: str = manifest["metadata"]["labels"]["app.kubernetes.io/component"]
     return name
 
 
 def pod_templates(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Everything that becomes a pod, with metadata and spec, by a name that tells them apart."""
+    """Return everything that becomes a pod, with metadata and spec, by a unique name."""
     found: dict[str, Manifest] = {}
     for manifest in manifests:
         spec = manifest.get("spec", {})
@@ -126,38 +120,32 @@ def pod_templates(manifests: list[Manifest]) -> dict[str, Manifest]:
 
 
 def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """The spec of everything that becomes a pod, as `pod_templates` names them."""
     return {name: template["spec"] for name, template in pod_templates(manifests).items()}
 
 
 def pod(workload: Manifest) -> Manifest:
-    """The spec of a workload's pods."""
     spec: Manifest = workload["spec"]["template"]["spec"]
     return spec
 
 
 def only_container(spec: Manifest) -> Manifest:
-    """The one container of a pod."""
     (only,) = spec["containers"]
     found: Manifest = only
     return found
 
 
 def container(workload: Manifest) -> Manifest:
-    """The one container of a workload's pods."""
     return only_container(pod(workload))
 
 
 def env_of(spec: Manifest) -> dict[str, str]:
-    """The environment of a container, where its values are written out."""
     return {entry["name"]: entry.get("value", "") for entry in spec.get("env", [])}
 
 
 def env(workload: Manifest) -> dict[str, str]:
-    """The environment of a workload's container, where its values are written out."""
     return env_of(container(workload))
 
 
 def locked(text: str) -> dict[str, str]:
-    """Return the entries of a lock by name, with versions and hashes as they stand."""
+    """Return the entries of a lock by name, with versions and hashes."""
     return {entry[1]: entry[0] for entry in _ENTRY.finditer(text)}

@@ -29,12 +29,11 @@ utils.schema_contents = functools.cache(utils.schema_contents)
 
 
 def is_custom(manifest: Manifest) -> bool:
-    """Whether it is no kind of Kubernetes' own."""
     return manifest["apiVersion"] not in _BUILT_IN
 
 
 def check(manifest: Manifest) -> None:
-    """Raise a ValidationError where Kubernetes would, or a custom resource's schema, if it is here."""
+    """Raise ValidationError as Kubernetes would, or by a custom resource's schema if available."""
     _check(json.dumps(manifest, sort_keys=True))
 
 
@@ -49,7 +48,7 @@ def _check(text: str) -> None:
 
 
 def need_crds() -> None:
-    """Skip the test where the schemas of custom resources are not beside the repository."""
+    """Skip the test if the schemas of custom resources are not beside the repository."""
     if not CRDS.is_dir():
         pytest.skip(NOT_HERE)
 
@@ -62,7 +61,7 @@ def _custom(api_version: str, kind: str) -> jsonschema.protocols.Validator:
 
 
 def strict(schema: dict[str, Any], *, top: bool = False) -> dict[str, Any]:
-    """The schema with unknown fields refused wherever it does not say that there may be any."""
+    """Return the schema with unknown fields refused, except where it allows any."""
     known = {name: value for name, value in schema.items() if not name.startswith("x-kubernetes")}
     if schema.get(_INT_OR_STRING):
         known.pop("type", None)

@@ -11,14 +11,13 @@ from scripts.chart_schema import settings_of
 
 
 def variables_of(role: str) -> frozenset[str]:
-    """The environment variables that the service reads as settings."""
     settings = settings_of(role)
     prefix = settings.model_config["env_prefix"]
     return frozenset(f"{prefix}{name}".upper() for name in settings.model_fields)
 
 
 def parse_env(role: str, environment: Mapping[str, str]) -> ServiceSettings:
-    """What the service itself reads from `environment`; raises SystemExit if it refuses."""
+    """Return the settings that the service reads. Raises SystemExit if it refuses them."""
     # Nothing of this process's own may stand in for what is missing.
     with patch.dict(os.environ, environment, clear=True):
         return parse_settings(settings_of(role), [], role, "")

@@ -1,4 +1,4 @@
-"""TLS, callers and the way in: what is mounted where, and that each part is told of it."""
+"""TLS, callers and the way in: files that are mounted, and the variables that name them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.deploy.render import ROLES, Manifest, env_of, of_kind, only_container
 
 
 def mounted(spec: Manifest) -> dict[str, str]:
-    """By the path below /etc/galley, the Secret or ConfigMap that is mounted there."""
+    """Return mounted Secrets and ConfigMaps by path below /etc/galley."""
     sources = {
         volume["name"]: volume.get("secret", {}).get("secretName") or volume.get("configMap", {}).get("name")
         for volume in spec["volumes"]
@@ -21,12 +21,11 @@ def mounted(spec: Manifest) -> dict[str, str]:
 
 
 def files(spec: Manifest) -> dict[str, str]:
-    """The variables that name a file below /etc/galley."""
     given = env_of(only_container(spec))
     return {name: value for name, value in given.items() if value.startswith("/etc/galley/")}
 
 
-def told_of_what_is_mounted(spec: Manifest) -> None:
+def check_mounted_variables(spec: Manifest) -> None:
     folders = {value.rpartition("/")[0] for value in files(spec).values()}
     assert folders == set(mounted(spec))
 
@@ -42,10 +41,10 @@ def told_of_what_is_mounted(spec: Manifest) -> None:
     ],
     ids=["mutual", "servers alone", "callers too", "keys and tokens", "collector"],
 )
-def test_each_part_is_told_of_what_is_mounted_and_of_nothing_else(values: Manifest) -> None:
+def test_variables_name_exactly_the_mounted_files(values: Manifest) -> None:
     for role, spec in pods(render(values)).items():
         if role in ROLES:
-            told_of_what_is_mounted(spec)
+            check_mounted_variables(spec)
 
 
 def test_without_tls_nothing_of_it_is_there() -> None:
@@ -60,13 +59,13 @@ def test_every_server_serves_its_own_certificate() -> None:
     for role in ROLES:
         prefix = f"GALLEY_{role.upper()}_TLS_"
         assert mounted(rendered[role])["/etc/galley/tls"] == f"{role}-tls"
-        told = files(rendered[role])
-        assert told[f"{prefix}CERT_FILE"] == "/etc/galley/tls/tls.crt"
-        assert told[f"{prefix}KEY_FILE"] == "/etc/galley/tls/tls.key"
+        actual = files(rendered[role])
+        assert actual[f"{prefix}CERT_FILE"] == "/etc/galley/tls/tls.crt"
+        assert actual[f"{prefix}KEY_FILE"] == "/etc/galley/tls/tls.key"
 
 
 @pytest.mark.parametrize("mutual", [True, False])
-def test_drafts_and_targets_ask_gateways_for_a_certificate_where_it_is_mutual(mutual: bool) -> None:
+def test_mutual_tls_needs_client_certificates(mutual: bool) -> None:
     rendered = pods(render({"tls": {**TLS, "mutual": mutual}}))
     gateway = files(rendered["gateway"])
     assert gateway["GALLEY_GATEWAY_PEER_CA_FILE"] == "/etc/galley/peer-tls/ca.crt"
@@ -77,15 +76,14 @@ def test_drafts_and_targets_ask_gateways_for_a_certificate_where_it_is_mutual(mu
     assert "GALLEY_GATEWAY_TLS_CLIENT_CA_FILE" not in gateway, "that is for callers"
 
 
-def test_replicas_must_bear_the_name_that_is_asked_for() -> None:
-    """They register by their pods' addresses, which no certificate can know."""
+def test_expected_certificate_names() -> None:
     own = laid_over([{"tls": TLS}, {"tls": {"draft": {"name": "drafts.example.com"}}}])
-    told = env_of(only_container(pods(render(own))["gateway"]))
-    assert told["GALLEY_GATEWAY_TARGET_TLS_NAME"] == "galley-target.galley.svc"
-    assert told["GALLEY_GATEWAY_DRAFT_TLS_NAME"] == "drafts.example.com"
+    actual = env_of(only_container(pods(render(own))["gateway"]))
+    assert actual["GALLEY_GATEWAY_TARGET_TLS_NAME"] == "galley-target.galley.svc"
+    assert actual["GALLEY_GATEWAY_DRAFT_TLS_NAME"] == "drafts.example.com"
 
 
-def test_what_the_gateway_shows_its_peers_may_be_another_certificate() -> None:
+def test_separate_peer_certificate() -> None:
     shared = pods(render({"tls": TLS}))["gateway"]
     assert mounted(shared)["/etc/galley/peer-tls"] == "gateway-tls"
     values = laid_over([{"tls": TLS}, {"tls": {"gateway": {"peerSecretName": "inside"}}}])
@@ -99,7 +97,7 @@ def test_secrets_are_for_the_group_of_the_containers_alone() -> None:
                 assert volume["secret"]["defaultMode"] == 0o440, name
 
 
-def test_the_file_of_api_keys_is_where_the_gateway_is_told() -> None:
+def test_api_keys_file_is_mounted() -> None:
     rendered = pods(render({"auth": {"apiKeys": {"secretName": "callers", "key": "k.toml"}}}))
     gateway = rendered["gateway"]
     assert mounted(gateway) == {"/etc/galley/api-keys": "callers"}
@@ -108,7 +106,7 @@ def test_the_file_of_api_keys_is_where_the_gateway_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("jwt", "told"),
+    ("jwt", "expected"),
     [
         ({}, {}),
         ({"jwksUrl": "https://issuer/keys"}, {"GALLEY_GATEWAY_JWT_JWKS_URL": "https://issuer/keys"}),
@@ -120,18 +118,18 @@ def test_the_file_of_api_keys_is_where_the_gateway_is_told() -> None:
     ],
     ids=["discovery", "url", "file", "own authority"],
 )
-def test_tokens_are_checked_by_the_issuers_keys(jwt: Manifest, told: Mapping[str, str]) -> None:
+def test_jwt_settings(jwt: Manifest, expected: Mapping[str, str]) -> None:
     gateway = env_of(only_container(pods(render({"auth": {"jwt": {**JWT, **jwt}}}))["gateway"]))
     assert {name: value for name, value in gateway.items() if "JWT_" in name} == {
         "GALLEY_GATEWAY_JWT_ISSUER": JWT["issuer"],
         "GALLEY_GATEWAY_JWT_AUDIENCE": JWT["audience"],
         "GALLEY_GATEWAY_JWT_ALGORITHMS": "RS256,ES256",
         "GALLEY_GATEWAY_JWT_PRINCIPAL_CLAIM": "sub",
-        **told,
+        **expected,
     }
 
 
-def test_the_test_is_a_caller_like_any_other() -> None:
+def test_helm_test_uses_key_and_certificate() -> None:
     values = laid_over(
         [
             {"tls": TLS, "auth": {"apiKeys": {"secretName": "keys"}}},
@@ -147,9 +145,9 @@ def test_the_test_is_a_caller_like_any_other() -> None:
     assert container["image"] == gateway["image"], "one that is there"
     assert container["command"] == ["python", "-m", "galley.cli"]
     assert container["args"][0] == "generate"
-    told = env_of(container)
-    assert told["GALLEY_TLS_SERVER_NAME"] == "galley-gateway.galley.svc"
-    told_of_what_is_mounted(test["spec"])
+    actual = env_of(container)
+    assert actual["GALLEY_TLS_SERVER_NAME"] == "galley-gateway.galley.svc"
+    check_mounted_variables(test["spec"])
     (key,) = (entry for entry in container["env"] if entry["name"] == "GALLEY_API_KEY")
     assert key["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "api-key"}
     volumes = {volume["name"]: volume for volume in test["spec"]["volumes"]}
@@ -185,13 +183,13 @@ def test_a_route_passes_on_the_one_service() -> None:
 
 
 @pytest.mark.parametrize(("tls", "protocol"), [({}, "kubernetes.io/h2c"), (TLS, "https")])
-def test_whoever_balances_is_told_how_to_speak(tls: Manifest, protocol: str) -> None:
+def test_app_protocol(tls: Manifest, protocol: str) -> None:
     service = services(render({"tls": tls}))["galley-gateway"]
     assert service["spec"]["ports"][0]["appProtocol"] == protocol
 
 
 @pytest.mark.parametrize(("kind", "policy"), [("LoadBalancer", "Local"), ("ClusterIP", None)])
-def test_callers_addresses_are_kept_where_that_can_be(kind: str, policy: str | None) -> None:
+def test_external_traffic_policy(kind: str, policy: str | None) -> None:
     values = {
         "gateway": {"service": {"type": kind, "externalTrafficPolicy": "Local"}},
         "networkPolicy": FROM_EDGE,

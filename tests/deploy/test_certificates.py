@@ -19,7 +19,6 @@ from tests.fakes.tls_servers import asked_anew, serving
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory in which the documented commands were run."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     text = (ROOT / "docs" / "operate" / "tls.md").read_text()
@@ -42,9 +41,7 @@ def pair(made: Path, name: str) -> Certificate:
         ("galley-client", False, True),
     ],
 )
-def test_each_certificate_is_for_what_it_is_needed_and_no_more(
-    made: Path, name: str, serves: bool, calls: bool
-) -> None:
+def test_key_usage_of_each_certificate(made: Path, name: str, serves: bool, calls: bool) -> None:
     own = pair(made, name)
     ca, cert, key = (NamedFile("it", str(path)) for path in (made / "ca.crt", own.cert, own.key))
     for as_server, fits in ((True, serves), (False, calls)):

@@ -39,7 +39,7 @@ def test_chart_and_code_have_one_version() -> None:
     assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
 
 
-def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
+def test_default_objects(manifests: list[Manifest]) -> None:
     kinds = sorted((manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests)
     assert kinds == [
         ("Deployment", "galley-draft"),
@@ -57,7 +57,7 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"gatewy": {}}, "gatewy"),
         ({"gateway": {"replica": 2}}, "replica"),
@@ -126,8 +126,8 @@ def test_what_there_is_by_default(manifests: list[Manifest]) -> None:
         ({"otel": {"sampleRatio": 2}}, "/otel/sampleRatio"),
     ],
 )
-def test_wrong_values_are_refused_by_name(values: Manifest, said: str) -> None:
-    with pytest.raises(AssertionError, match=said):
+def test_wrong_values_are_refused_by_name(values: Manifest, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
         raise AssertionError(render_refused(values).replace("\n", " "))
     assert "canary" not in render_refused(values)
 
@@ -183,7 +183,7 @@ def test_ports_have_one_truth() -> None:
 
 
 @pytest.mark.parametrize(("pause", "drain"), [(0, 0), (5, 30), (600, 3600)])
-def test_kubernetes_waits_longer_than_pause_and_drain(pause: int, drain: int) -> None:
+def test_grace_period_covers_pause_and_drain(pause: int, drain: int) -> None:
     given = {"preStopSeconds": pause, "drainTimeoutSeconds": drain}
     rendered = workloads(render(dict.fromkeys(ROLES, given)))
     for role in ROLES:
@@ -193,13 +193,13 @@ def test_kubernetes_waits_longer_than_pause_and_drain(pause: int, drain: int) ->
         assert hook == ({"preStop": {"sleep": {"seconds": pause}}} if pause else None)
 
 
-def test_new_callers_are_sent_elsewhere_before_a_gateway_refuses(manifests: list[Manifest]) -> None:
-    """Endpoints are taken away while it sleeps; replicas say so themselves, at the store."""
+def test_only_gateways_sleep_before_they_stop(manifests: list[Manifest]) -> None:
+    """Endpoints are removed during the sleep; replicas deregister themselves."""
     hooks = {role: "lifecycle" in container(workloads(manifests)[role]) for role in ROLES}
     assert hooks == {"gateway": True, "draft": False, "target": False}
 
 
-def test_a_writable_place_only_where_one_is_mounted(manifests: list[Manifest]) -> None:
+def test_writable_mounts(manifests: list[Manifest]) -> None:
     for role in ROLES:
         spec = workloads(manifests)[role]
         mounted = {mount["name"]: mount["mountPath"] for mount in container(spec)["volumeMounts"]}
@@ -208,7 +208,7 @@ def test_a_writable_place_only_where_one_is_mounted(manifests: list[Manifest]) -
 
 
 def test_pools_are_reached_at_their_pods(manifests: list[Manifest]) -> None:
-    """HTTP/2 keeps its connection: behind an address of kube-proxy's all calls would go to one pod."""
+    """HTTP/2 keeps its connection: through a virtual address all calls would go to one pod."""
     headless = {
         name for name, service in services(manifests).items() if service["spec"].get("clusterIP") == "None"
     }
@@ -228,7 +228,7 @@ def test_the_trial_store_keeps_an_append_only_file(manifests: list[Manifest]) ->
 
 
 @pytest.mark.parametrize(
-    ("limits", "told"),
+    ("limits", "expected"),
     [
         ({"memory": "512Mi"}, str(384 * 2**20)),
         ({"memory": "2G"}, "1500000000"),
@@ -236,10 +236,10 @@ def test_the_trial_store_keeps_an_append_only_file(manifests: list[Manifest]) ->
         (None, None),
     ],
 )
-def test_a_trial_store_is_full_before_it_is_killed(limits: Manifest | None, told: str | None) -> None:
+def test_trial_store_is_full_below_its_memory_limit(limits: Manifest | None, expected: str | None) -> None:
     store = container(workloads(render({"redis": {"embedded": {"resources": {"limits": limits}}}}))["redis"])
     args: list[str] = store["args"]
-    assert (args[args.index("--maxmemory") + 1] if "--maxmemory" in args else None) == told
+    assert (args[args.index("--maxmemory") + 1] if "--maxmemory" in args else None) == expected
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_another_release_name_keeps_the_parts_together() -> None:
     assert {"name": "GALLEY_ENDPOINT", "value": "proof-galley-gateway:50051"} in test["env"]
 
 
-def test_where_pods_go_is_for_each_role_to_say() -> None:
+def test_scheduling_values_of_a_role() -> None:
     given = {
         "nodeSelector": {"pool": "draft"},
         "tolerations": [{"key": "pool", "operator": "Exists"}],
@@ -308,8 +308,7 @@ def test_pull_secrets_are_for_every_pod() -> None:
         assert spec["imagePullSecrets"] == [{"name": "registry"}], name
 
 
-def test_a_new_version_of_galley_does_not_restart_the_store(manifests: list[Manifest]) -> None:
-    """Nor does one of the chart alone restart any pod."""
+def test_new_version_does_not_restart_the_store(manifests: list[Manifest]) -> None:
     for name, template in pod_templates(manifests).items():
         assert name == "test" or "helm.sh/chart" not in template["metadata"]["labels"]
     assert __version__ not in json.dumps(pod_templates(manifests)["redis"])

@@ -1,25 +1,24 @@
-"""Every variable that the chart sets is read, every path is there, and nothing required is missing.
-
-Looked up in the code, over combinations of all the chart's switches; the trials then run some of them.
-"""
+"""Over all combinations: each variable that the chart sets is read, and each path exists."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
 from tests.deploy.matrix import Row, rows, values_of
-from tests.deploy.render import ROOT, Manifest, pods, render
-from tests.deploy.settings_of import parse_env
-from tests.proofs.boot.environment import PodFacts, environment_of
-from tests.proofs.boot.images import Models, Registry
+from tests.deploy.render import ROLES, ROOT, Manifest, pods, render
+from tests.deploy.settings_of import parse_env, variables_of
+from tests.proofs.boot.environment import PodFacts, environment_of, references_in
+from tests.proofs.boot.images import Models, Registry, image_name
 from tests.proofs.boot.objects import Objects, secret
-from tests.proofs.boot.readers import role_of, runs_a_service, unread_variables
 from tests.proofs.boot.worlds import NAMESPACE
 
+# Variables that huggingface_hub, OpenTelemetry and Ray read.
+_OF_PACKAGES = ("HF_", "OTEL_", "RAY_")
 _IDS = ["-".join(row.values()).replace(" ", "_") for row in rows()]
 # Wherever they stand in a value: alone, or in a URL.
 _PATH = re.compile(r"(?<![\w/:])/(?:etc|models|tmp|var)(?:/[\w.-]+)*")
@@ -38,7 +37,7 @@ def test_every_variable_is_read(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", rows(), ids=_IDS)
-def test_the_services_take_what_they_are_given(row: Row) -> None:
+def test_services_accept_their_environment(row: Row) -> None:
     for name, _, container in containers(row):
         if runs_a_service(container):
             try:
@@ -48,20 +47,43 @@ def test_the_services_take_what_they_are_given(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", rows(), ids=_IDS)
-def test_every_path_is_one_that_the_pod_has(row: Row) -> None:
+def test_paths_exist_in_the_pod(row: Row) -> None:
     # What the user of the chart says, he says for pods that he knows.
-    told = json.dumps(values_of(row))
+    actual = json.dumps(values_of(row))
     for name, spec, container in containers(row):
         values = environment(container)
         for variable in (entry["name"] for entry in container.get("env") or []):
             for path in _PATH.findall(values[variable]):
-                assert path in told or is_there(path, spec, container), (
+                assert path in actual or is_there(path, spec, container), (
                     f"{name}/{container['name']}: {variable} names {path}"
                 )
 
 
+def role_of(container: Manifest) -> str:
+    """Return the service whose image, or a variant of it, a container runs; empty for others."""
+    name = image_name(container["image"])
+    return next((role for role in ROLES if name.startswith(f"galley-{role}")), "")
+
+
+def runs_a_service(container: Manifest) -> bool:
+    return not container.get("command")
+
+
+def unread_variables(container: Manifest) -> set[str]:
+    """Return the variables of a container of ours that nothing reads."""
+    given = {entry["name"] for entry in container.get("env") or []}
+    known = variables_of(role_of(container))
+    known |= frozenset() if runs_a_service(container) else _variables_of_commands()
+    return {name for name in given - references_in(container) - known if not name.startswith(_OF_PACKAGES)}
+
+
+@cache
+def _variables_of_commands() -> frozenset[str]:
+    texts = (path.read_text() for top in ("galley", "services") for path in (ROOT / top).rglob("*.py"))
+    return frozenset(name for text in texts for name in re.findall(r'"(GALLEY_[A-Z0-9_]+)"', text))
+
+
 def containers(row: Row) -> Iterator[tuple[str, Manifest, Manifest]]:
-    """Those of ours, with the pods that they are in."""
     for name, spec in pods(render(values_of(row))).items():
         for container in [*(spec.get("initContainers") or []), *spec["containers"]]:
             if role_of(container):
@@ -69,7 +91,6 @@ def containers(row: Row) -> Iterator[tuple[str, Manifest, Manifest]]:
 
 
 def environment(container: Manifest) -> dict[str, str]:
-    """With stand-ins for the Secrets that the chart's user makes."""
     secrets: dict[str, dict[str, bytes]] = {}
     for entry in container.get("env") or []:
         reference = entry.get("valueFrom", {}).get("secretKeyRef")
@@ -81,7 +102,7 @@ def environment(container: Manifest) -> dict[str, str]:
 
 
 def is_there(path: str, spec: Manifest, container: Manifest) -> bool:
-    """In a volume that is mounted there, or in the image."""
+    """Return True if the path is in a mounted volume or in the image."""
     image = _IMAGES.service(role_of(container))
     if any(path == known or path.startswith(f"{known}/") for known in (*image.binds, *image.files)):
         return True
@@ -94,6 +115,5 @@ def is_there(path: str, spec: Manifest, container: Manifest) -> bool:
 
 
 def _holds(volume: Manifest, path: str) -> bool:
-    """A Secret of which only some keys are mounted has no others."""
     items = (volume.get("secret") or volume.get("configMap") or {}).get("items")
     return items is None or path in {item["path"] for item in items}

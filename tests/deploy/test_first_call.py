@@ -26,19 +26,16 @@ WITH_ALL = laid_over(
 
 
 def generate() -> Any:
-    """The command `galley generate`."""
     group: Any = typer.main.get_command(app)
     return group.commands["generate"]
 
 
 def parsed(args: Sequence[str]) -> dict[str, Any]:
-    """What the command makes of these arguments; raises a UsageError where it makes nothing of them."""
-    told: dict[str, Any] = generate().make_context("generate", list(args)).params
-    return told
+    actual: dict[str, Any] = generate().make_context("generate", list(args)).params
+    return actual
 
 
 def notes(values: Manifest, *flags: str) -> str:
-    """What helm prints."""
     text = helm(
         "install", "proof", str(CHART), "--namespace", "galley", "--dry-run=client", *flags, values=values
     )
@@ -46,40 +43,40 @@ def notes(values: Manifest, *flags: str) -> str:
 
 
 @pytest.mark.parametrize("values", [{}, WITH_ALL], ids=["plain", "with TLS and keys"])
-def test_the_test_asks_in_a_way_that_the_command_takes(values: Manifest) -> None:
+def test_helm_test_runs_a_valid_command(values: Manifest) -> None:
     container = only_container(pods(render(values))["test"])
     command, *args = container["args"]
     assert command == "generate"
-    told = parsed(args)
-    assert told["prompt"] == "The ship's cook"
-    assert told["max_tokens"] == 8
-    assert told["chat"] is False, "not every model has a template for chats"
-    assert told["timeout"] == 60
+    actual = parsed(args)
+    assert actual["prompt"] == "The ship's cook"
+    assert actual["max_tokens"] == 8
+    assert actual["chat"] is False, "not every model has a template for chats"
+    assert actual["timeout"] == 60
     known = {parameter.envvar for parameter in generate().params} | {API_KEY_VARIABLE}
     assert {name for name in env_of(container) if name.startswith("GALLEY_")} <= known
 
 
 @pytest.mark.parametrize("values", [{}, WITH_ALL], ids=["plain", "with TLS and keys"])
-def test_the_notes_say_a_first_call_that_the_command_takes(values: Manifest) -> None:
-    said = notes(values)
-    (line,) = re.findall(r"^ *galley (generate .*)$", said.replace("\\\n", " "), re.MULTILINE)
+def test_notes_show_a_valid_command(values: Manifest) -> None:
+    message = notes(values)
+    (line,) = re.findall(r"^ *galley (generate .*)$", message.replace("\\\n", " "), re.MULTILINE)
     command, *args = shlex.split(line)
     assert command == "generate"
-    told = parsed(args)
-    assert told["endpoint"] == "127.0.0.1:50051"
-    assert "service/proof-galley-gateway 50051" in said
-    assert ("Callers need a key" in said) is bool(values)
-    assert ("--tls-cert-file" in said) is bool(values)
-    assert ("proof-galley-gateway.galley.svc" in said) is bool(values)
+    actual = parsed(args)
+    assert actual["endpoint"] == "127.0.0.1:50051"
+    assert "service/proof-galley-gateway 50051" in message
+    assert ("Callers need a key" in message) is bool(values)
+    assert ("--tls-cert-file" in message) is bool(values)
+    assert ("proof-galley-gateway.galley.svc" in message) is bool(values)
 
 
-def test_the_notes_wait_as_long_as_the_gateways_may_take() -> None:
+def test_notes_wait_for_the_progress_deadline() -> None:
     values = {"target": {"startupTimeoutSeconds": 3600}}
     patience = workloads(render(values))["gateway"]["spec"]["progressDeadlineSeconds"]
     assert f"--timeout {patience}s" in notes(values)
 
 
-def test_the_notes_warn_of_what_is_open_or_for_trials() -> None:
+def test_notes_warn_of_open_access_and_trial_store() -> None:
     assert "Everyone who reaches the gateway may call" in notes({})
     assert "trial server" in notes({})
     closed = notes(

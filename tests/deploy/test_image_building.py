@@ -23,8 +23,7 @@ global.default-timeout='180'
 """
 
 
-def test_it_says_why_it_cannot(tmp_path: Path) -> None:
-    """A machine without the programs: an empty PATH."""
+def test_missing_programs_are_named(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "scripts.images", "--folder", str(tmp_path)],
         cwd=ROOT,
@@ -38,7 +37,7 @@ def test_it_says_why_it_cannot(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_role_that_there_is_not_is_refused() -> None:
+def test_unknown_role_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "scripts.images", "--roles", "gateway,kitchen"],
         cwd=ROOT,
@@ -69,14 +68,13 @@ def test_each_reason_is_named(
 
 
 def test_every_role_is_built_the_target_first() -> None:
-    """The others take the tokenizer from its image."""
     assert set(ORDER) == set(ROLES)
     assert ORDER[0] == "target"
     assert image("gateway", "cuda") == image("gateway", "cpu")
     assert image("draft", "cuda") != image("draft", "cpu")
 
 
-def test_a_build_is_shown_where_this_machines_pip_takes_packages_from(tmp_path: Path) -> None:
+def test_builds_use_the_pip_settings_of_this_machine(tmp_path: Path) -> None:
     wheels, index = tmp_path / "wheels", tmp_path / "index"
     wheels.mkdir()
     (index / "simple").mkdir(parents=True)
@@ -99,7 +97,7 @@ PyMODINIT_FUNC PyInit_cuda_utils(void) { return PyModule_Create(&module); }
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """An environment whose triton is nothing but a driver, after what a CUDA image's build does to it."""
+    """Create an environment whose triton is only a driver, prepared as in a CUDA image."""
     backend = tmp_path / "site" / "triton" / "backends" / "nvidia"
     (backend / "include").mkdir(parents=True)
     (backend / "driver.c").write_text(DRIVER)
@@ -125,13 +123,12 @@ def environment(tmp_path: Path) -> Path:
 
 
 def compiled(environment: Path, source: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    """As Triton calls its compiler."""
     options = ["-O3", "-shared", "-fPIC", "-Wno-psabi", "-o", str(out), "-l:libcuda.so.1", "-L/usr/lib"]
     command = [str(environment / "bin" / "triton-module"), str(source), *options]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_tritons_own_module_is_handed_out_without_a_compiler(environment: Path, tmp_path: Path) -> None:
+def test_triton_module_needs_no_compiler(environment: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "cuda_utils.so", tmp_path / "main.c"
     source.write_text(DRIVER)
     done = compiled(environment, source, out)
@@ -153,7 +150,7 @@ def test_tritons_own_module_is_handed_out_without_a_compiler(environment: Path, 
     assert b"libcuda.so.1" in out.read_bytes()
 
 
-def test_anything_else_is_refused(environment: Path, tmp_path: Path) -> None:
+def test_other_sources_are_refused(environment: Path, tmp_path: Path) -> None:
     source = tmp_path / "main.c"
     source.write_text(f"{DRIVER}// another\n")
     done = compiled(environment, source, tmp_path / "out.so")

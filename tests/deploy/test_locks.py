@@ -41,7 +41,7 @@ def test_these_are_the_locks() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_line_belongs_to_a_pin_with_hashes_and_the_pin_is_the_tested_one(name: str) -> None:
+def test_locks_hold_the_tested_pins_with_hashes(name: str) -> None:
     text = (LOCKS / f"{name}.txt").read_text()
     found = entries(name)
     assert "".join(f"{entry}\n" for entry in found.values()) == text

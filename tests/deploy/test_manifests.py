@@ -17,7 +17,6 @@ OVERLAYS = sorted(path.stem for path in (K8S / "values").glob("*.yaml"))
 
 
 def built(overlay: str) -> list[Manifest]:
-    """What `kubectl apply -k` would apply."""
     command = [tool("kubectl"), "kustomize", str(K8S / "overlays" / overlay)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [document for document in yaml.safe_load_all(done.stdout) if document]
@@ -25,11 +24,6 @@ def built(overlay: str) -> list[Manifest]:
 
 def by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Any]:
     return {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests}
-
-
-def test_there_is_one_to_try_it_and_one_to_run_it() -> None:
-    assert OVERLAYS == ["production", "trial"]
-    assert {path.name for path in (K8S / "overlays").iterdir()} == set(OVERLAYS)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -42,25 +36,6 @@ def test_an_overlay_is_what_the_chart_renders_of_its_values(overlay: str) -> Non
         schemas.check(manifest)
     # Of the test's pod there is only the policy.
     hold([*manifests, *(manifest for manifest in render(values) if manifest["kind"] == "Pod")])
-
-
-def test_what_both_have_is_in_the_base() -> None:
-    base = list((K8S / "base").glob("*.yaml"))
-    assert {path.name for path in base} >= {"kustomization.yaml", "service-accounts.yaml", "disruption.yaml"}
-    for overlay in OVERLAYS:
-        own = {
-            (document["kind"], document["metadata"]["name"])
-            for path in (K8S / "overlays" / overlay).glob("*.yaml")
-            for document in yaml.safe_load_all(path.read_text())
-            if path.name != "kustomization.yaml"
-        }
-        shared = {
-            (document["kind"], document["metadata"]["name"])
-            for path in base
-            for document in yaml.safe_load_all(path.read_text())
-            if path.name != "kustomization.yaml"
-        }
-        assert not own & shared
 
 
 def test_production_lets_nobody_in_unasked() -> None:

@@ -112,8 +112,7 @@ def test_the_dashboards_are_those_of_the_repository() -> None:
         ({"endpoint": "http://collector.observability:4317", "metrics": True}, True, True),
     ],
 )
-def test_traces_go_where_they_are_wanted(otel: dict[str, object], traces: bool, metrics: bool) -> None:
-    """As the code itself reads the environment."""
+def test_traces_are_exported_to_the_endpoint(otel: dict[str, object], traces: bool, metrics: bool) -> None:
     for role, spec in pods(render({"otel": otel})).items():
         if role not in ROLES:
             continue

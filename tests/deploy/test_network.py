@@ -16,7 +16,6 @@ Opening = tuple[str, int]
 
 
 def openings(manifests: list[Manifest], role: str, side: str) -> set[Opening]:
-    """What a role's policy opens: `side` is ingress or egress."""
     spec = of_kind(manifests, "NetworkPolicy")[f"galley-{role}"]["spec"]
     peers = {"ingress": "from", "egress": "to"}[side]
     found = set()
@@ -27,7 +26,6 @@ def openings(manifests: list[Manifest], role: str, side: str) -> set[Opening]:
 
 
 def name_of(peer: dict[str, Any]) -> str:
-    """A role of the release, or what else a peer is."""
     if not peer:
         return "anywhere"
     if "ipBlock" in peer:
@@ -63,7 +61,7 @@ def test_by_default_each_role_reaches_and_is_reached_by_exactly_those_it_works_w
 
 
 def test_what_goes_out_comes_in() -> None:
-    """An opening towards a pod of the release has its counterpart there, and the other way round."""
+    """An opening towards a pod of the release has its counterpart there, and vice versa."""
     for target in SWITCHES["target"].values():
         rendered = render(target)
         roles = {component(policy) for policy in of_kind(rendered, "NetworkPolicy").values()} - {"all"}
@@ -125,13 +123,13 @@ def test_named_callers_and_the_test_are_the_only_ones() -> None:
         ({"auth": {"jwt": {**JWT, "jwksConfigMap": {"name": "keys"}}}}, set()),
     ],
 )
-def test_only_who_fetches_gets_out(values: Manifest, roles: set[str]) -> None:
+def test_only_downloading_roles_reach_https(values: Manifest, roles: set[str]) -> None:
     rendered = render(values)
     there = {"gateway", "draft", "target"} & set(pods(rendered))
     assert {role for role in there if ("0.0.0.0/0", HTTPS) in openings(rendered, role, "egress")} == roles
 
 
-def test_what_is_fetched_may_be_behind_a_proxy() -> None:
+def test_https_ports_include_a_proxy() -> None:
     values = {
         "model": "example/big",
         "draft": {"settings": {"model": "example/small"}},
@@ -141,7 +139,7 @@ def test_what_is_fetched_may_be_behind_a_proxy() -> None:
         assert {("0.0.0.0/0", HTTPS), ("0.0.0.0/0", 3128)} <= openings(render(values), role, "egress")
 
 
-def test_a_store_of_ones_own_is_reached_where_it_is_said_to_be() -> None:
+def test_own_store_is_reachable_at_its_ports() -> None:
     redis = {**OWN_STORE, "url": "redis://store:7000/0"}
     to = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "redis"}}}]
     rendered = render({"redis": redis, "networkPolicy": {"redis": {"to": to, "ports": [7000, 17000]}}})

@@ -25,13 +25,11 @@ TRIGGERS = {
 
 
 def scaled_objects(values: Manifest | None = None) -> dict[str, Manifest]:
-    """Their specs, by role."""
     found = of_kind(render({"keda": KEDA, **(values or {})}), "ScaledObject")
     return {name.removeprefix("galley-"): scaled["spec"] for name, scaled in found.items()}
 
 
 def queries(matchers: str = "") -> dict[str, str]:
-    """By the name of the trigger."""
     keda = {**KEDA, "prometheus": {**KEDA["prometheus"], "matchers": matchers}}
     return {
         trigger["name"]: trigger["metadata"]["query"]
@@ -41,7 +39,7 @@ def queries(matchers: str = "") -> dict[str, str]:
 
 
 @pytest.mark.parametrize("role", ["gateway", "draft"])
-def test_an_autoscaler_goes_by_cpu_and_by_what_one_adds(role: str) -> None:
+def test_autoscaler_uses_cpu_and_added_metrics(role: str) -> None:
     more = [{"type": "Pods", "pods": {"metric": {"name": "x"}, "target": {"type": "AverageValue"}}}]
     values = {"enabled": True, "minReplicas": 3, "maxReplicas": 5, "metrics": more}
     (scaler,) = of_kind(render({role: {"autoscaling": values}}), "HorizontalPodAutoscaler").values()
@@ -61,8 +59,8 @@ def test_without_being_asked_nothing_scales() -> None:
 
 def test_pools_scale_by_who_waits_for_them() -> None:
     found = scaled_objects()
-    told = {role: [trigger["name"] for trigger in spec["triggers"]] for role, spec in found.items()}
-    assert told == TRIGGERS
+    actual = {role: [trigger["name"] for trigger in spec["triggers"]] for role, spec in found.items()}
+    assert actual == TRIGGERS
     for spec in found.values():
         for trigger in spec["triggers"]:
             assert trigger["type"] == "prometheus"
@@ -73,7 +71,7 @@ def test_pools_scale_by_who_waits_for_them() -> None:
 
 
 def test_with_prometheus_away_no_pool_shrinks() -> None:
-    """A fallback there is only for AverageValue, and only if no answer counts as a failure."""
+    """A fallback needs AverageValue, and a missing response to count as a failure."""
     for role, spec in scaled_objects().items():
         replicas = default_values()["keda"][role]["fallbackReplicas"]
         assert spec["fallback"] == {
@@ -122,12 +120,11 @@ def metric(prometheus: str) -> Metric:
 
 
 def series(name: str, values: str, **labels: str) -> dict[str, str]:
-    told = ",".join(f'{key}="{value}"' for key, value in {"namespace": "galley", **labels}.items())
-    return {"series": f"{name}{{{told}}}", "values": values}
+    actual = ",".join(f'{key}="{value}"' for key, value in {"namespace": "galley", **labels}.items())
+    return {"series": f"{name}{{{actual}}}", "values": values}
 
 
 def histogram(prometheus: str, per_minute: dict[float, int], pod: str) -> list[dict[str, str]]:
-    """One that takes so many observations a minute up to each bound, and none above."""
     total = 0
     made = []
     for bound in (*metric(prometheus).buckets, float("inf")):
@@ -138,7 +135,7 @@ def histogram(prometheus: str, per_minute: dict[float, int], pod: str) -> list[d
 
 
 def busy() -> list[dict[str, str]]:
-    """Two drafts and two targets: all wait, and of the rounds' time a quarter is spent on drafts."""
+    """Two drafts and two targets: all queue, and drafts take a quarter of the rounds' time."""
     found = [
         series("galley_verify_draft_wait_seconds_sum", "0+15x10", pod="gateway"),
         series("galley_round_duration_seconds_sum", "0+60x10", pod="gateway"),
@@ -156,13 +153,11 @@ def busy() -> list[dict[str, str]]:
 
 
 def idle() -> list[dict[str, str]]:
-    """The same without traffic: what counts stands still."""
     still = [{**one, "values": one["values"].replace("+15", "+0").replace("+60", "+0")} for one in busy()]
     return [{**one, "values": one["values"].replace("+100", "+0")} for one in still]
 
 
 def answers(tmp_path: Path, given: list[dict[str, str]], expected: dict[str, list[float]]) -> None:
-    """Prometheus must answer the queries so, of these series."""
     if shutil.which("promtool") is None:
         pytest.skip(NOT_INSTALLED)
     asked: list[dict[str, Any]] = [
@@ -181,8 +176,8 @@ def answers(tmp_path: Path, given: list[dict[str, str]], expected: dict[str, lis
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
 
 
-def test_busy_pools_are_seen_to_be(tmp_path: Path) -> None:
-    """Each answer is that of one replica times the two that there are: KEDA divides by them."""
+def test_queries_of_busy_pools(tmp_path: Path) -> None:
+    """Each value is one replica's times the number of replicas: KEDA divides by it."""
     answers(
         tmp_path,
         busy(),
@@ -195,10 +190,10 @@ def test_busy_pools_are_seen_to_be(tmp_path: Path) -> None:
     )
 
 
-def test_idle_pools_need_nobody_more(tmp_path: Path) -> None:
+def test_queries_of_idle_pools(tmp_path: Path) -> None:
     expected = {name: [0.0] for name in queries()} | {"target-used-blocks": [1.8]}
     answers(tmp_path, idle(), expected)
 
 
-def test_where_nothing_is_scraped_there_is_no_answer(tmp_path: Path) -> None:
+def test_queries_without_series_are_empty(tmp_path: Path) -> None:
     answers(tmp_path, [], {name: [] for name in queries()})

@@ -33,8 +33,8 @@ RAY = {"target": {"kind": "rayservice", "tensorParallel": 4, "gpus": 4, "replica
 def test_a_pod_with_several_gpus_runs_a_rank_on_each() -> None:
     rendered = render({"target": {"tensorParallel": 4, "gpus": 4, "sharedMemory": "8Gi"}})
     container = only_container(pods(rendered)["target"])
-    told = env_of(container)
-    assert (told["GALLEY_TARGET_TENSOR_PARALLEL"], told["GALLEY_TARGET_DEVICE"]) == ("4", "cuda")
+    actual = env_of(container)
+    assert (actual["GALLEY_TARGET_TENSOR_PARALLEL"], actual["GALLEY_TARGET_DEVICE"]) == ("4", "cuda")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
     # It must not differ between the two: it stands with the limits alone.
     assert "nvidia.com/gpu" not in container["resources"]["requests"]
@@ -43,12 +43,12 @@ def test_a_pod_with_several_gpus_runs_a_rank_on_each() -> None:
     assert {"name": "shared-memory", "mountPath": "/dev/shm"} in container["volumeMounts"]
 
 
-def test_another_kind_of_device_is_asked_for_by_its_own_name() -> None:
+def test_gpu_resource_name() -> None:
     rendered = render({"target": {"gpus": 1, "gpuResource": "amd.com/gpu"}})
     assert only_container(pods(rendered)["target"])["resources"]["limits"]["amd.com/gpu"] == 1
 
 
-def test_one_rank_needs_nothing_of_all_that() -> None:
+def test_one_rank_needs_no_rank_settings() -> None:
     rendered = render()
     container = only_container(pods(rendered)["target"])
     names = set(env_of(container))
@@ -57,7 +57,7 @@ def test_one_rank_needs_nothing_of_all_that() -> None:
 
 
 def settings_of_host(rendered: list[Manifest], name: str, index: int) -> ServiceSettings:
-    """What the `index`-th pod of the first group reads, once Kubernetes has filled in its labels."""
+    """Return the settings of the `index`-th pod of the first group."""
     labels = {
         "leaderworkerset.sigs.k8s.io/worker-index": str(index),
         "leaderworkerset.sigs.k8s.io/group-index": "0",
@@ -74,7 +74,7 @@ def settings_of_host(rendered: list[Manifest], name: str, index: int) -> Service
     return parse_env("target", {key: value for key, value in filled.items() if key.startswith("GALLEY_")})
 
 
-def test_the_pods_of_a_group_know_their_place_and_where_they_meet() -> None:
+def test_pods_of_a_group_have_index_and_address() -> None:
     rendered = render(GROUP)
     leader = settings_of_host(rendered, "target", 0)
     worker = settings_of_host(rendered, "target-worker", 1)
@@ -99,7 +99,7 @@ def test_a_group_lives_and_dies_together() -> None:
 
 
 def test_a_group_meets_below_the_service_that_its_controller_makes() -> None:
-    """It has the name of the set, and shows pods before they are ready: none of ours stands in its way."""
+    """It has the name of the set and publishes unready pods; the chart must not create it."""
     rendered = render(GROUP)
     (group,) = of_kind(rendered, "LeaderWorkerSet").values()
     assert group["spec"]["networkConfig"] == {"subdomainPolicy": "Shared"}
@@ -109,7 +109,7 @@ def test_a_group_meets_below_the_service_that_its_controller_makes() -> None:
     assert one["spec"]["serviceName"] in of_kind(render(), "Service")
 
 
-def test_only_the_leader_of_a_group_is_asked_and_watched() -> None:
+def test_only_leaders_have_probes_and_metrics() -> None:
     templates = pod_templates(render(GROUP))
     leader, worker = (only_container(templates[name]["spec"]) for name in ("target", "target-worker"))
     assert "readinessProbe" in leader
@@ -121,13 +121,12 @@ def test_only_the_leader_of_a_group_is_asked_and_watched() -> None:
 
 
 def serve_config(values: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What Serve is told, and the RayService around it."""
     (service,) = of_kind(render(values), "RayService").values()
     config: dict[str, Any] = yaml.safe_load(service["spec"]["serveConfigV2"])
     return config, service["spec"]
 
 
-def test_serve_is_told_what_the_committed_config_tells_it() -> None:
+def test_serve_config_matches_the_committed_one() -> None:
     config, _ = serve_config(RAY)
     committed = yaml.safe_load((ROOT / "deploy" / "ray" / "target.yaml").read_text())
     assert config["proxy_location"] == committed["proxy_location"]
@@ -137,7 +136,7 @@ def test_serve_is_told_what_the_committed_config_tells_it() -> None:
     assert [each["name"] for each in ours["deployments"]] == [each["name"] for each in theirs["deployments"]]
 
 
-def test_a_replica_on_ray_has_a_pod_and_listens_where_it_is_looked_for() -> None:
+def test_ray_replica_has_a_pod_and_ports() -> None:
     config, spec = serve_config(RAY)
     (application,) = config["applications"]
     (deployment,) = application["deployments"]
@@ -157,7 +156,7 @@ def test_a_replica_on_ray_has_a_pod_and_listens_where_it_is_looked_for() -> None
     ("budget", "least"),
     [({}, 2), ({"maxUnavailable": 2}, 1), ({"maxUnavailable": None, "minAvailable": 3}, 3)],
 )
-def test_a_budget_of_rays_pods_is_a_number_that_stays(budget: Manifest, least: int) -> None:
+def test_ray_budget_is_a_number(budget: Manifest, least: int) -> None:
     """Kubernetes does not know how many KubeRay wants, and takes no other form."""
     target = {"kind": "rayservice", "replicas": 3, "podDisruptionBudget": budget}
     spec = of_kind(render({"target": target}), "PodDisruptionBudget")["galley-target"]["spec"]
@@ -171,13 +170,13 @@ def test_no_replica_goes_to_rays_head() -> None:
     assert head["rayStartParams"]["num-cpus"] == head["rayStartParams"]["num-gpus"] == "0"
 
 
-def test_rays_head_is_worth_as_much_as_what_falls_with_it() -> None:
+def test_ray_head_has_the_priority_of_targets() -> None:
     rendered = pods(render({"target": {"kind": "rayservice", "priorityClassName": "serving"}}))
     assert rendered["ray-head"]["priorityClassName"] == rendered["target"]["priorityClassName"] == "serving"
 
 
-def test_rays_processes_get_what_ours_give_them() -> None:
-    """`ray_cluster.start` sets it for a Ray of its own; KubeRay starts this one."""
+def test_ray_environment() -> None:
+    """`ray_cluster.start` sets it for its own Ray; KubeRay starts this one."""
     with patch.dict(os.environ, clear=True):
         ray_cluster._environment("")
         expected = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
@@ -186,8 +185,8 @@ def test_rays_processes_get_what_ours_give_them() -> None:
         assert expected.items() <= given.items(), name
 
 
-def test_kuberay_finds_what_it_makes_services_of() -> None:
-    """The head's ports, by name; without `serve` it errs before it would say that a RayService is ready."""
+def test_ray_head_ports() -> None:
+    """Without the port `serve` it fails before a RayService is ready."""
     _, spec = serve_config(RAY)
     (head,) = spec["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in head["ports"]}
@@ -195,7 +194,7 @@ def test_kuberay_finds_what_it_makes_services_of() -> None:
     assert spec["excludeHeadPodFromServeSvc"] is True, "its proxy would be asked every other second"
 
 
-def test_ray_takes_calls_with_a_token_alone() -> None:
+def test_ray_needs_a_token() -> None:
     _, spec = serve_config(RAY)
     assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
@@ -206,7 +205,7 @@ def test_the_version_of_ray_is_the_one_that_is_installed() -> None:
 
 
 @pytest.mark.parametrize("values", [{}, GROUP, RAY], ids=["one pod", "a group", "ray"])
-def test_a_model_that_is_fetched_before_is_not_asked_for_again(values: Manifest) -> None:
+def test_downloaded_model_is_used_offline(values: Manifest) -> None:
     fetched = {
         **values,
         "model": "example/big",
@@ -229,8 +228,7 @@ def test_a_model_that_is_fetched_before_is_not_asked_for_again(values: Manifest)
         assert download["image"] == container["image"]
 
 
-def test_what_fetches_knows_the_way_out() -> None:
-    """A proxy, or a mirror of the hub."""
+def test_downloads_get_proxy_settings() -> None:
     values = {
         "model": "example/big",
         "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
@@ -239,8 +237,8 @@ def test_what_fetches_knows_the_way_out() -> None:
         "modelCache": {"download": {"enabled": True}},
     }
     rendered = pods(render(values))
-    told = {role: set(env_of(rendered[role]["initContainers"][0])) for role in ("draft", "target")}
-    assert told == {"draft": {"HTTPS_PROXY"}, "target": {"HTTPS_PROXY", "HF_ENDPOINT"}}
+    actual = {role: set(env_of(rendered[role]["initContainers"][0])) for role in ("draft", "target")}
+    assert actual == {"draft": {"HTTPS_PROXY"}, "target": {"HTTPS_PROXY", "HF_ENDPOINT"}}
 
 
 def test_a_kept_cache_is_one_for_targets_and_drafts() -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from functools import partial
+from itertools import product
 
 import pytest
 import yaml
@@ -44,11 +45,11 @@ def promtool(*args: str, given: bytes | None = None) -> None:
     assert not done.stderr or given is None, done.stderr.decode()
 
 
-def test_prometheus_takes_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     promtool("check", "rules", str(RULES))
 
 
-def test_alerts_ring_when_they_should_and_not_when_they_should_not() -> None:
+def test_alerts_fire_as_expected() -> None:
     promtool("test", "rules", str(RULE_TESTS))
 
 
@@ -61,7 +62,7 @@ def _ones(values: LabelValues) -> list[tuple[LabelValues, float]]:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_prometheus_finds_nothing_to_say_about_our_metrics(service: str) -> None:
+def test_promtool_accepts_our_metrics(service: str) -> None:
     registry = Registry(service)
     for metric in of_service(service):
         if metric.kind is Kind.HISTOGRAM:
@@ -89,18 +90,6 @@ def test_dashboards_name_what_there_is(name: str) -> None:
             assert not list(unknown_names(target["expr"])), panel["title"]
             labels = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             assert all(label in target["expr"] for label in labels), panel["title"]
-
-
-def test_a_name_that_there_is_not_would_be_noticed() -> None:
-    for text in (
-        "rate(galley_rounds[5m])",
-        'galley_streams_total{fault="his"}',
-        'galley_streams_total{blame="server"}',
-        'gen_ai_server_time_to_first_token_seconds_bucket{le="1.1"}',
-        "sum by (colour) (galley_rounds_total)",
-        "galley:no:such_record",
-    ):
-        assert list(unknown_names(text)), text
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,7 +122,7 @@ def test_each_alert_has_its_runbook_and_each_runbook_its_alert() -> None:
         assert alert.severity in {"page", "ticket"}
 
 
-def test_each_alert_is_seen_to_ring_and_to_keep_silent() -> None:
+def test_each_alert_has_firing_and_silent_tests() -> None:
     document = yaml.safe_load(RULE_TESTS.read_text())
     rings: set[tuple[str, str]] = set()
     silent: set[str] = set()
@@ -150,32 +139,19 @@ def test_each_alert_is_seen_to_ring_and_to_keep_silent() -> None:
 
 
 @pytest.mark.parametrize("name", ["overview", "speculation", "target-engine", "sessions"])
-def test_a_dashboard_is_one_that_grafana_takes(name: str) -> None:
+def test_panels_of_a_dashboard(name: str) -> None:
     dashboard = dashboards()[name]
     assert dashboard["uid"] == f"galley-{name}"
-    assert dashboard["schemaVersion"] >= 39
-    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
-    assert variables["datasource"]["type"] == "datasource"
-    ids = [panel["id"] for panel in dashboard["panels"]]
-    assert len(set(ids)) == len(ids)
     taken: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
         place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert place["x"] + place["w"] <= 24
+        columns = range(place["x"], place["x"] + place["w"])
+        cells = set(product(columns, range(place["y"], place["y"] + place["h"])))
+        assert columns.stop <= 24
         assert not cells & taken, "two panels overlap"
         taken |= cells
     for panel in panels(dashboard):
         assert panel["description"].endswith(".")
-        assert panel["fieldConfig"]["defaults"]["unit"]
-        assert panel["targets"]
-        assert all(
-            it["uid"] == "${datasource}" for it in (panel["datasource"], panel["targets"][0]["datasource"])
-        )
         several = len(panel["targets"]) > 1 or " by (" in panel["targets"][0]["expr"]
         if panel["type"] == "timeseries" and several:
             assert all(target["legendFormat"] for target in panel["targets"]), panel["title"]

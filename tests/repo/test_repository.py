@@ -19,7 +19,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
-def test_the_walls_stand() -> None:
+def test_import_contracts() -> None:
     done = run(str(BIN / "lint-imports"), "--no-cache")
     assert done.returncode == 0, done.stdout
 
@@ -30,7 +30,7 @@ def test_generated_files_are_what_would_be_generated() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_pin_is_exact_and_every_package_has_one() -> None:
+def test_pins_are_exact() -> None:
     first, *pins = (ROOT / "constraints.txt").read_text().splitlines()
     assert first.startswith("# ")
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==([0-9]+!)?[0-9][0-9a-z.]*", pin) for pin in pins)
@@ -41,7 +41,7 @@ def test_every_pin_is_exact_and_every_package_has_one() -> None:
 
 
 @pytest.mark.parametrize("prompt", ['it\'s "quoted"', "$HOME $(echo no) `echo no`", "a\nb # c", "%s \\n", ""])
-def test_the_prompt_reaches_the_demo_as_it_was_typed(prompt: str, tmp_path: Path) -> None:
+def test_demo_prompt_is_passed_unchanged(prompt: str, tmp_path: Path) -> None:
     """`make demo PROMPT=...` with a stand-in for galley that shows what it is given."""
     galley = tmp_path / "bin" / "galley"
     galley.parent.mkdir()

