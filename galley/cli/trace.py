@@ -15,12 +15,10 @@ from galley.cli.errors import fail
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import NotFound, Selection, find, index_of
 from galley.trace.read.model import Story
-from galley.trace.read.otlp_file import BadTraceFile, Lines
-from galley.trace.read.places import newest_file, trace_dir
+from galley.trace.read.otlp_file import BadTraceFile, Lines, newest_file, trace_dir
 from galley.trace.show.html import page
-from galley.trace.show.listing import list_lines, plain_lines
 from galley.trace.show.summary import count
-from galley.trace.show.waterfall import show
+from galley.trace.show.waterfall import list_lines, plain_lines, show
 
 _LATEST = 20
 _MAX_STORIES = 20

@@ -1,13 +1,20 @@
-"""Remove what a terminal would obey from text."""
+"""Remove from text what a terminal would obey."""
 
 from __future__ import annotations
 
 import re
 
-# What a terminal might obey: all control characters but tab and newline.
+# Control characters except tab and newline.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: str) -> str:
-    """`text` with what a terminal might obey replaced."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+    """Return `text` with control characters replaced."""
+    return _CONTROL.sub(_REPLACEMENT, text)
+
+
+def one_line(text: str, longest: int = 80) -> str:
+    """Return at most `longest` characters of `text`, without characters that break or reorder a line."""
+    cut = text if len(text) <= longest else text[: longest - 1] + "…"
+    return cut if cut.isprintable() else "".join(c if c.isprintable() else _REPLACEMENT for c in cut)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from galley.stack.part import PartSpec, ReadyBy
 from galley.stack.probes import LOOPBACK
-from galley.trace.read.places import new_file, trace_dir
+from galley.trace.read.otlp_file import new_file, trace_dir
 
 _PHOENIX = "arize-phoenix"
 

@@ -150,7 +150,7 @@ class RequestMaker:
         company: Iterable[tuple[str, str]] = (),
         calls: bool = False,
         text: Sequence[str] = (),
-        seen_there: Iterable[Event] = (),
+        served_events: Iterable[Event] = (),
         **attributes: Any,
     ) -> RequestMaker:
         confirmed = accepted + 1 if confirmed is None else confirmed
@@ -159,7 +159,7 @@ class RequestMaker:
         links: tuple[Link, ...] = ()
         if batch is not None:
             links = (self._batch(start_ns + ns(draft), self.at_ns - ns(wire), batch, company),)
-        told = {
+        data = {
             names.ROUND_INDEX: self._index,
             names.ROUND_POSITION: self.position,
             names.ROUND_K: verified,
@@ -189,13 +189,13 @@ class RequestMaker:
             self.at_ns,
             self.process,
             INTERNAL,
-            attributes=told,
+            attributes=data,
             events=tuple(events),
             links=links,
         )
         self.rounds.append(self.scene.add(span))
         if calls:
-            self.call(span, names.VERIFY, TARGET, target, start_ns + ns(draft), self.at_ns, seen_there)
+            self.call(span, names.VERIFY, TARGET, target, start_ns + ns(draft), self.at_ns, served_events)
         self._index += 1
         self.position += confirmed
         self._accepted += accepted
@@ -212,7 +212,7 @@ class RequestMaker:
         replica: str,
         start_ns: int,
         end_ns: int,
-        seen_there: Iterable[Event] = (),
+        served_events: Iterable[Event] = (),
     ) -> tuple[Span, Span]:
         """A call, and what the other process knows of it: a fifth of a millisecond less at both ends."""
         caller = Span(
@@ -235,23 +235,23 @@ class RequestMaker:
             end_ns - ns(0.2),
             process,
             SERVER,
-            events=tuple(seen_there),
+            events=tuple(served_events),
         )
         return self.scene.add(caller), self.scene.add(served)
 
     def _batch(
-        self, start_ns: int, end_ns: int, told: dict[str, Any], company: Iterable[tuple[str, str]]
+        self, start_ns: int, end_ns: int, data: dict[str, Any], company: Iterable[tuple[str, str]]
     ) -> Link:
         key = self.scene.trace_id(), self.scene.span_id()
-        rank_ns = tuple(ns(each) for each in told.get("ranks", ()))
+        rank_ns = tuple(ns(each) for each in data.get("ranks", ()))
         attributes = {
-            names.BATCH_SESSIONS: told.get("sessions", 1),
-            names.BATCH_ROWS: told.get("rows", 5),
-            names.BATCH_DRAFT_ROWS: told.get("draft_rows", 4),
-            names.BATCH_PREFILL_ROWS: told.get("prefill_rows", 0),
+            names.BATCH_SESSIONS: data.get("sessions", 1),
+            names.BATCH_ROWS: data.get("rows", 5),
+            names.BATCH_DRAFT_ROWS: data.get("draft_rows", 4),
+            names.BATCH_PREFILL_ROWS: data.get("prefill_rows", 0),
             names.FORWARD_NS: end_ns - start_ns,
-            names.FREE_BLOCKS: told.get("free_blocks", 200),
-            names.QUEUE_DEPTH: told.get("queue_depth", 0),
+            names.FREE_BLOCKS: data.get("free_blocks", 200),
+            names.QUEUE_DEPTH: data.get("queue_depth", 0),
             **({names.RANK_FORWARD_NS: rank_ns} if rank_ns else {}),
         }
         items = [(self.trace_id, self.span_id), *company]
@@ -322,7 +322,7 @@ class RequestMaker:
         return self
 
 
-def told_of(story: Story) -> str:
+def summarize(story: Story) -> str:
     return " ".join(summary(story, explain(story)))
 
 
@@ -341,8 +341,8 @@ def otlp(spans: Iterable[Span]) -> ExportTraceServiceRequest:
     for span in spans:
         if span.process not in by_process:
             resource = request.resource_spans.add()
-            told = {SERVICE_NAME: span.process.service, SERVICE_INSTANCE: span.process.instance}
-            resource.resource.attributes.extend(_pairs(told))
+            data = {SERVICE_NAME: span.process.service, SERVICE_INSTANCE: span.process.instance}
+            resource.resource.attributes.extend(_pairs(data))
             by_process[span.process] = resource.scope_spans.add()
         _write(span, by_process[span.process].spans.add())
     return request

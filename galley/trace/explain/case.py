@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from galley.core import names
@@ -25,27 +25,6 @@ class Part(enum.Enum):
     LOG = "log"
 
 
-class Cause(enum.StrEnum):
-    """The causes of a slow round."""
-
-    NO_VERDICT = "no verdict"
-    STALLED_CLIENT = "stalled client"
-    SLOW_STORE = "slow store"
-    LOST_REPLICA = "lost replica"
-    SLOW_DRAFT = "slow draft"
-    NO_BLOCKS = "no KV blocks"
-    QUEUE = "queue"
-    PROMPT = "prompt"
-    COLD_CACHE = "cold cache"
-    SLOW_RANK = "slow rank"
-    PREFILL = "prefill of others"
-    FULL_BATCH = "full batch"
-    COMPUTE = "compute"
-    WIRE = "wire"
-    BEGINNING = "beginning"
-    IDLE = "idle"
-
-
 def times_of(one: Round) -> Mapping[Part, int]:
     """Return the nanoseconds of each part of a round."""
     return {
@@ -58,19 +37,13 @@ def times_of(one: Round) -> Mapping[Part, int]:
     }
 
 
+@dataclass(frozen=True, slots=True)
 class Medians:
-    """Medians over rounds, in nanoseconds; 0 if there are no rounds."""
+    """Medians over rounds, in nanoseconds; 0 without rounds."""
 
-    def __init__(
-        self, felt_ns: float = 0.0, times: Mapping[Part, float] | None = None, rounds: int = 0
-    ) -> None:
-        self.felt_ns = felt_ns
-        self.rounds = rounds
-        self._times = times or {}
-
-    def of(self, part: Part) -> float:
-        """Return the median of a part."""
-        return self._times.get(part, 0.0)
+    felt_ns: float = 0.0
+    parts: Mapping[Part, float] = field(default_factory=lambda: dict.fromkeys(Part, 0.0))
+    rounds: int = 0
 
 
 def medians_of(rounds: Collection[Round]) -> Medians:
@@ -78,8 +51,8 @@ def medians_of(rounds: Collection[Round]) -> Medians:
     if not rounds:
         return Medians()
     times = [times_of(one) for one in rounds]
-    medians = {part: median(of_round[part] for of_round in times) for part in Part}
-    return Medians(median(one.felt_ns for one in rounds), medians, len(rounds))
+    parts = {part: median(of_round[part] for of_round in times) for part in Part}
+    return Medians(median(one.felt_ns for one in rounds), parts, len(rounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +68,7 @@ class Case:
     def part(self) -> Part:
         """Return the part that exceeds its median by most; of equals, the first."""
         times = times_of(self.round)
-        return max(Part, key=lambda part: times[part] - self.medians.of(part))
+        return max(Part, key=lambda part: times[part] - self.medians.parts[part])
 
     @property
     def lost_ns(self) -> int:
@@ -135,7 +108,7 @@ class Case:
         return span.start_ns - self.round.idle_ns, span.end_ns
 
     def _stalls(self) -> Iterator[Interval]:
-        for event in (*self.request.events, *(e for one in self.request.rounds for e in one.events)):
+        for event in self.request.all_events:
             if event.name == names.CLIENT_STALLED:
                 yield event.time_ns - event.integer(names.STALLED_NS), event.time_ns
 
@@ -166,6 +139,4 @@ class Case:
     def missing_tokens(self) -> int | None:
         """Return the confirmed tokens that were not in the target's cache; None if unknown."""
         reused = self.round.reused
-        if reused is None:
-            return None
-        return max(0, self.round.position - reused)
+        return None if reused is None else max(0, self.round.position - reused)

@@ -10,23 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from galley.common.printable import one_line
 from galley.core import names
-from galley.trace.explain.case import Case, Cause, Medians, Part, medians_of
+from galley.trace.explain.case import Case, Medians, Part, medians_of
 from galley.trace.explain.causes import cause_of
-from galley.trace.explain.thresholds import THRESHOLDS
 from galley.trace.read.model import Request, Round, Story
 from galley.trace.read.spans import Event
-from galley.trace.show.summary import count, duration, ms, one_line, percent
+from galley.trace.show.summary import count, duration, ms, percent
 
+# A round is slow from this multiple of the median on; fewer other rounds give no median.
+_SLOW = 1.5
+_FEW_ROUNDS = 3
 _MOST_MOVES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One sentence; `round` and `cause` are None if the trace has no rounds."""
+    """One sentence; `round` is None if the trace has no rounds."""
 
     sentence: str
-    cause: Cause | None = None
     round: Round | None = None
     is_slow: bool = False
 
@@ -45,14 +47,16 @@ def _slowest(story: Story, except_for: Round | None = None) -> tuple[Request, Ro
 def explain_round(story: Story, request: Request, one: Round) -> Explanation:
     """Explain one round in one sentence."""
     others = medians_of([other for other in story.rounds if other is not one])
-    compared = others.rounds >= THRESHOLDS.few_rounds
-    slow = compared and one.felt_ns >= THRESHOLDS.slow * others.felt_ns
+    compared = others.rounds >= _FEW_ROUNDS
+    slow = compared and one.felt_ns >= _SLOW * others.felt_ns
     case = Case(story, request, one, others if slow else Medians())
-    finding = cause_of(case)
-    head = f"{_head(case)}{_times(one.felt_ns, others) if compared else ''}: {finding.clause}."
+    times = ""
+    if compared and others.felt_ns:
+        times = f" ({one.felt_ns / others.felt_ns:.1f} times the median of {ms(others.felt_ns)})"
+    sentence = f"{_head(case)}{times}: {cause_of(case)}."
     if compared and not slow:
-        return Explanation(f"No round is much slower than the others; {head}", finding.cause, one)
-    return Explanation(head[0].upper() + head[1:], finding.cause, one, is_slow=slow)
+        return Explanation(f"No round is much slower than the others; {sentence}", one)
+    return Explanation(sentence[0].upper() + sentence[1:], one, is_slow=slow)
 
 
 def _head(case: Case) -> str:
@@ -69,15 +73,7 @@ def _head(case: Case) -> str:
     if case.part is Part.LOG:
         logged = f"were logged {ms(one.commit_ns)} ms after they were confirmed"
         return f"the tokens of {name} {logged}, {ms(one.felt_ns)} ms in all"
-    return f"{name} took {ms(one.duration_ns)} ms"
-
-
-def _times(felt_ns: int, others: Medians) -> str:
-    return (
-        f" ({felt_ns / others.felt_ns:.1f} times the median of {ms(others.felt_ns)})"
-        if others.felt_ns
-        else ""
-    )
+    return f"{name} took {ms(one.span.duration_ns)} ms"
 
 
 def _without_rounds(story: Story) -> str:
@@ -101,9 +97,7 @@ def summary(story: Story, slowest: Explanation) -> tuple[str, ...]:
         *_later(story, slowest.round),
         *_ends(story),
         *_spent(story),
-        *_speculation(story),
         *_moves(story),
-        *_stalls(story),
         *_gaps(story),
     )
 
@@ -131,7 +125,7 @@ def _ends(story: Story) -> Iterator[str]:
 
 def _spent(story: Story) -> Iterator[str]:
     parts = [one.parts for one in story.rounds]
-    whole = sum(one.duration_ns for one in story.rounds)
+    whole = sum(one.span.duration_ns for one in story.rounds)
     if whole:
         yield (
             f"Of {duration(whole)} in rounds, "
@@ -140,14 +134,10 @@ def _spent(story: Story) -> Iterator[str]:
             f"{percent(sum(p.compute_ns for p in parts), whole)} computing, "
             f"{percent(sum(p.wire_ns for p in parts), whole)} on the network and in the gateway."
         )
-
-
-def _speculation(story: Story) -> Iterator[str]:
     drafted, verified, accepted = drafts_of(story)
     if drafted:
-        share = (
-            f"{accepted:,} accepted ({percent(accepted, verified)} of those)" if verified else "none accepted"
-        )
+        share = f"{accepted:,} accepted ({percent(accepted, verified)} of those)"
+        share = share if verified else "none accepted"
         yield f"Of {count(drafted, 'draft token')}, {verified:,} were verified and {share}."
 
 
@@ -163,11 +153,15 @@ def drafts_of(story: Story) -> tuple[int, int, int]:
 
 
 def _moves(story: Story) -> Iterator[str]:
-    moves = [event for event in _events(story) if event.name == names.SESSION_MOVED]
+    moves = _events(story, names.SESSION_MOVED)
     for event in moves[:_MOST_MOVES]:
         yield f"It {moved(event)}."
     if len(moves) > _MOST_MOVES:
         yield f"It moved {len(moves) - _MOST_MOVES:,} more times."
+    on_requests = sum(request.integer(names.CLIENT_STALLED_NS) for request in story.requests)
+    in_events = sum(event.integer(names.STALLED_NS) for event in _events(story, names.CLIENT_STALLED))
+    if stalled_ns := on_requests or in_events:
+        yield f"Its client left the stream unread for {duration(stalled_ns)} in all."
 
 
 def moved(event: Event) -> str:
@@ -176,15 +170,6 @@ def moved(event: Event) -> str:
     source = one_line(event.text(names.SOURCE)) or "one"
     to = one_line(event.text(names.TO)) or "another"
     return f"moved from {pool} {source} to {to}" + (f" ({reason})" if reason else "")
-
-
-def _stalls(story: Story) -> Iterator[str]:
-    on_requests = sum(request.integer(names.CLIENT_STALLED_NS) for request in story.requests)
-    in_events = sum(
-        event.integer(names.STALLED_NS) for event in _events(story) if event.name == names.CLIENT_STALLED
-    )
-    if stalled_ns := on_requests or in_events:
-        yield f"Its client left the stream unread for {duration(stalled_ns)} in all."
 
 
 def _gaps(story: Story) -> Iterator[str]:
@@ -202,8 +187,5 @@ def _gaps(story: Story) -> Iterator[str]:
         )
 
 
-def _events(story: Story) -> Iterator[Event]:
-    for request in story.requests:
-        for one in request.rounds:
-            yield from one.events
-        yield from request.events
+def _events(story: Story, name: str) -> list[Event]:
+    return [event for request in story.requests for event in request.all_events if event.name == name]

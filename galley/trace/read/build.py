@@ -31,18 +31,16 @@ def stories_of(
     by_session: dict[str, list[Request]] = defaultdict(list)
     for request in requests:
         by_session[_session_of(request, tree)].append(request)
-    if session_id:
-        by_session = defaultdict(list, {session_id: by_session.get(session_id, [])})
     return tuple(
         Story(
             name,
             _with_evictions(requests_of, tree.evictions.get(name, ())),
             _concerning(shifts, requests_of),
             cut,
-            _company(requests_of, sessions_of),
+            sessions_of,
         )
         for name, requests_of in by_session.items()
-        if requests_of
+        if session_id in ("", name)
     )
 
 
@@ -66,7 +64,7 @@ class _Tree:
             if span.parent_id:
                 self._children[span.trace_id, span.parent_id].append(span)
             for link in span.links:
-                if link.attributes.get(names.LINK) == names.LINK_CONTINUES:
+                if link.text(names.LINK) == names.LINK_CONTINUES:
                     self.continued_by[link.key] = span
             for event in span.events:
                 if event.name == names.KV_EVICTED:
@@ -78,16 +76,13 @@ class _Tree:
 
     def calls_of(self, key: SpanKey) -> tuple[Call, ...]:
         """Return the calls that a span made, in order."""
-        made = [span for span in self.children(key) if span.kind == CLIENT]
-        made.sort(key=lambda span: span.start_ns)
-        return tuple(Call(span, self._served(span)) for span in made)
-
-    def _served(self, call: Span) -> Span | None:
-        return next((span for span in self.children(call.key) if span.kind == SERVER), None)
+        made = sorted((span for span in self.children(key) if span.kind == CLIENT), key=lambda s: s.start_ns)
+        served = (next((s for s in self.children(call.key) if s.kind == SERVER), None) for call in made)
+        return tuple(map(Call, made, served))
 
     def batch_of(self, span: Span) -> Batch | None:
         """Return the step that a round links to, if the trace has it."""
-        linked = (link.key for link in span.links if link.attributes.get(names.LINK) == names.LINK_BATCH)
+        linked = (link.key for link in span.links if link.text(names.LINK) == names.LINK_BATCH)
         found = next((self.by_key[key] for key in linked if key in self.by_key), None)
         if found is None:
             return None
@@ -135,11 +130,9 @@ def _seen_elsewhere(rounds: Iterable[Round], calls: Iterable[Call], session_id: 
     for call in [*calls, *(call for one in rounds for call in one.calls)]:
         if call.served is not None:
             yield from call.served.events
-    for one in rounds:
-        if one.batch is not None:
-            for event in one.batch.span.events:
-                if event.attributes.get(names.SESSION_ID) in (None, session_id):
-                    yield event
+    for event in (event for one in rounds if one.batch for event in one.batch.span.events):
+        if event.attributes.get(names.SESSION_ID) in (None, session_id):
+            yield event
 
 
 def _placed(
@@ -175,19 +168,13 @@ def _placed(
 def _with_evictions(requests: Sequence[Request], evictions: Iterable[Event]) -> tuple[Request, ...]:
     """Add evictions between requests to the earlier one: steps of other sessions evict idle ones."""
     found = list(requests)
-    known = {id(event) for one in _holders(requests) for event in one.events}
+    known = {id(event) for request in requests for event in request.all_events}
     for event in evictions:
         if id(event) in known:
             continue
         at = max(0, sum(request.start_ns <= event.time_ns for request in found) - 1)
         found[at] = replace(found[at], events=_in_order((*found[at].events, event)))
     return tuple(found)
-
-
-def _holders(requests: Iterable[Request]) -> Iterable[Request | Round]:
-    for request in requests:
-        yield request
-        yield from request.rounds
 
 
 def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -214,24 +201,6 @@ def _concerning(shifts: Sequence[Shift], requests: Iterable[Request]) -> tuple[S
             if one.batch is not None:
                 processes |= {span.process for span in (one.batch.span, *one.batch.ranks)}
     return tuple(shift for shift in shifts if shift.process in processes)
-
-
-def _company(
-    requests: Iterable[Request], sessions_of: Callable[[str], Collection[str]]
-) -> Callable[[Batch], Collection[str]]:
-    ours = {request.trace_id for request in requests}
-
-    def company(batch: Batch) -> Collection[str]:
-        """Return the other sessions of a step, or their trace if it holds several sessions."""
-        found: dict[str, None] = {}
-        for link in batch.span.links:
-            if link.trace_id in ours or link.attributes.get(names.LINK) != names.LINK_ITEM:
-                continue
-            others = sorted(sessions_of(link.trace_id))
-            found[others[0] if len(others) == 1 else f"one of trace {link.trace_id}"] = None
-        return tuple(found)
-
-    return company
 
 
 def _parts_of(span: Span) -> RoundParts:

@@ -7,14 +7,15 @@ the wanted spans are kept. Lines that cannot hold them are not parsed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from galley.core import names
 from galley.trace.read.otlp_file import Lines
-from galley.trace.read.otlp_json import Malformed, spans_in
-from galley.trace.read.spans import Link, Span, SpanKey
+from galley.trace.read.spans import Span
 
 MAX_SPANS = 250_000
 _SHOWN_MATCHES = 5
@@ -27,23 +28,35 @@ class NotFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A request in the file; a rejected one has no session."""
+    """A request in the file; a rejected one has no session.
+
+    `traces` are its trace and those of the requests that it continues.
+    """
 
     session_id: str
     trace_id: str
-    model: str
     start_ns: int
     duration_ns: int
     output_tokens: int
-    rounds: int
     slowest_round_ns: int
     error: str
-    continues: tuple[SpanKey, ...]
+    traces: tuple[str, ...]
 
-    @property
-    def traces(self) -> tuple[str, ...]:
-        """Return its trace and those of the requests that it continues."""
-        return self.trace_id, *(trace_id for trace_id, _ in self.continues)
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The requests of a file, and the sessions by trace."""
+
+    entries: Sequence[Entry]
+    sessions: Mapping[str, set[str]]
+
+    def latest(self, count: int) -> Sequence[Entry]:
+        """Return the newest requests, newest first."""
+        return sorted(self.entries, key=lambda entry: entry.start_ns, reverse=True)[:count]
+
+    def sessions_of(self, trace_id: str) -> Collection[str]:
+        """Return the sessions with requests in this trace."""
+        return self.sessions.get(trace_id, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,40 +72,16 @@ class Selection:
     session_id: str = ""
 
 
-class Index:
-    """The requests of a file."""
-
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self.entries = tuple(entries)
-        self._sessions: dict[str, set[str]] = {}
-        for entry in self.entries:
-            if entry.session_id:
-                self._sessions.setdefault(entry.trace_id, set()).add(entry.session_id)
-
-    def sessions_of(self, trace_id: str) -> Collection[str]:
-        """Return the sessions with requests in this trace."""
-        return self._sessions.get(trace_id, ())
-
-    def latest(self, count: int) -> Sequence[Entry]:
-        """Return the newest requests, newest first."""
-        return sorted(self.entries, key=lambda entry: entry.start_ns, reverse=True)[:count]
-
-    def sessions_from(self, trace_id: str) -> set[str]:
-        """Return the sessions with a request in this trace, or that continue an unfinished one of it."""
-        return {entry.session_id for entry in self.entries if entry.session_id and trace_id in entry.traces}
-
-    def traces_of_session(self, session_id: str) -> set[str]:
-        """Return the traces of its requests and of those that they continue."""
-        return {
-            trace_id for entry in self.entries if entry.session_id == session_id for trace_id in entry.traces
-        }
-
-
 def index_of(lines: Lines) -> Index:
     """Read all requests. Raises BadTraceFile."""
     mark = names.PROVIDER.encode()
-    found = _spans(lines, lambda raw: mark in raw, _may_be_request)
-    return Index(_entry(span) for span in found if span.is_request)
+    spans = _spans(lines, lambda raw: mark in raw, lambda span: names.PROVIDER in _pairs(span))
+    entries = [_entry(span) for span in spans if span.is_request]
+    sessions: dict[str, set[str]] = defaultdict(set)
+    for entry in entries:
+        if entry.session_id:
+            sessions[entry.trace_id].add(entry.session_id)
+    return Index(entries, sessions)
 
 
 def find(lines: Lines, id_prefix: str) -> Selection:
@@ -102,11 +91,12 @@ def find(lines: Lines, id_prefix: str) -> Selection:
     traces = {entry.trace_id for entry in index.entries}
     kind, name = _the_one(id_prefix, sessions, traces) or ("trace", _trace_by_prefix(lines, id_prefix))
     if kind == "trace":
-        of_trace = index.sessions_from(name)
+        of_trace = {one.session_id for one in index.entries if one.session_id and name in one.traces}
         if len(of_trace) != 1:
             return Selection(*_collect(lines, {name}), index)
         name = of_trace.pop()
-    return Selection(*_collect(lines, index.traces_of_session(name), name), index, name)
+    of_session = {trace_id for one in index.entries if one.session_id == name for trace_id in one.traces}
+    return Selection(*_collect(lines, of_session, name), index, name)
 
 
 def _the_one(id_prefix: str, sessions: set[str], traces: set[str]) -> tuple[str, str] | None:
@@ -148,79 +138,56 @@ def _ambiguous(id_prefix: str, matches: Collection[str]) -> NotFound:
 
 def _collect(lines: Lines, traces: set[str], session_id: str = "") -> tuple[list[Span], bool]:
     """Return the spans of the traces, and the steps and ranks that served them."""
-    of_ours = _any_of(traces | {session_id} - {""})
-    kept = list(_first(_spans(lines, of_ours, lambda span: _concerns(span, traces, session_id))))
-    passes = {span.trace_id for span in kept} - traces
+    ids = (re.escape(one.encode()) for one in sorted(traces | {session_id} - {""}))
+    may_concern = re.compile(b"|".join(ids), re.IGNORECASE).search
+    # One span more than allowed, so that the excess is noticed.
+    spans = _spans(lines, may_concern, lambda span: _concerns(span, traces, session_id))
+    kept = list(islice(spans, MAX_SPANS + 1))
+    steps = {span.trace_id for span in kept} - traces
     mark = names.RANK_FORWARD.encode()
     ranks = _spans(
         lines,
-        lambda raw: bool(passes) and mark in raw,
-        lambda span: span.get("name") == names.RANK_FORWARD and _trace_id(span) in passes,
+        lambda raw: bool(steps) and mark in raw,
+        lambda span: span.get("name") == names.RANK_FORWARD and _trace_id(span) in steps,
     )
-    kept += _first(ranks)
+    kept += islice(ranks, MAX_SPANS + 1)
     return kept[:MAX_SPANS], len(kept) > MAX_SPANS
-
-
-def _first(spans: Iterator[Span]) -> Iterator[Span]:
-    """Return one span more than allowed, so that the excess is noticed."""
-    for _, span in zip(range(MAX_SPANS + 1), spans, strict=False):
-        yield span
-
-
-def _any_of(traces: Collection[str]) -> Callable[[bytes], bool]:
-    """Return a test whether a line holds one of these ids, in either case."""
-    pattern = re.compile(b"|".join(re.escape(one.encode()) for one in sorted(traces)), re.IGNORECASE)
-    return lambda raw: pattern.search(raw) is not None
 
 
 def _concerns(span: Any, traces: Collection[str], session_id: str) -> bool:
     """Return True if a span belongs to these traces, links to one, or has an event of the session."""
-    if _trace_id(span) in traces or any(_trace_id(link) in traces for link in span.get("links") or ()):
+    if any(_trace_id(one) in traces for one in (span, *(span.get("links") or ()))):
         return True
     events = span.get("events") or () if session_id else ()
-    return any(_names(event, session_id) for event in events)
+    values = (_pairs(event).get(names.SESSION_ID) for event in events)
+    return any((value or {}).get("stringValue") == session_id for value in values)
 
 
-def _names(event: Any, session_id: str) -> bool:
-    return any(
-        pair.get("key") == names.SESSION_ID and (pair.get("value") or {}).get("stringValue") == session_id
-        for pair in event.get("attributes") or ()
-    )
+def _pairs(holder: Any) -> dict[str, Any]:
+    return {pair.get("key"): pair.get("value") for pair in holder.get("attributes") or ()}
 
 
-def _trace_id(found: Any) -> str:
-    return str(found.get("traceId", "")).lower()
+def _trace_id(holder: Any) -> str:
+    return str(holder.get("traceId", "")).lower()
 
 
-def _may_be_request(span: Any) -> bool:
-    return any(pair.get("key") == names.PROVIDER for pair in span.get("attributes") or ())
-
-
-def _spans(lines: Lines, may_hold: Callable[[bytes], bool], keep: Callable[[Any], bool]) -> Iterator[Span]:
+def _spans(lines: Lines, may_hold: Callable[[bytes], object], keep: Callable[[Any], bool]) -> Iterator[Span]:
     for line in lines:
-        if not may_hold(line.raw):
-            continue
-        try:
-            yield from spans_in(line.document(), keep)
-        except Malformed as problem:
-            raise line.fault(problem) from problem
+        if may_hold(line.raw):
+            yield from line.spans(keep)
 
 
 def _entry(span: Span) -> Entry:
     return Entry(
         session_id=span.text(names.SESSION_ID),
         trace_id=span.trace_id,
-        model=span.text(names.REQUEST_MODEL),
         start_ns=span.start_ns,
         duration_ns=span.duration_ns,
         output_tokens=span.integer(names.OUTPUT_TOKENS),
-        rounds=span.integer(names.ROUNDS),
         slowest_round_ns=span.integer(names.SLOWEST_ROUND_NS),
         error=span.text(names.ERROR_TYPE),
-        continues=tuple(link.key for link in span.links if is_continuation(link)),
+        traces=(
+            span.trace_id,
+            *(link.trace_id for link in span.links if link.text(names.LINK) == names.LINK_CONTINUES),
+        ),
     )
-
-
-def is_continuation(link: Link) -> bool:
-    """Return True if the link leads to the request that created the session."""
-    return link.attributes.get(names.LINK) == names.LINK_CONTINUES

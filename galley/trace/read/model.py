@@ -1,14 +1,15 @@
 """Model a trace as stories of sessions, requests and rounds. Pure.
 
-A session is one story however often it was resumed: its requests are found by the session's id, or by the
-link `continues` where the first of them never ended (its gateway died, so that only its rounds are there).
-All times are of one clock, as far as `skew.py` can tell. What attributes hold is not to be trusted.
+A session is one story however often it was resumed. Its requests are found by the session's id, or by the
+link `continues` if the first of them has no span (its gateway died, so that only its rounds are there). All
+times are of one clock, as far as `skew.py` can tell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from galley.core import names
 from galley.core.session.events import RoundParts
@@ -16,6 +17,19 @@ from galley.trace.read.skew import Shift
 from galley.trace.read.spans import ERROR, Event, Span
 
 COMMIT = "commit"
+
+T = TypeVar("T")
+
+
+class _Attribute(Generic[T]):
+    """An attribute of the object's span."""
+
+    def __init__(self, read: Callable[[Span, str], T], key: str) -> None:
+        self._read = read
+        self._key = key
+
+    def __get__(self, instance: Any, _owner: type) -> T:
+        return self._read(instance.span, self._key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +39,8 @@ class Call:
     span: Span
     served: Span | None = None
 
-    @property
-    def replica(self) -> str:
-        """Return the called replica; empty for the store."""
-        return self.span.text(names.REPLICA)
-
-    @property
-    def operation(self) -> str:
-        """Return the store operation; empty for replicas."""
-        return self.span.text(names.STORE_OPERATION)
+    replica = _Attribute(Span.text, names.REPLICA)  # empty for the store
+    operation = _Attribute(Span.text, names.STORE_OPERATION)  # empty for replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +50,15 @@ class Batch:
     span: Span
     ranks: tuple[Span, ...] = ()
 
-    @property
-    def sessions(self) -> int:
-        """Return the number of sessions in the step."""
-        return self.span.integer(names.BATCH_SESSIONS)
-
-    @property
-    def rows(self) -> int:
-        """Return the rows of all sessions."""
-        return self.span.integer(names.BATCH_ROWS)
-
-    @property
-    def prefill_rows(self) -> int:
-        """Return the rows of prompts."""
-        return self.span.integer(names.BATCH_PREFILL_ROWS)
+    sessions = _Attribute(Span.integer, names.BATCH_SESSIONS)
+    rows = _Attribute(Span.integer, names.BATCH_ROWS)
+    prefill_rows = _Attribute(Span.integer, names.BATCH_PREFILL_ROWS)
+    free_blocks = _Attribute(Span.known, names.FREE_BLOCKS)
 
     @property
     def prefill_share(self) -> float:
         """Return the share of prompt rows."""
         return self.prefill_rows / self.rows if self.rows else self.span.share(names.BATCH_PREFILL_SHARE)
-
-    @property
-    def free_blocks(self) -> int | None:
-        """Return the free KV blocks."""
-        return self.span.known(names.FREE_BLOCKS)
 
     @property
     def waiting(self) -> int:
@@ -76,7 +68,8 @@ class Batch:
     @property
     def rank_ns(self) -> tuple[int, ...]:
         """Return the nanoseconds of each rank's forward pass."""
-        return self.span.integers(names.RANK_FORWARD_NS)
+        values = self.span.values(names.RANK_FORWARD_NS)
+        return tuple(value for value in values if isinstance(value, int) and value >= 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +86,17 @@ class Round:
     events: tuple[Event, ...] = ()
     calls: tuple[Call, ...] = ()
 
-    @property
-    def index(self) -> int:
-        """Return the index among the request's rounds."""
-        return self.span.integer(names.ROUND_INDEX)
-
-    @property
-    def position(self) -> int:
-        """Return the position of its first confirmed token, prompt included."""
-        return self.span.integer(names.ROUND_POSITION)
-
-    @property
-    def confirmed(self) -> int:
-        """Return the number of confirmed tokens."""
-        return self.span.integer(names.ROUND_CONFIRMED)
+    index = _Attribute(Span.integer, names.ROUND_INDEX)  # among the request's rounds
+    position = _Attribute(Span.integer, names.ROUND_POSITION)  # of its first confirmed token
+    confirmed = _Attribute(Span.integer, names.ROUND_CONFIRMED)
+    drafted = _Attribute(Span.integer, names.ROUND_DRAFTED)
+    verified = _Attribute(Span.integer, names.ROUND_VERIFIED)
+    strategy = _Attribute(Span.text, names.ROUND_STRATEGY)
+    commit_ns = _Attribute(Span.integer, names.COMMIT_NS)  # not part of the duration
+    target = _Attribute(Span.text, names.TARGET_REPLICA)
+    draft = _Attribute(Span.text, names.DRAFT_REPLICA)
+    reused = _Attribute(Span.known, names.KV_REUSED)  # on the first round of a verify request
+    text = _Attribute(Span.texts, names.ROUND_TEXT)  # of each token, if traced
 
     @property
     def accepted(self) -> int:
@@ -114,64 +104,14 @@ class Round:
         return min(self.span.integer(names.ROUND_ACCEPTED), self.confirmed)
 
     @property
-    def drafted(self) -> int:
-        """Return the number of draft tokens sent to the target."""
-        return self.span.integer(names.ROUND_DRAFTED)
-
-    @property
-    def verified(self) -> int:
-        """Return the number of verified draft tokens."""
-        return self.span.integer(names.ROUND_VERIFIED)
-
-    @property
-    def strategy(self) -> str:
-        """Return the draft strategy."""
-        return self.span.text(names.ROUND_STRATEGY)
-
-    @property
-    def duration_ns(self) -> int:
-        """Return the duration of the round's span."""
-        return self.span.duration_ns
-
-    @property
-    def commit_ns(self) -> int:
-        """Return the time to log its tokens, which the round did not wait for; 0 if unknown."""
-        return self.span.integer(names.COMMIT_NS)
-
-    @property
     def felt_ns(self) -> int:
         """Return the time that a client waited: idle time, duration, and time to log the tokens."""
-        return self.idle_ns + self.duration_ns + self.commit_ns
-
-    @property
-    def target(self) -> str:
-        """Return the target replica."""
-        return self.span.text(names.TARGET_REPLICA)
-
-    @property
-    def draft(self) -> str:
-        """Return the draft replica."""
-        return self.span.text(names.DRAFT_REPLICA)
+        return self.idle_ns + self.span.duration_ns + self.commit_ns
 
     @property
     def sessions(self) -> int:
         """Return the number of sessions in the step, this one included."""
-        reported = self.span.integer(names.BATCH_SESSIONS)
-        return reported or (self.batch.sessions if self.batch else 0)
-
-    @property
-    def reused(self) -> int | None:
-        """Return the cached tokens of the prefix, on the first round of a verify request."""
-        return self.span.known(names.KV_REUSED)
-
-    @property
-    def text(self) -> tuple[str, ...]:
-        """Return the text of each token, if traced."""
-        return self.span.texts(names.ROUND_TEXT)
-
-    def last_event(self, name: str) -> Event | None:
-        """Return the last event of this name."""
-        return next((event for event in reversed(self.events) if event.name == name), None)
+        return self.span.integer(names.BATCH_SESSIONS) or (self.batch.sessions if self.batch else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +128,20 @@ class Request:
     calls: tuple[Call, ...] = ()
 
     @property
+    def _spans(self) -> list[Span]:
+        """Return its own span, else those of its rounds and calls."""
+        own = [one.span for one in self.rounds] + [call.span for call in self.calls]
+        return [self.span] if self.span else own
+
+    @property
     def start_ns(self) -> int:
-        """Return the time of its span, else of its rounds and calls."""
-        return self.span.start_ns if self.span else min(_times(self, first=True), default=0)
+        """Return when it started."""
+        return min((span.start_ns for span in self._spans), default=0)
 
     @property
     def end_ns(self) -> int:
-        """Return the time of its span, else of its rounds and calls."""
-        return self.span.end_ns if self.span else max(_times(self, first=False), default=0)
+        """Return when it ended, as far as the trace knows."""
+        return max((span.end_ns for span in self._spans), default=0)
 
     @property
     def duration_ns(self) -> int:
@@ -231,6 +177,11 @@ class Request:
         return self.span.text(key) if self.span else ""
 
     @property
+    def all_events(self) -> tuple[Event, ...]:
+        """Return all events, those of its rounds first."""
+        return (*(event for one in self.rounds for event in one.events), *self.events)
+
+    @property
     def all_calls(self) -> tuple[Call, ...]:
         """Return all calls, those of its rounds included."""
         return (*self.calls, *(call for one in self.rounds for call in one.calls))
@@ -240,14 +191,14 @@ class Request:
 class Story:
     """All requests of one session, in order. `session_id` is empty if no request span names it.
 
-    `company` returns the other traced sessions of a step.
+    `sessions_of` returns the sessions with requests in a trace.
     """
 
     session_id: str
     requests: tuple[Request, ...]
     shifts: tuple[Shift, ...] = ()
     cut: bool = False
-    company: Callable[[Batch], Collection[str]] = field(default=lambda _: ())
+    sessions_of: Callable[[str], Collection[str]] = field(default=lambda _: ())
 
     @property
     def rounds(self) -> tuple[Round, ...]:
@@ -274,12 +225,17 @@ class Story:
         starts = (one.position for one in first.rounds if one.index == 0)
         return None if first.resumed else next(starts, None)
 
+    def company(self, batch: Batch) -> Collection[str]:
+        """Return the other sessions of a step, or their trace if it holds several sessions."""
+        ours = {request.trace_id for request in self.requests}
+        found: dict[str, None] = {}
+        for link in batch.span.links:
+            if link.trace_id not in ours and link.text(names.LINK) == names.LINK_ITEM:
+                others = sorted(self.sessions_of(link.trace_id))
+                found[others[0] if len(others) == 1 else f"one of trace {link.trace_id}"] = None
+        return tuple(found)
+
     def output_index(self, position: int) -> int | None:
         """Return the index of the output token at `position`, from 0."""
         prompt = self.prompt_tokens
         return position - prompt if prompt is not None and position >= prompt else None
-
-
-def _times(request: Request, *, first: bool) -> list[int]:
-    spans = [one.span for one in request.rounds] + [call.span for call in request.calls]
-    return [span.start_ns if first else span.end_ns for span in spans]

@@ -7,14 +7,18 @@ incomplete if its writer was killed or is writing. A failed write leaves the fil
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from galley.trace.read.otlp_json import Malformed, document_of, drop_malformed
+from galley.trace.read.otlp_json import Malformed, document_of, drop_malformed, spans_in
+from galley.trace.read.spans import Span
 
 if TYPE_CHECKING:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -23,10 +27,11 @@ MAX_LINE_BYTES = 16 * 2**20
 DEFAULT_MAX_BYTES = 64 * 2**20
 # Private: with --trace-content it holds prompts and answers.
 _MODE = 0o600
+_KEPT_FILES = 4
 
 
 class BadTraceFile(Exception):
-    """A file of traces cannot be read; the message names it, and the line."""
+    """A file of traces cannot be read; the message names the file and the line."""
 
 
 class OtlpFile:
@@ -149,18 +154,17 @@ class Lines:
 
     def __iter__(self) -> Iterator[Line]:
         """Yield all lines. Raises OSError, and BadTraceFile for a line that is too long or not OTLP."""
-        older = rotated(self.path)
-        if older.is_file():
-            yield from _lines(older)
-        yield from _lines(self.path)
+        for path in (rotated(self.path), self.path):
+            if path.is_file():
+                yield from _lines(path)
 
 
+@dataclass(frozen=True, slots=True)
 class Line:
-    """One line, parsed on demand."""
+    """One line, parsed on demand; `place` is its file and number."""
 
-    def __init__(self, path: Path, number: int, raw: bytes) -> None:
-        self._where = f"{path}:{number}"
-        self.raw = raw
+    place: str
+    raw: bytes
 
     def document(self) -> Any:
         """Parse the JSON object; empty for an incomplete last line. Raises BadTraceFile."""
@@ -169,11 +173,14 @@ class Line:
         except (ValueError, RecursionError) as error:
             if not self.raw.endswith(b"\n"):
                 return {}
-            raise BadTraceFile(f"{self._where}: is not JSON ({error})") from error
+            raise BadTraceFile(f"{self.place}: is not JSON ({error})") from error
 
-    def fault(self, problem: Malformed) -> BadTraceFile:
-        """Return the error to raise if the document does not hold spans."""
-        return BadTraceFile(f"{self._where}: {problem}")
+    def spans(self, keep: Callable[[Any], bool] | None = None) -> Iterator[Span]:
+        """Yield the spans; with `keep`, those whose JSON it returns True for. Raises BadTraceFile."""
+        try:
+            yield from spans_in(self.document(), keep)
+        except Malformed as problem:
+            raise BadTraceFile(f"{self.place}: {problem}") from problem
 
 
 def _lines(path: Path) -> Iterator[Line]:
@@ -187,4 +194,42 @@ def _lines(path: Path) -> Iterator[Line]:
             if start not in (b"", b"{"):
                 raise BadTraceFile(f"{path}:{number}: must be a JSON object")
             if start:
-                yield Line(path, number, raw)
+                yield Line(f"{path}:{number}", raw)
+
+
+# ------------------------------------------------------------------------------- this user's files --
+
+
+def trace_dir() -> Path:
+    """Return $GALLEY_TRACE_DIR, else galley/traces in $XDG_STATE_HOME or ~/.local/state."""
+    own = os.environ.get("GALLEY_TRACE_DIR")
+    if own:
+        return Path(own)
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "galley" / "traces"
+
+
+def new_file(directory: Path) -> Path:
+    """Return the path of a new file; only the newest few of the others are kept. Raises OSError."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for old in _newest_first(directory)[_KEPT_FILES - 1 :]:
+        old.unlink(missing_ok=True)
+        rotated(old).unlink(missing_ok=True)
+    began = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    return directory / f"traces-{began}-{os.getpid()}.jsonl"
+
+
+def newest_file(directory: Path) -> Path | None:
+    """Return the file that was written to last."""
+    return next(iter(_newest_first(directory)), None)
+
+
+def _newest_first(directory: Path) -> list[Path]:
+    return sorted(directory.glob("traces-*.jsonl"), key=_written_ns, reverse=True)
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0  # another stack has just removed it

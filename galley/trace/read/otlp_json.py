@@ -1,7 +1,7 @@
-"""Spans in OTLP's JSON encoding, as its specification says it.
+"""Spans in OTLP's JSON encoding.
 
-It is protobuf's JSON mapping (camelCase, 64-bit integers as strings), but for ids, which are hexadecimal,
-and enums, which are numbers.
+It is protobuf's JSON mapping (camelCase, 64-bit integers as strings) except that ids are hexadecimal and
+enums are numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SERVICE_NAME, SERVICE_INSTANCE = "service.name", "service.instance.id"
 _IDS = ("traceId", "spanId", "parentSpanId")
 _TRACE_DIGITS, _SPAN_DIGITS = 32, 16
-# Of an attribute's value: more is kept once for each time that it occurs.
+# Longer attribute values are not interned.
 _LONGEST_INTERNED = 64
 
 
@@ -32,7 +32,7 @@ class Malformed(ValueError):
 
 
 def drop_malformed(request: ExportTraceServiceRequest) -> int:
-    """Take the spans out whose ids, or links', are of a wrong length: no reader takes them. How many."""
+    """Remove spans with ids of a wrong length, their links' included; return how many."""
     dropped = 0
     for resource in request.resource_spans:
         for scope in resource.scope_spans:
@@ -73,9 +73,9 @@ def document_of(request: ExportTraceServiceRequest) -> dict[str, Any]:
 
 
 def spans_in(document: Any, keep: Callable[[Any], bool] | None = None) -> Iterator[Span]:
-    """Return the spans of a JSON object; with `keep`, those whose JSON it returns True for.
+    """Yield the spans of a JSON object; with `keep`, those whose JSON it returns True for.
 
-    Fields that are not known are passed over, as are spans without ids. Raises Malformed.
+    Unknown fields and spans without ids are skipped. Raises Malformed.
     """
     try:
         for resource in document.get("resourceSpans") or ():
@@ -124,23 +124,23 @@ def _read_link(link: Mapping[str, Any]) -> Link:
     return Link(trace_id, span_id, _read_attributes(link))
 
 
-def _id(found: Mapping[str, Any], name: str, digits: int) -> str:
-    value = found.get(name)
+def _id(holder: Mapping[str, Any], name: str, digits: int) -> str:
+    value = holder.get(name)
     if not isinstance(value, str) or len(value) != digits:
         raise Malformed(f"{name}: must be {digits} hexadecimal digits, is {value!r:.80}")
     bytes.fromhex(value)
     return value.lower()
 
 
-def _time(found: Mapping[str, Any], name: str) -> int:
-    value = int(found.get(name) or 0)
+def _time(holder: Mapping[str, Any], name: str) -> int:
+    value = int(holder.get(name) or 0)
     if not 0 <= value < 2**64:
         raise Malformed(f"{name}: must be in [0, 2^64), is {value}")
     return value
 
 
-def _string(found: Mapping[str, Any], name: str) -> str:
-    value = found.get(name, "")
+def _string(holder: Mapping[str, Any], name: str) -> str:
+    value = holder.get(name, "")
     if not isinstance(value, str):
         raise Malformed(f"{name}: must be a string, is {value!r:.80}")
     return _encodable(value)
@@ -151,8 +151,8 @@ def _encodable(text: str) -> str:
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
-def _read_attributes(found: Mapping[str, Any]) -> Attributes:
-    pairs = found.get("attributes")
+def _read_attributes(holder: Mapping[str, Any]) -> Attributes:
+    pairs = holder.get("attributes")
     return {intern(_string(pair, "key")): _read_value(pair.get("value")) for pair in pairs} if pairs else {}
 
 

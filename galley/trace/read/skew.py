@@ -1,13 +1,11 @@
-"""Clocks of several processes, made one.
+"""Put the clocks of several processes on one.
 
-A span of another process cannot begin before it was asked for, nor end after it was answered. Where a
-process's spans do, its clock is off by something between what the one bound asks for and what the other
-allows; all its spans are shifted by the middle of that. Where they fit, nothing is touched: what cannot be
-seen is not corrected.
+A server's span cannot start before its caller's, nor end after it. If a process's spans do, its clock is
+off: all its spans are shifted by the middle of the offsets that both bounds allow. If they fit, nothing is
+shifted.
 
-The second bound holds only for calls whose answer was waited for. One that was given up may be heard of, and
-end, at any time after: those that say so are not asked, and of the others none is believed that contradicts
-the first bound of another.
+The second bound holds only if the caller waited for the response. Calls that say they were given up are
+ignored for it, and so are those that contradict the first bound of another call.
 """
 
 from __future__ import annotations
@@ -20,18 +18,18 @@ from dataclasses import dataclass, field, replace
 from galley.core import names
 from galley.trace.read.spans import Process, Span, SpanKey
 
-# Less may come of how spans are timed: who answers ends its span a little after the answer has left.
+# Smaller differences come from timing: a server ends its span shortly after it has sent the response.
 _NEGLIGIBLE_NS = 100_000
 _LATE_NS = 2_000_000
-# What a replica says of an item that nobody waited for any more.
+# Outcomes of requests whose caller no longer waited.
 _GIVEN_UP = ("cancelled", "superseded")
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """`offset_ns` was added to the times of a process, judged by `calls` from the process `against`.
+    """`offset_ns` was added to the times of a process, estimated from `calls` of the process `against`.
 
-    `unfit` of them end after they were answered all the same.
+    `unfit` of them still end after their caller's span.
     """
 
     process: Process
@@ -47,11 +45,11 @@ class _Edge:
 
     least_ns: float = -math.inf
     calls: int = 0
-    # Of each call that was answered: no more than this.
+    # The upper bound of each answered call.
     most_ns: list[int] = field(default_factory=list)
 
     def add(self, parent: Span, child: Span) -> None:
-        """Learn from one call."""
+        """Add the bounds of one call."""
         self.calls += 1
         self.least_ns = max(self.least_ns, parent.start_ns - child.start_ns)
         if child.text(names.OUTCOME) not in _GIVEN_UP and child.duration_ns <= parent.duration_ns:
@@ -63,7 +61,7 @@ class _Edge:
         return sum(most < self.least_ns for most in self.most_ns)
 
     def offset_ns(self, untouched_ns: int) -> int:
-        """`untouched_ns`, which leaves the other's times as they are, if that fits."""
+        """Return `untouched_ns`, which leaves the other's times as they are, if that fits."""
         most_ns = min((most for most in self.most_ns if most >= self.least_ns), default=math.inf)
         if self.least_ns - _NEGLIGIBLE_NS <= untouched_ns <= most_ns + _LATE_NS:
             return untouched_ns

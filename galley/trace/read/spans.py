@@ -1,13 +1,10 @@
-"""Spans as they are read: plain values, whatever system wrote them.
-
-What attributes hold is not to be trusted: the getters answer with a default where the type is another.
-"""
+"""Spans of a trace, whatever system wrote them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias
 
 from galley.core import names
 
@@ -20,6 +17,41 @@ SERVER, CLIENT = 2, 3
 ERROR = 2
 
 
+class _Attributed:
+    """Read untrusted attributes: a value of another type counts as missing."""
+
+    __slots__ = ()
+    attributes: Attributes
+
+    def text(self, key: str) -> str:
+        """Return a string; empty if missing."""
+        value = self.attributes.get(key)
+        return value if isinstance(value, str) else ""
+
+    def known(self, key: str) -> int | None:
+        """Return an integer of at least 0; None if missing."""
+        value = self.attributes.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+    def integer(self, key: str) -> int:
+        """Return an integer of at least 0; 0 if missing."""
+        return self.known(key) or 0
+
+    def share(self, key: str) -> float:
+        """Return a number in [0, 1]; 0 if missing."""
+        value = self.attributes.get(key)
+        return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.0
+
+    def values(self, key: str) -> tuple[Value, ...]:
+        """Return a list; empty if missing."""
+        values = self.attributes.get(key)
+        return values if isinstance(values, tuple) else ()
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return a list's values as strings."""
+        return tuple(str(value) for value in self.values(key))
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     """The process that wrote a span: its service and `service.instance.id`, a random name."""
@@ -29,25 +61,17 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened within a span."""
+class Event(_Attributed):
+    """An event within a span."""
 
     name: str
     time_ns: int
     attributes: Attributes = field(default_factory=dict)
 
-    def text(self, key: str) -> str:
-        """Return the attribute, if it is a string; else empty."""
-        return _text(self.attributes, key)
-
-    def integer(self, key: str) -> int:
-        """Return the attribute, if it is a number of at least 0; else 0."""
-        return _integer(self.attributes, key)
-
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """Another span that has to do with one."""
+class Link(_Attributed):
+    """A link to another span."""
 
     trace_id: str
     span_id: str
@@ -60,8 +84,8 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """One span; times are of the clock of its process, in nanoseconds since 1970."""
+class Span(_Attributed):
+    """One span; times are in nanoseconds since 1970, of the clock of its process."""
 
     trace_id: str
     span_id: str
@@ -79,7 +103,7 @@ class Span:
 
     @property
     def key(self) -> SpanKey:
-        """Unique over all traces."""
+        """Return the key, unique over all traces."""
         return self.trace_id, self.span_id
 
     @property
@@ -87,51 +111,7 @@ class Span:
         """Return the duration, at least 0."""
         return max(0, self.end_ns - self.start_ns)
 
-    def text(self, key: str) -> str:
-        """Return the attribute, if it is a string; else empty."""
-        return _text(self.attributes, key)
-
-    def integer(self, key: str) -> int:
-        """Return the attribute, if it is a number of at least 0; else 0."""
-        return _integer(self.attributes, key)
-
-    def known(self, key: str) -> int | None:
-        """Return the attribute, if it is a number of at least 0; else None."""
-        value = self.attributes.get(key)
-        return value if _is_count(value) else None
-
-    def share(self, key: str) -> float:
-        """Return the attribute, if it is a number in [0, 1]; else 0."""
-        value = self.attributes.get(key)
-        return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.0
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        """Return the numbers of at least 0 in the attribute, if it is a list; else none."""
-        values = self.attributes.get(key)
-        if not isinstance(values, tuple):
-            return ()
-        return tuple(value for value in values if _is_count(value))
-
     @property
     def is_request(self) -> bool:
         """Return True if it is a request to one of our gateways."""
-        return self.attributes.get(names.PROVIDER) == names.GALLEY and names.OPERATION in self.attributes
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """Return the attribute as strings, if it is a list; else none."""
-        values = self.attributes.get(key)
-        return tuple(str(value) for value in values) if isinstance(values, tuple) else ()
-
-
-def _text(attributes: Attributes, key: str) -> str:
-    value = attributes.get(key)
-    return value if isinstance(value, str) else ""
-
-
-def _integer(attributes: Attributes, key: str) -> int:
-    value = attributes.get(key)
-    return value if _is_count(value) else 0
-
-
-def _is_count(value: Value) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        return self.text(names.PROVIDER) == names.GALLEY and names.OPERATION in self.attributes

@@ -1,22 +1,24 @@
-"""Select what is shown of a request: rounds, events between them, and gaps.
+"""Select and describe what is shown: a story in figures; rounds, events between them, and gaps.
 
 A long request is shortened in the middle; its slowest rounds, and those in which something happened, stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from sys import maxsize
 
+from galley.common.printable import one_line
 from galley.core import names
 from galley.trace.explain.case import Part, times_of
-from galley.trace.explain.explain import moved
-from galley.trace.read.model import Request, Round
+from galley.trace.explain.explain import drafts_of, moved
+from galley.trace.read.model import Request, Round, Story
 from galley.trace.read.spans import Event, Value
-from galley.trace.show.summary import count, duration, ms, one_line
+from galley.trace.show.summary import count, duration, ms, percent
 
+NO_SESSION = "(not in the trace)"
 # Of one round.
 SHOWN_EVENTS = 20
 _SHOWN_ATTRIBUTES = 8
@@ -102,6 +104,75 @@ def cells_of(one: Round, ns_per_cell: float) -> Mapping[Part, int]:
     for part in sorted(exact, key=lambda part: cells[part] - exact[part])[:missing]:
         cells[part] += 1
     return cells
+
+
+# ------------------------------------------------------------------------------------- descriptions --
+
+
+def about(story: Story) -> str:
+    """Return operation, model, workload, tokens and finish reason."""
+    first = next((request for request in story.requests if request.span), story.requests[0])
+    operation = one_line(first.text(names.OPERATION)) or "request"
+    workload = one_line(first.text(names.WORKLOAD))
+    output = count(output_tokens(story), "token")
+    prompt = story.prompt_tokens
+    facts = [f"{operation} {_model_of(first)}"]
+    facts += [f"workload {workload}"] if workload else []
+    facts += [output if prompt is None else f"{prompt:,} + {output}"]
+    facts += [f"ended by {reason}" for reason in _reasons(story)[-1:]]
+    return " · ".join(facts)
+
+
+def figures(story: Story) -> Iterator[str]:
+    """Yield duration, time to first token, time a token, rounds and acceptance rate."""
+    yield duration(story.end_ns - story.start_ns)
+    first_token_ns = story.requests[0].integer(names.TTFT_NS)
+    if first_token_ns:
+        yield f"first token {ms(first_token_ns)} ms"
+    tokens = output_tokens(story)
+    working_ns = sum(request.duration_ns for request in story.requests) - first_token_ns
+    if tokens > 1 and working_ns > 0:
+        yield f"{ms(working_ns / (tokens - 1))} ms a token"
+    rounds = len(story.rounds) + sum(request.missing_rounds for request in story.requests)
+    yield count(rounds, "round")
+    _, verified, accepted = drafts_of(story)
+    yield f"{percent(accepted, verified)} accepted" if verified else "nothing verified"
+
+
+def output_tokens(story: Story) -> int:
+    """Return the number of output tokens, as far as the trace has them."""
+    reported = max((request.integer(names.OUTPUT_TOKENS) for request in story.requests), default=0)
+    return reported or sum(one.confirmed for one in story.rounds)
+
+
+def columns_of(story: Story, one: Round) -> tuple[str, str, str, str, str]:
+    """Return index, start in ms, output tokens, accepted draft tokens, and duration in ms of a round."""
+    first = story.output_index(one.position)
+    first = one.position if first is None else first
+    return (
+        str(one.index),
+        ms(one.span.start_ns - story.start_ns),
+        f"{first}-{first + one.confirmed - 1}" if one.confirmed > 1 else str(first),
+        f"{one.accepted}/{one.verified}" if one.verified else "-",
+        ms(one.span.duration_ns),
+    )
+
+
+def request_title(story: Story, request: Request, number: int) -> str:
+    """Return the heading of a request among several."""
+    what = "resumed" if request.resumed else "began"
+    return f"request {number} of {len(story.requests)} {what} at {ms(request.start_ns - story.start_ns)} ms"
+
+
+def _model_of(request: Request) -> str:
+    return (
+        one_line(request.text(names.RESPONSE_MODEL) or request.text(names.REQUEST_MODEL)) or "unknown model"
+    )
+
+
+def _reasons(story: Story) -> list[str]:
+    lists = (request.span.texts(names.FINISH_REASONS) for request in story.requests if request.span)
+    return [one_line(reason) for reasons in lists for reason in reasons]
 
 
 def describe_gap(gap: Gap) -> str:

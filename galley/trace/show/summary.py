@@ -1,20 +1,8 @@
-"""Format text on one line without control characters, and numbers with units."""
+"""Format numbers with units."""
 
 from __future__ import annotations
 
-import re
-
-from galley.common.printable import printable
-
 _MS = 1e6
-# Characters that break a line or change the direction of text.
-_LAYOUT = re.compile("[\t\n\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def one_line(text: str, longest: int = 80) -> str:
-    """Return `text` on one line of at most `longest` characters, cut with an ellipsis."""
-    cut = text if len(text) <= longest else text[: longest - 1] + "…"
-    return _LAYOUT.sub("\N{REPLACEMENT CHARACTER}", printable(cut))
 
 
 def ms(duration_ns: float) -> str:

@@ -13,9 +13,8 @@ from galley.stack.part import PartFailed, PartSpec, ReadyBy
 from galley.stack.parts import stack_parts, traced
 from galley.stack.stack import Stack, StackDirs, StackOptions
 from galley.stack.viewer import find_viewer
-from galley.trace.read.otlp_file import Lines
+from galley.trace.read.otlp_file import Lines, newest_file
 from galley.trace.read.otlp_json import spans_in
-from galley.trace.read.places import newest_file
 from tests.integration.galley.cli.stand_in_stack import once, stack_of, stand_in
 
 STAND_IN = Path(__file__).with_name("stand_in_phoenix.py")

@@ -11,10 +11,9 @@ from galley.core import names
 from galley.trace.read import library
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import NotFound, find, index_of
-from galley.trace.read.otlp_file import Lines
-from galley.trace.read.places import new_file, newest_file
+from galley.trace.read.otlp_file import Lines, new_file, newest_file
 from galley.trace.read.spans import Process, Span
-from tests.fakes.trace_builder import BEGAN_NS, SESSION, Scene, event, ns, told_of, write
+from tests.fakes.trace_builder import BEGAN_NS, SESSION, Scene, event, ns, summarize, write
 
 OTHER = "0123456789abcdef0123456789abcdef"
 
@@ -75,7 +74,7 @@ def test_a_request_that_was_refused_has_no_session_and_is_found_by_its_trace(tmp
     found = find(lines, first.trace_id)
     assert len(found.spans) == 1
     (story,) = stories_of(found.spans, found.session_id)
-    assert "ended with resource_exhausted" in told_of(story)
+    assert "ended with resource_exhausted" in summarize(story)
 
 
 def test_a_trace_of_several_sessions_is_all_of_them(tmp_path: Path) -> None:
@@ -131,7 +130,7 @@ def test_more_spans_than_may_be_are_cut_off_and_that_is_said(
     assert found.cut
     assert len(found.spans) == 10
     (story,) = stories_of(found.spans, found.session_id, cut=found.cut)
-    assert "only part of its spans was read" in told_of(story)
+    assert "only part of its spans was read" in summarize(story)
 
 
 def test_only_a_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Spans become stories: whose child, which pass, which clock, one story however often it was resumed."""
+"""Stories from spans: parents, steps, clocks and resumed sessions."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tests.fakes.trace_builder import (
     Scene,
     event,
     ns,
-    told_of,
+    summarize,
 )
 from tests.unit.galley.trace.picture import sample
 
 OTHER_GATEWAY = Process("galley-gateway", "g2")
 
 
-def test_the_committed_sample_which_a_stack_has_written() -> None:
+def test_recorded_sample() -> None:
     story = sample()
     assert len(story.rounds) > 20
     assert story.shifts == ()
     for one in story.rounds:
         parts = (names.DRAFT_PART, names.QUEUE_PART, names.COMPUTE_PART, names.WIRE_PART)
-        assert sum(map(one.span.integer, parts)) == pytest.approx(one.duration_ns, abs=ns(1))
+        assert sum(map(one.span.integer, parts)) == pytest.approx(one.span.duration_ns, abs=ns(1))
         assert len(one.text) == one.confirmed
         assert one.batch is not None
     assert any(story.company(one.batch) for one in story.rounds if one.batch is not None)
@@ -42,7 +42,7 @@ def test_the_committed_sample_which_a_stack_has_written() -> None:
     assert verify.served.process.service == "galley-target"
 
 
-def test_a_request_with_its_rounds_in_order_whatever_order_they_were_written_in() -> None:
+def test_rounds_are_ordered_by_time() -> None:
     scene = Scene()
     scene.request(prompt=40).round(draft=3, queue=2, compute=30, wire=5, commit=4).round(accepted=0).end()
     scene.spans.reverse()
@@ -60,14 +60,14 @@ def test_a_request_with_its_rounds_in_order_whatever_order_they_were_written_in(
     assert story.output_index(43) == 3
 
 
-def test_parts_always_sum_to_the_round() -> None:
+def test_parts_sum_to_the_round() -> None:
     scene = Scene()
     scene.request().round(draft=1, queue=1, compute=1, wire=1, draft_part=ns(1e6), queue_part=-5).end()
     (one,) = scene.story().rounds
     assert sum((one.parts.draft_ns, one.parts.queue_ns, one.parts.compute_ns, one.parts.wire_ns)) == ns(4)
 
 
-def test_the_time_without_a_round_is_known_only_between_neighbours() -> None:
+def test_idle_time_needs_neighbouring_rounds() -> None:
     scene = Scene()
     request = scene.request().idle(7).round().idle(50).round()
     request._index = 9  # rounds 2 to 8 are not in the trace
@@ -75,19 +75,19 @@ def test_the_time_without_a_round_is_known_only_between_neighbours() -> None:
     assert [one.idle_ns for one in scene.story().rounds] == [ns(7), ns(50), 0]
 
 
-def test_calls_are_joined_with_what_the_other_process_saw() -> None:
+def test_calls_have_their_server_spans() -> None:
     scene = Scene()
     evicted = event(names.KV_EVICTED, BEGAN_NS + ns(20))
-    scene.request().round(calls=True, seen_there=[evicted]).end()
+    scene.request().round(calls=True, served_events=[evicted]).end()
     (one,) = scene.story().rounds
     (call,) = one.calls
     assert call.replica == TARGET_AT
     assert call.served is not None
     assert call.served.process == TARGET
-    assert [happened.name for happened in one.events] == [names.KV_EVICTED]
+    assert [event_.name for event_ in one.events] == [names.KV_EVICTED]
 
 
-def test_an_event_goes_to_the_round_of_its_time_however_long_ago_the_call_began() -> None:
+def test_events_belong_to_the_round_of_their_time() -> None:
     """Under credit a Verify stands over many rounds, and its span is a child of the first."""
     scene = Scene()
     request = scene.request().round()
@@ -100,15 +100,15 @@ def test_an_event_goes_to_the_round_of_its_time_however_long_ago_the_call_began(
     assert [len(one.events) for one in scene.story().rounds] == [0, 0, 1]
 
 
-def test_what_gateway_and_replica_both_tell_is_told_once() -> None:
+def test_duplicate_events_are_dropped() -> None:
     scene = Scene()
     missed = event(names.KV_MISSED, BEGAN_NS + ns(5), pool="target", have=0, expected=100)
-    scene.request().round(events=[missed], calls=True, seen_there=[missed]).end()
+    scene.request().round(events=[missed], calls=True, served_events=[missed]).end()
     (one,) = scene.story().rounds
-    assert [happened.name for happened in one.events] == [names.KV_MISSED]
+    assert [event_.name for event_ in one.events] == [names.KV_MISSED]
 
 
-def test_what_a_pass_did_to_other_sessions_is_not_the_rounds() -> None:
+def test_events_of_other_sessions_are_dropped() -> None:
     scene = Scene()
     for session in ("0" * 32, SESSION):
         scene.request(session=session, trace_id=session).round(batch={"sessions": 2}).end()
@@ -118,25 +118,25 @@ def test_what_a_pass_did_to_other_sessions_is_not_the_rounds() -> None:
         for span in scene.spans
     ]
     for story in scene.stories():
-        (told,) = story.rounds[0].events
-        assert told.text(names.SESSION_ID) == story.session_id
+        (found,) = story.rounds[0].events
+        assert found.text(names.SESSION_ID) == story.session_id
 
 
-def test_events_of_no_round_stay_with_the_request() -> None:
+def test_events_outside_rounds_belong_to_the_request() -> None:
     scene = Scene()
     scene.request().round().round().idle(100).event(names.CLIENT_STALLED, stalled_ns=ns(90)).end()
     (request,) = scene.story().requests
-    assert [happened.name for happened in request.events] == [names.CLIENT_STALLED]
+    assert [event_.name for event_ in request.events] == [names.CLIENT_STALLED]
     assert not any(one.events for one in request.rounds)
 
 
-def test_a_round_knows_its_pass_its_ranks_and_its_company() -> None:
+def test_round_has_its_step_ranks_and_company() -> None:
     scene = Scene()
     other = scene.request(session="0" * 32).round().end()
     anonymous = ("f" * 32, "e" * 16)
     batch = {"sessions": 4, "rows": 20, "prefill_rows": 5, "ranks": (28, 27, 26), "queue_depth": 6}
     scene.request().round(batch=batch, company=[other.key, anonymous]).end()
-    story = next(told for told in scene.stories() if told.session_id == SESSION)
+    story = next(one for one in scene.stories() if one.session_id == SESSION)
     found = story.rounds[0].batch
     assert found is not None
     assert (found.sessions, found.rows, found.prefill_share, found.waiting) == (4, 20, 0.25, 2)
@@ -145,7 +145,7 @@ def test_a_round_knows_its_pass_its_ranks_and_its_company() -> None:
     assert list(story.company(found)) == ["0" * 32, f"one of trace {'f' * 32}"]
 
 
-def test_a_resumed_session_is_one_story() -> None:
+def test_resumed_session_is_one_story() -> None:
     scene = Scene()
     first = scene.request().round().round().end(error="unavailable")
     scene.request(
@@ -161,7 +161,7 @@ def test_a_resumed_session_is_one_story() -> None:
     assert story.output_index(106) == 6
 
 
-def test_a_request_whose_gateway_was_killed_is_found_by_the_one_that_continues_it() -> None:
+def test_killed_gateway_is_found_by_its_continuation() -> None:
     scene = Scene()
     killed = scene.request().round().round()
     scene.request(
@@ -170,10 +170,10 @@ def test_a_request_whose_gateway_was_killed_is_found_by_the_one_that_continues_i
     story = scene.story()
     assert [request.span is None for request in story.requests] == [True, False]
     assert len(story.rounds) == 3
-    assert "Request 1 of 2 has no span of its own" in told_of(story)
+    assert "Request 1 of 2 has no span of its own" in summarize(story)
 
 
-def test_rounds_without_any_request_are_a_story_without_a_name() -> None:
+def test_rounds_without_a_request() -> None:
     scene = Scene()
     scene.request().round().round()
     story = scene.story()
@@ -182,7 +182,7 @@ def test_rounds_without_any_request_are_a_story_without_a_name() -> None:
     assert story.end_ns - story.start_ns == ns(60)
 
 
-def test_several_requests_of_one_trace_are_several_stories() -> None:
+def test_sessions_of_one_trace_are_separate() -> None:
     scene = Scene()
     first = scene.request().round().end()
     scene.request(session="b" * 32, trace_id=first.trace_id, at_ns=first.at_ns).round().end()
@@ -191,7 +191,7 @@ def test_several_requests_of_one_trace_are_several_stories() -> None:
     assert alone.session_id == "b" * 32
 
 
-def test_a_clients_own_span_above_the_request_does_no_harm() -> None:
+def test_client_span_above_the_request() -> None:
     scene = Scene(skew_ms={Process("shop"): -80})
     request = scene.request()
     request.parent_id = scene.span_id()
@@ -211,7 +211,7 @@ def test_a_clients_own_span_above_the_request_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize("skew_ms", [-2500.0, -5.0, 5.0, 2500.0])
-def test_a_clock_that_is_off_is_put_right_and_said(skew_ms: float) -> None:
+def test_skewed_clock_is_corrected_and_reported(skew_ms: float) -> None:
     scene = Scene(skew_ms={TARGET: skew_ms, RANK: skew_ms * 3})
     request = scene.request()
     for _ in range(3):
@@ -227,23 +227,23 @@ def test_a_clock_that_is_off_is_put_right_and_said(skew_ms: float) -> None:
         (call,) = one.calls
         assert call.served is not None
         assert call.span.start_ns <= call.served.start_ns <= call.served.end_ns <= call.span.end_ns
-    assert "estimated from 3 calls from galley-gateway" in told_of(story)
+    assert "estimated from 3 calls from galley-gateway" in summarize(story)
 
 
-def test_a_rank_whose_clock_is_the_gateways_is_left_alone_though_its_targets_is_off() -> None:
+def test_rank_with_the_gateways_clock_is_not_shifted() -> None:
     scene = Scene(skew_ms={TARGET: 40})
     scene.request().round(calls=True, batch={"ranks": (20, 19)}).end()
     (shift,) = scene.story().shifts
     assert shift.process == TARGET
 
 
-def test_clocks_that_agree_are_left_alone_and_nothing_is_said() -> None:
+def test_equal_clocks_are_not_shifted() -> None:
     scene = Scene()
     scene.request().round(calls=True).round(calls=True).end()
     assert scene.story().shifts == ()
 
 
-def test_a_server_that_outlives_a_caller_who_gave_it_up_is_no_clock_that_is_off() -> None:
+def test_server_span_after_a_cancelled_call_is_no_skew() -> None:
     scene = Scene()
     request = scene.request().round().round()
     first = request.rounds[0]
@@ -257,7 +257,7 @@ def test_a_server_that_outlives_a_caller_who_gave_it_up_is_no_clock_that_is_off(
 
 
 @pytest.mark.parametrize("outcome", ["cancelled", "superseded", ""])
-def test_a_call_that_was_given_up_before_it_was_heard_of_is_no_clock_that_is_off(outcome: str) -> None:
+def test_abandoned_call_is_no_skew(outcome: str) -> None:
     scene = Scene()
     request = scene.request().round(calls=True).round(calls=not outcome)
     first = request.rounds[0]
@@ -273,7 +273,7 @@ def test_a_call_that_was_given_up_before_it_was_heard_of_is_no_clock_that_is_off
     assert scene.story().shifts == ()
 
 
-def test_a_clock_that_jumped_is_said_not_to_fit() -> None:
+def test_jumping_clock_is_reported() -> None:
     scene = Scene()
     request = scene.request().round()
     scene.skew_ms[TARGET] = 40
@@ -282,19 +282,19 @@ def test_a_clock_that_jumped_is_said_not_to_fit() -> None:
     request.round(calls=True).end()
     (shift,) = scene.story().shifts
     assert (shift.calls, shift.unfit) == (2, 1)
-    assert "estimated from 2 calls from galley-gateway; 1 of them still end too late" in told_of(
+    assert "estimated from 2 calls from galley-gateway; 1 of them still end too late" in summarize(
         scene.story()
     )
 
 
-def test_what_an_exporter_sent_twice_counts_once() -> None:
+def test_duplicate_spans_count_once() -> None:
     scene = Scene()
     scene.request().round().end()
     scene.spans *= 2
     assert len(scene.story().rounds) == 1
 
 
-def test_attributes_of_other_types_are_as_good_as_none() -> None:
+def test_attributes_of_wrong_types_are_ignored() -> None:
     scene = Scene()
     scene.request().round(
         round_position="x" * 1000,
@@ -317,14 +317,14 @@ def test_attributes_of_other_types_are_as_good_as_none() -> None:
     assert one.reused is None
 
 
-def test_spans_of_other_systems_tell_no_story() -> None:
+def test_foreign_spans_have_no_story() -> None:
     scene = Scene()
     trace_id = scene.trace_id()
     scene.add(Span(trace_id, scene.span_id(), "", "GET /", BEGAN_NS, BEGAN_NS + 1, Process("web")))
     assert scene.stories() == ()
 
 
-def test_loops_of_parents_and_links_to_oneself_end() -> None:
+def test_cyclic_parents_and_links_terminate() -> None:
     scene = Scene()
     trace_id = scene.trace_id()
     first, second = scene.span_id(), scene.span_id()

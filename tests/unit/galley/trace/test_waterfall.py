@@ -17,8 +17,7 @@ from galley.core import names
 from galley.trace.read.build import stories_of
 from galley.trace.read.model import Story
 from galley.trace.read.spans import Process, Span
-from galley.trace.show.listing import plain_lines
-from galley.trace.show.waterfall import show
+from galley.trace.show.waterfall import plain_lines, show
 from tests.fakes import trace_scenes as scenes
 from tests.fakes.trace_builder import BEGAN_NS, SESSION, Scene, ns
 
