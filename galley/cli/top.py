@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -62,21 +63,22 @@ async def _show(
     from galley.top import live  # noqa: PLC0415  # after the flags are checked
 
     async with AsyncExitStack() as held:
-        read_leases = None
+        read_registry = None
         if store:
-            from galley.top.registry import Leases  # noqa: PLC0415  # needs redis
+            from galley.common.registry.leases import ReplicaRegistry  # noqa: PLC0415  # needs redis
+            from galley.top.registry import read_leases  # noqa: PLC0415
 
-            leases = Leases(store)
-            held.push_async_callback(leases.close)
-            read_leases = leases.read
-        watched = live.Sources(services, interval_s, read_leases)
+            registry = ReplicaRegistry(store, call_timeout_s=live.TIMEOUT_S)
+            held.push_async_callback(registry.close)
+            read_registry = partial(read_leases, registry)
+        scraper = live.Scraper(services, interval_s, read_registry)
         if once:
-            if not await live.once(watched, console):
+            if not await live.once(scraper, console):
                 raise fail("no service answers")
         elif console.is_terminal and not console.is_dumb_terminal:
-            await live.live(watched, console)
+            await live.live(scraper, console)
         else:
-            await live.lines(watched, console)
+            await live.lines(scraper, console)
 
 
 def _named(metrics: str) -> tuple[Service, ...]:

@@ -38,21 +38,25 @@ def _parse(address: str) -> tuple[str, bool]:
         return address, False
     url = _URL.fullmatch(address)
     tls = url is not None and url["scheme"] in {"https", "grpcs"}
-    host, port = _host_and_port(url["rest"] if url else address, address)
+    try:
+        host, port = host_and_port(url["rest"] if url else address, DEFAULT_PORT)
+    except ValueError:
+        raise ValueError(f"must be HOST[:PORT], got {address!r}") from None
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls
 
 
-def _host_and_port(text: str, address: str) -> tuple[str, int]:
-    if _is_ipv6(text.strip("[]")):
-        return text.strip("[]"), DEFAULT_PORT
+def host_and_port(text: str, default_port: int | None = None) -> tuple[str, int]:
+    """Split "host:port" or "[ipv6]:port"; with a default port, also "host" and "ipv6". Raises ValueError."""
+    if default_port is not None and _is_ipv6(text.strip("[]")):
+        return text.strip("[]"), default_port
     host, colon, port = text.rpartition(":")
-    if not colon:
-        host, port = text, str(DEFAULT_PORT)
-    host = host.removeprefix("[").removesuffix("]")
+    if default_port is not None and not colon:
+        host, port = text, str(default_port)
+    is_bracketed = host.startswith("[") and host.endswith("]") and _is_ipv6(host[1:-1])
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= _MAX_PORT
-    if not host or not is_port or re.search(r"[\s/@]", host) or (":" in host and not _is_ipv6(host)):
-        raise ValueError(f"must be HOST[:PORT], got {address!r}")
-    return host, int(port)
+    if not host or not is_port or (not is_bracketed and re.search(r"[\s/@:\[\]]", host)):
+        raise ValueError(f"must be host:port, got {text!r}")
+    return host[1:-1] if is_bracketed else host, int(port)
 
 
 def _is_ipv6(text: str) -> bool:

@@ -6,19 +6,24 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import DRAFT, GATEWAY, SERVICE, TARGET
 from galley.core.routing.choice import DraftLease, TargetLease
-from galley.top import names
-from galley.top.series import Samples, added, growth
+from galley.top.series import Samples, added, by, growth, rows_of
 from galley.top.service import Service
 
 # Rates cover the last RATE_S seconds; ratios and quantiles need more events and cover WINDOW_S.
 RATE_S = 10.0
 WINDOW_S = 60.0
+_MAX_SPEEDS = 60
 
-GATEWAY, TARGET, DRAFT = "gateway", "target", "draft"
 POOLS = (GATEWAY, TARGET, DRAFT)
 # The metric that identifies the pool of a service which does not name it.
-_POOL_BY_METRIC = {names.SESSIONS: GATEWAY, names.KV_BLOCKS: TARGET, names.DRAFT_DEPTH: DRAFT}
+_POOL_BY_METRIC = {
+    catalogue.SESSIONS_OPEN: GATEWAY,
+    catalogue.KV_BLOCKS: TARGET,
+    catalogue.DRAFT_QUEUE_DEPTH: DRAFT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +34,12 @@ class Increase:
     seconds: float
 
 
-NOTHING = Increase({}, 0.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One service at one moment.
 
     `away` is the reason why it does not answer, empty while it does; `now` is empty while it is away.
-    `answered` is True once it has answered; `recent` and `window` are empty before its second answer.
+    `recent` and `window` are empty before its second answer.
     """
 
     service: Service
@@ -47,7 +49,6 @@ class Reading:
     window: Increase
     away: str
     away_s: float
-    answered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,6 @@ class _History:
     def increase(self, now_s: float, span_s: float) -> Increase:
         """Sum the increases between scrapes that ended within the span."""
         within = [step for end_s, step in self.steps if end_s > now_s - span_s]
-        if not within:
-            return NOTHING
         return Increase(added(step.samples for step in within), sum(step.seconds for step in within))
 
     def reading(self, now_s: float) -> Reading:
@@ -98,7 +97,6 @@ class _History:
             self.increase(now_s, WINDOW_S),
             self.away,
             now_s - self.since_s,
-            self.last is not None,
         )
 
 
@@ -108,11 +106,8 @@ class Fleet:
     def __init__(self, services: Sequence[Service], now_s: float) -> None:
         self._histories = {one.metrics: _History(one, _pool_named(one.name), now_s) for one in services}
         self.registered = Registered()
-
-    @property
-    def services(self) -> tuple[Service, ...]:
-        """Return the services in the order in which they were named."""
-        return tuple(one.service for one in self._histories.values())
+        # Tokens per second in the latest frames.
+        self.speeds: deque[float] = deque(maxlen=_MAX_SPEEDS)
 
     def add(self, service: Service, at_s: float, samples: Samples) -> None:
         """Record a successful scrape."""
@@ -128,11 +123,9 @@ class Fleet:
 
 
 def _pool_of(samples: Samples) -> str:
-    for labels in samples.get(names.BUILD, {}):
-        pool = dict(labels).get(names.SERVICE, "")
-        if pool in POOLS:
-            return pool
-    return next((pool for name, pool in _POOL_BY_METRIC.items() if name in samples), "")
+    services = by(samples, catalogue.BUILD, SERVICE.prometheus)
+    by_metric = (pool for metric, pool in _POOL_BY_METRIC.items() if rows_of(samples, metric))
+    return next((pool for pool in services if pool in POOLS), next(by_metric, ""))
 
 
 def _pool_named(name: str) -> str:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from galley.top import names
-from galley.top.fleet import GATEWAY, Reading
-from galley.top.series import Samples, added, by, mean, quantile, ratio, total
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import GATEWAY, POOL, REPLICA, SERVER_FAULT, WORKLOAD
+from galley.common.metrics.metric import Metric
+from galley.top.fleet import Reading
+from galley.top.series import Samples, added, by, mean, quantile, ratio, rows_of, total
 
 _MEDIAN, _HIGH = 0.5, 0.99
 _BREAKERS = {0: "closed", 1: "half open", 2: "open"}
@@ -85,16 +87,16 @@ def overview_of(readings: Iterable[Reading]) -> Overview:
     gateways = of_pool(readings, GATEWAY)
     now, window = added(one.now for one in gateways), added(one.window.samples for one in gateways)
     return Overview(
-        sessions=total(now, names.SESSIONS),
-        tokens_per_s=rate(gateways, names.CONFIRMED),
-        rounds_per_s=rate(gateways, names.ROUNDS),
+        sessions=total(now, catalogue.SESSIONS_OPEN),
+        tokens_per_s=rate(gateways, catalogue.CONFIRMED_TOKENS),
+        rounds_per_s=rate(gateways, catalogue.ROUNDS),
         speculation=_speculation(window),
-        first_token=times(window, names.FIRST_TOKEN),
-        per_token=times(window, names.PER_TOKEN),
-        commit=times(window, names.COMMIT),
-        refused=_count(now, window, names.REFUSED),
-        failovers=_count(now, window, names.FAILOVERS),
-        failed=_count(now, window, names.STREAMS, fault=names.SERVER_FAULT),
+        first_token=times(window, catalogue.TIME_TO_FIRST_TOKEN.prometheus),
+        per_token=times(window, catalogue.TIME_PER_OUTPUT_TOKEN.prometheus),
+        commit=times(window, catalogue.COMMIT_DURATION.prometheus),
+        refused=_count(now, window, catalogue.ADMISSION_REJECTED),
+        failovers=_count(now, window, catalogue.FAILOVERS),
+        failed=_count(now, window, catalogue.STREAMS, fault=SERVER_FAULT),
         breakers=breakers_of(gateways),
     )
 
@@ -103,7 +105,9 @@ def workloads_of(readings: Iterable[Reading]) -> list[Workload]:
     """Return the workloads, the busiest first."""
     gateways = of_pool(readings, GATEWAY)
     window = added(one.window.samples for one in gateways)
-    known = {name for one in gateways for name in by(one.now, names.CONFIRMED, names.WORKLOAD)}
+    known = {
+        name for one in gateways for name in by(one.now, catalogue.CONFIRMED_TOKENS, WORKLOAD.prometheus)
+    }
     found = [_workload(name, gateways, window) for name in known]
     return sorted(found, key=lambda workload: (-(workload.tokens_per_s or 0.0), workload.name))
 
@@ -118,9 +122,9 @@ def times(grown: Samples, histogram: str) -> Times:
     return Times(quantile(grown, histogram, _MEDIAN), quantile(grown, histogram, _HIGH))
 
 
-def rate(readings: Iterable[Reading], name: str, **labels: str) -> float | None:
+def rate(readings: Iterable[Reading], metric: Metric | str, **labels: str) -> float | None:
     """Return the increase per second over all readings; None if no reading has it."""
-    each = [ratio(total(one.recent.samples, name, **labels), one.recent.seconds) for one in readings]
+    each = [ratio(total(one.recent.samples, metric, **labels), one.recent.seconds) for one in readings]
     known = [value for value in each if value is not None]
     return sum(known) if known else None
 
@@ -129,9 +133,9 @@ def breakers_of(gateways: Sequence[Reading]) -> tuple[Breaker, ...]:
     """Return the breakers of all replicas that a gateway watches, sorted."""
     worst: dict[tuple[str, str], float] = {}
     for one in gateways:
-        for pairs, value in one.now.get(names.BREAKER, {}).items():
+        for pairs, value in rows_of(one.now, catalogue.BREAKER_STATE).items():
             labels = dict(pairs)
-            key = (labels.get(names.POOL, ""), labels.get(names.REPLICA, ""))
+            key = (labels.get(POOL.prometheus, ""), labels.get(REPLICA.prometheus, ""))
             worst[key] = max(value, worst.get(key, 0.0))
     return tuple(
         Breaker(pool, replica, _BREAKERS.get(round(value), "?"))
@@ -140,26 +144,26 @@ def breakers_of(gateways: Sequence[Reading]) -> tuple[Breaker, ...]:
 
 
 def _speculation(window: Samples, **labels: str) -> Speculation:
-    def grown(name: str) -> float | None:
-        return total(window, name, **labels)
+    def grown(metric: Metric) -> float | None:
+        return total(window, metric, **labels)
 
-    rounds, accepted = grown(names.ROUNDS), grown(names.ACCEPTED)
+    rounds, accepted = grown(catalogue.ROUNDS), grown(catalogue.ACCEPTED_TOKENS)
     a_round = ratio(accepted or 0.0, rounds)
     return Speculation(
-        acceptance=ratio(accepted, grown(names.VERIFIED)),
+        acceptance=ratio(accepted, grown(catalogue.VERIFIED_TOKENS)),
         tokens_per_round=None if a_round is None else 1 + a_round,
-        speed_up=ratio(grown(names.PLAIN_TIME), grown(names.DECODE_TIME)),
+        speed_up=ratio(grown(catalogue.PLAIN_TIME), grown(catalogue.DECODE_TIME)),
     )
 
 
 def _workload(name: str, gateways: Sequence[Reading], window: Samples) -> Workload:
     return Workload(
         name,
-        rate(gateways, names.CONFIRMED, workload=name),
-        mean(window, names.K, workload=name),
+        rate(gateways, catalogue.CONFIRMED_TOKENS, workload=name),
+        mean(window, catalogue.K.prometheus, workload=name),
         _speculation(window, workload=name),
     )
 
 
-def _count(now: Samples, window: Samples, name: str, **labels: str) -> Count:
-    return Count(total(now, name, **labels) or 0.0, total(window, name, **labels) or 0.0)
+def _count(now: Samples, window: Samples, metric: Metric, **labels: str) -> Count:
+    return Count(total(now, metric, **labels) or 0.0, total(window, metric, **labels) or 0.0)

@@ -10,15 +10,14 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.live import Live
 
 from galley.top.fleet import Fleet, Registered
 from galley.top.scrape import TIMEOUT_S, Away, scrape
-from galley.top.screen import Screen, Screens
+from galley.top.screen import Screen, next_screen
 from galley.top.service import Service
 from galley.top.view import render
 
@@ -27,33 +26,26 @@ ReadRegistry = Callable[[], Awaitable[Registered]]
 _QUIT_KEYS = b"qQ\x03\x04"
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """The services that export metrics, and the registry if there is one."""
-
-    services: tuple[Service, ...]
-    interval_s: float
-    registry: ReadRegistry | None = None
-
-
 class Scraper:
-    """Keep a fleet up to date."""
+    """Keep a fleet up to date: the services that export metrics, and the registry if there is one."""
 
-    def __init__(self, sources: Sources) -> None:
-        self._registry = sources.registry
-        self.interval_s = sources.interval_s
-        self._timeout_s = min(TIMEOUT_S, max(1.0, sources.interval_s))
-        self._fleet = Fleet(sources.services, time.monotonic())
-        self._screens = Screens(self._fleet)
+    def __init__(
+        self, services: Sequence[Service], interval_s: float, read_registry: ReadRegistry | None = None
+    ) -> None:
+        self.interval_s = interval_s
+        self._services = services
+        self._read_registry = read_registry
+        self._timeout_s = min(TIMEOUT_S, max(1.0, interval_s))
+        self._fleet = Fleet(services, time.monotonic())
 
     async def refresh(self) -> Screen:
         """Scrape all services at once and return the next screen."""
         async with asyncio.TaskGroup() as group:
-            for service in self._fleet.services:
+            for service in self._services:
                 group.create_task(self._scrape(service))
-            if self._registry is not None:
-                group.create_task(self._read_registry(self._registry))
-        return self._screens.next(time.monotonic())
+            if self._read_registry is not None:
+                self._fleet.registered = await self._read_registry()
+        return next_screen(self._fleet, time.monotonic())
 
     async def _scrape(self, service: Service) -> None:
         try:
@@ -63,33 +55,28 @@ class Scraper:
         else:
             self._fleet.add(service, time.monotonic(), samples)
 
-    async def _read_registry(self, read: ReadRegistry) -> None:
-        self._fleet.registered = await read()
 
-
-async def once(sources: Sources, console: Console) -> bool:
+async def once(scraper: Scraper, console: Console) -> bool:
     """Print one frame after two scrapes; return True if any process is up."""
-    scraper = Scraper(sources)
     await scraper.refresh()
-    await asyncio.sleep(sources.interval_s)
+    await asyncio.sleep(scraper.interval_s)
     screen = await scraper.refresh()
     console.print(render(screen, console.width))
     return screen.has_live_process
 
 
-async def lines(sources: Sources, console: Console) -> None:
+async def lines(scraper: Scraper, console: Console) -> None:
     """Print a frame after each scrape but the first, until cancelled."""
-    scraper = Scraper(sources)
     await scraper.refresh()
     while True:
-        await asyncio.sleep(sources.interval_s)
+        await asyncio.sleep(scraper.interval_s)
         console.print(render(await scraper.refresh(), console.width))
         console.print()
 
 
-async def live(sources: Sources, console: Console) -> None:
+async def live(scraper: Scraper, console: Console) -> None:
     """Show frames in the terminal's alternate screen until q is pressed; restore it when cancelled too."""
-    scraper, done = Scraper(sources), asyncio.Event()
+    done = asyncio.Event()
     loop = asyncio.get_running_loop()
     screen = await scraper.refresh()
     with Live(console=console, screen=True, auto_refresh=False) as display, quit_key(done):
@@ -101,7 +88,7 @@ async def live(sources: Sources, console: Console) -> None:
             nonlocal screen
             while True:
                 draw()
-                await asyncio.sleep(sources.interval_s)
+                await asyncio.sleep(scraper.interval_s)
                 screen = await scraper.refresh()
 
         loop.add_signal_handler(signal.SIGWINCH, draw)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from galley.client.addresses import host_and_port
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import BLOCKS, DRAFT, GATEWAY, TARGET
 from galley.core.routing.choice import DraftLease, TargetLease
-from galley.top import names
-from galley.top.fleet import DRAFT, GATEWAY, POOLS, TARGET, Reading, Registered
+from galley.top.fleet import POOLS, Reading, Registered
 from galley.top.frame import breakers_of, of_pool, rate
-from galley.top.series import mean, quantile, total
-from galley.top.service import host_and_port
+from galley.top.series import COUNT, mean, quantile, total
 
 Lease: TypeAlias = TargetLease | DraftLease
 
@@ -103,31 +104,27 @@ def _scraped(one: Reading, lease: Lease | None) -> Replica:
         one.away_s if one.away else 0.0,
     )
     if one.pool == GATEWAY:
-        return replace(row, sessions=total(one.now, names.SESSIONS))
+        return replace(row, sessions=total(one.now, catalogue.SESSIONS_OPEN))
     if one.pool == DRAFT:
         return replace(
             row,
-            sessions=mean(one.window.samples, names.DRAFT_SESSIONS),
-            queue=total(one.now, names.DRAFT_DEPTH),
-            oldest_s=quantile(one.window.samples, names.DRAFT_AGE, _HIGH),
-            batches_per_s=rate([one], names.DRAFT_STEP + names.COUNT),
+            sessions=mean(one.window.samples, catalogue.DRAFT_BATCH_SESSIONS.prometheus),
+            queue=total(one.now, catalogue.DRAFT_QUEUE_DEPTH),
+            oldest_s=quantile(one.window.samples, catalogue.DRAFT_QUEUE_AGE.prometheus, _HIGH),
+            batches_per_s=rate([one], catalogue.DRAFT_STEP_DURATION.prometheus + COUNT),
         )
     if one.pool == TARGET:
-        return _target(row, one)
+        return replace(
+            row,
+            sessions=mean(one.window.samples, catalogue.BATCH_SESSIONS.prometheus),
+            queue=total(one.now, catalogue.QUEUE_DEPTH),
+            oldest_s=quantile(one.window.samples, catalogue.QUEUE_AGE.prometheus, _HIGH),
+            rows=mean(one.window.samples, catalogue.BATCH_ROWS.prometheus),
+            batches_per_s=rate([one], catalogue.BATCH_DURATION.prometheus + COUNT),
+            preempted=total(one.now, catalogue.PREEMPTIONS),
+            kv=_kv(one),
+        )
     return row
-
-
-def _target(row: Replica, one: Reading) -> Replica:
-    return replace(
-        row,
-        sessions=mean(one.window.samples, names.BATCH_SESSIONS),
-        queue=total(one.now, names.DEPTH),
-        oldest_s=quantile(one.window.samples, names.AGE, _HIGH),
-        rows=mean(one.window.samples, names.BATCH_ROWS),
-        batches_per_s=rate([one], names.BATCH_TIME + names.COUNT),
-        preempted=total(one.now, names.PREEMPTIONS),
-        kv=_kv(one),
-    )
 
 
 def _state(one: Reading, lease: Lease | None) -> str:
@@ -137,9 +134,7 @@ def _state(one: Reading, lease: Lease | None) -> str:
 
 
 def _kv(one: Reading) -> Kv | None:
-    used, cached, free = (
-        total(one.now, names.KV_BLOCKS, state=state) for state in (names.USED, names.CACHED, names.FREE)
-    )
+    used, cached, free = (total(one.now, catalogue.KV_BLOCKS, state=state) for state in BLOCKS.values)
     if used is None or free is None:
         return None
     return Kv(max(0.0, used), None if cached is None else max(0.0, cached), max(0.0, free))

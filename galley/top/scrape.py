@@ -8,19 +8,17 @@ characters that a terminal would obey are replaced.
 from __future__ import annotations
 
 import asyncio
-import http.client
-import io
+import http
 import math
-import socket
+import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import cast
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from galley.top import names
+from galley.client.addresses import host_and_port
+from galley.common.printable import one_line
 from galley.top.series import Labels, Samples
-from galley.top.service import host_and_port
 
 TIMEOUT_S = 2.0
 MAX_BYTES = 2 * 2**20
@@ -34,6 +32,8 @@ _REQUEST = (
     "User-Agent: galley-top\r\nConnection: close\r\n\r\n"
 )
 _UNREADABLE = "unreadable response"
+# Series with other prefixes are skipped unread.
+_OURS = ("galley_", "gen_ai_server_")
 
 
 class Away(Exception):
@@ -78,29 +78,18 @@ def _why(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "refused"
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return printable(str(reason))
-
-
-class _Received:
-    """The socket that http.client reads a response from, over bytes."""
-
-    def __init__(self, raw: bytes) -> None:
-        self._raw = raw
-
-    def makefile(self, *_: object) -> io.BytesIO:
-        return io.BytesIO(self._raw)
+    return one_line(str(reason), MAX_TEXT)
 
 
 def body_of(raw: bytes) -> str:
-    """Return the body of a response. Raises Away unless it is plain text with status 200."""
-    response = http.client.HTTPResponse(cast("socket.socket", _Received(raw)))
-    try:
-        response.begin()
-        body = response.read()
-    except (http.client.HTTPException, OSError, ValueError):
-        raise Away("no HTTP") from None
-    if response.status != http.client.OK:
-        raise Away(f"HTTP {response.status}")
+    """Return the body of a response. Raises Away unless it is whole, plain text with status 200."""
+    head, separator, body = raw.partition(b"\r\n\r\n")
+    status = re.match(rb"HTTP/1\.[01] (\d{3})", head)
+    length = re.search(rb"\r\ncontent-length: *(\d{1,9})\b", head, re.IGNORECASE)
+    if not separator or status is None or (length is not None and int(length[1]) > len(body)):
+        raise Away("no HTTP")
+    if int(status[1]) != http.HTTPStatus.OK:
+        raise Away(f"HTTP {int(status[1])}")
     with suppress(UnicodeDecodeError):
         return body.decode()
     raise Away(_UNREADABLE)
@@ -113,7 +102,10 @@ def read_samples(text: str) -> Samples:
         for family in text_string_to_metric_families("\n".join(_ours(text))):
             for sample in family.samples:
                 value = float(sample.value)
-                labels = sorted((printable(name), printable(label)) for name, label in sample.labels.items())
+                labels = sorted(
+                    (one_line(name, MAX_TEXT), one_line(label, MAX_TEXT))
+                    for name, label in sample.labels.items()
+                )
                 if math.isfinite(value):
                     samples.setdefault(sample.name, {})[tuple(labels)] = value
     except (ValueError, IndexError, KeyError, OverflowError):
@@ -125,15 +117,9 @@ def _ours(text: str) -> Iterator[str]:
     """Yield the lines of our metrics; the parser does not need the others, and long lines are slow."""
     rows = 0
     for line in text.split("\n"):
-        if not line.startswith(names.READ):
+        if not line.startswith(_OURS):
             continue
         rows += 1
         if rows > MAX_ROWS or len(line) > MAX_LINE:
             raise Away(f"more than {MAX_ROWS} rows" if rows > MAX_ROWS else f"a line of {len(line)}")
         yield line
-
-
-def printable(text: str) -> str:
-    """Return `text` without control characters, cut to MAX_TEXT."""
-    cut = text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
-    return cut if cut.isprintable() else "".join(char if char.isprintable() else "?" for char in cut)

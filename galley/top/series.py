@@ -7,11 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
-from galley.top import names
+from galley.common.metrics.metric import Metric
 
 Labels: TypeAlias = "tuple[tuple[str, str], ...]"
 # Values by name and sorted labels; finite numbers only.
 Samples: TypeAlias = "Mapping[str, Mapping[Labels, float]]"
+
+_BUCKET, _SUM, COUNT = "_bucket", "_sum", "_count"
+# Series that only grow, except when a process restarts.
+_GROWING = ("_total", _BUCKET, _SUM, COUNT)
 
 
 def growth(before: Samples, after: Samples) -> Samples:
@@ -19,21 +23,13 @@ def growth(before: Samples, after: Samples) -> Samples:
 
     A counter that fell shows a restart. A series that is new started at 0.
     """
-    counters = {name: rows for name, rows in after.items() if name.endswith(names.GROWING)}
-    if _restarted(before, counters):
-        return counters
-    return {
+    counters = {name: rows for name, rows in after.items() if name.endswith(_GROWING)}
+    grown = {
         name: {labels: value - before.get(name, {}).get(labels, 0.0) for labels, value in rows.items()}
         for name, rows in counters.items()
     }
-
-
-def _restarted(before: Samples, counters: Samples) -> bool:
-    return any(
-        value < before.get(name, {}).get(labels, 0.0)
-        for name, rows in counters.items()
-        for labels, value in rows.items()
-    )
+    is_restarted = any(value < 0 for rows in grown.values() for value in rows.values())
+    return counters if is_restarted else grown
 
 
 def added(parts: Iterable[Samples]) -> Samples:
@@ -47,17 +43,23 @@ def added(parts: Iterable[Samples]) -> Samples:
     return sums
 
 
-def total(samples: Samples, name: str, **labels: str) -> float | None:
+def rows_of(samples: Samples, metric: Metric | str) -> Mapping[Labels, float]:
+    """Return the rows of a series, or of a metric that has only one."""
+    name = metric if isinstance(metric, str) else metric.series[0]
+    return samples.get(name, {})
+
+
+def total(samples: Samples, metric: Metric | str, **labels: str) -> float | None:
     """Return the sum over all rows with these labels; None if there is no such row."""
     required = set(labels.items())
-    found = [value for pairs, value in samples.get(name, {}).items() if required <= set(pairs)]
+    found = [value for pairs, value in rows_of(samples, metric).items() if required <= set(pairs)]
     return sum(found) if found else None
 
 
-def by(samples: Samples, name: str, label: str) -> dict[str, float]:
+def by(samples: Samples, metric: Metric | str, label: str) -> dict[str, float]:
     """Return sums by the value of a label; rows without the label are left out."""
     sums: dict[str, float] = defaultdict(float)
-    for labels, value in samples.get(name, {}).items():
+    for labels, value in rows_of(samples, metric).items():
         for key, text in labels:
             if key == label:
                 sums[text] += value
@@ -72,8 +74,8 @@ def ratio(part: float | None, whole: float | None) -> float | None:
 def mean(samples: Samples, histogram: str, **labels: str) -> float | None:
     """Return the mean of a histogram's observations; None if there are none."""
     return ratio(
-        total(samples, histogram + names.SUM, **labels),
-        total(samples, histogram + names.COUNT, **labels),
+        total(samples, histogram + _SUM, **labels),
+        total(samples, histogram + COUNT, **labels),
     )
 
 
@@ -98,11 +100,11 @@ def quantile(samples: Samples, histogram: str, share: float) -> float | None:
 
 def _by_bound(samples: Samples, histogram: str) -> dict[float, float]:
     counts: dict[float, float] = defaultdict(float)
-    for written, count in by(samples, histogram + names.BUCKET, names.BOUND).items():
+    for written, count in by(samples, histogram + _BUCKET, "le").items():
         try:
             bound = float(written)
         except ValueError:
             continue
-        if bound > -math.inf:  # nor not-a-number
+        if bound > -math.inf:  # and not NaN
             counts[bound] += count
     return counts

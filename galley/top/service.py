@@ -1,10 +1,10 @@
-"""The services whose metrics are scraped, and their addresses."""
+"""The services whose metrics are scraped."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_MOST_PORT = 65535
+from galley.client.addresses import host_and_port
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,16 +14,6 @@ class Service:
     name: str
     metrics: str
     address: str = ""
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Split "host:port" or "[ipv6]:port". Raises ValueError if it is neither."""
-    host, _, port = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    digits = port.isascii() and port.isdigit() and len(port) <= len(str(_MOST_PORT))
-    if not host or (":" in host) != bracketed or not digits or not 1 <= int(port) <= _MOST_PORT:
-        raise ValueError(f"must be host:port, got {address!r}")
-    return host[1:-1] if bracketed else host, int(port)
 
 
 def named_by_address(addresses: str) -> tuple[Service, ...]:

@@ -141,21 +141,19 @@ def test_a_wrong_flag_is_a_usage_error(wrong: tuple[str, ...]) -> None:
 async def test_registered_replicas_are_shown_and_a_store_that_goes_away_is_told() -> None:
     # With redis, which the command alone does without.
     from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry  # noqa: PLC0415
-    from galley.top.registry import Leases  # noqa: PLC0415
+    from galley.top.registry import read_leases  # noqa: PLC0415
 
     with running(VALKEY) as server:
-        registry = ReplicaRegistry(server.url, lease_s=60)
+        registry = ReplicaRegistry(server.url, lease_s=60, call_timeout_s=1)
         lease = DraftLease(
             address="10.0.0.8:5\x1b[2J", incarnation="1", model="m", tokenizer_hash="h", vocab_size=9
         )
         await registry.publish(DRAFT_POOL, lease)
-        await registry.close()
-        leases = Leases(server.url)
-        told = await leases.read()
-        assert [one.address for one in told.drafts] == ["10.0.0.8:5?[2J"]
+        told = await read_leases(registry)
+        assert [one.address for one in told.drafts] == ["10.0.0.8:5\ufffd[2J"]
         assert (list(told.targets), told.problem) == ([], "")
-    away = await leases.read()
-    await leases.close()
+    away = await read_leases(registry)
+    await registry.close()
     assert away.problem
     assert not away.drafts
 

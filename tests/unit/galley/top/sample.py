@@ -17,7 +17,7 @@ from pathlib import Path
 
 from galley.top.fleet import Fleet
 from galley.top.scrape import body_of, fetch, read_samples
-from galley.top.screen import Screen, Screens
+from galley.top.screen import Screen, next_screen
 from galley.top.series import Samples
 from galley.top.service import Service, named_by_address
 
@@ -57,7 +57,7 @@ def fleet(*, without: str = "", why: str = "refused") -> tuple[Fleet, float]:
 
 def screen(*, without: str = "", why: str = "refused") -> Screen:
     told, now_s = fleet(without=without, why=why)
-    return Screens(told).next(now_s)
+    return next_screen(told, now_s)
 
 
 async def _record(of: Sequence[Service]) -> None:

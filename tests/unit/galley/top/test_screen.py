@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galley.core.routing.choice import DraftLease, TargetLease
-from galley.top import names
 from galley.top.fleet import RATE_S, WINDOW_S, Fleet, Registered
 from galley.top.replicas import AWAY, DRAINING, LEASED, UP, Kv, replicas_of
 from galley.top.scrape import read_samples
-from galley.top.screen import Screen, Screens
+from galley.top.screen import Screen, next_screen
 from galley.top.service import Service
 from galley.top.view import render
 from tests.unit.galley.top import sample
@@ -44,7 +43,7 @@ def a_screen(*told: tuple[float, Service, str | None], registered: Registered | 
             fleet.fail(service, at_s, "refused")
         else:
             fleet.add(service, at_s, read_samples(text))
-    return Screens(fleet).next(told[-1][0])
+    return next_screen(fleet, told[-1][0])
 
 
 def target_lease(address: str, *, draining: bool = False) -> TargetLease:
@@ -282,19 +281,9 @@ def test_no_numbers_whatever_they_are_break_a_frame(data: st.DataObject) -> None
             drawn = cycle(data.draw(st.lists(numbers, min_size=1, max_size=11)))
             wild = {name: {labels: next(drawn) for labels in rows} for name, rows in told.items()}
             fleet.add(service, at_s, wild)
-    screen = Screens(fleet).next(3.0)
+    screen = next_screen(fleet, 3.0)
     width, height = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 60))
     assert plain(render(screen, width, height), width)
-
-
-def test_every_metric_that_is_read_is_one_that_services_tell() -> None:
-    told = {name for service in sample.services() for name in sample.samples(service, 1)}
-    families = told | {name.removesuffix(suffix) for name in told for suffix in names.GROWING}
-    read = {
-        value for value in vars(names).values() if isinstance(value, str) and value.startswith(names.READ)
-    }
-    assert len(read) > 20
-    assert read <= families
 
 
 def test_a_registry_that_is_away_is_told() -> None:
