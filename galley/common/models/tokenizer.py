@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -96,10 +94,13 @@ def _directory(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    # Loaded here because it takes a tenth of the gateway's start.
+    from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
+
     name, revision = hub_model(model)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"{model!r} is no directory, and no model that the hub gives: {error}"
         ) from error
