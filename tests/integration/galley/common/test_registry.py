@@ -42,7 +42,7 @@ def shared_server(request: pytest.FixtureRequest) -> Iterator[Server | Cluster]:
 
 @pytest.fixture
 async def server(shared_server: Server | Cluster) -> Server | Cluster:
-    """Empty, and not to be hurt."""
+    """Return an empty server that the test must not kill."""
     await shared_server.command("FLUSHALL")
     return shared_server
 
@@ -86,10 +86,10 @@ def lease(address: str = "host:1", incarnation: str = "life-1", prefixes: int = 
     return target_lease(address, info(incarnation), [bytes([n]) * 16 for n in range(prefixes)])
 
 
-async def until(registry: ReplicaRegistry, wanted: object) -> None:
-    """Wait until the registry reads so."""
+async def until(registry: ReplicaRegistry, expected: object) -> None:
+    """Wait until the registry holds these leases."""
     async with asyncio.timeout(WAIT_S):
-        while await read(registry) != wanted:  # noqa: ASYNC110  # Redis does not call back
+        while await read(registry) != expected:  # noqa: ASYNC110  # Redis does not call back
             await asyncio.sleep(0.01)
 
 
@@ -100,7 +100,7 @@ async def read(registry: ReplicaRegistry) -> list[tuple[str, str, bool]] | None:
         return None
 
 
-async def test_what_was_published_is_read(registry: ReplicaRegistry) -> None:
+async def test_published_leases_are_read(registry: ReplicaRegistry) -> None:
     first, second = lease("host:1"), replace(lease("[::1]:2", prefixes=0), draining=True, deterministic=False)
     await registry.publish(POOL, first)
     await registry.publish(POOL, second)
@@ -108,7 +108,7 @@ async def test_what_was_published_is_read(registry: ReplicaRegistry) -> None:
     assert await registry.read(DRAFT_POOL) == []
 
 
-async def test_a_draft_tells_what_it_offers_and_is_in_a_pool_of_its_own(registry: ReplicaRegistry) -> None:
+async def test_drafts_have_a_pool_of_their_own(registry: ReplicaRegistry) -> None:
     info = pb.GetDraftInfoResponse(
         model="tiny-draft",
         tokenizer_hash="hash",
@@ -118,10 +118,10 @@ async def test_a_draft_tells_what_it_offers_and_is_in_a_pool_of_its_own(registry
         max_draft_tokens=16,
         vocab_size=256,
     )
-    told = replace(draft_lease("host:1", info, sessions=5, queue_depth=2), draining=True)
-    await registry.publish(DRAFT_POOL, told)
+    draft = replace(draft_lease("host:1", info, sessions=5, queue_depth=2), draining=True)
+    await registry.publish(DRAFT_POOL, draft)
     await registry.publish(POOL, lease())
-    assert await registry.read(DRAFT_POOL) == [told]
+    assert await registry.read(DRAFT_POOL) == [draft]
     assert await registry.read(POOL) == [lease()]
     bare = draft_lease("host:1", pb.GetDraftInfoResponse(incarnation="life-2"))
     await registry.publish(DRAFT_POOL, bare)
@@ -131,7 +131,7 @@ async def test_a_draft_tells_what_it_offers_and_is_in_a_pool_of_its_own(registry
     assert await registry.read(POOL) == [lease()]
 
 
-async def test_a_lease_is_renewed_with_what_has_changed(registry: ReplicaRegistry) -> None:
+async def test_a_renewed_lease_has_the_new_values(registry: ReplicaRegistry) -> None:
     await registry.publish(POOL, lease())
     busy = replace(lease(), queue_depth=9, kv_blocks_free=1)
     await registry.publish(POOL, busy)
@@ -171,7 +171,7 @@ async def test_prefixes_outlast_a_call_that_failed(
     assert await registry.read(POOL) == [lease()]
 
 
-async def test_a_lease_ends_and_is_swept(server: Server | Cluster, registry: ReplicaRegistry) -> None:
+async def test_an_expired_lease_is_removed(server: Server | Cluster, registry: ReplicaRegistry) -> None:
     short = ReplicaRegistry(server.url, lease_s=0.05)
     await short.publish(POOL, lease("gone:1"))
     await registry.publish(POOL, lease("here:1"))
@@ -180,7 +180,7 @@ async def test_a_lease_ends_and_is_swept(server: Server | Cluster, registry: Rep
     await short.close()
 
 
-async def test_a_new_life_replaces_the_old_and_is_not_withdrawn_by_it(registry: ReplicaRegistry) -> None:
+async def test_a_new_process_replaces_the_old_one_which_cannot_withdraw_it(registry: ReplicaRegistry) -> None:
     await registry.publish(POOL, lease(incarnation="life-1"))
     await registry.publish(POOL, lease(incarnation="life-2", prefixes=0))
     await registry.withdraw(POOL, "host:1", "life-1")
@@ -201,9 +201,7 @@ async def test_keys_of_a_pool_share_a_slot_and_expire(
     assert 0 < await server.command("PTTL", "galley:replicas:{target}:host:1") <= 3000
 
 
-async def test_what_another_release_wrote_is_passed_over(
-    server: Server | Cluster, registry: ReplicaRegistry
-) -> None:
+async def test_unreadable_leases_are_skipped(server: Server | Cluster, registry: ReplicaRegistry) -> None:
     await registry.publish(POOL, lease("good:1"))
     await registry.publish(POOL, lease("odd:1"))
     await server.command("HSET", "galley:replicas:{target}:odd:1", "ranks", "three")
@@ -215,7 +213,7 @@ async def test_prefixes_are_bounded() -> None:
     assert target_lease("a:1", info(), many).cached_prefixes == frozenset(many[:MAX_CACHED_PREFIXES])
 
 
-async def test_a_server_that_is_away_is_unavailable() -> None:
+async def test_an_unreachable_server_is_unavailable() -> None:
     with tempfile.TemporaryDirectory(prefix="galley-") as directory:
         registry = ReplicaRegistry(f"unix://{Path(directory) / 's'}", call_timeout_s=0.2)
         with pytest.raises(StoreUnavailable):
@@ -236,7 +234,7 @@ async def test_a_replica_is_registered_drains_and_withdraws(
     assert await read(registry) == []
 
 
-async def test_a_replica_keeps_its_lease_and_tells_how_it_is(
+async def test_a_replica_renews_its_lease_with_its_load(
     server: Server | Cluster, registry: ReplicaRegistry
 ) -> None:
     depth = iter(range(1000))
@@ -247,14 +245,14 @@ async def test_a_replica_keeps_its_lease_and_tells_how_it_is(
         lease_s=0.3,
     )
     await until(registry, [("host:1", "life-1", False)])
-    told = 0
+    depth_read = 0
     async with asyncio.timeout(WAIT_S):
-        while told < 4:  # more than a lease later
-            told = max((it.queue_depth for it in await registry.read(POOL)), default=told)
+        while depth_read < 4:  # more than a lease later
+            depth_read = max((it.queue_depth for it in await registry.read(POOL)), default=depth_read)
     await registration.close()
 
 
-async def test_a_replica_outlasts_a_store_that_was_killed(own_server: Server) -> None:
+async def test_a_replica_registers_again_after_the_store_was_killed(own_server: Server) -> None:
     registry = ReplicaRegistry(own_server.url, call_timeout_s=5)
     registration = start_registration(own_server.url, POOL, lease, lease_s=0.3)
     await until(registry, [("host:1", "life-1", False)])
@@ -266,7 +264,7 @@ async def test_a_replica_outlasts_a_store_that_was_killed(own_server: Server) ->
     await registry.close()
 
 
-async def test_a_replica_can_close_while_the_store_is_away(own_server: Server) -> None:
+async def test_a_replica_closes_while_the_store_is_away(own_server: Server) -> None:
     registry = ReplicaRegistry(own_server.url, call_timeout_s=5)
     registration = start_registration(own_server.url, POOL, lease)
     await until(registry, [("host:1", "life-1", False)])
@@ -276,7 +274,7 @@ async def test_a_replica_can_close_while_the_store_is_away(own_server: Server) -
     await registry.close()
 
 
-async def test_scripts_are_sent_again_when_the_server_forgot_them(
+async def test_scripts_are_sent_again_after_script_flush(
     server: Server | Cluster, registry: ReplicaRegistry
 ) -> None:
     for depth in range(3):
@@ -290,20 +288,8 @@ async def test_scripts_are_sent_again_when_the_server_forgot_them(
     assert await registry.read(POOL) == []
 
 
-async def test_the_old_life_of_a_replica_does_not_speak_for_the_new(registry: ReplicaRegistry) -> None:
-    """It was stopped, and goes on once the new one has been registered."""
-    await registry.publish(POOL, replace(lease(incarnation="life-1"), queue_depth=1))
-    await registry.publish(POOL, lease(incarnation="life-2", prefixes=0))
-    for _ in range(2):
-        with pytest.raises(Replaced):
-            await registry.publish(POOL, lease(incarnation="life-1"))
-    assert await registry.read(POOL) == [lease(incarnation="life-2", prefixes=0)]
-    await registry.withdraw(POOL, "host:1", "life-1")
-    assert await registry.read(POOL) == [lease(incarnation="life-2", prefixes=0)]
-
-
-async def next_lives(registry: ReplicaRegistry, how: str) -> list[TargetLease]:
-    """What stands at the address of a life that was replaced, once its successor has met its fate."""
+async def successors_of(registry: ReplicaRegistry, how: str) -> list[TargetLease]:
+    """Replace a process, and return the leases at its address after what happened to its successor."""
     await registry.publish(POOL, lease(incarnation="life-1"))
     match how:
         case "lives":
@@ -321,8 +307,8 @@ async def next_lives(registry: ReplicaRegistry, how: str) -> list[TargetLease]:
 
 
 @pytest.mark.parametrize("how", ["lives", "has a successor", "withdrew", "came when the lease had ended"])
-async def test_a_life_that_was_replaced_never_comes_back(registry: ReplicaRegistry, how: str) -> None:
-    there = await next_lives(registry, how)
+async def test_a_replaced_process_cannot_register_again(registry: ReplicaRegistry, how: str) -> None:
+    there = await successors_of(registry, how)
     for _ in range(2):
         with pytest.raises(Replaced):
             await registry.publish(POOL, lease(incarnation="life-1"))
@@ -331,7 +317,7 @@ async def test_a_life_that_was_replaced_never_comes_back(registry: ReplicaRegist
     assert await read(registry) == [("host:1", "life-4", False)]
 
 
-async def test_what_comes_late_of_a_dead_life_does_not_end_the_living(
+async def test_a_late_first_publication_does_not_replace_the_successor(
     server: Server | Cluster, registry: ReplicaRegistry
 ) -> None:
     """Its first publication, which the server took only after its successor's."""
@@ -347,7 +333,7 @@ async def test_what_comes_late_of_a_dead_life_does_not_end_the_living(
     assert await server.command("PTTL", "galley:replicas:{target}:host:1:born") > 23 * 3600 * 1000
 
 
-async def test_who_was_replaced_says_so_and_is_silent_from_then_on(own_server: Server) -> None:
+async def test_a_replaced_registration_logs_an_error_and_stops_renewing(own_server: Server) -> None:
     """It says so though it has just said that Redis is away; and if Redis forgets all, it is not back."""
     registry = ReplicaRegistry(own_server.url, call_timeout_s=5)
     with capture_logs() as logs:
