@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from galley.common.metrics.catalogue import METRICS, of_service
-from galley.common.metrics.exposition import render
 from galley.common.metrics.labels import SERVICES
 from galley.common.metrics.metric import Kind, LabelValues, Metric
 from galley.common.metrics.registry import Registry
+from galley.common.metrics.scrape import render
 from tests.fakes.promql import (
     FAMILIES,
     ROOT,
