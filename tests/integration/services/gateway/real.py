@@ -91,7 +91,7 @@ class RealTarget:
 
     async def die(self) -> None:
         """Answer nobody any more, from one moment to the next."""
-        await self.running._server.stop(None)
+        await self.running._servers[0].stop(None)
 
 
 class Real:
