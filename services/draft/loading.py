@@ -11,7 +11,7 @@ from galley.common.server.process import limit_threads
 from galley.core import names
 from galley.core.kv.blocks import BLOCK_TOKENS
 from services.draft.drafter import Drafter
-from services.draft.items import DraftInfo
+from services.draft.servicer import DraftInfo
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import Strategy
 from services.draft.strategies.lookups import Lookups

@@ -13,8 +13,7 @@ from galley.core.cost.model import StepTimes
 from galley.core.records import PositionLogprobs
 from galley.core.step import Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
 from services.draft.drafter import Drafter
-from services.draft.items import DraftInfo
-from services.draft.servicer import DraftService
+from services.draft.servicer import DraftInfo, DraftService
 from services.draft.strategies.base import DraftJob, Proposal
 from services.target.engine.protocol import EngineInfo
 from services.target.servicer import Limits, TargetService

@@ -18,8 +18,7 @@ from galley.common.tracing.light_spans import SpanScope
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.drafter import Drafter
-from services.draft.items import DraftInfo
-from services.draft.servicer import DraftService
+from services.draft.servicer import DraftInfo, DraftService
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import DraftJob, Proposal, Strategy
 from services.draft.strategies.model import ModelStrategy

@@ -29,8 +29,7 @@ from galley.trace.read.library import find
 from galley.trace.read.model import Story
 from galley.trace.read.otlp_file import Lines, OtlpFile
 from services.draft.drafter import Drafter
-from services.draft.items import DraftInfo
-from services.draft.servicer import DraftService
+from services.draft.servicer import DraftInfo, DraftService
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import DraftJob, Proposal
 from services.draft.strategies.model import ModelStrategy
