@@ -22,9 +22,9 @@ from galley.core.names import SCHEMA_URL
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import SessionStore, StoredSession
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.gateway.auth.build import build_authentication
+from services.gateway.auth.authentication import build_authentication
 from services.gateway.auth.interceptor import PrincipalInterceptor
-from services.gateway.clock import SECOND, MonotonicClock
+from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.metrics import observe_gateway
 from services.gateway.replicas.addresses import ReplicaChannels
 from services.gateway.replicas.draft_session import DraftSession
@@ -39,13 +39,12 @@ from services.gateway.session.runner import Ports
 from services.gateway.session.streams import Streams
 from services.gateway.settings import MAX_DRAFT_TOKENS, NO_DRAFT, TUNING, GatewaySettings, Tuning
 from services.gateway.store.redis import RedisStore
-from services.gateway.store.retry import retry
-from services.gateway.telemetry.call_metrics import CallMetrics
+from services.gateway.store.session_log import retry
+from services.gateway.telemetry.call import CallMetrics
 from services.gateway.telemetry.interceptor import TraceInterceptor
 from services.gateway.telemetry.observer import RequestObservers
 from services.gateway.telemetry.session_metrics import SessionMetrics
 from services.gateway.telemetry.spans import TraceOptions
-from services.gateway.timeouts import Timeouts
 
 _log = get_logger(__name__)
 _HAND_OVER_SHARE = 0.6
@@ -133,7 +132,7 @@ def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Intercep
     def of_process(parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
         authentication.start()
         scope = parts.telemetry.scope("galley.gateway", SCHEMA_URL)
-        principals = PrincipalInterceptor(authentication.authenticator)
+        principals = PrincipalInterceptor(authentication)
         if scope is None:
             return (principals,)
         return (TraceInterceptor(scope, _trace_options(settings, tuning), _CLOCK), principals)

@@ -24,13 +24,13 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.auth.interceptor import caller
 from services.gateway.clock import SECOND
 from services.gateway.request import respond as events_pb
-from services.gateway.request.session_id import session_id_for
 from services.gateway.request.validate import (
     check_model,
     check_priority,
     parse_generate,
     parse_resume,
     parse_session_id,
+    session_id_for,
 )
 from services.gateway.served_model import ServedModel
 from services.gateway.session.pump import Pump

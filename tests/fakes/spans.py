@@ -18,7 +18,6 @@ from galley.common.tracing.telemetry import telemetry_to
 from galley.core import names
 from galley.core.session.ports import Clock
 from services.gateway.telemetry.observer import RequestObserver, observe_with
-from services.gateway.telemetry.request_trace import RequestTrace
 from services.gateway.telemetry.spans import TraceOptions, TraceStart
 from tests.fakes.waiting import Watch
 
@@ -96,11 +95,10 @@ def traced_here(kept: KeptSpans, clock: Clock) -> RequestObserver:
     context = kept.scope.request(Context(), "test", {})
     start_ns = OFFSET_NS + clock.now_ns()
     attributes: dict[str, Any] = {names.PROVIDER: names.GALLEY}
-    request = RequestTrace(
+    observer = RequestObserver(
         TraceStart(kept.scope, TraceOptions(), context, None, clock, OFFSET_NS, start_ns, attributes)
     )
-    request.begin()
-    observer = RequestObserver(request)
+    observer.begin()
     observe_with(observer)
     return observer
 

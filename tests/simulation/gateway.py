@@ -11,7 +11,7 @@ from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
 from galley.core.errors import TargetUnavailable
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import StoredSession
-from services.gateway.clock import SECOND
+from services.gateway.clock import SECOND, Timeouts
 from services.gateway.replicas.membership import RegisteredAddresses
 from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.validate import Limits
@@ -20,7 +20,6 @@ from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.telemetry.observer import RequestObservers
-from services.gateway.timeouts import Timeouts
 from tests.simulation.loop import Process
 from tests.simulation.redis import SimRegistry, SimStore
 from tests.simulation.replicas import MOST_DRAFT_TOKENS, TOKENIZER

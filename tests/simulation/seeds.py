@@ -9,7 +9,7 @@ from dataclasses import replace
 from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.answer.answer import SessionSpec
 from galley.core.sampling_params import SamplingParams
-from services.gateway.request.session_id import session_id_for
+from services.gateway.request.validate import session_id_for
 from tests.simulation.schedule import ID_SECRET, MOST_K, Fault, PlannedSession, Schedule
 from tests.simulation.truth import STOP, VOCAB
 

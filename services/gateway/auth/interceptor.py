@@ -15,8 +15,7 @@ import grpc
 from structlog.contextvars import bind_contextvars
 
 from galley.common.wire.handlers import Behavior, Handler, WrappingInterceptor, wrap_handler
-from galley.core.admission.principal import ANONYMOUS, Principal
-from galley.core.errors import Broken
+from galley.core.admission.principal import Principal
 from services.gateway.telemetry.call import logging_rejection
 
 _BEARER = "bearer "
@@ -46,16 +45,11 @@ class Authenticator(Protocol):
     """Determines the principal of a call."""
 
     async def authenticate(self, credentials: Credentials) -> Principal:
-        """Return the principal. Raise Unauthenticated, which repeats no credential, or CallerUnknown."""
+        """Return the principal.
+
+        Raise Unauthenticated, which repeats no credential, or AuthenticationUnavailable.
+        """
         ...
-
-
-class NoAuthentication(Authenticator):
-    """Give all callers one principal."""
-
-    async def authenticate(self, credentials: Credentials) -> Principal:  # noqa: ARG002  # whatever it is
-        """Return ANONYMOUS."""
-        return ANONYMOUS
 
 
 class PrincipalInterceptor(WrappingInterceptor):
@@ -102,8 +96,5 @@ _PRINCIPAL: ContextVar[Principal] = ContextVar("principal")
 
 
 def caller() -> Principal:
-    """Return the principal of the current call. Raise Broken if no interceptor has set one."""
-    try:
-        return _PRINCIPAL.get()
-    except LookupError as error:
-        raise Broken("the call has no principal") from error
+    """Return the principal of the current call, which the interceptor has set."""
+    return _PRINCIPAL.get()

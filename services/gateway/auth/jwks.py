@@ -15,7 +15,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
@@ -27,7 +27,7 @@ from jwt.exceptions import PyJWTError
 from galley.common.logs import get_logger
 from galley.common.tls.files import NamedFile, WatchedFiles
 from galley.core.errors import AuthenticationUnavailable
-from services.gateway.auth.settings import check_https
+from services.gateway.settings import check_https
 
 _C = TypeVar("_C")
 _T = TypeVar("_T")
@@ -141,40 +141,20 @@ def _algorithms(public: object) -> frozenset[str]:
 # --------------------------------------------------------------------------------------- sources --
 
 
-class KeySource(Protocol):
-    """The source of an issuer's current keys."""
-
-    async def current(self) -> KeySet:
-        """Return the known keys. Raise AuthenticationUnavailable if there are none, or they are too old."""
-        ...
-
-    async def refreshed(self) -> KeySet:
-        """Return the keys after a fetch, if one is due. Raise AuthenticationUnavailable like `current`."""
-        ...
-
-
-class JwksFile(KeySource):
+class JwksFile:
     """Keys from a watched file."""
 
     def __init__(self, file: WatchedFiles[KeySet]) -> None:
         self._file = file
 
     async def current(self) -> KeySet:
-        """Return the keys in the file."""
+        """Return the keys in the file, which is checked for changes."""
         return self._file.current()
 
-    async def refreshed(self) -> KeySet:
-        """Return the same keys: the file has just been checked for changes."""
-        return self._file.current()
+    refreshed = current
 
 
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    keys: KeySet
-    at_s: float
-
-
-class CachedJwks(KeySource):
+class CachedJwks:
     """A cache over `fetch`, which raises ValueError or OSError where it fails."""
 
     def __init__(
@@ -189,41 +169,41 @@ class CachedJwks(KeySource):
         self._refresh_s = refresh_s
         self._stale_s = stale_s
         self._clock = clock
-        self._fetched: _Fetched | None = None
+        self._fetched: KeySet | None = None
+        self._fetched_s = 0.0
         self._tried_s: float | None = None
         self._failed = False
         self._fetching: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Start the first fetch. Call it in the event loop."""
-        self._start_fetch()
-
     async def current(self) -> KeySet:
-        """Return the cached keys; wait for a fetch if they are missing or long unchecked."""
+        """Return the cached keys; wait for a fetch if they are missing or long unchecked.
+
+        Raise AuthenticationUnavailable if there are none, or they are too old.
+        """
         age_s = self._age_s()
         if age_s > self._refresh_s:
-            self._start_fetch()
+            self.start()
         unchecked = age_s > 2 * self._refresh_s and not self._failed
         if unchecked or age_s > self._stale_s:
             await self._wait()
         return self._keys()
 
     async def refreshed(self) -> KeySet:
-        """Return the keys after a fetch, unless the last one was just now."""
-        self._start_fetch()
+        """Return the keys after a fetch, unless the last one was just now. Raise like `current`."""
+        self.start()
         await self._wait()
         return self._keys()
 
     def _keys(self) -> KeySet:
         if self._fetched is None or self._age_s() > self._stale_s:
             raise AuthenticationUnavailable("the keys of the token issuer cannot be fetched; try again later")
-        return self._fetched.keys
+        return self._fetched
 
     def _age_s(self) -> float:
-        return float("inf") if self._fetched is None else self._clock() - self._fetched.at_s
+        return float("inf") if self._fetched is None else self._clock() - self._fetched_s
 
-    def _start_fetch(self) -> None:
-        """Start a fetch unless one is running or was started just now."""
+    def start(self) -> None:
+        """Start a fetch unless one is running or was started just now. Call it in the event loop."""
         if self._fetching is not None:
             return
         if self._tried_s is None or self._clock() - self._tried_s >= MIN_FETCH_INTERVAL_S:
@@ -238,13 +218,13 @@ class CachedJwks(KeySource):
     async def _refresh(self) -> None:
         started_s = self._clock()
         try:
-            self._fetched = _Fetched(await self._fetch(), started_s)
+            self._fetched = await self._fetch()
         except (OSError, ValueError) as error:
             self._failed = True
             _log.error("jwks fetch failed", error=str(error))
         else:
-            self._failed = False
-            _log.debug("jwks fetched", keys=len(self._fetched.keys.keys))
+            self._fetched_s, self._failed = started_s, False
+            _log.debug("jwks fetched", keys=len(self._fetched.keys))
         finally:
             self._fetching = None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -18,8 +17,8 @@ import jwt
 from galley.common.logs import get_logger
 from galley.core.admission.principal import TOKEN_PREFIX, Principal
 from galley.core.errors import Unauthenticated
-from services.gateway.auth.interceptor import Authenticator, Credentials
-from services.gateway.auth.jwks import KeySource
+from services.gateway.auth.jwks import CachedJwks, JwksFile
+from services.gateway.settings import JWT_LEEWAY_S, TokenSettings, comma_separated
 
 JWT_NEEDED = "a token is needed: `authorization: Bearer TOKEN`"
 JWT_REFUSED = "this token is not accepted"
@@ -43,47 +42,41 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
 _MESSAGES = {"expired": JWT_EXPIRED, "not valid yet": JWT_EARLY}
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRules:
-    """The accepted issuer, audiences (one must match) and algorithms; `claim` names the principal."""
-
-    issuer: str
-    audiences: tuple[str, ...]
-    algorithms: tuple[str, ...]
-    claim: str = "sub"
-    leeway_s: float = 30.0
-
-
 class _Refused(Exception):
     """A token is refused; the message is the reason in a word or two."""
 
 
-class JwtAuthenticator(Authenticator):
-    """Accepts tokens that match `rules` and are signed by one of `keys`.
+class JwtAuthenticator:
+    """Accepts tokens that match the settings and are signed by one of `keys`.
 
     `principal` returns the principal of a name, with its limits.
     """
 
     def __init__(
         self,
-        rules: TokenRules,
-        keys: KeySource,
+        settings: TokenSettings,
+        keys: JwksFile | CachedJwks,
         principal: Callable[[str], Principal],
+        leeway_s: float = JWT_LEEWAY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rules = rules
-        self._keys = keys
+        self.keys = keys
+        self._issuer = settings.jwt_issuer
+        self._audiences = comma_separated(settings.jwt_audience)
+        self._algorithms = comma_separated(settings.jwt_algorithms)
+        self._claim = settings.jwt_principal_claim
         self._principal = principal
+        self._leeway_s = leeway_s
         self._clock = clock
         self._refusals: Counter[str] = Counter()
         self._logged_at_s: dict[str, float] = {}
 
-    async def authenticate(self, credentials: Credentials) -> Principal:
-        """Return the principal of the bearer token. Raise Unauthenticated or CallerUnknown."""
-        if not credentials.bearer:
+    async def authenticate(self, token: str) -> Principal:
+        """Return the principal of the token. Raise Unauthenticated or AuthenticationUnavailable."""
+        if not token:
             raise Unauthenticated(JWT_NEEDED)
         try:
-            return self._principal(self._name(await self._claims(credentials.bearer)))
+            return self._principal(self._name(await self._claims(token)))
         except _Refused as refused:
             reason = str(refused)
         self._log_refusal(reason)
@@ -91,9 +84,9 @@ class JwtAuthenticator(Authenticator):
 
     async def _claims(self, token: str) -> dict[str, Any]:
         key_id, algorithm = self._header(token)
-        key = (await self._keys.current()).find(key_id, algorithm)
+        key = (await self.keys.current()).find(key_id, algorithm)
         if key is None:
-            key = (await self._keys.refreshed()).find(key_id, algorithm)
+            key = (await self.keys.refreshed()).find(key_id, algorithm)
         if key is None:
             raise _Refused("unknown key")
         try:
@@ -101,10 +94,10 @@ class JwtAuthenticator(Authenticator):
                 token,
                 key.public,
                 algorithms=[algorithm],
-                issuer=self._rules.issuer,
-                audience=self._rules.audiences,
-                leeway=self._rules.leeway_s,
-                options={"require": ["exp", "iss", "aud", self._rules.claim]},
+                issuer=self._issuer,
+                audience=self._audiences,
+                leeway=self._leeway_s,
+                options={"require": ["exp", "iss", "aud", self._claim]},
             )
         except (jwt.PyJWTError, ValueError, TypeError, ArithmeticError) as error:
             raise _Refused(_reason(error)) from None
@@ -118,7 +111,7 @@ class JwtAuthenticator(Authenticator):
         except (jwt.PyJWTError, ValueError, TypeError):
             raise _Refused("malformed") from None
         algorithm, key_id = header.get("alg"), header.get("kid")
-        if algorithm not in self._rules.algorithms:
+        if algorithm not in self._algorithms:
             raise _Refused("algorithm")
         if "crit" in header:  # an extension that must be understood, and is not
             raise _Refused("critical header")
@@ -126,7 +119,7 @@ class JwtAuthenticator(Authenticator):
 
     def _name(self, claims: dict[str, Any]) -> str:
         """Return the claim as the name of a principal, with other characters percent-encoded."""
-        value = claims[self._rules.claim]
+        value = claims[self._claim]
         if not isinstance(value, str) or not value:
             raise _Refused("claim")
         try:

@@ -87,7 +87,7 @@ class DraftSession:
         left_ns = None if remaining_ns is None else remaining_ns - (self._drafts.now_ns() - started_ns)
         if left_ns is not None and left_ns <= 0:
             return self._report(request, response)
-        request_observer().draft_retried(response.message)
+        request_observer().retried(ev.Pool.DRAFT, response.message)
         return self._report(request, await self._try(other, spec, request, left_ns))
 
     def _place(self, strategy: str) -> DraftReplica | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hmac
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from types import MappingProxyType
 from typing import Literal, Protocol
 
@@ -13,11 +15,11 @@ from galley.core.content import HASH_BYTES
 from galley.core.errors import InvalidField, Unimplemented, UnknownSession
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.request.session_id import SESSION_ID_HEX
 
 Mode = Literal["auto", "off", "fixed"]
 
 BODY_HASH_BYTES = 32
+SESSION_ID_HEX = 32
 _WORKLOAD = re.compile(r"[A-Za-z0-9_.:/-]*")
 _SESSION_ID = re.compile(rf"[0-9a-f]{{{SESSION_ID_HEX}}}")
 _MODES: Mapping[int, Mode] = MappingProxyType(
@@ -360,3 +362,15 @@ def _max_tokens(request: pb.GenerateRequest, prompt_len: int, limits: Limits, co
 
 def _quoted(text: str, most: int = 64) -> str:
     return repr(text if len(text) <= most else text[:most] + "...")
+
+
+def session_id_for(principal: str, key: str, secret: bytes) -> str:
+    """Return a 128-bit session id in hex: random, or an HMAC of (principal, key) if `key` is not empty.
+
+    The HMAC makes repeats of one request meet in `create` without a second record, and keeps principals from
+    naming each other's sessions.
+    """
+    if not key:
+        return secrets.token_hex(SESSION_ID_HEX // 2)
+    message = principal.encode() + b"\0" + key.encode()
+    return hmac.new(secret, message, sha256).hexdigest()[:SESSION_ID_HEX]

@@ -44,9 +44,9 @@ class Pump:
         self._has_left = False
         self._handler = asyncio.current_task()
         self._observer = request_observer()
-        self._observer.trace.hold()
+        self._observer.hold()
         self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(lambda _: self._observer.trace.release())
+        self._task.add_done_callback(lambda _: self._observer.release())
         self._unread_end: asyncio.Task[None] | None = None
         # gRPC may drop the generator when the client leaves, but it always reports the end of the call.
         context.add_done_callback(self._call_ended)  # type: ignore[arg-type]  # the stubs want a class

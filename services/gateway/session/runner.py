@@ -18,11 +18,10 @@ from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Session
 from galley.core.session.ports import Clock, DraftPort, Replica, TargetPort, Verification
 from galley.core.store import CacheLocation, KvDirectory
-from services.gateway.clock import SECOND
+from services.gateway.clock import SECOND, Timeouts
 from services.gateway.session.outbox import Outbox
 from services.gateway.store.session_log import SessionLog
 from services.gateway.telemetry.observer import request_observer
-from services.gateway.timeouts import Timeouts
 
 _SEND_GRACE_S = 5.0
 """How long a stream that ends with an error waits for a client to read what was confirmed before."""

@@ -19,12 +19,11 @@ from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.session.ports import Clock
 from galley.core.store import NewSession, SessionStore, StoredSession
+from services.gateway.clock import Timeouts
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.redis import NONCE_BYTES
-from services.gateway.store.retry import retry
-from services.gateway.store.session_log import SessionLog
+from services.gateway.store.session_log import SessionLog, retry
 from services.gateway.telemetry.observer import request_observer
-from services.gateway.timeouts import Timeouts
 
 _T = TypeVar("_T")
 

@@ -18,20 +18,23 @@ from typing import TypeVar
 
 from galley.common.logs import get_logger
 from galley.core.answer.codec import encode_ending
-from galley.core.errors import GalleyError, UnknownSession
+from galley.core.errors import GalleyError, StoreUnavailable, UnknownSession
 from galley.core.records import encode_records
 from galley.core.session import events as ev
 from galley.core.session.ports import Clock
 from galley.core.store import KvDirectory, LogBehind, SessionStore, StoredSession
-from services.gateway.clock import SECOND
-from services.gateway.store.retry import retry
+from services.gateway.clock import SECOND, Timeouts
 from services.gateway.telemetry.observer import request_observer
 from services.gateway.telemetry.spans import COMMIT, RENEW
-from services.gateway.timeouts import Timeouts
 
 _T = TypeVar("_T")
 _E = TypeVar("_E")
 _log = get_logger(__name__)
+
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 0.2
+LAST_CALL_S = 0.5
+"""Time that a call that started in time may take beyond the limit."""
 
 
 class SessionLog:
@@ -117,3 +120,29 @@ class SessionLog:
             result = await change()
         self._held_ns = requested_ns
         return result
+
+
+async def retry(operation: str, call: Callable[[], Awaitable[_T]], until_ns: int, clock: Clock) -> _T:
+    """Return the result of `call`, repeated until it does not raise StoreUnavailable.
+
+    No attempt starts after `until_ns`. The pause between attempts doubles from FIRST_PAUSE_S to
+    LONGEST_PAUSE_S. `operation` names the call in traces. Raise the last StoreUnavailable, or one for the
+    time-out.
+    """
+    observer, pause_s = request_observer(), FIRST_PAUSE_S
+    left_s = max(0.0, (until_ns - clock.now_ns()) / SECOND)
+    with observer.store_call(operation) as span:
+        try:
+            async with asyncio.timeout(left_s + LAST_CALL_S):
+                while True:
+                    try:
+                        return await call()
+                    except StoreUnavailable as error:
+                        left_s = (until_ns - clock.now_ns()) / SECOND
+                        if left_s <= 0:
+                            raise
+                        observer.store_retried(span, error)
+                    await asyncio.sleep(min(pause_s, left_s))
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        except TimeoutError as error:
+            raise StoreUnavailable("the session store does not respond") from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanContext
@@ -44,27 +43,13 @@ class Sums:
     moves: int = 0
     stalled_ns: int = 0
 
-    def attributes(self) -> dict[str, AnyValue]:
-        """Return the sums as attributes."""
-        attributes: dict[str, AnyValue] = {names.MOVES: self.moves, names.CLIENT_STALLED_NS: self.stalled_ns}
-        if self.ttft_ns is not None:
-            attributes |= {names.TTFT_NS: self.ttft_ns, names.TIME_TO_FIRST_CHUNK: self.ttft_ns / 1e9}
-        return attributes
-
-
-class RequestDescription(NamedTuple):
-    """Name and attributes of the span of a request that is not validated yet."""
-
-    name: str
-    attributes: dict[str, AnyValue]
-
 
 def describe_request(
     request: pb.GenerateRequest | pb.ResumeRequest, model: str, address: str, *, content: bool
-) -> RequestDescription:
-    """Describe a request to the server of `model` at `address` (host:port).
+) -> tuple[str, dict[str, AnyValue]]:
+    """Return name and attributes of the span of a request to the server of `model` at `address` (host:port).
 
-    The span is named after `model` only: callers may request any name.
+    The request is not validated yet. The span is named after `model` only: callers may request any name.
     """
     requested, operation = model, operation_of(request)
     attributes: dict[str, AnyValue] = {}
@@ -76,7 +61,7 @@ def describe_request(
     host, _, port = address.rpartition(":")
     if port.isdecimal():
         attributes |= {names.SERVER_ADDRESS: host.strip("[]"), names.SERVER_PORT: int(port)}
-    return RequestDescription(span_name(operation, model if requested == model else ""), attributes)
+    return span_name(operation, model if requested == model else ""), attributes
 
 
 def span_name(operation: str, model: str) -> str:
@@ -112,7 +97,7 @@ def session_attributes(spec: SessionSpec, *, content: bool) -> dict[str, AnyValu
 
 
 def result_attributes(
-    session: Session, ending: Ending | None, rounds: RoundSpans, *, content: bool
+    session: Session, ending: Ending | None, rounds: RoundSpans, sums: Sums, *, content: bool
 ) -> dict[str, AnyValue]:
     """Return sums and extremes of a session, by which a collector can choose which traces to keep."""
     stats, answer = session.stats, session.answer
@@ -127,7 +112,11 @@ def result_attributes(
         names.SLOWEST_ROUND_POSITION: rounds.slowest_position,
         names.SLOWEST_COMMIT_NS: rounds.slowest_commit_ns,
         names.FINGERPRINT: answer.fingerprint or "",
+        names.MOVES: sums.moves,
+        names.CLIENT_STALLED_NS: sums.stalled_ns,
     }
+    if sums.ttft_ns is not None:
+        attributes |= {names.TTFT_NS: sums.ttft_ns, names.TIME_TO_FIRST_CHUNK: sums.ttft_ns / 1e9}
     if ending is not None:
         attributes[names.FINISH_REASONS] = (ending.reason.value,)
     if content:
@@ -166,19 +155,9 @@ def operation_of(request: pb.GenerateRequest | pb.ResumeRequest) -> str:
     return CHAT if is_chat else TEXT_COMPLETION
 
 
-def operation_fields(operation: str) -> dict[str, bytes]:
-    """Return the fields by which a stored session keeps its operation."""
-    return {} if operation == TEXT_COMPLETION else {OPERATION_FIELD: operation.encode()}
-
-
 def stored_operation(fields: Mapping[str, bytes]) -> str:
     """Return the operation of a stored session."""
     return CHAT if fields.get(OPERATION_FIELD) == CHAT.encode() else TEXT_COMPLETION
-
-
-def trace_fields(traceparent: str) -> dict[str, bytes]:
-    """Return the fields by which a stored session keeps its trace."""
-    return {TRACE_FIELD: traceparent.encode()}
 
 
 def stored_trace(fields: Mapping[str, bytes]) -> SpanContext:

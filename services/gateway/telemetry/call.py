@@ -1,4 +1,4 @@
-"""One call of Generate or Resume: when it sent messages and how it ended, for metrics and the log."""
+"""One call of Generate or Resume: how it ends, whose fault that is, and how long its client waits."""
 
 from __future__ import annotations
 
@@ -12,25 +12,49 @@ import grpc
 from opentelemetry.trace import SpanContext
 
 from galley.common.logs import get_logger, level_of
+from galley.common.metrics import catalogue
+from galley.common.metrics.cells import span_ref
+from galley.common.metrics.labels import CALLER_FAULT, ENDS, NO_FAULT, OK, SERVER_FAULT
+from galley.common.metrics.metric import OTHER
+from galley.common.metrics.registry import Registry
 from galley.common.wire.status import code_of, error_type
+from galley.core.admission.admission import OWN_STREAMS, OWN_TOKENS
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged
-from galley.core.errors import DeadlinePassed, InvalidField, Overloaded, Unimplemented
+from galley.core.errors import CallerFault, DeadlinePassed, InvalidField, Overloaded, Unimplemented
+from galley.core.names import GALLEY
 from galley.core.session import events as ev
 from galley.core.session.machine import Session
 from galley.core.session.ports import Clock
 from galley.core.store import StoredSession
+from services.gateway.clock import SECOND
 from services.gateway.telemetry.attributes import stored_operation
-from services.gateway.telemetry.call_metrics import CallMetrics, CallResult, end_of
-from services.gateway.telemetry.request_trace import STALL_NS
 
-_SECOND = 1_000_000_000
-_MS = 1_000_000
+STALL_NS = 1 * SECOND
+"""A client has stalled if it took a message only after this time."""
 
+_OWN_LIMITS = frozenset({OWN_STREAMS, OWN_TOKENS})
 _log = get_logger(__name__)
 
 
+class CallMetrics:
+    """The metrics of calls; `model` is the name of the served one."""
+
+    def __init__(self, registry: Registry, model: str) -> None:
+        self.model = model
+        self.durations = registry.distribute(catalogue.REQUEST_DURATION)
+        self.first_tokens = registry.distribute(catalogue.TIME_TO_FIRST_TOKEN)
+        self.later_tokens = registry.distribute(catalogue.TIME_PER_OUTPUT_TOKEN)
+        self.streams = registry.count(catalogue.STREAMS)
+        self.resumes = registry.count(catalogue.RESUMES)
+        self.rejected = registry.count(catalogue.ADMISSION_REJECTED)
+
+
 class Call:
-    """Record one call; count and log its end once, however it ends."""
+    """Record one call; count and log its end once, however it ends.
+
+    `stalled_ns` adds up the times for which the client stalled. `error` is what the call ends with, if its
+    handler will only see a cancellation.
+    """
 
     def __init__(
         self,
@@ -42,18 +66,22 @@ class Call:
         metrics: CallMetrics | None = None,
     ) -> None:
         """`model` is the requested one, None if a session is resumed; `span` is the call's, for exemplars."""
+        self.stalled_ns = 0
+        self.error: BaseException | None = None
         self._clock = clock
+        self._operation = operation
+        self._model = model
+        self._span = span
         self._metrics = metrics
-        self._result = CallResult(operation, model, span)
         self._session: Session | None = None
+        self._is_new = False
         self._ending: Ending | None = None
-        self._error: BaseException | None = None
         self._has_ended = False
         self._started_ns = clock.now_ns()
-        self._first_ns = self._last_ns = self._stalled_ns = 0
+        self._first_ns = self._last_ns = 0
         self._later_tokens = 0
         remaining_s: Any = context.time_remaining()  # None where the call has no deadline
-        self._deadline_ns = None if remaining_s is None else self._started_ns + int(remaining_s * _SECOND)
+        self._deadline_ns = None if remaining_s is None else self._started_ns + int(remaining_s * SECOND)
         # gRPC may drop the handler of a client that left without resuming it, but it always calls back;
         # the log line of that needs the trace ids of this context.
         run = copy_context().run
@@ -62,13 +90,13 @@ class Call:
     def not_admitted(self, reason: str) -> None:
         """Count a call that admission rejected."""
         if self._metrics is not None:
-            self._metrics.not_admitted(reason)
+            self._metrics.rejected.at(reason).value += 1
 
     def opened(self, session: Session, stored: StoredSession, *, is_new: bool) -> None:
         """Note the session, which keeps the operation that it was created with."""
         self._session = session
-        self._result.is_new = is_new
-        self._result.operation = stored_operation(stored.fields)
+        self._is_new = is_new
+        self._operation = stored_operation(stored.fields)
 
     def sending(self, item: Chunk | NumericsChanged | ev.End) -> None:
         """Note an item that is handed to the client's transport."""
@@ -80,17 +108,9 @@ class Call:
                 self._later_tokens += len(item.tokens)
                 return
             self._first_ns = self._last_ns
-            if self._metrics is not None and self._result.is_new:
-                self._metrics.first_token(self._result, self._first_ns - self._started_ns)
-
-    def sent(self, waited_ns: int) -> None:
-        """Add up the times for which the client stalled."""
-        if waited_ns >= STALL_NS:
-            self._stalled_ns += waited_ns
-
-    def failed(self, error: BaseException) -> None:
-        """Note the error that the call ends with, if its handler will only see a cancellation."""
-        self._error = error
+            if self._metrics is not None and self._is_new:
+                cell = self._metrics.first_tokens.at(*self._labels(self._metrics), self._metrics.model)
+                cell.observe((self._first_ns - self._started_ns) / SECOND, span_ref(self._span))
 
     def ended(self, error: BaseException | None) -> None:
         """Count and log the end, with what the handler raised."""
@@ -99,16 +119,12 @@ class Call:
         self._has_ended = True
         now = self._clock.now_ns()
         error = self._cause(error, now)
-        result = self._result
-        result.outcome, result.fault = end_of(error)
-        result.has_session = self._session is not None
-        result.duration_ns = now - self._started_ns
-        result.later_tokens = self._later_tokens
-        result.later_ns = max(0, self._last_ns - self._first_ns - self._stalled_ns)
+        duration_ns = now - self._started_ns
+        outcome, fault = end_of(error)
         if self._metrics is not None:
-            self._metrics.ended(result)
+            self._count(self._metrics, outcome, fault, duration_ns)
         if self._session is not None:
-            self._log_end(self._session, error)
+            self._log_end(self._session, error, outcome, duration_ns)
         elif isinstance(error, Exception):
             log_rejected(error)
 
@@ -116,29 +132,61 @@ class Call:
         """Return what ended the call; a cancelled handler does not know why."""
         if not isinstance(error, asyncio.CancelledError | GeneratorExit):
             return error
-        if self._error is not None:
-            return self._error
+        if self.error is not None:
+            return self.error
         if self._deadline_ns is not None and now >= self._deadline_ns:
             return DeadlinePassed("the deadline of the call has passed")
         return error
 
-    def _log_end(self, session: Session, error: BaseException | None) -> None:
+    def _count(self, metrics: CallMetrics, outcome: str, fault: str, duration_ns: int) -> None:
+        labels, span = self._labels(metrics), span_ref(self._span)
+        served = metrics.model if self._session is not None else ""
+        failure = "" if outcome == OK else outcome
+        metrics.durations.at(*labels, served, failure).observe(duration_ns / SECOND, span)
+        metrics.streams.at(outcome, fault).value += 1
+        if self._model is None:
+            metrics.resumes.at(outcome).value += 1
+        if outcome == OK and self._is_new and self._later_tokens:
+            later_ns = max(0, self._last_ns - self._first_ns - self.stalled_ns)
+            cell = metrics.later_tokens.at(*labels, metrics.model)
+            cell.observe(later_ns / self._later_tokens / SECOND, span)
+
+    def _labels(self, metrics: CallMetrics) -> tuple[str, str, str]:
+        requested = metrics.model if self._model in {None, "", metrics.model} else OTHER
+        return self._operation, GALLEY, requested
+
+    def _log_end(self, session: Session, error: BaseException | None, outcome: str, duration_ns: int) -> None:
         failure = error if isinstance(error, Exception) else None
-        reason = "" if self._ending is None else self._ending.reason.value
         facts: dict[str, object] = {} if failure is None else {"error": str(failure)}
         _log.log(
             level_of(failure),
             "stream finished",
             session_id=session.spec.session_id,
-            reason=reason,
+            reason="" if self._ending is None else self._ending.reason.value,
             prompt_tokens=len(session.spec.prompt),
             output_tokens=session.logged_output,
             ttft_ms=_ms(self._first_ns - self._started_ns) if self._first_ns else None,
-            duration_ms=_ms(self._result.duration_ns),
+            duration_ms=_ms(duration_ns),
             accepted=session.stats.accepted,
-            status=self._result.outcome,
+            status=outcome,
             **facts,
         )
+
+
+def end_of(error: BaseException | None) -> tuple[str, str]:
+    """Return how a call ended and whose fault that is, as label values of the catalogue.
+
+    A full gateway is the server's fault, though its error is a CallerFault.
+    """
+    if error is None:
+        return OK, NO_FAULT
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "cancelled", CALLER_FAULT
+    is_callers = (
+        error.reason in _OWN_LIMITS if isinstance(error, Overloaded) else isinstance(error, CallerFault)
+    )
+    end = error_type(error), CALLER_FAULT if is_callers else SERVER_FAULT
+    return end if end in ENDS else ("internal", SERVER_FAULT)
 
 
 @contextmanager
@@ -166,4 +214,4 @@ def log_rejected(error: Exception, **facts: object) -> None:
 
 
 def _ms(duration_ns: int) -> float:
-    return round(duration_ns / _MS, 1)
+    return round(duration_ns / 1_000_000, 1)

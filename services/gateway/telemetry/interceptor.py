@@ -24,7 +24,6 @@ from galley.core import names
 from galley.core.errors import AuthenticationUnavailable, Unauthenticated
 from galley.core.session.ports import Clock
 from services.gateway.telemetry.observer import RequestObserver, observe_with
-from services.gateway.telemetry.request_trace import RequestTrace
 from services.gateway.telemetry.spans import TraceOptions, TraceStart
 
 
@@ -44,7 +43,9 @@ class TraceInterceptor(WrappingInterceptor):
     def _unary(self, behavior: Behavior) -> Behavior:
         async def traced(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             span = trace.get_current_span()
-            observe_with(RequestObserver(self._below(span)))
+            observer = RequestObserver(self._start(span.get_span_context(), None, {}))
+            observer.adopt(span)
+            observe_with(observer)
             try:
                 return await behavior(request, context)
             except Exception as error:
@@ -55,10 +56,10 @@ class TraceInterceptor(WrappingInterceptor):
 
     def _stream(self, behavior: Behavior, method: str) -> Behavior:
         async def traced(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            request_trace = self._begin(context, method)
-            observe_with(RequestObserver(request_trace))
+            observer = self._begin(context, method)
+            observe_with(observer)
             # gRPC may drop the generator of a client that left without resuming it, but it always calls back.
-            context.add_done_callback(partial(_call_ended, request_trace))  # type: ignore[arg-type]  # the stubs want a class
+            context.add_done_callback(partial(_call_ended, observer))  # type: ignore[arg-type]  # the stubs want a class
             try:
                 async with aclosing(behavior(request, context)) as responses:
                     async for response in responses:
@@ -66,20 +67,20 @@ class TraceInterceptor(WrappingInterceptor):
             except grpc.aio.AbortError:  # its status was noted where it was aborted
                 raise
             except (Unauthenticated, AuthenticationUnavailable) as error:
-                request_trace.ended(code_of(error))
-                request_trace.discard()
+                observer.ended(code_of(error))
+                observer.discard()
                 raise
             except Exception as error:
-                request_trace.ended(code_of(error))
+                observer.ended(code_of(error))
                 raise
             except asyncio.CancelledError:
-                request_trace.ended(_cancellation(context))
+                observer.ended(_cancellation(context))
                 raise
-            request_trace.ended(grpc.StatusCode.OK)
+            observer.ended(grpc.StatusCode.OK)
 
         return traced
 
-    def _begin(self, context: grpc.aio.ServicerContext[Any, Any], method: str) -> RequestTrace:
+    def _begin(self, context: grpc.aio.ServicerContext[Any, Any], method: str) -> RequestObserver:
         metadata = {
             name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)
         }
@@ -97,14 +98,9 @@ class TraceInterceptor(WrappingInterceptor):
         caller = context_of(metadata)
         parent = trace.get_current_span(caller).get_span_context()
         own = self._scope.request(caller, names.TEXT_COMPLETION, attributes)
-        request = RequestTrace(self._start(own, parent if parent.is_valid else None, attributes))
-        request.begin()
-        return request
-
-    def _below(self, span: trace.Span) -> RequestTrace:
-        request = RequestTrace(self._start(span.get_span_context(), None, {}))
-        request.adopt(span)
-        return request
+        observer = RequestObserver(self._start(own, parent if parent.is_valid else None, attributes))
+        observer.begin()
+        return observer
 
     def _start(
         self, context: trace.SpanContext, parent: trace.SpanContext | None, attributes: dict[str, AnyValue]
@@ -116,9 +112,9 @@ class TraceInterceptor(WrappingInterceptor):
         )
 
 
-def _call_ended(request_trace: RequestTrace, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    request_trace.ended(_cancellation(context))  # counts only if the call has no status yet
-    request_trace.release()
+def _call_ended(observer: RequestObserver, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    observer.ended(_cancellation(context))  # counts only if the call has no status yet
+    observer.release()
 
 
 def _cancellation(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:

@@ -2,6 +2,10 @@
 
 Code that works for a request finds the observer in its context (`request_observer`). Without one, and where
 nothing is recorded, a report costs an `if`.
+
+The request's span ends when both its call and its session have ended: a session may go on without its client.
+Times are the gateway's clock's, with one offset to Unix time for each request, so that the spans of a request
+stay consistent when the system's clock is set.
 """
 
 from __future__ import annotations
@@ -12,47 +16,106 @@ from contextvars import ContextVar
 from typing import Any
 
 import grpc
-from opentelemetry.util.types import Attributes
+from opentelemetry import context as current
+from opentelemetry import trace
+from opentelemetry.trace import SpanContext, SpanKind
+from opentelemetry.util.types import AnyValue, Attributes
 
-from galley.common.wire.status import code_of
+from galley.common.tracing.telemetry import fail, traceparent_of
+from galley.common.wire.status import code_of, error_type
 from galley.core import names
 from galley.core.answer.answer import Chunk, NumericsChanged
-from galley.core.errors import GalleyError, StoreUnavailable
+from galley.core.errors import Fenced, GalleyError, StoreUnavailable
 from galley.core.session import events as ev
 from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Session
 from galley.core.session.ports import Clock, Replica
 from galley.core.store import StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.telemetry.attributes import operation_fields, operation_of
-from services.gateway.telemetry.call import Call
-from services.gateway.telemetry.call_metrics import CallMetrics
-from services.gateway.telemetry.request_trace import UNTRACED, RequestTrace
+from services.gateway.telemetry.attributes import (
+    OPERATION_FIELD,
+    TRACE_FIELD,
+    Sums,
+    describe_request,
+    operation_of,
+    result_attributes,
+    session_attributes,
+    span_name,
+    stored_operation,
+    stored_trace,
+)
+from services.gateway.telemetry.call import STALL_NS, Call, CallMetrics
+from services.gateway.telemetry.round_spans import RoundSpans
 from services.gateway.telemetry.session_metrics import SessionCounts, SessionMetrics
-from services.gateway.telemetry.spans import CallSpan, StoreCall
+from services.gateway.telemetry.spans import CallSpan, RequestSpan, StoreCall, TraceStart
 
 
 class RequestObserver:
-    """Report what happens to one request. `call` and `sessions` are None where they are not recorded."""
+    """Report what happens to one request: to its trace unless `start` is None, and to metrics if given."""
 
-    def __init__(
-        self,
-        trace: RequestTrace = UNTRACED,
-        call: Call | None = None,
-        sessions: SessionMetrics | None = None,
-        operation: str = names.TEXT_COMPLETION,
-    ) -> None:
-        self.trace = trace
-        self._call = call
-        self._sessions = sessions
+    def __init__(self, start: TraceStart | None = None, sessions: SessionMetrics | None = None) -> None:
+        self._start = start
+        self.sessions = sessions
+        self._call: Call | None = None
         self._counts: SessionCounts | None = None
-        self._operation = operation
+        self._operation: str = names.TEXT_COMPLETION
+        self._name: str = names.TEXT_COMPLETION
+        self._request: RequestSpan | None = None
+        self._rounds: RoundSpans | None = None
+        self._unrecorded = CallSpan()
+        self._holds = 1
+        self._status: grpc.StatusCode | None = None
+        self._sums = Sums()
+        self._target_failure: str | None = None
+
+    def begin(self) -> None:
+        """Make the request's span the current one of its call's context, sampled or not."""
+        start = self._start
+        if start is None:
+            return
+        self._unrecorded = CallSpan(traceparent_of(start.context))
+        if start.context.trace_flags.sampled:
+            self._record(start, start.context)
+        else:  # so that logs have its id, and calls are not sampled either
+            current.attach(trace.set_span_in_context(trace.NonRecordingSpan(start.context)))
+
+    def adopt(self, span: trace.Span) -> None:
+        """Record calls below a span that is started and ended elsewhere; replaces `begin`."""
+        if self._start is not None and span.is_recording():
+            self._request = RequestSpan(self._start, span)
+
+    @property
+    def context(self) -> SpanContext:
+        """Return the context of the request's span; an invalid one where traces are off."""
+        if self._request is not None:
+            return self._request.context
+        return trace.INVALID_SPAN_CONTEXT if self._start is None else self._start.context
 
     # ------------------------------------------------------------------------------ the call --
 
+    def received(
+        self,
+        request: pb.GenerateRequest | pb.ResumeRequest,
+        model: str,
+        address: str,
+        call: Call,
+        sessions: SessionMetrics | None,
+    ) -> None:
+        """Report to `call` and `sessions` too; `model` is the served one, `address` the server's."""
+        self._call, self.sessions, self._operation = call, sessions, operation_of(request)
+        if (start := self._start) is not None:
+            name, attributes = describe_request(request, model, address, content=start.options.content)
+            start.attributes.update(attributes)
+            self._rename(name)
+
     def stored_fields(self) -> dict[str, bytes]:
         """Return the fields that a new session keeps of its request."""
-        return operation_fields(self._operation) | self.trace.stored_fields()
+        fields: dict[str, bytes] = {}
+        if self._operation != names.TEXT_COMPLETION:
+            fields[OPERATION_FIELD] = self._operation.encode()
+        if self._request is not None:
+            fields[TRACE_FIELD] = self._request.traceparent.encode()
+        return fields
 
     def rejected(self, reason: str) -> None:
         """Count a call that was not admitted."""
@@ -63,11 +126,13 @@ class RequestObserver:
         self, session: Session, stored: StoredSession, called_ns: int, index: int | None = None
     ) -> None:
         """Report a session created, or claimed to resume at `index`, by a store call made at `called_ns`."""
-        self.trace.opened(session, stored, called_ns, index)
-        if self._sessions is not None:
-            self._counts = SessionCounts(self._sessions, session.spec.workload, self.trace.context)
+        epoch = stored.ownership.epoch
+        if self._start is not None:
+            self._trace_opened(self._start, session, stored, called_ns, index)
+        if self.sessions is not None:
+            self._counts = SessionCounts(self.sessions, session.spec.workload, self.context)
         if self._call is not None:
-            self._call.opened(session, stored, is_new=index is None and stored.ownership.epoch == 1)
+            self._call.opened(session, stored, is_new=index is None and epoch == 1)
 
     def sending(self, item: Chunk | NumericsChanged | ev.End) -> None:
         """Report an item that is handed to the client's transport."""
@@ -76,87 +141,205 @@ class RequestObserver:
 
     def sent(self, waited_ns: int) -> None:
         """Report how long the client's transport took to accept an item."""
-        self.trace.sent(waited_ns)
+        if waited_ns <= STALL_NS:
+            return
+        if self._request is not None:
+            self._sums.stalled_ns += waited_ns
+            self.event(names.CLIENT_STALLED, {names.STALLED_NS: waited_ns})
         if self._call is not None:
-            self._call.sent(waited_ns)
-        if self._counts is not None:
-            self._counts.sent(waited_ns)
+            self._call.stalled_ns += waited_ns
+        if self.sessions is not None:
+            self.sessions.stalls.value += 1
 
     def failed(self, error: BaseException) -> None:
         """Report the error that a call ends with, if its handler will only see a cancellation."""
-        self.trace.ended(code_of(error))
+        self.ended(code_of(error))
         if self._call is not None:
-            self._call.failed(error)
+            self._call.error = error
+
+    def ended(self, status: grpc.StatusCode) -> None:
+        """Note the call's status; only the first counts."""
+        self._status = self._status or status
+
+    def discard(self) -> None:
+        """Ignore tracing requests (force flag, sampled parent) of unauthenticated callers."""
+        start = self._start
+        if start is not None and (start.parent is not None or names.FORCED in start.attributes):
+            self._request = None
+
+    def hold(self) -> None:
+        """Keep the span open until a `release`, even if the call ends before."""
+        self._holds += 1
+
+    def release(self) -> None:
+        """Undo a `hold`, or end the call; the last release ends the span."""
+        self._holds -= 1
+        if self._holds or self._request is None:
+            return
+        status = self._status or grpc.StatusCode.CANCELLED
+        span = self._request.span
+        span.set_attribute(names.RPC_STATUS, int(status.value[0]))
+        if status is not grpc.StatusCode.OK:
+            fail(span, status.name.lower())
+        span.end(self._request.now_ns())
 
     # --------------------------------------------------------------------------- the session --
 
     def emitted(self, items: Iterable[Chunk | NumericsChanged]) -> None:
         """Report items that the client may have, for their tokens are committed."""
-        self.trace.emitted(items)
+        if self._request is None or self._start is None:
+            return
+        if self._sums.ttft_ns is None:
+            self._sums.ttft_ns = self._request.now_ns() - self._start.start_ns
+        for item in items:
+            if isinstance(item, NumericsChanged):
+                index, fingerprint = item.index, item.fingerprint
+                self.event(names.NUMERICS_CHANGED, {names.INDEX: index, names.FINGERPRINT: fingerprint})
 
     def round_ended(self, done: RoundEnded, draft: Replica | None, target: Replica | None) -> None:
         """Report a round with the replicas that drafted and verified it."""
-        self.trace.round_ended(done, draft, target)
+        if self._rounds is not None:
+            self._rounds.ended(done, draft, target)
         if self._counts is not None:
             self._counts.round_ended(done)
 
     def committed(self, length: int, took_ns: int, error: GalleyError | None) -> None:
         """Report a commit, after which the token log holds `length` tokens unless there was an error."""
-        if error is None:
-            self.trace.committed(length, took_ns)
+        if self._rounds is not None and error is None:
+            self._rounds.committed(length, took_ns)
         if self._counts is not None:
             self._counts.committed(took_ns, error)
 
     def missed(self, pool: ev.Pool, have: int, expected: int) -> None:
         """Report a replica that holds `have` tokens of the session, where `expected` were due."""
-        self.trace.event(
-            names.KV_MISSED, {names.POOL: pool.value, names.HAVE: have, names.EXPECTED: expected}
-        )
-        if self._counts is not None:
-            self._counts.missed(pool.value)
+        self.event(names.KV_MISSED, {names.POOL: pool.value, names.HAVE: have, names.EXPECTED: expected})
+        if self.sessions is not None:
+            self.sessions.misses[pool.value].value += 1
 
     def stopped(self, session: Session, end: ev.End | None) -> None:
         """Report that nothing works for the session any more; `end` is None if it was stopped before one."""
-        self.trace.stopped(session, end)
-        if self._counts is not None:
-            self._counts.stopped(session.stats)
+        if self.sessions is not None:
+            self.sessions.unverified.value += max(0, session.stats.proposed - session.stats.verified)
+        rounds, request = self._rounds, self._request
+        if self._start is None or rounds is None or request is None:
+            return
+        self._rounds = None
+        error = None if end is None else end.error
+        rounds.stop(None if error is None else error_type(error))
+        if isinstance(error, Fenced):
+            self.event(names.SESSION_FENCED)
+        ending, content = None if end is None else end.ending, self._start.options.content
+        request.span.set_attributes(result_attributes(session, ending, rounds, self._sums, content=content))
 
-    # --------------------------------------------------------------------- calls it makes --
+    # ------------------------------------------------------------------- calls of the request --
 
     def call(self, name: str, replica: str) -> CallSpan:
         """Start the span of a request to the replica at this address."""
-        return self.trace.call(name, replica)
+        request, rounds = self._request, self._rounds
+        if request is None:
+            return self._unrecorded
+        now_ns = request.now_ns()
+        parent_id = 0 if rounds is None else rounds.parent_id(now_ns)
+        attributes: dict[str, AnyValue] = {names.REPLICA: replica}
+        kind = SpanKind.CLIENT
+        span = request.child(name, now_ns, parent_id=parent_id, kind=kind, attributes=attributes)
+        return CallSpan(request.child_traceparent(span), span, request)
 
-    def store_call(self, operation: str) -> StoreCall | None:
-        """Start the span of a store call; None where it is not recorded."""
-        return self.trace.store_call(operation)
+    def store_call(self, operation: str) -> StoreCall:
+        """Start the span of a store call."""
+        request = self._request
+        return StoreCall(request, operation, 0 if request is None else request.now_ns())
 
-    def store_retried(self, call: StoreCall | None, error: StoreUnavailable) -> None:
+    def store_retried(self, call: StoreCall, error: StoreUnavailable) -> None:
         """Report a failed attempt of a store call that is repeated."""
-        if call is not None:
-            call.retried(error)
-        if self._sessions is not None:
-            self._sessions.retries.value += 1
+        call.retried(error)
+        if self.sessions is not None:
+            self.sessions.retries.value += 1
 
     def target_requested(self) -> None:
-        """Report a new request to the target."""
-        self.trace.target_requested()
+        """Report a new request to the target; it is a retry if the one before failed."""
+        if self._rounds is None:
+            return
+        self._rounds.target_requested()
+        reason, self._target_failure = self._target_failure, None
+        if reason is not None:
+            self.retried(ev.Pool.TARGET, reason)
 
     def target_failed(self, reason: str) -> None:
-        """Report a failed request to the target; the next one is a retry."""
-        self.trace.target_failed(reason)
+        """Report a failed request to the target."""
+        if self._rounds is not None:
+            self._target_failure = reason
 
-    def draft_retried(self, reason: str) -> None:
-        """Report a failed request to a draft that is repeated at another."""
-        self.trace.event(names.REQUEST_RETRIED, {names.POOL: ev.Pool.DRAFT.value, names.REASON: reason})
+    def retried(self, pool: ev.Pool, reason: str) -> None:
+        """Report a failed request that is repeated."""
+        self.event(names.REQUEST_RETRIED, {names.POOL: pool.value, names.REASON: reason})
 
     def moved(self, pool: str, source: str, to: str, reason: str) -> None:
         """Report that the session moved between two addresses of a pool."""
-        self.trace.moved(pool, source, to, reason)
+        if self._request is not None:
+            self._sums.moves += 1
+            attributes = {names.POOL: pool, names.SOURCE: source, names.TO: to, names.REASON: reason}
+            self.event(names.SESSION_MOVED, attributes)
 
     def event(self, name: str, attributes: Attributes = None) -> None:
-        """Add an event to the trace."""
-        self.trace.event(name, attributes)
+        """Add an event to the open round, or else to the request."""
+        if self._rounds is not None:
+            self._rounds.event(name, attributes)
+        elif self._request is not None:
+            self._request.event(name, attributes)
+
+    # ------------------------------------------------------------------------------ inside --
+
+    def _record(self, start: TraceStart, context: SpanContext) -> RequestSpan:
+        """Start recording the request."""
+        span = start.scope.span(
+            self._name,
+            context,
+            start.parent,
+            start.start_ns,
+            start.now_ns,
+            kind=SpanKind.SERVER,
+            attributes=start.attributes,
+        )
+        self._request = RequestSpan(start, span)
+        return self._request
+
+    def _rename(self, name: str) -> None:
+        self._name = name
+        if self._request is not None:
+            self._request.span.update_name(name)
+
+    def _trace_opened(
+        self, start: TraceStart, session: Session, stored: StoredSession, called_ns: int, index: int | None
+    ) -> None:
+        operation = start.attributes[names.OPERATION] = stored_operation(stored.fields)
+        self._rename(span_name(operation, str(start.attributes.get(names.REQUEST_MODEL, ""))))
+        self._continue(start, stored, "create" if index is None else "claim", called_ns)
+        request, epoch = self._request, stored.ownership.epoch
+        if request is None:
+            return
+        self._rounds = RoundSpans(request, start.options, session)
+        resumed = index is not None or epoch > 1
+        attributes = session_attributes(session.spec, content=start.options.content)
+        attributes[names.RESPONSE_MODEL] = start.attributes.get(names.REQUEST_MODEL, "")
+        request.span.set_attributes({**attributes, names.RESUMED: resumed, names.EPOCH: epoch})
+        if resumed:
+            request.event(names.SESSION_RESUMED, {names.EPOCH: epoch, names.INDEX: index or 0})
+
+    def _continue(self, start: TraceStart, stored: StoredSession, operation: str, called_ns: int) -> None:
+        """Link the request to the one that created the session.
+
+        If that one is sampled, sample this one too, unless its caller decided otherwise.
+        """
+        before = stored_trace(stored.fields)
+        if not before.is_valid or before.span_id == start.context.span_id:
+            return
+        request = self._request
+        if request is None and start.parent is None:
+            request = self._record(start, start.scope.sampled(start.context))
+            StoreCall(request, operation, called_ns + start.offset_ns).end()
+        if request is not None:
+            request.span.add_link(before, {names.LINK: names.LINK_CONTINUES})
 
 
 _UNOBSERVED = RequestObserver()
@@ -174,15 +357,11 @@ def observe_with(observer: RequestObserver) -> None:
 
 
 class RequestObservers:
-    """Make the observers of a gateway's requests."""
+    """Observe the requests of a gateway; count nothing without metrics."""
 
     def __init__(
-        self,
-        clock: Clock,
-        calls: CallMetrics | None = None,
-        sessions: SessionMetrics | None = None,
+        self, clock: Clock, calls: CallMetrics | None = None, sessions: SessionMetrics | None = None
     ) -> None:
-        """Count nothing without metrics."""
         self._clock = clock
         self._calls = calls
         self._sessions = sessions
@@ -196,12 +375,10 @@ class RequestObservers:
         address: str,
     ) -> Iterator[RequestObserver]:
         """Observe a call of Generate or Resume; `model` is the served one, `address` the server's."""
-        trace, operation = request_observer().trace, operation_of(request)
-        trace.received(request, model, address)
+        observer = self._observer()
         requested = request.model if isinstance(request, pb.GenerateRequest) else None
-        call = Call(self._clock, context, operation, requested, trace.context, self._calls)
-        observer = RequestObserver(trace, call, self._sessions, operation)
-        observe_with(observer)
+        call = Call(self._clock, context, operation_of(request), requested, observer.context, self._calls)
+        observer.received(request, model, address, call, self._sessions)
         try:
             yield observer
         except BaseException as error:
@@ -211,4 +388,12 @@ class RequestObservers:
 
     def unary(self) -> None:
         """Observe any other call."""
-        observe_with(RequestObserver(request_observer().trace, sessions=self._sessions))
+        self._observer().sessions = self._sessions
+
+    def _observer(self) -> RequestObserver:
+        """Return the observer of the call's interceptor, or a new one where traces are off."""
+        observer = request_observer()
+        if observer is _UNOBSERVED:
+            observer = RequestObserver()
+            observe_with(observer)
+        return observer

@@ -18,8 +18,7 @@ from galley.common.metrics.registry import Registry
 from galley.common.wire.status import error_type
 from galley.core.errors import GalleyError
 from galley.core.session.events import RoundEnded
-from galley.core.session.stats import SpeculationStats, plain_ns
-from services.gateway.telemetry.request_trace import STALL_NS
+from galley.core.session.stats import plain_ns
 
 _SECOND = 1e9
 _POSITIONS = 16
@@ -178,16 +177,3 @@ class SessionCounts:
     def _count_commit(self, took_ns: int, error: GalleyError | None, at_s: float) -> None:
         outcome = OK if error is None else error_type(error)
         self._all.commits.at(outcome).observe(took_ns / _SECOND, self._span, at_s)
-
-    def missed(self, pool: str) -> None:
-        """Count a replica that did not hold the tokens it was expected to."""
-        self._all.misses[pool].value += 1
-
-    def sent(self, waited_ns: int) -> None:
-        """Count a stall if the client took long enough for a message."""
-        if waited_ns >= STALL_NS:
-            self._all.stalls.value += 1
-
-    def stopped(self, stats: SpeculationStats) -> None:
-        """Count draft tokens that were never verified."""
-        self._all.unverified.value += max(0, stats.proposed - stats.verified)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from opentelemetry import context as current
 from opentelemetry import trace
@@ -130,29 +130,43 @@ class CallSpan:
     def end(self) -> None:
         """End the span; call once."""
         if self._span is not None and self._request is not None:
-            self._span.end(self._request.clock_ns() + self._request.offset_ns)
+            self._span.end(self._request.now_ns())
 
 
 class StoreCall:
-    """The span of a call to the session store with its retries; keys and values are not recorded."""
+    """The span of a call to the session store with its retries; keys and values are not recorded.
 
-    def __init__(self, request: RequestSpan, operation: str, start_ns: int) -> None:
+    Record nothing if `request` is None.
+    """
+
+    __slots__ = ("_operation", "_request", "_retries", "_start_ns")
+
+    def __init__(self, request: RequestSpan | None, operation: str, start_ns: int) -> None:
         self._request = request
         self._operation = operation
         self._start_ns = start_ns
         self._retries: list[tuple[int, str]] = []
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.end(error)
+
     def retried(self, error: StoreUnavailable) -> None:
         """Record a failed attempt that is repeated."""
-        self._retries.append((self._request.now_ns(), error.public_message))
+        if self._request is not None:
+            self._retries.append((self._request.now_ns(), error.public_message))
 
     def end(self, error: BaseException | None = None) -> None:
         """End the span; a cancelled call did not fail."""
-        failed = isinstance(error, Exception)
-        end_ns = self._request.now_ns()
+        request, failed = self._request, isinstance(error, Exception)
+        if request is None:
+            return
+        end_ns = request.now_ns()
         if not self._is_recorded(end_ns - self._start_ns, failed=failed):
             return
-        span = self._request.child(
+        span = request.child(
             f"{names.EVALSHA} {self._operation}",
             self._start_ns,
             kind=SpanKind.CLIENT,

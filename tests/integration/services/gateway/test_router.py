@@ -459,7 +459,7 @@ async def test_a_hedge_is_traced(here: Here) -> None:
     home.gate.close()
     await here.ask(target, confirmed(0))
     await home.was_given_up()
-    request.trace.release()
+    request.release()
     [told_of] = await kept.requests()
     assert kept.events(told_of, names.HEDGED) == [{names.POOL: "target", names.TO: other.address}]
     given_up, answered = [span for span in kept.spans if span.name == names.VERIFY]

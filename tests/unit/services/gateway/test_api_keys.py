@@ -12,7 +12,7 @@ import pytest
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
-from services.gateway.auth.api_keys import ApiKeyAuthenticator
+from services.gateway.auth.authentication import Authentication
 from services.gateway.auth.interceptor import Credentials
 from services.gateway.auth.principals_file import read_principals
 
@@ -36,7 +36,7 @@ class Watched:
         file = WatchedFiles(
             [named], lambda: read_principals(named), check_interval_s=1.0, clock=lambda: self.now_s
         )
-        self.keys = ApiKeyAuthenticator(file.current, lambda: self.today)
+        self.keys = Authentication(file, now=lambda: self.today)
 
     async def who(self, **metadata: str) -> Principal:
         named = {name.replace("_", "-"): value for name, value in metadata.items()}

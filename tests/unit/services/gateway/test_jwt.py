@@ -22,7 +22,7 @@ from galley.common.tls import files as files_module
 from galley.common.tls.files import NamedFile, WatchedFiles
 from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
-from services.gateway.auth.build import build_authentication
+from services.gateway.auth.authentication import build_authentication
 from services.gateway.auth.interceptor import Credentials
 from services.gateway.auth.jwks import JwksFile, read_jwks
 from services.gateway.auth.jwt import (
@@ -32,7 +32,6 @@ from services.gateway.auth.jwt import (
     JWT_REFUSED,
     MAX_CHARS,
     JwtAuthenticator,
-    TokenRules,
 )
 from services.gateway.settings import GatewaySettings
 from tests.fakes.issuers import AUDIENCE, ISSUER, TokenIssuer, claims, ec_key, jwks, rsa_key, write_jwks
@@ -124,7 +123,7 @@ class Gate:
 
     async def who(self, **metadata: str) -> Principal:
         named = {name.replace("_", "-"): value for name, value in metadata.items()}
-        return await self._callers.authenticator.authenticate(Credentials(named))
+        return await self._callers.authenticate(Credentials(named))
 
     async def accept(self, token: str) -> Principal:
         return await self.who(authorization=f"Bearer {token}")
@@ -209,12 +208,12 @@ async def test_keys_are_read_anew_where_their_file_has_changed(tmp_path: Path) -
     path = write_jwks(tmp_path / "jwks.json", EC)
     named = NamedFile("jwt_jwks_file", str(path))
     file = WatchedFiles([named], lambda: read_jwks(named), check_interval_s=1.0, clock=lambda: clock_s)
-    rules = TokenRules(ISSUER, (AUDIENCE,), ("RS256", "ES256"))
-    tokens = JwtAuthenticator(rules, JwksFile(file), Principal)
+    settings = GatewaySettings(jwt_issuer=ISSUER, jwt_audience=AUDIENCE)
+    tokens = JwtAuthenticator(settings, JwksFile(file), Principal)
 
     async def accept(issuer: TokenIssuer) -> bool:
         try:
-            await tokens.authenticate(Credentials({"authorization": f"Bearer {issuer.token()}"}))
+            await tokens.authenticate(issuer.token())
         except Unauthenticated:
             return False
         return True

@@ -18,13 +18,12 @@ from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import Ownership, StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.clock import SECOND, MonotonicClock
+from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.session.outbox import Outbox
 from services.gateway.session.pump import Pump
 from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Streams
 from services.gateway.telemetry.observer import RequestObservers
-from services.gateway.timeouts import Timeouts
 from tests.fakes.session_ports import SPEC
 from tests.fakes.store import MemoryStore
 

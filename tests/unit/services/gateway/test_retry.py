@@ -8,7 +8,7 @@ import pytest
 
 from galley.core.errors import Fenced, StoreUnavailable
 from services.gateway.clock import SECOND
-from services.gateway.store.retry import LONGEST_PAUSE_S, retry
+from services.gateway.store.session_log import LONGEST_PAUSE_S, retry
 
 
 class Away:

@@ -10,10 +10,9 @@ from galley.core.errors import Cancelled, ClientStalled
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import NewSession
-from services.gateway.clock import SECOND, MonotonicClock
+from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.session_log import SessionLog
-from services.gateway.timeouts import Timeouts
 from tests.fakes.session_ports import SPEC, FaultyStore, NoDraft, PortTarget
 
 

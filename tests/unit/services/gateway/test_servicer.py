@@ -13,12 +13,11 @@ from galley.core.answer.codec import encode_spec
 from galley.core.session.machine import SessionLimits
 from galley.core.store import NewSession
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.clock import MonotonicClock
+from services.gateway.clock import MonotonicClock, Timeouts
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import SPEC_FIELD, Streams
 from services.gateway.telemetry.observer import RequestObservers
-from services.gateway.timeouts import Timeouts
 from tests.fakes.session_ports import SPEC, NoDraft, PortTarget
 from tests.fakes.store import MemoryStore
 

@@ -10,9 +10,8 @@ from galley.core.errors import UnknownSession
 from galley.core.records import TokenRecord
 from galley.core.session import events as ev
 from galley.core.store import UNCHANGED, LogBehind, NewSession
-from services.gateway.clock import SECOND
+from services.gateway.clock import SECOND, Timeouts
 from services.gateway.store.session_log import SessionLog
-from services.gateway.timeouts import Timeouts
 from tests.fakes.session_ports import FaultyStore, ManualClock
 
 TTL_S, TRUSTED_S = 90.0, 60

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from opentelemetry.trace import INVALID_SPAN_CONTEXT
@@ -26,7 +28,7 @@ from galley.core.errors import (
 )
 from galley.core.session.stats import SpeculationStats
 from galley.core.store import StoredSession
-from services.gateway.telemetry.call_metrics import end_of
+from services.gateway.telemetry.call import end_of
 from services.gateway.telemetry.observer import RequestObserver, observe_with
 from services.gateway.telemetry.session_metrics import ByPosition, SessionCounts, SessionMetrics
 from tests.fakes.readings import count, number
@@ -70,15 +72,17 @@ def test_a_failed_commit_is_counted_with_its_status(registry: Registry, counts: 
         assert count(registry, catalogue.COMMIT_DURATION, outcome) == 1
 
 
-def test_what_was_proposed_and_never_verified_is_wasted(registry: Registry, counts: SessionCounts) -> None:
-    counts.stopped(SpeculationStats(proposed=9, verified=4))
-    counts.stopped(SpeculationStats(proposed=0, verified=0))
+def test_what_was_proposed_and_never_verified_is_wasted(registry: Registry, sessions: SessionMetrics) -> None:
+    observer = RequestObserver(sessions=sessions)
+    for stats in (SpeculationStats(proposed=9, verified=4), SpeculationStats(proposed=0, verified=0)):
+        observer.stopped(cast("Any", SimpleNamespace(stats=stats)), None)
     assert number(registry, catalogue.WASTED_DRAFT_TOKENS, "unverified") == 5
 
 
-def test_short_waits_are_no_stalls(registry: Registry, counts: SessionCounts) -> None:
-    counts.sent(SECOND - 1)
-    counts.sent(2 * SECOND)
+def test_short_waits_are_no_stalls(registry: Registry, sessions: SessionMetrics) -> None:
+    observer = RequestObserver(sessions=sessions)
+    observer.sent(SECOND - 1)
+    observer.sent(2 * SECOND)
     assert number(registry, catalogue.CLIENT_STALLS) == 1
 
 

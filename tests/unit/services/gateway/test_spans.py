@@ -19,15 +19,13 @@ from galley.core.routing.breaker import FAILURES, FIRST_PAUSE_NS, Breaker
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import NewSession
-from services.gateway.clock import SECOND
+from services.gateway.clock import SECOND, Timeouts
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import StaticAddresses
 from services.gateway.session.outbox import Outbox
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.session_log import SessionLog
 from services.gateway.telemetry.observer import request_observer
-from services.gateway.telemetry.request_trace import UNTRACED
-from services.gateway.timeouts import Timeouts
 from tests.fakes.session_ports import SPEC, FaultyStore, ManualClock, NoDraft, PortTarget
 from tests.fakes.spans import MS, OFFSET_NS, KeptSpans, attributes_of, error_of, lasted_ns, traced_here
 
@@ -50,7 +48,6 @@ class Stream:
         self.target = PortTarget(self.clock)
         self._timeouts = timeouts or Timeouts()
         self.observer = traced_here(self.kept, self.clock)
-        self.trace = self.observer.trace
 
     async def run(self, reading: Callable[[Outbox], Awaitable[None]] | None = None) -> ev.End:
         stored = await self.store.create(NewSession("s", "me", b"body", {}, SPEC.prompt))
@@ -64,10 +61,10 @@ class Stream:
         end = await runner.run()
         reader.cancel()
         if end.error is None:
-            self.trace.ended(grpc.StatusCode.OK)
+            self.observer.ended(grpc.StatusCode.OK)
         else:
             self.observer.failed(end.error)
-        self.trace.release()
+        self.observer.release()
         return end
 
     @property
@@ -196,11 +193,11 @@ async def test_a_renewal_that_is_fenced_is_traced() -> None:
 
 async def test_a_request_lasts_until_it_is_released() -> None:
     stream = Stream()
-    stream.trace.hold()
+    stream.observer.hold()
     await stream.run()
     assert [span for span in stream.kept.spans if names.PROVIDER in attributes_of(span)] == []
     stream.clock.now += SECOND
-    stream.trace.release()
+    stream.observer.release()
     assert stream.request.end_time == OFFSET_NS + stream.clock.now
 
 
@@ -209,15 +206,14 @@ async def test_an_unsampled_request_has_no_spans(monkeypatch: pytest.MonkeyPatch
     stream = Stream()
     await stream.run()
     assert stream.kept.spans == []
-    assert stream.trace.call(names.VERIFY, "target:0").traceparent.endswith("-00")
+    assert stream.observer.call(names.VERIFY, "target:0").traceparent.endswith("-00")
     assert stream.observer.stored_fields() == {}
 
 
 async def test_an_untraced_request_sends_no_traceparent() -> None:
-    assert request_observer().trace is UNTRACED
-    assert UNTRACED.call(names.VERIFY, "target:0").traceparent == ""
-    assert UNTRACED.store_call("commit") is None
-    assert not UNTRACED.context.is_valid
+    observer = request_observer()
+    assert observer.call(names.VERIFY, "target:0").traceparent == ""
+    assert not observer.context.is_valid
 
 
 async def test_a_breaker_is_traced_in_the_request_that_changed_it() -> None:
@@ -228,7 +224,7 @@ async def test_a_breaker_is_traced_in_the_request_that_changed_it() -> None:
         drafts.failed(draft, breaker, drafts.begin(draft, breaker))
     clock.now += FIRST_PAUSE_NS
     drafts.succeeded(draft, breaker, drafts.begin(draft, breaker))
-    stream.trace.release()
+    stream.observer.release()
     changes = stream.kept.events(stream.request, names.BREAKER_CHANGED)
     assert [(it[names.FROM], it[names.TO]) for it in changes] == [
         ("closed", "open"),

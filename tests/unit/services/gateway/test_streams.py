@@ -9,9 +9,8 @@ import pytest
 
 from galley.core.errors import Overloaded, UnknownSession
 from galley.core.session.machine import SessionLimits
-from services.gateway.clock import MonotonicClock
+from services.gateway.clock import MonotonicClock, Timeouts
 from services.gateway.session.streams import Streams
-from services.gateway.timeouts import Timeouts
 from tests.fakes.store import MemoryStore
 
 NO_SESSION = "00" * 16

@@ -33,7 +33,7 @@ from galley.core.store import (
     SessionEnded,
     StoredSession,
 )
-from services.gateway.request.session_id import session_id_for
+from services.gateway.request.validate import session_id_for
 from services.gateway.store.redis import RedisStore
 from tests.fakes.redis_clusters import Cluster, ReplicaSet, free_port
 from tests.fakes.redis_servers import Server

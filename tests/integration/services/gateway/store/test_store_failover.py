@@ -15,7 +15,7 @@ from galley.core.errors import StoreUnavailable
 from galley.core.store import LogBehind, Ownership
 from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.store.redis import RedisStore
-from services.gateway.store.retry import retry
+from services.gateway.store.session_log import retry
 from tests.fakes.redis_clusters import (
     PATIENCE_S,
     Cluster,
