@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Protocol, TypeAlias
 
@@ -18,6 +18,9 @@ from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
 from galley.common.server.server import Interceptors, Parts
+from galley.common.tls.channels import ChannelTls, open_channel
+from galley.common.tls.credentials import TlsFiles
+from galley.common.tls.files import NamedFile
 from galley.core.names import SCHEMA_URL
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import SessionStore, StoredSession
@@ -26,7 +29,6 @@ from services.gateway.auth.authentication import build_authentication
 from services.gateway.auth.interceptor import PrincipalInterceptor
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.metrics import observe_gateway
-from services.gateway.replicas.addresses import ReplicaChannels
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import AddressSource, RegisteredAddresses, StaticAddresses
@@ -52,6 +54,7 @@ _HAND_OVER_SHARE = 0.6
 _CLOCK = MonotonicClock()
 _COPY_TIMEOUT_S = 1.0
 """Longest time that one commit waits for the store's replicas; it is repeated for `store_timeout_s`."""
+_UNBOUNDED_MESSAGES = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
 class GatewayService:
@@ -117,12 +120,21 @@ def build(
 ) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
     """Return the function that builds the service; measurements pass another store. Raise BadFile."""
     refuse_bad_files(settings.redis_url)
-    channels = ReplicaChannels(settings)
+    tls = {role: _channel_tls(settings, role) for role in ("target", "draft")}
 
     async def build_gateway(server: grpc.aio.Server, parts: Parts) -> GatewayService:
-        return await _build(settings, tuning, channels, open_store, server, parts)
+        return await _build(settings, tuning, tls, open_store, server, parts)
 
     return build_gateway
+
+
+def _channel_tls(settings: GatewaySettings, role: str) -> ChannelTls | None:
+    """Return the TLS of channels to a role, None in plain text. Raise BadFile."""
+    if not settings.peer_ca_file:
+        return None
+    names = ("peer_ca_file", "peer_cert_file", "peer_key_file")
+    files = TlsFiles(*(NamedFile(name, getattr(settings, name)) for name in names))
+    return ChannelTls(files, getattr(settings, f"{role}_tls_name"))
 
 
 def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Interceptors:
@@ -143,20 +155,26 @@ def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Intercep
 async def _build(
     settings: GatewaySettings,
     tuning: Tuning,
-    channels: ReplicaChannels,
+    tls: Mapping[str, ChannelTls | None],
     open_store: StoreOpener,
     server: grpc.aio.Server,
     parts: Parts,
 ) -> GatewayService:
     parts.readiness.stage("loading the tokenizer")
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
+
+    def opener(role: str) -> ChannelOpener:
+        return lambda address: open_channel(
+            address, tls[role], parts.telemetry.client_interceptors(), _UNBOUNDED_MESSAGES
+        )
+
     async with AsyncExitStack() as opened:
-        targets = _targets(settings, tokenizer, lambda address: channels.open_target(address, parts))
+        targets = _targets(settings, tokenizer, opener("target"))
         opened.push_async_callback(targets.close)
         parts.readiness.stage("waiting for a target")
         await targets.start(settings.startup_timeout_s)
         parts.readiness.stage("pairing with the drafts")
-        drafts = _drafts(settings, tokenizer, lambda address: channels.open_draft(address, parts))
+        drafts = _drafts(settings, tokenizer, opener("draft"))
         opened.push_async_callback(drafts.close)
         await _meet_drafts(settings, drafts)
         parts.readiness.stage("connecting to the session store")
@@ -168,7 +186,8 @@ async def _build(
         streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
         observers = RequestObservers(_CLOCK)
         if (registry := parts.metrics) is not None:
-            observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, channels.files)
+            peer_files = None if tls["target"] is None else tls["target"].files
+            observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
             observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
             observers = RequestObservers(
                 _CLOCK, CallMetrics(registry, model.name), SessionMetrics(registry, model.name)

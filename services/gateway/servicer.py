@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import grpc
@@ -15,7 +15,7 @@ from structlog.contextvars import bind_contextvars
 
 from galley.core.admission.admission import AdmissionSlot
 from galley.core.admission.principal import Principal
-from galley.core.answer.answer import Ending
+from galley.core.answer.answer import Ending, SessionSpec
 from galley.core.errors import Broken
 from galley.core.session import events as ev
 from galley.core.session.ports import Clock
@@ -25,6 +25,7 @@ from services.gateway.auth.interceptor import caller
 from services.gateway.clock import SECOND
 from services.gateway.request import respond as events_pb
 from services.gateway.request.validate import (
+    body_hash,
     check_model,
     check_priority,
     parse_generate,
@@ -107,18 +108,18 @@ class GenerationServicer(rpc.GenerationServicer):
     ) -> SessionRunner:
         """Check the request, and store its session. Raises what refuses it."""
         # In a thread: a long prompt takes the tokenizer longer than other streams should wait.
-        parsed = await asyncio.to_thread(
-            parse_generate,
-            request,
-            self.model.limits,
-            self.model.tokenizer,
-            self.model.request_model(),
-            _draw_seed,
-        )
-        session_id = session_id_for(principal.name, parsed.idempotency_key, self.id_secret)
+        spec, hashed = await asyncio.to_thread(self._parse, request)
+        session_id = session_id_for(principal.name, request.idempotency_key, self.id_secret)
         _name_in_logs(session_id)
-        spec = self.model.spec(parsed, session_id, time.time_ns(), principal.tenant_salt)
-        return await self.streams.create(spec, principal.name, parsed.body_hash, deadline_ns)
+        spec = replace(
+            spec, session_id=session_id, arrival_ns=time.time_ns(), tenant_salt=principal.tenant_salt
+        )
+        return await self.streams.create(spec, principal.name, hashed, deadline_ns)
+
+    def _parse(self, request: pb.GenerateRequest) -> tuple[SessionSpec, bytes]:
+        model = self.model
+        spec = parse_generate(request, model.limits, model.tokenizer, model.request_model(), _draw_seed)
+        return spec, body_hash(request)
 
     def _max_output_tokens(self, request: pb.GenerateRequest) -> int:
         """Return the most output tokens of a request, at most the context window."""

@@ -1,8 +1,21 @@
-"""The connection to one target or draft address: who serves there, and the stream of requests to it."""
+"""The connection to one replica: who serves there, and one stream for the requests of all sessions.
+
+A stream costs less a request than a call does (docs/decisions/007). A request may have several responses, and
+may be extended until the last of them. Whatever comes up while a message is being written goes into the next
+message. Cancelling a request tells the replica. A stream that breaks fails its open requests, and the next
+request opens a new stream. A stream whose TLS files have changed is outdated: after `reconnect` it serves
+only the requests that it has.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import itertools
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import grpc
 
@@ -13,45 +26,336 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.clock import SECOND
 from services.gateway.replicas import messages
-from services.gateway.replicas.request_stream import OpenRequest, RequestStream
 
 MEET_TIMEOUT_S = 1.0
 
+RequestT = TypeVar("RequestT", pb.VerifyItem, pb.ProposeItem)
+ResponseT = TypeVar("ResponseT", pb.VerifyAnswer, pb.ProposeAnswer)
 
-class TargetClient:
-    """One target address; `info` is its description from the last `meet`."""
+MAX_MESSAGE_BYTES = 64 * 1024
+"""Requests share a message up to this size, well below any replica's limit; a larger one goes alone."""
+
+MakeMessage: TypeAlias = Callable[[list[RequestT], list[pb.ItemRef], list[pb.Extension]], object]
+HasMore: TypeAlias = Callable[[ResponseT], bool]
+
+
+class OpenCall(Protocol):
+    """Opens the stream: a grpc.aio multi-callable."""
+
+    def __call__(self) -> grpc.aio.StreamStreamCall[Any, Any]:
+        """Return a new stream."""
+
+
+class OpenRequest(Generic[ResponseT]):
+    """One request that was sent, or waits for the stream to accept it."""
+
+    def __init__(self, connection: _Connection[Any, ResponseT], ref: pb.ItemRef) -> None:
+        self._connection: _Connection[Any, ResponseT] = connection
+        self._ref = ref
+        self._responses: deque[ResponseT] = deque()
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def has_response(self) -> bool:
+        """Return True if a response has arrived that was not taken yet."""
+        return bool(self._responses)
+
+    async def next_response(self) -> ResponseT:
+        """Return the next response. Do not call it after the last one, nor twice at a time.
+
+        Raise grpc.aio.AioRpcError or Unavailable if the stream breaks first.
+        """
+        while not self._responses:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._responses.popleft()
+
+    def extend(self, extension: pb.Extension) -> None:
+        """Send `extension`, whose session and request ids are set here, if the request is still open."""
+        extension.session_id, extension.request_id = self._ref.session_id, self._ref.request_id
+        self._connection.extend(extension)
+
+    def cancel(self) -> None:
+        """Cancel the request if it is still open."""
+        self._connection.cancel(self._ref)
+
+    def put(self, response: ResponseT) -> None:
+        """Add a response that has arrived."""
+        self._responses.append(response)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Raise `error` after the responses that have arrived."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class RequestStream(Generic[RequestT, ResponseT]):
+    """The stream to one replica; it is opened when first needed."""
+
+    def __init__(
+        self,
+        open_call: OpenCall,
+        message: MakeMessage[RequestT],
+        has_more: HasMore[ResponseT] = lambda _: False,
+        generation: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`message` builds a message of requests, references to cancelled ones, and extensions.
+
+        `has_more` returns True for a response that is not the last of its request. `generation` returns
+        another number once a new call would use another connection.
+        """
+        self._open_call = open_call
+        self._message: MakeMessage[RequestT] = message
+        self._has_more: HasMore[ResponseT] = has_more
+        self._generation = generation
+        self._generation_of_current = 0
+        self._ids = itertools.count(1)
+        self._current: _Connection[RequestT, ResponseT] | None = None
+        self._retired: list[_Connection[RequestT, ResponseT]] = []
+
+    @property
+    def is_broken(self) -> bool:
+        """Return True if it has ended since it was opened, so that another process may serve the next."""
+        return self._current is not None and self._current.is_broken
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return True if a new stream would use another connection."""
+        return self._current is not None and self._generation() != self._generation_of_current
+
+    def reconnect(self) -> None:
+        """Open a new stream for the next request; this one ends with its last request."""
+        current, self._current = self._current, None
+        self._retired = [connection for connection in self._retired if not connection.is_broken]
+        if current is not None and not current.is_broken:
+            self._retired.append(current)
+            current.retire()
+
+    def open(self, request: RequestT) -> OpenRequest[ResponseT]:
+        """Send `request`, whose `request_id` is set here."""
+        request.slice.request_id = next(self._ids)
+        connection = self._current
+        if connection is None or connection.is_broken:
+            self._generation_of_current = self._generation()
+            connection = self._current = _Connection(self._open_call(), self._message, self._has_more)
+        return connection.open(request)
+
+    async def send(self, request: RequestT) -> ResponseT:
+        """Return the only response to `request`; cancel the request if this is cancelled.
+
+        Raise grpc.aio.AioRpcError or Unavailable if the stream breaks first.
+        """
+        opened = self.open(request)
+        try:
+            return await opened.next_response()
+        finally:
+            opened.cancel()
+
+    async def close(self) -> None:
+        """End the stream; open requests fail."""
+        connections = [*self._retired, self._current]
+        self._retired = []
+        for connection in connections:
+            if connection is not None:
+                await connection.close()
+
+
+class _Connection(Generic[RequestT, ResponseT]):
+    """One call that carries the stream, until it breaks or is retired."""
+
+    def __init__(
+        self,
+        call: grpc.aio.StreamStreamCall[Any, Any],
+        message: MakeMessage[RequestT],
+        has_more: HasMore[ResponseT],
+    ) -> None:
+        self.is_broken = False
+        self._is_retired = False
+        self._call = call
+        self._message: MakeMessage[RequestT] = message
+        self._has_more: HasMore[ResponseT] = has_more
+        self._open: dict[int, OpenRequest[ResponseT]] = {}
+        self._unsent: list[RequestT] = []
+        self._cancelled: list[pb.ItemRef] = []
+        self._extensions: list[pb.Extension] = []
+        self._work = asyncio.Event()
+        # Not in the context of the session that came first, which has its own span and log fields.
+        background = contextvars.Context()
+        self._tasks = [
+            asyncio.create_task(work, context=background.copy()) for work in (self._write(), self._read())
+        ]
+
+    def open(self, request: RequestT) -> OpenRequest[ResponseT]:
+        request_id = request.slice.request_id
+        opened = OpenRequest(self, pb.ItemRef(session_id=request.slice.session_id, request_id=request_id))
+        self._open[request_id] = opened
+        self._unsent.append(request)
+        self._work.set()
+        return opened
+
+    def extend(self, extension: pb.Extension) -> None:
+        if extension.request_id in self._open:
+            self._extensions.append(extension)
+            self._work.set()
+
+    def cancel(self, ref: pb.ItemRef) -> None:
+        if self._open.pop(ref.request_id, None) is not None:
+            self._cancelled.append(ref)
+            self._work.set()
+
+    def retire(self) -> None:
+        """Half-close the call once all its requests have their last response."""
+        self._is_retired = True
+        self._work.set()
+
+    async def close(self) -> None:
+        self._break(Unavailable("the gateway is closing"))
+        self._call.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _write(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            try:
+                while self._unsent or self._cancelled or self._extensions:
+                    await self._call.write(self._next_message())
+                if self._is_retired and not self._open:
+                    await self._call.done_writing()
+                    return
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+                self._call.cancel()  # if it has not ended already; the reader learns the reason
+                return
+
+    def _next_message(self) -> object:
+        requests = self._next_requests()
+        cancelled, self._cancelled = self._cancelled, []
+        return self._message(requests, cancelled, self._next_extensions())
+
+    def _next_requests(self) -> list[RequestT]:
+        """Take the requests of the next message: those not cancelled, within MAX_MESSAGE_BYTES."""
+        self._unsent = [request for request in self._unsent if request.slice.request_id in self._open]
+        size, count = 0, 0
+        for request in self._unsent:
+            size += request.ByteSize()
+            if count and size > MAX_MESSAGE_BYTES:
+                break
+            count += 1
+        requests, self._unsent = self._unsent[:count], self._unsent[count:]
+        return requests
+
+    def _next_extensions(self) -> list[pb.Extension]:
+        """Take the extensions of open requests that were sent, or go into the same message."""
+        unsent = {request.slice.request_id for request in self._unsent}
+        due = [extension for extension in self._extensions if extension.request_id in self._open]
+        self._extensions = [extension for extension in due if extension.request_id in unsent]
+        return [extension for extension in due if extension.request_id not in unsent]
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._call:
+                for response in message.answers:
+                    self._put(response)
+        except grpc.aio.AioRpcError as error:
+            self._break(error)
+        finally:
+            self._break(Unavailable("the stream to the replica has ended"))
+            self._tasks[0].cancel()
+
+    def _put(self, response: ResponseT) -> None:
+        """Deliver a response; drop it if its request was cancelled or has had its last one."""
+        opened = self._open.get(response.request_id)
+        if opened is None:
+            return
+        if not self._has_more(response):
+            del self._open[response.request_id]
+            if self._is_retired:
+                self._work.set()
+        opened.put(response)
+
+    def _break(self, error: Exception) -> None:
+        self.is_broken = True
+        failed, self._open = self._open, {}
+        for opened in failed.values():
+            opened.fail(error)
+
+
+class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
+    """The connection to one address; a subclass has the description from the last `meet` as `info`."""
+
+    info: Any
+    is_met = False
+
+    def __init__(
+        self,
+        address: str,
+        open_call: OpenCall,
+        message: MakeMessage[RequestT],
+        has_more: HasMore[ResponseT],
+        generation: Callable[[], int],
+    ) -> None:
+        super().__init__(open_call, message, has_more, generation)
+        self.address = address
+
+    @property
+    def replica(self) -> Replica | None:
+        """Return the process that serves there, None if it is not known."""
+        return Replica(self.address, self.info.incarnation) if self.is_met else None
+
+    async def meet(self, timeout_s: float) -> None:
+        """Ask the replica for its description.
+
+        Raise grpc.aio.AioRpcError if it does not respond in time, TokenizerMismatch or Unavailable if it
+        serves another model than before.
+        """
+        was_outdated = self.is_outdated
+        info = await self._describe(timeout_s)
+        if self.is_broken or (was_outdated and self.is_outdated):  # no concurrent call has met it meanwhile
+            self.reconnect()
+        self.info = info
+        self.is_met = True
+
+    @abstractmethod
+    async def _describe(self, timeout_s: float) -> Any:
+        """Return the replica's description. Raise as `meet` does."""
+
+    def lost(self) -> None:
+        """Meet again before the next request: another process may serve there."""
+        self.is_met = False
+
+
+class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
+    """One target address."""
+
+    info: pb.GetTargetInfoResponse
 
     def __init__(
         self, channel: grpc.aio.Channel, address: str, on_met: Callable[[], None] = lambda: None
     ) -> None:
         """`on_met` is called when a request had to meet the target first."""
-        self.address = address
-        self.info = pb.GetTargetInfoResponse()
         self._stub = rpc.TargetStub(channel)
-        self._on_met = on_met
-        self._stream: RequestStream[pb.VerifyItem, pb.VerifyAnswer] = RequestStream(
-            self._stub.VerifyStream, messages.verify_stream_request, messages.has_more, generation_of(channel)
+        super().__init__(
+            address,
+            self._stub.VerifyStream,
+            messages.verify_stream_request,
+            messages.has_more,
+            generation_of(channel),
         )
-        self._is_met = False
+        self.info = pb.GetTargetInfoResponse()
+        self._on_met = on_met
         self._closes = 0
 
-    @property
-    def replica(self) -> Replica | None:
-        """Return the process that serves there, None if it is not known."""
-        return Replica(self.address, self.info.incarnation) if self._is_met else None
-
-    @property
-    def is_outdated(self) -> bool:
-        """Return True if it must be met over a new connection, which later requests use."""
-        return self._stream.is_outdated
-
-    async def meet(self, timeout_s: float) -> None:
-        """Ask the target for its description.
-
-        Raise grpc.aio.AioRpcError if it does not respond in time, TokenizerMismatch or Unavailable if it
-        serves another model than before.
-        """
-        was_outdated = self._stream.is_outdated
+    async def _describe(self, timeout_s: float) -> pb.GetTargetInfoResponse:
         info = await self._stub.GetTargetInfo(pb.GetTargetInfoRequest(), timeout=timeout_s)
         if self.info.tokenizer_hash not in {"", info.tokenizer_hash}:
             raise TokenizerMismatch(info.tokenizer_hash, self.info.tokenizer_hash, "new target")
@@ -59,19 +363,16 @@ class TargetClient:
             raise Unavailable(
                 f"vocab_size: must be {self.info.vocab_size} as before, got {info.vocab_size} (another model)"
             )
-        if was_outdated and self._stream.is_outdated:  # no concurrent call has met it meanwhile
-            self._stream.reconnect()
-        self.info = info
-        self._is_met = True
+        return info
 
-    async def open(self, item: pb.VerifyItem) -> OpenRequest[pb.VerifyAnswer]:
+    async def verify(self, item: pb.VerifyItem) -> OpenRequest[pb.VerifyAnswer]:
         """Send a request once it is known who serves.
 
         Raise what `meet` does, and Unavailable if the client was closed meanwhile.
         """
-        if self._stream.is_broken:
+        if self.is_broken:
             self.lost()  # no request was open to notice
-        if not self._is_met or self._stream.is_outdated:
+        if not self.is_met or self.is_outdated:
             # However long the request may take: a silent target must not keep it from another one.
             remaining_s = item.slice.remaining_ns / SECOND
             closes = self._closes
@@ -79,54 +380,39 @@ class TargetClient:
             if self._closes != closes:  # nobody would end a stream that is opened now
                 raise Unavailable(f"the connection to the target at {self.address} was closed")
             self._on_met()
-        return self._stream.open(item)
-
-    def lost(self) -> None:
-        """Meet again before the next request: another process may serve there."""
-        self._is_met = False
+        return self.open(item)
 
     async def close(self) -> None:
         """End the stream, and fail requests that wait for `meet`; later ones may open it again."""
         self._closes += 1
-        await self._stream.close()
+        await super().close()
 
 
-class DraftClient:
-    """One draft address; `info` is its description from the last `meet`."""
+class DraftClient(ReplicaClient[pb.ProposeItem, pb.ProposeAnswer]):
+    """One draft address; send no request without `replica`."""
+
+    info: pb.GetDraftInfoResponse
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
-        self.address = address
-        self.info = pb.GetDraftInfoResponse()
         self._stub = rpc.DraftStub(channel)
-        self.stream: RequestStream[pb.ProposeItem, pb.ProposeAnswer] = RequestStream(
-            self._stub.ProposeStream, messages.propose_stream_request, generation=generation_of(channel)
+        super().__init__(
+            address,
+            self._stub.ProposeStream,
+            messages.propose_stream_request,
+            lambda _: False,
+            generation_of(channel),
         )
-        self._is_met = False
+        self.info = pb.GetDraftInfoResponse()
 
     @property
     def replica(self) -> Replica | None:
         """Return the process that serves there, None if it is not known."""
-        is_there = self._is_met and not self.stream.is_broken
-        return Replica(self.address, self.info.incarnation) if is_there else None
+        return None if self.is_broken else super().replica
 
-    @property
-    def is_outdated(self) -> bool:
-        """Return True if it must be met over a new connection, which later requests use."""
-        return self.stream.is_outdated
-
-    async def meet(self, timeout_s: float) -> None:
-        """Ask the draft for its description. Raise grpc.aio.AioRpcError if it does not respond in time."""
-        was_outdated = self.stream.is_outdated
-        self.info = await self._stub.GetDraftInfo(pb.GetDraftInfoRequest(), timeout=timeout_s)
-        if self.stream.is_broken or (was_outdated and self.stream.is_outdated):
-            self.stream.reconnect()
-        self._is_met = True
-
-    def lost(self) -> None:
-        """Send no request before the next `meet`: another process may serve there."""
-        self._is_met = False
+    async def _describe(self, timeout_s: float) -> pb.GetDraftInfoResponse:
+        return await self._stub.GetDraftInfo(pb.GetDraftInfoRequest(), timeout=timeout_s)
 
     async def close(self) -> None:
         """End the stream; open requests fail."""
         self.lost()
-        await self.stream.close()
+        await super().close()

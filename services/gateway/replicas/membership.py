@@ -11,7 +11,7 @@ import contextvars
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 
@@ -22,7 +22,7 @@ from galley.core.names import MOVE_RESTARTED
 from galley.core.routing.choice import ReplicaLease
 from galley.core.session.ports import Clock, Replica
 from services.gateway.clock import SECOND
-from services.gateway.replicas.clients import MEET_TIMEOUT_S
+from services.gateway.replicas.clients import MEET_TIMEOUT_S, ReplicaClient
 from services.gateway.telemetry.observer import request_observer
 
 POLL_S = 0.5
@@ -30,20 +30,6 @@ LEASE_GRACE_S = 3.0
 """Time for which sessions stay where a lease has expired: a registry that lost its data has it back then."""
 
 _log = get_logger(__name__)
-
-
-class AddressSource(Protocol):
-    """Lists the addresses of a pool."""
-
-    @property
-    def can_change(self) -> bool:
-        """Return True if a later read may differ, or the replicas must be polled for their load."""
-
-    async def read(self) -> Mapping[str, ReplicaLease | None]:
-        """Return the addresses, each with its lease if there is one. Raise StoreUnavailable."""
-
-    async def close(self) -> None:
-        """Close the connections to all replicas."""
 
 
 class StaticAddresses:
@@ -85,28 +71,10 @@ class RegisteredAddresses(Generic[LeaseT]):
         await self._registry.close()
 
 
-class ReplicaClient(Protocol):
-    """The connection to one address."""
+AddressSource: TypeAlias = "StaticAddresses | RegisteredAddresses[Any]"
+"""Lists the addresses of a pool; `can_change` if a later read may differ."""
 
-    @property
-    def replica(self) -> Replica | None:
-        """Return the process that serves there, None if it is not known."""
-
-    @property
-    def is_outdated(self) -> bool:
-        """Return True if it must be met over a new connection."""
-
-    async def meet(self, timeout_s: float) -> None:
-        """Ask who serves there. Raise grpc.aio.AioRpcError, TokenizerMismatch or Unavailable."""
-
-    def lost(self) -> None:
-        """Meet again: another process may serve there."""
-
-    async def close(self) -> None:
-        """End the stream, which fails its open requests."""
-
-
-ClientT = TypeVar("ClientT", bound=ReplicaClient)
+ClientT = TypeVar("ClientT", bound=ReplicaClient[Any, Any])
 
 
 class PoolReplica(Generic[ClientT, LeaseT]):

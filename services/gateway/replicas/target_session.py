@@ -9,7 +9,7 @@ same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import grpc
@@ -27,8 +27,8 @@ from galley.core.store import CacheLocation
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND
 from services.gateway.replicas import messages
+from services.gateway.replicas.clients import OpenRequest
 from services.gateway.replicas.messages import VerifyEvent
-from services.gateway.replicas.request_stream import OpenRequest
 from services.gateway.replicas.targets import TargetPool, TargetReplica
 from services.gateway.telemetry.observer import request_observer
 
@@ -186,8 +186,8 @@ class _Attempt:
         self._sent_to: Replica | None = None
         self._span = request_observer().call(names.VERIFY, target.address)
         self._item = messages.verify_item(spec, request, remaining_ns, self._span.traceparent)
+        self._has_ended = False
         target.add_request(self.rows)
-        self.events = self._receive()
 
     @property
     def replica(self) -> Replica | None:
@@ -208,34 +208,36 @@ class _Attempt:
         """Remove it from the load of its replica."""
         self.target.remove_request(self.rows)
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Cancel the request if it is open."""
-        await self.events.aclose()
+        if self.sent is not None:
+            self.sent.cancel()
         self._span.end()
 
-    async def _receive(self) -> AsyncGenerator[VerifyEvent, None]:
+    async def next(self) -> VerifyEvent | None:
+        """Return the next event, None after the last; the first call sends the request."""
+        if self._has_ended:
+            return None
         client = self.target.client
         try:
-            sent = self.sent = await client.open(self._item)
-            self._sent_to = client.replica
-            for extension in self._extensions:
-                sent.extend(messages.extension(extension))
-            try:
-                is_open = True
-                while is_open:
-                    answer = await sent.next_response()
-                    is_open = messages.has_more(answer)
-                    messages.note_status(self._span, answer)
-                    yield messages.verify_event(self._request_id, answer)
-            finally:
-                sent.cancel()
+            if self.sent is None:
+                self.sent = await client.verify(self._item)
+                self._sent_to = client.replica
+                for extension in self._extensions:
+                    self.sent.extend(messages.extension(extension))
+            answer = await self.sent.next_response()
         except (_Abandoned, TokenizerMismatch) as error:
+            self._has_ended = True
             self._span.failed(error.status if isinstance(error, _Abandoned) else error_type(error))
-            yield ev.Failed(self._request_id, str(error))
+            return ev.Failed(self._request_id, str(error))
         except (grpc.aio.AioRpcError, Unavailable) as error:
+            self._has_ended = True
             client.lost()
             self._span.failed(messages.status_of(error))
-            yield messages.failed_event(self._request_id, error)
+            return messages.failed_event(self._request_id, error)
+        self._has_ended = not messages.has_more(answer)
+        messages.note_status(self._span, answer)
+        return messages.verify_event(self._request_id, answer)
 
 
 class TargetRequest:
@@ -289,7 +291,7 @@ class TargetRequest:
         if self._attempt is not None and self._is_due:
             self._session.leave(self._attempt.target)
         await self._drop_hedge()
-        await self._close_attempt()
+        self._close_attempt()
 
     def _start(self, target: TargetReplica) -> _Attempt:
         attempt = self._attempt = self._new_attempt(target)
@@ -308,15 +310,13 @@ class TargetRequest:
                 return
             attempt = self._start(target)
         try:
-            async for event in attempt.events:
-                if isinstance(event, ev.Failed) and self._hedge_first is not None:
-                    break
-                await self._drop_hedge()
+            while (event := await attempt.next()) is not None:
+                if self._hedge is not None:
+                    if isinstance(event, ev.Failed) and self._hedge_first is not None:
+                        attempt, event = self._switch_to(self._hedge), self._hedge_first
+                    else:
+                        await self._drop_hedge()
                 yield self._note(event)
-            if (hedge := self._hedge) is not None and self._hedge_first is not None:
-                yield self._note(await self._switch_to(hedge, self._hedge_first))
-                async for event in hedge.events:
-                    yield self._note(event)
         finally:
             await self.aclose()
 
@@ -340,7 +340,7 @@ class TargetRequest:
     def _other(self, target: TargetReplica) -> TargetReplica | None:
         return self._session.other(self._spec, self._request, target)
 
-    async def _close_attempt(self) -> None:
+    def _close_attempt(self) -> None:
         """Close it once, though both the reader of the events and the runner come here."""
         if self._timer is not None:
             self._timer.cancel()
@@ -349,7 +349,7 @@ class TargetRequest:
         if attempt is not None:
             self._replica = attempt.replica
             attempt.stop_counting()
-            await attempt.aclose()
+            attempt.close()
 
     # ------------------------------------------------------------------------------------- timer --
 
@@ -429,20 +429,20 @@ class TargetRequest:
 
     async def _race(self, hedge: _Attempt) -> None:
         """Wait for the hedge's first response; abandon the first replica unless it has responded too."""
-        event = await anext(hedge.events, None)
+        event = await hedge.next()
         if isinstance(event, ev.Verified):
             self._hedge_first = event
             if self._attempt is not None and not self._attempt.has_response:
                 self._attempt.abandon("another replica responded first", "cancelled")
 
-    async def _switch_to(self, hedge: _Attempt, first: ev.Verified) -> ev.Verified:
-        """Continue at the second replica, which sent `first`."""
-        await self._close_attempt()
+    def _switch_to(self, hedge: _Attempt) -> _Attempt:
+        """Continue at the second replica, which has responded."""
+        self._close_attempt()
         self._attempt, self._hedge = hedge, None
         self._is_first = False  # how long its first response took is not known
         self._expect(hedge.target)
         self._session.move_to(hedge.target, MOVE_HEDGED)
-        return first
+        return hedge
 
     async def _drop_hedge(self) -> None:
         hedge, self._hedge = self._hedge, None
@@ -452,4 +452,4 @@ class TargetRequest:
         if self._hedge_task is not None:
             self._hedge_task.cancel()
             await asyncio.gather(self._hedge_task, return_exceptions=True)
-        await hedge.aclose()
+        hedge.close()

@@ -9,27 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Protocol
 
+from galley.core.answer.answer import SessionSpec
 from galley.core.content import HASH_BYTES
 from galley.core.errors import InvalidField, Unimplemented, UnknownSession
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
 
-Mode = Literal["auto", "off", "fixed"]
-
 BODY_HASH_BYTES = 32
 SESSION_ID_HEX = 32
 _WORKLOAD = re.compile(r"[A-Za-z0-9_.:/-]*")
 _SESSION_ID = re.compile(rf"[0-9a-f]{{{SESSION_ID_HEX}}}")
-_MODES: Mapping[int, Mode] = MappingProxyType(
-    {
-        pb.Speculation.MODE_UNSPECIFIED: "auto",
-        pb.Speculation.MODE_AUTO: "auto",
-        pb.Speculation.MODE_OFF: "off",
-        pb.Speculation.MODE_FIXED: "fixed",
-    }
-)
+_FIXED_K = 4
+"""Draft tokens a round in mode FIXED, where the request gives no number."""
 
 
 class PromptTokenizer(Protocol):
@@ -63,44 +56,18 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The served model. Token ids lie in [0, vocab_size), positions in [0, context_window)."""
+    """The served model. Token ids lie in [0, vocab_size), positions in [0, context_window).
+
+    `default_k` is the most draft tokens a round in mode AUTO.
+    """
 
     name: str
     context_window: int
     vocab_size: int
     strategies: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationSpec:
-    """Speculation settings. `k` is None if the gateway chooses; an empty `strategy` is its default."""
-
-    mode: Mode = "auto"
-    k: int | None = None
-    strategy: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateSpec:
-    """A request whose every value is within its bounds; no token may stand at or beyond `max_position`.
-
-    `logprobs` is None where none are asked for. `body_hash` names the request without its idempotency key.
-    """
-
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    max_position: int
-    min_tokens: int
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    logprobs: int | None
-    speculation: SpeculationSpec
-    workload: str
-    priority: int
-    idempotency_key: str
-    body_hash: bytes
-    continue_without_client: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    default_k: int = 0
+    default_strategy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,36 +85,38 @@ def parse_generate(
     tokenizer: PromptTokenizer,
     model: Model,
     draw_seed: Callable[[], int],
-) -> GenerateSpec:
+) -> SessionSpec:
     """Check all of `request`, cheap things first; tokenizes its prompt last.
 
-    `draw_seed` gives the seed, in [0, 2**64), of a request that brings none. Raises InvalidField or
-    Unimplemented.
+    Return the session without what its caller and its time decide: id, arrival, tenant salt. `draw_seed`
+    gives the seed, in [0, 2**64), of a request that brings none. Raises InvalidField or Unimplemented.
     """
     _check_fixed(request, model)
     sampling = _sampling(request.sampling, model.vocab_size, draw_seed)
     stop = _stop(request.stop, limits)
-    stop_token_ids = _stop_token_ids(request.stop_token_ids, limits, model.vocab_size)
+    _check_stop_token_ids(request.stop_token_ids, limits, model.vocab_size)
     logprobs = _logprobs(request, limits)
-    speculation = _speculation(request.speculation, limits, model)
+    k, auto, strategy = _speculation(request.speculation, limits, model)
     _check_labels(request, limits)
     _check_asked_length(request, model.context_window)
     prompt = _prompt(request, limits, tokenizer, model)
     max_tokens = _max_tokens(request, len(prompt), limits, model.context_window)
-    return GenerateSpec(
+    own_ends = () if request.ignore_eos else model.eos_token_ids
+    return SessionSpec(
+        session_id="",
         prompt=prompt,
         sampling=sampling,
         max_position=len(prompt) + max_tokens,
+        vocab_size=model.vocab_size,
+        stop_token_ids=frozenset({*request.stop_token_ids, *own_ends}),
+        stop_strings=stop,
         min_tokens=request.min_tokens,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=request.ignore_eos,
         logprobs=logprobs,
-        speculation=speculation,
+        k=k,
+        auto=auto,
+        strategy=strategy,
         workload=request.workload,
         priority=request.priority,
-        idempotency_key=request.idempotency_key,
-        body_hash=body_hash(request),
         continue_without_client=request.continue_without_client,
     )
 
@@ -221,12 +190,11 @@ def _stop(stop: Sequence[str], limits: Limits) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop))
 
 
-def _stop_token_ids(ids: Sequence[int], limits: Limits, vocab_size: int) -> tuple[int, ...]:
+def _check_stop_token_ids(ids: Sequence[int], limits: Limits, vocab_size: int) -> None:
     if len(ids) > limits.max_stop_token_ids:
         bound = limits.max_stop_token_ids
         raise InvalidField("stop_token_ids", f"must have at most {bound} entries, got {len(ids)}")
     _check_ids("stop_token_ids", ids, vocab_size)
-    return tuple(dict.fromkeys(ids))
 
 
 def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
@@ -243,9 +211,9 @@ def _logprobs(request: pb.GenerateRequest, limits: Limits) -> int | None:
     return request.logprobs
 
 
-def _speculation(message: pb.Speculation, limits: Limits, model: Model) -> SpeculationSpec:
-    mode = _MODES.get(message.mode)
-    if mode is None:
+def _speculation(message: pb.Speculation, limits: Limits, model: Model) -> tuple[int, bool, str]:
+    """Return the most draft tokens a round, True if fewer may be proposed, and the strategy."""
+    if message.mode not in pb.Speculation.Mode.values():
         raise InvalidField("speculation.mode", f"must be a known mode, got {message.mode}")
     k = message.k if message.HasField("k") else None
     if k is not None and k > limits.max_draft_tokens:
@@ -253,7 +221,12 @@ def _speculation(message: pb.Speculation, limits: Limits, model: Model) -> Specu
     if message.strategy and message.strategy not in model.strategies:
         known = ", ".join(model.strategies) or "none here"
         raise InvalidField("speculation.strategy", f"must be one of {known}, got {_quoted(message.strategy)}")
-    return SpeculationSpec(mode, k, message.strategy)
+    strategy = message.strategy or model.default_strategy
+    if message.mode == pb.Speculation.MODE_OFF:
+        return 0, False, ""
+    if message.mode == pb.Speculation.MODE_FIXED:
+        return min(_FIXED_K, model.default_k) if k is None else k, False, strategy
+    return model.default_k if k is None else min(k, model.default_k), True, strategy
 
 
 def _check_labels(request: pb.GenerateRequest, limits: Limits) -> None:

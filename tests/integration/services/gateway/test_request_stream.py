@@ -12,7 +12,7 @@ import pytest
 from galley.core.errors import Unavailable
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.gateway.replicas.request_stream import MAX_MESSAGE_BYTES, RequestStream
+from services.gateway.replicas.clients import MAX_MESSAGE_BYTES, RequestStream
 
 Stream = RequestStream[pb.VerifyItem, pb.VerifyAnswer]
 

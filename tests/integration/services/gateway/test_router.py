@@ -20,7 +20,7 @@ from galley.core.session import events as ev
 from galley.core.session.ports import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock
-from services.gateway.replicas.request_stream import OpenRequest
+from services.gateway.replicas.clients import OpenRequest
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetPool
 from tests.fakes.fleet import BLOCK, Fleet
@@ -369,7 +369,7 @@ async def test_a_replica_without_info_is_left_before_the_deadline(here: Here) ->
     at = target.place(SPEC, here.request(confirmed(1)))
     assert at is not None
     await home.stop()
-    await asyncio.wait(cast("Any", at.client)._stream._current._tasks)  # the gateway has noticed
+    await asyncio.wait(cast("Any", at.client)._current._tasks)  # the gateway has noticed
     home.info_gate.close()
     await home.start()
     item = target.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
@@ -400,7 +400,7 @@ async def test_a_replica_dropped_while_met_is_sent_nothing(here: Here) -> None:
     home.info_gate.open()
     async with asyncio.timeout(PATIENCE_S):
         assert isinstance(await answers, ev.Failed)
-    assert client._stream._current.is_broken
+    assert client._current is None, "no stream was opened"
     assert len(home.calls) == 1
     await item.aclose()
 

@@ -11,15 +11,14 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from galley.core.answer.answer import SessionSpec
 from galley.core.errors import InvalidField, Unimplemented, UnknownSession
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.request.validate import (
-    GenerateSpec,
     Limits,
     Model,
     ResumeSpec,
-    SpeculationSpec,
     body_hash,
     check_model,
     parse_generate,
@@ -28,7 +27,15 @@ from services.gateway.request.validate import (
 )
 
 LIMITS = Limits(default_max_tokens=20, max_text_bytes=200, max_messages=3)
-MODEL = Model("m", context_window=64, vocab_size=300, strategies=("model", "ngram"))
+MODEL = Model(
+    "m",
+    context_window=64,
+    vocab_size=300,
+    strategies=("model", "ngram"),
+    eos_token_ids=(2,),
+    default_k=8,
+    default_strategy="model",
+)
 SEED = 2**63 + 1
 
 
@@ -52,7 +59,7 @@ def request(**fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(**fields)
 
 
-def parse(**fields: Any) -> GenerateSpec:
+def parse(**fields: Any) -> SessionSpec:
     return parse_generate(request(**fields), LIMITS, Bytes(), MODEL, lambda: SEED)
 
 
@@ -74,20 +81,16 @@ def speculation(**fields: Any) -> dict[str, Any]:
 
 
 def test_a_bare_request_gets_the_defaults() -> None:
-    assert parse() == GenerateSpec(
+    assert parse() == SessionSpec(
+        session_id="",
         prompt=tuple(b"abc"),
         sampling=SamplingParams(seed=SEED),
         max_position=23,
-        min_tokens=0,
-        stop=(),
-        stop_token_ids=(),
-        ignore_eos=False,
-        logprobs=None,
-        speculation=SpeculationSpec(),
-        workload="",
-        priority=0,
-        idempotency_key="",
-        body_hash=body_hash(request()),
+        vocab_size=300,
+        stop_token_ids=frozenset({2}),
+        k=8,
+        auto=True,
+        strategy="model",
     )
 
 
@@ -131,13 +134,11 @@ def test_everything_that_is_set_is_kept() -> None:
         seed=0,
     )
     assert (spec.max_position, spec.min_tokens) == (64, 61)
-    assert spec.stop == ("x", "y" * 256)
-    assert spec.stop_token_ids == (5, 299)
-    assert spec.ignore_eos
+    assert spec.stop_strings == ("x", "y" * 256)
+    assert spec.stop_token_ids == {5, 299}
     assert spec.logprobs == 0
-    assert spec.speculation == SpeculationSpec("fixed", 0, "ngram")
+    assert (spec.k, spec.auto, spec.strategy) == (0, False, "ngram")
     assert (spec.workload, spec.priority) == ("team-a/chat.v1:x_Y", -3)
-    assert spec.idempotency_key == "k" * 256
 
 
 def test_a_zero_that_is_set_is_not_a_default() -> None:
@@ -158,16 +159,19 @@ def test_messages_go_through_the_chat_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "name"),
+    ("fields", "expected"),
     [
-        (pb.Speculation.MODE_UNSPECIFIED, "auto"),
-        (pb.Speculation.MODE_AUTO, "auto"),
-        (pb.Speculation.MODE_OFF, "off"),
-        (pb.Speculation.MODE_FIXED, "fixed"),
+        ({}, (8, True, "model")),
+        ({"mode": pb.Speculation.MODE_AUTO, "k": 3}, (3, True, "model")),
+        ({"mode": pb.Speculation.MODE_AUTO, "k": 9, "strategy": "ngram"}, (8, True, "ngram")),
+        ({"mode": pb.Speculation.MODE_OFF, "k": 3}, (0, False, "")),
+        ({"mode": pb.Speculation.MODE_FIXED}, (4, False, "model")),
+        ({"mode": pb.Speculation.MODE_FIXED, "k": 16}, (16, False, "model")),
     ],
 )
-def test_modes(mode: pb.Speculation.Mode.ValueType, name: str) -> None:
-    assert parse(**speculation(mode=mode)).speculation == SpeculationSpec(name, None, "")  # type: ignore[arg-type]  # a literal, by parameter
+def test_modes(fields: dict[str, Any], expected: tuple[int, bool, str]) -> None:
+    spec = parse(**speculation(**fields))
+    assert (spec.k, spec.auto, spec.strategy) == expected
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -262,8 +266,8 @@ def test_a_long_bad_value_is_not_echoed_whole() -> None:
 
 
 def test_the_body_hash_is_of_all_but_the_key() -> None:
-    plain = parse(**sampling(logit_bias={1: 1, 2: 2})).body_hash
-    keyed = parse(**sampling(logit_bias={2: 2, 1: 1}), idempotency_key="key").body_hash
+    plain = body_hash(request(**sampling(logit_bias={1: 1, 2: 2})))
+    keyed = body_hash(request(**sampling(logit_bias={2: 2, 1: 1}), idempotency_key="key"))
     assert plain == keyed
     assert len(plain) == 32
     others: list[dict[str, Any]] = [
@@ -274,7 +278,7 @@ def test_the_body_hash_is_of_all_but_the_key() -> None:
         sampling(temperature=1),
         ids(*b"abc"),
     ]
-    hashes = {parse(**other).body_hash for other in others} | {parse().body_hash, plain}
+    hashes = {body_hash(request(**other)) for other in others} | {body_hash(request()), plain}
     assert len(hashes) == len(others) + 2
 
 
