@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from galley.core.content import SessionKey
 from galley.core.cost.live import LiveStepTimes
 from galley.core.scheduler.messages import BatchInfo
 from galley.core.scheduler.rows import Grant
-from galley.core.step import Draw, StepChunk, StepPlan
+from galley.core.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +81,6 @@ class ActiveBatch:
             drafts_ns=min(drafts_ns, took_ns),
             span=batch_span,
         )
-
-
-def chunk_for(grant: Grant, blocks: Sequence[int]) -> StepChunk:
-    """Return the chunk that feeds the granted rows, and draws after the last if they reach the position."""
-    request, message = grant.request, grant.request.message
-    start = request.kv_len or 0
-    confirmed = request.tokens[start : start + grant.rows]
-    if not grant.is_final:
-        return StepChunk(start, confirmed, blocks, want_logits=0)
-    draw = Draw(
-        params=message.sampling,
-        history=request.tokens,
-        prompt_len=message.prompt_len,
-        stop_token_ids=message.stop_token_ids,
-        min_tokens=message.min_tokens,
-        draft_tokens=grant.draft_tokens,
-        logprobs=message.logprobs,
-    )
-    return StepChunk(start, [*confirmed, *grant.draft_tokens], blocks, 1 + len(grant.draft_tokens), draw)
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from galley.core.cost.live import LiveStepTimes
 from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
 from galley.core.kv.table import KvTable, Reservation
-from galley.core.scheduler.batch import ActiveBatch, BatchTimes, SchedulerCounts, chunk_for
+from galley.core.scheduler.batch import ActiveBatch, BatchTimes, SchedulerCounts
 from galley.core.scheduler.linger import LingerPolicy
 from galley.core.scheduler.messages import (
     BatchInfo,
@@ -42,7 +42,7 @@ from galley.core.scheduler.messages import (
 )
 from galley.core.scheduler.request import ActiveRequest, SessionStatistics
 from galley.core.scheduler.rows import Grant, grant_rows
-from galley.core.step import Sampled, StepOutcome, StepPlan
+from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan
 
 MAX_ROWS = 256
 _RETRY_AFTER_S = 0.5
@@ -319,7 +319,7 @@ class Scheduler:
         for request in requests:
             request.has_started = True
             request.linger_ns += self._lingering.waited_ns
-        chunks = tuple(chunk_for(grant, self._table.blocks_of(key)) for key, grant in grants.items())
+        chunks = tuple(_chunk(grant, self._table.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
         preempted, evicted = tuple(self._preempted), self._table.take_evicted()
         self._batch = ActiveBatch(plan, grants, now, preempted, evicted)
@@ -453,3 +453,22 @@ def _has_stopped(message: VerifyRequest, position: int, tokens: Sequence[int]) -
     """Return True if the last of these tokens, confirmed from `position` on, ends the answer."""
     last = position + len(tokens) - 1 - message.prompt_len
     return bool(tokens) and tokens[-1] in message.stop_token_ids and last >= message.min_tokens
+
+
+def _chunk(grant: Grant, blocks: Sequence[int]) -> StepChunk:
+    """Return the chunk that feeds the granted rows, and draws after the last if they reach the position."""
+    request, message = grant.request, grant.request.message
+    start = request.kv_len or 0
+    confirmed = request.tokens[start : start + grant.rows]
+    if not grant.is_final:
+        return StepChunk(start, confirmed, blocks, want_logits=0)
+    draw = Draw(
+        params=message.sampling,
+        history=request.tokens,
+        prompt_len=message.prompt_len,
+        stop_token_ids=message.stop_token_ids,
+        min_tokens=message.min_tokens,
+        draft_tokens=grant.draft_tokens,
+        logprobs=message.logprobs,
+    )
+    return StepChunk(start, [*confirmed, *grant.draft_tokens], blocks, 1 + len(grant.draft_tokens), draw)
