@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from typing import Protocol, TypeAlias
+from contextlib import AsyncExitStack, suppress
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 
@@ -16,7 +16,7 @@ from galley.common.metrics.metering import observe_expiry
 from galley.common.models.tokenizer import Tokenizer
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
-from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, ReplicaRegistry
+from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, LeasePool, ReplicaRegistry
 from galley.common.server.server import Interceptors, Parts
 from galley.common.tls.channels import ChannelTls, open_channel
 from galley.common.tls.credentials import TlsFiles
@@ -39,7 +39,14 @@ from services.gateway.served_model import ServedModel
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import Streams
-from services.gateway.settings import MAX_DRAFT_TOKENS, NO_DRAFT, TUNING, GatewaySettings, Tuning
+from services.gateway.settings import (
+    MAX_DRAFT_TOKENS,
+    NO_DRAFT,
+    TUNING,
+    GatewaySettings,
+    Tuning,
+    comma_separated,
+)
 from services.gateway.store.redis import RedisStore
 from services.gateway.store.session_log import retry
 from services.gateway.telemetry.call import CallMetrics
@@ -75,18 +82,14 @@ class GatewayService:
         """
         self._streams.refuse_new()
         try:
-            await self._wait_or_hand_over()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._drain_timeout_s * _HAND_OVER_SHARE):
+                    return await self._streams.wait_idle()
+            self._streams.hand_over()
+            await self._streams.wait_idle()
         except asyncio.CancelledError:
             self._streams.cut_off()
             raise
-
-    async def _wait_or_hand_over(self) -> None:
-        try:
-            async with asyncio.timeout(self._drain_timeout_s * _HAND_OVER_SHARE):
-                await self._streams.wait_idle()
-        except TimeoutError:
-            self._streams.hand_over()
-            await self._streams.wait_idle()
 
     async def close(self) -> None:
         """Close all connections."""
@@ -102,12 +105,13 @@ class OpenedStore(SessionStore, Protocol):
 
 def open_redis(settings: GatewaySettings) -> OpenedStore:
     """Return the session store of the settings."""
+    copies = settings.redis_wait_replicas
     return RedisStore(
         settings.redis_url.get_secret_value(),
         settings.session_ttl_s,
         settings.finished_ttl_s,
         call_timeout_s=min(DEFAULT_CALL_TIMEOUT_S, settings.store_timeout_s),
-        copies=_copies(settings),
+        copies=Copies(copies, _COPY_TIMEOUT_S) if copies else None,
     )
 
 
@@ -147,7 +151,9 @@ def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Intercep
         principals = PrincipalInterceptor(authentication)
         if scope is None:
             return (principals,)
-        return (TraceInterceptor(scope, _trace_options(settings, tuning), _CLOCK), principals)
+        slow_ns = round(tuning.slow_round_ms * 1_000_000)
+        options = TraceOptions(settings.round_spans, slow_ns, settings.trace_content)
+        return (TraceInterceptor(scope, options, _CLOCK), principals)
 
     return of_process
 
@@ -169,12 +175,25 @@ async def _build(
         )
 
     async with AsyncExitStack() as opened:
-        targets = _targets(settings, tokenizer, opener("target"))
+        targets = TargetPool(
+            _source(settings, settings.target, TARGET_POOL),
+            tokenizer.hash,
+            opener("target"),
+            _CLOCK,
+            MAX_DRAFT_TOKENS,
+            hedge_quantile=settings.hedge_quantile,
+        )
         opened.push_async_callback(targets.close)
         parts.readiness.stage("waiting for a target")
         await targets.start(settings.startup_timeout_s)
         parts.readiness.stage("pairing with the drafts")
-        drafts = _drafts(settings, tokenizer, opener("draft"))
+        drafts = DraftPool(
+            _source(settings, settings.draft, DRAFT_POOL),
+            tokenizer.hash,
+            opener("draft"),
+            _CLOCK,
+            int(settings.draft_timeout_s * SECOND),
+        )
         opened.push_async_callback(drafts.close)
         await _meet_drafts(settings, drafts)
         parts.readiness.stage("connecting to the session store")
@@ -193,14 +212,7 @@ async def _build(
                 _CLOCK, CallMetrics(registry, model.name), SessionMetrics(registry, model.name)
             )
         rpc.add_GenerationServicer_to_server(
-            GenerationServicer(
-                streams,
-                model,
-                _CLOCK,
-                _id_secret(settings),
-                observers,
-                parts.address,
-            ),
+            GenerationServicer(streams, model, _CLOCK, _id_secret(settings), observers, parts.address),
             server,
         )
         return GatewayService(streams, opened.pop_all(), settings.drain_timeout_s)
@@ -233,7 +245,13 @@ def _streams(
             item_drafts=min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens),
             target_timeout_ns=int(settings.target_timeout_s * SECOND),
         ),
-        _timeouts(settings, tuning),
+        Timeouts(
+            store_ns=int(settings.store_timeout_s * SECOND),
+            verify_ns=int(tuning.verify_timeout_s * SECOND),
+            draft_ns=int(settings.draft_timeout_s * SECOND),
+            renew_ns=int(min(settings.session_ttl_s, settings.finished_ttl_s) * SECOND / 3),
+            client_ns=int(settings.client_timeout_s * SECOND),
+        ),
         settings.max_sessions,
     )
 
@@ -245,30 +263,13 @@ def _id_secret(settings: GatewaySettings) -> bytes:
     return given or secrets.token_bytes(32)
 
 
-def _targets(settings: GatewaySettings, tokenizer: Tokenizer, open_channel: ChannelOpener) -> TargetPool:
-    addresses = _addresses(settings.target)
-    source = (
-        StaticAddresses(addresses) if addresses else RegisteredAddresses(_registry(settings), TARGET_POOL)
-    )
-    return TargetPool(
-        source,
-        tokenizer.hash,
-        open_channel,
-        _CLOCK,
-        MAX_DRAFT_TOKENS,
-        hedge_quantile=settings.hedge_quantile,
-    )
-
-
-def _drafts(settings: GatewaySettings, tokenizer: Tokenizer, open_channel: ChannelOpener) -> DraftPool:
-    if settings.draft:
-        source: AddressSource = StaticAddresses(
-            [] if settings.draft == NO_DRAFT else _addresses(settings.draft)
-        )
-    else:
-        source = RegisteredAddresses(_registry(settings), DRAFT_POOL)
-    timeout_ns = int(settings.draft_timeout_s * SECOND)
-    return DraftPool(source, tokenizer.hash, open_channel, _CLOCK, timeout_ns)
+def _source(settings: GatewaySettings, addresses: str, pool: LeasePool[Any]) -> AddressSource:
+    """Return the configured addresses, or else those in the registry."""
+    if addresses == NO_DRAFT:
+        return StaticAddresses([])
+    if configured := comma_separated(addresses):
+        return StaticAddresses(configured)
+    return RegisteredAddresses(ReplicaRegistry(settings.redis_url.get_secret_value()), pool)
 
 
 async def _meet_drafts(settings: GatewaySettings, drafts: DraftPool) -> None:
@@ -280,48 +281,17 @@ async def _meet_drafts(settings: GatewaySettings, drafts: DraftPool) -> None:
         _log.warning("no draft available", reason=drafts.problem)
 
 
-def _addresses(setting: str) -> list[str]:
-    return [address.strip() for address in setting.split(",") if address.strip()]
-
-
-def _registry(settings: GatewaySettings) -> ReplicaRegistry:
-    return ReplicaRegistry(settings.redis_url.get_secret_value())
-
-
-def _copies(settings: GatewaySettings) -> Copies | None:
-    if not settings.redis_wait_replicas:
-        return None
-    return Copies(settings.redis_wait_replicas, _COPY_TIMEOUT_S)
-
-
-def _trace_options(settings: GatewaySettings, tuning: Tuning) -> TraceOptions:
-    return TraceOptions(settings.round_spans, round(tuning.slow_round_ms * 1_000_000), settings.trace_content)
-
-
-def _timeouts(settings: GatewaySettings, tuning: Tuning) -> Timeouts:
-    return Timeouts(
-        store_ns=int(settings.store_timeout_s * SECOND),
-        verify_ns=int(tuning.verify_timeout_s * SECOND),
-        draft_ns=int(settings.draft_timeout_s * SECOND),
-        renew_ns=int(min(settings.session_ttl_s, settings.finished_ttl_s) * SECOND / 3),
-        client_ns=int(settings.client_timeout_s * SECOND),
-    )
-
-
 def _served_model(
     settings: GatewaySettings, tuning: Tuning, tokenizer: Tokenizer, targets: TargetPool, drafts: DraftPool
 ) -> ServedModel:
     max_draft_tokens = min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens)
-    name = settings.model_name or targets.info.model
-    limits = Limits(max_draft_tokens=max_draft_tokens)
-    k = 0 if settings.draft == NO_DRAFT else min(settings.k, max_draft_tokens)
     return ServedModel(
-        name=name,
+        name=settings.model_name or targets.info.model,
         targets=targets,
         tokenizer=tokenizer,
         drafts=drafts,
-        limits=limits,
+        limits=Limits(max_draft_tokens=max_draft_tokens),
         max_sessions=settings.max_sessions,
-        default_k=k,
+        default_k=0 if settings.draft == NO_DRAFT else min(settings.k, max_draft_tokens),
         default_strategy=tuning.strategy,
     )

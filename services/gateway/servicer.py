@@ -141,7 +141,7 @@ class GenerationServicer(rpc.GenerationServicer):
         pump = Pump(runner, context, self.streams, place)
         try:
             yield events_pb.started(runner.session, self.model.name)
-            while not isinstance(item := await pump.next(), ev.End):
+            while not isinstance(item := await runner.outbox.next(), ev.End):
                 observer.sending(item)
                 yield events_pb.item(item)
             observer.sending(item)

@@ -347,7 +347,9 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
         super().__init__(
             address,
             self._stub.VerifyStream,
-            messages.verify_stream_request,
+            lambda items, cancelled, extensions: pb.VerifyStreamRequest(
+                items=items, cancelled=cancelled, extensions=extensions
+            ),
             messages.has_more,
             generation_of(channel),
         )
@@ -398,7 +400,7 @@ class DraftClient(ReplicaClient[pb.ProposeItem, pb.ProposeAnswer]):
         super().__init__(
             address,
             self._stub.ProposeStream,
-            messages.propose_stream_request,
+            lambda items, cancelled, _: pb.ProposeStreamRequest(items=items, cancelled=cancelled),
             lambda _: False,
             generation_of(channel),
         )

@@ -80,20 +80,6 @@ def extension(request: ev.ExtendVerify) -> pb.Extension:
     return message
 
 
-def verify_stream_request(
-    items: list[pb.VerifyItem], cancelled: list[pb.ItemRef], extensions: list[pb.Extension]
-) -> pb.VerifyStreamRequest:
-    """Return one message of the stream to a target."""
-    return pb.VerifyStreamRequest(items=items, cancelled=cancelled, extensions=extensions)
-
-
-def propose_stream_request(
-    items: list[pb.ProposeItem], cancelled: list[pb.ItemRef], _extensions: list[pb.Extension]
-) -> pb.ProposeStreamRequest:
-    """Return one message of the stream to a draft."""
-    return pb.ProposeStreamRequest(items=items, cancelled=cancelled)
-
-
 def _slice(spec: SessionSpec, part: ev.Slice, remaining_ns: int | None, traceparent: str) -> pb.SessionSlice:
     return pb.SessionSlice(
         session_id=spec.session_id,

@@ -325,9 +325,8 @@ class TargetRequest:
         if attempt is None:  # closed meanwhile
             return event
         target = attempt.target
-        self._is_due = isinstance(event, ev.Failed) or (isinstance(event, ev.Verified) and event.more)
+        self._is_due = isinstance(event, ev.Verified) and event.more
         if isinstance(event, ev.Failed):
-            self._is_due = False
             self._session.leave(target)
             is_elsewhere = event.retryable and self._other(target) is not None
             return replace(event, elsewhere=is_elsewhere)

@@ -13,7 +13,6 @@ from galley.common.wire import status
 from galley.core.admission.admission import AdmissionSlot
 from galley.core.errors import Broken, ClientStalled, GalleyError
 from galley.core.session import events as ev
-from services.gateway.session.outbox import Item
 from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Streams
 from services.gateway.telemetry.observer import request_observer
@@ -50,10 +49,6 @@ class Pump:
         self._unread_end: asyncio.Task[None] | None = None
         # gRPC may drop the generator when the client leaves, but it always reports the end of the call.
         context.add_done_callback(self._call_ended)  # type: ignore[arg-type]  # the stubs want a class
-
-    async def next(self) -> Item | ev.End:
-        """Return what to send next, to be called once the transport has taken the last item."""
-        return await self._runner.outbox.next()
 
     def leave(self) -> None:
         """Note that nobody reads any more. The session keeps the place until it has stopped or is done."""

@@ -99,7 +99,7 @@ class Served:
             try:
                 more = True
                 while more:
-                    more = not isinstance(await pump.next(), ev.End)
+                    more = not isinstance(await runner.outbox.next(), ev.End)
                     await asyncio.sleep(pause_s)
                     count += 1
             finally:
