@@ -5,7 +5,6 @@ from __future__ import annotations
 from galley.common.wire.codec import logprobs_message
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged, Reason
 from galley.core.session.machine import Session
-from galley.core.session.stats import SpeculationStats
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 _REASONS = {
@@ -13,6 +12,7 @@ _REASONS = {
     Reason.LENGTH: pb.Finished.REASON_LENGTH,
     Reason.ABORTED: pb.Finished.REASON_ABORTED,
 }
+_STATS = tuple(pb.SpeculationStats.DESCRIPTOR.fields_by_name)
 
 
 def started(session: Session, model: str) -> pb.StreamEvent:
@@ -53,30 +53,10 @@ def finished(session: Session, ending: Ending) -> pb.StreamEvent:
             prompt_tokens=len(session.spec.prompt),
             output_tokens=session.logged_output,
         ),
-        speculation=_stats(session.stats),
+        speculation=pb.SpeculationStats(**{name: getattr(session.stats, name) for name in _STATS}),
     )
     if isinstance(ending.matched, str):
         message.stop = ending.matched
     elif ending.matched is not None:
         message.stop_token_id = ending.matched
     return pb.StreamEvent(finished=message)
-
-
-def _stats(stats: SpeculationStats) -> pb.SpeculationStats:
-    return pb.SpeculationStats(
-        rounds=stats.rounds,
-        drafted=stats.drafted,
-        verified=stats.verified,
-        accepted=stats.accepted,
-        round_ns=stats.round_ns,
-        draft_ns=stats.draft_ns,
-        verify_ns=stats.verify_ns,
-        draft_compute_ns=stats.draft_compute_ns,
-        verify_compute_ns=stats.verify_compute_ns,
-        orchestration_ns=stats.orchestration_ns,
-        accepted_at=stats.accepted_at,
-        verified_at=stats.verified_at,
-        proposed=stats.proposed,
-        cancelled=stats.cancelled,
-        exposed_draft_ns=stats.exposed_draft_ns,
-    )

@@ -6,11 +6,11 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
-from types import MappingProxyType
 from typing import Protocol
 
+from galley.common.wire.codec import sampling_from
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import HASH_BYTES
 from galley.core.errors import InvalidField, Unimplemented, UnknownSession
@@ -169,15 +169,9 @@ def _check_fixed(request: pb.GenerateRequest, model: Model) -> None:
 
 
 def _sampling(message: pb.SamplingParams, vocab_size: int, draw_seed: Callable[[], int]) -> SamplingParams:
-    # What is set is taken (a float arrives as float32); what is not keeps SamplingParams' default.
-    names = [name.name for name, _ in message.ListFields() if name.name != "logit_bias"]
-    values = {name: getattr(message, name) for name in names}
-    values.setdefault("seed", 0)
-    sampling = SamplingParams(**values, logit_bias=MappingProxyType(dict(message.logit_bias)))
+    sampling = sampling_from(message)
     sampling.validate(vocab_size)
-    if message.HasField("seed"):
-        return sampling
-    return SamplingParams(**values | {"seed": draw_seed()}, logit_bias=sampling.logit_bias)
+    return sampling if message.HasField("seed") else replace(sampling, seed=draw_seed())
 
 
 def _stop(stop: Sequence[str], limits: Limits) -> tuple[str, ...]:

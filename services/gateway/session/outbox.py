@@ -38,18 +38,26 @@ class Outbox:
         """The time when the first item, or the one before it, became the first."""
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
-        self._is_closed = False
         self._has_reader = True
 
-    def put(self, items: Iterable[Item]) -> None:
+    def put(self, items: Iterable[Item | ev.End]) -> None:
         """Add items; drop them once the client has stalled or left."""
         for item in items:
-            self._put(item)
+            if self.stalled is not None and not isinstance(item, ev.End):
+                return
+            self._items.append((item, self._clock.now_ns()))
+            if len(self._items) == 1:
+                self._send_first()
+            elif len(self._items) == 2:
+                self._watch()
+            if not self._has_reader:
+                self._items.clear()
+        self._changed.set()
 
     def end(self, end: ev.End) -> None:
         """Add the end, after the items that were sent."""
         self.close()
-        self._put(end)
+        self.put((end,))
 
     async def next(self) -> Item | ev.End:
         """Return the next item, to be called once the transport has taken the one before; End is the last."""
@@ -59,7 +67,7 @@ class Outbox:
         if self._items:
             self._send_first()
         self._watch()
-        self._notify()
+        self._changed.set()
         return item
 
     async def flush(self, timeout_s: float | None = None) -> None:
@@ -84,7 +92,7 @@ class Outbox:
             self._send_first()
         self._items.clear()
         self._watch()
-        self._notify()
+        self._changed.set()
 
     def close(self) -> None:
         """Drop the items that wait behind the first."""
@@ -93,18 +101,6 @@ class Outbox:
         while len(self._items) > 1:
             self._items.pop()
         self._watch()
-
-    def _put(self, item: Item | ev.End) -> None:
-        if self.stalled is not None and not isinstance(item, ev.End):
-            return
-        self._items.append((item, self._clock.now_ns()))
-        if len(self._items) == 1:
-            self._send_first()
-        elif len(self._items) == 2:
-            self._watch()
-        if not self._has_reader:
-            self._items.clear()
-        self._notify()
 
     def _send_first(self) -> None:
         """Count the first item as sent."""
@@ -132,7 +128,7 @@ class Outbox:
         self._timer = None
         self.stalled = self.stalled_error()
         self.close()
-        self._notify()
+        self._changed.set()
         self._report(ev.Interrupted(self.stalled))
 
     def stalled_error(self) -> ClientStalled:
@@ -142,6 +138,3 @@ class Outbox:
     async def _change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
-
-    def _notify(self) -> None:
-        self._changed.set()

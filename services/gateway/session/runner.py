@@ -77,7 +77,9 @@ class SessionRunner:
     async def run(self) -> ev.End:
         """Drive the session; return how the stream ends, once the client was sent all that precedes it."""
         try:
-            self._watch_deadline()
+            if self._deadline_ns is not None:
+                late = DeadlinePassed("the deadline of the call has passed")
+                self._call_at(self._deadline_ns, ev.Interrupted(late))
             self._renewal = self._spawn(self._tell_result(self.log.keep_alive))
             self._carry_out(self.session.start(self._now()))
             while self._end is None:
@@ -97,7 +99,8 @@ class SessionRunner:
                 case ev.Commit():
                     self._spawn(self._tell_result(partial(self.log.commit, effect, self._directory(effect))))
                 case ev.StoreFinish():
-                    self._stop_renewing()  # of a session that has ended it would be refused
+                    if self._renewal is not None:
+                        self._renewal.cancel()  # of a session that has ended it would be refused
                     self._spawn(self._tell_result(partial(self.log.finish, effect)))
                 case ev.Emit():
                     self._observer.emitted(effect.items)
@@ -180,10 +183,6 @@ class SessionRunner:
             target=_held(self._holder, effect.target_cache_len),
         )
 
-    def _stop_renewing(self) -> None:
-        if self._renewal is not None:
-            self._renewal.cancel()
-
     # ---------------------------------------------------------------------------------- time --
 
     def _now(self) -> int:
@@ -196,12 +195,6 @@ class SessionRunner:
     def _within(self, timeout_ns: int) -> int:
         remaining = self._remaining()
         return timeout_ns if remaining is None else min(timeout_ns, remaining)
-
-    def _watch_deadline(self) -> None:
-        if self._deadline_ns is not None:
-            self._call_at(
-                self._deadline_ns, ev.Interrupted(DeadlinePassed("the deadline of the call has passed"))
-            )
 
     def _call_at(self, at_ns: int, event: ev.Event) -> None:
         delay = max(0, at_ns - self._now()) / SECOND
