@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -118,7 +119,9 @@ class GenerationServicer(rpc.GenerationServicer):
 
     def _parse(self, request: pb.GenerateRequest) -> tuple[SessionSpec, bytes]:
         model = self.model
-        spec = parse_generate(request, model.limits, model.tokenizer, model.request_model(), _draw_seed)
+        spec = parse_generate(
+            request, model.limits, model.tokenizer, model.request_model(), partial(secrets.randbits, 64)
+        )
         return spec, body_hash(request)
 
     def _max_output_tokens(self, request: pb.GenerateRequest) -> int:
@@ -160,7 +163,3 @@ def _ending(end: ev.End) -> Ending:
     if end.ending is None:
         raise end.error or Broken("a stream ended without a reason")
     return end.ending
-
-
-def _draw_seed() -> int:
-    return secrets.randbits(64)

@@ -100,7 +100,8 @@ class JwtAuthenticator:
                 options={"require": ["exp", "iss", "aud", self._claim]},
             )
         except (jwt.PyJWTError, ValueError, TypeError, ArithmeticError) as error:
-            raise _Refused(_reason(error)) from None
+            known = (reason for kind, reason in _REASONS if isinstance(error, kind))
+            raise _Refused(next(known, "malformed")) from None
 
     def _header(self, token: str) -> tuple[str | None, str]:
         """Return the key id and the algorithm, if the algorithm is accepted."""
@@ -137,7 +138,3 @@ class JwtAuthenticator:
         if now_s - self._logged_at_s.get(reason, -_LOG_INTERVAL_S) >= _LOG_INTERVAL_S:
             self._logged_at_s[reason] = now_s
             _log.info("tokens refused", reason=reason, total=self._refusals[reason])
-
-
-def _reason(error: Exception) -> str:
-    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "malformed")

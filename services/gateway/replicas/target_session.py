@@ -328,16 +328,13 @@ class TargetRequest:
         self._is_due = isinstance(event, ev.Verified) and event.more
         if isinstance(event, ev.Failed):
             self._session.leave(target)
-            is_elsewhere = event.retryable and self._other(target) is not None
-            return replace(event, elsewhere=is_elsewhere)
+            other = self._session.other(self._spec, self._request, target) if event.retryable else None
+            return replace(event, elsewhere=other is not None)
         self._responded(attempt)
         if isinstance(event, ev.Verified):
             self._session.served(event, self._spec.session_id, attempt.replica)
             self._expect(target)
         return event
-
-    def _other(self, target: TargetReplica) -> TargetReplica | None:
-        return self._session.other(self._spec, self._request, target)
 
     def _close_attempt(self) -> None:
         """Close it once, though both the reader of the events and the runner come here."""

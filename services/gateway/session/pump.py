@@ -75,21 +75,18 @@ class Pump:
 
     async def _run(self) -> None:
         with self._streams.running(self._runner):
-            end = await self._run_session()
+            try:
+                end = await self._runner.run()
+            except Exception as error:  # noqa: BLE001  # whatever it is, the client must not wait for ever
+                _log.error("session failed", exc_info=error)
+                fault = Broken(f"the session runner raised {type(error).__name__}")
+                end = ev.End(error=error if isinstance(error, GalleyError) else fault)
         if self._has_left:
             level, error = level_of(end.error), end.error and str(end.error)
             _log.log(level, "session finished after its client left", error=error)
             return
         self._runner.outbox.end(end)
         self._unread_end = asyncio.create_task(self._end_if_unread(end))
-
-    async def _run_session(self) -> ev.End:
-        try:
-            return await self._runner.run()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the client must not wait for ever
-            _log.error("session failed", exc_info=error)
-            fault = f"the session runner raised {type(error).__name__}"
-            return ev.End(error=error if isinstance(error, GalleyError) else Broken(fault))
 
     async def _end_if_unread(self, end: ev.End) -> None:
         """End the call if its client does not read the end, with the status that the end would have had."""

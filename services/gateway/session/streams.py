@@ -63,23 +63,20 @@ class Streams:
 
         Raises Overloaded or Unavailable, before any work is done.
         """
-        place = self._enter(principal, tokens)
+        if self._draining:
+            request_observer().rejected(DRAINING)
+            raise Unavailable("this gateway is shutting down; ask another")
+        try:
+            place = self._admission.enter(principal, tokens, self._clock.now_ns())
+        except Overloaded as error:
+            request_observer().rejected(error.reason)
+            raise
         self._idle.clear()
         try:
             yield place
         finally:
             if not place.is_kept:
                 self._release(place)
-
-    def _enter(self, principal: Principal, tokens: int) -> AdmissionSlot:
-        if self._draining:
-            request_observer().rejected(DRAINING)
-            raise Unavailable("this gateway is shutting down; ask another")
-        try:
-            return self._admission.enter(principal, tokens, self._clock.now_ns())
-        except Overloaded as error:
-            request_observer().rejected(error.reason)
-            raise
 
     @property
     def held(self) -> int:
@@ -153,14 +150,17 @@ class Streams:
         Raises UnknownSession, StoreUnavailable, or Overloaded where too many calls are at it.
         """
         record = encode_ending(Ending(Reason.ABORTED))
-        with self._aborting(principal):
-            try:
-                await self._store_call(
-                    "abort", lambda: self._store.abort(session_id, principal, record), deadline_ns
-                )
-            except UnknownSession:  # one that the store has lost is not to be made anew by its owner here
-                if not any(runner.log.new.principal == principal for runner in self._of(session_id)):
-                    raise
+        # Not a stream's place: ending sessions must be possible where its principal has none left.
+        place = self._aborts.enter(Principal(principal), 0, self._clock.now_ns())
+        try:
+            await self._store_call(
+                "abort", lambda: self._store.abort(session_id, principal, record), deadline_ns
+            )
+        except UnknownSession:  # one that the store has lost is not to be made anew by its owner here
+            if not any(runner.log.new.principal == principal for runner in self._of(session_id)):
+                raise
+        finally:
+            self._aborts.leave(place, self._clock.now_ns())
         for runner in self._of(session_id):
             runner.post(ev.Aborted())
 
@@ -199,15 +199,6 @@ class Streams:
         """End every stream at once, wherever it stands; resumable, for nothing of it is here alone."""
         for runner in self._running:
             runner.post(ev.Interrupted(Unavailable("this gateway is shutting down; resume at another")))
-
-    @contextmanager
-    def _aborting(self, principal: str) -> Iterator[None]:
-        """Not a stream's place: ending sessions must be possible where its principal has none left."""
-        place = self._aborts.enter(Principal(principal), 0, self._clock.now_ns())
-        try:
-            yield
-        finally:
-            self._aborts.leave(place, self._clock.now_ns())
 
     def _of(self, session_id: str) -> list[SessionRunner]:
         return [runner for runner in self._running if runner.session.spec.session_id == session_id]

@@ -77,7 +77,7 @@ def session_attributes(spec: SessionSpec, *, content: bool) -> dict[str, AnyValu
         names.RESPONSE_ID: spec.session_id,
         names.WORKLOAD: spec.workload,
         names.PRIORITY: spec.priority,
-        names.SPECULATION_MODE: _mode(spec),
+        names.SPECULATION_MODE: "off" if spec.k == 0 else "auto" if spec.auto else "fixed",
         names.MAX_TOKENS: spec.max_position - len(spec.prompt),
         names.TEMPERATURE: sampling.temperature,
         names.TOP_P: sampling.top_p,
@@ -124,12 +124,6 @@ def result_attributes(
         reason = {} if ending is None else {"finish_reason": ending.reason.value}
         attributes[names.OUTPUT_MESSAGES] = json.dumps([_message("assistant", text) | reason])
     return attributes
-
-
-def _mode(spec: SessionSpec) -> str:
-    if spec.k == 0:
-        return "off"
-    return "auto" if spec.auto else "fixed"
 
 
 def _input(request: pb.GenerateRequest) -> str:
