@@ -29,7 +29,6 @@ from galley.common.tls.files import NamedFile, WatchedFiles
 from galley.core.errors import AuthenticationUnavailable
 from services.gateway.settings import check_https
 
-_C = TypeVar("_C")
 _T = TypeVar("_T")
 _log = get_logger(__name__)
 
@@ -40,7 +39,6 @@ FETCH_TIMEOUT_S = 5.0
 MAX_BYTES = 256 * 1024
 _MAX_KEYS = 100
 _MIN_RSA_BITS = 2048
-_CONFIGURATION = "/.well-known/openid-configuration"
 _RSA_ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "PS256", "PS384", "PS512"})
 _CURVE_ALGORITHMS = {
     "secp256r1": frozenset({"ES256"}),
@@ -253,8 +251,8 @@ class JwksClient:
                 # In a thread: reading the system's authorities takes tens of ms. Each time: they change.
                 context = await asyncio.to_thread(self.ssl_context)
                 async with httpx2.AsyncClient(verify=context, timeout=self.timeout_s) as client:
-                    url = url or await self._discover(client)
-                    return _parsed(url, parse_jwks, await _get(client, url))
+                    url = url or await _get(client, self._configuration_url, self._jwks_uri)
+                    return await _get(client, url, parse_jwks)
         except TimeoutError:
             raise OSError(f"{url or self.issuer}: no answer in {self.timeout_s:g} s") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:
@@ -267,19 +265,23 @@ class JwksClient:
         except OSError as error:
             raise NamedFile("jwt_ca_file", self.ca_file).bad(error.strerror or str(error)) from None
 
-    async def _discover(self, client: httpx2.AsyncClient) -> str:
-        url = self.issuer.removesuffix("/") + _CONFIGURATION
-        configuration = _parsed(url, parse_object, await _get(client, url))
+    @property
+    def _configuration_url(self) -> str:
+        return self.issuer.removesuffix("/") + "/.well-known/openid-configuration"
+
+    def _jwks_uri(self, content: bytes) -> str:
+        """Return the URL that the issuer's OpenID configuration names."""
+        configuration = parse_object(content)
         if configuration.get("issuer") != self.issuer:
-            raise ValueError(f"{url}: is of another issuer")
+            raise ValueError("is of another issuer")
         jwks_uri = configuration.get("jwks_uri")
         if not isinstance(jwks_uri, str) or not jwks_uri:
-            raise ValueError(f"{url}: names no jwks_uri")
-        return _parsed(url, check_https, jwks_uri)
+            raise ValueError("names no jwks_uri")
+        return check_https(jwks_uri)
 
 
-async def _get(client: httpx2.AsyncClient, url: str) -> bytes:
-    """Return the body of a 200 response, cut a little after MAX_BYTES. Raise OSError."""
+async def _get(client: httpx2.AsyncClient, url: str, parse: Callable[[bytes], _T]) -> _T:
+    """Return what `parse` makes of the body, cut a little after MAX_BYTES. Raise OSError or ValueError."""
     # A compressed body could expand to any size.
     headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
     async with client.stream("GET", url, headers=headers) as response:
@@ -292,11 +294,6 @@ async def _get(client: httpx2.AsyncClient, url: str) -> bytes:
             content += piece
             if len(content) > MAX_BYTES:
                 break
-        return content
-
-
-def _parsed(url: str, parse: Callable[[_C], _T], content: _C) -> _T:
-    """Return what `parse` makes of `content`. Raise ValueError that names the URL."""
     try:
         return parse(content)
     except ValueError as error:

@@ -293,19 +293,9 @@ class _Connection(Generic[RequestT, ResponseT]):
 class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
     """The connection to one address; a subclass has the description from the last `meet` as `info`."""
 
+    address: str
     info: Any
     is_met = False
-
-    def __init__(
-        self,
-        address: str,
-        open_call: OpenCall,
-        message: MakeMessage[RequestT],
-        has_more: HasMore[ResponseT],
-        generation: Callable[[], int],
-    ) -> None:
-        super().__init__(open_call, message, has_more, generation)
-        self.address = address
 
     @property
     def replica(self) -> Replica | None:
@@ -345,7 +335,6 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
         """`on_met` is called when a request had to meet the target first."""
         self._stub = rpc.TargetStub(channel)
         super().__init__(
-            address,
             self._stub.VerifyStream,
             lambda items, cancelled, extensions: pb.VerifyStreamRequest(
                 items=items, cancelled=cancelled, extensions=extensions
@@ -353,7 +342,7 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
             messages.has_more,
             generation_of(channel),
         )
-        self.info = pb.GetTargetInfoResponse()
+        self.address, self.info = address, pb.GetTargetInfoResponse()
         self._on_met = on_met
         self._closes = 0
 
@@ -398,13 +387,11 @@ class DraftClient(ReplicaClient[pb.ProposeItem, pb.ProposeAnswer]):
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = rpc.DraftStub(channel)
         super().__init__(
-            address,
             self._stub.ProposeStream,
             lambda items, cancelled, _: pb.ProposeStreamRequest(items=items, cancelled=cancelled),
-            lambda _: False,
-            generation_of(channel),
+            generation=generation_of(channel),
         )
-        self.info = pb.GetDraftInfoResponse()
+        self.address, self.info = address, pb.GetDraftInfoResponse()
 
     @property
     def replica(self) -> Replica | None:
