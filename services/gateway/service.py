@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -76,20 +76,8 @@ class GatewayService:
         self._drain_timeout_s = drain_timeout_s
 
     async def drain(self) -> None:
-        """Reject new streams; let the open ones end, or hand them over at a round boundary.
-
-        If cancelled, end the remaining ones at once; their clients can resume at another gateway.
-        """
-        self._streams.refuse_new()
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._drain_timeout_s * _HAND_OVER_SHARE):
-                    return await self._streams.wait_idle()
-            self._streams.hand_over()
-            await self._streams.wait_idle()
-        except asyncio.CancelledError:
-            self._streams.cut_off()
-            raise
+        """Reject new streams; let the open ones end, or hand them over (`Streams.drain`)."""
+        await self._streams.drain(self._drain_timeout_s * _HAND_OVER_SHARE)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -136,8 +124,11 @@ def _channel_tls(settings: GatewaySettings, role: str) -> ChannelTls | None:
     """Return the TLS of channels to a role, None in plain text. Raise BadFile."""
     if not settings.peer_ca_file:
         return None
-    names = ("peer_ca_file", "peer_cert_file", "peer_key_file")
-    files = TlsFiles(*(NamedFile(name, getattr(settings, name)) for name in names))
+    files = TlsFiles(
+        NamedFile("peer_ca_file", settings.peer_ca_file),
+        NamedFile("peer_cert_file", settings.peer_cert_file),
+        NamedFile("peer_key_file", settings.peer_key_file),
+    )
     return ChannelTls(files, getattr(settings, f"{role}_tls_name"))
 
 

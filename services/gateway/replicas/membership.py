@@ -11,7 +11,7 @@ import contextvars
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
@@ -30,6 +30,20 @@ LEASE_GRACE_S = 3.0
 """Time for which sessions stay where a lease has expired: a registry that lost its data has it back then."""
 
 _log = get_logger(__name__)
+
+
+class AddressSource(Protocol):
+    """Lists the addresses of a pool."""
+
+    @property
+    def can_change(self) -> bool:
+        """Return True if a later read may differ, or the replicas must be polled for their load."""
+
+    async def read(self) -> Mapping[str, ReplicaLease | None]:
+        """Return the addresses, each with its lease if there is one. Raise StoreUnavailable."""
+
+    async def close(self) -> None:
+        """Close the connections to all replicas."""
 
 
 class StaticAddresses:
@@ -70,9 +84,6 @@ class RegisteredAddresses(Generic[LeaseT]):
         """Close the connection to the registry."""
         await self._registry.close()
 
-
-AddressSource: TypeAlias = "StaticAddresses | RegisteredAddresses[Any]"
-"""Lists the addresses of a pool; `can_change` if a later read may differ."""
 
 ClientT = TypeVar("ClientT", bound=ReplicaClient[Any, Any])
 

@@ -77,10 +77,10 @@ class Pump:
         with self._streams.running(self._runner):
             try:
                 end = await self._runner.run()
-            except Exception as error:  # noqa: BLE001  # whatever it is, the client must not wait for ever
-                _log.error("session failed", exc_info=error)
-                fault = Broken(f"the session runner raised {type(error).__name__}")
-                end = ev.End(error=error if isinstance(error, GalleyError) else fault)
+            except Exception as raised:  # noqa: BLE001  # whatever it is, the client must not wait for ever
+                _log.error("session failed", exc_info=raised)
+                fault = Broken(f"the session runner raised {type(raised).__name__}")
+                end = ev.End(error=raised if isinstance(raised, GalleyError) else fault)
         if self._has_left:
             level, error = level_of(end.error), end.error and str(end.error)
             _log.log(level, "session finished after its client left", error=error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from galley.core.admission.admission import DRAINING, Admission, AdmissionSlot
@@ -186,19 +186,27 @@ class Streams:
         """Reject all further streams."""
         self._draining = True
 
+    async def drain(self, hand_over_s: float) -> None:
+        """Reject new streams; let the open ones end, or after `hand_over_s` end at a round boundary.
+
+        If cancelled, end the remaining ones at once. Their clients can resume at another gateway.
+        """
+        self.refuse_new()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(hand_over_s):
+                    return await self.wait_idle()
+            for runner in self._running:
+                runner.post(ev.Draining())
+            await self.wait_idle()
+        except asyncio.CancelledError:
+            for runner in self._running:
+                runner.post(ev.Interrupted(Unavailable("this gateway is shutting down; resume at another")))
+            raise
+
     async def wait_idle(self) -> None:
         """Return once no stream is open, and what worked for them has stopped."""
         await self._idle.wait()
-
-    def hand_over(self) -> None:
-        """Have every stream end at its next round boundary, resumable."""
-        for runner in self._running:
-            runner.post(ev.Draining())
-
-    def cut_off(self) -> None:
-        """End every stream at once, wherever it stands; resumable, for nothing of it is here alone."""
-        for runner in self._running:
-            runner.post(ev.Interrupted(Unavailable("this gateway is shutting down; resume at another")))
 
     def _of(self, session_id: str) -> list[SessionRunner]:
         return [runner for runner in self._running if runner.session.spec.session_id == session_id]

@@ -208,7 +208,7 @@ async def test_keys_are_read_anew_where_their_file_has_changed(tmp_path: Path) -
     path = write_jwks(tmp_path / "jwks.json", EC)
     named = NamedFile("jwt_jwks_file", str(path))
     file = WatchedFiles([named], lambda: read_jwks(named), check_interval_s=1.0, clock=lambda: clock_s)
-    settings = GatewaySettings(jwt_issuer=ISSUER, jwt_audience=AUDIENCE)
+    settings = GatewaySettings.model_validate({"jwt_issuer": ISSUER, "jwt_audience": AUDIENCE})
     tokens = JwtAuthenticator(settings, JwksFile(file), Principal)
 
     async def accept(issuer: TokenIssuer) -> bool:
