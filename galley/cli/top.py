@@ -67,8 +67,9 @@ async def _show(
         if store:
             from galley.common.registry.leases import ReplicaRegistry  # noqa: PLC0415  # needs redis
             from galley.top.registry import read_leases  # noqa: PLC0415
+            from galley.top.scrape import TIMEOUT_S  # noqa: PLC0415
 
-            registry = ReplicaRegistry(store, call_timeout_s=live.TIMEOUT_S)
+            registry = ReplicaRegistry(store, call_timeout_s=TIMEOUT_S)
             held.push_async_callback(registry.close)
             read_registry = partial(read_leases, registry)
         scraper = live.Scraper(services, interval_s, read_registry)

@@ -125,7 +125,7 @@ def test_rounds_batches_and_items_are_linked_both_ways(run: Run) -> None:
             assert len(items & served[names.VERIFY]) == 1, "one item of a session is in a pass"
             assert len(items) == batch.integer(names.BATCH_SESSIONS), "all are traced"
             assert one.integer(names.BATCH_SESSIONS) == batch.integer(names.BATCH_SESSIONS)
-            assert len(batch.integers(names.RANK_FORWARD_NS)) == 1
+            assert len(batch.values(names.RANK_FORWARD_NS)) == 1
             assert 0 < batch.integer(names.FORWARD_NS) <= batch.duration_ns
             linked |= items
         assert served[names.VERIFY] <= linked

@@ -132,22 +132,22 @@ class Volumes:
 
     def _of_source(self, source: Manifest, mode: int) -> Iterator[tuple[str, _File]]:
         (kind,) = source
-        data = source[kind]
+        spec = source[kind]
         if kind == "downwardAPI":
-            for item in data["items"]:
+            for item in spec["items"]:
                 value = self._pod.field(item["fieldRef"]["fieldPath"])
                 yield item["path"], _File(value.encode(), item.get("mode", mode))
             return
         if kind not in ("secret", "configMap"):
             raise NoSuchObject(f"projected volume: {kind} cannot be made here")
-        name = data.get("secretName") or data["name"]
+        name = spec.get("secretName") or spec["name"]
         object_kind = "Secret" if kind == "secret" else "ConfigMap"
         data = self._objects.data(object_kind, self._pod.namespace, name)
         if data is None:
-            if data.get("optional"):
+            if spec.get("optional"):
                 return
             raise NoSuchObject(f"{object_kind} {name}: there is none")
-        items = data.get("items") or [{"key": key, "path": key} for key in data]
+        items = spec.get("items") or [{"key": key, "path": key} for key in data]
         for item in items:
             if item["key"] not in data:
                 raise NoSuchObject(f"{object_kind} {name}: no key {item['key']!r}")
