@@ -3,13 +3,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import gguf
 import huggingface_hub
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -340,35 +341,65 @@ def test_a_truncated_model_keeps_the_named_layers(make_model: Callable[[Any], Pa
 # --- the default model
 
 
-def _prepare(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "galley.engine.load.resolve", *arguments],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def tiny_gguf(path: Path) -> Path:
+    """Save a Llama of one layer and a tokenizer of letters."""
+    size, inner, tokens = 32, 48, ["<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", "ab"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(size)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(size // 2)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([3, 3, *[1] * 27])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    generator = np.random.default_rng(1)
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd": (len(tokens), size),
+        "output": (len(tokens), size),
+        "output_norm": (size,),
+    }
+    shapes |= {f"blk.0.attn_{name}": (size, size) for name in ("q", "k", "v", "output")}
+    shapes |= {f"blk.0.{name}_norm": (size,) for name in ("attn", "ffn")}
+    shapes |= {
+        "blk.0.ffn_gate": (inner, size),
+        "blk.0.ffn_up": (inner, size),
+        "blk.0.ffn_down": (size, inner),
+    }
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", generator.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
-@pytest.mark.model
-def test_the_default_model_is_converted_once_by_two_processes(tmp_path: Path) -> None:
-    environment = {"GALLEY_CACHE_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    both = [_prepare(**environment) for _ in range(2)]
-    answers = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0], answers
-    (first, errors), (second, _) = answers
-    assert first == second
-    assert first.count("\n") == 1
-    assert errors == ""
-    directory = Path(first.strip())
+def test_the_default_model_is_converted_once_by_two_callers(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(prepare, "_default_gguf", lambda: source)
+    with ThreadPoolExecutor(2) as pool:
+        directory, same = pool.map(resolve_model, [DEFAULT_MODEL] * 2)
+    assert directory == same
     assert directory.name.startswith(f"{DEFAULT_MODEL}-")
-    assert [path.name for path in (tmp_path / "models").iterdir() if not path.name.startswith(".")] == [
+    assert [path.name for path in (own_cache / "models").iterdir() if not path.name.startswith(".")] == [
         directory.name
     ]
     before = (directory / "model.safetensors").stat().st_mtime_ns
-    third, _ = _prepare(**environment).communicate(timeout=60)
-    assert third == first
+    assert prepare.main([]) == 0
+    assert tuple(capfd.readouterr()) == (f"{directory}\n", "")
     assert (directory / "model.safetensors").stat().st_mtime_ns == before
+    config = load_config(directory)
+    assert (config.vocab_size, eos_token_ids(directory, config)) == (29, (1,))
 
 
 @pytest.mark.model
