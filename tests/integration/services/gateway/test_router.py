@@ -405,32 +405,25 @@ async def test_a_replica_dropped_while_met_is_sent_nothing(here: Here) -> None:
     await item.aclose()
 
 
-class Hedging:
-    """Both replicas are warm for the prompt, by their leases; the first verdicts so far came at once."""
-
-    def __init__(self, here: Here) -> None:
-        self.here = here
-
-    async def begin(self, *, warm: bool) -> tuple[TargetSession, FakeTarget, FakeTarget]:
-        """A session that has not been asked for, where it will be, and the other."""
-        here = self.here
-        hashes = frozenset(block_hashes(b"", PROMPT_TOKENS, BLOCK)) if warm else frozenset()
-        for fake in here.fakes:
-            lease = here.leases.leases[fake.address]
-            assert lease is not None
-            here.leases.leases[fake.address] = replace(lease, kv_block_tokens=BLOCK, cached_prefixes=hashes)
-        await here.targets.refresh()
-        for _ in range(20):
-            await here.ask(TargetSession(here.targets), confirmed(0))
-        home, other = here.home()
-        assert not other.calls
-        here.targets.hedge_quantile = 0.9
-        return TargetSession(here.targets), home, other
+async def hedging(here: Here, *, warm: bool) -> tuple[TargetSession, FakeTarget, FakeTarget]:
+    """Return a new session, where it will be, and the other; `warm` replicas hold the prompt."""
+    hashes = frozenset(block_hashes(b"", PROMPT_TOKENS, BLOCK)) if warm else frozenset()
+    for fake in here.fakes:
+        lease = here.leases.leases[fake.address]
+        assert lease is not None
+        here.leases.leases[fake.address] = replace(lease, kv_block_tokens=BLOCK, cached_prefixes=hashes)
+    await here.targets.refresh()
+    for _ in range(20):
+        await here.ask(TargetSession(here.targets), confirmed(0))
+    home, other = here.home()
+    assert not other.calls
+    here.targets.hedge_quantile = 0.9
+    return TargetSession(here.targets), home, other
 
 
 @pytest.mark.parametrize("credit", [0, 4])
 async def test_a_slow_first_verdict_is_hedged(here: Here, credit: int) -> None:
-    target, home, other = await Hedging(here).begin(warm=True)
+    target, home, other = await hedging(here, warm=True)
     home.gate.close()
     asked = len(other.calls)
     item = target.verify(SPEC, here.request(confirmed(0), credit), None)
@@ -453,7 +446,7 @@ async def test_a_slow_first_verdict_is_hedged(here: Here, credit: int) -> None:
 
 
 async def test_a_hedge_is_traced(here: Here) -> None:
-    target, home, other = await Hedging(here).begin(warm=True)
+    target, home, other = await hedging(here, warm=True)
     kept = KeptSpans()
     request = traced_here(kept, MonotonicClock())
     home.gate.close()
@@ -468,7 +461,7 @@ async def test_a_hedge_is_traced(here: Here) -> None:
 
 
 async def test_a_hedge_that_loses_is_cancelled(here: Here) -> None:
-    target, home, other = await Hedging(here).begin(warm=True)
+    target, home, other = await hedging(here, warm=True)
     for fake in here.fakes:
         fake.gate.close()
     asking = asyncio.ensure_future(here.ask(target, confirmed(0)))
@@ -482,7 +475,7 @@ async def test_a_hedge_that_loses_is_cancelled(here: Here) -> None:
 
 async def test_a_tie_keeps_the_session_at_home(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other's answer is read first, and then its own."""
-    target, home, other = await Hedging(here).begin(warm=True)
+    target, home, other = await hedging(here, warm=True)
     for fake in here.fakes:
         fake.gate.close()
     arrived: list[tuple[OpenRequest[pb.VerifyAnswer], pb.VerifyAnswer]] = []
@@ -509,7 +502,7 @@ async def test_a_tie_keeps_the_session_at_home(here: Here, monkeypatch: pytest.M
 
 
 async def test_a_cancelled_hedge_is_not_counted(here: Here) -> None:
-    target, _, other = await Hedging(here).begin(warm=True)
+    target, _, other = await hedging(here, warm=True)
     for fake in here.fakes:
         fake.gate.close()
     item = target.verify(SPEC, here.request(confirmed(0)), None)
@@ -524,7 +517,7 @@ async def test_a_cancelled_hedge_is_not_counted(here: Here) -> None:
 
 
 async def test_a_cold_replica_is_no_hedge(here: Here) -> None:
-    target, home, other = await Hedging(here).begin(warm=False)
+    target, home, other = await hedging(here, warm=False)
     home.gate.close()
     asked = len(other.calls)
     asking = asyncio.ensure_future(here.ask(target, confirmed(0)))

@@ -420,26 +420,26 @@ async def test_an_expired_session_is_unknown(store: RedisStore, raw: redis_async
             await call
 
 
-async def test_the_log_survives_a_killed_server(own_server: Server) -> None:
-    async with store_at(own_server) as store:
+async def test_the_log_survives_a_killed_server(own_store: Server) -> None:
+    async with store_at(own_store) as store:
         owner = (await store.create(a_session())).ownership
         await store.commit(owner, 3, [7, 8], b"ab")
-        own_server.kill()
+        own_store.kill()
         with pytest.raises(StoreUnavailable):
             await store.commit(owner, 5, [9], b"c")
-        own_server.start()
+        own_store.start()
         assert await store.commit(owner, 5, [9], b"c") == 6
         seen = await store.claim(owner.session_id, ALICE)
         assert (seen.tokens, seen.meta) == ([*PROMPT, 7, 8, 9], b"abc")
 
 
-async def test_a_late_reply_of_a_hanging_server_is_dropped(own_server: Server) -> None:
-    async with store_at(own_server, call_timeout_s=0.2) as store:
+async def test_a_late_reply_of_a_hanging_server_is_dropped(own_store: Server) -> None:
+    async with store_at(own_store, call_timeout_s=0.2) as store:
         owner = (await store.create(a_session())).ownership
-        own_server.pause()
+        own_store.pause()
         with pytest.raises(StoreUnavailable):
             await store.commit(owner, 3, [7], b"a")
-        own_server.go_on()
+        own_store.go_on()
         assert await store.commit(owner, 3, [7], b"a") == 4
         seen = await store.claim(owner.session_id, ALICE)
         assert (seen.tokens, seen.meta) == ([*PROMPT, 7], b"a")
@@ -465,10 +465,10 @@ async def test_scripts_are_reloaded_after_a_flush(store: RedisStore, raw: redis_
     await store.finish(owner, 9, b"end")
 
 
-async def test_a_replica_is_unavailable_and_not_a_fault(valkey: Server) -> None:
-    async with store_at(valkey) as store:
+async def test_a_replica_is_unavailable_and_not_a_fault(own_store: Server) -> None:
+    async with store_at(own_store) as store:
         owner = (await store.create(a_session())).ownership
-        admin = redis_asyncio.Redis.from_url(valkey.url)
+        admin = redis_asyncio.Redis.from_url(own_store.url)
         await admin.replicaof("127.0.0.1", 1)  # READONLY, as after a failover
         with pytest.raises(StoreUnavailable):
             await store.commit(owner, 3, [7], b"")
