@@ -1,17 +1,201 @@
-"""The places of a gateway beyond its streams: those of the calls to Abort."""
+"""Streams, their places and what pumps them: slow clients, ends that nobody reads, calls to Abort."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import grpc
 import pytest
+from structlog.testing import capture_logs
 
-from galley.core.errors import Overloaded, UnknownSession
-from galley.core.session.machine import SessionLimits
-from services.gateway.clock import MonotonicClock, Timeouts
-from services.gateway.session.streams import Streams
+from galley.core.admission.principal import ANONYMOUS, ANONYMOUS_NAME
+from galley.core.answer.answer import Answer, Chunk, Ending, Reason
+from galley.core.answer.codec import encode_spec
+from galley.core.errors import Fenced, GalleyError, LogLost, Overloaded, UnknownSession
+from galley.core.session import events as ev
+from galley.core.session.machine import Session, SessionLimits
+from galley.core.store import NewSession, Ownership, StoredSession
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.clock import SECOND, MonotonicClock, Timeouts
+from services.gateway.servicer import GenerationServicer
+from services.gateway.session.outbox import Outbox
+from services.gateway.session.pump import Pump
+from services.gateway.session.runner import Ports, SessionRunner
+from services.gateway.session.streams import SPEC_FIELD, Streams
+from services.gateway.telemetry.observer import RequestObservers
+from tests.fakes.session_ports import SPEC, NoDraft, PortTarget
 from tests.fakes.store import MemoryStore
+
+DONE = ev.End(ending=Ending(Reason.LENGTH))
+CHUNKS = tuple(Chunk(index, (5,), "x", from_draft=False) for index in range(3))
+
+
+class Scripted:
+    """A runner that sends `chunks` and ends; it stops once it is let."""
+
+    def __init__(self, chunks: Sequence[Chunk], end: ev.End, client_s: float) -> None:
+        self.outbox = Outbox(MonotonicClock(), round(client_s * SECOND), lambda _: None)
+        self.session = Session(Answer(SPEC, lambda tokens: "x" * len(tokens)), SessionLimits())
+        self.owner = Ownership("s", 1, b"nonce")
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
+        self._chunks = chunks
+        self._end = end
+
+    def tell(self, event: ev.Event) -> None:
+        raise AssertionError(event)
+
+    async def run(self) -> ev.End:
+        try:
+            self.outbox.put(self._chunks)
+            await self.outbox.flush()
+            return self._end
+        finally:
+            await self.may_stop.wait()
+
+
+@dataclass
+class Call:
+    """A gRPC context: how the call was ended."""
+
+    status: grpc.StatusCode | None = None
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    over: list[Callable[[object], None]] = field(default_factory=list)
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        self.over.append(callback)
+
+    def time_remaining(self) -> None:
+        return None
+
+    async def abort(self, code: grpc.StatusCode, _details: str, _trailing: object) -> None:
+        self.status = code
+        self.aborted.set()
+        raise grpc.aio.AbortError
+
+
+class Served:
+    """One stream of a gateway."""
+
+    def __init__(self, end: ev.End, client_s: float, chunks: Sequence[Chunk] = CHUNKS) -> None:
+        self.runner = Scripted(chunks, end, client_s)
+        self.call = Call()
+        self.streams = Streams(
+            MemoryStore(), MonotonicClock(), cast("Any", None), str, SessionLimits(), Timeouts(), 1
+        )
+
+    async def read(self, pause_s: float) -> int:
+        """Read all, as the servicer does, with a client that takes so long over each message; how many."""
+        count = 0
+        request, context = pb.ResumeRequest(), cast("Any", self.call)
+        with (
+            RequestObservers(MonotonicClock()).stream(request, context, "tiny", "") as observer,
+            self.streams.admit(ANONYMOUS, 0) as place,
+        ):
+            observer.opened(self.runner.session, StoredSession(self.runner.owner, "me", {}, 3, [1, 2, 3]), 0)
+            runner = cast("SessionRunner", self.runner)
+            pump = Pump(runner, cast("Any", self.call), self.streams, place)
+            try:
+                more = True
+                while more:
+                    more = not isinstance(await runner.outbox.next(), ev.End)
+                    await asyncio.sleep(pause_s)
+                    count += 1
+            finally:
+                pump.leave()
+        for callback in self.call.over:
+            callback(None)
+        return count
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Fenced("s"), grpc.StatusCode.FAILED_PRECONDITION),
+        (LogLost("other tokens"), grpc.StatusCode.DATA_LOSS),
+        (Overloaded("full", 1.0), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (None, grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+async def test_an_unread_end_sets_the_status_of_the_call(
+    error: GalleyError | None, code: grpc.StatusCode
+) -> None:
+    served = Served(DONE if error is None else ev.End(error=error), client_s=0.2, chunks=CHUNKS[:1])
+    with capture_logs() as logs:
+        reading = asyncio.ensure_future(served.read(pause_s=60))
+        await asyncio.wait({reading})
+        await served.streams.wait_idle()
+        await served.call.aborted.wait()
+    assert reading.cancelled()
+    assert served.call.status is code
+    [line] = logs
+    assert (line["event"], line["status"]) == ("stream finished", code.name.lower())
+    assert error is None or line["error"] == str(error)
+
+
+async def test_an_end_waits_for_a_client_that_reads_each_message_in_time() -> None:
+    served = Served(DONE, client_s=1.0)
+    assert await asyncio.wait_for(served.read(pause_s=0.45), 10) == len(CHUNKS) + 1
+    assert served.call.status is None
+
+
+async def test_a_place_is_free_once_its_session_has_stopped() -> None:
+    served = Served(DONE, client_s=60)
+    served.runner.may_stop.clear()
+    reading = asyncio.ensure_future(served.read(pause_s=60))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait({reading})
+    waiting = asyncio.ensure_future(served.streams.wait_idle())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    served.runner.may_stop.set()
+    async with asyncio.timeout(10):
+        await waiting
+    with served.streams.admit(ANONYMOUS, 0):
+        pass
+
+
+SESSION = "5e" * 16
+
+
+async def test_a_session_without_client_keeps_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.gateway.servicer.caller", lambda: ANONYMOUS)
+    store, clock, target = MemoryStore(), MonotonicClock(), PortTarget()
+    target.may_answer.clear()
+    spec = replace(SPEC, session_id=SESSION, continue_without_client=True)
+    fields = {SPEC_FIELD: encode_spec(spec)}
+    await store.create(NewSession(SESSION, ANONYMOUS_NAME, b"body", fields, spec.prompt))
+    ports = Ports(NoDraft(), target, clock)
+    limits = SessionLimits(credit=0)
+    streams = Streams(
+        store, clock, lambda _stored, _session: ports, lambda ids: "x" * len(ids), limits, Timeouts(), 1
+    )
+    servicer = GenerationServicer(streams, cast("Any", _Model), clock, b"secret", RequestObservers(clock))
+    events = servicer.Resume(pb.ResumeRequest(session_id=SESSION), cast("Any", Call()))
+    assert (await anext(events)).event.HasField("started")
+    await cast("Any", events).aclose()
+    idle = asyncio.ensure_future(streams.wait_idle())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not idle.done()
+    target.may_answer.set()
+    async with asyncio.timeout(10):
+        await idle
+    with streams.admit(ANONYMOUS, 0):
+        pass
+
+
+class _Model:
+    name = "tiny"
+
 
 NO_SESSION = "00" * 16
 
