@@ -61,6 +61,11 @@ class Member(Generic[FakeT]):
         if registration is not None:
             await registration.close()
 
+    async def leave(self) -> None:
+        """Withdraw the lease, and stop."""
+        await self.withdraw()
+        await self.fake.stop()
+
 
 class FleetTarget(Member[FakeTarget]):
     """A target that has `free` of 100 KV blocks, and these tokens `cached`."""

@@ -91,8 +91,7 @@ async def test_lookup_replaces_a_missing_draft(world: World) -> None:
                 await fleet.register()
                 await drafted_for(gateway, draft)
             else:
-                await draft.withdraw()
-                await draft.fake.stop()
+                await draft.leave()
             asked = len(draft.fake.calls)
             heard = await hear(gateway.ask(max_tokens=_ENOUGH, speculation=FIXED))
             must_be_true(heard, _ENOUGH)

@@ -165,8 +165,7 @@ async def test_a_hanging_draft_fails_all_its_requests(here: Here) -> None:
 
 async def test_a_draft_that_thaws_is_used_again(here: Here) -> None:
     only, other = here.fleet.members
-    await other.fake.stop()
-    await other.withdraw()
+    await other.leave()
     session = DraftSession(here.drafts)
     await here.proposed(session)
     only.fake.freeze()
@@ -193,8 +192,7 @@ async def test_only_the_late_session_leaves_a_late_draft(here: Here) -> None:
 
 async def test_a_restarted_draft_is_used_again(here: Here) -> None:
     home, other = here.fleet.members
-    await other.fake.stop()
-    await other.withdraw()
+    await other.leave()
     session = DraftSession(here.drafts)
     await here.proposed(session)
     assert session.replica is not None
@@ -232,8 +230,7 @@ async def test_a_draining_draft_loses_its_sessions(here: Here) -> None:
     await here.drafts.refresh()
     must_be_right(await here.ask(session))
     assert other.sessions == {"s"}
-    await other.withdraw()
-    await other.fake.stop()
+    await other.leave()
     await here.drafts.refresh()
     answer = await here.ask(DraftSession(here.drafts), named("new"))
     assert isinstance(answer, ev.Failed), "it takes no new ones, whatever else there is"
@@ -244,8 +241,7 @@ async def test_a_draining_only_draft_keeps_its_sessions(here: Here) -> None:
     session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, other = here.fleet.holder()
-    await other.withdraw()
-    await other.fake.stop()
+    await other.leave()
     await home.drain()
     await here.drafts.refresh()
     must_be_right(await here.ask(session))
@@ -256,8 +252,7 @@ async def test_a_draft_is_contacted_again_after_a_broken_stream(
 ) -> None:
     session = DraftSession(here.drafts)
     home, other = here.fleet.members
-    await other.withdraw()
-    await other.fake.stop()
+    await other.leave()
     await here.proposed(session)
     monkeypatch.setattr("services.gateway.replicas.membership.POLL_S", 3600.0)
     await asyncio.sleep(POLL_S)  # the last of the old looks
@@ -349,8 +344,7 @@ async def test_a_strategy_is_requested_where_it_is_offered(here: Here) -> None:
 
 async def test_a_failing_draft_gets_one_probe_at_a_time(here: Here) -> None:
     bad, other = here.fleet.members
-    await other.withdraw()
-    await other.fake.stop()
+    await other.leave()
     await here.drafts.refresh()
     bad.fake.corrupt = refuse
     sessions = [DraftSession(here.drafts) for _ in range(8)]
@@ -382,8 +376,7 @@ async def test_misses_are_no_failures(here: Here) -> None:
 
 async def test_late_proposals_open_the_breaker(here: Here) -> None:
     slow, other = here.fleet.members
-    await other.withdraw()
-    await other.fake.stop()
+    await other.leave()
     await here.drafts.refresh()
     slow.fake.gate.close()
     asking = [here.ask(DraftSession(here.drafts), named(str(number))) for number in range(FAILURES)]

@@ -161,8 +161,7 @@ async def test_a_stream_resumes_at_the_next_replica(world: World) -> None:
         first, second = fleet.members
         await first.register()
         gateway = await gateway_of(world, fleet, target_timeout_s=0.5)
-        await first.fake.stop()
-        await first.withdraw()
+        await first.leave()
         stream = gateway.ask()
         heard = Heard()
         error = await refused(heard.listen(stream))

@@ -89,6 +89,12 @@ class Here:
             await item.aclose()
         return answers
 
+    async def verified(self, target: TargetSession, tokens: list[int]) -> ev.Verified:
+        """Return the verdict on a request that has no other response."""
+        [answer] = await self.ask(target, tokens)
+        assert isinstance(answer, ev.Verified)
+        return answer
+
     def request_counts(self) -> list[int]:
         return [len(fake.calls) for fake in self.fakes]
 
@@ -131,8 +137,7 @@ async def test_a_session_outlives_the_lease_of_its_replica(here: Here) -> None:
     del here.leases.leases[home.address]
     await here.targets.refresh()
     for count in range(1, 4):
-        [answer] = await here.ask(target, confirmed(count))
-        assert isinstance(answer, ev.Verified)
+        await here.verified(target, confirmed(count))
     assert len(home.calls) == 4
     assert not other.calls
     await here.ask(TargetSession(here.targets), confirmed(0))
@@ -159,8 +164,7 @@ async def test_a_dead_replica_gets_no_new_sessions(here: Here, told: bool) -> No
         home.incarnations += 1
         await here.publish(home)
     await here.targets.refresh()
-    [answer] = await here.ask(TargetSession(here.targets), confirmed(0))
-    assert isinstance(answer, ev.Verified)
+    await here.verified(TargetSession(here.targets), confirmed(0))
     assert len(other.calls) == 1
 
 
@@ -177,8 +181,7 @@ async def test_a_session_returns_to_its_build(here: Here) -> None:
     home.fail(grpc.StatusCode.INVALID_ARGUMENT, times=1)
     [failed] = await here.ask(target, confirmed(1))
     assert isinstance(failed, ev.Failed)
-    [answer] = await here.ask(target, confirmed(1))
-    assert isinstance(answer, ev.Verified)
+    answer = await here.verified(target, confirmed(1))
     assert answer.fingerprint == "build-1"
     assert not other.calls
 
@@ -213,8 +216,7 @@ async def test_a_session_leaves_a_late_replica(here: Here, credit: int) -> None:
     assert isinstance(failed, ev.Failed)
     assert failed.elsewhere
     await home.was_given_up()
-    [answer] = await here.ask(target, confirmed(1))
-    assert isinstance(answer, ev.Verified)
+    answer = await here.verified(target, confirmed(1))
     assert list(answer.tokens) == true_output(PROMPT_TOKENS, 2, SEED)[1:]
     assert (len(home.calls), len(other.calls)) == (2, 1)
     assert moves_of(here) == {"late": 1}
@@ -323,8 +325,7 @@ async def test_a_session_leaves_a_failing_replica(here: Here) -> None:
     assert [isinstance(it, ev.Failed) and it.elsewhere for it in failures] == [True, False, False]
     for fake in here.fakes:
         fake.item_failure = None
-    [answer] = await here.ask(target, confirmed(1))
-    assert isinstance(answer, ev.Verified)
+    await here.verified(target, confirmed(1))
 
 
 async def test_a_restarted_replica_is_a_new_incarnation(here: Here) -> None:
@@ -377,8 +378,7 @@ async def test_a_replica_without_info_is_left_before_the_deadline(here: Here) ->
         [failed] = [answer async for answer in item]
     assert isinstance(failed, ev.Failed)
     assert failed.elsewhere
-    [answer] = await here.ask(target, confirmed(1))
-    assert isinstance(answer, ev.Verified)
+    await here.verified(target, confirmed(1))
     assert len(other.calls) == 1
     home.info_gate.open()
 
