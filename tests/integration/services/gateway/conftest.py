@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import tokenizer_files
-from tests.fakes.redis_servers import BINARIES, VALKEY, Server, running
+from tests.fakes.redis_servers import VALKEY, Server, running
 from tests.fakes.world import Gateway, World
 
 
@@ -28,10 +28,10 @@ def shared_store() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=BINARIES)
-def own_store(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A Valkey or a Redis that the test may pause, kill and start again."""
-    with running(request.param) as server:
+@pytest.fixture
+def own_store() -> Iterator[Server]:
+    """A Valkey that the test may pause, kill and start again."""
+    with running(VALKEY) as server:
         yield server
 
 

@@ -128,7 +128,6 @@ def _get(url: str) -> bytes:
     return content
 
 
-@pytest.mark.parametrize("own_store", ["valkey"], indirect=True)
 async def test_no_service_shows_a_secret(own_store: Server, tmp_path: Path) -> None:
     """Gateway, draft and target over mutual TLS, callers known and unknown, a store that locks all out."""
     # Made now, as they expire: a whole run of the tests takes longer than they last.
