@@ -102,10 +102,6 @@ class Replica:
     async def was_given_up(self, times: int = 1) -> None:
         await self.watch.until(lambda: self.cancelled >= times)
 
-    async def has_streams(self, *callers: str) -> None:
-        """Wait until exactly these callers have a stream."""
-        await self.watch.until(lambda: sorted(self.streams) == sorted(callers))
-
     @contextmanager
     def _open_stream(self, context: Any) -> Iterator[None]:
         caller = caller_of(context)

@@ -229,13 +229,6 @@ async def test_a_renewed_stream_ends_after_its_requests(pool: Pool, stream: Stre
     assert pool.opened == 2
 
 
-async def test_an_idle_renewed_stream_ends_at_once(pool: Pool, stream: Stream) -> None:
-    await stream.send(item("s"))
-    stream.reconnect()
-    async with asyncio.timeout(30):
-        await pool.ended.wait()
-
-
 async def test_a_broken_renewed_stream_fails_its_own_requests(pool: Pool, stream: Stream) -> None:
     pool.hold = True
     asked = asyncio.create_task(stream.send(item("old")))

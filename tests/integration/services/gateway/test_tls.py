@@ -222,23 +222,3 @@ async def test_authorities_and_certificates_are_replaced_under_a_stream(mesh: Me
     mesh["client"].put_pair(mesh.authority.ca, mesh.authority.issue("client"))
     async with mesh.calling(gateway) as older:
         assert (await refused(hear(older.ask()))).code.name == "UNAVAILABLE"
-
-
-@pytest.mark.parametrize("credit", [32])
-async def test_new_sessions_use_the_new_certificate(
-    mesh: Mesh,
-) -> None:
-    mesh.world.target.pass_s = 0.02
-    await mesh.secure_both()
-    gateway = await mesh.start_gateway()
-    async with mesh.calling(gateway) as seen:
-        stream = seen.ask(max_tokens=LONG // 2, speculation=Speculation(off=True))
-        heard = await hear(stream, until=5)
-        mesh.put(mesh.authority.ca.read_bytes(), mesh.authority, "-2")
-        async with asyncio.timeout(PATIENCE_S):
-            while "peer-2" not in mesh.world.target.streams:
-                await hear(seen.ask(max_tokens=2, speculation=Speculation(off=True)))
-        assert heard.finished is None
-        assert sorted(mesh.world.target.streams) == ["peer", "peer-2"]
-        must_be_true(await heard.listen(stream), max_tokens=LONG // 2)
-        await mesh.world.target.has_streams("peer-2")
