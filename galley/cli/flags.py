@@ -158,15 +158,15 @@ def tls_options(
     files = (tls_ca_file, tls_cert_file, tls_key_file, tls_server_name)
     if not (tls or any(files)):
         return None
-    from galley.client.channels import TlsFiles  # noqa: PLC0415  # grpc is slow to load
+    from galley.client.channels import tls_to_gateways  # noqa: PLC0415  # grpc is slow to load
     from galley.client.errors import BadTlsFile  # noqa: PLC0415
 
     chosen = Tls(*files)
     try:
-        TlsFiles(chosen)
+        tls_to_gateways(chosen)
     except BadTlsFile as error:
         problem = re.sub(r"\b(ca|cert|key)_file\b", r"--tls-\1-file", error.problem)
-        flag = "--tls-" + error.field.replace("_", "-")
+        flag = "--tls-" + error.setting.replace("_", "-")
         raise typer.BadParameter(problem, param_hint=flag) from None
     return chosen
 

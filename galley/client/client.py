@@ -13,20 +13,22 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Self, TypeAlias, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 
 from galley.client.addresses import parse_addresses
-from galley.client.channels import Gateway, Stub, TlsFiles, open_gateway
-from galley.client.credentials import Key, key_interceptors
+from galley.client.channels import tls_to_gateways
+from galley.client.credentials import Key, environment_key, key_metadata
 from galley.client.errors import BadKey, GalleyRpcError, rpc_error
 from galley.client.options import GenerateOptions, Message, Prompt, Retries, Speculation, Tls
 from galley.client.request import generate_request
 from galley.client.streams import NO_RETRIES, Call, Recovery, ResumePoint, TokenStream
-from galley.client.tracing import CallerTrace
+from galley.client.tracing import CallerTrace, Metadata
+from galley.common.tls.channels import open_channel
 from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 __all__ = [
     "NO_RETRIES",
@@ -40,6 +42,8 @@ __all__ = [
     "Tls",
     "TokenStream",
 ]
+
+Stub: TypeAlias = "rpc.GenerationAsyncStub"
 
 _KEY_BYTES = 16
 _T = TypeVar("_T")
@@ -73,17 +77,18 @@ class AsyncClient:
             raise ValueError(f"addresses: {error}") from None
         if tls is None and over_tls:
             tls = Tls()
-        self._files = None if tls is None else TlsFiles(tls)
-        self._interceptors = [*interceptors, *key_interceptors(api_key)]
+        self._tls = None if tls is None else tls_to_gateways(tls)
+        self._interceptors = interceptors
+        self._key = environment_key() if api_key is None else api_key
         self._retries = retries
         self._force_trace = force_trace
-        self._gateways: list[Gateway] = []
+        self._channels: list[grpc.aio.Channel] = []
+        self._stubs: list[Stub] = []
         self._current = 0
 
     async def __aenter__(self) -> Self:
-        self._gateways = [
-            open_gateway(address, self._files, self._interceptors) for address in self.addresses
-        ]
+        self._channels = [open_channel(one, self._tls, self._interceptors) for one in self.addresses]
+        self._stubs = [rpc.GenerationStub(channel) for channel in self._channels]
         return self
 
     async def __aexit__(
@@ -92,15 +97,15 @@ class AsyncClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        gateways, self._gateways = self._gateways, []
-        for gateway in gateways:
-            await gateway.close()
+        self._stubs = []
+        for channel in self._channels:
+            await channel.close()
 
     @property
-    def _gateway(self) -> Gateway:
-        if not self._gateways:
+    def _stub(self) -> Stub:
+        if not self._stubs:
             raise RuntimeError("open the client with `async with AsyncClient(address) as client`")
-        return self._gateways[self._current]
+        return self._stubs[self._current]
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TokenStream:
         """Stream the output for `prompt`: text to complete, messages for the chat template, or token ids.
@@ -144,11 +149,8 @@ class AsyncClient:
     def _trace(self, *, force: bool) -> CallerTrace:
         return CallerTrace(force=force or self._force_trace)
 
-    def _call(
-        self, trace: CallerTrace, make: Callable[[Stub, Sequence[tuple[str, str]] | None], Call]
-    ) -> Call:
-        call: Call = trace.call(lambda metadata: self._gateway.call(lambda stub: make(stub, metadata)))
-        return call
+    def _call(self, trace: CallerTrace, make: Callable[[Stub, Metadata], Call]) -> Call:
+        return trace.call(lambda metadata: make(self._stub, (*metadata, *key_metadata(self._key))))
 
     def _resumed(
         self, point: ResumePoint, seen: Sequence[int], trace: CallerTrace, timeout_s: float | None
@@ -184,23 +186,23 @@ class AsyncClient:
     async def abort(self, session_id: str, *, timeout_s: float | None = None) -> None:
         """End a session for good."""
         request = pb.AbortRequest(session_id=session_id)
-        await self._first_response(lambda stub: stub.Abort(request, timeout=timeout_s))
+        await self._first_response(lambda stub, key: stub.Abort(request, timeout=timeout_s, metadata=key))
 
     async def model_info(self, model: str = "", *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
         """Return the served model, its strategies and the limits of requests."""
         request = pb.GetModelInfoRequest(model=model)
-        return await self._first_response(lambda stub: stub.GetModelInfo(request, timeout=timeout_s))
+        return await self._first_response(
+            lambda stub, key: stub.GetModelInfo(request, timeout=timeout_s, metadata=key)
+        )
 
-    async def _first_response(self, make: Callable[[Stub], Awaitable[_T]]) -> _T:
+    async def _first_response(self, make: Callable[[Stub, Metadata], Awaitable[_T]]) -> _T:
         """Return the response of the first gateway that is available."""
         left = len(self.addresses)
         while True:
             left -= 1
             try:
-                response: _T = await self._gateway.call(make)
+                return await make(self._stub, key_metadata(self._key))
             except grpc.RpcError as error:
                 if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise rpc_error(error) from error
                 self._current = (self._current + 1) % len(self.addresses)
-            else:
-                return response

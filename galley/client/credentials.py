@@ -6,11 +6,9 @@ A token may be valid for minutes only, so a file or a callable is read again for
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import grpc.aio
+from typing import TypeAlias
 
 from galley.client.errors import BadKey
 
@@ -21,16 +19,22 @@ Key: TypeAlias = str | Callable[[], str]
 """An API key or token, or a callable that returns the current one."""
 
 
-def key_interceptors(api_key: Key | None) -> Sequence[grpc.aio.ClientInterceptor]:
-    """Return interceptors that send `api_key`. None: the key of the environment. Empty: no key."""
-    key = _environment_key() if api_key is None else api_key
-    if not key:
+def key_metadata(key: Key) -> tuple[tuple[str, str], ...]:
+    """Return the metadata that sends the current key; empty without one. Raises BadKey."""
+    current = key() if callable(key) else key
+    if not current:
         return ()
-    current = key if callable(key) else lambda: key
-    return (_UnaryKey(current), _StreamKey(current))
+    # gRPC refuses such metadata with a message that does not name the cause.
+    if not (current.isascii() and current.isprintable()):
+        raise BadKey(
+            "the API key must be one line of printable ASCII characters "
+            f"({API_KEY_VARIABLE}, {API_KEY_FILE_VARIABLE} or `api_key`)"
+        )
+    return (("authorization", f"Bearer {current}"),)
 
 
-def _environment_key() -> Key:
+def environment_key() -> Key:
+    """Return the key of GALLEY_API_KEY_FILE, which is read again for each call, or of GALLEY_API_KEY."""
     if file := os.environ.get(API_KEY_FILE_VARIABLE):
         return lambda: _read_key(Path(file))
     return os.environ.get(API_KEY_VARIABLE, "")
@@ -46,43 +50,3 @@ def _read_key(path: Path) -> str:
     if not key:
         raise BadKey(f"{API_KEY_FILE_VARIABLE}: {path}: holds no line of text")
     return key
-
-
-def _checked(key: str) -> str:
-    # gRPC refuses such metadata with a message that does not name the cause.
-    if not (key.isascii() and key.isprintable()):
-        raise BadKey(
-            "the API key must be one line of printable ASCII characters "
-            f"({API_KEY_VARIABLE}, {API_KEY_FILE_VARIABLE} or `api_key`)"
-        )
-    return key
-
-
-class _Key:
-    def __init__(self, current: Callable[[], str]) -> None:
-        self._current = current
-
-    def _with_key(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
-        authorization = ("authorization", f"Bearer {_checked(self._current())}")
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), authorization)
-        return grpc.aio.ClientCallDetails(
-            method=details.method,
-            timeout=details.timeout,
-            metadata=metadata,
-            credentials=details.credentials,
-            wait_for_ready=details.wait_for_ready,
-        )
-
-
-class _UnaryKey(_Key, grpc.aio.UnaryUnaryClientInterceptor):
-    async def intercept_unary_unary(
-        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
-    ) -> Any:
-        return await continuation(self._with_key(client_call_details), request)
-
-
-class _StreamKey(_Key, grpc.aio.UnaryStreamClientInterceptor):
-    async def intercept_unary_stream(
-        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
-    ) -> Any:
-        return await continuation(self._with_key(client_call_details), request)

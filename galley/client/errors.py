@@ -8,18 +8,15 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no types
 
+from galley.common.tls.files import BadFile
+
 
 class BadKey(ValueError):
     """The API key is missing or cannot be sent. The message never contains the key."""
 
 
-class BadTlsFile(ValueError):
-    """A TLS file cannot be used: `field` is its name in `Tls`, `problem` says why."""
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}")
-        self.field = field
-        self.problem = problem
+BadTlsFile = BadFile
+"""A ValueError: a TLS file cannot be used. `setting` is its name in `Tls`, `problem` says why."""
 
 
 class GalleyRpcError(Exception):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 from galley.core.names import FORCE_KEY, FORCE_VALUE
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 _T = TypeVar("_T")
 
@@ -19,18 +21,18 @@ class CallerTrace:
         self._context = _otel_context().get_current() if _in_use() else None
         self._forced = ((FORCE_KEY, FORCE_VALUE),) if force else ()
 
-    def call(self, make: Callable[[Sequence[tuple[str, str]] | None], _T]) -> _T:
-        """Return `make(metadata)`, called in that context; `metadata` is None where there is none to send."""
+    def call(self, make: Callable[[Metadata], _T]) -> _T:
+        """Return `make(metadata)`, called in that context."""
         if self._context is None:
-            return make(self._forced or None)
+            return make(self._forced)
         token = _otel_context().attach(self._context)
         try:
-            return make((*w3c_metadata(), *self._forced) or None)
+            return make((*w3c_metadata(), *self._forced))
         finally:
             _otel_context().detach(token)
 
 
-def w3c_metadata() -> tuple[tuple[str, str], ...]:
+def w3c_metadata() -> Metadata:
     """Return the metadata that carries the current trace; empty outside of a trace."""
     from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415  # may not be installed
         TraceContextTextMapPropagator,

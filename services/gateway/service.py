@@ -20,7 +20,7 @@ from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, LeasePool, Re
 from galley.common.server.server import Interceptors, Parts
 from galley.common.tls.channels import ChannelTls, open_channel
 from galley.common.tls.credentials import TlsFiles
-from galley.common.tls.files import NamedFile
+from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile
 from galley.core.names import SCHEMA_URL
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import SessionStore, StoredSession
@@ -129,7 +129,7 @@ def _channel_tls(settings: GatewaySettings, role: str) -> ChannelTls | None:
         NamedFile("peer_cert_file", settings.peer_cert_file),
         NamedFile("peer_key_file", settings.peer_key_file),
     )
-    return ChannelTls(files, getattr(settings, f"{role}_tls_name"))
+    return ChannelTls(files.watch(CHECK_INTERVAL_S), getattr(settings, f"{role}_tls_name"))
 
 
 def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Interceptors:

@@ -13,7 +13,7 @@ from galley.common.server.listen import server_files
 from galley.common.server.server import RunningServer, start_server
 from galley.common.tls.channels import ChannelTls, open_channel
 from galley.common.tls.credentials import TlsFiles, server_credentials
-from galley.common.tls.files import NamedFile
+from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.certificates import Mounted
@@ -54,7 +54,7 @@ def open_to(
     running: RunningServer, files: Mounted | None, *, own: bool = True, name: str = ""
 ) -> grpc.aio.Channel:
     """A channel of ours; without files, plain."""
-    tls = None if files is None else ChannelTls(files_of(files, own=own), name)
+    tls = None if files is None else ChannelTls(files_of(files, own=own).watch(CHECK_INTERVAL_S), name)
     return open_channel(running.address, tls)
 
 

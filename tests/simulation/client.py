@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from galley.client.channels import Gateway
 from galley.client.client import AsyncClient
 from galley.client.errors import GalleyRpcError
 from galley.client.streams import TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.simulation.loop import Process
 from tests.simulation.schedule import PlannedSession
 from tests.simulation.truth import text_of
@@ -42,7 +41,7 @@ def client_of(world: World, process: Process, principal: str) -> AsyncClient:
     key = (("authorization", f"Bearer {principal}"),)
     for address in addresses:
         channel: Any = SimChannel(world.network, world.servers, process, address, key)
-        client._gateways.append(Gateway(functools.partial(lambda channel: channel, channel)))
+        client._stubs.append(rpc.GenerationStub(channel))
     return client
 
 

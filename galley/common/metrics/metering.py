@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from galley.common.metrics.labels import SERVICES
 from galley.common.metrics.metric import LabelValues, Metric
 from galley.common.metrics.registry import Registry
-from galley.common.tls.credentials import Material
+from galley.common.tls.channels import Material
 from galley.common.tls.files import WatchedFiles
 from galley.common.tracing.otlp import exports
 

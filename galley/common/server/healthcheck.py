@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from galley.common.tls.credentials import Material, TlsFiles, channel_credentials
+from galley.common.tls.channels import Material, channel_credentials
+from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import BadFile, NamedFile
 
 _TIMEOUT_S = 3.0

@@ -7,8 +7,8 @@ import math
 import grpc
 
 from galley.common.config.settings import ServerLimits, ServiceSettings
-from galley.common.tls.channels import KEEPALIVE
-from galley.common.tls.credentials import Material, TlsFiles
+from galley.common.tls.channels import KEEPALIVE, Material
+from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import NamedFile, WatchedFiles
 
 # gRPC refuses larger messages as RESOURCE_EXHAUSTED; up to here our error names field and bound.

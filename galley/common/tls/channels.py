@@ -2,7 +2,7 @@
 
 After a change of the files, a second connection is made with the new ones. Calls use the old connection until
 the new one is ready, so files that do not match the peer yet fail no call. The old connection closes after
-its last call; if it breaks it is not made again.
+its last call; if it breaks it is not made again. The Python client imports this: it needs grpc alone.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 import grpc.aio
 
-from galley.common.tls.credentials import Material, TlsFiles, channel_credentials
-from galley.common.tls.files import CHECK_INTERVAL_S, WatchedFiles
+from galley.common.tls.files import WatchedFiles
 
 # A peer that vanishes (a partition, a lost machine) is noticed within 15 seconds.
 KEEPALIVE = (
@@ -36,12 +37,26 @@ _LOG = logging.getLogger(__name__)
 _READY = grpc.ChannelConnectivity.READY
 
 
+@dataclass(frozen=True, slots=True)
+class Material:
+    """The contents of the files and the time when the certificate expires; None where there is no file."""
+
+    ca: bytes | None = None
+    cert: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+    expires: datetime | None = None
+
+
+def channel_credentials(material: Material) -> grpc.ChannelCredentials:
+    """Return the credentials of a channel; without authorities it trusts the public ones of gRPC."""
+    return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
+
+
 class ChannelTls:
     """TLS to servers whose certificate has `name`; empty: the host of their address."""
 
-    def __init__(self, files: TlsFiles, name: str = "") -> None:
-        """Read the files. Raises BadFile."""
-        self.files = files.watch(CHECK_INTERVAL_S)
+    def __init__(self, files: WatchedFiles[Material], name: str = "") -> None:
+        self.files = files
         self.options = (("grpc.ssl_target_name_override", name),) if name else ()
 
 

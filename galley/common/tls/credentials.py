@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
 
 import grpc
 
+from galley.common.tls.channels import Material
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
-
-
-@dataclass(frozen=True, slots=True)
-class Material:
-    """The contents of the files and the time when the certificate expires; None where there is no file."""
-
-    ca: bytes | None = None
-    cert: bytes | None = None
-    key: bytes | None = field(default=None, repr=False)
-    expires: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +63,3 @@ def server_credentials(files: WatchedFiles[Material] | None) -> grpc.ServerCrede
 def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:
     pair = (material.key or b"", material.cert or b"")
     return grpc.ssl_server_certificate_configuration([pair], material.ca)
-
-
-def channel_credentials(material: Material) -> grpc.ChannelCredentials:
-    """Return the credentials of a channel; without authorities it trusts the public ones of gRPC."""
-    return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)

@@ -25,7 +25,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceState
 from opentelemetry.util.types import Attributes
 
-from galley.common.tls.credentials import Material, TlsFiles, channel_credentials
+from galley.common.tls.channels import Material, channel_credentials
+from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 from galley.common.tracing.light_spans import MAX_EVENTS, SAMPLED, LightSpan, Named, SpanScope, unpacked
 from galley.common.tracing.otlp import Signal, variable

@@ -17,8 +17,7 @@ from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts, start_server
 from galley.common.tls import channels as reloading_module
 from galley.common.tls import files
-from galley.common.tls.channels import ChannelTls, ReloadingChannel
-from galley.common.tls.credentials import Material, channel_credentials
+from galley.common.tls.channels import Material, ReloadingChannel, channel_credentials
 from galley.common.tls.files import BadFile
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.certificates import DAY, Authority, Mounted, mounted
@@ -99,8 +98,7 @@ async def test_a_certificate_that_has_expired_is_not_trusted(parties: Parties) -
     pair = (expired.key.read_bytes(), expired.cert.read_bytes())
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
     await server.start()
-    tls = ChannelTls(files_of(parties.client))
-    credentials = channel_credentials(tls.files.current())
+    credentials = channel_credentials(files_of(parties.client).read())
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
         told = await refusal(channel)
     await server.stop(None)

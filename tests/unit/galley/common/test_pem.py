@@ -12,7 +12,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from galley.common.tls.credentials import Material, TlsFiles
+from galley.common.tls.channels import Material
+from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import BadFile, NamedFile
 from tests.fakes.certificates import Authority, Certificate
 
