@@ -23,8 +23,8 @@ from bench.coupling.full_head import load_assistant
 from bench.coupling.heldout import answers_at_one, guesses, scored
 from bench.harness import RESULTS, Goal, commit, machine, result_path, write_record
 from bench.loops.peers import encoder
-from galley.bench.gateway import GatewaySide
-from galley.bench.workloads import PROMPT_SETS, mixed_workload, prompt_hash
+from galley.bench.gateway import GatewayLoop
+from galley.bench.workloads import PROMPT_SETS, fixed_workload, mixed_workload
 from galley.client.client import AsyncClient
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
@@ -39,7 +39,7 @@ async def measure(arguments: argparse.Namespace, model_dir: Path) -> Agreement:
     encoded = [encode(prompt.text) for prompt in prompts]
     options = StackOptions(model=arguments.model, threads=arguments.threads, dtype="bfloat16")
     async with Stack(options) as stack, AsyncClient(stack.gateways[0]) as client:
-        answers = await answers_at_one(GatewaySide(client), prompts, arguments.max_tokens, arguments.seed)
+        answers = await answers_at_one(GatewayLoop(client), prompts, arguments.max_tokens, arguments.seed)
         guessed = await guesses(stack.address("draft"), answers, encoded, arguments.seed)
     return agreement(await scored(answers, encoded, guessed, _models(options, model_dir), print))
 
@@ -76,7 +76,7 @@ def main() -> int:
         "name": "coupling",
         "commit": commit(),
         "machine": machine(),
-        "prompt_sha256": {name: prompt_hash(name) for name in PROMPT_SETS},
+        "prompt_sha256": {name: fixed_workload(name).sha256 for name in PROMPT_SETS},
         "agreement": dataclasses.asdict(found),
         "goals": [dataclasses.asdict(goal)],
     }

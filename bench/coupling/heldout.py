@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from bench.coupling.closed_form import Heldout, match_chance, optimal_chance
 from galley.bench.answers import Answer, Prompt
-from galley.bench.gateway import GatewaySide, Request
+from galley.bench.gateway import AUTO, GatewayLoop
 from galley.core.content import prefix_hash
 from galley.core.names import MODEL
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -28,11 +28,13 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 
 async def answers_at_one(
-    side: GatewaySide, prompts: Sequence[Prompt], max_tokens: int, seed: int
+    side: GatewayLoop, prompts: Sequence[Prompt], max_tokens: int, seed: int
 ) -> list[Answer]:
     """Return an answer to each prompt at temperature 1, with ascending seeds."""
     return [
-        await side.answer("auto", Request(replace(prompt, label="heldout"), 1.0, seed + at, max_tokens))
+        await side.answer(
+            AUTO, replace(prompt, label="heldout"), temperature=1.0, seed=seed + at, max_tokens=max_tokens
+        )
         for at, prompt in enumerate(prompts)
     ]
 

@@ -35,7 +35,7 @@ from bench.engine import tables as engine_tables
 from bench.engine.run import PARTS, SPLITS
 from bench.harness import BENCH, MIN_PAIRS, Goal, commit, machine, result_path, write_record
 from bench.loops.options import integers, names
-from galley.bench.workloads import prompt_hash
+from galley.bench.workloads import fixed_workload
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.common.server.process import thread_environment
 from galley.engine.load.resolve import resolve_model
@@ -104,7 +104,7 @@ def report(
             "commit": commit(),
             "options": dataclasses.asdict(options),
             "machine": machine(),
-            "prompt_sha256": {"rewrite": prompt_hash("rewrite")},
+            "prompt_sha256": {"rewrite": fixed_workload("rewrite").sha256},
             "row_costs": curves,
             "steps": [dataclasses.asdict(row) | {"rows": row.rows} for row in rows],
             "goals": [dataclasses.asdict(goal) for goal in reached],

@@ -24,7 +24,7 @@ from bench.engine import parts as engine_parts
 from bench.engine.host import host_time
 from bench.engine.sides import Case, OurStep, TransformersModel
 from bench.paired import alternate, fastest
-from galley.bench.workloads import load_prompts
+from galley.bench.workloads import fixed_workload
 from galley.common.models.tokenizer import Tokenizer
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine.model import CausalModel
@@ -131,7 +131,7 @@ def _text(model_dir: Path) -> list[list[int]]:
     tokenizer = Tokenizer.load(str(model_dir))
     encoded = [
         tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
-        for prompt in load_prompts("rewrite")
+        for prompt in fixed_workload("rewrite").prompts
     ]
     return encoded[: engine_parts.SAMPLED.sessions]
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from bench.engine.sides import Case, OurStep
 from bench.harness import BENCH, MIN_PAIRS, commit, machine, result_path, write_record
 from bench.paired import alternate
-from galley.bench.workloads import load_prompts
+from galley.bench.workloads import fixed_workload
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.common.models.tokenizer import Tokenizer
 from galley.core.kv.blocks import BLOCK_TOKENS
@@ -151,7 +151,9 @@ def _drawn(logits: torch.Tensor, text: Sequence[int], start: int) -> list[tuple[
 def texts_of(model_dir: Path, count: int, length: int) -> list[list[int]]:
     """`count` texts of `length` tokens, cut from the prompts one after another, again from the first."""
     tokenizer = Tokenizer.load(str(model_dir))
-    tokens = [token for prompt in load_prompts("rewrite") for token in tokenizer.encode(prompt.text)]
+    tokens = [
+        token for prompt in fixed_workload("rewrite").prompts for token in tokenizer.encode(prompt.text)
+    ]
     endless = tokens * (1 + count * length // len(tokens))
     return [endless[i * length : (i + 1) * length] for i in range(count)]
 

@@ -29,7 +29,7 @@ from bench.loops.speculation import SPECULATION
 from bench.loops.telemetry import TELEMETRY
 from galley.bench import plots, tables
 from galley.bench.report import as_dict, report_of
-from galley.bench.workloads import PROMPT_SETS, prompt_hash
+from galley.bench.workloads import PROMPT_SETS, fixed_workload
 from galley.engine.load.resolve import resolve_model
 
 SCENARIOS = {
@@ -55,7 +55,7 @@ def report(
             "commit": commit(),
             "machine": machine(),
             "options": dataclasses.asdict(options),
-            "prompt_sha256": {name: prompt_hash(name) for name in PROMPT_SETS},
+            "prompt_sha256": {name: fixed_workload(name).sha256 for name in PROMPT_SETS},
             "facts": run.facts,
             **as_dict(found),
             "goals": [dataclasses.asdict(goal) for goal in goals],

@@ -113,14 +113,11 @@ class ProcessLoop:
         response = await self._line()
         answers = tuple(
             Answer(
-                prompt_id=prompt.id,
-                prompt_tokens=len(ids),
                 tokens=tuple(answer["tokens"]),
                 at_s=tuple(answer["at_s"]),
                 wall_s=answer["at_s"][-1] if answer["at_s"] else 0.0,
-                cpu_s=0.0,
             )
-            for prompt, ids, answer in zip(load.prompts, prompts, response["answers"], strict=True)
+            for answer in response["answers"]
         )
         in_turns = len(prompts) > load.streams
         return LoopBlock(

@@ -40,7 +40,7 @@ from bench.soak.options import SoakOptions, parse_options
 from bench.soak.outcome import Outcome, Span, rate
 from bench.soak.run import measure
 from galley.bench.stats import percentile
-from galley.bench.workloads import PROMPT_SETS, prompt_hash
+from galley.bench.workloads import PROMPT_SETS, fixed_workload
 
 _FILE_WIDTH = 150
 _PLOTTED_S = 10.0
@@ -59,7 +59,7 @@ def report(
             "commit": commit(),
             "options": dataclasses.asdict(options),
             "machine": machine(),
-            "prompt_sha256": {prompt_set: prompt_hash(prompt_set) for prompt_set in PROMPT_SETS},
+            "prompt_sha256": {prompt_set: fixed_workload(prompt_set).sha256 for prompt_set in PROMPT_SETS},
             "facts": facts,
             "goals": [dataclasses.asdict(goal) for goal in goals],
             "samples": [_plain(sample, outcome.samples[0].at_s) for sample in outcome.samples],

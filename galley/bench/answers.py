@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 LOOP_GRAM = 8
 LOOP_TIMES = 3
@@ -48,7 +49,12 @@ def loop_start(tokens: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The gateway's counts of the rounds of one answer; `*_at` by position in the proposal."""
+    """The gateway's counts of the rounds of one or more answers, summed; times in nanoseconds.
+
+    The draft `proposed` tokens, of which `drafted` were sent to the target; `cancelled` proposals were given
+    up. `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in
+    which it was verified. `exposed_draft_ns` is the time in which the target waited for the draft.
+    """
 
     rounds: int = 0
     proposed: int = 0
@@ -58,24 +64,45 @@ class Rounds:
     accepted: int = 0
     accepted_at: tuple[int, ...] = ()
     verified_at: tuple[int, ...] = ()
-    orchestration_ns: tuple[int, ...] = ()
     round_ns: int = 0
     exposed_draft_ns: int = 0
     draft_compute_ns: int = 0
     target_compute_ns: int = 0
 
+    @property
+    def tokens_per_round(self) -> float:
+        """1 + accepted / rounds, the mean accepted length; 0 without rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else 0.0
+
+    @property
+    def by_position(self) -> tuple[float, ...]:
+        """The share of verified draft tokens that was accepted, by position."""
+        pairs = zip_longest(self.accepted_at, self.verified_at, fillvalue=0)
+        return tuple(accepted / verified for accepted, verified in pairs if verified)
+
+    @property
+    def exposed_share(self) -> float:
+        """The exposed draft time as a share of the rounds' time."""
+        return self.exposed_draft_ns / self.round_ns if self.round_ns else 0.0
+
+    @property
+    def wasted_draft(self) -> int:
+        """The proposed tokens that were not accepted, sent to the target or not."""
+        return self.proposed - self.accepted
+
+    @property
+    def wasted_verify(self) -> int:
+        """The verified draft tokens that were not accepted."""
+        return self.verified - self.accepted
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer as its client saw it: tokens, when each came (seconds from the request), and the cost."""
+    """One answer as its client saw it: tokens, and when each came, in seconds from the request."""
 
-    prompt_id: str
-    prompt_tokens: int
     tokens: tuple[int, ...]
     at_s: tuple[float, ...]
     wall_s: float
-    cpu_s: float
-    from_draft: tuple[bool, ...] = ()
     rounds: Rounds | None = None
 
     @property
@@ -85,10 +112,5 @@ class Answer:
 
     @property
     def counted_s(self) -> float:
-        """Return the seconds from the request to the last counted token."""
+        """The seconds from the request to the last counted token."""
         return self.at_s[self.counted - 1] if self.counted else self.wall_s
-
-    @property
-    def counted_cpu_s(self) -> float:
-        """The CPU time of the counted part, taken as its share of the wall time."""
-        return self.cpu_s * self.counted_s / self.wall_s

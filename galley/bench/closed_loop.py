@@ -141,25 +141,24 @@ def tagged(prompt: Prompt, tag: str) -> Prompt:
     return replace(prompt, text=f"({tag}) {prompt.text}")
 
 
-@dataclass(frozen=True, slots=True)
-class Looped:
-    """The answers of a load in its order; `requested_s` and `busy_s` as in LoopBlock."""
-
-    answers: tuple[Answer, ...]
-    requested_s: tuple[float, ...]
-    busy_s: float | None
+def no_clock() -> float:
+    """Return 0 CPU seconds, where they are not measured."""
+    return 0.0
 
 
-async def in_streams(load: Load, answer: Callable[[Prompt, int], Awaitable[Answer]]) -> Looped:
+async def run_load(
+    load: Load, answer: Callable[[Prompt, int], Awaitable[Answer]], cpu_s: Callable[[], float] = no_clock
+) -> LoopBlock:
     """Await `answer(prompt, seed)` for every prompt of the load, `load.streams` at a time, in order.
 
-    Raises the first error; the other streams are cancelled.
+    `cpu_s` returns the CPU seconds that the side has used so far. Raises the first error; the other streams
+    are cancelled.
     """
     waiting = iter(enumerate(load.prompts))
     answers: list[Answer | None] = [None] * len(load.prompts)
     requested_s = [0.0] * len(load.prompts)
     idle_s: list[float] = []
-    began_s = time.perf_counter()
+    cpu_before, began_s = cpu_s(), time.perf_counter()
 
     async def stream() -> None:
         for at, prompt in waiting:
@@ -173,6 +172,8 @@ async def in_streams(load: Load, answer: Callable[[Prompt, int], Awaitable[Answe
                 group.create_task(stream())
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures
+    wall_s = time.perf_counter() - began_s
     in_turns = len(load.prompts) > load.streams
     given = tuple(given for given in answers if given is not None)
-    return Looped(given, tuple(requested_s), idle_s[0] if in_turns else None)
+    busy_s = idle_s[0] if in_turns else None
+    return LoopBlock(load, given, wall_s, cpu_s() - cpu_before, tuple(requested_s), busy_s)

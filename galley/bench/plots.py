@@ -11,13 +11,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
-    from galley.bench.summary import Row, Speculated
+    from galley.bench.answers import Rounds
+    from galley.bench.summary import Row
 
 
 def draw(
     path: Path,
     rows: Sequence[Row],
-    acceptance: Mapping[tuple[str, str], Speculated],
+    acceptance: Mapping[tuple[str, str], Rounds],
     predicted: Mapping[Row, tuple[float, int | None]],
     baseline: str,
 ) -> None:
@@ -74,7 +75,7 @@ def _stream_ticks(axes: Axes, rows: Sequence[Row]) -> None:
     axes.minorticks_off()
 
 
-def _acceptance(axes: Axes, acceptance: Mapping[tuple[str, str], Speculated]) -> None:
+def _acceptance(axes: Axes, acceptance: Mapping[tuple[str, str], Rounds]) -> None:
     for (workload, arm), of in acceptance.items():
         at = range(1, len(of.by_position) + 1)
         axes.plot(at, of.by_position, marker=".", lw=0.9, label=f"{workload} {arm}")
@@ -84,7 +85,7 @@ def _acceptance(axes: Axes, acceptance: Mapping[tuple[str, str], Speculated]) ->
     _legend(axes, 5)
 
 
-def _waste(axes: Axes, acceptance: Mapping[tuple[str, str], Speculated]) -> None:
+def _waste(axes: Axes, acceptance: Mapping[tuple[str, str], Rounds]) -> None:
     """Draw the proposed tokens: accepted, verified and not accepted, never verified."""
     names = [f"{workload}\n{arm}" for workload, arm in acceptance]
     kinds = {

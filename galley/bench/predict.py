@@ -11,8 +11,9 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
+from galley.bench.answers import Rounds
 from galley.bench.closed_loop import LoopBlock
-from galley.bench.summary import Speculated, speculated
+from galley.bench.summary import speculated
 from galley.core.cost.model import StepTimes, best_k
 
 
@@ -36,7 +37,7 @@ def pass_times(blocks: Sequence[LoopBlock]) -> StepTimes | None:
     return StepTimes.measured(points if points[0][0] == 1 else [(1, points[0][1]), *points])
 
 
-def predicted_gain(of: Speculated, streams: int, times: StepTimes) -> float:
+def predicted_gain(of: Rounds, streams: int, times: StepTimes) -> float:
     """Return the predicted speed of these rounds relative to plain decoding; 1 if nothing was verified.
 
     It is tokens a round x plain step / (draft compute + verifying step): Leviathan, Kalman, Matias, arXiv
@@ -48,7 +49,7 @@ def predicted_gain(of: Speculated, streams: int, times: StepTimes) -> float:
     return of.tokens_per_round * times(streams) / (times(_rows(of, streams)) + draft_ns)
 
 
-def predicted_best_k(of: Speculated, streams: int, times: StepTimes, max_k: int) -> int | None:
+def predicted_best_k(of: Rounds, streams: int, times: StepTimes, max_k: int) -> int | None:
     """Return the k of the highest predicted gain for this acceptance rate of first draft tokens, or None."""
     if not (of.verified_at and of.verified_at[0] and of.proposed):
         return None
@@ -58,5 +59,5 @@ def predicted_best_k(of: Speculated, streams: int, times: StepTimes, max_k: int)
     return best_k(alpha, ratio, times.curve, streams, max_k)
 
 
-def _rows(of: Speculated, streams: int) -> int:
+def _rows(of: Rounds, streams: int) -> int:
     return round(streams * (1 + of.verified / of.rounds))

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from galley.bench.answers import Rounds
 from galley.bench.closed_loop import LoopBlock
 from galley.bench.predict import pass_times, predicted_best_k, predicted_gain
-from galley.bench.summary import PERCENTS, Row, Speculated, rows_of, speculated
+from galley.bench.summary import PERCENTS, Row, rows_of, speculated
 from galley.bench.verdict import best_at_loads, sentence
 
 MAX_K = 16
@@ -21,7 +22,7 @@ class Report:
 
     baseline: str
     rows: tuple[Row, ...]
-    acceptance: dict[tuple[str, str], Speculated]
+    acceptance: dict[tuple[str, str], Rounds]
     predicted: dict[Row, tuple[float, int | None]]
     pass_ms: tuple[tuple[int, float], ...]
     conclusion: str
@@ -53,7 +54,7 @@ def report_of(blocks: Sequence[LoopBlock], baseline: str, pair: str) -> Report:
     )
 
 
-def _acceptance(blocks: Sequence[LoopBlock]) -> dict[tuple[str, str], Speculated]:
+def _acceptance(blocks: Sequence[LoopBlock]) -> dict[tuple[str, str], Rounds]:
     """Return the sums by (workload, arm), without those that verified nothing."""
     groups: dict[tuple[str, str], list[LoopBlock]] = defaultdict(list)
     for block in blocks:
@@ -89,7 +90,7 @@ def _row(report: Report, row: Row) -> dict[str, Any]:
     }
 
 
-def _figures(of: Speculated) -> dict[str, Any]:
+def _figures(of: Rounds) -> dict[str, Any]:
     return {
         **asdict(of),
         "tokens_per_round": of.tokens_per_round,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 from statistics import fmean
+from typing import Any
 
+from galley.bench.answers import Rounds
 from galley.bench.closed_loop import LoopBlock, speed_of
 from galley.bench.stats import Interval, median_interval, percentile
 
@@ -15,76 +17,17 @@ MS = 1e3
 PERCENTS = (50, 90, 99)
 
 
-@dataclass(frozen=True, slots=True)
-class Speculated:
-    """The gateway's counts of the rounds of some answers, summed; times in nanoseconds.
-
-    The draft `proposed` tokens, of which `drafted` were sent to the target; `cancelled` proposals were given
-    up. `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in
-    which it was verified. `exposed_draft_ns` is the time in which the target waited for the draft.
-    """
-
-    rounds: int = 0
-    proposed: int = 0
-    cancelled: int = 0
-    drafted: int = 0
-    verified: int = 0
-    accepted: int = 0
-    accepted_at: tuple[int, ...] = ()
-    verified_at: tuple[int, ...] = ()
-    round_ns: int = 0
-    exposed_draft_ns: int = 0
-    draft_compute_ns: int = 0
-    target_compute_ns: int = 0
-
-    @property
-    def tokens_per_round(self) -> float:
-        """1 + accepted / rounds, the mean accepted length; 0 without rounds."""
-        return 1 + self.accepted / self.rounds if self.rounds else 0.0
-
-    @property
-    def by_position(self) -> tuple[float, ...]:
-        """The share of verified draft tokens that was accepted, by position."""
-        pairs = zip_longest(self.accepted_at, self.verified_at, fillvalue=0)
-        return tuple(accepted / verified for accepted, verified in pairs if verified)
-
-    @property
-    def exposed_share(self) -> float:
-        """The exposed draft time as a share of the rounds' time."""
-        return self.exposed_draft_ns / self.round_ns if self.round_ns else 0.0
-
-    @property
-    def wasted_draft(self) -> int:
-        """The proposed tokens that were not accepted, sent to the target or not."""
-        return self.proposed - self.accepted
-
-    @property
-    def wasted_verify(self) -> int:
-        """The verified draft tokens that were not accepted."""
-        return self.verified - self.accepted
-
-
-def speculated(blocks: Iterable[LoopBlock]) -> Speculated:
+def speculated(blocks: Iterable[LoopBlock]) -> Rounds:
     """Return the sums over all answers of `blocks`."""
     counts = [a.rounds for block in blocks for a in block.answers if a.rounds is not None]
-    return Speculated(
-        rounds=sum(c.rounds for c in counts),
-        proposed=sum(c.proposed for c in counts),
-        cancelled=sum(c.cancelled for c in counts),
-        drafted=sum(c.drafted for c in counts),
-        verified=sum(c.verified for c in counts),
-        accepted=sum(c.accepted for c in counts),
-        accepted_at=_sums(c.accepted_at for c in counts),
-        verified_at=_sums(c.verified_at for c in counts),
-        round_ns=sum(c.round_ns for c in counts),
-        exposed_draft_ns=sum(c.exposed_draft_ns for c in counts),
-        draft_compute_ns=sum(c.draft_compute_ns for c in counts),
-        target_compute_ns=sum(c.target_compute_ns for c in counts),
-    )
+    names = [field.name for field in fields(Rounds)]
+    return Rounds(**{name: _sum([getattr(one, name) for one in counts]) for name in names if counts})
 
 
-def _sums(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sum(at) for at in zip_longest(*counts, fillvalue=0))
+def _sum(counts: Sequence[Any]) -> Any:
+    if isinstance(counts[0], tuple):
+        return tuple(sum(at) for at in zip_longest(*counts, fillvalue=0))
+    return sum(counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +47,7 @@ class Row:
     inter_token_ms: tuple[float, ...]
     cpu_ms_per_token: float
     share_cut: float
-    speculated: Speculated
+    speculated: Rounds
 
 
 def rows_of(blocks: Sequence[LoopBlock], baseline: str) -> list[Row]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from galley.bench.answers import Rounds
     from galley.bench.stats import Interval
-    from galley.bench.summary import Row, Speculated
+    from galley.bench.summary import Row
 
 _TIMES = "×"
 
@@ -44,7 +45,7 @@ def speed_table(rows: Sequence[Row], baseline: str) -> Table:
     return table
 
 
-def acceptance_table(acceptance: Mapping[tuple[str, str], Speculated]) -> Table:
+def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
     """Return the table of accepted and wasted draft tokens, by (workload, arm)."""
     table = Table(title="Acceptance and waste (over all loads)", title_justify="left")
     for name in ("workload", "arm"):

@@ -61,13 +61,3 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f'{path}, line {number}: "prompt": must be text')
     return Prompt(str(entry.get("id", f"{path.stem}-{number}")), text)
-
-
-def load_prompts(name: str) -> list[Prompt]:
-    """Return the prompts of one of PROMPT_SETS, in the order of its file."""
-    return list(fixed_workload(name).prompts)
-
-
-def prompt_hash(name: str) -> str:
-    """Return the sha256 of the file of one of PROMPT_SETS."""
-    return fixed_workload(name).sha256

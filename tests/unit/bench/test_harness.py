@@ -15,12 +15,12 @@ from bench.harness import (
 )
 from galley.bench.answers import LOOP_GRAM, Answer, loop_start
 from galley.bench.stats import Interval
-from galley.bench.workloads import PROMPT_SETS, load_prompts, prompt_hash
+from galley.bench.workloads import PROMPT_SETS, fixed_workload
 
 
 @pytest.mark.parametrize("name", PROMPT_SETS)
 def test_a_set_has_enough_prompts_all_different(name: str) -> None:
-    prompts = load_prompts(name)
+    prompts = fixed_workload(name).prompts
     assert len(prompts) >= 24
     assert len({prompt.id for prompt in prompts}) == len(prompts)
     assert len({prompt.text for prompt in prompts}) == len(prompts)
@@ -30,7 +30,7 @@ def test_a_set_has_enough_prompts_all_different(name: str) -> None:
 def test_the_prompts_are_those_that_the_readme_names() -> None:
     readme = (BENCH / "prompts" / "README.md").read_text(encoding="utf-8")
     named = dict(re.findall(r"`(\w+)\.jsonl` \| `([0-9a-f]{64})`", readme))
-    assert named == {name: prompt_hash(name) for name in PROMPT_SETS}
+    assert named == {name: fixed_workload(name).sha256 for name in PROMPT_SETS}
 
 
 def test_an_answer_without_a_loop_counts_whole() -> None:
@@ -61,9 +61,9 @@ def test_the_counted_part_has_no_loop_and_the_answer_has_one_if_cut(tokens: list
     assert (cut < len(tokens)) == any(grams.count(gram) >= 3 for gram in grams)
 
 
-def answer(tokens: list[int], token_s: float = 0.5, cpu_s: float = 0.0) -> Answer:
+def answer(tokens: list[int], token_s: float = 0.5) -> Answer:
     at_s = tuple(token_s * (at + 1) for at in range(len(tokens)))
-    return Answer("p", 3, tuple(tokens), at_s, wall_s=token_s * len(tokens), cpu_s=cpu_s)
+    return Answer(tuple(tokens), at_s, wall_s=token_s * len(tokens))
 
 
 def test_time_ends_with_the_last_counted_token() -> None:

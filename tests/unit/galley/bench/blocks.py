@@ -29,7 +29,7 @@ def block(
         seed=1,
         workload=workload,
     )
-    answer = Answer("p", 3, tokens, at_s, at_s[-1], 0.0, rounds=rounds)
+    answer = Answer(tokens, at_s, at_s[-1], rounds)
     return LoopBlock(load, (answer,) * streams, at_s[-1], cpu_s=0.4 * streams)
 
 

@@ -62,7 +62,7 @@ def looping(arm: str, loop_s: float, streams: int = 1) -> LoopBlock:
     """40 tokens of 0.1 s each, then a loop of 40 more."""
     tokens = (*range(40), *(100 + at % 10 for at in range(40)))
     at_s = tuple(0.1 * (at + 1) if at < 40 else 4 + loop_s * (at - 39) for at in range(80))
-    answer = Answer("p", 3, tokens, at_s, at_s[-1], 0.0)
+    answer = Answer(tokens, at_s, at_s[-1])
     load = replace(block(arm, 0.1, streams=streams).load, max_tokens=80)
     return LoopBlock(load, (answer,) * streams, at_s[-1], 0.0)
 
