@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 from collections.abc import Callable
@@ -27,7 +28,9 @@ T = TypeVar("T")
 _FILE_WIDTH = 150
 _NONCE_BYTES = 4
 _STRATEGIES = ("off", "auto", "ngram", "model", "hybrid")
-_WHAT, _SPECULATION = "Requests", "Speculation"
+_requests, _speculation = (
+    functools.partial(typer.Option, rich_help_panel=panel) for panel in ("Requests", "Speculation")
+)
 
 
 @with_tls_flags
@@ -43,52 +46,30 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         ),
     ] = None,
     workloads: Annotated[
-        str,
-        typer.Option(
-            help="Prompt sets of Galley, with commas: chat, code, support, rewrite. Default: all.",
-            rich_help_panel=_WHAT,
-        ),
+        str, _requests(help="Prompt sets of Galley, with commas: chat, code, support, rewrite. Default: all.")
     ] = "",
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(
+        _requests(
             help='File of your own prompts: .jsonl of {"prompt": ...}, or text with a prompt a line. '
-            "Repeatable; each file is a workload. Default: none.",
-            rich_help_panel=_WHAT,
+            "Repeatable; each file is a workload. Default: none."
         ),
     ] = None,
-    concurrency: Annotated[
-        str, typer.Option(help="Numbers of concurrent streams, with commas.", rich_help_panel=_WHAT)
-    ] = "1,8,16",
+    concurrency: Annotated[str, _requests(help="Numbers of concurrent streams, with commas.")] = "1,8,16",
     prompts_per_workload: Annotated[
-        int, typer.Option(min=1, help="Prompts a block; at least one a stream.", rich_help_panel=_WHAT)
+        int, _requests(min=1, help="Prompts a block; at least one a stream.")
     ] = 4,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Most output tokens of each answer.", rich_help_panel=_WHAT)
-    ] = 64,
-    temperature: Annotated[
-        str, typer.Option(help="Temperatures, with commas. 0: greedy.", rich_help_panel=_WHAT)
-    ] = "0",
-    repeats: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Pairs of blocks; the median of their ratios counts.", rich_help_panel=_WHAT
-        ),
-    ] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling noise.", rich_help_panel=_WHAT)] = 1,
+    max_tokens: Annotated[int, _requests(min=1, help="Most output tokens of each answer.")] = 64,
+    temperature: Annotated[str, _requests(help="Temperatures, with commas. 0: greedy.")] = "0",
+    repeats: Annotated[int, _requests(min=1, help="Pairs of blocks; the median of their ratios counts.")] = 3,
+    seed: Annotated[int, _requests(min=0, help="Seed of the sampling noise.")] = 1,
     strategies: Annotated[
         str,
-        typer.Option(
-            help="Strategies, with commas: off, auto, ngram, model, hybrid. Default: all of the gateway.",
-            rich_help_panel=_SPECULATION,
+        _speculation(
+            help="Strategies, with commas: off, auto, ngram, model, hybrid. Default: all of the gateway."
         ),
     ] = "",
-    k: Annotated[
-        str,
-        typer.Option(
-            help="Draft tokens a round of fixed strategies, with commas.", rich_help_panel=_SPECULATION
-        ),
-    ] = "4",
+    k: Annotated[str, _speculation(help="Draft tokens a round of fixed strategies, with commas.")] = "4",
     model: Model = "",
     draft_model: DraftModel = None,
     dtype: DType = None,

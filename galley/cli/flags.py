@@ -16,18 +16,19 @@ from galley.cli.errors import fail
 from galley.client.options import GenerateOptions, Retries, Speculation, Tls
 from galley.stack.endpoint import NoEndpoint, RunningStack, SeveralStacks, find_stack
 
-_SAMPLING, _LENGTH, _SPECULATION = "Sampling", "Length", "Speculation"
-_CONNECTION, _TLS = "Gateway", "TLS to the gateway"
+_sampling, _length, _speculation, _connection, _tls = (
+    functools.partial(typer.Option, rich_help_panel=panel)
+    for panel in ("Sampling", "Length", "Speculation", "Gateway", "TLS to the gateway")
+)
 PATIENCE_S = Retries().patience_s
 
 StackName = Annotated[
     str | None,
-    typer.Option(
+    _connection(
         "--stack",
         envvar="GALLEY_STACK",
         metavar="NAME",
         help="The stack on this machine, as named by `galley up --name`. Default: the only one that runs.",
-        rich_help_panel=_CONNECTION,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each event.")]
@@ -115,42 +116,35 @@ def tls_options(
     *,
     tls: Annotated[
         bool,
-        typer.Option(
+        _tls(
             "--tls",
             envvar="GALLEY_TLS",
             help="Use TLS and trust public authorities. Each flag below uses TLS, too; stacks of `galley up` "
             "have none.",
-            rich_help_panel=_TLS,
         ),
     ] = False,
     tls_ca_file: Annotated[
         str,
-        typer.Option(
+        _tls(
             envvar="GALLEY_TLS_CA_FILE",
             help="PEM file of the only authorities to trust. Default: public ones.",
-            rich_help_panel=_TLS,
         ),
     ] = "",
     tls_cert_file: Annotated[
         str,
-        typer.Option(
+        _tls(
             envvar="GALLEY_TLS_CERT_FILE",
             help="PEM file of the client's certificate, for gateways that require one. Default: none.",
-            rich_help_panel=_TLS,
         ),
     ] = "",
     tls_key_file: Annotated[
-        str,
-        typer.Option(
-            envvar="GALLEY_TLS_KEY_FILE", help="PEM file of its key. Default: none.", rich_help_panel=_TLS
-        ),
+        str, _tls(envvar="GALLEY_TLS_KEY_FILE", help="PEM file of its key. Default: none.")
     ] = "",
     tls_server_name: Annotated[
         str,
-        typer.Option(
+        _tls(
             envvar="GALLEY_TLS_SERVER_NAME",
             help="The name in the gateway's certificate. Default: the host of its address.",
-            rich_help_panel=_TLS,
         ),
     ] = "",
 ) -> Tls | None:
@@ -182,22 +176,17 @@ def connection_options(
     tls: Tls | None,
     endpoint: Annotated[
         str | None,
-        typer.Option(
+        _connection(
             envvar="GALLEY_ENDPOINT",
             help="The gateway; several with commas, of which each replaces the one before. The port is 50051 "
             "if left out. Default: the stack that `galley up` runs on this machine.",
             metavar="HOST[:PORT]",
-            rich_help_panel=_CONNECTION,
         ),
     ] = None,
     stack: StackName = None,
     patience: Annotated[
         float,
-        typer.Option(
-            min=0,
-            help="How long to retry while no gateway answers, in seconds. 0: do not retry.",
-            rich_help_panel=_CONNECTION,
-        ),
+        _connection(min=0, help="How long to retry while no gateway answers, in seconds. 0: do not retry."),
     ] = PATIENCE_S,
 ) -> Connection:
     """Return the connection for these flags."""
@@ -207,107 +196,62 @@ def connection_options(
 def answer_options(  # noqa: PLR0913  # one parameter a flag
     *,
     max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Most output tokens. Default: the gateway's limit.", rich_help_panel=_LENGTH
-        ),
+        int | None, _length(min=0, help="Most output tokens. Default: the gateway's limit.")
     ] = None,
     min_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Output tokens before the answer may end. 0: no minimum.", rich_help_panel=_LENGTH
-        ),
+        int, _length(min=0, help="Output tokens before the answer may end. 0: no minimum.")
     ] = 0,
     stop: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A string that ends the answer and is left out of it; repeatable. Default: none.",
-            rich_help_panel=_LENGTH,
-        ),
+        _length(help="A string that ends the answer and is left out of it; repeatable. Default: none."),
     ] = None,
     ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="Continue after the model's end token.", rich_help_panel=_LENGTH),
+        bool, _length("--ignore-eos", help="Continue after the model's end token.")
     ] = False,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Temperature, >= 0. 0: greedy. Default: 1.", rich_help_panel=_SAMPLING),
-    ] = None,
+    temperature: Annotated[float | None, _sampling(help="Temperature, >= 0. 0: greedy. Default: 1.")] = None,
     top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Probability mass to sample from, in (0, 1]. Default: 1.", rich_help_panel=_SAMPLING
-        ),
+        float | None, _sampling(help="Probability mass to sample from, in (0, 1]. Default: 1.")
     ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(min=0, help="Likeliest tokens to sample from. 0: all.", rich_help_panel=_SAMPLING),
-    ] = None,
+    top_k: Annotated[int | None, _sampling(min=0, help="Likeliest tokens to sample from. 0: all.")] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(
-            help="Least probability of a token, relative to the likeliest, in [0, 1]. Default: 0.",
-            rich_help_panel=_SAMPLING,
-        ),
+        _sampling(help="Least probability of a token, relative to the likeliest, in [0, 1]. Default: 0."),
     ] = None,
     frequency_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Penalty for each time a token occurred, in [-2, 2]. Default: 0.", rich_help_panel=_SAMPLING
-        ),
+        float | None, _sampling(help="Penalty for each time a token occurred, in [-2, 2]. Default: 0.")
     ] = None,
     presence_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Penalty for tokens that occurred, in [-2, 2]. Default: 0.", rich_help_panel=_SAMPLING
-        ),
+        float | None, _sampling(help="Penalty for tokens that occurred, in [-2, 2]. Default: 0.")
     ] = None,
     repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Divisor for tokens that occurred, in (0, 10]. Default: 1.", rich_help_panel=_SAMPLING
-        ),
+        float | None, _sampling(help="Divisor for tokens that occurred, in (0, 10]. Default: 1.")
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(
+        _sampling(
             min=0,
             max=2**64 - 1,
             help="Seed of the sampling noise. Default: one that the gateway draws and reports.",
-            rich_help_panel=_SAMPLING,
         ),
     ] = None,
     logprobs: Annotated[
         int | None,
-        typer.Option(
+        _sampling(
             min=0,
             help="Print each token's log-probability and those of this many likeliest tokens. Default: off.",
-            rich_help_panel=_SAMPLING,
         ),
     ] = None,
     k: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Draft tokens a round. Default: the gateway chooses.", rich_help_panel=_SPECULATION
-        ),
+        int | None, _speculation(min=0, help="Draft tokens a round. Default: the gateway chooses.")
     ] = None,
     strategy: Annotated[
-        str,
-        typer.Option(
-            help="Draft strategy: ngram, model, hybrid or none. Default: the gateway's.",
-            rich_help_panel=_SPECULATION,
-        ),
+        str, _speculation(help="Draft strategy: ngram, model, hybrid or none. Default: the gateway's.")
     ] = "",
     no_speculation: Annotated[
-        bool,
-        typer.Option("--no-speculation", help="Decode without speculation.", rich_help_panel=_SPECULATION),
+        bool, _speculation("--no-speculation", help="Decode without speculation.")
     ] = False,
     workload: Annotated[
-        str,
-        typer.Option(
-            help="Label under which the gateway measures acceptance. Default: none.",
-            rich_help_panel=_SPECULATION,
-        ),
+        str, _speculation(help="Label under which the gateway measures acceptance. Default: none.")
     ] = "",
     idempotency_key: Annotated[
         str,
@@ -322,8 +266,7 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
     ] = False,
     timeout: Timeout = None,
     force_trace: Annotated[
-        bool,
-        typer.Option("--force-trace", help="Trace this request, whatever the gateways sample."),
+        bool, typer.Option("--force-trace", help="Trace this request, whatever the gateways sample.")
     ] = False,
 ) -> GenerateOptions:
     """Return the request's options for these flags; the gateway checks bounds that depend on the model."""

@@ -92,8 +92,7 @@ def plan(  # noqa: PLR0913  # a command's options
         ),
     ] = None,
     draft_cost_ratio: Annotated[
-        float,
-        typer.Option(help="Number of draft steps that cost one target step. inf: drafts are free."),
+        float, typer.Option(help="Number of draft steps that cost one target step. inf: drafts are free.")
     ] = 6.0,
     alpha: Annotated[
         float | None,
