@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import TypeAlias
 
 import grpc
 from google.protobuf.json_format import MessageToJson
@@ -35,16 +35,6 @@ _FINAL = frozenset(
 )
 
 
-class View(Protocol):
-    """Shows the events of a stream."""
-
-    def show(self, event: pb.StreamEvent) -> None:
-        """Show one event."""
-
-    def close(self) -> None:
-        """End the output."""
-
-
 class JsonView:
     """One JSON object a line: the proto's JSON mapping with its field names; 64-bit numbers are strings."""
 
@@ -58,98 +48,66 @@ class JsonView:
 
 
 class TextView:
-    """The text alone, and a line break at its end; a terminal is not sent control characters."""
+    """The text, and a line break at its end; a terminal is not sent control characters.
 
-    def __init__(self, console: Console) -> None:
-        self._is_terminal = console.is_terminal
-        self._last = "\n"
-
-    def show(self, event: pb.StreamEvent) -> None:
-        """Write the text of a chunk."""
-        if text := event.chunk.text:
-            sys.stdout.write(printable(text) if self._is_terminal else text)
-            sys.stdout.flush()
-            self._last = text[-1]
-
-    def close(self) -> None:
-        """End the last line."""
-        if self._last != "\n":
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-
-
-class OriginView:
-    """The text, with the tokens that the draft proposed marked.
-
-    They are green; underlined on a terminal without colours; in brackets elsewhere.
+    `origins` marks the tokens that the draft proposed: they are green; underlined on a terminal without
+    colours; in brackets elsewhere. `logprobs` adds a line for each token with its log-probability and the
+    likeliest tokens.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, origins: bool = False, logprobs: bool = False) -> None:
         self._console = console
-        self._uses_brackets = not console.is_terminal
-        self._is_open = False
-        self._style = draft_style(console)
+        self._origins = origins
+        self._logprobs = logprobs
+        self._lines: list[str] = []
+        self._bracket_is_open = False
         self._last = "\n"
 
     def show(self, event: pb.StreamEvent) -> None:
-        """Write the text of a chunk, whose tokens have one origin."""
-        if not event.chunk.text:
-            return
-        from_draft = any(event.chunk.from_draft)
-        if self._uses_brackets:
-            self._bracket(from_draft)
-        self._write(printable(event.chunk.text), self._style if from_draft else Style())
-
-    def close(self) -> None:
-        """Close the bracket, end the last line."""
-        if self._uses_brackets:
-            self._bracket(False)
-        if self._last != "\n":
-            self._write("\n", Style())
-
-    def _bracket(self, is_open: bool) -> None:
-        if is_open != self._is_open:
-            self._write("[" if is_open else "]", Style())
-            self._is_open = is_open
-
-    def _write(self, text: str, style: Style) -> None:
-        self._console.print(Text(text, style), end="", soft_wrap=True)
-        self._last = text[-1]
-
-
-class LogprobsView:
-    """Another view, and after it a line for each token with its log-probability and the likeliest ones."""
-
-    def __init__(self, view: View) -> None:
-        self._view = view
-        self._lines: list[str] = []
-
-    def show(self, event: pb.StreamEvent) -> None:
-        """Show the event, and keep its log-probabilities."""
-        self._view.show(event)
+        """Write the text of a chunk, whose tokens have one origin; keep its log-probabilities."""
         chunk = event.chunk
+        if chunk.text:
+            from_draft = any(chunk.from_draft)
+            self._bracket(is_open=from_draft)
+            self._write(chunk.text, from_draft=from_draft)
         for at, (token_id, entry) in enumerate(zip(chunk.token_ids, chunk.logprobs, strict=False)):
             top = ", ".join(f"{one.token_id} {one.logprob:.3f}" for one in entry.top)
             self._lines.append(f"{chunk.index + at:>6} {token_id:>8} {entry.logprob:>9.3f}  {top}".rstrip())
 
     def close(self) -> None:
-        """End the other view, and write the lines."""
-        self._view.close()
-        if self._lines:
-            sys.stdout.write("\n".join(("\n index    token   logprob  likeliest tokens", *self._lines, "")))
-            sys.stdout.flush()
+        """Close the bracket, end the last line, write the log-probabilities."""
+        self._bracket(is_open=False)
+        if self._last != "\n":
+            self._write("\n")
+        if self._logprobs and self._lines:
+            self._write("\n".join(("\n index    token   logprob  likeliest tokens", *self._lines, "")))
+
+    def _bracket(self, *, is_open: bool) -> None:
+        if self._origins and not self._console.is_terminal and is_open != self._bracket_is_open:
+            self._write("[" if is_open else "]")
+            self._bracket_is_open = is_open
+
+    def _write(self, text: str, *, from_draft: bool = False) -> None:
+        shown = printable(text) if self._console.is_terminal else text
+        if self._origins and from_draft:
+            self._console.print(Text(shown, draft_style(self._console)), end="", soft_wrap=True)
+        else:
+            self._console.file.write(shown)
+            self._console.file.flush()
+        self._last = text[-1]
+
+
+View: TypeAlias = JsonView | TextView
 
 
 def view_of(*, as_json: bool, origins: bool, logprobs: bool = False) -> View:
-    """Return the view that these flags ask for; print the legend of --origins."""
+    """Return the view that these flags choose; print the legend of --origins."""
     if as_json:
         return JsonView()
     console = Console(highlight=False)
-    view: View = TextView(console)
     if origins:
         stderr_console().print(legend(console), soft_wrap=True)
-        view = OriginView(console)
-    return LogprobsView(view) if logprobs else view
+    return TextView(console, origins=origins, logprobs=logprobs)
 
 
 def draft_style(console: Console) -> Style:
@@ -158,7 +116,7 @@ def draft_style(console: Console) -> Style:
 
 
 def legend(console: Console) -> Text:
-    """Explain OriginView, in its own styles."""
+    """Explain TextView, in its own styles."""
     if not console.is_terminal:
         return Text("[in brackets]: proposed by the draft; the rest: supplied by the target")
     return Text.assemble(("proposed by the draft", draft_style(console)), " · supplied by the target")

@@ -95,7 +95,7 @@ async def _demo(options: StackOptions, console: Console, prompt: str, max_tokens
 
 async def compare(client: AsyncClient, console: Console, prompt: str, max_tokens: int) -> bool:
     """Show the answer and its figures. Return True if it has the same tokens without speculation."""
-    from galley.cli.answer import OriginView, legend  # noqa: PLC0415  # protobuf is slow to load
+    from galley.cli.answer import TextView, legend  # noqa: PLC0415  # protobuf is slow to load
 
     drafted: GenerateOptions = {
         "max_tokens": max_tokens,
@@ -111,7 +111,7 @@ async def compare(client: AsyncClient, console: Console, prompt: str, max_tokens
     console.print(Text.assemble(("Prompt  ", "bold"), prompt), soft_wrap=True)
     console.print()
     console.print(Text.assemble(("Answer  ", "bold"), legend(console)), soft_wrap=True)
-    with_draft = await _timed(client, prompt, drafted, OriginView(console))
+    with_draft = await _timed(client, prompt, drafted, TextView(console, origins=True))
     with _busy(console, "the same again, without speculation"):
         without = await _timed(client, prompt, plain)
     console.print()

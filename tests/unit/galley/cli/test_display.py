@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from galley.cli.answer import OriginView, legend, mean_accepted_length, reason
+from galley.cli.answer import TextView, legend, mean_accepted_length, reason
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack.part import PartStatus, State
 from galley.stack.progress import StackProgress
@@ -20,7 +20,7 @@ def _chunk(text: str, *, from_draft: bool) -> pb.StreamEvent:
 
 
 def _shown(console: Console) -> str:
-    view = OriginView(console)
+    view = TextView(console, origins=True)
     for text, from_draft in (
         ("The", False),
         (" cat", True),
