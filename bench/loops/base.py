@@ -11,7 +11,6 @@ import asyncio
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -33,6 +32,7 @@ from galley.bench.stats import Interval, median_interval, ratio_interval
 from galley.bench.summary import speed_ratio
 from galley.client.client import AsyncClient
 from galley.stack import guard
+from galley.stack.probes import free_ports
 
 BASE, THIS = "base", "this"
 SPECULATIONS = (OFF, AUTO)
@@ -91,7 +91,7 @@ async def _up(
     run: Run, tree: str, folder: Path
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, float]]:
     """Run a tree's `galley up`; yield its process, its address and the seconds until it served."""
-    port = _free_port()
+    [port] = free_ports(1)
     address = f"127.0.0.1:{port}"
     cli = "galley.cli" if (folder / "galley" / "cli").is_dir() else "services.cli"
     # The endpoint file lies in the runtime folder: one for each, so that neither tree sees the other's.
@@ -117,13 +117,6 @@ async def _up(
             if process.returncode is None:
                 process.send_signal(signal.SIGINT)
             await stop(process)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def _seconds_until_serving(process: asyncio.subprocess.Process, address: str) -> float:

@@ -113,16 +113,10 @@ def running_stacks() -> list[RunningStack]:
     stacks = []
     for path in sorted(state_dir().glob(f"*{_SUFFIX}")):
         facts = _read(path)
-        if _is_running(facts) and isinstance(facts.get("address"), str):
-            store = facts.get("store")
-            stacks.append(
-                RunningStack(
-                    path.name.removesuffix(_SUFFIX),
-                    facts["address"],
-                    _services(facts.get("services")),
-                    store if isinstance(store, str) else "",
-                )
-            )
+        if _is_running(facts) and "address" in facts:
+            services = tuple(Service(**one) for one in facts.get("services", ()))
+            name = path.name.removesuffix(_SUFFIX)
+            stacks.append(RunningStack(name, facts["address"], services, facts.get("store", "")))
     return stacks
 
 
@@ -143,13 +137,6 @@ def find_stack(name: str | None = None) -> RunningStack:
     return stacks[0]
 
 
-def _services(listed: object) -> tuple[Service, ...]:
-    try:
-        return tuple(Service(**one) for one in listed) if isinstance(listed, list) else ()
-    except TypeError:
-        return ()
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -167,5 +154,5 @@ def _is_running(facts: dict[str, Any]) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True

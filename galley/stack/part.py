@@ -43,36 +43,33 @@ class State(enum.StrEnum):
     STOPPED = "stopped"
 
 
-class ReadyBy(enum.Enum):
-    """The way in which a part shows that it is ready."""
-
-    # It gets `--ready-fd N` and writes JSON lines there: {"stage": ...}, at last {"stage": "ready", ...}.
-    PIPE = enum.auto()
-    # It answers a PING on the unix socket of its spec.
-    PING = enum.auto()
-    # It accepts connections on all ports of its spec; the first is its address.
-    PORTS = enum.auto()
-    # It ends with exit code 0; each line of its output is a stage, the last one its fact: {"line": ...}.
-    EXIT = enum.auto()
-
-
 @dataclass(frozen=True, slots=True)
 class PartSpec:
     """A process to run once the parts named in `after` are ready.
 
-    `command` and `environment` are given the facts of these. A `niceness` above 0 gives the other parts
-    precedence where cores are few. The stack outlives a part that is not `vital`.
+    It gets `--ready-fd N` and writes JSON lines there: {"stage": ...}, at last {"stage": "ready", ...}. But
+    with a unix `socket` it is ready when it answers a PING there; with `ports`, when all accept connections
+    (the first is its address); if it `exits`, when it ends with exit code 0: each line of its output is a
+    stage, the last one its fact: {"line": ...}.
+
+    `command` and `environment` are given the facts of the parts in `after`. A `niceness` above 0 gives the
+    other parts precedence where cores are few. The stack outlives a part that is not `vital`.
     """
 
     name: str
     command: Callable[[Facts], Sequence[str]]
     after: tuple[str, ...] = ()
-    ready_by: ReadyBy = ReadyBy.PIPE
     socket: Path | None = None
     ports: tuple[int, ...] = ()
+    exits: bool = False
     niceness: int = 0
     environment: Callable[[Facts], Mapping[str, str]] = lambda _: {}
     vital: bool = True
+
+    @property
+    def is_service(self) -> bool:
+        """True for a service of ours, which reports by `--ready-fd`."""
+        return not (self.socket or self.ports or self.exits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,26 +135,21 @@ class Part:
         """
         self._started_at = time.monotonic()
         self._report(State.STARTING, "starting")
+        command, spec = list(self.spec.command(facts)), self.spec
+        self._environment = {**self._env, **spec.environment(facts)}
         try:
             async with asyncio.timeout(timeout_s):
-                facts = await self._spawn_and_wait(facts)
+                if path := spec.socket:
+                    own = await self._until(command, str(path), lambda: is_answering(path))
+                elif spec.ports:
+                    address = f"{LOOPBACK}:{spec.ports[0]}"
+                    own = await self._until(command, address, lambda: is_listening(spec.ports))
+                else:
+                    own = await (self._until_done(command) if spec.exits else self._until_ready(command))
         except TimeoutError:
             raise self._failure(f"was not ready after {timeout_s:g} s") from None
-        self._report(State.READY, "ready", str(facts.get("address", "")))
-        return facts
-
-    async def _spawn_and_wait(self, facts: Facts) -> PartFacts:
-        command = list(self.spec.command(facts))
-        self._environment = {**self._env, **self.spec.environment(facts)}
-        match self.spec.ready_by:
-            case ReadyBy.PIPE:
-                return await self._until_ready(command)
-            case ReadyBy.PING:
-                return await self._until_answering(command)
-            case ReadyBy.PORTS:
-                return await self._until_listening(command)
-            case ReadyBy.EXIT:
-                return await self._until_done(command)
+        self._report(State.READY, "ready", str(own.get("address", "")))
+        return own
 
     async def _spawn(self, command: Sequence[str], **kwargs: Any) -> asyncio.subprocess.Process:
         if threading.current_thread() is not threading.main_thread():
@@ -167,14 +159,9 @@ class Part:
         guard_args = [str(os.getpid()), str(self.spec.niceness)]
         guarded = [sys.executable, "-I", "-S", guard.__file__, *guard_args, *command]
         with self.log.open("ab") as log:
-            kwargs = {"stdout": log, **kwargs}
+            options = {"stdin": asyncio.subprocess.DEVNULL, "stdout": log, "stderr": log, **kwargs}
             self._process = await asyncio.create_subprocess_exec(
-                *guarded,
-                stdin=asyncio.subprocess.DEVNULL,
-                stderr=log,
-                env=self._environment,
-                start_new_session=True,
-                **kwargs,
+                *guarded, env=self._environment, start_new_session=True, **options
             )
         return self._process
 
@@ -202,25 +189,15 @@ class Part:
             raise self._failure(f"wrote {line!r} instead of a JSON object")
         return message
 
-    async def _until_answering(self, command: Sequence[str]) -> PartFacts:
-        socket = self.spec.socket
-        if socket is None:
-            raise ValueError(f"{self.spec.name}: PING needs a socket")
-        await self._until(command, lambda: is_answering(socket))
-        return {"address": str(socket)}
-
-    async def _until_listening(self, command: Sequence[str]) -> PartFacts:
-        if not self.spec.ports:
-            raise ValueError(f"{self.spec.name}: PORTS needs ports")
-        await self._until(command, lambda: is_listening(self.spec.ports))
-        return {"address": f"{LOOPBACK}:{self.spec.ports[0]}"}
-
-    async def _until(self, command: Sequence[str], holds: Callable[[], Awaitable[bool]]) -> None:
+    async def _until(
+        self, command: Sequence[str], address: str, holds: Callable[[], Awaitable[bool]]
+    ) -> PartFacts:
         process = await self._spawn(command)
         while not await holds():
             if process.returncode is not None:
                 raise await self._ended_early()
             await asyncio.sleep(_PING_PERIOD_S)
+        return {"address": address}
 
     async def _until_done(self, command: Sequence[str]) -> PartFacts:
         process = await self._spawn(command, stdout=asyncio.subprocess.PIPE)

@@ -19,7 +19,7 @@ from pathlib import Path
 from galley.common.config.defaults import DEFAULT_MODEL, shipped_draft
 from galley.core import names
 from galley.stack.options import StackDirs, StackOptions, drafts_register, targets_register, threads_of
-from galley.stack.part import Facts, PartSpec, ReadyBy
+from galley.stack.part import Facts, PartSpec
 from galley.stack.viewer import export_to
 
 NO_DRAFT_MODEL = "none"
@@ -38,7 +38,7 @@ def stack_parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
     targets = 1 if options.tensor_parallel > 1 else options.replicas
     parts += [_target(name, options) for name in _numbered("target", targets)]
     parts += [_draft(name, options) for name in _numbered("draft", options.drafts)]
-    needs = tuple(part.name for part in parts if part.ready_by is not ReadyBy.EXIT)
+    needs = tuple(part.name for part in parts if not part.exits)
     parts += [_gateway(name, ("model", *needs), options) for name in _numbered("gateway", options.gateways)]
     return parts if options.viewer is None else traced(parts, options.viewer)
 
@@ -53,16 +53,11 @@ def traced(parts: Sequence[PartSpec], viewer: PartSpec) -> list[PartSpec]:
     def environment(facts: Facts) -> Mapping[str, str]:
         return export_to(facts[viewer.name]["address"])
 
-    services = {part.name for part in parts if part.ready_by is ReadyBy.PIPE}
-    return [
-        viewer,
-        *(
-            replace(part, after=(*part.after, viewer.name), environment=environment)
-            if part.name in services
-            else part
-            for part in parts
-        ),
+    traced_parts = [
+        replace(part, after=(*part.after, viewer.name), environment=environment) if part.is_service else part
+        for part in parts
     ]
+    return [viewer, *traced_parts]
 
 
 def python_module(module: str, *args: str) -> list[str]:
@@ -88,13 +83,13 @@ def _valkey(options: StackOptions, dirs: StackDirs) -> PartSpec:
             *options.extra_args.get("valkey", ()),
         ]
 
-    return PartSpec("valkey", command, ready_by=ReadyBy.PING, socket=socket)
+    return PartSpec("valkey", command, socket=socket)
 
 
 def _prepare(name: str, model: str) -> PartSpec:
     """Return the part that downloads or converts a model, and reports its directory."""
     args = (model,) if model else ()
-    return PartSpec(name, lambda _: python_module("galley.engine.load.resolve", *args), ready_by=ReadyBy.EXIT)
+    return PartSpec(name, lambda _: python_module("galley.engine.load.resolve", *args), exits=True)
 
 
 def _target(name: str, options: StackOptions) -> PartSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +27,15 @@ async def lines(pipe: IO[bytes]) -> Any:
         transport.close()
 
 
+def free_ports(count: int) -> list[int]:
+    """Return different ports of this machine that are free at this moment."""
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind((LOOPBACK, 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
 async def is_listening(ports: Sequence[int]) -> bool:
     """Return True if all these ports of this machine accept connections."""
     for port in ports:
@@ -39,10 +49,10 @@ async def is_listening(ports: Sequence[int]) -> bool:
     return True
 
 
-async def is_answering(socket: Path) -> bool:
+async def is_answering(path: Path) -> bool:
     """Return True if a Redis server on this unix socket answers a PING."""
     try:
-        reader, writer = await asyncio.open_unix_connection(socket)
+        reader, writer = await asyncio.open_unix_connection(path)
     except OSError:
         return False
     try:

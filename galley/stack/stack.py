@@ -19,34 +19,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from galley.stack.options import PartTable, StackDirs, StackOptions, environment_of
-from galley.stack.part import (
-    Facts,
-    OnStatus,
-    Part,
-    PartFacts,
-    PartFailed,
-    PartSpec,
-    PartStatus,
-    ReadyBy,
-    State,
-)
+from galley.stack.part import Facts, OnStatus, Part, PartFacts, PartFailed, PartSpec, PartStatus
 from galley.stack.parts import stack_parts
 from galley.top.service import Service
 
-__all__ = [
-    "Facts",
-    "OnStatus",
-    "PartFacts",
-    "PartFailed",
-    "PartSpec",
-    "PartStatus",
-    "PartTable",
-    "ReadyBy",
-    "Stack",
-    "StackDirs",
-    "StackOptions",
-    "State",
-]
+__all__ = ["Facts", "PartSpec", "Stack", "StackDirs", "StackOptions"]
 
 # On Linux the path of a unix socket has at most 107 bytes.
 _MAX_RUN_DIR = 80

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from galley.stack.part import PartSpec, ReadyBy
-from galley.stack.probes import LOOPBACK
+from galley.stack.part import PartSpec
+from galley.stack.probes import LOOPBACK, free_ports
 from galley.trace.read.otlp_file import new_file, trace_dir
 
 _PHOENIX = "arize-phoenix"
@@ -58,7 +57,7 @@ def _has_phoenix() -> bool:
 
 def _phoenix(directory: Path) -> Viewer:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    grpc_port, http_port = _free_ports(2)
+    grpc_port, http_port = free_ports(2)
     environment = {
         "PHOENIX_HOST": LOOPBACK,
         "PHOENIX_PORT": str(http_port),
@@ -74,21 +73,8 @@ def _phoenix(directory: Path) -> Viewer:
     part = PartSpec(
         "phoenix",
         lambda _: [sys.executable, "-P", "-m", "phoenix.server.main", "serve"],
-        ready_by=ReadyBy.PORTS,
         ports=(grpc_port, http_port),
         environment=lambda _: environment,
         vital=False,
     )
     return Viewer(part, f"traces at http://{LOOPBACK}:{http_port} (Arize Phoenix)")
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return different ports that are free at this moment."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind((LOOPBACK, 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from galley.stack.part import Facts, OnStatus, PartSpec, ReadyBy
+from galley.stack.part import Facts, OnStatus, PartSpec
 from galley.stack.parts import stack_parts
 from galley.stack.stack import Stack, StackDirs, StackOptions, ignore_status
 
@@ -22,7 +22,7 @@ def stand_in(name: str, *flags: str, after: tuple[str, ...] = ()) -> PartSpec:
 
 
 def once(name: str, code: str) -> PartSpec:
-    return PartSpec(name, lambda _: [sys.executable, "-c", code], ready_by=ReadyBy.EXIT)
+    return PartSpec(name, lambda _: [sys.executable, "-c", code], exits=True)
 
 
 def valkey(options: StackOptions, dirs: StackDirs) -> PartSpec:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from galley.stack.part import PartFailed, PartSpec, ReadyBy
+from galley.stack.part import PartFailed, PartSpec
 from galley.stack.parts import stack_parts, traced
 from galley.stack.stack import Stack, StackDirs, StackOptions
 from galley.stack.viewer import find_viewer
@@ -93,13 +93,6 @@ async def test_a_stack_outlives_what_only_takes_its_traces() -> None:
             return stack.running
 
         assert await stack.run(work()) == ("gateway",)
-
-
-async def test_a_part_that_has_no_ports_to_wait_for_is_a_mistake() -> None:
-    stack = stack_of(PartSpec("phoenix", lambda _: ["true"], ready_by=ReadyBy.PORTS))
-    with pytest.raises(ValueError, match="phoenix: PORTS needs ports"):
-        await stack.start()
-    stack.forget()
 
 
 def test_all_services_are_told_and_the_store_is_not(tmp_path: Path) -> None:
