@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import typer
@@ -44,6 +46,17 @@ def require(extra: str) -> None:
     """Exit with one line if the packages of `extra` are not installed."""
     if importlib.util.find_spec(_MARKS[extra]) is None:
         raise fail(f"this command needs more packages: pip install 'galley[{extra}]'")
+
+
+@contextlib.contextmanager
+def usage_of(flag: str) -> Iterator[None]:
+    """Report a ValueError as wrong usage of `flag`, and an OSError as a failure."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from None
+    except OSError as error:
+        raise fail(error) from None
 
 
 def check_plot(path: Path) -> None:

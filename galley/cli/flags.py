@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from galley.cli.errors import fail
+from galley.cli.errors import fail, usage_of
 from galley.client.options import GenerateOptions, Retries, Speculation, Tls
 from galley.stack.endpoint import NoEndpoint, RunningStack, SeveralStacks, find_stack
 
@@ -82,10 +82,8 @@ def connect(endpoint: str | None, stack: str | None, patience_s: float, tls: Tls
         return Connection(choose_stack(stack).address, patience_s, None)
     from galley.client.addresses import parse_addresses  # noqa: PLC0415
 
-    try:
+    with usage_of("--endpoint"):
         addresses = parse_addresses(endpoint)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--endpoint") from None
     return Connection(",".join(addresses.hosts), patience_s, tls or (Tls() if addresses.tls else None))
 
 

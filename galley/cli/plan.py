@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
+from functools import cached_property
 from pathlib import Path  # Typer reads the annotation
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,22 +48,6 @@ class _Case:
 
 
 @dataclass(frozen=True, slots=True)
-class _Setting:
-    """The case of the table over k and of the plots."""
-
-    alpha: float
-    draft_cost_ratio: float
-    curve: RowCostCurve
-    max_k: int
-    sessions: int
-
-    def gain(self, k: int, alpha: float | None = None) -> float:
-        return gain(
-            self.alpha if alpha is None else alpha, k, self.draft_cost_ratio, self.curve, self.sessions
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class _Row:
     k: int
     expected_confirmed: float
@@ -70,14 +55,38 @@ class _Row:
     gain: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Peak:
     """The table over k, its peak, and the acceptance rate from which speculation pays (None: never)."""
 
-    setting: _Setting
-    rows: tuple[_Row, ...]
-    best_k: int
-    break_even_alpha: float | None
+    alpha: float
+    draft_cost_ratio: float
+    curve: RowCostCurve
+    max_k: int
+    sessions: int
+
+    def gain(self, k: int, alpha: float) -> float:
+        return gain(alpha, k, self.draft_cost_ratio, self.curve, self.sessions)
+
+    @cached_property
+    def rows(self) -> tuple[_Row, ...]:
+        return tuple(
+            _Row(
+                k,
+                expected_confirmed(self.alpha, k),
+                round_cost(k, self.draft_cost_ratio, self.curve, self.sessions),
+                self.gain(k, self.alpha),
+            )
+            for k in range(self.max_k + 1)
+        )
+
+    @cached_property
+    def best_k(self) -> int:
+        return best_k(self.alpha, self.draft_cost_ratio, self.curve, self.sessions, self.max_k)
+
+    @cached_property
+    def break_even_alpha(self) -> float | None:
+        return break_even_alpha(self.draft_cost_ratio, self.curve, self.max_k, self.sessions)
 
 
 def plan(  # noqa: PLR0913  # a command's options
@@ -138,20 +147,21 @@ def plan(  # noqa: PLR0913  # a command's options
             confirmed_per_round = _TEXTBOOK_CONFIRMED if alpha is None else expected_confirmed(alpha, k)
         case = _Case(tokens, k, confirmed_per_round, draft_cost_ratio)
         textbook = plan_of(*astuple(case))
-        peak = None
+        facts, peak = asdict(case) | asdict(textbook), None
         if alpha is not None:
             curve = RowCostCurve.parse(row_costs or "1:1")
             largest_k = _MAX_K if max_k is None else max_k
-            peak = _peak(
-                _Setting(alpha, draft_cost_ratio, curve, largest_k, 1 if sessions is None else sessions)
-            )
+            peak = _Peak(alpha, draft_cost_ratio, curve, largest_k, 1 if sessions is None else sessions)
+            facts |= _peak_as_dict(peak)
     except InvalidField as fault:
         option = "--" + fault.field.replace("_", "-")
         raise typer.BadParameter(fault.problem, param_hint=option) from fault
     if plot is not None and peak is not None:
         _draw(peak, plot)
     if as_json:
-        typer.echo(json.dumps(_as_dict(case, textbook, peak)))
+        # JSON has no infinity: a free draft is null.
+        ratio = None if math.isinf(draft_cost_ratio) else draft_cost_ratio
+        typer.echo(json.dumps(facts | {"draft_cost_ratio": ratio}))
         return
     _print_textbook(case, textbook)
     if peak is not None:
@@ -169,43 +179,16 @@ def _check_flags(alpha: float | None, flags: Mapping[str, object], plot: Path | 
         check_plot(plot)
 
 
-def _peak(setting: _Setting) -> _Peak:
-    rows = tuple(
-        _Row(
-            k,
-            expected_confirmed(setting.alpha, k),
-            round_cost(k, setting.draft_cost_ratio, setting.curve, setting.sessions),
-            setting.gain(k),
-        )
-        for k in range(setting.max_k + 1)
-    )
-    return _Peak(
-        setting,
-        rows,
-        best_k(setting.alpha, setting.draft_cost_ratio, setting.curve, setting.sessions, setting.max_k),
-        break_even_alpha(setting.draft_cost_ratio, setting.curve, setting.max_k, setting.sessions),
-    )
-
-
-# ---------------------------------------------------------------------------------------- printing --
-
-
-def _as_dict(case: _Case, textbook: Plan, peak: _Peak | None) -> dict[str, Any]:
-    facts = asdict(case) | asdict(textbook)
-    if math.isinf(case.draft_cost_ratio):
-        # JSON has no infinity: a free draft is null.
-        facts["draft_cost_ratio"] = None
-    if peak is not None:
-        facts |= {
-            "alpha": peak.setting.alpha,
-            "row_costs": peak.setting.curve.points,
-            "sessions": peak.setting.sessions,
-            "best_k": peak.best_k,
-            "best_gain": peak.rows[peak.best_k].gain,
-            "break_even_alpha": peak.break_even_alpha,
-            "by_k": [asdict(row) for row in peak.rows],
-        }
-    return facts
+def _peak_as_dict(peak: _Peak) -> dict[str, Any]:
+    return {
+        "alpha": peak.alpha,
+        "row_costs": peak.curve.points,
+        "sessions": peak.sessions,
+        "best_k": peak.best_k,
+        "best_gain": peak.rows[peak.best_k].gain,
+        "break_even_alpha": peak.break_even_alpha,
+        "by_k": [asdict(row) for row in peak.rows],
+    }
 
 
 def _print_textbook(case: _Case, textbook: Plan) -> None:
@@ -245,9 +228,8 @@ def _difference(case: _Case, textbook: Plan) -> str:
 
 
 def _print_peak(peak: _Peak) -> None:
-    setting = peak.setting
-    sharing = "" if setting.sessions == 1 else f", {setting.sessions} sessions a pass"
-    table = Table(title=f"Gain by k at {_ALPHA}={setting.alpha:g}{sharing}", title_justify="left")
+    sharing = "" if peak.sessions == 1 else f", {peak.sessions} sessions a pass"
+    table = Table(title=f"Gain by k at {_ALPHA}={peak.alpha:g}{sharing}", title_justify="left")
     for name in ("k", "confirmed", "cost", "gain"):
         table.add_column(name, justify="right")
     table.add_column("")
@@ -280,9 +262,6 @@ def _conclusions(peak: _Peak) -> tuple[str, str]:
     return first, f"Speculation pays at all from {_ALPHA}={peak.break_even_alpha:.3f} on."
 
 
-# ---------------------------------------------------------------------------------------- plotting --
-
-
 def _draw(peak: _Peak, path: Path) -> None:
     """Draw two panels: the gain by k at this alpha, and the best gain by alpha with the break-even."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # an extra, slow to load
@@ -304,19 +283,18 @@ def _draw_by_k(axes: Axes, peak: _Peak) -> None:
     axes.bar([row.k for row in peak.rows], [row.gain for row in peak.rows], color=colours)
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set(
-        title=f"alpha={peak.setting.alpha:g}: peak at k={peak.best_k}",
+        title=f"alpha={peak.alpha:g}: peak at k={peak.best_k}",
         xlabel="k (draft tokens a round)",
         ylabel="gain over plain decoding",
     )
 
 
 def _draw_by_alpha(axes: Axes, peak: _Peak) -> None:
-    setting = peak.setting
     alphas = [step / 100 for step in range(101)]
-    best = [max(setting.gain(k, alpha) for k in range(setting.max_k + 1)) for alpha in alphas]
+    best = [max(peak.gain(k, alpha) for k in range(peak.max_k + 1)) for alpha in alphas]
     axes.plot(alphas, best)
     axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.axvline(setting.alpha, color="tab:orange", linewidth=0.8)
+    axes.axvline(peak.alpha, color="tab:orange", linewidth=0.8)
     title = "never pays"
     if peak.break_even_alpha is not None:
         axes.axvline(peak.break_even_alpha, color="tab:green", linestyle="--", linewidth=0.8)

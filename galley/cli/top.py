@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from galley.cli.errors import fail
+from galley.cli.errors import fail, usage_of
 from galley.cli.flags import StackName, choose_stack, not_secret
 from galley.cli.up import run_stack
 from galley.top.service import Service, named_by_address
@@ -46,7 +46,10 @@ def top(
     services: tuple[Service, ...] = ()
     store = redis_url or ""
     if metrics is not None:
-        services = _named(metrics)
+        with usage_of("--metrics"):
+            services = named_by_address(metrics)
+            if len(services) > _MAX_SERVICES:
+                raise ValueError(f"must name at most {_MAX_SERVICES} services, got {len(services)}")
     elif not store:
         running = choose_stack(stack)
         services, store = running.services, running.store
@@ -82,17 +85,6 @@ async def _show(
             await live.lines(scraper, console)
 
 
-def _named(metrics: str) -> tuple[Service, ...]:
-    try:
-        services = named_by_address(metrics)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--metrics") from error
-    if len(services) > _MAX_SERVICES:
-        problem = f"must name at most {_MAX_SERVICES} services, got {len(services)}"
-        raise typer.BadParameter(problem, param_hint="--metrics")
-    return services
-
-
 def _check(redis_url: str) -> None:
     try:
         from pydantic import SecretStr  # noqa: PLC0415  # an extra
@@ -100,10 +92,8 @@ def _check(redis_url: str) -> None:
         from galley.common.redis.connections import refuse_bad_files  # noqa: PLC0415
     except ImportError as error:
         raise fail("--redis-url needs more packages: pip install 'galley[gateway]'") from error
-    try:
+    with usage_of("--redis-url"):
         refuse_bad_files(SecretStr(redis_url))
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--redis-url") from error
     from galley.common.logs import start_logging  # noqa: PLC0415
 
     # Log lines about a store that is away would come between the frames.

@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from galley.cli.errors import fail, fail_part, require
+from galley.cli.errors import fail, fail_part, require, usage_of
 from galley.cli.flags import not_secret
 from galley.core import names
-from galley.stack.endpoint import Endpoint, NameTaken
+from galley.stack.endpoint import Endpoint
 from galley.stack.options import PartTable, StackOptions
 from galley.stack.part import PartFailed
 from galley.stack.parts import draft_model_of, stack_parts
@@ -124,7 +124,10 @@ def up(  # noqa: PLR0913  # one parameter a flag
     """Start a stack on this machine, print its endpoint, run it until Ctrl-C."""
     _check_port(port)
     if redis_url:
-        _check_redis_url(redis_url)
+        from galley.common.redis.url import parse_redis_url  # noqa: PLC0415  # an extra
+
+        with usage_of("--redis-url"):
+            parse_redis_url(redis_url)
     options = stack_options(
         model=model,
         draft_model=draft_model,
@@ -143,9 +146,13 @@ def up(  # noqa: PLR0913  # one parameter a flag
         log_dir=log_dir,
         data_dir=data_dir,
     )
-    with _take_name(name) as endpoint:
-        viewer = _viewer() if trace else None
-        if viewer is not None:
+    with usage_of("--name"):
+        endpoint = Endpoint(name)
+    with endpoint:
+        viewer = None
+        if trace:
+            with usage_of("--trace"):
+                viewer = find_viewer()
             options = dataclasses.replace(options, viewer=viewer.part)
         run_stack(_keep_up(options, endpoint, viewer, Console(highlight=False)))
 
@@ -160,15 +167,6 @@ def stack_options(*, strategy: str | None, **options: Any) -> StackOptions:
     return chosen
 
 
-def _take_name(name: str | None) -> Endpoint:
-    try:
-        return Endpoint(name)
-    except (ValueError, NameTaken) as error:
-        raise typer.BadParameter(str(error), param_hint="--name") from None
-    except OSError as error:
-        raise fail(error) from None
-
-
 def _check_port(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -177,22 +175,6 @@ def _check_port(port: int) -> None:
         except OSError as error:
             problem = f"must be a port that can be opened, got {port}: {error.strerror}"
             raise typer.BadParameter(problem, param_hint="--port") from None
-
-
-def _check_redis_url(url: str) -> None:
-    from galley.common.redis.url import parse_redis_url  # noqa: PLC0415  # an extra
-
-    try:
-        parse_redis_url(url)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--redis-url") from None
-
-
-def _viewer() -> Viewer:
-    try:
-        return find_viewer()
-    except OSError as error:
-        raise fail(error) from None
 
 
 async def _keep_up(

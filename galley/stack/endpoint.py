@@ -33,7 +33,7 @@ class SeveralStacks(NoEndpoint):
         self.names = [stack.name for stack in stacks]
 
 
-class NameTaken(Exception):
+class NameTaken(ValueError):
     """A stack of this name runs already."""
 
 
