@@ -28,7 +28,7 @@ from galley.stack.options import StackOptions
 
 if TYPE_CHECKING:
     from galley.cli.answer import View
-    from galley.client.client import AsyncClient
+    from galley.client.client import AsyncClient, TokenStream
     from galley.pb.galley.v1 import galley_pb2 as pb
 
 # The answer repeats the prompt: the case that suits n-gram drafts.
@@ -46,16 +46,15 @@ _WARM_UP_TOKENS = 8
 class Timed:
     """One answer as the client saw it; times in seconds since the request."""
 
-    token_ids: tuple[int, ...]
-    session_id: str
+    stream: TokenStream
+    finished: pb.Finished
     first_token_s: float
     total_s: float
-    finished: pb.Finished
 
     @property
     def tokens_per_s(self) -> float:
         """Output tokens over the time of the whole answer, prefill included."""
-        return len(self.token_ids) / self.total_s
+        return len(self.stream.token_ids) / self.total_s
 
 
 def demo(
@@ -116,8 +115,10 @@ async def compare(client: AsyncClient, console: Console, prompt: str, max_tokens
         without = await _timed(client, prompt, plain)
     console.print()
     console.print(_summary(with_draft, without))
-    console.print(Text(f"session {with_draft.session_id}, plain {without.session_id}"), soft_wrap=True)
-    return with_draft.token_ids == without.token_ids
+    console.print(
+        Text(f"session {with_draft.stream.session_id}, plain {without.stream.session_id}"), soft_wrap=True
+    )
+    return with_draft.stream.token_ids == without.stream.token_ids
 
 
 async def _timed(
@@ -138,7 +139,7 @@ async def _timed(
     total_s = time.perf_counter() - started_at
     if stream.finished is None:
         raise fail("the stream ended without a reason")
-    return Timed(tuple(stream.token_ids), stream.session_id, first_token_s, total_s, stream.finished)
+    return Timed(stream, stream.finished, first_token_s, total_s)
 
 
 def _summary(with_draft: Timed, without: Timed) -> Table:
@@ -150,7 +151,7 @@ def _summary(with_draft: Timed, without: Timed) -> Table:
     table.add_column("plain", justify="right")
     for name, one, other in (
         ("prompt tokens", with_draft.finished.usage.prompt_tokens, without.finished.usage.prompt_tokens),
-        ("output tokens", len(with_draft.token_ids), len(without.token_ids)),
+        ("output tokens", len(with_draft.stream.token_ids), len(without.stream.token_ids)),
         ("rounds", on.rounds, off.rounds),
         ("drafted", on.drafted, off.drafted),
         ("verified", on.verified, off.verified),
@@ -163,7 +164,8 @@ def _summary(with_draft: Timed, without: Timed) -> Table:
     table.add_row("time to first token", *(f"{seconds * 1000:.0f} ms" for seconds in times))
     table.add_row("tokens/s", f"{with_draft.tokens_per_s:.1f}", f"{without.tokens_per_s:.1f}")
     table.add_row("speed-up", f"{with_draft.tokens_per_s / without.tokens_per_s:.2f}×", "")
-    table.add_row("same tokens", "yes" if with_draft.token_ids == without.token_ids else "NO", "")
+    same = with_draft.stream.token_ids == without.stream.token_ids
+    table.add_row("same tokens", "yes" if same else "NO", "")
     return table
 
 

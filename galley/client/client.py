@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Self, TypeAlias, TypeVar, Unpack
 
 import grpc
@@ -91,12 +90,7 @@ class AsyncClient:
         self._stubs = [rpc.GenerationStub(channel) for channel in self._channels]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stubs = []
         for channel in self._channels:
             await channel.close()

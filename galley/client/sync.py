@@ -11,7 +11,6 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from galley.client.client import AsyncClient
@@ -82,13 +81,8 @@ class Client:
         _run(self._client.__aenter__())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _run(self._client.__aexit__(kind, error, trace))
+    def __exit__(self, *_: object) -> None:
+        _run(self._client.__aexit__())
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Stream the output for `prompt`: text to complete, messages for the chat template, or token ids."""

@@ -64,18 +64,12 @@ class StackDirs:
 PartTable: TypeAlias = "Callable[[StackOptions, StackDirs], Sequence[PartSpec]]"
 
 
-def host_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def threads_of(options: StackOptions) -> int | None:
     """Return the threads a service; None leaves the choice to torch."""
     if options.threads is not None:
         return options.threads
-    return 1 if host_cores() <= SMALL_HOST_CORES else None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if cores <= SMALL_HOST_CORES else None
 
 
 def targets_register(options: StackOptions) -> bool:

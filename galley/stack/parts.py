@@ -96,8 +96,7 @@ def _target(name: str, options: StackOptions) -> PartSpec:
     uses_ray = options.tensor_parallel > 1
 
     def command(facts: Facts) -> list[str]:
-        args = [*_common(options), *_threads(options), "--model", facts["model"]["line"]]
-        args += _dtype(options)
+        args = [*_common(options), *_threads(options), *_model(facts["model"]["line"], options)]
         if uses_ray:
             args += ["--replicas", str(options.replicas), "--tensor-parallel", str(options.tensor_parallel)]
         if targets_register(options):
@@ -105,13 +104,11 @@ def _target(name: str, options: StackOptions) -> PartSpec:
         module = "services.target.ray" if uses_ray else "services.target"
         return python_module(module, *args, *options.extra_args.get("target", ()))
 
-    return PartSpec(
-        name, command, after=("model", *(_store_part(options) if targets_register(options) else ()))
-    )
+    return PartSpec(name, command, after=("model", *_store_part(options, targets_register(options))))
 
 
-def _store_part(options: StackOptions) -> tuple[str, ...]:
-    return () if options.redis_url else ("valkey",)
+def _store_part(options: StackOptions, is_needed: bool) -> tuple[str, ...]:
+    return ("valkey",) if is_needed and not options.redis_url else ()
 
 
 def _store(facts: Facts, options: StackOptions) -> list[str]:
@@ -140,16 +137,19 @@ def _draft(name: str, options: StackOptions) -> PartSpec:
     def command(facts: Facts) -> list[str]:
         args = [*_common(options), *_threads(options), "--default-strategy", default_strategy(options)]
         if has_model:
-            args += ["--model", facts["draft-model"]["line"], "--target-model", facts["model"]["line"]]
-            args += _dtype(options)
+            args += _model(facts["draft-model"]["line"], options)
+            args += ["--target-model", facts["model"]["line"]]
         else:
             args += ["--tokenizer", facts["model"]["line"]]
         if drafts_register(options):
             args += _store(facts, options)
         return python_module("services.draft", *args, *options.extra_args.get("draft", ()))
 
-    store = _store_part(options) if drafts_register(options) else ()
-    after = ("model", *(("draft-model",) if has_model else ()), *store)
+    after = (
+        "model",
+        *(["draft-model"] if has_model else ()),
+        *_store_part(options, drafts_register(options)),
+    )
     return PartSpec(name, command, after=after, niceness=_DRAFT_NICENESS)
 
 
@@ -181,8 +181,8 @@ def _common(options: StackOptions, port: int = 0) -> list[str]:
     return [*args, "--metrics-port", "0"] if options.metrics else args
 
 
-def _dtype(options: StackOptions) -> list[str]:
-    return ["--dtype", options.dtype] if options.dtype else []
+def _model(directory: str, options: StackOptions) -> list[str]:
+    return ["--model", directory, *(["--dtype", options.dtype] if options.dtype else [])]
 
 
 def _threads(options: StackOptions) -> list[str]:

@@ -15,7 +15,6 @@ import signal
 import tempfile
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from galley.stack.options import PartTable, StackDirs, StackOptions, environment_of
@@ -125,12 +124,7 @@ class Stack:
             await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -57,12 +56,7 @@ class Links:
             self._to_store[part] = await self._relay(STORE, self[part, STORE])
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._held.aclose()
 
     async def _relay(self, to: str, link: Link | Callable[[int], Link]) -> Relay:
