@@ -1,4 +1,4 @@
-"""The supervisor: starts in order, shows it, blames the right part, leaves no process behind."""
+"""The supervisor: the order of a start, its failures, and the end of all processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import redis.asyncio
 from galley.common.config.defaults import DEFAULT_MODEL, shipped_draft
 from galley.stack import guard
 from galley.stack.options import environment_of
-from galley.stack.part import PartFailed, PartStatus, State
+from galley.stack.part import PartFailed, PartSpec, PartStatus, State
 from galley.stack.parts import stack_parts
-from galley.stack.stack import Stack, StackOptions
+from galley.stack.stack import Stack, StackDirs, StackOptions
 from galley.top.service import Service
 from tests.integration.galley.cli.ends import Ends
 from tests.integration.galley.cli.stand_in_stack import once, stack_of, stand_in
@@ -54,12 +55,12 @@ async def test_parts_start_when_those_they_need_are_ready() -> None:
     assert stopped == ["gateway", "draft", "target"]
 
 
-async def test_parts_that_tell_metrics_are_known() -> None:
+async def test_services_with_metrics() -> None:
     async with stack_of(stand_in("target", "--metrics=127.0.0.1:9"), stand_in("draft")) as stack:
         assert stack.services == (Service("target", "127.0.0.1:9", stack.address("target")),)
 
 
-async def test_a_stop_leaves_no_process_and_no_file() -> None:
+async def test_stop_leaves_no_process_and_no_file() -> None:
     stack = stack_of(stand_in("target"), with_valkey=True)
     async with stack:
         ends = Ends([stack.pid("target"), stack.pid("valkey")])
@@ -68,7 +69,7 @@ async def test_a_stop_leaves_no_process_and_no_file() -> None:
     assert not stack.dirs.run.exists()
 
 
-async def test_a_part_that_ignores_sigterm_is_killed() -> None:
+async def test_part_that_ignores_sigterm_is_killed() -> None:
     async with stack_of(stand_in("target", "--stubborn"), options=StackOptions(stop_grace_s=0.1)) as stack:
         ends = Ends([stack.pid("target")])
     with ends:
@@ -96,39 +97,39 @@ async def test_the_store_is_durable_private_and_has_no_port() -> None:
             assert await store.get("galley") == "kept"
 
 
-async def test_a_part_that_dies_at_start_is_blamed_and_the_others_are_stopped() -> None:
-    specs = [stand_in("target"), stand_in("draft", "--say=no such model", "--die=3", after=("target",))]
-    stack = stack_of(*specs)
-    with pytest.raises(PartFailed, match="draft ended with exit code 3 before it was ready") as caught:
+@pytest.mark.parametrize(
+    ("part", "problem", "tail"),
+    [
+        (
+            stand_in("draft", "--say=no such model", "--die=3"),
+            "draft ended with exit code 3 before",
+            "no such",
+        ),
+        (replace(stand_in("draft"), command=lambda _: ["/no/such/command"]), "draft ended", "No such file"),
+        (once("model", "raise SystemExit('no such model')"), "model ended with exit code 1", "no such model"),
+        (stand_in("draft", "--garble"), "instead of a JSON object", ""),
+    ],
+    ids=["dies", "no command", "exits", "garbled"],
+)
+async def test_part_that_cannot_start(part: PartSpec, problem: str, tail: str) -> None:
+    stack = stack_of(stand_in("target"), part)
+    with pytest.raises(PartFailed, match=problem) as caught:
         await stack.start()
-    assert "no such model" in caught.value.tail
+    assert tail in caught.value.tail
     assert caught.value.log.exists()
     assert not stack.running
     stack.forget()
 
 
-async def test_a_command_that_does_not_exist_is_blamed() -> None:
-    spec = stand_in("target")
-    object.__setattr__(spec, "command", lambda _: ["/no/such/command"])
-    stack = stack_of(spec)
-    with pytest.raises(PartFailed) as caught:
-        await stack.start()
-    assert "No such file" in caught.value.tail
-    stack.forget()
-
-
-@pytest.mark.parametrize(
-    ("flag", "problem"), [("--mute", "not ready after 1 s"), ("--garble", "instead of a JSON object")]
-)
-async def test_a_part_that_says_nothing_or_nonsense_is_given_up(flag: str, problem: str) -> None:
-    stack = stack_of(stand_in("target", flag), options=StackOptions(start_timeout_s=1))
-    with pytest.raises(PartFailed, match=problem):
+async def test_silent_part_times_out() -> None:
+    stack = stack_of(stand_in("target", "--mute"), options=StackOptions(start_timeout_s=1))
+    with pytest.raises(PartFailed, match="not ready after 1 s"):
         await stack.start()
     assert not stack.running
     stack.forget()
 
 
-async def test_a_part_that_runs_once_hands_on_its_last_line() -> None:
+async def test_part_that_exits_reports_its_last_line() -> None:
     seen: list[PartStatus] = []
     spec = once("model", "print('converting'); print('/models/tiny')")
     async with stack_of(spec, on_status=seen.append) as stack:
@@ -136,19 +137,15 @@ async def test_a_part_that_runs_once_hands_on_its_last_line() -> None:
     assert [status.stage for status in seen] == ["starting", "converting", "/models/tiny", "ready"]
 
 
-async def test_a_part_that_runs_once_may_fail() -> None:
-    stack = stack_of(once("model", "raise SystemExit('no such model')"))
-    with pytest.raises(PartFailed, match="model ended with exit code 1") as caught:
-        await stack.start()
-    assert caught.value.tail == "no such model"
-    stack.forget()
-
-
-async def test_work_ends_when_a_part_dies() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+async def test_work_ends_when_a_part_dies(fails: bool) -> None:
+    """The death of a part explains a failure of the work."""
     async with stack_of(stand_in("target"), stand_in("draft")) as stack:
 
         async def work() -> None:
             stack.send("draft", signal.SIGKILL)
+            if fails:
+                raise ConnectionError
             await asyncio.Event().wait()
 
         with pytest.raises(PartFailed, match="draft was killed by SIGKILL"):
@@ -156,24 +153,12 @@ async def test_work_ends_when_a_part_dies() -> None:
     stack.forget()
 
 
-async def test_work_that_fails_because_a_part_died_is_explained_by_that() -> None:
-    async with stack_of(stand_in("target")) as stack:
-
-        async def work() -> None:
-            stack.send("target", signal.SIGKILL)
-            raise ConnectionError
-
-        with pytest.raises(PartFailed, match="target was killed by SIGKILL"):
-            await stack.run(work())
-    stack.forget()
-
-
-async def test_work_that_is_done_gives_its_result() -> None:
+async def test_result_of_work() -> None:
     async with stack_of(stand_in("target")) as stack:
         assert await stack.run(asyncio.sleep(0, 7)) == 7
 
 
-async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+async def test_cancelled_start_leaves_nothing() -> None:
     loading = asyncio.Event()
 
     def note(status: PartStatus) -> None:
@@ -221,13 +206,13 @@ def supervisor() -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_no_process_outlives_the_supervisor(supervisor: subprocess.Popen[str], sig: signal.Signals) -> None:
     assert supervisor.stdout is not None
-    told = json.loads(supervisor.stdout.readline())
-    with Ends([*told["pids"], supervisor.pid]) as ends:
+    printed = json.loads(supervisor.stdout.readline())
+    with Ends([*printed["pids"], supervisor.pid]) as ends:
         supervisor.send_signal(sig)
         assert ends.all_within(10)
     killed = sig is signal.SIGKILL
     assert supervisor.wait() == (-sig if killed else 0)
-    run = Path(told["run"])
+    run = Path(printed["run"])
     assert run.exists() == killed
     if run.exists():
         for path in sorted(run.rglob("*"), reverse=True):
@@ -235,42 +220,49 @@ def test_no_process_outlives_the_supervisor(supervisor: subprocess.Popen[str], s
         run.rmdir()
 
 
-def test_the_guard_starts_nothing_for_a_parent_that_has_gone() -> None:
+def test_guard_starts_nothing_without_its_parent() -> None:
     command = [sys.executable, "-I", "-S", guard.__file__, "1", "0", "/bin/echo", "started"]
     ended = subprocess.run(command, capture_output=True, check=False, timeout=10)
     assert ended.returncode == 70
     assert ended.stdout == b""
 
 
-def test_a_nicer_part_goes_behind_the_others() -> None:
+def test_niceness() -> None:
     script = "import os; print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE)"
-    told = []
+    printed = []
     for niceness in (0, 3):
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(niceness)]
         ended = subprocess.run(
             [*guarded, sys.executable, "-c", script], capture_output=True, check=True, timeout=30
         )
-        told.append(ended.stdout.decode().split())
-    (plain, before), (nicer, idle) = told
+        printed.append(ended.stdout.decode().split())
+    (plain, before), (nicer, idle) = printed
     assert int(nicer) == min(19, int(plain) + 3)
     assert (before, idle) == ("False", "True")
 
 
-def test_the_real_parts_are_wired_to_one_another(tmp_path: Path) -> None:
-    options = StackOptions(
-        model="tiny", k=3, gateways=2, threads=1, extra_args={"gateway": ["--max-sessions", "2"]}
-    )
-    stack = Stack(options)
-    parts = {part.name: part for part in stack_parts(options, stack.dirs)}
-    stack.forget()
+FACTS = {
+    "model": {"line": "/models/tiny"},
+    "draft-model": {"line": "/models/small"},
+    "target": {"address": "127.0.0.1:1"},
+    "draft": {"address": "127.0.0.1:2"},
+    "valkey": {"address": "/run/valkey.sock"},
+}
+
+
+def parts_of(options: StackOptions) -> dict[str, PartSpec]:
+    nowhere = Path("/nowhere")
+    return {part.name: part for part in stack_parts(options, StackDirs(nowhere, nowhere, nowhere))}
+
+
+def command_of(part: PartSpec) -> str:
+    return " ".join(part.command(FACTS))
+
+
+def test_commands_of_the_parts() -> None:
+    extra = {"gateway": ["--max-sessions", "2"]}
+    parts = parts_of(StackOptions(model="tiny", k=3, gateways=2, threads=1, extra_args=extra))
     assert list(parts) == ["valkey", "model", "target", "draft", "gateway", "gateway-2"]
-    facts = {
-        "model": {"line": "/models/tiny"},
-        "target": {"address": "127.0.0.1:1"},
-        "draft": {"address": "127.0.0.1:2"},
-        "valkey": {"address": "/run/valkey.sock"},
-    }
-    command = " ".join(parts["gateway-2"].command(facts))
     for flags in (
         "services.gateway",
         "--port 0",
@@ -281,9 +273,9 @@ def test_the_real_parts_are_wired_to_one_another(tmp_path: Path) -> None:
         "--k 3",
         "--max-sessions 2",
     ):
-        assert flags in command
+        assert flags in command_of(parts["gateway-2"])
     for name in ("target", "draft"):
-        assert "--threads 1" in " ".join(parts[name].command(facts))
+        assert "--threads 1" in command_of(parts[name])
 
 
 @pytest.mark.parametrize(
@@ -296,125 +288,67 @@ def test_the_real_parts_are_wired_to_one_another(tmp_path: Path) -> None:
         (StackOptions(model="tiny", draft_model="my-draft"), "my-draft", "hybrid"),
     ],
 )
-def test_the_default_target_has_its_trained_draft_and_others_what_is_named(
-    options: StackOptions, model: str | None, strategy: str
-) -> None:
-    stack = Stack(options)
-    parts = {part.name: part for part in stack_parts(options, stack.dirs)}
-    stack.forget()
-    facts = {"model": {"line": "/models/target"}, "draft-model": {"line": "/models/draft"}}
-    draft = " ".join(parts["draft"].command(facts))
+def test_draft_model_and_strategy(options: StackOptions, model: str | None, strategy: str) -> None:
+    parts = parts_of(options)
+    draft = command_of(parts["draft"])
     assert f"--default-strategy {strategy}" in draft
     if model is None:
         assert "draft-model" not in parts
-        assert "--tokenizer /models/target" in draft
+        assert "--tokenizer /models/tiny" in draft
         assert "--model" not in draft
     else:
         assert parts["draft-model"].command({})[-1] == model
-        assert "--model /models/draft --target-model /models/target" in draft
+        assert "--model /models/small --target-model /models/tiny" in draft
         assert set(parts["draft"].after) == {"model", "draft-model"}
 
 
-def test_several_targets_register_and_are_not_told_to_the_gateway() -> None:
-    options = StackOptions(model="tiny", replicas=3)
-    stack = Stack(options)
-    parts = {part.name: part for part in stack_parts(options, stack.dirs)}
-    stack.forget()
-    targets = [name for name in parts if name.startswith("target")]
-    assert targets == ["target", "target-2", "target-3"]
-    facts = {
-        "model": {"line": "/models/tiny"},
-        "draft": {"address": "127.0.0.1:2"},
-        "valkey": {"address": "/run/valkey.sock"},
-    }
-    for name in targets:
-        command = parts[name].command(facts)
-        assert command[command.index("--redis-url") + 1] == "unix:///run/valkey.sock"
-        assert set(parts[name].after) == {"model", "valkey"}
-    assert "--target" not in parts["gateway"].command(facts)
-    assert set(parts["gateway"].after) >= {*targets, "valkey", "draft"}
+@pytest.mark.parametrize(("role", "count"), [("target", 3), ("draft", 2)])
+def test_several_replicas_register_in_the_store(role: str, count: int) -> None:
+    counts = {"replicas" if role == "target" else "drafts": count}
+    parts = parts_of(StackOptions(model="tiny", draft_model="small", **counts))  # type: ignore[arg-type]  # counts
+    replicas = [name for name in parts if name.startswith(role) and name != "draft-model"]
+    assert replicas == [role, *(f"{role}-{number}" for number in range(2, count + 1))]
+    for name in replicas:
+        assert "--redis-url unix:///run/valkey.sock" in command_of(parts[name])
+        assert set(parts[name].after) >= {"model", "valkey"}
+    other = "draft" if role == "target" else "target"
+    gateway = parts["gateway"].command(FACTS)
+    assert f"--{role}" not in gateway
+    assert gateway[gateway.index(f"--{other}") + 1] == FACTS[other]["address"]
+    assert set(parts["gateway"].after) >= {*replicas, other, "valkey"}
 
 
-def test_several_drafts_register_and_are_not_told_to_the_gateway() -> None:
-    options = StackOptions(model="tiny", draft_model="small", drafts=2)
-    stack = Stack(options)
-    parts = {part.name: part for part in stack_parts(options, stack.dirs)}
-    stack.forget()
-    drafts = [name for name in parts if name.startswith("draft") and name != "draft-model"]
-    assert drafts == ["draft", "draft-2"]
-    facts = {
-        "model": {"line": "/models/tiny"},
-        "draft-model": {"line": "/models/small"},
-        "target": {"address": "127.0.0.1:1"},
-        "valkey": {"address": "/run/valkey.sock"},
-    }
-    for name in drafts:
-        command = parts[name].command(facts)
-        assert command[command.index("--redis-url") + 1] == "unix:///run/valkey.sock"
-        assert set(parts[name].after) == {"model", "draft-model", "valkey"}
-    gateway = parts["gateway"].command(facts)
-    assert "--draft" not in gateway
-    assert gateway[gateway.index("--target") + 1] == "127.0.0.1:1"
-    assert set(parts["gateway"].after) >= {*drafts, "target", "valkey"}
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_every_service_tells_metrics_where_they_are_wanted(wanted: bool) -> None:
-    options = StackOptions(model="tiny", metrics=wanted)
-    stack = Stack(options)
-    parts = {part.name: part for part in stack_parts(options, stack.dirs)}
-    stack.forget()
-    facts = {
-        "model": {"line": "/models/tiny"},
-        "target": {"address": "127.0.0.1:1"},
-        "draft": {"address": "127.0.0.1:2"},
-        "valkey": {"address": "/run/valkey.sock"},
-    }
+@pytest.mark.parametrize("metrics", [True, False])
+def test_services_serve_metrics_on_request(metrics: bool) -> None:
+    parts = parts_of(StackOptions(model="tiny", metrics=metrics))
     for name in ("target", "draft", "gateway"):
-        assert ("--metrics-port 0" in " ".join(parts[name].command(facts))) == wanted
+        assert ("--metrics-port 0" in command_of(parts[name])) == metrics
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_the_address_of_a_store_of_ones_own_is_on_no_command_line(replicas: int) -> None:
+def test_url_of_the_users_store_is_on_no_command_line(replicas: int) -> None:
     options = StackOptions(redis_url="redis://:secret@store:6379/0", replicas=replicas, drafts=replicas)
-    stack = Stack(options)
-    parts = {part.name: part for part in stack_parts(options, stack.dirs)}
-    stack.forget()
-    facts = {
-        "model": {"line": "/models/tiny"},
-        "draft-model": {"line": "/models/small"},
-        "target": {"address": "127.0.0.1:1"},
-        "draft": {"address": "127.0.0.1:2"},
-    }
+    parts = parts_of(options)
+    assert "valkey" not in parts
     for name in ("target", "draft", "gateway"):
-        assert "secret" not in " ".join(parts[name].command(facts))
-    told = {name for name, value in environment_of(options).items() if "secret" in value}
+        assert "secret" not in command_of(parts[name])
+    names = {name for name, value in environment_of(options).items() if "secret" in value}
     registers = {"GALLEY_TARGET_REDIS_URL", "GALLEY_DRAFT_REDIS_URL"} if replicas > 1 else set()
-    assert told == {"GALLEY_GATEWAY_REDIS_URL", *registers}
+    assert names == {"GALLEY_GATEWAY_REDIS_URL", *registers}
 
 
-def test_secrets_in_files_that_the_environment_names_are_not_given_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The stack says itself which store it is; the gateways' secret may be the user's."""
+def test_files_of_secrets_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stack chooses the store; the gateways' secret may be the user's."""
     for name in ("GATEWAY_REDIS_URL", "TARGET_REDIS_URL", "GATEWAY_ID_SECRET"):
         monkeypatch.setenv(f"GALLEY_{name}_FILE", "/run/secrets/one")
-    told = environment_of(StackOptions(redis_url="redis://store:6379/0", replicas=2))
-    assert {name for name in told if name.startswith("GALLEY_") and name.endswith("_FILE")} == {
-        "GALLEY_GATEWAY_ID_SECRET_FILE"
-    }
-    assert "GALLEY_GATEWAY_ID_SECRET" not in told
-
-
-def test_a_store_of_ones_own_replaces_the_embedded_one() -> None:
-    options = StackOptions(redis_url="redis://store:6379/0")
-    stack = Stack(options)
-    stack.forget()
-    assert "valkey" not in stack.parts
+    names = environment_of(StackOptions(redis_url="redis://store:6379/0", replicas=2))
+    files = {name for name in names if name.startswith("GALLEY_") and name.endswith("_FILE")}
+    assert files == {"GALLEY_GATEWAY_ID_SECRET_FILE"}
+    assert "GALLEY_GATEWAY_ID_SECRET" not in names
 
 
 @pytest.mark.parametrize("name", ["gateways", "replicas", "tensor_parallel", "drafts"])
-def test_a_stack_has_one_of_each(name: str) -> None:
+def test_least_counts(name: str) -> None:
     options: dict[str, Any] = {name: 0}
     with pytest.raises(ValueError, match=f"{name}: must be at least 1, got 0"):
         Stack(StackOptions(**options))
