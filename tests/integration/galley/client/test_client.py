@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -20,18 +22,29 @@ from galley.client.client import (
 from galley.core.content import prefix_hash
 from galley.core.errors import InvalidField, Overloaded, Unavailable, UnknownSession
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.fakes.gateway import SESSION, FakeGateway, serving
+from tests.fakes.gateway import SESSION, FakeGateway
 
 
 async def _text(stream: AsyncIterator[pb.StreamEvent]) -> str:
     return "".join([event.chunk.text async for event in stream])
 
 
-async def test_a_stream_gives_its_events_in_order_and_knows_what_it_saw() -> None:
-    with serving(FakeGateway()) as address:
-        async with AsyncClient(address) as client:
-            stream = client.generate("Say hello")
-            events = [event.WhichOneof("event") async for event in stream]
+@contextlib.asynccontextmanager
+async def client_of(gateway: FakeGateway, **options: Any) -> AsyncIterator[AsyncClient]:
+    async with client_of(gateway, **options) as client:
+        yield client
+
+
+def generate_request_of(gateway: FakeGateway) -> pb.GenerateRequest:
+    (request,) = gateway.requests
+    assert isinstance(request, pb.GenerateRequest)
+    return request
+
+
+async def test_events_come_in_order_and_the_stream_keeps_the_tokens() -> None:
+    async with client_of(FakeGateway()) as client:
+        stream = client.generate("Say hello")
+        events = [event.WhichOneof("event") async for event in stream]
     assert events == ["started", "chunk", "chunk", "chunk", "finished"]
     assert stream.token_ids == [11, 12, 13, 14]
     assert stream.finished is not None
@@ -39,68 +52,63 @@ async def test_a_stream_gives_its_events_in_order_and_knows_what_it_saw() -> Non
 
 
 @pytest.mark.parametrize("key", ["sec\nret", "secrét", "sec\0ret"])
-async def test_a_key_that_cannot_be_sent_is_told_without_it(
+async def test_key_that_cannot_be_sent_is_refused_without_showing_it(
     key: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     gateway = FakeGateway()
-    with serving(gateway) as address:
-        async with AsyncClient(address, api_key=key) as client:
-            for call in (lambda: _text(client.generate("x")), client.model_info):
-                with pytest.raises(BadKey, match="printable ASCII") as raised:
-                    await call()
-                assert "sec" not in str(raised.value)
+
+    async def generate(client: AsyncClient) -> None:
+        await _text(client.generate("x"))
+
+    async with client_of(gateway, api_key=key) as client:
+        for call in (generate, AsyncClient.model_info):
+            with pytest.raises(BadKey, match="printable ASCII") as raised:
+                await call(client)
+            assert "sec" not in str(raised.value)
     assert gateway.requests == []
     assert "Metadata" not in capfd.readouterr().err
 
 
-async def test_what_is_not_asked_for_is_not_sent() -> None:
+async def test_options_left_out_are_not_sent() -> None:
     gateway = FakeGateway()
-    with serving(gateway) as address:
-        async with AsyncClient(address) as client:
-            await _text(client.generate("x", temperature=None, max_tokens=None, idempotency_key="key"))
-    expected = pb.GenerateRequest(
+    async with client_of(gateway) as client:
+        await _text(client.generate("x", temperature=None, max_tokens=None, idempotency_key="key"))
+    assert generate_request_of(gateway) == pb.GenerateRequest(
         text="x",
         sampling=pb.SamplingParams(),
         speculation=pb.Speculation(mode=pb.Speculation.MODE_AUTO),
         idempotency_key="key",
     )
-    assert gateway.requests == [expected]
 
 
 async def test_options_reach_the_wire() -> None:
+    """A zero is sent, unlike an option that is left out."""
     gateway = FakeGateway()
-    with serving(gateway) as address:
-        async with AsyncClient(address) as client:
-            stream = client.generate(
-                [Message("system", "Be brief."), Message("user", "Hi")],
-                temperature=0.0,
-                top_k=0,
-                seed=2**64 - 1,
-                logit_bias={7: -1.5},
-                stop=["a", "b"],
-                logprobs=0,
-                max_tokens=3,
-                speculation=Speculation(k=0, strategy="ngram"),
-                idempotency_key="key",
-                timeout_s=60.0,
-            )
-            await _text(stream)
-    (request,) = gateway.requests
-    assert isinstance(request, pb.GenerateRequest)
-    assert [(turn.role, turn.content) for turn in request.messages.messages] == [
-        ("system", "Be brief."),
-        ("user", "Hi"),
-    ]
-    # A zero that was asked for is not the same as nothing.
-    assert request.sampling.HasField("temperature")
-    assert request.sampling.HasField("top_k")
-    assert request.HasField("logprobs")
-    assert not request.sampling.HasField("top_p")
-    assert request.sampling.seed == 2**64 - 1
-    assert dict(request.sampling.logit_bias) == {7: -1.5}
-    assert list(request.stop) == ["a", "b"]
-    assert request.speculation == pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=0, strategy="ngram")
-    assert request.idempotency_key == "key"
+    async with client_of(gateway) as client:
+        stream = client.generate(
+            [Message("system", "Be brief."), Message("user", "Hi")],
+            temperature=0.0,
+            top_k=0,
+            seed=2**64 - 1,
+            logit_bias={7: -1.5},
+            stop=["a", "b"],
+            logprobs=0,
+            max_tokens=3,
+            speculation=Speculation(k=0, strategy="ngram"),
+            idempotency_key="key",
+            timeout_s=60.0,
+        )
+        await _text(stream)
+    turns = [pb.ChatMessage(role="system", content="Be brief."), pb.ChatMessage(role="user", content="Hi")]
+    assert generate_request_of(gateway) == pb.GenerateRequest(
+        messages=pb.ChatMessages(messages=turns),
+        sampling=pb.SamplingParams(temperature=0.0, top_k=0, seed=2**64 - 1, logit_bias={7: -1.5}),
+        stop=["a", "b"],
+        logprobs=0,
+        max_tokens=3,
+        speculation=pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=0, strategy="ngram"),
+        idempotency_key="key",
+    )
     assert gateway.deadline_s == pytest.approx(60, abs=10)
 
 
@@ -114,16 +122,13 @@ async def test_options_reach_the_wire() -> None:
 )
 async def test_speculation_modes(speculation: Speculation, mode: pb.Speculation.Mode.ValueType) -> None:
     gateway = FakeGateway()
-    with serving(gateway) as address:
-        async with AsyncClient(address) as client:
-            await _text(client.generate([1, 2], speculation=speculation))
-    (request,) = gateway.requests
-    assert isinstance(request, pb.GenerateRequest)
-    assert list(request.token_ids.ids) == [1, 2]
-    assert request.speculation.mode == mode
+    async with client_of(gateway) as client:
+        await _text(client.generate([1, 2], speculation=speculation))
+    assert list(generate_request_of(gateway).token_ids.ids) == [1, 2]
+    assert generate_request_of(gateway).speculation.mode == mode
 
 
-async def test_a_mixed_prompt_is_refused() -> None:
+async def test_mixed_prompt_is_refused() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(TypeError, match="mixture"):
             client.generate([Message("user", "Hi"), 1])  # type: ignore[arg-type]  # that is the point
@@ -131,33 +136,30 @@ async def test_a_mixed_prompt_is_refused() -> None:
 
 async def test_a_refusal_names_the_field() -> None:
     gateway = FakeGateway(error=InvalidField("sampling.top_p", "must be in (0, 1], is 2"))
-    with serving(gateway) as address:
-        async with AsyncClient(address) as client:
-            with pytest.raises(GalleyRpcError) as caught:
-                await _text(client.generate("x", top_p=2.0))
+    async with client_of(gateway) as client:
+        with pytest.raises(GalleyRpcError) as caught:
+            await _text(client.generate("x", top_p=2.0))
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.violations == (("sampling.top_p", "must be in (0, 1], is 2"),)
     assert str(caught.value) == "INVALID_ARGUMENT: sampling.top_p: must be in (0, 1], is 2"
 
 
-async def test_overload_says_when_to_come_back() -> None:
-    with serving(FakeGateway(error=Overloaded("too many open sessions", 1.5), silent=True)) as address:
-        async with AsyncClient(address) as client:
-            with pytest.raises(GalleyRpcError, match=r"retry after 1\.5 s") as caught:
-                await _text(client.generate("x"))
+async def test_overload_has_a_retry_time() -> None:
+    async with client_of(FakeGateway(error=Overloaded("too many open sessions", 1.5), silent=True)) as client:
+        with pytest.raises(GalleyRpcError, match=r"retry after 1\.5 s") as caught:
+            await _text(client.generate("x"))
     assert caught.value.retry_after_s == 1.5
 
 
-async def test_a_stream_that_may_not_go_on_by_itself_can_be_resumed_by_hand() -> None:
+async def test_resume_without_retries() -> None:
     gateway = FakeGateway(error=Unavailable("draining"), fail_at=2)
-    with serving(gateway) as address:
-        async with AsyncClient(address, retries=NO_RETRIES) as client:
-            first = client.generate("x")
-            text, error = await _until_broken(first)
-            assert error.code is grpc.StatusCode.UNAVAILABLE
-            gateway.error = None
-            second = client.resume_stream(first)
-            text += await _text(second)
+    async with client_of(gateway, retries=NO_RETRIES) as client:
+        first = client.generate("x")
+        text, error = await _until_broken(first)
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+        gateway.error = None
+        second = client.resume_stream(first)
+        text += await _text(second)
     assert text == "Hello, world!\n"
     assert second.token_ids == [11, 12, 13, 14]
     request = gateway.requests[1]
@@ -174,42 +176,39 @@ async def _until_broken(stream: TokenStream) -> tuple[str, GalleyRpcError]:
     raise AssertionError("the stream did not break")
 
 
-async def test_a_resume_that_knows_no_earlier_tokens_claims_none() -> None:
-    with serving(FakeGateway()) as address:
-        async with AsyncClient(address) as client:
-            stream = client.resume(SESSION, 1)
-            assert stream.resume_from() == (SESSION, 1, b"")
-            assert await _text(stream) == ", world!\n"
-            assert stream.resume_from() == (SESSION, 4, b"")
+async def test_resume_without_earlier_tokens_sends_no_hash() -> None:
+    async with client_of(FakeGateway()) as client:
+        stream = client.resume(SESSION, 1)
+        assert stream.resume_from() == (SESSION, 1, b"")
+        assert await _text(stream) == ", world!\n"
+        assert stream.resume_from() == (SESSION, 4, b"")
 
 
 async def test_cancelling_the_reader_cancels_the_call() -> None:
     gateway = FakeGateway(hang=True, fail_at=1)
-    with serving(gateway) as address:
-        async with AsyncClient(address) as client:
-            stream = client.generate("x")
-            assert (await anext(stream)).HasField("started")
-            assert (await anext(stream)).chunk.text == "Hello"
-            reader = asyncio.ensure_future(anext(stream))
-            await asyncio.sleep(0)
-            reader.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reader
-            assert await asyncio.to_thread(gateway.cancelled.wait, 10)
+    async with client_of(gateway) as client:
+        stream = client.generate("x")
+        assert (await anext(stream)).HasField("started")
+        assert (await anext(stream)).chunk.text == "Hello"
+        reader = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert await asyncio.to_thread(gateway.cancelled.wait, 10)
 
 
 async def test_abort_and_model_info() -> None:
     gateway = FakeGateway()
-    with serving(gateway) as address:
-        async with AsyncClient(address) as client:
-            await client.abort(SESSION)
-            assert (await client.model_info()).model == "tiny"
-            gateway.error = UnknownSession("nobody")
-            with pytest.raises(GalleyRpcError) as caught:
-                await client.abort("nobody")
-            assert caught.value.code is grpc.StatusCode.NOT_FOUND
-            with pytest.raises(GalleyRpcError):
-                await client.model_info()
+    async with client_of(gateway) as client:
+        await client.abort(SESSION)
+        assert (await client.model_info()).model == "tiny"
+        gateway.error = UnknownSession("nobody")
+        with pytest.raises(GalleyRpcError) as caught:
+            await client.abort("nobody")
+        assert caught.value.code is grpc.StatusCode.NOT_FOUND
+        with pytest.raises(GalleyRpcError):
+            await client.model_info()
     assert gateway.requests[0] == pb.AbortRequest(session_id=SESSION)
 
 
