@@ -86,20 +86,6 @@ class LoopBlock:
         """CPU seconds per token, of all tokens: those in loops cost as much as the rest."""
         return self.cpu_s / max(1, self.given)
 
-    @property
-    def first_token_s(self) -> list[float]:
-        """The times from a request to its first token."""
-        return [answer.at_s[0] for answer in self.answers if answer.at_s]
-
-    @property
-    def inter_token_s(self) -> list[float]:
-        """The times between consecutive tokens of an answer; 0 between tokens that came together."""
-        return [
-            later - earlier
-            for answer in self.answers
-            for earlier, later in zip(answer.at_s, answer.at_s[1:], strict=False)
-        ]
-
 
 def speed_of(blocks: Sequence[LoopBlock]) -> float:
     """Return tokens per second over several blocks of one number of streams."""

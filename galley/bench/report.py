@@ -1,4 +1,4 @@
-"""The report of a measurement: rows, acceptance, predictions and the conclusion."""
+"""The report of a measurement: rows, acceptance, predictions, and whether speculation pays."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from typing import Any
 
 from galley.bench.answers import Rounds
 from galley.bench.closed_loop import LoopBlock
-from galley.bench.predict import pass_times, predicted_best_k, predicted_gain
-from galley.bench.summary import PERCENTS, Row, rows_of, speculated
-from galley.bench.verdict import best_at_loads, sentence
+from galley.bench.stats import Interval
+from galley.bench.summary import (
+    PERCENTS,
+    Row,
+    mean_ratio,
+    pass_times,
+    predicted_best_k,
+    predicted_gain,
+    rows_of,
+    speculated,
+)
 
 MAX_K = 16
 
@@ -99,3 +107,84 @@ def _figures(of: Rounds) -> dict[str, Any]:
         "wasted_draft": of.wasted_draft,
         "wasted_verify": of.wasted_verify,
     }
+
+
+# The bootstrap interval of one or two pairs says nothing.
+MIN_PAIRS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class AtLoad:
+    """The fastest arm at one number of streams, in the mean over the workloads, and its speed-up."""
+
+    streams: int
+    arm: str
+    ratio: Interval
+
+    @property
+    def is_clear(self) -> bool:
+        """True if there are enough pairs to judge by."""
+        return self.ratio.count >= MIN_PAIRS
+
+    @property
+    def pays(self) -> bool:
+        """True if the whole interval lies above plain decoding's speed, and there are enough pairs."""
+        return self.is_clear and self.ratio.low > 1.0
+
+    def __str__(self) -> str:
+        streams = "1 stream" if self.streams == 1 else f"{self.streams} streams"
+        return f"{self.arm} {self.ratio.median:.2f}× at {streams}"
+
+
+def best_at_loads(blocks: Sequence[LoopBlock], baseline: str) -> list[AtLoad]:
+    """Return the fastest arm besides `baseline` at each number of streams, in rising order."""
+    arms = list(dict.fromkeys(block.load.arm for block in blocks if block.load.arm != baseline))
+    fastest = []
+    for streams in sorted({block.load.streams for block in blocks}):
+        ratios = {arm: mean_ratio(blocks, arm, baseline, streams) for arm in arms}
+        known = [AtLoad(streams, arm, ratio) for arm, ratio in ratios.items() if ratio is not None]
+        if known:
+            fastest.append(max(known, key=lambda at: (at.is_clear, at.ratio.median)))
+    return fastest
+
+
+def sentence(loads: Sequence[AtLoad], pair: str) -> str:
+    """Return whether speculation pays for `pair` ("the model and its draft"), and at what load it stops.
+
+    `loads` come from `best_at_loads`.
+    """
+    if not loads:
+        return f"Whether speculation pays for {pair} is unknown: nothing was measured."
+    judged, unclear = [at for at in loads if at.is_clear], [at for at in loads if not at.is_clear]
+    if not judged:
+        return f"Whether speculation pays for {pair} is unknown: too few pairs to tell ({_range(unclear)})."
+    doubt = f" Too few pairs to tell: {', '.join(map(str, unclear))}." if unclear else ""
+    return _verdict(judged, pair) + doubt
+
+
+def _verdict(loads: Sequence[AtLoad], pair: str) -> str:
+    paying, other = [at for at in loads if at.pays], [at for at in loads if not at.pays]
+    if not paying:
+        best = max(other, key=lambda at: at.ratio.median)
+        return f"Speculation does not pay for {pair} at any load measured (at best {best})."
+    if not other:
+        return (
+            f"Speculation pays for {pair} at every load measured, up to {_streams(paying[-1])} "
+            f"({_range(paying)})."
+        )
+    if paying[-1].streams < other[0].streams:
+        return (
+            f"Speculation pays for {pair} up to {_streams(paying[-1])} ({_range(paying)}); "
+            f"at {other[0].streams} it no longer does ({other[0]})."
+        )
+    where = ", ".join(str(at.streams) for at in paying)
+    return f"Speculation pays for {pair} at {where} streams only ({_range(paying)}; {other[0]})."
+
+
+def _streams(at: AtLoad) -> str:
+    return "1 stream" if at.streams == 1 else f"{at.streams} streams"
+
+
+def _range(paying: Sequence[AtLoad]) -> str:
+    ends = [paying[0]] if len(paying) == 1 else [paying[0], paying[-1]]
+    return ", ".join(map(str, ends))

@@ -1,17 +1,19 @@
-"""Summarize the blocks of closed loops: speed, acceptance, waste."""
+"""Summarize the blocks of closed loops: speed, acceptance, waste, and the predicted speed-up."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from statistics import fmean
 from typing import Any
 
 from galley.bench.answers import Rounds
 from galley.bench.closed_loop import LoopBlock, speed_of
 from galley.bench.stats import Interval, median_interval, percentile
+from galley.core.cost.model import StepTimes, best_k
 
 MS = 1e3
 PERCENTS = (50, 90, 99)
@@ -34,7 +36,8 @@ def _sum(counts: Sequence[Any]) -> Any:
 class Row:
     """The speed of one arm on one workload, at one number of streams and one temperature.
 
-    `ratio` is against the baseline; times are the 50th, 90th and 99th percentiles in milliseconds.
+    `ratio` is against the baseline; times are the 50th, 90th and 99th percentiles in milliseconds;
+    0 ms lie between tokens that came together.
     """
 
     workload: str
@@ -65,6 +68,7 @@ def rows_of(blocks: Sequence[LoopBlock], baseline: str) -> list[Row]:
 
 def _row(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> Row:
     load = mine[0].load
+    times = [answer.at_s for block in mine for answer in block.answers if answer.at_s]
     tokens, given = sum(block.tokens for block in mine), sum(block.given for block in mine)
     return Row(
         workload=load.workload,
@@ -73,8 +77,8 @@ def _row(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> Row:
         arm=load.arm,
         tokens_per_s=speed_of(mine),
         ratio=speed_ratio(mine, base),
-        first_token_ms=_percentiles([s for block in mine for s in block.first_token_s]),
-        inter_token_ms=_percentiles([s for block in mine for s in block.inter_token_s]),
+        first_token_ms=_percentiles([at_s[0] for at_s in times]),
+        inter_token_ms=_percentiles([after - before for at_s in times for before, after in pairwise(at_s)]),
         cpu_ms_per_token=MS * sum(block.cpu_s for block in mine) / max(1, given),
         share_cut=1 - tokens / given if given else 0.0,
         speculated=speculated(mine),
@@ -119,3 +123,55 @@ def _ratios(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> dict[int, f
 
 def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(MS * percentile(seconds, percent) if seconds else 0.0 for percent in PERCENTS)
+
+
+# The cost model (galley/core/cost/model.py) beside a measured run. It knows the target's steps, as timed in
+# this run, the draft's compute time and the acceptance, and not queues, network, prefill and overlap. A
+# measured speed-up below the prediction is lost to orchestration or a busy host; one above it had drafting
+# overlap with the target.
+
+
+def pass_times(blocks: Sequence[LoopBlock]) -> StepTimes | None:
+    """Return the time of the target's steps by rows, from the rounds of these blocks; None without rounds.
+
+    The rows of a round are one token and the verified draft tokens of each stream.
+    """
+    groups: dict[tuple[int, str], list[LoopBlock]] = defaultdict(list)
+    for block in blocks:
+        groups[block.load.streams, block.load.arm].append(block)
+    measured: dict[int, list[int]] = defaultdict(list)
+    for (streams, _), mine in groups.items():
+        of = speculated(mine)
+        if of.rounds and of.target_compute_ns:
+            measured[_rows(of, streams)].append(of.target_compute_ns // of.rounds)
+    if not measured:
+        return None
+    points = [(rows, sum(took) // len(took)) for rows, took in sorted(measured.items())]
+    # A step smaller than any measured is taken to cost as much as the smallest.
+    return StepTimes.measured(points if points[0][0] == 1 else [(1, points[0][1]), *points])
+
+
+def predicted_gain(of: Rounds, streams: int, times: StepTimes) -> float:
+    """Return the predicted speed of these rounds relative to plain decoding; 1 if nothing was verified.
+
+    It is tokens a round x plain step / (draft compute + verifying step): Leviathan, Kalman, Matias, arXiv
+    2211.17192, section 3.3, with measured steps in place of constant ones.
+    """
+    if not of.verified:
+        return 1.0
+    draft_ns = of.draft_compute_ns / of.rounds
+    return of.tokens_per_round * times(streams) / (times(_rows(of, streams)) + draft_ns)
+
+
+def predicted_best_k(of: Rounds, streams: int, times: StepTimes, max_k: int) -> int | None:
+    """Return the k of the highest predicted gain for this acceptance rate of first draft tokens, or None."""
+    if not (of.verified_at and of.verified_at[0] and of.proposed):
+        return None
+    alpha = of.accepted_at[0] / of.verified_at[0] if of.accepted_at else 0.0
+    step_ns = of.draft_compute_ns / of.proposed
+    ratio = times(streams) / step_ns if step_ns else math.inf
+    return best_k(alpha, ratio, times.curve, streams, max_k)
+
+
+def _rows(of: Rounds, streams: int) -> int:
+    return round(streams * (1 + of.verified / of.rounds))

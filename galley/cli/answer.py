@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable
 from typing import TypeAlias
 
 import grpc
+import typer
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from galley.cli.errors import say, stderr_console
+from galley.cli.errors import INTERRUPTED, fail, say, stderr_console
 from galley.cli.flags import Connection
 from galley.client.client import AsyncClient
-from galley.client.errors import GalleyRpcError
+from galley.client.errors import BadKey, GalleyRpcError
 from galley.client.options import Retries
 from galley.client.streams import TokenStream
 from galley.common.printable import printable
@@ -148,48 +150,63 @@ def summary_line(session_id: str, finished: pb.Finished) -> str:
     )
 
 
-class Answer:
-    """One stream, shown as it comes."""
+def show_stream(
+    connection: Connection, start: Callable[[AsyncClient], TokenStream], view: View, *, summary: bool = True
+) -> str:
+    """Show the stream that `start` opens, then a line about it on standard error. Return its text.
 
-    def __init__(self, view: View) -> None:
-        self._view = view
-        self._stream: TokenStream | None = None
-        self.text = ""
+    Raises typer.Exit if it breaks or Ctrl-C stops it, and prints how to continue it.
+    """
+    streams: list[TokenStream] = []
+    try:
+        text = asyncio.run(_show(connection, start, view, streams))
+    except KeyboardInterrupt:
+        _say_how_to_resume(streams)
+        raise typer.Exit(INTERRUPTED) from None
+    except (BadKey, GalleyRpcError) as error:
+        if not (isinstance(error, GalleyRpcError) and error.code in _FINAL):
+            _say_how_to_resume(streams)
+        raise fail(error) from None
+    [stream] = streams
+    if summary and stream.finished is not None:
+        say(summary_line(stream.session_id, stream.finished))
+    return text
 
-    async def show(self, connection: Connection, start: Callable[[AsyncClient], TokenStream]) -> None:
-        """Show the stream that `start` opens, to its end."""
-        try:
-            from galley.common.tracing.telemetry import start_telemetry  # noqa: PLC0415  # an extra
-        except ImportError:
-            telemetry = None
-        else:
-            telemetry = start_telemetry("galley-cli", as_global=False)
-        client = AsyncClient(
-            connection.addresses,
-            retries=Retries(connection.patience_s),
-            tls=connection.tls,
-            interceptors=telemetry.client_interceptors() if telemetry else (),
-        )
-        try:
-            async with client:
-                self._stream = start(client)
-                async for event in self._stream:
-                    self.text += event.chunk.text
-                    self._view.show(event)
-        finally:
-            self._view.close()
-            if telemetry is not None:
-                telemetry.shutdown()
 
-    def say_how_to_resume(self, error: Exception | None = None) -> None:
-        """Print the command that continues a broken stream, unless `error` rules that out."""
-        if isinstance(error, GalleyRpcError) and error.code in _FINAL:
-            return
-        if self._stream is not None and self._stream.session_id:
-            point = self._stream.resume_from()
+async def _show(
+    connection: Connection,
+    start: Callable[[AsyncClient], TokenStream],
+    view: View,
+    streams: list[TokenStream],
+) -> str:
+    try:
+        from galley.common.tracing.telemetry import start_telemetry  # noqa: PLC0415  # an extra
+    except ImportError:
+        telemetry = None
+    else:
+        telemetry = start_telemetry("galley-cli", as_global=False)
+    client = AsyncClient(
+        connection.addresses,
+        retries=Retries(connection.patience_s),
+        tls=connection.tls,
+        interceptors=telemetry.client_interceptors() if telemetry else (),
+    )
+    text = ""
+    try:
+        async with client:
+            streams.append(start(client))
+            async for event in streams[0]:
+                text += event.chunk.text
+                view.show(event)
+    finally:
+        view.close()
+        if telemetry is not None:
+            telemetry.shutdown()
+    return text
+
+
+def _say_how_to_resume(streams: list[TokenStream]) -> None:
+    for stream in streams:
+        if stream.session_id:
+            point = stream.resume_from()
             say(f"to continue: galley resume {point.session_id} --next-index {point.next_index}")
-
-    def say_summary(self) -> None:
-        """Print one line about the finished stream."""
-        if self._stream is not None and self._stream.finished is not None:
-            say(summary_line(self._stream.session_id, self._stream.finished))

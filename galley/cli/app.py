@@ -9,7 +9,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -110,22 +110,17 @@ for _command in (bench, plan, distill):
     app.command(rich_help_panel=_MEASURE)(_command)
 
 
-@app.command(rich_help_panel=_SERVERS, context_settings=_PASS_ON, add_help_option=False)
-def gateway(context: typer.Context) -> None:
-    """Run a gateway; `galley gateway --help` lists its settings."""
-    _become("gateway", "services.gateway", context.args)
+def _service(role: str) -> Callable[[typer.Context], None]:
+    def run(context: typer.Context) -> None:
+        _become(role, f"services.{role}", context.args)
+
+    run.__doc__ = f"Run a {role}; `galley {role} --help` lists its settings."
+    return run
 
 
-@app.command(rich_help_panel=_SERVERS, context_settings=_PASS_ON, add_help_option=False)
-def draft(context: typer.Context) -> None:
-    """Run a draft; `galley draft --help` lists its settings."""
-    _become("draft", "services.draft", context.args)
-
-
-@app.command(rich_help_panel=_SERVERS, context_settings=_PASS_ON, add_help_option=False)
-def target(context: typer.Context) -> None:
-    """Run a target; `galley target --help` lists its settings."""
-    _become("target", "services.target", context.args)
+for _role in ("gateway", "draft", "target"):
+    _settings: Any = {"context_settings": _PASS_ON, "add_help_option": False}
+    app.command(_role, rich_help_panel=_SERVERS, **_settings)(_service(_role))
 
 
 @app.command(rich_help_panel=_SERVERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import sys
@@ -27,6 +26,8 @@ def chat(
     origins: Origins = False,
 ) -> None:
     """Talk with the model, one turn after the other."""
+    from galley.cli.answer import show_stream, view_of  # noqa: PLC0415  # grpc is slow to load
+
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, PLC0415  # history and line editing for input()
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -34,17 +35,22 @@ def chat(
     say(_HELP)
     first = [Message("system", system)] if system else []
     history = list(first)
-    with asyncio.Runner() as runner:
-        while (line := _read_line()) is not None:
-            if line == "/reset":
-                history = list(first)
-            elif "\N{REPLACEMENT CHARACTER}" in line:
-                say("error: standard input: must be UTF-8 text", style="red")
-            elif line:
-                turns = [*history, Message("user", line)]
-                text = _answer(runner, connection, turns, options, origins=origins)
-                if text is not None:
-                    history = [*turns, Message("assistant", text)]
+    while (line := _read_line()) is not None:
+        if line == "/reset":
+            history = list(first)
+        elif "\N{REPLACEMENT CHARACTER}" in line:
+            say("error: standard input: must be UTF-8 text", style="red")
+        elif line:
+            turns = [*history, Message("user", line)]
+            view = view_of(as_json=False, origins=origins, logprobs=options.get("logprobs") is not None)
+            with contextlib.suppress(typer.Exit):
+                text = show_stream(
+                    connection,
+                    lambda client, turns=turns: client.generate(turns, **options),
+                    view,
+                    summary=False,
+                )
+                history = [*turns, Message("assistant", text)]
 
 
 def _read_line() -> str | None:
@@ -54,28 +60,3 @@ def _read_line() -> str | None:
     except (EOFError, KeyboardInterrupt):
         return None
     return None if line == "/quit" else line
-
-
-def _answer(
-    runner: asyncio.Runner,
-    connection: Connection,
-    turns: list[Message],
-    options: GenerateOptions,
-    *,
-    origins: bool,
-) -> str | None:
-    """Stream one turn. Return its text, or None, with the reason printed, if it is not complete."""
-    from galley.cli.answer import Answer, view_of  # noqa: PLC0415  # grpc is slow to load
-    from galley.client.errors import BadKey, GalleyRpcError  # noqa: PLC0415
-
-    logprobs = options.get("logprobs") is not None
-    answer = Answer(view_of(as_json=False, origins=origins, logprobs=logprobs))
-    try:
-        runner.run(answer.show(connection, lambda client: client.generate(turns, **options)))
-    except KeyboardInterrupt:
-        say("stopped")
-        return None
-    except (BadKey, GalleyRpcError) as error:
-        say(f"error: {error}", style="red")
-        return None
-    return answer.text

@@ -91,34 +91,19 @@ def distill(  # noqa: PLR0913  # one parameter a flag
 
     The same command continues a run that was stopped. `galley draft --model OUT` loads the result.
     """
+    given = locals()
     require("draft")
     console = Console(highlight=False)
     try:
         options = Options(
-            target=_resolved(target),
-            named=Path(target).name if Path(target).exists() else target,
-            out=out,
-            work=work or out.with_name(out.name + ".work"),
-            prompts=tuple(prompts or ()),
-            corpus=tuple(corpus or ()),
-            held_out=held_out,
-            self_prompts=self_prompts,
-            against=against,
-            start=start,
-            layers=layers,
-            head=head,
-            tokens=tokens,
-            batch=batch,
-            rate=rate,
-            hardness=hardness,
-            scored=scored,
-            answer=answer,
-            temperature=temperature,
-            held_out_share=held_out_share,
-            evaluate_every=evaluate_every,
-            dtype=dtype,
-            threads=threads,
-            seed=seed,
+            **{name: given[name] for name in Options.__dataclass_fields__ if name in given}
+            | {
+                "target": _resolved(target),
+                "named": Path(target).name if Path(target).exists() else target,
+                "work": work or out.with_name(out.name + ".work"),
+                "prompts": tuple(prompts or ()),
+                "corpus": tuple(corpus or ()),
+            }
         )
         options.check()
         if plot is not None:

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -268,29 +268,13 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
     ] = False,
 ) -> GenerateOptions:
     """Return the request's options for these flags; the gateway checks bounds that depend on the model."""
+    given = locals()
     if no_speculation and (k is not None or strategy):
         raise typer.BadParameter("cannot be combined with --k or --strategy", param_hint="--no-speculation")
-    return {
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "stop": stop or (),
-        "ignore_eos": ignore_eos,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "frequency_penalty": frequency_penalty,
-        "presence_penalty": presence_penalty,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "logprobs": logprobs,
-        "speculation": Speculation(off=no_speculation, k=k, strategy=strategy),
-        "workload": workload,
-        "idempotency_key": idempotency_key,
-        "continue_without_client": continue_without_client,
-        "timeout_s": timeout,
-        "force_trace": force_trace,
-    }
+    options = {name: given[name] for name in GenerateOptions.__annotations__ if name in given}
+    speculation = Speculation(off=no_speculation, k=k, strategy=strategy)
+    options |= {"stop": stop or (), "speculation": speculation, "timeout_s": timeout}
+    return cast("GenerateOptions", options)
 
 
 def with_answer_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from galley.cli.flags import AsJson, Connection, Origins, Timeout, with_connection_flags
-from galley.cli.generate import show_stream
 
 
 @with_connection_flags
@@ -23,9 +22,11 @@ def resume(
     origins: Origins = False,
 ) -> None:
     """Continue an answer that was cut off, at any gateway of the same store."""
+    from galley.cli.answer import show_stream, view_of  # noqa: PLC0415  # grpc is slow to load
+
     show_stream(
         connection,
         lambda client: client.resume(session_id, next_index, timeout_s=timeout),
-        as_json=as_json,
-        origins=origins,
+        view_of(as_json=as_json, origins=origins),
+        summary=not as_json,
     )

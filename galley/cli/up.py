@@ -122,6 +122,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
     ] = None,
 ) -> None:
     """Start a stack on this machine, print its endpoint, run it until Ctrl-C."""
+    given = locals()
     _check_port(port)
     if redis_url:
         from galley.common.redis.url import parse_redis_url  # noqa: PLC0415  # an extra
@@ -129,22 +130,10 @@ def up(  # noqa: PLR0913  # one parameter a flag
         with usage_of("--redis-url"):
             parse_redis_url(redis_url)
     options = stack_options(
-        model=model,
-        draft_model=draft_model,
+        **{name: given[name] for name in StackOptions.__dataclass_fields__ if name in given},
         strategy=strategy,
-        k=k,
-        dtype=dtype,
-        threads=threads,
-        redis_url=redis_url,
-        gateways=gateways,
-        replicas=replicas,
-        tensor_parallel=tensor_parallel,
-        drafts=drafts,
         metrics=True,
         stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 else _STOP_GRACE_S,
-        port=port,
-        log_dir=log_dir,
-        data_dir=data_dir,
     )
     with usage_of("--name"):
         endpoint = Endpoint(name)

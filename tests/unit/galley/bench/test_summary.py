@@ -9,11 +9,17 @@ import pytest
 
 from galley.bench.answers import Answer
 from galley.bench.closed_loop import LoopBlock
-from galley.bench.predict import pass_times, predicted_best_k, predicted_gain
-from galley.bench.report import as_dict, report_of
+from galley.bench.report import AtLoad, as_dict, best_at_loads, report_of, sentence
 from galley.bench.stats import Interval
-from galley.bench.summary import mean_ratio, rows_of, speculated, speed_ratio
-from galley.bench.verdict import AtLoad, best_at_loads, sentence
+from galley.bench.summary import (
+    mean_ratio,
+    pass_times,
+    predicted_best_k,
+    predicted_gain,
+    rows_of,
+    speculated,
+    speed_ratio,
+)
 from tests.unit.galley.bench.blocks import block, rounds_of
 
 
