@@ -61,9 +61,7 @@ def report(
             "goals": [dataclasses.asdict(goal) for goal in goals],
         }
         write_record(record, figures)
-        plots.draw(
-            record.with_suffix(".png"), found.rows, found.acceptance, found.predicted, scenario.baseline
-        )
+        plots.draw(record.with_suffix(".png"), found)
         lines.append(f"record: {record}")
     for line in (*lines, "goal | what | measured | bound | met", *map(str, goals)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -12,28 +12,24 @@ from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
     from galley.bench.answers import Rounds
+    from galley.bench.report import Report
     from galley.bench.summary import Row
 
 
-def draw(
-    path: Path,
-    rows: Sequence[Row],
-    acceptance: Mapping[tuple[str, str], Rounds],
-    predicted: Mapping[Row, tuple[float, int | None]],
-    baseline: str,
-) -> None:
+def draw(path: Path, report: Report) -> None:
     """Draw speed, ratio and times by streams, acceptance by position, waste, and the predictions."""
+    rows = report.rows
     figure = Figure(figsize=(16, 9), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 3).flat
     _by_streams(next(panels), rows, lambda row: row.tokens_per_s, "speed", "counted tokens/s")
     ratio = next(panels)
-    _by_streams(ratio, rows, _median, f"against {baseline}", "ratio of tokens/s")
+    _by_streams(ratio, rows, _median, f"against {report.baseline}", "ratio of tokens/s")
     ratio.axhline(1.0, color="grey", lw=0.8)
     _times(next(panels), rows)
-    _acceptance(next(panels), acceptance)
-    _waste(next(panels), acceptance)
-    _predicted(next(panels), rows, predicted)
+    _acceptance(next(panels), report.acceptance)
+    _waste(next(panels), report.acceptance)
+    _predicted(next(panels), rows, report.predicted)
     figure.savefig(path, format="png", dpi=110)
 
 

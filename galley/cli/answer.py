@@ -90,11 +90,11 @@ class TextView:
             self._bracket_is_open = is_open
 
     def _write(self, text: str, *, from_draft: bool = False) -> None:
-        shown = printable(text) if self._console.is_terminal else text
+        safe = printable(text) if self._console.is_terminal else text
         if self._origins and from_draft:
-            self._console.print(Text(shown, draft_style(self._console)), end="", soft_wrap=True)
+            self._console.print(Text(safe, draft_style(self._console)), end="", soft_wrap=True)
         else:
-            self._console.file.write(shown)
+            self._console.file.write(safe)
             self._console.file.flush()
         self._last = text[-1]
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from galley.bench.workloads import Workload
-from galley.cli.errors import INTERRUPTED, check_plot, fail, say, stderr_console
+from galley.cli.errors import INTERRUPTED, check_plot, fail, say, stderr_console, usage_of
 from galley.cli.flags import connect, with_tls_flags
 from galley.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack, stack_options
 from galley.client.options import Tls  # Typer reads the annotation
@@ -52,7 +52,9 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         list[Path] | None,
         _requests(
             help='File of your own prompts: .jsonl of {"prompt": ...}, or text with a prompt a line. '
-            "Repeatable; each file is a workload. Default: none."
+            "Repeatable; each file is a workload. Default: none.",
+            exists=True,
+            dir_okay=False,
         ),
     ] = None,
     concurrency: Annotated[str, _requests(help="Numbers of concurrent streams, with commas.")] = "1,8,16",
@@ -87,10 +89,15 @@ def bench(  # noqa: PLR0913  # one parameter a flag
     from galley.bench.blocks import Sizes  # noqa: PLC0415  # with grpc and numpy, slow to load
     from galley.bench.tuning import Tuning  # noqa: PLC0415
 
+    named = _names(strategies)
+    with usage_of("--strategies"):
+        for name in named:
+            if name not in _STRATEGIES:
+                raise ValueError(f"must be one of {', '.join(_STRATEGIES)}, got {name!r}")
     tuning = Tuning(
         workloads=_workloads(workloads, prompts or []),
         streams=_numbers(concurrency, int, "--concurrency", least=1),
-        strategies=_strategies(strategies),
+        strategies=named,
         k=_numbers(k, int, "--k", least=1),
         temperatures=_numbers(temperature, float, "--temperature", least=0),
         repeats=repeats,
@@ -117,9 +124,6 @@ def bench(  # noqa: PLR0913  # one parameter a flag
     _show(measured, tuning, plot, as_json=as_json)
 
 
-# ------------------------------------------------------------------------------------------ flags --
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -135,33 +139,17 @@ def _numbers(text: str, kind: Callable[[str], T], flag: str, *, least: float) ->
     return numbers
 
 
-def _strategies(text: str) -> tuple[str, ...]:
-    names = _names(text)
-    for name in names:
-        if name not in _STRATEGIES:
-            problem = f"must be one of {', '.join(_STRATEGIES)}, got {name!r}"
-            raise typer.BadParameter(problem, param_hint="--strategies")
-    return names
-
-
 def _workloads(named: str, files: list[Path]) -> tuple[Workload, ...]:
     from galley.bench.workloads import PROMPT_SETS, fixed_workload, own_workload  # noqa: PLC0415
 
-    try:
-        fixed = _names(named) or (() if files else PROMPT_SETS)
-        workloads = [*map(fixed_workload, fixed), *map(own_workload, files)]
-    except OSError as error:
-        raise typer.BadParameter(
-            f"cannot read {error.filename}: {error.strerror}", param_hint="--prompts"
-        ) from error
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--prompts" if files else "--workloads") from error
-    if len({workload.name for workload in workloads}) < len(workloads):
-        raise typer.BadParameter("must not name two workloads alike", param_hint="--prompts")
+    fixed = _names(named) or (() if files else PROMPT_SETS)
+    with usage_of("--workloads"):
+        workloads = [*map(fixed_workload, fixed)]
+    with usage_of("--prompts"):
+        workloads += map(own_workload, files)
+        if len({workload.name for workload in workloads}) < len(workloads):
+            raise ValueError("must not name two workloads alike")
     return tuple(workloads)
-
-
-# -------------------------------------------------------------------------------------------- run --
 
 
 async def _measure_own(tuning: Tuning, options: StackOptions) -> Measured:
@@ -181,16 +169,16 @@ async def _measure(tuning: Tuning, address: str, tls: Tls | None = None) -> Meas
         raise fail(error) from None
 
 
-# ------------------------------------------------------------------------------------------- show --
-
-
 def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: bool) -> None:
     from galley.bench.gateway import OFF  # noqa: PLC0415  # with grpc and numpy, slow to load
     from galley.bench.report import as_dict, report_of  # noqa: PLC0415
 
     report = report_of(measured.blocks, OFF, f"{measured.model} and its draft")
     if plot is not None:
-        _draw(report, plot)
+        from galley.bench.plots import draw  # noqa: PLC0415  # matplotlib takes half a second
+
+        with usage_of("--plot"):
+            draw(plot, report)
     if as_json:
         settings = {
             "model": measured.model,
@@ -210,15 +198,6 @@ def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: boo
     if plot is not None:
         typer.echo(f"Plot: {plot}")
     typer.echo(report.conclusion)
-
-
-def _draw(report: Report, path: Path) -> None:
-    from galley.bench.plots import draw  # noqa: PLC0415  # matplotlib takes half a second
-
-    try:
-        draw(path, report.rows, report.acceptance, report.predicted, report.baseline)
-    except OSError as error:
-        raise fail(f"cannot write {path}: {error.strerror}") from error
 
 
 def _print(report: Report) -> None:

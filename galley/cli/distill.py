@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from galley.cli.errors import INTERRUPTED, check_plot, fail, require, say
+from galley.cli.errors import INTERRUPTED, check_plot, fail, require, say, usage_of
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.core.errors import GalleyError, InvalidField
 from galley.distill.options import Options
@@ -119,7 +119,11 @@ def distill(  # noqa: PLR0913  # one parameter a flag
         raise typer.Exit(INTERRUPTED) from None
     _show(result, options, console)
     if plot is not None:
-        _draw(plot, result)
+        from galley.distill.plot import draw  # noqa: PLC0415  # needs matplotlib
+
+        with usage_of("--plot"):
+            draw(plot, result.curve, result.against)
+        typer.echo(f"Plot: {plot}")
 
 
 def _resolved(target: str) -> Path:
@@ -202,13 +206,3 @@ def _show(result: Distilled, options: Options, console: Console) -> None:
         )
     console.print(table)
     console.print(Text(f"draft: {options.out}"), soft_wrap=True)
-
-
-def _draw(plot: Path, result: Distilled) -> None:
-    from galley.distill.plot import draw  # noqa: PLC0415  # needs matplotlib
-
-    try:
-        draw(plot, result.curve, result.against)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {plot}: {error.strerror}", param_hint="--plot") from error
-    typer.echo(f"Plot: {plot}")

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from galley.cli.errors import check_plot
+from galley.cli.errors import check_plot, usage_of
 from galley.core.cost.model import (
     Plan,
     RowCostCurve,
@@ -127,7 +127,9 @@ def plan(  # noqa: PLR0913  # a command's options
         Path | None,
         typer.Option(
             help="TOML file of a load (docs/operate/scaling.md). Print the targets, drafts and gateways "
-            "that it needs instead."
+            "that it needs instead.",
+            exists=True,
+            dir_okay=False,
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="With --alpha: PNG file to draw the gain into.")] = None,
@@ -272,10 +274,8 @@ def _draw(peak: _Peak, path: Path) -> None:
     by_k, by_alpha = figure.subplots(1, 2)
     _draw_by_k(by_k, peak)
     _draw_by_alpha(by_alpha, peak)
-    try:
+    with usage_of("--plot"):
         figure.savefig(path, format="png", dpi=120)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {path}: {error.strerror}", param_hint="--plot") from error
 
 
 def _draw_by_k(axes: Axes, peak: _Peak) -> None:

@@ -31,7 +31,6 @@ from galley.plan.capacity import (
 T = TypeVar("T")
 
 _OPTION = "--capacity"
-_MOST_BYTES = 64 * 1024
 _GIB = 2**30
 _TABLES = ("load", "target", "draft", "spares")
 _STRICT = ConfigDict(extra="forbid")
@@ -61,14 +60,7 @@ def plan_capacity(path: Path, *, as_json: bool) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint=_OPTION) from error
-    if len(text) > _MOST_BYTES:
-        raise typer.BadParameter(f"{path}: must have at most {_MOST_BYTES} bytes", param_hint=_OPTION)
-    try:
-        return tomllib.loads(text.decode())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path}: must be TOML: {error}", param_hint=_OPTION) from error
 
