@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from galley.bench.answers import Answer, Prompt, Rounds
 from galley.bench.closed_loop import Load, LoopBlock, no_clock, run_load
-from galley.client.client import AsyncClient, Message, Speculation
+from galley.client.client import AsyncClient
+from galley.client.options import Message, Speculation
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 OFF, AUTO = "off", "auto"

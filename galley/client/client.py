@@ -20,8 +20,8 @@ import grpc.aio
 from galley.client.addresses import parse_addresses
 from galley.client.channels import tls_to_gateways
 from galley.client.credentials import Key, environment_key, key_metadata
-from galley.client.errors import BadKey, GalleyRpcError, rpc_error
-from galley.client.options import GenerateOptions, Message, Prompt, Retries, Speculation, Tls
+from galley.client.errors import GalleyRpcError, rpc_error
+from galley.client.options import GenerateOptions, Prompt, Retries, Tls
 from galley.client.request import generate_request
 from galley.client.streams import NO_RETRIES, Call, Recovery, ResumePoint, TokenStream
 from galley.client.tracing import CallerTrace, Metadata
@@ -29,18 +29,7 @@ from galley.common.tls.channels import open_channel
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
-__all__ = [
-    "NO_RETRIES",
-    "AsyncClient",
-    "BadKey",
-    "GalleyRpcError",
-    "Message",
-    "ResumePoint",
-    "Retries",
-    "Speculation",
-    "Tls",
-    "TokenStream",
-]
+__all__ = ["NO_RETRIES", "AsyncClient", "GalleyRpcError", "TokenStream"]
 
 Stub: TypeAlias = "rpc.GenerationAsyncStub"
 
@@ -149,11 +138,9 @@ class AsyncClient:
     def _resumed(
         self, point: ResumePoint, seen: Sequence[int], trace: CallerTrace, timeout_s: float | None
     ) -> TokenStream:
-        def start(timeout_s: float | None) -> Call:
-            return self._resume(point, trace, timeout_s)
-
-        recovery = self._recovery(start, trace, timeout_s)
-        return TokenStream(start(timeout_s), point.session_id, point.next_index, seen, recovery)
+        call = self._resume(point, trace, timeout_s)
+        recovery = self._recovery(None, trace, timeout_s)
+        return TokenStream(call, point.session_id, point.next_index, seen, recovery)
 
     def _resume(self, point: ResumePoint, trace: CallerTrace, timeout_s: float | None) -> Call:
         request = pb.ResumeRequest(**point._asdict())
@@ -162,7 +149,7 @@ class AsyncClient:
         )
 
     def _recovery(
-        self, start: Callable[[float | None], Call], trace: CallerTrace, timeout_s: float | None
+        self, start: Callable[[float | None], Call] | None, trace: CallerTrace, timeout_s: float | None
     ) -> Recovery:
         used = self._current
 

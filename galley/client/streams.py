@@ -143,12 +143,15 @@ class Recovery:
     def __init__(
         self,
         retries: Retries,
-        start: Callable[[float | None], Call],
+        start: Callable[[float | None], Call] | None,
         resume: Callable[[ResumePoint, float | None], Call],
         switch_gateway: Callable[[], None],
         timeout_s: float | None,
     ) -> None:
-        """`start` and `resume` call the current gateway with what is left of the deadline of `timeout_s`."""
+        """`start` and `resume` call the current gateway with what is left of the deadline of `timeout_s`.
+
+        Without `start`, the stream can only be resumed.
+        """
         self._retries = retries
         self._start = start
         self._resume = resume
@@ -170,7 +173,7 @@ class Recovery:
         self._switch_gateway()
         await asyncio.sleep(pause_s)
         remaining_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
-        if not stream.session_id:
+        if self._start is not None and not stream.session_id:
             return self._start(remaining_s)
         return self._resume(stream.resume_from(), remaining_s)
 

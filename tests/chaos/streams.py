@@ -9,8 +9,8 @@ from itertools import pairwise
 from random import Random
 from statistics import median
 
-from galley.client.client import AsyncClient, Retries
-from galley.client.options import GenerateOptions, Speculation
+from galley.client.client import AsyncClient
+from galley.client.options import GenerateOptions, Retries, Speculation
 from galley.client.streams import TokenStream
 from galley.core.names import NGRAM
 from tests.fakes.tiny_model import POISON

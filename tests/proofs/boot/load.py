@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc.aio
 
-from galley.client.client import AsyncClient, GalleyRpcError, Retries
-from galley.client.options import GenerateOptions, Tls
+from galley.client.client import AsyncClient, GalleyRpcError
+from galley.client.options import GenerateOptions, Retries, Tls
 
 PROMPTS = (
     "The ship's cook looked into the pot and output",

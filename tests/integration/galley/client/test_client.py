@@ -10,15 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from galley.client.client import (
-    NO_RETRIES,
-    AsyncClient,
-    BadKey,
-    GalleyRpcError,
-    Message,
-    Speculation,
-    TokenStream,
-)
+from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.errors import BadKey
+from galley.client.options import Message, Speculation
 from galley.core.content import prefix_hash
 from galley.core.errors import InvalidField, Overloaded, Unavailable, UnknownSession
 from galley.pb.galley.v1 import galley_pb2 as pb

@@ -13,7 +13,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, TraceFlags
 
-from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, Retries, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.options import Retries
 from galley.common.tracing.telemetry import telemetry_to, traceparent_of
 from galley.core.content import prefix_hash
 from galley.core.errors import (

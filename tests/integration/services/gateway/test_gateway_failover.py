@@ -8,7 +8,8 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 
-from galley.client.client import AsyncClient, Retries, TokenStream
+from galley.client.client import AsyncClient, TokenStream
+from galley.client.options import Retries
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.truth import SEED
 from tests.fakes.world import (

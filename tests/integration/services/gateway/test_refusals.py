@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from galley.client.client import Speculation
 from galley.client.errors import rpc_error
+from galley.client.options import Speculation
 from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc

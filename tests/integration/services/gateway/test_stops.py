@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from galley.client.client import Message, Speculation
+from galley.client.options import Message, Speculation
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.truth import ASSISTANT, END, SEED, USER, logprobs_of, text_of, true_output
 from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, Gateway, World, any_credit, hear, must_be_true
