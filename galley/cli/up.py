@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from galley.cli.errors import fail, fail_part, require, usage_of
+from galley.cli.errors import fail, require, say, usage_of
 from galley.cli.flags import not_secret
 from galley.core import names
 from galley.stack.endpoint import Endpoint
@@ -227,7 +227,10 @@ def run_stack(work: Coroutine[object, object, T]) -> T | None:
     try:
         return asyncio.run(_until_signal(work))
     except PartFailed as failed:
-        raise fail_part(failed) from None
+        if failed.tail:
+            say(f"--- {failed.log}")
+            say(failed.tail, style="none")
+        raise fail(failed) from None
     except (OSError, ValueError) as error:
         raise fail(error) from None
 

@@ -38,15 +38,7 @@ def free_ports(count: int) -> list[int]:
 
 async def is_listening(ports: Sequence[int]) -> bool:
     """Return True if all these ports of this machine accept connections."""
-    for port in ports:
-        try:
-            _, writer = await asyncio.open_connection(LOOPBACK, port)
-        except OSError:
-            return False
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-    return True
+    return not any([await _problem("", asyncio.open_connection(LOOPBACK, port)) for port in ports])
 
 
 async def is_answering(path: Path) -> bool:
@@ -71,14 +63,14 @@ async def unreachable(redis_url: str) -> str:
     from galley.common.redis.url import parse_redis_url  # noqa: PLC0415  # an extra
 
     url = parse_redis_url(redis_url)
-    attempts = [_try(f"{host}:{port}", asyncio.open_connection(host, port)) for host, port in url.hosts]
+    attempts = [_problem(f"{host}:{port}", asyncio.open_connection(host, port)) for host, port in url.hosts]
     if url.path:
-        attempts.append(_try(url.path, asyncio.open_unix_connection(url.path)))
+        attempts.append(_problem(url.path, asyncio.open_unix_connection(url.path)))
     problems = await asyncio.gather(*attempts)
     return "; ".join(problems) if all(problems) else ""
 
 
-async def _try(place: str, connect: Coroutine[Any, Any, tuple[object, asyncio.StreamWriter]]) -> str:
+async def _problem(place: str, connect: Coroutine[Any, Any, tuple[object, asyncio.StreamWriter]]) -> str:
     try:
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
             _, writer = await connect
