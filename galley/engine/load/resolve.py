@@ -17,9 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from galley.common.config.defaults import DEFAULT_MODEL
 from galley.common.models.files import hub_model
 from galley.core.errors import GalleyError
@@ -79,6 +76,14 @@ def _default_gguf() -> Path:
 
 
 def _downloaded(hub_id: str) -> Path:
+    # With its HTTP client it is slow to load, and every start of a stack resolves two models.
+    import huggingface_hub  # noqa: PLC0415
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
     name, revision = hub_model(hub_id)
     try:
         directory = huggingface_hub.snapshot_download(
