@@ -1,10 +1,12 @@
-"""What breaks under a stream, and what its reader notices of it: nothing, or an error that is final."""
+"""Streams that break: they continue at another gateway, or end with an error that is final."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import grpc
 import pytest
@@ -39,10 +41,16 @@ CALLER, READER = (
 SOON = Retries(patience_s=1.0, start_patience_s=0.5, first_pause_s=0.01)
 
 
-async def heard(stream: TokenStream) -> tuple[list[str | None], str]:
-    """The kinds of its events, and its text."""
+async def read(stream: TokenStream) -> tuple[list[str | None], str]:
+    """Return the kinds of the events, and the text."""
     events = [event async for event in stream]
     return [event.WhichOneof("event") for event in events], "".join(event.chunk.text for event in events)
+
+
+async def generate(addresses: str, **options: Any) -> tuple[list[str | None], str]:
+    """Return the events and the text of one answer."""
+    async with AsyncClient(addresses, **options) as client:
+        return await read(client.generate("x"))
 
 
 @pytest.fixture
@@ -56,14 +64,14 @@ def two() -> Iterator[tuple[FakeGateway, FakeGateway, str]]:
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
 @pytest.mark.parametrize("error", [Unavailable("draining"), Cancelled("stopping")], ids=type)
-async def test_a_stream_that_breaks_goes_on_at_the_next_gateway(
+async def test_broken_stream_continues_at_the_next_gateway(
     two: tuple[FakeGateway, FakeGateway, str], error: GalleyError, fail_at: int
 ) -> None:
     leaving, staying, addresses = two
     leaving.error, leaving.fail_at = error, fail_at
     async with AsyncClient(addresses) as client:
         stream = client.generate("x")
-        events, text = await heard(stream)
+        events, text = await read(stream)
     assert text == "Hello, world!\n"
     assert events == ["started", "chunk", "chunk", "chunk", "finished"]
     assert stream.token_ids == [11, 12, 13, 14]
@@ -76,19 +84,18 @@ async def test_a_stream_that_breaks_goes_on_at_the_next_gateway(
 
 
 @pytest.mark.parametrize("error", [Unavailable("draining"), Cancelled("stopping"), Fenced(SESSION)], ids=type)
-async def test_what_breaks_behind_the_end_of_an_answer_is_nothing_to_its_reader(
+async def test_break_after_the_end_is_ignored(
     two: tuple[FakeGateway, FakeGateway, str], error: GalleyError
 ) -> None:
     leaving, staying, addresses = two
     leaving.error, leaving.fail_at = error, len(leaving.script)
-    async with AsyncClient(addresses) as client:
-        events, text = await heard(client.generate("x"))
+    events, text = await generate(addresses)
     assert text == "Hello, world!\n"
     assert events == ["started", "chunk", "chunk", "chunk", "finished"]
     assert not staying.requests
 
 
-async def test_it_breaks_as_often_as_it_comes_on(two: tuple[FakeGateway, FakeGateway, str]) -> None:
+async def test_stream_survives_many_breaks(two: tuple[FakeGateway, FakeGateway, str]) -> None:
     """Each of the two gives one token more, and breaks."""
     script = tuple(Said((token,), f"{token} ") for token in range(8))
     for gateway in two[:2]:
@@ -112,14 +119,14 @@ async def _next_chunk(stream: TokenStream) -> pb.Chunk:
     raise AssertionError("the stream ended")
 
 
-async def test_what_has_not_begun_is_asked_for_again_with_the_same_key(
+async def test_unstarted_stream_is_requested_again_with_its_key(
     two: tuple[FakeGateway, FakeGateway, str],
 ) -> None:
     first, second, addresses = two
     first.error, first.silent = Unavailable("draining"), True
     async with AsyncClient(f"{NOWHERE},{addresses}") as client:
-        assert (await heard(client.generate("x")))[1] == "Hello, world!\n"
-        assert (await heard(client.generate("x")))[1] == "Hello, world!\n"
+        assert (await read(client.generate("x")))[1] == "Hello, world!\n"
+        assert (await read(client.generate("x")))[1] == "Hello, world!\n"
     assert len(first.requests) == 1, "who failed is not asked first again"
     [asked, repeated, other] = [*first.requests, *second.requests]
     assert isinstance(asked, pb.GenerateRequest)
@@ -129,11 +136,10 @@ async def test_what_has_not_begun_is_asked_for_again_with_the_same_key(
     assert other.idempotency_key != asked.idempotency_key
 
 
-async def test_one_address_may_come_back_as_another_gateway() -> None:
+async def test_single_address_is_retried() -> None:
     gateway = FakeGateway(error=Unavailable("draining"), fail_at=1, failures=3)
     with serving(gateway) as address:
-        async with AsyncClient(address, retries=SOON) as client:
-            assert (await heard(client.generate("x")))[1] == "Hello, world!\n"
+        assert (await generate(address, retries=SOON))[1] == "Hello, world!\n"
     assert len(gateway.requests) == 4
 
 
@@ -148,18 +154,15 @@ async def test_one_address_may_come_back_as_another_gateway() -> None:
     ],
     ids=type,
 )
-async def test_what_another_try_cannot_help_is_raised(
-    two: tuple[FakeGateway, FakeGateway, str], error: GalleyError
-) -> None:
+async def test_final_errors_are_raised(two: tuple[FakeGateway, FakeGateway, str], error: GalleyError) -> None:
     first, second, addresses = two
     first.error, first.fail_at = error, 1
-    async with AsyncClient(addresses) as client:
-        with pytest.raises(GalleyRpcError):
-            await heard(client.generate("x"))
+    with pytest.raises(GalleyRpcError):
+        await generate(addresses)
     assert not second.requests
 
 
-async def test_a_full_gateway_refuses_what_is_new_and_keeps_what_goes_on_waiting(
+async def test_overloaded_gateway_refuses_new_streams_and_delays_resumed_ones(
     two: tuple[FakeGateway, FakeGateway, str],
 ) -> None:
     first, second, addresses = two
@@ -167,46 +170,43 @@ async def test_a_full_gateway_refuses_what_is_new_and_keeps_what_goes_on_waiting
     first.silent = second.silent = True
     async with AsyncClient(addresses) as client:
         with pytest.raises(GalleyRpcError) as caught:
-            await heard(client.generate("x"))
+            await read(client.generate("x"))
         assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not second.requests
         first.failures = second.failures = 1
-        assert (await heard(client.resume(SESSION, 1)))[1] == ", world!\n"
+        assert (await read(client.resume(SESSION, 1)))[1] == ", world!\n"
 
 
 @pytest.mark.parametrize("silent", [True, False])
-async def test_it_gives_up_after_its_patience(silent: bool) -> None:
+async def test_patience_ends_the_retries(silent: bool) -> None:
     gateway = FakeGateway(error=Unavailable("for ever"), fail_at=1, silent=silent)
     with serving(gateway) as address:
-        async with AsyncClient(address, retries=SOON) as client:
-            began = asyncio.get_running_loop().time()
-            with pytest.raises(GalleyRpcError, match="for ever"):
-                await heard(client.generate("x"))
-            took = asyncio.get_running_loop().time() - began
-    assert took < SOON.patience_s + 1
+        began_s = time.monotonic()
+        with pytest.raises(GalleyRpcError, match="for ever"):
+            await generate(address, retries=SOON)
+        took_s = time.monotonic() - began_s
+    assert took_s < SOON.patience_s + 1
     assert 2 < len(gateway.requests) < 12, "the pauses grow"
 
 
-async def test_without_patience_nothing_is_tried_again() -> None:
+async def test_no_retries() -> None:
     gateway = FakeGateway(error=Unavailable("draining"), fail_at=1)
-    with serving(gateway) as address:
-        async with AsyncClient(address, retries=NO_RETRIES) as client:
-            with pytest.raises(GalleyRpcError):
-                await heard(client.generate("x"))
+    with serving(gateway) as address, pytest.raises(GalleyRpcError):
+        await generate(address, retries=NO_RETRIES)
     assert len(gateway.requests) == 1
 
 
-async def test_the_deadline_is_of_all_tries_together() -> None:
+async def test_deadline_covers_all_attempts() -> None:
     gateway = FakeGateway(error=Unavailable("for ever"), fail_at=1)
     with serving(gateway) as address:
         async with AsyncClient(address) as client:
             async with asyncio.timeout(30):
                 with pytest.raises(GalleyRpcError):
-                    await heard(client.generate("x", timeout_s=0.5))
+                    await read(client.generate("x", timeout_s=0.5))
     assert gateway.deadline_s is not None
 
 
-async def test_who_cancels_his_stream_is_not_helped() -> None:
+async def test_cancelled_stream_is_not_resumed() -> None:
     gateway = FakeGateway(hang=True, fail_at=1)
     with serving(gateway) as address:
         async with AsyncClient(address) as client:
@@ -218,7 +218,7 @@ async def test_who_cancels_his_stream_is_not_helped() -> None:
     assert len(gateway.requests) == 1
 
 
-async def test_a_gateway_that_skips_tokens_is_not_believed() -> None:
+async def test_skipped_tokens_are_an_error() -> None:
     class Skipping(FakeGateway):
         def Resume(
             self, request: pb.ResumeRequest, context: grpc.ServicerContext
@@ -226,13 +226,12 @@ async def test_a_gateway_that_skips_tokens_is_not_believed() -> None:
             request.next_index += 1
             return super().Resume(request, context)
 
-    with serving(Skipping(error=Unavailable("draining"), fail_at=1, failures=1)) as address:
-        async with AsyncClient(address, retries=SOON) as client:
-            with pytest.raises(GalleyRpcError, match="continued at token"):
-                await heard(client.generate("x"))
+    gateway = Skipping(error=Unavailable("draining"), fail_at=1, failures=1)
+    with serving(gateway) as address, pytest.raises(GalleyRpcError, match="continued at token"):
+        await generate(address, retries=SOON)
 
 
-async def test_questions_are_asked_of_the_first_gateway_that_is_there() -> None:
+async def test_unary_calls_use_the_first_available_gateway() -> None:
     with serving(FakeGateway()) as address:
         async with AsyncClient([NOWHERE, address]) as client:
             assert (await client.model_info()).model == "tiny"
@@ -243,13 +242,13 @@ async def test_questions_are_asked_of_the_first_gateway_that_is_there() -> None:
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_client_needs_an_address() -> None:
+def test_no_address() -> None:
     with pytest.raises(ValueError, match="address"):
         AsyncClient(" , ")
 
 
 @pytest.mark.parametrize("by_call", [True, False])
-async def test_a_stream_stays_in_the_trace_that_it_was_asked_for_in(
+async def test_stream_stays_in_the_trace_of_its_request(
     two: tuple[FakeGateway, FakeGateway, str], by_call: bool
 ) -> None:
     """And is forced again where it goes on, whatever its reader does by then."""
@@ -259,7 +258,7 @@ async def test_a_stream_stays_in_the_trace_that_it_was_asked_for_in(
         with trace.use_span(trace.NonRecordingSpan(CALLER)):
             stream = client.generate("x", force_trace=True) if by_call else client.generate("x")
         with trace.use_span(trace.NonRecordingSpan(READER)):
-            await heard(stream)
+            await read(stream)
     for metadata in (*leaving.metadata, *staying.metadata):
         assert metadata["traceparent"] == f"00-{CALLER.trace_id:032x}-{CALLER.span_id:016x}-01"
         assert metadata["x-galley-trace"] == "force"
@@ -269,20 +268,20 @@ async def test_a_stream_stays_in_the_trace_that_it_was_asked_for_in(
     ]
 
 
-async def test_a_stream_that_was_asked_for_in_no_trace_brings_none() -> None:
+async def test_no_trace_context_without_a_trace() -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
         async with AsyncClient(address) as client:
-            await heard(client.generate("x"))
+            await read(client.generate("x"))
             with trace.use_span(trace.NonRecordingSpan(CALLER)):
-                await heard(client.resume(SESSION, 0))
+                await read(client.resume(SESSION, 0))
     asked, resumed = gateway.metadata
     assert not {"traceparent", "x-galley-trace"} & asked.keys()
     assert "x-galley-trace" not in resumed
     assert "traceparent" in resumed
 
 
-async def test_a_client_with_spans_of_its_own_names_those_and_stays_in_the_trace(
+async def test_spans_of_the_client(
     two: tuple[FakeGateway, FakeGateway, str],
 ) -> None:
     leaving, staying, addresses = two
@@ -292,7 +291,7 @@ async def test_a_client_with_spans_of_its_own_names_those_and_stays_in_the_trace
     async with AsyncClient(addresses, interceptors=telemetry.client_interceptors()) as client:
         with trace.use_span(trace.NonRecordingSpan(CALLER)):
             stream = client.generate("x")
-        await heard(stream)
+        await read(stream)
     spans = kept.get_finished_spans()
     assert [span.parent and span.parent.span_id for span in spans] == [CALLER.span_id] * 2
     told = [metadata["traceparent"] for metadata in (*leaving.metadata, *staying.metadata)]
