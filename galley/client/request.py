@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from galley.client.options import GenerateOptions, Message, Prompt, Speculation
 from galley.pb.galley.v1 import galley_pb2 as pb
+
+# Most options have the name of their field.
+_SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name.keys() & GenerateOptions.__annotations__.keys()
+_REQUEST = pb.GenerateRequest.DESCRIPTOR.fields_by_name.keys() & GenerateOptions.__annotations__.keys()
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """Return the request; the gateway checks its bounds. Raises TypeError if the prompt mixes types."""
-    speculation = options.get("speculation", Speculation())
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    speculation = _speculation(given.pop("speculation", Speculation()))
     request = pb.GenerateRequest(
-        model=options.get("model", ""),
-        sampling=_sampling(options),
-        max_tokens=options.get("max_tokens"),
-        min_tokens=options.get("min_tokens", 0),
-        stop=options.get("stop", ()),
-        stop_token_ids=options.get("stop_token_ids", ()),
-        ignore_eos=options.get("ignore_eos", False),
-        logprobs=options.get("logprobs"),
-        workload=options.get("workload", ""),
-        speculation=_speculation(speculation),
-        idempotency_key=options.get("idempotency_key", ""),
-        priority=options.get("priority", 0),
-        continue_without_client=options.get("continue_without_client", False),
+        sampling=pb.SamplingParams(**{name: given[name] for name in _SAMPLING & given.keys()}),
+        speculation=speculation,
+        **{name: given[name] for name in _REQUEST & given.keys()},
     )
     _set_prompt(request, prompt)
     return request
-
-
-def _sampling(options: GenerateOptions) -> pb.SamplingParams:
-    return pb.SamplingParams(
-        temperature=options.get("temperature"),
-        top_p=options.get("top_p"),
-        top_k=options.get("top_k"),
-        min_p=options.get("min_p"),
-        frequency_penalty=options.get("frequency_penalty"),
-        presence_penalty=options.get("presence_penalty"),
-        repetition_penalty=options.get("repetition_penalty"),
-        logit_bias=options.get("logit_bias", {}),
-        seed=options.get("seed"),
-    )
 
 
 def _speculation(options: Speculation) -> pb.Speculation:
