@@ -143,7 +143,8 @@ def plan(  # noqa: PLR0913  # a command's options
     if capacity is not None:
         plan_capacity(capacity, as_json=as_json)
         return
-    _check_flags(alpha, {"--row-costs": row_costs, "--max-k": max_k, "--sessions": sessions}, plot)
+    flags = {"--row-costs": row_costs, "--max-k": max_k, "--sessions": sessions, "--plot": plot}
+    _check_flags(alpha, flags, plot)
     try:
         if confirmed_per_round is None:
             confirmed_per_round = _TEXTBOOK_CONFIRMED if alpha is None else expected_confirmed(alpha, k)
@@ -174,7 +175,7 @@ def plan(  # noqa: PLR0913  # a command's options
 
 
 def _check_flags(alpha: float | None, flags: Mapping[str, object], plot: Path | None) -> None:
-    for flag, value in {**flags, "--plot": plot}.items():
+    for flag, value in flags.items():
         if alpha is None and value is not None:
             raise typer.BadParameter("needs --alpha", param_hint=flag)
     if plot is not None:
@@ -194,30 +195,20 @@ def _peak_as_dict(peak: _Peak) -> dict[str, Any]:
 
 
 def _print_textbook(case: _Case, textbook: Plan) -> None:
-    typer.echo(
-        f"{case.tokens} tokens, k={case.k}, {case.confirmed_per_round:.4g} confirmed per round, "
-        f"{_ratio_in_words(case.draft_cost_ratio)}:"
-    )
-    for line in (
-        f"{textbook.passes} target passes",
-        f"{textbook.draft_steps} draft steps",
-        f"{textbook.cost:.1f} target-step equivalents",
-        _compared(textbook, case.tokens),
-    ):
-        typer.echo(f"  {line}")
-
-
-def _ratio_in_words(ratio: float) -> str:
-    if math.isinf(ratio):
-        return "drafts for free"
-    return f"{ratio:g} draft steps to a target step"
-
-
-def _compared(textbook: Plan, tokens: int) -> str:
+    ratio = f"{case.draft_cost_ratio:g} draft steps to a target step"
+    if math.isinf(case.draft_cost_ratio):
+        ratio = "drafts for free"
     # "0.7x fewer" would read as a gain.
+    gained = f"{textbook.gain:.1f}{_TIMES} fewer"
     if textbook.gain < 1:
-        return f"{1 / textbook.gain:.1f}{_TIMES} more than {tokens}"
-    return f"{textbook.gain:.1f}{_TIMES} fewer than {tokens}"
+        gained = f"{1 / textbook.gain:.1f}{_TIMES} more"
+    typer.echo(
+        f"{case.tokens} tokens, k={case.k}, {case.confirmed_per_round:.4g} confirmed per round, {ratio}:\n"
+        f"  {textbook.passes} target passes\n"
+        f"  {textbook.draft_steps} draft steps\n"
+        f"  {textbook.cost:.1f} target-step equivalents\n"
+        f"  {gained} than {case.tokens}"
+    )
 
 
 def _difference(case: _Case, textbook: Plan) -> str:
@@ -248,20 +239,15 @@ def _print_peak(peak: _Peak) -> None:
             style="bold" if marked else None,
         )
     Console().print(table)
-    for line in _conclusions(peak):
-        typer.echo(line)
-
-
-def _conclusions(peak: _Peak) -> tuple[str, str]:
     best = peak.rows[peak.best_k]
-    first = (
-        "Nothing pays: plain decoding (k=0) is best."
-        if best.k == 0
-        else f"The gain peaks at k={best.k}: {best.gain:.2f}{_TIMES} plain decoding."
-    )
+    if best.k:
+        typer.echo(f"The gain peaks at k={best.k}: {best.gain:.2f}{_TIMES} plain decoding.")
+    else:
+        typer.echo("Nothing pays: plain decoding (k=0) is best.")
     if peak.break_even_alpha is None:
-        return first, f"Speculation never pays here, not even at {_ALPHA}=1."
-    return first, f"Speculation pays at all from {_ALPHA}={peak.break_even_alpha:.3f} on."
+        typer.echo(f"Speculation never pays here, not even at {_ALPHA}=1.")
+    else:
+        typer.echo(f"Speculation pays at all from {_ALPHA}={peak.break_even_alpha:.3f} on.")
 
 
 def _draw(peak: _Peak, path: Path) -> None:
