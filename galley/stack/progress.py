@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
 from rich.console import Console, RenderableType
@@ -18,19 +17,14 @@ from galley.stack.part import PartStatus, State
 _MARKS = {State.READY: ("✔", "green"), State.FAILED: ("✘", "red"), State.STOPPED: ("■", "dim")}
 
 
-@dataclass(slots=True)
-class _Row:
-    status: PartStatus
-    seen_at: float
-    spinner: Spinner
-
-
 class StackProgress:
     """The display of a start: pass `show` to a Stack as `on_status`, and use it as a context meanwhile."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._rows: dict[str, _Row] = {}
+        # The last status of each part, and when it came.
+        self._rows: dict[str, tuple[PartStatus, float]] = {}
+        self._spinner = Spinner("dots")
         self._live = Live(console=console, get_renderable=self._table, refresh_per_second=10)
         self._is_open = False
 
@@ -58,31 +52,19 @@ class StackProgress:
             self._console.print(Text(_line(status)), soft_wrap=True)
 
     def _note(self, status: PartStatus) -> None:
-        self._rows[status.name] = _Row(status, time.monotonic(), Spinner("dots"))
+        self._rows[status.name] = status, time.monotonic()
 
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 1), show_header=False)
-        for row in self._rows.values():
-            table.add_row(*_cells(row))
+        for status, noted_s in self._rows.values():
+            elapsed_s = status.elapsed_s
+            mark: RenderableType = Text.assemble(_MARKS.get(status.state, ("·", "dim")))
+            if status.state is State.STARTING:
+                mark, elapsed_s = self._spinner, elapsed_s + time.monotonic() - noted_s
+            elapsed = "" if status.state is State.WAITING else f"{elapsed_s:5.1f} s"
+            name, address = Text(status.name, style="bold"), Text(status.address, style="dim")
+            table.add_row(mark, name, Text(status.stage), Text(elapsed, style="dim"), address)
         return table
-
-
-def _cells(row: _Row) -> list[RenderableType]:
-    status = row.status
-    elapsed_s = status.elapsed_s
-    mark: RenderableType = Text("·", style="dim")
-    if status.state is State.STARTING:
-        mark, elapsed_s = row.spinner, elapsed_s + time.monotonic() - row.seen_at
-    elif status.state in _MARKS:
-        mark = Text.assemble(_MARKS[status.state])
-    elapsed = Text("" if status.state is State.WAITING else f"{elapsed_s:5.1f} s", style="dim")
-    return [
-        mark,
-        Text(status.name, style="bold"),
-        Text(status.stage),
-        elapsed,
-        Text(status.address, style="dim"),
-    ]
 
 
 def _line(status: PartStatus) -> str:
