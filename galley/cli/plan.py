@@ -183,6 +183,7 @@ def _check_flags(alpha: float | None, flags: Mapping[str, object], plot: Path | 
 
 
 def _peak_as_dict(peak: _Peak) -> dict[str, Any]:
+    by_k = [asdict(row) for row in peak.rows]
     return {
         "alpha": peak.alpha,
         "row_costs": peak.curve.points,
@@ -190,7 +191,7 @@ def _peak_as_dict(peak: _Peak) -> dict[str, Any]:
         "best_k": peak.best_k,
         "best_gain": peak.rows[peak.best_k].gain,
         "break_even_alpha": peak.break_even_alpha,
-        "by_k": [asdict(row) for row in peak.rows],
+        "by_k": by_k,
     }
 
 

@@ -16,7 +16,7 @@ from galley.client.options import Message, Speculation
 from galley.core.content import prefix_hash
 from galley.core.errors import InvalidField, Overloaded, Unavailable, UnknownSession
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.fakes.gateway import SESSION, FakeGateway
+from tests.fakes.gateway import SESSION, FakeGateway, serving
 
 
 async def _text(stream: AsyncIterator[pb.StreamEvent]) -> str:
@@ -25,8 +25,9 @@ async def _text(stream: AsyncIterator[pb.StreamEvent]) -> str:
 
 @contextlib.asynccontextmanager
 async def client_of(gateway: FakeGateway, **options: Any) -> AsyncIterator[AsyncClient]:
-    async with client_of(gateway, **options) as client:
-        yield client
+    with serving(gateway) as address:
+        async with AsyncClient(address, **options) as client:
+            yield client
 
 
 def generate_request_of(gateway: FakeGateway) -> pb.GenerateRequest:
