@@ -52,9 +52,7 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         list[Path] | None,
         _requests(
             help='File of your own prompts: .jsonl of {"prompt": ...}, or text with a prompt a line. '
-            "Repeatable; each file is a workload. Default: none.",
-            exists=True,
-            dir_okay=False,
+            "Repeatable; each file is a workload. Default: none."
         ),
     ] = None,
     concurrency: Annotated[str, _requests(help="Numbers of concurrent streams, with commas.")] = "1,8,16",
@@ -146,7 +144,10 @@ def _workloads(named: str, files: list[Path]) -> tuple[Workload, ...]:
     with usage_of("--workloads"):
         workloads = [*map(fixed_workload, fixed)]
     with usage_of("--prompts"):
-        workloads += map(own_workload, files)
+        try:
+            workloads += map(own_workload, files)
+        except OSError as error:
+            raise ValueError(f"cannot read {error.filename}: {error.strerror}") from None
         if len({workload.name for workload in workloads}) < len(workloads):
             raise ValueError("must not name two workloads alike")
     return tuple(workloads)

@@ -127,9 +127,7 @@ def plan(  # noqa: PLR0913  # a command's options
         Path | None,
         typer.Option(
             help="TOML file of a load (docs/operate/scaling.md). Print the targets, drafts and gateways "
-            "that it needs instead.",
-            exists=True,
-            dir_okay=False,
+            "that it needs instead."
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="With --alpha: PNG file to draw the gain into.")] = None,

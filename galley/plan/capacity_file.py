@@ -61,6 +61,8 @@ def plan_capacity(path: Path, *, as_json: bool) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint=_OPTION) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path}: must be TOML: {error}", param_hint=_OPTION) from error
 

@@ -92,7 +92,7 @@ def test_the_user_s_own_prompts_are_asked(tmp_path: Path) -> None:
         (["--concurrency=x"], "must be numbers >= 1"),
         (["--temperature=nan"], "must be numbers >= 0"),
         (["--k="], "must be numbers >= 1"),
-        (["--prompts=/no/such/file"], "File '/no/such/file' does not exist"),
+        (["--prompts=/no/such/file"], "cannot read /no/such/file"),
         (["--plot=/no/such/folder/x.png"], "no such directory"),
     ],
 )

@@ -443,6 +443,7 @@ def test_resume_is_not_offered_where_it_cannot_help(error: Exception, line: str)
     assert result.stderr == f"error: {line}\n"
 
 
+@pytest.mark.parametrize("form", ["http://{}", "http://{}/", "grpc://{}", "{},"])
 def test_forms_of_an_endpoint(form: str) -> None:
     with serving(FakeGateway()) as address:
         assert galley("generate", "x", "--endpoint", form.format(address)).stdout == "Hello, world!\n"
