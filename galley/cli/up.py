@@ -142,7 +142,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
         if trace:
             with usage_of("--trace"):
                 viewer = find_viewer()
-            options = dataclasses.replace(options, viewer=viewer.part)
+                options = dataclasses.replace(options, viewer=viewer.part)
         run_stack(_keep_up(options, endpoint, viewer, Console(highlight=False)))
 
 
