@@ -46,7 +46,7 @@ def chat(
             with contextlib.suppress(typer.Exit):
                 text = show_stream(
                     connection,
-                    lambda client, turns=turns: client.generate(turns, **options),
+                    lambda client: client.generate(turns, **options),  # noqa: B023  # called at once
                     view,
                     summary=False,
                 )
