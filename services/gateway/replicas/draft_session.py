@@ -189,8 +189,7 @@ async def _send(
         raise
     except (grpc.aio.AioRpcError, Unavailable) as error:
         client.lost()
-        span.failed(messages.status_of(error))
-        return messages.failed_event(request.request_id, error)
+        return messages.failed_event(request.request_id, error, span)
     else:
         messages.note_status(span, response)
     finally:

@@ -153,17 +153,14 @@ def propose_event(
     )
 
 
-def failed_event(request_id: int, error: grpc.aio.AioRpcError | Unavailable) -> ev.Failed:
-    """Return the event of a stream that broke."""
+def failed_event(request_id: int, error: grpc.aio.AioRpcError | Unavailable, span: CallSpan) -> ev.Failed:
+    """Return the event of a stream that broke; its span has failed too."""
     if isinstance(error, Unavailable):
+        span.failed(error_type(error))
         return ev.Failed(request_id, str(error))
+    span.failed(error.code().name.lower())
     message = f"{error.code().name}: {error.details()}"
     return ev.Failed(request_id, message, retryable=error.code() not in _FATAL_STATUS)
-
-
-def status_of(error: grpc.aio.AioRpcError | Unavailable) -> str:
-    """Return the gRPC status of an error, in lower case."""
-    return error_type(error) if isinstance(error, Unavailable) else error.code().name.lower()
 
 
 def note_status(span: CallSpan, answer: pb.VerifyAnswer | pb.ProposeAnswer) -> None:

@@ -233,8 +233,7 @@ class _Attempt:
         except (grpc.aio.AioRpcError, Unavailable) as error:
             self._has_ended = True
             client.lost()
-            self._span.failed(messages.status_of(error))
-            return messages.failed_event(self._request_id, error)
+            return messages.failed_event(self._request_id, error, self._span)
         self._has_ended = not messages.has_more(answer)
         messages.note_status(self._span, answer)
         return messages.verify_event(self._request_id, answer)
