@@ -30,7 +30,6 @@ class ServedModel:
 
     @property
     def info(self) -> pb.GetTargetInfoResponse:
-        """Return the description that holds for all targets."""
         return self.targets.info
 
     def request_model(self) -> Model:
@@ -46,7 +45,6 @@ class ServedModel:
         )
 
     def describe(self) -> pb.GetModelInfoResponse:
-        """Return the public description of the model."""
         return pb.GetModelInfoResponse(
             model=self.name,
             context_window=self.info.context_window,

@@ -80,7 +80,6 @@ class GatewayService:
         await self._streams.drain(self._drain_timeout_s * _HAND_OVER_SHARE)
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._parts.aclose()
 
 
@@ -92,7 +91,6 @@ class OpenedStore(SessionStore, Protocol):
 
 
 def open_redis(settings: GatewaySettings) -> OpenedStore:
-    """Return the session store of the settings."""
     copies = settings.redis_wait_replicas
     return RedisStore(
         settings.redis_url.get_secret_value(),

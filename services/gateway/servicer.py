@@ -100,7 +100,6 @@ class GenerationServicer(rpc.GenerationServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, _context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetModelInfoResponse:
-        """Return the description of the model."""
         check_model(request.model, self.model.request_model())
         return self.model.describe()
 

@@ -59,7 +59,6 @@ class PrincipalInterceptor(WrappingInterceptor):
         self._authenticator = authenticator
 
     def wrap(self, handler: Handler, method: str) -> Handler:  # noqa: ARG002  # the same for all
-        """Authenticate before the handler runs."""
         return wrap_handler(handler, unary=self._unary, stream=self._stream)
 
     def _unary(self, behavior: Behavior) -> Behavior:

@@ -83,7 +83,6 @@ class OpenRequest(Generic[ResponseT]):
         self._connection.cancel(self._ref)
 
     def put(self, response: ResponseT) -> None:
-        """Add a response that has arrived."""
         self._responses.append(response)
         self._wake()
 

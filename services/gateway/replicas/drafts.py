@@ -50,12 +50,10 @@ class DraftReplica(PoolReplica[DraftClient, DraftLease]):
         return self.is_accepted and self.client.replica is not None and self.breaker.can_begin(now_ns)
 
     def is_serving(self, now_ns: int) -> bool:
-        """Return True if it is available and not draining."""
         is_draining = self.lease is not None and self.lease.draining
         return self.is_up and not is_draining and self.is_available(now_ns)
 
     def candidate(self, now_ns: int) -> DraftCandidate:
-        """Return it as routing sees it."""
         lease = self.lease or draft_lease(self.address, self.client.info)
         return DraftCandidate(lease, self.sessions.count(now_ns), self.is_up)
 
@@ -84,14 +82,12 @@ class DraftPool(ReplicaPool[DraftReplica]):
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """Return the strategies that accepted drafts offer."""
         offered = {
             name for it in self._replicas.values() if it.is_accepted for name in it.client.info.strategies
         }
         return tuple(sorted(offered))
 
     def breakers(self) -> list[tuple[str, State]]:
-        """Return address and breaker state of each accepted draft."""
         now = self._clock.now_ns()
         return [(it.address, it.breaker.state(now)) for it in self._replicas.values() if it.is_accepted]
 
@@ -103,7 +99,6 @@ class DraftPool(ReplicaPool[DraftReplica]):
         return None if chosen is None else self._replicas[chosen.lease.address]
 
     def now_ns(self) -> int:
-        """Return the time of the clock."""
         return self._clock.now_ns()
 
     def is_late(self, since_ns: int) -> bool:
@@ -111,7 +106,6 @@ class DraftPool(ReplicaPool[DraftReplica]):
         return self._clock.now_ns() - since_ns >= self._late_ns
 
     def begin(self, draft: DraftReplica, breaker: Breaker) -> int:
-        """Start an attempt at a draft and return its number."""
         now = self._clock.now_ns()
         attempt = breaker.begin(now)
         if attempt >= 0 and breaker.state(now) is State.HALF_OPEN:
@@ -119,7 +113,6 @@ class DraftPool(ReplicaPool[DraftReplica]):
         return attempt
 
     def failed(self, draft: DraftReplica, breaker: Breaker, attempt: int) -> None:
-        """Note that an attempt failed or was late."""
         now = self._clock.now_ns()
         before = breaker.state(now)
         if breaker.record_failure(attempt, now):

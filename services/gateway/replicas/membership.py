@@ -319,7 +319,6 @@ def _in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 
 async def _cancel(*tasks: asyncio.Task[None] | None) -> None:
-    """Cancel the tasks and wait for their end."""
     started = [task for task in tasks if task is not None]
     for task in started:
         task.cancel()

@@ -108,7 +108,6 @@ def has_more(answer: pb.VerifyAnswer) -> bool:
 
 
 def verify_event(request_id: int, answer: pb.VerifyAnswer) -> VerifyEvent:
-    """Return the event of a target's response."""
     if answer.WhichOneof("outcome") != "result":
         return _other_event(request_id, answer)
     result = answer.result

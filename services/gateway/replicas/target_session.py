@@ -52,12 +52,10 @@ class TargetSession:
         self._why_left = MOVE_LEFT
 
     def verify(self, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None) -> Verification:
-        """Start a verification."""
         return TargetRequest(self, spec, request, remaining_ns)
 
     @property
     def problem(self) -> str:
-        """Return why there is no replica."""
         return self._targets.problem
 
     # ------------------------------------------------------------------------------- placement --
@@ -132,7 +130,6 @@ class TargetSession:
             self._why_left = MOVE_LEFT
 
     def leave(self, target: TargetReplica, reason: str = MOVE_FAILED) -> None:
-        """Leave a replica that failed the session."""
         self._failed.add(target.address)
         if self._at is target:
             self._at = None
@@ -205,7 +202,6 @@ class _Attempt:
             self.sent.fail(_Abandoned(reason, status))
 
     def stop_counting(self) -> None:
-        """Remove it from the load of its replica."""
         self.target.remove_request(self.rows)
 
     def close(self) -> None:
@@ -349,7 +345,6 @@ class TargetRequest:
     # ------------------------------------------------------------------------------------- timer --
 
     def _expect(self, target: TargetReplica) -> None:
-        """Start to wait for the next response."""
         self._since_s = self._loop.time()
         rows = target.rows_ahead
         self._predicted_ns = target.times.predicted_ns(rows)
@@ -414,7 +409,6 @@ class TargetRequest:
     # ------------------------------------------------------------------------------------- hedge --
 
     def _start_hedge(self, target: TargetReplica) -> None:
-        """Send the request to a second replica too."""
         other = self._session.other_with_prefix(self._spec, self._request, target)
         if other is None or self._hedge is not None:
             return

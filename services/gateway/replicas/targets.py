@@ -71,11 +71,9 @@ class TargetReplica(PoolReplica[TargetClient, TargetLease]):
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of its build."""
         return self.candidate().lease.fingerprint
 
     def candidate(self) -> TargetCandidate:
-        """Return it as routing sees it."""
         lease = self.lease or target_lease(self.address, self.client.info)
         return TargetCandidate(lease, self.open_requests, self.is_up)
 

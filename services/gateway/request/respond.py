@@ -16,7 +16,6 @@ _STATS = tuple(pb.SpeculationStats.DESCRIPTOR.fields_by_name)
 
 
 def started(session: Session, model: str) -> pb.StreamEvent:
-    """Return the first event of a stream."""
     spec = session.spec
     return pb.StreamEvent(
         started=pb.Started(
@@ -29,7 +28,6 @@ def started(session: Session, model: str) -> pb.StreamEvent:
 
 
 def item(value: Chunk | NumericsChanged) -> pb.StreamEvent:
-    """Return the event of an emitted item."""
     if isinstance(value, NumericsChanged):
         return pb.StreamEvent(
             numerics_changed=pb.NumericsChanged(index=value.index, fingerprint=value.fingerprint)

@@ -132,7 +132,6 @@ class Outbox:
         self._report(ev.Interrupted(self.stalled))
 
     def stalled_error(self) -> ClientStalled:
-        """Return the error of a client that does not read."""
         return ClientStalled(f"the stream was left unread for {self.stall_s:g} s; resume to go on")
 
     async def _change(self) -> None:

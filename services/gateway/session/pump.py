@@ -65,7 +65,6 @@ class Pump:
             self._task.cancel()
 
     def _used(self) -> int:
-        """Return the output tokens of this call."""
         return self._runner.session.answer.output_len - self._output_before
 
     def _call_ended(self, ctx: object, /) -> None:  # noqa: ARG002  # the signature that grpc calls

@@ -80,7 +80,6 @@ class Streams:
 
     @property
     def held(self) -> int:
-        """Return the number of slots in use."""
         return self._admission.held
 
     def keep(self, work: asyncio.Task[None], place: AdmissionSlot, used: Callable[[], int]) -> None:
@@ -183,7 +182,6 @@ class Streams:
             self._running.discard(runner)
 
     def refuse_new(self) -> None:
-        """Reject all further streams."""
         self._draining = True
 
     async def drain(self, hand_over_s: float) -> None:

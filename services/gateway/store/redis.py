@@ -100,7 +100,6 @@ class RedisStore(SessionStore):
         return await self._own(new.session_id, new.principal, nonce, *_content(new))
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        """Claim the session, as `SessionStore.claim` defines."""
         return await self._own(session_id, principal, nonce, b"", 0, b"")
 
     async def _own(
@@ -120,7 +119,6 @@ class RedisStore(SessionStore):
         meta: bytes,
         directory: KvDirectory = UNCHANGED,
     ) -> int:
-        """Append to the log, as `SessionStore.commit` defines."""
         reply = await self._run_owned(
             self._commit,
             owner,
@@ -133,7 +131,6 @@ class RedisStore(SessionStore):
         return int(reply[0])
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
-        """End the session, as `SessionStore.finish` defines."""
         await self._run_owned(self._finish, owner, expected_len, finish, self._finished_ttl_ms)
 
     async def recreate(self, owner: Ownership, new: NewSession) -> None:
@@ -141,7 +138,6 @@ class RedisStore(SessionStore):
         await self._run_owned(self._recreate, owner, self._ttl_ms, new.principal, *_content(new))
 
     async def renew(self, owner: Ownership) -> None:
-        """Renew the expiry, as `SessionStore.renew` defines."""
         await self._run_owned(self._renew, owner, self._ttl_ms)
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
@@ -171,7 +167,6 @@ class RedisStore(SessionStore):
 
 
 def _content(new: NewSession) -> list[bytes | str | int]:
-    """Return the content of a session as script arguments."""
     if not new.prompt or not new.body_hash:
         raise ValueError("a session needs a prompt and a body hash")
     fields = [part for pair in _pieces(new.fields) for part in pair]

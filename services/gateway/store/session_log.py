@@ -74,7 +74,6 @@ class SessionLog:
         return event
 
     async def finish(self, effect: ev.StoreFinish) -> ev.FinishStored | ev.StoreFailed:
-        """End the session."""
         record = encode_ending(effect.ending)
         return await self._write(
             "finish",
@@ -91,7 +90,6 @@ class SessionLog:
                 return failed
 
     async def renew(self) -> ev.StoreFailed | None:
-        """Put off the expiry."""
         return await self._write(RENEW, lambda: self._store.renew(self.owner), lambda _: None)
 
     async def _write(

@@ -150,7 +150,6 @@ def operation_of(request: pb.GenerateRequest | pb.ResumeRequest) -> str:
 
 
 def stored_operation(fields: Mapping[str, bytes]) -> str:
-    """Return the operation of a stored session."""
     return CHAT if fields.get(OPERATION_FIELD) == CHAT.encode() else TEXT_COMPLETION
 
 

@@ -88,7 +88,6 @@ class Call:
         context.add_done_callback(lambda _: run(self.ended, asyncio.CancelledError()))  # type: ignore[arg-type]  # the stubs want a class
 
     def not_admitted(self, reason: str) -> None:
-        """Count a call that admission rejected."""
         if self._metrics is not None:
             self._metrics.rejected.at(reason).value += 1
 

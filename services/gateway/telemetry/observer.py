@@ -118,7 +118,6 @@ class RequestObserver:
         return fields
 
     def rejected(self, reason: str) -> None:
-        """Count a call that was not admitted."""
         if self._call is not None:
             self._call.not_admitted(reason)
 
@@ -246,12 +245,10 @@ class RequestObserver:
         return CallSpan(request.child_traceparent(span), span, request)
 
     def store_call(self, operation: str) -> StoreCall:
-        """Start the span of a store call."""
         request = self._request
         return StoreCall(request, operation, 0 if request is None else request.now_ns())
 
     def store_retried(self, call: StoreCall, error: StoreUnavailable) -> None:
-        """Report a failed attempt of a store call that is repeated."""
         call.retried(error)
         if self.sessions is not None:
             self.sessions.retries.value += 1
@@ -266,12 +263,10 @@ class RequestObserver:
             self.retried(ev.Pool.TARGET, reason)
 
     def target_failed(self, reason: str) -> None:
-        """Report a failed request to the target."""
         if self._rounds is not None:
             self._target_failure = reason
 
     def retried(self, pool: ev.Pool, reason: str) -> None:
-        """Report a failed request that is repeated."""
         self.event(names.REQUEST_RETRIED, {names.POOL: pool.value, names.REASON: reason})
 
     def moved(self, pool: str, source: str, to: str, reason: str) -> None:
@@ -291,7 +286,6 @@ class RequestObserver:
     # ------------------------------------------------------------------------------ inside --
 
     def _record(self, start: TraceStart, context: SpanContext) -> RequestSpan:
-        """Start recording the request."""
         span = start.scope.span(
             self._name,
             context,

@@ -58,7 +58,6 @@ class RoundSpans:
         self._is_new_request = True
 
     def ended(self, done: RoundEnded, draft: Replica | None, target: Replica | None) -> None:
-        """Record a round that has its verdict."""
         took_ns = done.ended_ns - done.started_ns
         if took_ns > self.slowest_ns or not self._index:
             self.slowest_ns, self.slowest_position = took_ns, done.position

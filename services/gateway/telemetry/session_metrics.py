@@ -67,7 +67,6 @@ class SessionMetrics:
             self.flush()
 
     def flush(self) -> None:
-        """Count what is queued."""
         queued, self._queued = self._queued, []
         for count in queued:
             count()
@@ -130,7 +129,6 @@ class WorkloadMetrics:
         self.plain, self.decode = of.plain.at(name), of.decode.at(name)
 
     def count(self, done: RoundEnded) -> None:
-        """Count one round."""
         of = self._strategies.get(done.strategy)
         if of is None:
             of = self._strategies[done.strategy] = _StrategyMetrics(self._all, self._name, done.strategy)
@@ -155,7 +153,6 @@ class SessionCounts:
         self._span = span_ref(span)
 
     def round_ended(self, done: RoundEnded) -> None:
-        """Queue a round."""
         self._all.queue(partial(self._count_round, done, time.time()))
 
     def _count_round(self, done: RoundEnded, at_s: float) -> None:
@@ -171,7 +168,6 @@ class SessionCounts:
             of.overlaps[done.overlap].value += 1
 
     def committed(self, took_ns: int, error: GalleyError | None) -> None:
-        """Queue a commit."""
         self._all.queue(partial(self._count_commit, took_ns, error, time.time()))
 
     def _count_commit(self, took_ns: int, error: GalleyError | None, at_s: float) -> None:

@@ -79,7 +79,6 @@ class RequestSpan:
         return self.clock_ns() + self.offset_ns
 
     def event(self, name: str, attributes: Attributes = None, at_ns: int | None = None) -> None:
-        """Add an event."""
         self.span.add_event(name, attributes, self.now_ns() if at_ns is None else at_ns)
 
     def child(
@@ -103,7 +102,6 @@ class RequestSpan:
         return span
 
     def child_traceparent(self, span: LightSpan) -> str:
-        """Return the traceparent of a span below this one."""
         return f"{self._traceparent_prefix}{span.span_id:016x}-01"
 
 
@@ -154,7 +152,6 @@ class StoreCall:
         self.end(error)
 
     def retried(self, error: StoreUnavailable) -> None:
-        """Record a failed attempt that is repeated."""
         if self._request is not None:
             self._retries.append((self._request.now_ns(), error.public_message))
 
