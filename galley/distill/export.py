@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +17,14 @@ from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.core.errors import InvalidField
 from galley.distill.training.student import Llama
 from galley.distill.training.teacher import Target
+from galley.distill.work import replacing, write_json
 from galley.engine.load.draft_directory import FORMAT, HEAD_TOKENS, KEY, SCALE, TARGET, WEIGHTS
 
 SHARPENING = 1.25
 NORM = "model.norm.weight"
 _LARGEST = 127
-_READABLE = 0o644
+# Weights of a layer whose results are added to the residual.
+_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 _COPIED = (
     "attention_dropout", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
     "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads",
@@ -52,15 +52,13 @@ def sharpened(student: Llama) -> Llama:
 def as_stored(student: Llama) -> Llama:
     """Return a copy with its matrices quantized as they will be stored."""
     copy = Llama(student.shape, student.embedding, len(student.lm_head.weight))
-    copy.load_state_dict({name: _as_stored(weight) for name, weight in student.state_dict().items()})
+    state = student.state_dict()
+    for name, weight in state.items():
+        if weight.dim() > 1:
+            rows, scale = quantized(weight)
+            state[name] = rows.float() * scale[:, None]
+    copy.load_state_dict(state)
     return copy
-
-
-def _as_stored(weight: Tensor) -> Tensor:
-    if weight.dim() == 1:
-        return weight
-    rows, scale = quantized(weight)
-    return rows.float() * scale[:, None]
 
 
 def write_draft(
@@ -74,13 +72,10 @@ def write_draft(
             tensors[name] = weight.float()
         else:
             tensors[name], tensors[name + SCALE] = quantized(weight)
-    save_atomically(tensors, {"format": "pt"}, folder / WEIGHTS)
-    write_json(folder / "config.json", _config(student, target, len(heads), tokenizer_hash(target_dir)))
-
-
-def _config(student: Llama, target: Target, head_vocab: int, tokenizer: str) -> dict[str, Any]:
+    with replacing(folder / WEIGHTS) as unfinished:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, unfinished, {"format": "pt"})
     copied = {name: target.config[name] for name in _COPIED if name in target.config}
-    return copied | {
+    config = copied | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": student.shape.layers,
@@ -88,27 +83,28 @@ def _config(student: Llama, target: Target, head_vocab: int, tokenizer: str) -> 
         "tie_word_embeddings": False,
         KEY: {
             "format": FORMAT,
-            "tokenizer_hash": tokenizer,
-            "head_vocab": head_vocab,
+            "tokenizer_hash": tokenizer_hash(target_dir),
+            "head_vocab": len(heads),
             "embeddings": TARGET,
             "embeddings_sha256": target.embedding_sha256(),
         },
     }
+    write_json(folder / "config.json", config)
 
 
-def read_draft(folder: Path, target: Target) -> tuple[Llama, NDArray[np.int64]]:
-    """Return a directory's draft of this target, and the tokens of its head. Raises InvalidField."""
+def read_draft(folder: Path, target: Target, option: str) -> tuple[Llama, NDArray[np.int64]]:
+    """Return a directory's draft of this target, and the tokens of its head. Raises InvalidField(option)."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         section, stored = config[KEY], load_file(folder / WEIGHTS)
         if section["embeddings"] == TARGET and section["embeddings_sha256"] != target.embedding_sha256():
-            raise InvalidField("against", f"{folder}: was trained for another target")
+            raise InvalidField(option, f"{folder}: was trained for another target")
         shape = replace(target.shape, layers=config["num_hidden_layers"], inner=config["intermediate_size"])
         heads = stored[HEAD_TOKENS].long()
         draft = Llama(shape, stored.get("model.embed_tokens.weight", target.embedding), len(heads))
         draft.load_state_dict({name: _widened(name, stored) for name in draft.state_dict()})
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InvalidField("against", f"{folder}: must be a draft of this target: {error!r}") from error
+        raise InvalidField(option, f"{folder}: must be a draft of this target: {error!r}") from error
     return draft, heads.numpy()
 
 
@@ -118,20 +114,19 @@ def _widened(name: str, stored: dict[str, Tensor]) -> Tensor:
     return weight if scale is None else weight * scale[:, None]
 
 
-def save_atomically(tensors: dict[str, Tensor], header: dict[str, str], path: Path) -> None:
-    """Write a safetensors file as a whole or not at all, even after a power cut."""
-    unfinished = path.with_suffix(".part")
-    save_file(
-        {name: value.detach().contiguous() for name, value in tensors.items()}, unfinished, metadata=header
-    )
-    unfinished.chmod(_READABLE)
-    with unfinished.open("rb") as file:
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+def begin_from(student: Llama, draft: Llama) -> None:
+    """Give the student the draft's weights; layers that the draft lacks add nothing at first.
 
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write indented JSON with a newline at the end, as a whole or not at all."""
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    Their outputs start at 0, so that the student proposes what the draft does (as residual branches start in
+    Fixup, Zhang et al., arXiv 1901.09321, section 3). Raises InvalidField if the draft does not fit.
+    """
+    weights = student.state_dict()
+    for name, weight in draft.state_dict().items():
+        if name not in weights or weights[name].shape != weight.shape:
+            raise InvalidField("start", f"{name} does not fit into {student.shape.layers} layers")
+        weights[name] = weight / SHARPENING if name == NORM else weight
+    for layer in range(draft.shape.layers, student.shape.layers):
+        for output in _OUTPUTS:
+            name = f"model.layers.{layer}.{output}"
+            weights[name] = torch.zeros_like(weights[name])
+    student.load_state_dict(weights)

@@ -11,17 +11,10 @@ from galley.core.errors import InvalidField
 
 # Options that do not change the result.
 _NOT_RECORDED = {"out", "work", "checkpoint_s", "named"}
-_UNBOUNDED = math.inf
-_BOUNDS = {
-    "layers": (1, _UNBOUNDED),
-    "head": (1, _UNBOUNDED),
-    "tokens": (1, _UNBOUNDED),
-    "batch": (1, _UNBOUNDED),
-    "answer": (1, _UNBOUNDED),
-    "evaluate_every": (1, _UNBOUNDED),
-    "threads": (1, _UNBOUNDED),
-    "self_prompts": (0, _UNBOUNDED),
-    "seed": (0, _UNBOUNDED),
+_POSITIVE = ("layers", "head", "tokens", "batch", "answer", "evaluate_every", "threads")
+_BOUNDS = dict.fromkeys(_POSITIVE, (1, math.inf)) | {
+    "self_prompts": (0, math.inf),
+    "seed": (0, math.inf),
     "hardness": (0, 1),
     "scored": (0, 1),
     "held_out_share": (0.001, 0.5),
@@ -69,10 +62,7 @@ class Options:
     def check(self) -> None:
         """Raise InvalidField, naming it, for a value out of its bounds."""
         if bool(self.corpus) == bool(self.prompts or self.self_prompts):
-            raise InvalidField(
-                "prompts",
-                "give prompts (or --self-prompts) or a corpus, not both",
-            )
+            raise InvalidField("prompts", "give prompts (or --self-prompts) or a corpus, not both")
         if self.held_out is not None and not self.corpus:
             raise InvalidField("held_out", "requires --corpus")
         for name, (low, high) in _BOUNDS.items():

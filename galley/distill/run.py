@@ -10,31 +10,23 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from galley.core.errors import InvalidField
 from galley.distill.data.corpus import Corpus
 from galley.distill.data.labels import Labels, hard_labels, head_rows, head_tokens, score, with_scored
-from galley.distill.data.lines import kept_lines
 from galley.distill.data.material import gather
-from galley.distill.export import as_stored, read_draft, sharpened, write_draft
+from galley.distill.export import as_stored, begin_from, read_draft, sharpened, write_draft
 from galley.distill.options import Options
-from galley.distill.origin import claim, origin_of
 from galley.distill.record import write_record
-from galley.distill.reports import Reports
-from galley.distill.training.checkpoint import load_checkpoint, save_checkpoint
-from galley.distill.training.evaluation import Acceptance, as_table, evaluate, reference_of
-from galley.distill.training.growing import begin_from
+from galley.distill.training.evaluation import Acceptance, Reports, as_table, evaluate, reference_of
 from galley.distill.training.student import Llama
 from galley.distill.training.teacher import Target, read_target
 from galley.distill.training.training import Progress, Schedule, Training
-
-_CURVE = "curve.jsonl"
+from galley.distill.work import CHECKPOINT, CURVE, claim, kept_lines, origin_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +67,8 @@ def distil(options: Options, reports: Reports) -> Distilled:
     torch.set_num_threads(options.threads)
     target = read_target(options.target)
     target.refuse_layers(options.layers)
-    present = None if options.against is None else read_draft(options.against, target)
-    start = None if options.start is None else _read_start(options.start, target)
+    present = None if options.against is None else read_draft(options.against, target, "against")
+    start = None if options.start is None else read_draft(options.start, target, "start")
     origin = origin_of(options, target)
     options.work.mkdir(parents=True, exist_ok=True)
     claim(options.work, origin)
@@ -94,16 +86,11 @@ def distil(options: Options, reports: Reports) -> Distilled:
     acceptance = measure(as_stored(draft), heads)
     against = None if present is None else measure(*present)
     write_draft(options.out, draft, target, heads, options.target)
-    curve = _points(options)
+    # Of points measured twice the last counts.
+    points = {point["seen"]: point for point in kept_lines(options.work / CURVE)}
+    curve = [point for _, point in sorted(points.items())]
     write_record(options, training.progress, (train, held_out), acceptance, against)
     return Distilled(acceptance, against, curve)
-
-
-def _read_start(folder: Path, target: Target) -> tuple[Llama, NDArray[np.int64]]:
-    try:
-        return read_draft(folder, target)
-    except InvalidField as fault:
-        raise InvalidField("start", fault.problem) from fault
 
 
 def _labelled(job: _Job) -> Labels:
@@ -120,7 +107,7 @@ def _labelled(job: _Job) -> Labels:
     job.reports.stage("labels", len(chosen))
     shards = options.work / "labels"
     score(train, chosen, job.target.whole(job.dtype), job.heads, shards, job.reports.done)
-    return with_scored(labels, shards)[0]
+    return with_scored(labels, shards)
 
 
 def _measurer(job: _Job) -> Callable[[Llama, NDArray[np.int64]], dict[str, Acceptance]]:
@@ -141,42 +128,26 @@ def _trained(
         options.tokens, options.batch, options.rate, hardness=options.hardness, seed=options.seed
     )
     training = Training(student, schedule, job.dtype)
-    path = options.work / "checkpoint.safetensors"
-    kept_lines(options.work / _CURVE)  # drops a line cut off by a kill
+    path = options.work / CHECKPOINT
+    kept_lines(options.work / CURVE)  # drops a line cut off by a kill
     if path.exists():
-        load_checkpoint(training, job.about, path)
+        training.load(path, job.about)
     job.reports.stage("training", options.tokens)
     stored_at = time.monotonic()
 
     def report(now: Progress) -> None:
         nonlocal stored_at
         job.reports.done(now.seen, f"loss {now.loss:.3f}")
-        last = now.seen >= options.tokens
-        if last or _crossed(now, options.evaluate_every):
+        every = options.evaluate_every
+        if now.seen >= options.tokens or now.seen // every > (now.seen - now.batch_rows) // every:
             acceptance = measure(training.student, job.heads)
             job.reports.measured(now.seen, acceptance)
-            _note(options, now, acceptance)
+            with (options.work / CURVE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"seen": now.seen, "acceptance": as_table(acceptance)}) + "\n")
         elif time.monotonic() - stored_at < options.checkpoint_s:
             return
-        save_checkpoint(training, job.about, path)
+        training.save(path, job.about)
         stored_at = time.monotonic()
 
     training.run(job.train, labels, report)
     return training
-
-
-def _crossed(now: Progress, every: int) -> bool:
-    """Return True if the last step passed a multiple of `every` answer tokens."""
-    return now.seen // every > (now.seen - now.batch_rows) // every
-
-
-def _note(options: Options, now: Progress, acceptance: dict[str, Acceptance]) -> None:
-    """Append a point to the curve; a point measured twice counts once when read."""
-    with (options.work / _CURVE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"seen": now.seen, "acceptance": as_table(acceptance)}) + "\n")
-
-
-def _points(options: Options) -> list[dict[str, Any]]:
-    """Return the points measured, by rising `seen`; of those measured twice the last."""
-    points = {point["seen"]: point for point in kept_lines(options.work / _CURVE)}
-    return [point for _, point in sorted(points.items())]

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from galley.core.errors import InvalidField
+from galley.distill.work import replacing
 
 _ARRAYS = ("ids", "offsets", "prompt_len", "workload", "workload_names", "temperature")
 # Kinds of numpy types; integers for all others.
 _KINDS = {"workload_names": "U", "temperature": "fiu"}
 # Errors of numpy, zipfile and zlib for a damaged file or one of another kind.
 _UNREADABLE = (OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error)
+
+
+class Conversation(NamedTuple):
+    """A prompt and the target's answer to it, end to end; `temperature` is that of the answer."""
+
+    tokens: Sequence[int] | NDArray[np.int64]
+    prompt_len: int
+    workload: str
+    temperature: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,15 @@ class Corpus:
 
     def __len__(self) -> int:
         return len(self.prompt_len)
+
+    def __getitem__(self, index: int) -> Conversation:
+        workload = self.workload_names[self.workload[index]]
+        return Conversation(
+            self.tokens(index), int(self.prompt_len[index]), workload, float(self.temperature[index])
+        )
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return (self[index] for index in range(len(self)))
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -105,49 +124,33 @@ def _refuse_broken(corpus: Corpus, path: Path) -> None:
         raise InvalidField("corpus", f"{path}: workloads must be in workload_names")
 
 
-def taken(corpus: Corpus, chosen: NDArray[np.int64]) -> Corpus:
-    """Return some of the conversations, in the order of `chosen`."""
+def corpus_of(conversations: Sequence[Conversation]) -> Corpus:
+    """Return the corpus of these conversations."""
+    tokens, prompt_len, workloads, temperature = zip(*conversations, strict=True)
+    names = tuple(sorted(set(workloads)))
+    index = {name: place for place, name in enumerate(names)}
     return Corpus(
-        ids=np.concatenate([corpus.tokens(int(place)) for place in chosen]),
-        offsets=np.concatenate([[0], np.cumsum(corpus.lengths[chosen])]),
-        prompt_len=corpus.prompt_len[chosen],
-        workload=corpus.workload[chosen],
-        workload_names=corpus.workload_names,
-        temperature=corpus.temperature[chosen],
-    )
-
-
-def joined(parts: Sequence[Corpus]) -> Corpus:
-    """Return corpora one after the other; workloads of one name become one."""
-    names = tuple(dict.fromkeys(name for part in parts for name in part.workload_names))
-    lengths = np.concatenate([part.lengths for part in parts])
-    return Corpus(
-        ids=np.concatenate([part.ids for part in parts]),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        prompt_len=np.concatenate([part.prompt_len for part in parts]),
-        workload=np.concatenate([_renamed(part, names) for part in parts]),
+        ids=np.concatenate([np.asarray(one, np.int64) for one in tokens]),
+        offsets=np.cumsum([0, *map(len, tokens)]),
+        prompt_len=np.array(prompt_len),
+        workload=np.array([index[name] for name in workloads]),
         workload_names=names,
-        temperature=np.concatenate([part.temperature for part in parts]),
+        temperature=np.array(temperature, np.float32),
     )
-
-
-def _renamed(part: Corpus, names: tuple[str, ...]) -> NDArray[np.int64]:
-    return np.array([names.index(name) for name in part.workload_names])[part.workload]
 
 
 def write_corpus(corpus: Corpus, path: Path) -> None:
     """Store a corpus as npz, whole or not at all."""
-    unfinished = path.with_suffix(".part.npz")
-    np.savez_compressed(
-        unfinished,
-        ids=_narrow(corpus.ids),
-        offsets=corpus.offsets,
-        prompt_len=corpus.prompt_len.astype(np.uint32),
-        workload=_narrow(corpus.workload),
-        workload_names=np.array(corpus.workload_names),
-        temperature=corpus.temperature,
-    )
-    unfinished.replace(path)
+    with replacing(path) as unfinished, unfinished.open("wb") as file:
+        np.savez_compressed(
+            file,
+            ids=_narrow(corpus.ids),
+            offsets=corpus.offsets,
+            prompt_len=corpus.prompt_len.astype(np.uint32),
+            workload=_narrow(corpus.workload),
+            workload_names=np.array(corpus.workload_names),
+            temperature=corpus.temperature,
+        )
 
 
 def _narrow(numbers: NDArray[np.int64]) -> NDArray[Any]:

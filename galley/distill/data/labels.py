@@ -18,6 +18,7 @@ from torch import Tensor
 from galley.distill.data.corpus import Corpus
 from galley.distill.training.batches import batch_of, grouped
 from galley.distill.training.student import Llama
+from galley.distill.work import replacing
 
 LABELS = 16
 _BUDGET, _SHARD_GROUPS = 4096, 32
@@ -83,7 +84,9 @@ def score(
         path = shards / f"labels-{number:05d}.npz"
         if not path.exists():
             scored = [_score_group(corpus, group, target, head) for group in part]
-            _store(path, [np.concatenate(arrays) for arrays in zip(*scored, strict=True)])
+            places, ids, probs = (np.concatenate(arrays) for arrays in zip(*scored, strict=True))
+            with replacing(path) as unfinished, unfinished.open("wb") as file:
+                np.savez(file, places=places, ids=ids, probs=probs)
         done += sum(map(len, part))
         report(done)
 
@@ -101,25 +104,16 @@ def _score_group(
     return batch.places, likely.indices.numpy().astype(np.int32), probs.numpy().astype(np.float16)
 
 
-def _store(path: Path, arrays: list[NDArray[np.generic]]) -> None:
-    unfinished = path.with_suffix(".part")
-    with unfinished.open("wb") as file:
-        np.savez(file, places=arrays[0], ids=arrays[1], probs=arrays[2])
-    unfinished.replace(path)
-
-
-def with_scored(labels: Labels, shards: Path) -> tuple[Labels, int]:
-    """Return the labels with those of the shards in place, and how many there were.
+def with_scored(labels: Labels, shards: Path) -> Labels:
+    """Return the labels with those of the shards in place.
 
     Where the corpus's own token lies outside the head there is no label: the draft cannot propose it.
     """
     ids, probs = labels.ids.copy(), labels.probs.copy()
-    count = 0
     for path in sorted(shards.glob("labels-*.npz")):
         with np.load(path, allow_pickle=False) as stored:
             places = stored["places"]
             inside = probs[places, :1] > 0
             width = stored["ids"].shape[1]
             ids[places, :width], probs[places, :width] = stored["ids"], stored["probs"] * inside
-            count += len(places)
-    return Labels(ids, probs), count
+    return Labels(ids, probs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -52,6 +52,19 @@ class Acceptance:
     accepted_per_round: float
     any_greedy: float
     sampled: float
+
+
+class Reports(Protocol):
+    """Receives progress, on the thread that works: the command prints it, tests collect it."""
+
+    def stage(self, name: str, total: int) -> None:
+        """Begin a stage of `total` units."""
+
+    def done(self, units: int, note: str = "") -> None:
+        """Set how many units of the stage are done."""
+
+    def measured(self, seen: int, acceptance: dict[str, Acceptance]) -> None:
+        """Report the acceptance after `seen` answer tokens."""
 
 
 @torch.inference_mode()

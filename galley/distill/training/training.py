@@ -1,20 +1,24 @@
-"""The training loop: batches, loss, AdamW, and progress from which it continues as if never stopped."""
+"""The training loop: batches, loss, AdamW, and checkpoints from which it continues as if never stopped."""
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from galley.core.errors import InvalidField
 from galley.distill.data.corpus import Corpus
 from galley.distill.data.labels import Labels
 from galley.distill.training.batches import Batch, batches
-from galley.distill.training.loss import distilled
 from galley.distill.training.student import Llama
+from galley.distill.work import refuse_other, replacing
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +55,6 @@ class Progress:
     batch_rows: int = 0
     loss: float = 0.0
     train_s: float = 0.0
-
-    def as_dict(self) -> dict[str, float]:
-        """Return every field by its name."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class Training:
@@ -98,18 +98,63 @@ class Training:
             if self.progress.seen >= schedule.answer_tokens:
                 return
 
+    def save(self, path: Path, about: dict[str, Any]) -> None:
+        """Store a checkpoint; `about` is what a continued run must agree on."""
+        state = {"weights": self.student.state_dict(), "optimizer": self.optimizer.state_dict()}
+        with replacing(path) as unfinished:
+            torch.save({"about": about, "progress": asdict(self.progress), **state}, unfinished)
+
+    def load(self, path: Path, about: dict[str, Any]) -> None:
+        """Continue from a checkpoint. Raises InvalidField if it cannot be read or belongs to another run."""
+        try:
+            stored = torch.load(path, weights_only=True)
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise InvalidField("work", f"{path}: cannot be read: {error}") from error
+        refuse_other(stored["about"], about, path)
+        self.student.load_state_dict(stored["weights"])
+        self.optimizer.load_state_dict(stored["optimizer"])
+        self.progress = Progress(**stored["progress"])
+
     def _step(self, batch: Batch, labels: Labels) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate_at(self.progress.step, self.progress.seen)
         ids, probs = labels.at(batch.places, self.schedule.hardness)
-        loss = self._loss(batch, ids, probs)
+        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+            states = self.student.states(batch.tokens, batch.rows)
+        loss = distilled(states.to(self._dtype), self.student.lm_head.weight, ids, probs)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch has none
         clip_grad_norm_(self.student.parameters(), self.schedule.clip)
         self.optimizer.step()
         return loss.item()
 
-    def _loss(self, batch: Batch, ids: Tensor, probs: Tensor) -> Tensor:
-        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
-            states = self.student.states(batch.tokens, batch.rows)
-        return distilled(states.to(self._dtype), self.student.lm_head.weight, ids, probs)
+
+class _Distilled(torch.autograd.Function):
+    """Computes both gradients in forward: the logits of a large head are read once, not four times."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, head: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+        narrow = head.to(states.dtype)
+        logits = (states @ narrow.T).float()  # [rows, head]
+        log_z = torch.logsumexp(logits, -1, keepdim=True)
+        loss = (probs * (log_z - logits.gather(1, ids))).sum() / len(states)
+        push = logits.sub_(log_z).exp_().mul_(probs.sum(1, keepdim=True))  # towards q, away from p
+        push.scatter_add_(1, ids, -probs)
+        push = push.div_(len(states)).to(states.dtype)
+        ctx.save_for_backward(push @ narrow, (push.T @ states).to(head.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        states, head = ctx.saved_tensors
+        return states * grads[0].to(states.dtype), head * grads[0], None, None
+
+
+def distilled(states: Tensor, head: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+    """Return the mean over rows of -sum p log q: the draft's q against the target's p, up to p's entropy.
+
+    states [rows, hidden]; head [head_rows, hidden]; ids [rows, labels] rows of the head; probs [rows,
+    labels] their probabilities in the target, 0 for no label. (Hinton et al., arXiv 1503.02531.)
+    """
+    loss: Tensor = _Distilled.apply(states, head, ids, probs)  # type: ignore[no-untyped-call]  # torch has none
+    return loss

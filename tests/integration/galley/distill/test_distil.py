@@ -15,10 +15,9 @@ from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.core.errors import InvalidField
 from galley.distill.data.corpus import read_corpus
 from galley.distill.data.labels import head_tokens
-from galley.distill.export import SHARPENING, read_draft, write_draft
+from galley.distill.export import SHARPENING, begin_from, read_draft, write_draft
 from galley.distill.options import Options
 from galley.distill.run import Distilled, distil
-from galley.distill.training.growing import begin_from
 from galley.distill.training.teacher import read_target
 from galley.engine.batch import Rows
 from galley.engine.load.draft_directory import HEAD_TOKENS, KEY, SCALE
@@ -57,7 +56,7 @@ def test_the_draft_agrees_with_its_target_more_than_an_untrained_one(
     options: Options, distilled: Distilled, tmp_path: Path
 ) -> None:
     target = read_target(options.target)
-    heads = read_draft(options.out, target)[1]
+    heads = read_draft(options.out, target, "start")[1]
     write_draft(tmp_path, target.student(1, torch.from_numpy(heads)), target, heads, options.target)
     compared = distil(replace(options, against=tmp_path), Collected())
     assert compared.acceptance == distilled.acceptance
@@ -98,7 +97,7 @@ def test_the_engine_loads_what_was_written(options: Options) -> None:
     assert loaded.info.vocab_size == VOCAB
     tokens = [3, 70, 12, 9, 55]
     theirs = loaded.forward([Rows(loaded.new_cache(), tokens, len(tokens))])[0]  # [rows, vocab]
-    draft, heads_read = read_draft(options.out, read_target(options.target))
+    draft, heads_read = read_draft(options.out, read_target(options.target), "start")
     with torch.inference_mode():
         ours = draft.lm_head(draft.states(torch.tensor([tokens]), torch.arange(len(tokens))))
     # The engine rounds the inputs of a product to int8 as well.
@@ -171,7 +170,7 @@ def test_training_goes_on_from_a_draft_with_a_layer_more(options: Options, disti
 
 def test_a_layer_more_changes_nothing_at_first(options: Options, distilled: Distilled) -> None:
     target = read_target(options.target)
-    draft, heads = read_draft(options.out, target)
+    draft, heads = read_draft(options.out, target, "start")
     student = target.student(2, torch.from_numpy(heads))
     begin_from(student, draft)
     tokens, rows = torch.arange(2, 12)[None], torch.arange(10)

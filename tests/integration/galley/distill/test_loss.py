@@ -12,7 +12,7 @@ from torch.nn.functional import log_softmax
 from galley.distill.data.labels import Labels
 from galley.distill.export import quantized
 from galley.distill.training.batches import epoch_groups
-from galley.distill.training.loss import distilled
+from galley.distill.training.training import distilled
 
 _FEW = settings(derandomize=True, max_examples=20)
 

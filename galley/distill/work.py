@@ -1,26 +1,26 @@
-"""Record what a run's folder was made with, so that results of other options are not reused."""
+"""The folder of a run: what it was made with, and files that are replaced as a whole."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
 from galley.core.errors import InvalidField
-from galley.distill.export import write_json
 from galley.distill.options import Options
 from galley.distill.training.teacher import Target
 from galley.engine.load.draft_directory import WEIGHTS
 
 ORIGIN = "about.json"
+CHECKPOINT, CURVE = "checkpoint.pt", "curve.jsonl"
 # Options that may change when a run continues.
 _MAY_DIFFER = {"against", "evaluate_every", "threads"}
-_RESULTS = (
-    "answers.jsonl", "prompts.jsonl", "train.npz", "heldout.npz", "labels", "checkpoint.safetensors",
-    "curve.jsonl",
-)  # fmt: skip
+_RESULTS = ("answers.jsonl", "prompts.jsonl", "train.npz", "heldout.npz", "labels", CHECKPOINT, CURVE)
+_READABLE = 0o644
 
 
 def origin_of(options: Options, target: Target) -> dict[str, Any]:
@@ -56,20 +56,14 @@ def claim(work: Path, origin: dict[str, Any]) -> None:
     A folder without results may be claimed again: a run whose prompts were refused left nothing.
     """
     path = work / ORIGIN
-    if any((work / name).exists() for name in _RESULTS):
-        refuse_other(_read(path), origin, path)
-    else:
+    if not any((work / name).exists() for name in _RESULTS):
         write_json(path, origin)
-
-
-def _read(path: Path) -> dict[str, Any]:
+        return
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidField("work", f"{path.parent}: the record of its run cannot be read: {error}") from error
-    if not isinstance(record, dict):
-        raise InvalidField("work", f"{path}: must hold a JSON object")
-    return record
+        record = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidField("work", f"{work}: the record of its run cannot be read: {error}") from error
+    refuse_other(record, origin, path)
 
 
 def refuse_other(record: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
@@ -78,3 +72,37 @@ def refuse_other(record: dict[str, Any], expected: dict[str, Any], path: Path) -
     if other:
         was = ", ".join(f"{name} was {record.get(name)!r}" for name in other)
         raise InvalidField("work", f"{path}: belongs to another run: {was}")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which then replaces `path`: as a whole or not at all, even in a power cut."""
+    unfinished = path.with_suffix(".part")
+    yield unfinished
+    unfinished.chmod(_READABLE)
+    with unfinished.open("rb") as file:
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write indented JSON with a newline at the end."""
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def kept_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a JSONL file, none if it does not exist; a last line that a kill cut is removed.
+
+    Raises InvalidField if a line cannot be read.
+    """
+    if not path.exists():
+        return []
+    text = path.read_bytes()
+    end = text.rfind(b"\n") + 1
+    if end < len(text):
+        os.truncate(path, end)
+    try:
+        return [json.loads(line) for line in text[:end].split(b"\n")[:-1]]
+    except ValueError as error:
+        raise InvalidField("work", f"{path}: a line cannot be read: {error}") from error
