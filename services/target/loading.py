@@ -10,6 +10,7 @@ from galley.engine.parallel.ranks import ALONE, Ranks
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
+    from galley.engine.model import CausalModel
     from services.target.engine.paged import PagedEngine
 
 _LOG = get_logger(__name__)
@@ -23,20 +24,10 @@ def load_engine(settings: TargetSettings) -> PagedEngine:
     reduces the window that the replica offers; a warning is logged.
     """
     limit_threads(settings.threads)
-    # Late, so that --help needs no torch.
-    from galley.engine.fingerprint import fingerprint  # noqa: PLC0415
-    from galley.engine.serving import load_model  # noqa: PLC0415
-    from services.target.engine.paged import PagedEngine  # noqa: PLC0415
+    from services.target.engine.paged import PagedEngine  # noqa: PLC0415  # imports torch
 
-    model = load_model(
-        settings.model,
-        dtype=settings.dtype,
-        device=settings.device,
-        threads=settings.threads,
-        kv_blocks=kv_blocks(settings),
-        invariant=settings.invariant,
-    )
-    engine = PagedEngine(model, fingerprint(model))
+    model, build = load_shard(settings, kv_blocks(settings))
+    engine = PagedEngine(model, build)
     if engine.info.context_window < model.info.context_window:
         _LOG.warning(
             "context window reduced",
@@ -45,6 +36,27 @@ def load_engine(settings: TargetSettings) -> PagedEngine:
             model_context_window=model.info.context_window,
         )
     return engine
+
+
+def load_shard(settings: TargetSettings, blocks: int, ranks: Ranks = ALONE) -> tuple[CausalModel, str]:
+    """Load the model, or one rank's shard; return it and the fingerprint of the build.
+
+    All ranks call it at once, since loading probes the model. Raises UnsupportedModel.
+    """
+    # Late, so that --help and Ray's controller need no torch.
+    from galley.engine.fingerprint import fingerprint  # noqa: PLC0415
+    from galley.engine.serving import load_model  # noqa: PLC0415
+
+    model = load_model(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        threads=settings.threads,
+        kv_blocks=blocks,
+        ranks=ranks,
+        invariant=settings.invariant,
+    )
+    return model, fingerprint(model)
 
 
 def refuse_model(settings: TargetSettings) -> None:

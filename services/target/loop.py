@@ -63,7 +63,7 @@ class StepLoop:
         self._engine = engine
         self._scheduler = scheduler
         self._batches = BatchSpans(spans)
-        self._meter = meter or StepMeter()
+        self._meter = meter
         self._tickets: dict[int, Ticket] = {}
         self._changed = asyncio.Event()
         self._arrived = asyncio.Event()
@@ -180,7 +180,7 @@ class StepLoop:
         try:
             took_ns, queue_times_ns = await self._run_step(plan, batch), self._scheduler.queue_times_ns
             confirmed = self._deliver()
-            if took_ns is not None:
+            if took_ns is not None and self._meter is not None:
                 self._meter.count(plan, confirmed, took_ns, queue_times_ns)
         finally:
             if batch is not None:

@@ -14,16 +14,6 @@ _SECOND = 1e9
 
 
 class StepMeter:
-    """Receives each step's counts; this one ignores them."""
-
-    def count(self, plan: StepPlan, confirmed: int, duration_ns: int, queue_times_ns: Sequence[int]) -> None:
-        """Count a step that confirmed `confirmed` tokens in `duration_ns`.
-
-        `queue_times_ns` are those of the requests that started in it.
-        """
-
-
-class CountingStepMeter(StepMeter):
     """Count steps in a registry, which reads the scheduler's and the table's own counts when scraped."""
 
     def __init__(self, registry: Registry, scheduler: Scheduler, table: KvTable) -> None:
@@ -46,7 +36,10 @@ class CountingStepMeter(StepMeter):
         registry.observe(catalogue.OUT_OF_BLOCKS, lambda: [((), counts.out_of_blocks)])
 
     def count(self, plan: StepPlan, confirmed: int, duration_ns: int, queue_times_ns: Sequence[int]) -> None:
-        """Count a step in the registry."""
+        """Count a step that confirmed `confirmed` tokens in `duration_ns`.
+
+        `queue_times_ns` are those of the requests that started in it.
+        """
         rows, logit_rows = plan.rows, sum(chunk.want_logits for chunk in plan.chunks)
         sampled_chunks = sum(chunk.want_logits > 0 for chunk in plan.chunks)
         self._sessions.observe(len(plan.chunks))

@@ -6,11 +6,12 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 from galley.common.metrics.registry import Registry
+from galley.common.registry.leases import target_lease
 from galley.common.server.requests import failure_status, respond_all, respond_stream
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.wire.codec import check_token_ids, logprobs_message, read_slice
@@ -19,14 +20,14 @@ from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError, InvalidField, Unimplemented
 from galley.core.hints import MAX_HINT_TOKENS, Hint
 from galley.core.kv.table import KvTable
+from galley.core.routing.choice import TargetLease
 from galley.core.scheduler.messages import Confirmed, Extend, Outcome, Superseded, VerifyRequest
 from galley.core.scheduler.scheduler import MAX_ROWS, Scheduler
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import EngineInfo, TargetEngine
 from services.target.loop import StepLoop, Ticket
-from services.target.metrics import CountingStepMeter, StepMeter
-from services.target.registration import Facts
+from services.target.metrics import StepMeter
 from services.target.spans import VerifySpan
 
 _Tickets: TypeAlias = dict[tuple[str, int], Ticket]
@@ -81,9 +82,7 @@ class TargetService(rpc.TargetServicer):
             max_waiting=limits.max_waiting,
             max_linger_ns=round(limits.max_linger_ms * 1e6),
         )
-        meter = StepMeter()
-        if metrics is not None:
-            meter = CountingStepMeter(metrics, self._scheduler, self._table)
+        meter = None if metrics is None else StepMeter(metrics, self._scheduler, self._table)
         self._loop = StepLoop(engine, self._scheduler, spans, meter)
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:  # noqa: ARG002
@@ -110,11 +109,11 @@ class TargetService(rpc.TargetServicer):
         context: Any,  # noqa: ARG002
     ) -> pb.GetTargetInfoResponse:
         """Return what this target serves, its incarnation and its load."""
-        return self._describe()
+        return self.describe()
 
-    def facts(self) -> Facts:
-        """Return the facts for the lease of this replica."""
-        return Facts(self._describe(), self._table.cached_prefixes(_MAX_CACHED_PREFIXES))
+    def lease(self, address: str) -> TargetLease:
+        """Return the lease of this replica; `address` is where gateways reach it."""
+        return target_lease(address, self.describe(), self._table.cached_prefixes(_MAX_CACHED_PREFIXES))
 
     async def quiet(self) -> None:
         """Return once the live sessions have ended on their own."""
@@ -177,23 +176,14 @@ class TargetService(rpc.TargetServicer):
         else:
             self._loop.extend(ticket, extension)
 
-    def _describe(self) -> pb.GetTargetInfoResponse:
-        info = self._engine.info
+    def describe(self) -> pb.GetTargetInfoResponse:
+        """Return what this target serves, its incarnation and its load."""
+        facts = asdict(self._engine.info)
         return pb.GetTargetInfoResponse(
-            model=info.model,
-            tokenizer_hash=info.tokenizer_hash,
-            context_window=info.context_window,
-            vocab_size=info.vocab_size,
-            eos_token_ids=info.eos_token_ids,
-            fingerprint=info.fingerprint,
-            deterministic=info.deterministic,
+            kv_blocks_total=facts.pop("kv_blocks"),
+            **facts,
             incarnation=self._incarnation,
             max_draft_tokens=self._max_draft_tokens,
-            dtype=info.dtype,
-            device=info.device,
-            ranks=info.ranks,
-            kv_block_tokens=info.kv_block_tokens,
-            kv_blocks_total=self._table.total,
             kv_blocks_free=self._table.free,
             queue_depth=self._scheduler.queue_depth,
             row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in self._times.points],

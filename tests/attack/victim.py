@@ -183,7 +183,7 @@ class Victim:
             "connections": self._connections(process),
             "threads": threading.active_count(),
             "sessions": self._sessions,
-            "items": self._target.facts().info.queue_depth,
+            "items": self._target.describe().queue_depth,
             "errors": self._errors.lines,
             "logged": os.fstat(2).st_size,
         }

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, target_lease
+from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
 from galley.common.registry.registration import Registration
 from galley.core.cost.model import StepTimes
 from galley.core.records import PositionLogprobs
 from galley.core.step import Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.drafter import Drafter
-from services.draft.servicer import DraftInfo, DraftService
+from services.draft.servicer import DraftService
 from services.draft.strategies.base import DraftJob, Proposal
 from services.target.engine.protocol import EngineInfo
 from services.target.servicer import Limits, TargetService
@@ -147,16 +149,13 @@ class SimTarget:
             self.engine, PASS_TIMES, None, Limits(max_draft_tokens=MOST_DRAFT_TOKENS, max_linger_ms=5.0)
         )
         registry: Any = SimRegistry(world.redis, process)
-        self.registration = Registration(registry, TARGET_POOL, self._lease, LEASE_S / 3)
+        lease = partial(self.service.lease, self.address)
+        self.registration = Registration(registry, TARGET_POOL, lease, LEASE_S / 3)
         world.servers[self.address] = Server(process, self.service)
 
     async def drain(self) -> None:
         await self.registration.drain()
         await self.service.drain()
-
-    def _lease(self) -> Any:
-        facts = self.service.facts()
-        return target_lease(self.address, facts.info, facts.cached_prefixes)
 
 
 class SimDraft:
@@ -177,7 +176,13 @@ class SimDraft:
     def _start(self) -> None:
         world, process = self._world, self.process
         drafter = Drafter({"sim": HalfRight(self.failing)}, max_sessions=64, max_tokens=65536, max_batch=16)
-        info = DraftInfo("", TOKENIZER, ("sim",), "sim", MOST_DRAFT_TOKENS, VOCAB)
+        info = pb.GetDraftInfoResponse(
+            tokenizer_hash=TOKENIZER,
+            strategies=["sim"],
+            default_strategy="sim",
+            max_draft_tokens=MOST_DRAFT_TOKENS,
+            vocab_size=VOCAB,
+        )
         self.service = _NotedDraft(drafter, info, None, max_waiting=64)
         self.service.world = world
         registry: Any = SimRegistry(world.redis, process)

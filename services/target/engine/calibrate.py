@@ -31,11 +31,12 @@ def measure(engine: TargetEngine, clock: Callable[[], int] = time.perf_counter_n
     out, as are those whose sessions the KV pool does not hold: the curve continues with its last slope.
     """
     info = engine.info
-    engine.run(_plan(info, 1) or _least(info))  # the first step compiles and allocates
+    least = _plan(info, 1) or StepPlan((_chunk(info, min(1, info.context_window - 1), 1, range(1)),))
+    engine.run(least)  # the first step compiles and allocates
     start = clock()
     points: list[tuple[int, int]] = []
     for rows in ROWS:
-        plan = _plan(info, rows) or (_least(info) if rows == 1 else None)
+        plan = least if rows == 1 else _plan(info, rows)
         if plan is None or clock() - start > _ENOUGH_NS:
             break
         points.append((rows, _best_ns(engine, plan, clock, start + _SOON_NS)))
@@ -68,11 +69,6 @@ def _plan(info: EngineInfo, rows: int) -> StepPlan | None:
             for i in range(sessions)
         )
     )
-
-
-def _least(info: EngineInfo) -> StepPlan:
-    """Return a step of one row after one token."""
-    return StepPlan((_chunk(info, min(1, info.context_window - 1), 1, range(1)),))
 
 
 def _chunk(info: EngineInfo, start: int, rows: int, blocks: range) -> StepChunk:

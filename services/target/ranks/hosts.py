@@ -19,7 +19,7 @@ from galley.common.logs import get_logger, start_logging
 from galley.common.server.lifecycle import run_unless
 from galley.common.server.process import limit_threads
 from galley.core.errors import Unavailable
-from services.target.ranks.rank import spec_of, start_followers
+from services.target.ranks.rank import start_followers
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
@@ -72,20 +72,18 @@ async def _run_host(settings: TargetSettings) -> None:
         loop.add_signal_handler(number, stopped.set)
     if await run_unless(stopped, _sign_in(settings)) is None:
         return
-    spec = spec_of(settings, settings.tensor_parallel)
-    ranks = await start_followers(settings, spec, settings.ranks_address)
+    ranks = await start_followers(settings, settings.ranks_address)
     _LOG.info("ranks started", host=settings.host_index, ranks=len(ranks))
-    watched = asyncio.create_task(_first_loss(ranks))
+    watched = asyncio.create_task(_has_lost_rank(ranks))
     stop = asyncio.create_task(stopped.wait())
     await asyncio.wait({watched, stop}, return_when=asyncio.FIRST_COMPLETED)
     if not watched.done():
         # Host 0 is stopped too and serves on while it drains; then it stops the ranks here.
         _LOG.info("waiting for host 0 to drain", host=settings.host_index)
     stop.cancel()
-    lost = await watched
-    if lost:
+    if await watched:
         await end_ranks(ranks, 0)
-        raise Unavailable(f"{lost} of this host's ranks failed")
+        raise Unavailable("a rank of this host failed")
 
 
 async def _sign_in(settings: TargetSettings) -> bool:
@@ -137,16 +135,12 @@ async def _until_set(store: Any, names: Sequence[str], settings: TargetSettings,
             await asyncio.sleep(_POLL_S)
 
 
-async def _first_loss(ranks: Sequence[asyncio.subprocess.Process]) -> int:
-    """Return how many ranks have failed, once one has failed or all have ended."""
-    pending = {asyncio.create_task(rank.wait()) for rank in ranks}
-    failed = 0
-    while pending and not failed:
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        failed = sum(task.result() != 0 for task in done)
-    for task in pending:
-        task.cancel()
-    return failed
+async def _has_lost_rank(ranks: Sequence[asyncio.subprocess.Process]) -> bool:
+    """Return True once a rank has failed, False if all have ended well."""
+    for code in asyncio.as_completed([rank.wait() for rank in ranks]):
+        if await code != 0:
+            return True
+    return False
 
 
 async def end_ranks(ranks: Sequence[asyncio.subprocess.Process], grace_s: float) -> None:

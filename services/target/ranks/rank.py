@@ -1,6 +1,7 @@
-"""One rank of a sharded target: its specification, how it loads, and the process of a rank other than 0.
+"""One rank of a sharded target: how it loads, and the process of a rank other than 0.
 
-`python -m services.target.ranks.rank ARGUMENTS` runs such a rank; it exits 1 when another rank is lost.
+`python -m services.target.ranks.rank RANK ADDRESS SETTINGS` runs such a rank; it exits 1 when another rank
+is lost.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ import asyncio
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 from galley.common.logs import get_logger, start_logging
 from galley.common.server.process import die_with_parent, limit_threads
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core.errors import GalleyError
+from services.target.loading import load_shard
 from services.target.settings import TargetSettings
 from services.target.spans import record_rank
 
@@ -33,123 +35,84 @@ _LOG = get_logger(__name__)
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """The values that all ranks of a replica share; `model` is a directory, or resolves to one."""
-
-    model: str
-    dtype: str
-    device: str
-    threads: int
-    size: int
-    invariant: bool = False
-    # Longest wait for another rank while they load: hosts read files and compile kernels at their own pace.
-    load_timeout_s: float = 600.0
-    # Longest wait when they meet, and in a step.
-    timeout_s: float = 30.0
+# Longest wait when ranks meet, and in a step.
+STEP_TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class RankArguments:
-    """The arguments of a rank's process; a command line is public, so they hold no secrets."""
-
-    spec: RankSpec
-    rank: int
-    address: str
-    log_level: str
-    log_format: Literal["json", "console"]
+def rank_settings(values: Mapping[str, Any]) -> TargetSettings:
+    """Return a replica's settings for one of its ranks, which registers nowhere."""
+    return TargetSettings(**{**values, "redis_url": "", "redis_url_file": ""})
 
 
-def spec_of(settings: TargetSettings, size: int) -> RankSpec:
-    """Return the specification of a replica of `size` ranks with these settings."""
-    return RankSpec(
-        settings.model,
-        settings.dtype,
-        settings.device,
-        settings.threads,
-        size,
-        settings.invariant,
-        settings.ranks_timeout_s,
-    )
+def settings_for_ranks(settings: TargetSettings) -> dict[str, Any]:
+    """Return plain values for `rank_settings`; they go by command lines, so they hold no secrets."""
+    return settings.model_dump(mode="json", exclude={"redis_url", "redis_url_file"})
 
 
-def load_rank(spec: RankSpec, group: ProcessGroup, kv_blocks: int) -> tuple[CausalModel, str]:
+def load_rank(settings: TargetSettings, group: ProcessGroup, blocks: int) -> tuple[CausalModel, str]:
     """Load this rank's shard; return it and the fingerprint of the build.
 
-    All ranks call it at once, since loading probes the model. Raises UnsupportedModel, and RankLost if
-    another rank does not get as far within `spec.load_timeout_s`.
+    Raises UnsupportedModel, and RankLost if another rank does not get as far within `ranks_timeout_s`: hosts
+    read files and compile kernels at their own pace.
     """
-    # Late, so that --help and Ray's controller need no torch.
-    from galley.engine.fingerprint import fingerprint  # noqa: PLC0415
-    from galley.engine.serving import load_model  # noqa: PLC0415
-
-    group.wait_at_most(spec.load_timeout_s)
-    model = load_model(
-        spec.model,
-        dtype=spec.dtype,
-        device=spec.device,
-        threads=spec.threads,
-        kv_blocks=kv_blocks,
-        ranks=group,
-        invariant=spec.invariant,
-    )
-    build = fingerprint(model)
-    group.wait_at_most(spec.timeout_s)
-    return model, build
+    group.wait_at_most(settings.ranks_timeout_s)
+    loaded = load_shard(settings, blocks, group)
+    group.wait_at_most(STEP_TIMEOUT_S)
+    return loaded
 
 
-def run_follower(spec: RankSpec, rank: int, address: str) -> None:
+def run_follower(settings: TargetSettings, rank: int, address: str) -> None:
     """Meet the others at rank 0's store, load, and run the steps that rank 0 sends until it stops.
 
     Raises RankLost when another rank is lost, UnsupportedModel where the model cannot be sharded so.
     """
-    limit_threads(spec.threads)
+    limit_threads(settings.threads)
     telemetry = start_telemetry("galley-target")
     try:
-        _follow(spec, rank, address, telemetry)
+        _follow(settings, rank, address, telemetry)
     finally:
         telemetry.shutdown()
 
 
-def _follow(spec: RankSpec, rank: int, address: str, telemetry: Telemetry) -> None:
+def _follow(settings: TargetSettings, rank: int, address: str, telemetry: Telemetry) -> None:
     from galley.engine.parallel.process_group import Meeting, join  # noqa: PLC0415
     from services.target.ranks.sharded import agree, follow  # noqa: PLC0415
 
     group = join(
-        rank, spec.size, device=spec.device, meeting=Meeting(address=address), timeout_s=spec.timeout_s
+        rank,
+        settings.tensor_parallel,
+        device=settings.device,
+        meeting=Meeting(address=address),
+        timeout_s=STEP_TIMEOUT_S,
     )
-    model, _ = load_rank(spec, group, agree(group, rank, 0))
+    model, _ = load_rank(settings, group, agree(group, rank, 0))
     follow(model, group, partial(record_rank, telemetry.scope(__name__), rank))
     group.close()
 
 
-async def start_followers(
-    settings: TargetSettings, spec: RankSpec, address: str
-) -> list[asyncio.subprocess.Process]:
+async def start_followers(settings: TargetSettings, address: str) -> list[asyncio.subprocess.Process]:
     """Start the processes of this host's ranks, except rank 0, which meet at `address`.
 
     Call from the main thread: the system ends them with the thread that started them.
     """
-    ranks_per_host = spec.size // settings.hosts
+    ranks_per_host = settings.tensor_parallel // settings.hosts
     first = settings.host_index * ranks_per_host
-    started = []
-    for rank in range(max(1, first), first + ranks_per_host):
-        arguments = RankArguments(spec, rank, address, settings.log_level, settings.log_format)
-        started.append(
-            await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "services.target.ranks.rank", json.dumps(asdict(arguments))),
-                env={**os.environ, **device_environment(spec, rank - first)},
-            )
+    values = json.dumps(settings_for_ranks(settings))
+    return [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.target.ranks.rank", str(rank), address, values),
+            env={**os.environ, **device_environment(settings.device, rank - first)},
         )
-    return started
+        for rank in range(max(1, first), first + ranks_per_host)
+    ]
 
 
-def device_environment(spec: RankSpec, index: int) -> dict[str, str]:
+def device_environment(device: str, index: int) -> dict[str, str]:
     """Return the environment in which a process sees only CUDA device `index` of this host.
 
     Empty for a rank on the CPU. Raises ValueError if the host has fewer devices.
     """
-    if not spec.device.startswith("cuda"):
+    if not device.startswith("cuda"):
         return {}
     visible = os.environ.get(_VISIBLE_DEVICES, "")
     devices = visible.split(",") if visible else [str(index)]
@@ -159,15 +122,15 @@ def device_environment(spec: RankSpec, index: int) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the rank that the one argument, a RankArguments in JSON, describes."""
-    values = json.loads(sys.argv[1])
-    arguments = RankArguments(**{**values, "spec": RankSpec(**values["spec"])})
+    """Run the rank that the arguments describe: its number, the store's address, its settings in JSON."""
+    rank, address = int(sys.argv[1]), sys.argv[2]
+    settings = rank_settings(json.loads(sys.argv[3]))
     die_with_parent()
-    start_logging("galley-target-rank", arguments.log_level, arguments.log_format)
+    start_logging("galley-target-rank", settings.log_level, settings.log_format)
     try:
-        run_follower(arguments.spec, arguments.rank, arguments.address)
+        run_follower(settings, rank, address)
     except GalleyError as error:
-        _LOG.error("rank exiting", rank=arguments.rank, error=str(error))
+        _LOG.error("rank exiting", rank=rank, error=str(error))
         raise SystemExit(1) from None
 
 

@@ -23,9 +23,9 @@ from galley.common.server.server import Parts, Service
 from services.target.engine.protocol import TargetEngine
 from services.target.loading import kv_blocks, load_engine, refuse_model
 from services.target.ranks.hosts import await_hosts, end_ranks, open_meeting, until_one_starts_again
-from services.target.ranks.rank import RankSpec, device_environment, load_rank, spec_of, start_followers
-from services.target.registration import registered_target
-from services.target.serving import add_target
+from services.target.ranks.rank import STEP_TIMEOUT_S, device_environment, load_rank, start_followers
+from services.target.servicer import TargetService
+from services.target.serving import add_target, registered_target
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
@@ -42,9 +42,8 @@ _FLUSH_S = 4.0
 class RankZero:
     """Rank 0 from `load` to `release`; calls `on_loss`, on the thread of the steps, once a rank is lost."""
 
-    def __init__(self, settings: TargetSettings, spec: RankSpec, on_loss: Callable[[], None]) -> None:
+    def __init__(self, settings: TargetSettings, on_loss: Callable[[], None]) -> None:
         self._settings = settings
-        self._spec = spec
         self._on_loss = on_loss
         self._group: ProcessGroup | None = None
         self._model: ShardedModel | None = None
@@ -61,12 +60,12 @@ class RankZero:
         from services.target.engine.paged import PagedEngine  # noqa: PLC0415
         from services.target.ranks.sharded import ShardedModel, agree  # noqa: PLC0415
 
-        spec = self._spec
-        group = self._group = join(0, spec.size, device=spec.device, meeting=store, timeout_s=spec.timeout_s)
-        blocks = agree(group, group.rank, kv_blocks(self._settings, group))
-        model, build = load_rank(spec, group, blocks)
+        settings, size = self._settings, self._settings.tensor_parallel
+        group = join(0, size, device=settings.device, meeting=store, timeout_s=STEP_TIMEOUT_S)
+        self._group = group
+        model, build = load_rank(settings, group, agree(group, 0, kv_blocks(settings, group)))
         self._model = ShardedModel(model, group, self._on_loss)
-        return PagedEngine(self._model, build, ranks=spec.size)
+        return PagedEngine(self._model, build, ranks=size)
 
     def release(self) -> None:
         """Stop the other ranks and leave the group; call after the last step."""
@@ -112,32 +111,30 @@ class LossExit:
 class RankedTarget:
     """A replica of several ranks without Ray, as the server serves it."""
 
+    grpc_services = TargetService.grpc_services
+
     def __init__(self, settings: TargetSettings) -> None:
         self._settings = settings
-        self._spec = spec_of(settings, settings.tensor_parallel)
         self._exit = LossExit(self._withdraw)
-        self._zero = RankZero(settings, self._spec, self._exit.begin)
+        self._zero = RankZero(settings, self._exit.begin)
         self._followers: list[asyncio.subprocess.Process] = []
         self._watches: list[asyncio.Task[None]] = []
         self._service: Service | None = None
 
-    @property
-    def grpc_services(self) -> Sequence[str]:
-        """Return the services of the replica, for health checks."""
-        return self._started.grpc_services
-
     async def start(self, server: grpc.aio.Server, parts: Parts) -> None:
         """Start the other ranks, load with them, register. Raises UnsupportedModel, Unavailable, OSError."""
-        settings, spec = self._settings, self._spec
-        limit_threads(spec.threads)  # before torch is imported
+        settings = self._settings
+        limit_threads(settings.threads)  # before torch is imported
         parts.readiness.stage("checking the model", detail=settings.model)
         await in_passing_thread(refuse_model, settings)
-        parts.readiness.stage("starting ranks", detail=f"{spec.size} on {settings.hosts} hosts")
+        parts.readiness.stage(
+            "starting ranks", detail=f"{settings.tensor_parallel} on {settings.hosts} hosts"
+        )
         store = open_meeting(settings)
         starts = await await_hosts(store, settings)
-        self._followers = await start_followers(settings, spec, store.address)
+        self._followers = await start_followers(settings, store.address)
         self._watches = [asyncio.create_task(self._watch(process)) for process in self._followers]
-        os.environ.update(device_environment(spec, 0))
+        os.environ.update(device_environment(settings.device, 0))
         parts.readiness.stage("loading model", detail=settings.model)
         engine = await in_passing_thread(self._zero.load, store)
         # Not earlier: joining uses the store on another thread.
@@ -147,7 +144,8 @@ class RankedTarget:
 
     async def drain(self) -> None:
         """Take no new sessions, let the live ones end, and hand over those that are left."""
-        await self._started.drain()
+        if self._service is not None:
+            await self._service.drain()
 
     async def close(self) -> None:
         """Withdraw, stop the other ranks, and release everything."""
@@ -163,12 +161,6 @@ class RankedTarget:
         """End what a failed start has started."""
         self._exit.disarmed = True
         await end_ranks(self._followers, 0)
-
-    @property
-    def _started(self) -> Service:
-        if self._service is None:
-            raise RuntimeError("the ranks have not started")
-        return self._service
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Notice the exit of a rank, even while no step runs."""

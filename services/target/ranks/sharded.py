@@ -3,13 +3,17 @@
 Rank 0 holds a `ShardedModel`, which the engine above it uses like the model; the others `follow`. After a
 failed step the ranks still agree only if all of them raised before any exchange, as the engine's own
 refusals (GalleyError) do. After any other error the ranks no longer agree, and the replica ends.
+
+A step is sent as flat int32 numbers: no pickle, nothing to execute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,37 +21,25 @@ from torch import Tensor
 from galley.common.logs import get_logger
 from galley.core.errors import Broken, GalleyError
 from galley.core.step import StepChunk, StepTrace
-from galley.engine.parallel.process_group import RankLost
-from services.target.ranks.plan_codec import RankStep, decode, encode, encode_stop
+from galley.engine.parallel.process_group import ProcessGroup, RankLost
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel, KvPool, ModelInfo
 
 _LOG = get_logger(__name__)
 
+_RUN, _STOP, _RUN_TRACED = 1, 2, 3
+_SPAN = struct.Struct("<6i")
 # Most steps fit into one broadcast of this many numbers.
 _HEAD_NUMBERS = 1024
 # 64 MB of rows and blocks: some hundred times the largest step.
 _MAX_NUMBERS = 2**24
 
 
-class Plans(Protocol):
-    """The transport of plans from rank 0: `galley.engine.parallel.process_group.ProcessGroup`."""
-
-    def send(self, values: Tensor) -> None:
-        """Send int32 `values` to all other ranks; rank 0 calls it."""
-
-    def receive(self, values: Tensor) -> None:
-        """Fill `values` with what rank 0 sent; the other ranks call it."""
-
-    def share(self, number: int) -> Callable[[], Sequence[int]]:
-        """Begin to exchange a number with all ranks; the returned function waits for the numbers of all."""
-
-
 class ShardedModel:
     """Rank 0's view of the model; calls `on_loss` once, when a rank is lost."""
 
-    def __init__(self, model: CausalModel, plans: Plans, on_loss: Callable[[], None]) -> None:
+    def __init__(self, model: CausalModel, plans: ProcessGroup, on_loss: Callable[[], None]) -> None:
         self._model = model
         self._plans = plans
         self._on_loss = on_loss
@@ -106,7 +98,7 @@ class ShardedModel:
         if self._lost:
             return
         try:
-            send_numbers(self._plans, encode_stop())
+            send_numbers(self._plans, [_STOP])
         except RankLost:
             _LOG.info("rank exited before it was stopped")
 
@@ -116,7 +108,7 @@ class ShardedModel:
             self._on_loss()
 
 
-def follow(model: CausalModel, plans: Plans, report: Callable[[StepTrace], None]) -> None:
+def follow(model: CausalModel, plans: ProcessGroup, report: Callable[[StepTrace], None]) -> None:
     """Run the steps that rank 0 sends until it stops. Raises RankLost when another rank is lost.
 
     `report` gets the times of each traced step at once.
@@ -131,7 +123,9 @@ def follow(model: CausalModel, plans: Plans, report: Callable[[StepTrace], None]
             _LOG.debug("step refused", error=str(error))
 
 
-def _run(model: CausalModel, plans: Plans, step: RankStep, report: Callable[[StepTrace], None]) -> None:
+def _run(
+    model: CausalModel, plans: ProcessGroup, step: RankStep, report: Callable[[StepTrace], None]
+) -> None:
     if not step.span:
         model.run(step.chunks, step.copies)
         return
@@ -142,7 +136,7 @@ def _run(model: CausalModel, plans: Plans, step: RankStep, report: Callable[[Ste
     exchanged()
 
 
-def send_numbers(plans: Plans, numbers: Sequence[int]) -> None:
+def send_numbers(plans: ProcessGroup, numbers: Sequence[int]) -> None:
     """Send up to _MAX_NUMBERS numbers, the count first. Raises RankLost, and Broken for more."""
     if len(numbers) > _MAX_NUMBERS:
         raise Broken(f"plan: at most {_MAX_NUMBERS} values, got {len(numbers)}")
@@ -156,7 +150,7 @@ def send_numbers(plans: Plans, numbers: Sequence[int]) -> None:
         plans.send(values[len(fitting) :])
 
 
-def receive_numbers(plans: Plans) -> list[int]:
+def receive_numbers(plans: ProcessGroup) -> list[int]:
     """Return what rank 0 sent. Raises RankLost, and Broken for an impossible count."""
     head = torch.zeros(_HEAD_NUMBERS, dtype=torch.int32)
     plans.receive(head)
@@ -171,9 +165,68 @@ def receive_numbers(plans: Plans) -> list[int]:
     return numbers
 
 
-def agree(plans: Plans, rank: int, value: int) -> int:
+def agree(plans: ProcessGroup, rank: int, value: int) -> int:
     """Return rank 0's `value` on all ranks. Raises RankLost."""
     if rank == 0:
         send_numbers(plans, [value])
         return value
     return receive_numbers(plans)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """The part of a step that all ranks run; only rank 0 knows how its rows are sampled.
+
+    `span` names the step in a trace, by trace id and span id; empty if it is not traced.
+    """
+
+    chunks: tuple[StepChunk, ...]
+    copies: tuple[tuple[int, int], ...]
+    span: bytes = b""
+
+
+def encode(chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]], span: bytes = b"") -> list[int]:
+    """Return [kind, copies, chunks, (from, to)..., (start, want_logits, tokens, blocks, ids...)...].
+
+    For a traced step, the span's 24 bytes follow the kind, as six numbers. A chunk's ids are its tokens,
+    then its blocks.
+    """
+    numbers = [_RUN_TRACED, *_SPAN.unpack(span)] if span else [_RUN]
+    numbers += (len(copies), len(chunks))
+    for source, destination in copies:
+        numbers += (source, destination)
+    for chunk in chunks:
+        numbers += (chunk.start, chunk.want_logits, len(chunk.tokens), len(chunk.blocks))
+        numbers += chunk.tokens
+        numbers += chunk.blocks
+    return numbers
+
+
+def decode(numbers: Sequence[int]) -> RankStep | None:
+    """Return the encoded step; None for a stop. Raises Broken for anything else."""
+    left = iter(numbers)
+    kind = _take(left, 1)[0]
+    if kind == _STOP:
+        return None
+    if kind not in (_RUN, _RUN_TRACED):
+        raise Broken(f"plan: kind must be 1, 2 or 3, got {kind}")
+    span = _SPAN.pack(*_take(left, 6)) if kind == _RUN_TRACED else b""
+    copy_count, chunk_count = _take(left, 2)
+    flat = _take(left, 2 * copy_count)
+    copies = tuple(zip(flat[::2], flat[1::2], strict=True))
+    chunks = tuple(_chunk(left) for _ in range(chunk_count))
+    if next(left, None) is not None:
+        raise Broken("plan: must end after its last chunk, got more numbers")
+    return RankStep(chunks, copies, span)
+
+
+def _chunk(left: Iterator[int]) -> StepChunk:
+    start, want_logits, token_count, block_count = _take(left, 4)
+    return StepChunk(start, _take(left, token_count), _take(left, block_count), want_logits)
+
+
+def _take(left: Iterator[int], count: int) -> list[int]:
+    taken = [number for _, number in zip(range(count), left, strict=False)]
+    if len(taken) < count:
+        raise Broken("plan: must hold all numbers that it counts, is cut short")
+    return taken

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -31,10 +30,11 @@ from galley.core.errors import GalleyError, StoreUnavailable
 from galley.core.routing.choice import TargetLease
 from services.target.loading import refuse_model
 from services.target.ray import cluster as ray_cluster
+from services.target.ray.autoscaling import POLICY
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
-    from services.target.ray.app import AppArgs, Scale
+    from services.target.ray.app import AppArgs
 
 _LOG = get_logger(__name__)
 _DESCRIPTION = (
@@ -45,27 +45,6 @@ _POLL_S = 0.25
 _WATCH_S = 1.0
 # Ray restarts a dead controller, which takes seconds.
 _SILENCE_S = 30.0
-# Settings of this process, not of replicas; the store's URL may hold a password and goes by environment.
-_NOT_FOR_REPLICAS = frozenset(
-    {
-        "replicas",
-        "max_replicas",
-        "upscale_delay_s",
-        "downscale_delay_s",
-        "replicas_file",
-        "port",
-        "advertise",
-        "tensor_parallel",
-        "hosts",
-        "host_index",
-        "ranks_address",
-        "ray_address",
-        "ready_fd",
-        "die_with_parent",
-        "redis_url",
-        "redis_url_file",
-    }
-)
 
 
 class DeploySettings(TargetSettings):
@@ -108,6 +87,13 @@ class DeploySettings(TargetSettings):
         return self
 
 
+# Settings of this process, not of replicas; the store's URL may hold a password and goes by environment.
+_NOT_FOR_REPLICAS = (DeploySettings.model_fields.keys() - TargetSettings.model_fields.keys()) | {
+    "port", "advertise", "tensor_parallel", "hosts", "host_index", "ranks_address", "ready_fd",
+    "die_with_parent", "redis_url", "redis_url_file",
+}  # fmt: skip
+
+
 def main() -> None:
     """Serve until stopped; exit 1 if it cannot start."""
     settings = parse_settings(DeploySettings, sys.argv[1:], "python -m services.target.ray", _DESCRIPTION)
@@ -144,11 +130,10 @@ class Deployment:
         self._readiness.stage("checking the model", detail=self._settings.model)
         await asyncio.to_thread(refuse_model, self._settings)
         self._readiness.stage("starting Ray")
-        scratch = Path(tempfile.mkdtemp(prefix="galley-ray-"))
         try:
-            await self._run_in(scratch, stopped, hung_up)
+            with tempfile.TemporaryDirectory(prefix="galley-ray-", ignore_cleanup_errors=True) as scratch:
+                await self._run_in(Path(scratch), stopped, hung_up)
         finally:
-            shutil.rmtree(scratch, ignore_errors=True)
             self._readiness.close()
 
     async def _run_in(self, scratch: Path, stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
@@ -170,8 +155,9 @@ class Deployment:
                 await asyncio.to_thread(ray_cluster.stop, own=not settings.ray_address)
 
     async def _serve(self, stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
-        self._readiness.stage("starting replicas", detail=f"{self._replicas()} x {self._ranks} ranks")
-        await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), self.scale)
+        ranks = self._settings.tensor_parallel
+        self._readiness.stage("starting replicas", detail=f"{self._replicas()} x {ranks} ranks")
+        await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), self.options())
         leases = await run_unless(stopped, self._registered())
         if leases is None:
             return
@@ -179,15 +165,15 @@ class Deployment:
         addresses = [lease.address for lease in leases]
         _LOG.info("replicas registered", addresses=addresses)
         self._readiness.ready(addresses[0], addresses=addresses)
-        while await _first(stopped, hung_up) is not stopped:
+        while await run_unless(stopped, hung_up.wait()):
             hung_up.clear()
             try:
-                scale = self.scale
+                options, replicas = self.options(), self._replicas()
             except (OSError, ValueError) as error:
                 _LOG.error("scaling failed", error=str(error))
                 continue
-            _LOG.info("scaling started", replicas=scale.replicas)
-            await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), scale)
+            _LOG.info("scaling started", replicas=replicas)
+            await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), options)
 
     async def _watch(self) -> None:
         """Raise RayLost once the local head has ended or Serve's controller no longer answers."""
@@ -202,10 +188,6 @@ class Deployment:
             if time.monotonic() - answered > _SILENCE_S:
                 raise ray_cluster.RayLost(f"Serve's controller has not answered for {_SILENCE_S:g} s")
 
-    @property
-    def _ranks(self) -> int:
-        return self._settings.tensor_parallel
-
     def _replicas(self) -> int:
         """Return the number of replicas. Raises OSError or ValueError if the file holds none."""
         file = self._settings.replicas_file
@@ -216,18 +198,20 @@ class Deployment:
             raise ValueError(f"{file}: replicas must be in [1, {MAX_REPLICAS}], got {replicas}")
         return replicas
 
-    @property
-    def scale(self) -> Scale:
-        """Return how many replicas are to run."""
-        from services.target.ray.app import Scale  # noqa: PLC0415  # imports Ray
-
-        settings = self._settings
-        return Scale(
-            replicas=self._replicas(),
-            max_replicas=settings.max_replicas,
-            upscale_delay_s=settings.upscale_delay_s,
-            downscale_delay_s=settings.downscale_delay_s,
-        )
+    def options(self) -> dict[str, Any]:
+        """Return the deployment's options: the number of replicas, or its bounds where the load sets it."""
+        settings, replicas = self._settings, self._replicas()
+        if settings.max_replicas <= replicas:
+            return {"num_replicas": replicas}
+        return {
+            "autoscaling_config": {
+                "min_replicas": replicas,
+                "max_replicas": settings.max_replicas,
+                "upscale_delay_s": settings.upscale_delay_s,
+                "downscale_delay_s": settings.downscale_delay_s,
+                "policy": {"policy_function": POLICY},
+            }
+        }
 
     async def _registered(self) -> list[TargetLease]:
         """Return all replicas, once they run and are registered. Raises Unavailable if they cannot start."""
@@ -248,7 +232,7 @@ class Deployment:
 def _args(settings: DeploySettings) -> AppArgs:
     from services.target.ray.app import AppArgs  # noqa: PLC0415  # imports Ray
 
-    values = settings.model_dump(mode="json", exclude=set(_NOT_FOR_REPLICAS))
+    values = settings.model_dump(mode="json", exclude=_NOT_FOR_REPLICAS)
     return AppArgs(tensor_parallel=settings.tensor_parallel, settings=values)
 
 
@@ -269,21 +253,6 @@ async def _first_of(watching: asyncio.Task[None], work: asyncio.Task[None]) -> N
         for task in (watching, work):
             task.cancel()
         await asyncio.wait({watching, work})
-
-
-async def _first(*events: asyncio.Event) -> asyncio.Event:
-    """Return the event that is set first; of several the one named first."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-    return _set_of(events)
-
-
-def _set_of(events: tuple[asyncio.Event, ...]) -> asyncio.Event:
-    return next(event for event in events if event.is_set())
 
 
 if __name__ == "__main__":

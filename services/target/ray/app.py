@@ -13,7 +13,6 @@ from services.target.ray.replica import TargetReplica
 APP = "galley-target"
 DEPLOYMENT = "TargetReplica"
 IMPORT_PATH = "services.target.ray.app:app"
-AUTOSCALING_POLICY = "services.target.ray.autoscaling:scale_targets"
 
 # A dead process is noticed at the next check; a hanging one after three of these.
 _HEALTH_CHECK_S = 1
@@ -53,36 +52,10 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     return bound
 
 
-class Scale(BaseModel):
-    """The number of replicas: `replicas`, or from there up to `max_replicas` as the load needs."""
+def schema_of(args: AppArgs, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration, as `serve deploy` reads it, with these options of the deployment.
 
-    model_config = ConfigDict(frozen=True)
-
-    replicas: int
-    max_replicas: int
-    # How long the load must need it, in seconds.
-    upscale_delay_s: float
-    downscale_delay_s: float
-
-    def options(self) -> dict[str, Any]:
-        """Return the deployment's options in a configuration."""
-        if self.max_replicas <= self.replicas:
-            return {"num_replicas": self.replicas}
-        return {
-            "autoscaling_config": {
-                "min_replicas": self.replicas,
-                "max_replicas": self.max_replicas,
-                "upscale_delay_s": self.upscale_delay_s,
-                "downscale_delay_s": self.downscale_delay_s,
-                "policy": {"policy_function": AUTOSCALING_POLICY},
-            }
-        }
-
-
-def schema_of(args: AppArgs, scale: Scale) -> dict[str, Any]:
-    """Return a configuration, as `serve deploy` reads it.
-
-    Deploying it again with another scale leaves the running replicas alone.
+    Deploying it again with another number of replicas leaves the running ones alone.
     """
     return {
         "proxy_location": "Disabled",
@@ -92,7 +65,7 @@ def schema_of(args: AppArgs, scale: Scale) -> dict[str, Any]:
                 "route_prefix": None,
                 "import_path": IMPORT_PATH,
                 "args": args.model_dump(),
-                "deployments": [{"name": DEPLOYMENT, **scale.options()}],
+                "deployments": [{"name": DEPLOYMENT, **options}],
             }
         ],
     }

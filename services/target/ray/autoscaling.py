@@ -6,9 +6,9 @@ Serve's own measure, ongoing requests, is 0 here: requests do not pass through R
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+POLICY = "services.target.ray.autoscaling:scale_targets"
 QUEUE_DEPTH = "queue_depth"
 KV_FREE_SHARE = "kv_free_share"
 
@@ -19,23 +19,15 @@ IDLE_QUEUE = 0.5
 PLENTY_KV_SHARE = 0.60
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """One replica's load: sessions that wait for a step, and the share of its KV blocks that is free."""
+def replicas_for(loads: Sequence[tuple[float, float]], running: int) -> int:
+    """Return how many replicas a load needs: the queue depth and the free share of KV blocks of each.
 
-    queue_depth: float
-    kv_free_share: float
-
-
-def replicas_for(loads: Sequence[ReplicaLoad], running: int) -> int:
-    """Return one more where the mean replica is busy or short of KV, one fewer where it idles.
-
-    Steps of one: a new replica takes seconds to take load, and its share of the load is known only then.
+    It is one more where the mean replica is busy or short of KV, one fewer where it idles. A new replica
+    takes seconds to take load, and its share of the load is known only then.
     """
     if not loads:
         return running
-    queue = sum(load.queue_depth for load in loads) / len(loads)
-    free = sum(load.kv_free_share for load in loads) / len(loads)
+    queue, free = (sum(values) / len(loads) for values in zip(*loads, strict=True))
     if queue > BUSY_QUEUE or free < SCARCE_KV_SHARE:
         return running + 1
     if queue < IDLE_QUEUE and free > PLENTY_KV_SHARE:
@@ -49,5 +41,5 @@ def scale_targets(ctx: Any) -> tuple[int, dict[str, Any]]:
         return ctx.target_num_replicas, {}  # the last one is still loading
     metrics = ctx.aggregated_metrics or {}
     queues, frees = metrics.get(QUEUE_DEPTH, {}), metrics.get(KV_FREE_SHARE, {})
-    loads = [ReplicaLoad(queues[replica], frees[replica]) for replica in queues if replica in frees]
+    loads = [(queues[replica], frees[replica]) for replica in queues if replica in frees]
     return replicas_for(loads, ctx.target_num_replicas), {}

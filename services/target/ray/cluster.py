@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from galley.core.errors import Unavailable
 from services.target.ranks.rank import REDIS_URL
 
 if TYPE_CHECKING:
-    from services.target.ray.app import AppArgs, Scale
+    from services.target.ray.app import AppArgs
 
 # Local actors are counted, not limited: they share the cores of one machine anyway.
 _LOCAL_SLOTS = 64
@@ -68,15 +69,15 @@ def _environment(redis_url: str) -> None:
     )
 
 
-def deploy(args: AppArgs, scale: Scale) -> None:
-    """Deploy through Serve's client, as the REST API does, which needs the dashboard. Returns at once."""
+def deploy(args: AppArgs, options: Mapping[str, Any]) -> None:
+    """Deploy with these options through Serve's client; returns at once. The REST API needs the dashboard."""
     from ray.serve import context  # noqa: PLC0415
     from ray.serve.schema import ServeDeploySchema  # noqa: PLC0415
 
     from services.target.ray.app import schema_of  # noqa: PLC0415
 
     client: Any = context._get_global_client()  # noqa: SLF001  # there is no public way in process
-    client.deploy_apps(ServeDeploySchema.model_validate(schema_of(args, scale)))
+    client.deploy_apps(ServeDeploySchema.model_validate(schema_of(args, options)))
 
 
 def running_replicas() -> int:

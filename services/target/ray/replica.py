@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +33,17 @@ from galley.common.server.server import Parts, RunningServer, Service, start_ser
 from galley.common.tracing.otlp import FLUSH_S
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core.errors import Unavailable
-from services.target.ranks.rank import REDIS_URL, REDIS_URL_FILE, RankSpec, run_follower, spec_of
+from services.target.ranks.rank import (
+    REDIS_URL,
+    REDIS_URL_FILE,
+    rank_settings,
+    run_follower,
+    settings_for_ranks,
+)
 from services.target.ranks.ranks import LossExit, RankZero
 from services.target.ray.autoscaling import KV_FREE_SHARE, QUEUE_DEPTH
-from services.target.registration import Facts, registered_target
 from services.target.servicer import TargetService
-from services.target.serving import add_target
+from services.target.serving import add_target, registered_target
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
@@ -60,27 +64,19 @@ _RANKS_END_S = FLUSH_S + 1.0
 class Follower:
     """The actor of a rank other than 0: one call, which lasts as long as the replica."""
 
-    def follow(self, spec: Mapping[str, Any], rank: int, address: str) -> None:
+    def follow(self, settings: Mapping[str, Any], rank: int, address: str) -> None:
         """Run the rank; the call fails when the rank does."""
         start_logging("galley-target-rank")
-        run_follower(RankSpec(**spec), rank, address)
-
-    def pid(self) -> int:
-        """Return the id of this rank's process."""
-        return os.getpid()
+        run_follower(rank_settings(settings), rank, address)
 
 
 class Leader:
-    """Rank 0 of a replica: `serve`, then `stop`; or `withdraw` after a rank was lost.
+    """Rank 0 of a replica: `serve`, then `stop`; `exit` ends it after a rank was lost."""
 
-    `on_loss` is called on the thread of the steps.
-    """
-
-    def __init__(
-        self, settings: TargetSettings, spec: RankSpec, redis_url: str, on_loss: Callable[[], None]
-    ) -> None:
-        self._settings = settings.model_copy(update={"redis_url": SecretStr(redis_url)})
-        self._rank = RankZero(self._settings, spec, on_loss)
+    def __init__(self, settings: TargetSettings) -> None:
+        self.exit = LossExit(self._withdraw)
+        self._settings = settings
+        self._rank = RankZero(settings, self.exit.begin)
         self._service: TargetService | None = None
         self._server: RunningServer | None = None
         self._telemetry = Telemetry()
@@ -90,23 +86,22 @@ class Leader:
         """Load and serve; return the address. The other ranks meet at `store`; None with one rank."""
         self._telemetry = start_telemetry("galley-target")
         self._metering = await _start_metering(self._settings)
-        if self.metrics_address:
-            _LOG.info("metrics server started", address=self.metrics_address)
+        if self._metering.address:
+            _LOG.info("metrics server started", address=self._metering.address)
         self._server = await self._start_server(self._settings, store)
         return self._settings.advertise or self._server.address
 
-    @property
-    def metrics_address(self) -> str:
-        """Return host:port of /metrics; empty where there are none."""
-        return self._metering.address
-
-    def facts(self) -> Facts:
-        """Return what the replica reports of itself now. Raises Unavailable until it is loaded."""
+    def load(self) -> dict[str, float]:
+        """Return the load now, for `services.target.ray.autoscaling`; empty until it is loaded."""
         if self._service is None:
-            raise Unavailable("this replica is not loaded yet")
-        return self._service.facts()
+            return {}
+        info = self._service.describe()
+        return {
+            QUEUE_DEPTH: float(info.queue_depth),
+            KV_FREE_SHARE: info.kv_blocks_free / max(1, info.kv_blocks_total),
+        }
 
-    async def withdraw(self) -> None:
+    async def _withdraw(self) -> None:
         """End the registration and flush telemetry; open requests are not waited for."""
         if self._server is not None and isinstance(self._server.service, Registered):
             await self._server.service.withdraw()
@@ -147,62 +142,40 @@ class TargetReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: Mapping[str, Any], size: int
     ) -> None:
-        self._settings = _settings_here(settings)
+        self._settings = _settings_here(settings, size)
         limit_threads(self._settings.threads)
         start_logging("galley-target", self._settings.log_level, self._settings.log_format)
-        self._exit = LossExit(self._withdraw)
-        self._ending = False
-        self._address = ""
-        self._leader: Leader | None = None
+        from galley.engine.parallel.process_group import open_store  # noqa: PLC0415  # after limit_threads
+
+        self._leader = Leader(self._settings)
         self._watches: list[asyncio.Task[None]] = []
-        self._actors: list[Any] = []
-        await self._start(size)
+        values = settings_for_ranks(self._settings)
+        store = open_store(self._settings.host, size) if size > 1 else None
+        for rank in range(1, size):
+            actor = _place(rank, self._settings)
+            call = actor.follow.remote(values, rank, store.address if store else "")
+            self._watches.append(asyncio.create_task(self._watch(rank, call)))
+        address = await self._leader.serve(store)
+        _LOG.info("replica started", address=address, ranks=size)
 
     async def check_health(self) -> None:
         """Raise Unavailable when Serve must replace this replica; Serve calls it every second."""
-        if self._exit.has_begun or not self._address:
+        if self._leader.exit.has_begun:
             raise Unavailable("this replica has lost a rank")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load, for `services.target.ray.autoscaling`."""
-        if self._leader is None:
-            return {}
-        info = self._leader.facts().info
-        return {
-            QUEUE_DEPTH: float(info.queue_depth),
-            KV_FREE_SHARE: info.kv_blocks_free / max(1, info.kv_blocks_total),
-        }
-
-    async def facts(self) -> dict[str, Any]:
-        """Return for operators the addresses of the replica and its metrics, and its ranks' process ids."""
-        pids = [os.getpid(), *(await asyncio.gather(*(actor.pid.remote() for actor in self._actors)))]
-        metrics = "" if self._leader is None else self._leader.metrics_address
-        return {"address": self._address, "metrics": metrics, "pids": pids}
+        """Return the load; Serve calls it to autoscale."""
+        return self._leader.load()
 
     async def __del__(self) -> None:
         """Drain, withdraw and stop the other ranks; Serve calls it at an orderly end."""
-        self._ending = True
-        if self._leader is not None:
-            await self._leader.stop()
+        self._leader.exit.disarmed = True
+        await self._leader.stop()
         if self._watches:
             # The other ranks end with this process, and may have spans to send.
             await asyncio.wait(self._watches, timeout=_RANKS_END_S)
         for watch in self._watches:
             watch.cancel()
-
-    async def _start(self, size: int) -> None:
-        from galley.engine.parallel.process_group import open_store  # noqa: PLC0415  # after limit_threads
-
-        spec = spec_of(self._settings, size)
-        store = open_store(self._settings.host, size) if size > 1 else None
-        for rank in range(1, size):
-            actor = _place(rank, self._settings)
-            self._actors.append(actor)
-            call = actor.follow.remote(asdict(spec), rank, store.address if store else "")
-            self._watches.append(asyncio.create_task(self._watch(rank, call)))
-        self._leader = Leader(self._settings, spec, _redis_url(), self._exit.begin)
-        self._address = await self._leader.serve(store)
-        _LOG.info("replica started", address=self._address, ranks=size)
 
     async def _watch(self, rank: int, call: Any) -> None:
         """Notice the exit of a rank, even while no step runs."""
@@ -210,12 +183,7 @@ class TargetReplica:
             await call
         except ray.exceptions.RayError as error:
             _LOG.error("rank exited", rank=rank, error=str(error))
-        if not self._ending:
-            self._exit.begin()
-
-    async def _withdraw(self) -> None:
-        if self._leader is not None:
-            await self._leader.withdraw()
+        self._leader.exit.begin()
 
 
 async def _start_metering(settings: TargetSettings) -> Metering:
@@ -236,13 +204,13 @@ def _redis_url() -> str:
     return read_secret(Path(file)) if file and not url else url
 
 
-def _settings_here(settings: Mapping[str, Any]) -> TargetSettings:
+def _settings_here(settings: Mapping[str, Any], size: int) -> TargetSettings:
     """Return the replica's settings on this node; without a port each replica of a node takes a free one."""
-    here = {"port": 0, **settings, "redis_url": "", "redis_url_file": ""}
+    here = {"port": 0, **settings, "tensor_parallel": size}
     if here.get("host") in _WILDCARDS:
         util: Any = ray.util
         here["host"] = util.get_node_ip_address()
-    return TargetSettings(**here)
+    return rank_settings(here).model_copy(update={"redis_url": SecretStr(_redis_url())})
 
 
 def _place(rank: int, settings: TargetSettings) -> Any:

@@ -1,26 +1,28 @@
-"""Ranks that meet in one process, each on a thread of its own."""
+"""Process groups of ranks that are threads of one process."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TIMEOUT_S = 10
+    from galley.engine.parallel.process_group import ProcessGroup
+
+_TIMEOUT_S = 60
 
 
 class Hub:
-    """Where `size` ranks meet; `ends[r]` is rank r's `services.target.ranks.sharded.Plans`."""
+    """Connects `size` ranks; `ends[r]` takes the place of rank r's process group."""
 
     def __init__(self, size: int) -> None:
         self.plans: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(size)]
         self.numbers = [0] * size
         self.met = threading.Barrier(size)
-        self.ends = [End(self, rank) for rank in range(size)]
+        self.ends = [cast("ProcessGroup", End(self, rank)) for rank in range(size)]
 
 
 class End:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.target.ray.autoscaling import ReplicaLoad, replicas_for, scale_targets
+from services.target.ray.autoscaling import replicas_for, scale_targets
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from services.target.ray.autoscaling import ReplicaLoad, replicas_for, scale_tar
     ],
 )
 def test_replicas_for(loads: list[tuple[float, float]], running: int, expected: int) -> None:
-    assert replicas_for([ReplicaLoad(*load) for load in loads], running) == expected
+    assert replicas_for(loads, running) == expected
 
 
 def test_serve_is_answered_from_what_replicas_report() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 from pydantic import SecretStr
 
 from galley.engine.errors import UnsupportedModel
-from services.target.ranks.rank import REDIS_URL, REDIS_URL_FILE
+from services.target.ranks.rank import REDIS_URL, REDIS_URL_FILE, settings_for_ranks
 from services.target.ray import __main__ as deploy
 from services.target.ray import autoscaling
 from services.target.ray.__main__ import Deployment, DeploySettings
@@ -41,9 +42,9 @@ def test_the_committed_config_is_read_by_serve_and_by_us() -> None:
     args = ray_app.AppArgs.model_validate(application.args)
     TargetSettings(**args.settings)
     settings = DeploySettings(redis_url=SecretStr("unix:///nowhere"), max_replicas=4)
-    ours = ray_app.schema_of(args, Deployment(settings).scale)
+    ours = ray_app.schema_of(args, Deployment(settings).options())
     assert raw["applications"][0]["deployments"] == ours["applications"][0]["deployments"]
-    assert f"{autoscaling.__name__}:{autoscaling.scale_targets.__name__}" == ray_app.AUTOSCALING_POLICY
+    assert f"{autoscaling.__name__}:{autoscaling.scale_targets.__name__}" == autoscaling.POLICY
 
 
 def test_every_rank_has_a_bundle() -> None:
@@ -76,10 +77,11 @@ def test_ray_is_not_told_the_stores_url(tmp_path: Path, monkeypatch: pytest.Monk
     assert "canary" not in args.model_dump_json()
     assert "redis" not in args.model_dump_json()
     monkeypatch.setenv(REDIS_URL_FILE, str(file))
-    assert ray_replica._redis_url() == url
-    assert ray_replica._settings_here(args.settings).redis_url.get_secret_value() == ""
+    here = ray_replica._settings_here(args.settings, 1)
+    assert here.redis_url.get_secret_value() == url
+    assert "canary" not in json.dumps(settings_for_ranks(here))
     monkeypatch.setenv(REDIS_URL, "unix:///other")
-    assert ray_replica._redis_url() == "unix:///other"
+    assert ray_replica._settings_here(args.settings, 1).redis_url.get_secret_value() == "unix:///other"
 
 
 async def test_ranks_that_do_not_divide_are_refused_before_ray_is_started(default_model_dir: Path) -> None:

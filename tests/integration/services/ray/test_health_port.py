@@ -10,7 +10,6 @@ import grpc
 from galley.common.server.healthcheck import problem_of
 from galley.common.server.server import Parts, RunningServer, Service
 from galley.engine.parallel.process_group import Store
-from services.target.ranks.rank import spec_of
 from services.target.settings import TargetSettings
 from tests.fakes.echo_service import EchoService
 from tests.fakes.redis_clusters import free_port
@@ -34,7 +33,7 @@ class Quick(Leader):
 
 async def test_the_second_replica_of_a_node_tells_its_health_at_another_port() -> None:
     settings = TargetSettings(health_port=free_port())
-    leaders = [Quick(settings, spec_of(settings, 1), "", lambda: None) for _ in range(2)]
+    leaders = [Quick(settings) for _ in range(2)]
     for leader in leaders:
         await leader.serve(None)
     addresses = [leader.running.health_address for leader in leaders]

@@ -16,9 +16,16 @@ from torch import Tensor
 from galley.core.errors import Broken
 from galley.core.step import StepChunk, StepTrace
 from galley.engine.model import CausalModel
-from galley.engine.parallel.process_group import RankLost
-from services.target.ranks.plan_codec import RankStep, decode, encode
-from services.target.ranks.sharded import ShardedModel, follow, receive_numbers, send_numbers
+from galley.engine.parallel.process_group import ProcessGroup, RankLost
+from services.target.ranks.sharded import (
+    RankStep,
+    ShardedModel,
+    decode,
+    encode,
+    follow,
+    receive_numbers,
+    send_numbers,
+)
 
 NUMBERS = st.integers(0, 2**31 - 1)
 
@@ -57,7 +64,7 @@ def test_what_is_no_plan_is_refused(numbers: list[int]) -> None:
         decode(numbers)
 
 
-class Wire:
+class Wire(ProcessGroup):
     """Both ends in one thread; `lost` is raised in place of the next sending."""
 
     def __init__(self) -> None:

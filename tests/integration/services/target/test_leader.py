@@ -14,7 +14,6 @@ import pytest
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target.ranks.rank import spec_of
 from services.target.settings import TargetSettings
 from tests.integration.galley.common.test_scrape import ask
 
@@ -30,9 +29,9 @@ async def leading_at(model: Path, metrics_port: int) -> AsyncIterator[tuple[str,
     settings = TargetSettings(
         model=str(model), dtype="float32", kv_memory_mb=1, threads=1, metrics_port=metrics_port
     )
-    leader = Leader(settings, spec_of(settings, 1), "", lambda: None)
+    leader = Leader(settings)
     try:
-        yield await leader.serve(None), leader.metrics_address
+        yield await leader.serve(None), leader._metering.address
     finally:
         await leader.stop()
 

@@ -14,7 +14,7 @@ from galley.engine.load.module import load_config, parse_dtype
 from galley.engine.model import CausalModel
 from services.target.engine.paged import PagedEngine
 from services.target.loading import kv_blocks, load_engine
-from services.target.ranks.rank import RankSpec, device_environment
+from services.target.ranks.rank import device_environment
 from services.target.settings import TargetSettings
 from tests.fakes.tiny_model import CONTEXT
 
@@ -70,10 +70,10 @@ def test_each_rank_of_a_host_sees_a_device_of_its_own(
     device: str, visible: str, place: int, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert device_environment(RankSpec("model", "auto", device, 1, 4), place) == expected
+    assert device_environment(device, place) == expected
 
 
 def test_a_host_with_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(ValueError, match="must name a device for each"):
-        device_environment(RankSpec("model", "auto", "cuda", 1, 4), 2)
+        device_environment("cuda", 2)
