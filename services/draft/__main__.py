@@ -33,13 +33,8 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:
         if settings.model is not None:
             parts.readiness.stage("loading model", detail=settings.model)
-        loaded = await in_passing_thread(load_drafter, settings)
-        service = DraftService(
-            loaded.drafter,
-            loaded.info,
-            parts.telemetry.scope(__name__),
-            metrics=parts.metrics,
-        )
+        drafter, info = await in_passing_thread(load_drafter, settings)
+        service = DraftService(drafter, info, parts.telemetry.scope(__name__), metrics=parts.metrics)
         rpc.add_DraftServicer_to_server(service, server)
         address = settings.advertise or parts.address
         return registered(service, settings, DRAFT_POOL, lambda: service.lease(address))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from galley.common.logs import get_logger
@@ -10,13 +9,12 @@ from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.common.server.process import limit_threads
 from galley.core import names
 from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.drafter import Drafter
-from services.draft.servicer import DraftInfo
 from services.draft.settings import DraftSettings
-from services.draft.strategies.base import Strategy
+from services.draft.strategies.base import NoneStrategy, Strategy
 from services.draft.strategies.lookups import Lookups
 from services.draft.strategies.ngram import NgramStrategy
-from services.draft.strategies.none import NoneStrategy
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel
@@ -24,16 +22,11 @@ if TYPE_CHECKING:
 _LOG = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A drafter and its description."""
+def load_drafter(settings: DraftSettings) -> tuple[Drafter, pb.GetDraftInfoResponse]:
+    """Return the drafter that the settings name, and its description; blocks.
 
-    drafter: Drafter
-    info: DraftInfo
-
-
-def load_drafter(settings: DraftSettings) -> Loaded:
-    """Load what the settings name; blocks. Raises CallerFault if a model or tokenizer cannot be used."""
+    Raises CallerFault if a model or tokenizer cannot be used.
+    """
     lookups = Lookups()
     offered: dict[str, Strategy] = {names.NGRAM: NgramStrategy(lookups), names.NO_STRATEGY: NoneStrategy()}
     if settings.oracle_answers is not None:
@@ -42,11 +35,16 @@ def load_drafter(settings: DraftSettings) -> Loaded:
         offered[names.ORACLE] = OracleStrategy(settings.oracle_answers, settings.oracle_spoil)
     model = _load_model(settings)
     if model is not None:
-        offered |= _of_model(model, lookups)
-    info = DraftInfo(
+        from services.draft.strategies.hybrid import HybridStrategy  # noqa: PLC0415  # torch, as do these
+        from services.draft.strategies.model import ModelStrategy  # noqa: PLC0415
+        from services.draft.strategies.model_steps import ModelSteps  # noqa: PLC0415
+
+        steps = ModelSteps(model)
+        offered |= {names.MODEL: ModelStrategy(steps), names.HYBRID: HybridStrategy(lookups, steps)}
+    info = pb.GetDraftInfoResponse(
         model=model.info.name if model else "",
         tokenizer_hash=_tokenizer_hash(settings, model),
-        strategies=tuple(sorted(offered)),
+        strategies=sorted(offered),
         default_strategy=settings.default_strategy,
         max_draft_tokens=settings.max_draft_tokens,
         vocab_size=model.info.vocab_size if model else 0,
@@ -57,16 +55,7 @@ def load_drafter(settings: DraftSettings) -> Loaded:
         max_tokens=settings.max_kv_tokens,
         max_batch=settings.max_batch,
     )
-    return Loaded(drafter, info)
-
-
-def _of_model(model: CausalModel, lookups: Lookups) -> dict[str, Strategy]:
-    from services.draft.strategies.hybrid import HybridStrategy  # noqa: PLC0415  # imports torch, as do these
-    from services.draft.strategies.model import ModelStrategy  # noqa: PLC0415
-    from services.draft.strategies.model_steps import ModelSteps  # noqa: PLC0415
-
-    steps = ModelSteps(model)
-    return {names.MODEL: ModelStrategy(steps), names.HYBRID: HybridStrategy(lookups, steps)}
+    return drafter, info
 
 
 def _load_model(settings: DraftSettings) -> CausalModel | None:
@@ -75,20 +64,17 @@ def _load_model(settings: DraftSettings) -> CausalModel | None:
     limit_threads(settings.threads)
     from galley.engine.serving import load_model  # noqa: PLC0415  # imports torch
 
+    # All kept tokens, and of each session a partial block and its draft tokens.
+    of_tokens = -(-settings.max_kv_tokens // BLOCK_TOKENS)
+    of_session = 1 + -(-settings.max_draft_tokens // BLOCK_TOKENS)
     return load_model(
         settings.model,
         dtype=settings.dtype,
         device=settings.device,
         threads=settings.threads,
-        kv_blocks=_kv_blocks(settings),
+        kv_blocks=of_tokens + settings.max_sessions * of_session,
         target_model=settings.target_model,
     )
-
-
-def _kv_blocks(settings: DraftSettings) -> int:
-    """Return the blocks for all kept tokens, a partial block a session, and its draft tokens."""
-    of_tokens = -(-settings.max_kv_tokens // BLOCK_TOKENS)
-    return of_tokens + settings.max_sessions * (1 + -(-settings.max_draft_tokens // BLOCK_TOKENS))
 
 
 def _tokenizer_hash(settings: DraftSettings, model: CausalModel | None) -> str:

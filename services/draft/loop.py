@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -18,57 +19,39 @@ from galley.common.metrics.registry import Registry
 from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.core.errors import DeadlinePassed, GalleyError, Overloaded, Unavailable
 from services.draft.drafter import Done, Drafter, Proposed, ProposeJob, ProposeOutcome, Stepped
-from services.draft.metrics import CountingDraftMeter, DraftMeter
+from services.draft.metrics import DraftMeter
 from services.draft.spans import BatchSpans
 
 MAX_WAITING = 1024
 _RETRY_AFTER_S = 0.5
 
 
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """A request until it is answered: `ready` is its partial proposal, `used` the tokens of its answer.
 
     `span` is None unless the request is traced.
     """
 
-    __slots__ = (
-        "compute_ns",
-        "future",
-        "job",
-        "late",
-        "ready",
-        "session_ns",
-        "span",
-        "started",
-        "submitted_ns",
-        "used",
-    )
-
-    def __init__(self, job: ProposeJob, remaining_ns: int, span: LightSpan | None) -> None:
-        loop = asyncio.get_running_loop()
-        self.job = job
-        self.span = span
-        self.future: asyncio.Future[Done] = loop.create_future()
-        self.started = False
-        self.late = False
-        self.ready: Proposed | None = None
-        self.used = 0
-        self.compute_ns = 0
-        self.session_ns = 0
-        self.submitted_ns = time.monotonic_ns()
-        if remaining_ns:
-            timer = loop.call_later(remaining_ns / 1e9, self.expire)
-            self.future.add_done_callback(lambda _: timer.cancel())
+    job: ProposeJob
+    future: asyncio.Future[Done]
+    submitted_ns: int
+    span: LightSpan | None
+    started: bool = False
+    late: bool = False
+    ready: Proposed | None = None
+    used: int = 0
+    compute_ns: int = 0
+    session_ns: int = 0
 
     def expire(self) -> None:
         """Answer at the deadline with what is ready; a request that is being opened is answered later."""
         self.late = True
-        ready = self.ready
         if self.future.done():
             return
-        if ready is not None:
-            self.used = len(ready.draft_tokens)
-            self.answer(ready)
+        if self.ready is not None:
+            self.used = len(self.ready.draft_tokens)
+            self.answer(self.ready)
         elif not self.started:
             self.fail(DeadlinePassed("the deadline passed before the work began"))
 
@@ -97,9 +80,7 @@ class DraftLoop:
         metrics: Registry | None = None,
     ) -> None:
         """`spans` is None where traces are off."""
-        self.meter = DraftMeter()
-        if metrics is not None:
-            self.meter = CountingDraftMeter(metrics, lambda: self.queue_depth, drafter.counts)
+        self.meter = None if metrics is None else DraftMeter(metrics, lambda: self.queue_depth, drafter)
         self._drafter = drafter
         self._batches = BatchSpans(spans)
         self._max_waiting = max_waiting
@@ -130,8 +111,10 @@ class DraftLoop:
             raise Unavailable("the replica is draining")
         if self.queue_depth >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} requests are waiting", _RETRY_AFTER_S)
-        item, ticket = next(self._numbers), _Ticket(job, remaining_ns, span)
-        ticket.future.add_done_callback(lambda _: self._ended(item))
+        loop, item = asyncio.get_running_loop(), next(self._numbers)
+        ticket = _Ticket(job, loop.create_future(), time.monotonic_ns(), span)
+        timer = loop.call_later(remaining_ns / 1e9, ticket.expire) if remaining_ns else None
+        ticket.future.add_done_callback(lambda _: self._ended(item, timer))
         self._new[item] = ticket
         self._idle.clear()
         self._changed.set()
@@ -154,8 +137,10 @@ class DraftLoop:
         self._batches.end()
         self._idle.set()
 
-    def _ended(self, item: int) -> None:
+    def _ended(self, item: int, timer: asyncio.TimerHandle | None) -> None:
         """Continue the steps without a request that was answered early or cancelled."""
+        if timer is not None:
+            timer.cancel()
         if item in self._open:
             self._changed.set()
 
@@ -182,7 +167,8 @@ class DraftLoop:
         self._new.clear()
         self._open |= arrived
         now = time.monotonic_ns()
-        self.meter.began(now - ticket.submitted_ns for ticket in arrived.values())
+        if self.meter is not None:
+            self.meter.began(now - ticket.submitted_ns for ticket in arrived.values())
         for ticket in arrived.values():
             ticket.started = True
         return ended, {item: ticket.job for item, ticket in arrived.items()}
@@ -217,7 +203,8 @@ class DraftLoop:
     def _record(self, stepped: Stepped, took_ns: int, steps: int = 0) -> None:
         """Keep the partial proposals for deadlines; runs on the worker thread while no ticket changes."""
         sessions = len(stepped.answers) + len(stepped.so_far)
-        self.meter.stepped(sessions, took_ns)
+        if self.meter is not None:
+            self.meter.stepped(sessions, took_ns)
         traced: list[LightSpan] = []
         for item in (*stepped.answers, *stepped.so_far):
             ticket = self._open[item]

@@ -6,14 +6,15 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from galley.common.metrics.registry import Registry
 from galley.common.registry.leases import draft_lease
 from galley.common.server.requests import failure_status, respond_all, respond_stream
+from galley.common.tracing.item_spans import ItemSpan
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.wire.codec import read_slice
+from galley.core import names
 from galley.core.content import Miss
 from galley.core.errors import GalleyError, InvalidField, Unimplemented
 from galley.core.lru import RecentKeys
@@ -23,7 +24,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.drafter import Done, Drafter, ProposeJob
 from services.draft.loop import MAX_WAITING, DraftLoop
-from services.draft.spans import ProposeSpan
+from services.draft.spans import set_request, set_result
 
 # A draft without a model accepts every token id and length of the wire.
 ANY_VOCABULARY = 2**32
@@ -31,38 +32,26 @@ _ANY_LENGTH = 2**32
 MAX_WORKLOAD_BYTES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class DraftInfo:
-    """The description of a draft; `vocab_size` is 0 without a model."""
-
-    model: str
-    tokenizer_hash: str
-    strategies: tuple[str, ...]
-    default_strategy: str
-    max_draft_tokens: int
-    vocab_size: int
-
-
 class DraftService(rpc.DraftServicer):
-    """Serve one drafter; `incarnation` identifies this process, whose caches end with it."""
+    """Serve one drafter."""
 
     grpc_services = ("galley.v1.Draft",)
 
     def __init__(
         self,
         drafter: Drafter,
-        info: DraftInfo,
+        info: pb.GetDraftInfoResponse,
         spans: SpanScope | None,
         *,
         max_waiting: int = MAX_WAITING,
         metrics: Registry | None = None,
     ) -> None:
+        """Serve `drafter`; `info` describes it, and gets an incarnation that identifies this process."""
+        info.incarnation = secrets.token_hex(8)
         self._info = info
         self._spans = spans
-        self._incarnation = secrets.token_hex(8)
         self._recent = RecentKeys()
         self._loop = DraftLoop(drafter, spans, max_waiting=max_waiting, metrics=metrics)
-        self._loop.meter.expect(info.strategies)
 
     async def Propose(
         self,
@@ -88,12 +77,12 @@ class DraftService(rpc.DraftServicer):
         context: Any,  # noqa: ARG002
     ) -> pb.GetDraftInfoResponse:
         """Return what this draft offers, and its incarnation."""
-        return self._describe()
+        return self._info
 
     def lease(self, address: str) -> DraftLease:
         """Return the lease of this replica; `address` is where gateways reach it."""
         sessions = self._recent.count(time.monotonic_ns())
-        return draft_lease(address, self._describe(), sessions=sessions, queue_depth=self._loop.queue_depth)
+        return draft_lease(address, self._info, sessions=sessions, queue_depth=self._loop.queue_depth)
 
     async def drain(self) -> None:
         """Refuse new requests and answer the open ones."""
@@ -105,15 +94,15 @@ class DraftService(rpc.DraftServicer):
 
     async def _respond(self, item: pb.ProposeItem) -> AsyncGenerator[pb.ProposeAnswer]:
         """Yield the one response to a request: validate, submit, await."""
-        span, strategy = ProposeSpan(self._spans, item), item.strategy or self._info.default_strategy
-        outcome = "cancelled"
+        span, outcome = ItemSpan(self._spans, names.PROPOSE, "draft", item.slice), "cancelled"
         try:
             job = read_item(item, self._info)
-            span.requested(job)
+            set_request(span.span, job)
             self._recent.add(job.slice.key, time.monotonic_ns())
             done = await self._loop.submit(job, item.slice.remaining_ns, span.span)
-            span.answered(job, done)
+            set_result(span.span, done)
             response = answer_of(item, done)
+            span.answered(done.outcome)
             outcome = response.WhichOneof("outcome") or "error"
         except Exception as error:  # noqa: BLE001  # one request must not fail the others
             outcome, session_id = "error", item.slice.session_id
@@ -123,23 +112,13 @@ class DraftService(rpc.DraftServicer):
                 status=failure_status(error, session_id, span),
             )
         finally:
-            self._loop.meter.ended(strategy, outcome)
+            if self._loop.meter is not None:
+                self._loop.meter.ended(item.strategy or self._info.default_strategy, outcome)
             span.end()
         yield response
 
-    def _describe(self) -> pb.GetDraftInfoResponse:
-        return pb.GetDraftInfoResponse(
-            model=self._info.model,
-            tokenizer_hash=self._info.tokenizer_hash,
-            strategies=self._info.strategies,
-            default_strategy=self._info.default_strategy,
-            incarnation=self._incarnation,
-            max_draft_tokens=self._info.max_draft_tokens,
-            vocab_size=self._info.vocab_size,
-        )
 
-
-def read_item(item: pb.ProposeItem, info: DraftInfo) -> ProposeJob:
+def read_item(item: pb.ProposeItem, info: pb.GetDraftInfoResponse) -> ProposeJob:
     """Return the validated request. Raises InvalidField or Unimplemented, which name the field."""
     if item.features:
         raise Unimplemented("features")

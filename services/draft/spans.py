@@ -7,63 +7,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 
-from galley.common.tracing.item_spans import LINK_ITEM, RESULT, SUPERSEDED, ItemSpan
+from galley.common.tracing.item_spans import LINK_ITEM
 from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.core import names
-from galley.core.content import Miss
-from galley.core.errors import GalleyError
-from galley.core.scheduler.messages import Superseded
-from galley.pb.galley.v1 import galley_pb2 as pb
-from services.draft.drafter import Done, ProposeJob
-
-POOL = "draft"
+from services.draft.drafter import Done, Proposed, ProposeJob
 
 
-class ProposeSpan(ItemSpan):
-    """The span of a request for a proposal."""
-
-    def __init__(self, spans: SpanScope | None, item: pb.ProposeItem) -> None:
-        super().__init__(spans, names.PROPOSE, item.slice.traceparent, item.slice.session_id)
-        # k and strategy only: the job holds a session's tokens.
-        self._request: tuple[int, str] | None = None
-        self._done: Done | None = None
-
-    def requested(self, job: ProposeJob) -> None:
-        """Keep k and strategy of a valid request."""
-        self._request = job.k, job.strategy
-
-    def answered(self, job: ProposeJob, done: Done) -> None:
-        """Keep the outcome; errors are for `failed`."""
-        if self.span is None:
-            return
-        self._done, outcome = done, done.outcome
-        if isinstance(outcome, Miss):
-            self.missed(POOL, outcome, job.slice.start)
-        elif isinstance(outcome, Superseded):
-            self.outcome = SUPERSEDED
-        elif not isinstance(outcome, GalleyError):
-            self.outcome = RESULT
-
-    def end(self) -> None:
-        """End the span of an answered or cancelled request."""
-        if self.span is not None:
-            self.close(partial(_set_item_attributes, self._request, self._done))
+def set_request(span: LightSpan | None, job: ProposeJob) -> None:
+    """Set what a valid request asks for."""
+    if span is not None:
+        span.attributes |= {names.K: job.k, names.STRATEGY: job.strategy}
 
 
-def _set_item_attributes(request: tuple[int, str] | None, done: Done | None, span: LightSpan) -> None:
-    attributes = span.attributes
-    if request is not None:
-        attributes[names.K], attributes[names.STRATEGY] = request
-    if done is None:
+def set_result(span: LightSpan | None, done: Done) -> None:
+    """Set what an answered request cost, and the size of its proposal."""
+    if span is None:
         return
-    attributes[names.QUEUE_NS] = done.queue_ns
-    attributes[names.COMPUTE_NS] = done.compute_ns
-    attributes[names.BATCH_SESSIONS] = done.sessions
-    if not isinstance(done.outcome, Miss | Superseded | GalleyError):
-        attributes[names.DRAFTED] = len(done.outcome.draft_tokens)
-        attributes[names.KV_LEN] = done.outcome.kv_len
+    span.attributes |= {
+        names.QUEUE_NS: done.queue_ns,
+        names.COMPUTE_NS: done.compute_ns,
+        names.BATCH_SESSIONS: done.sessions,
+    }
+    if isinstance(done.outcome, Proposed):
+        span.attributes |= {
+            names.DRAFTED: len(done.outcome.draft_tokens),
+            names.KV_LEN: done.outcome.kv_len,
+        }
 
 
 class BatchSpans:
@@ -92,12 +62,9 @@ class BatchSpans:
         if self._spans is None or not self._items:
             return
         # Created at its end, as nothing refers to it, in a trace of its own, as it belongs to several.
-        completer = partial(_set_batch_attributes, self._items, self._sessions, self._steps)
-        self._spans.root(names.DRAFT_BATCH, self._began_ns, completer).end(self._ended_ns)
+        span = self._spans.root(names.DRAFT_BATCH, self._began_ns)
+        span.attributes |= {names.BATCH_SESSIONS: self._sessions, names.BATCH_STEPS: self._steps}
+        span.link_to(self._items, LINK_ITEM)
+        span.end(self._ended_ns)
         self._items = {}
         self._steps = self._sessions = 0
-
-
-def _set_batch_attributes(items: dict[LightSpan, None], sessions: int, steps: int, span: LightSpan) -> None:
-    span.attributes |= {names.BATCH_SESSIONS: sessions, names.BATCH_STEPS: steps}
-    span.link_to(items, LINK_ITEM)

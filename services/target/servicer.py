@@ -152,7 +152,7 @@ class TargetService(rpc.TargetServicer):
                 tickets[request_key] = ticket
             while not ticket.ended:
                 result = await ticket.next()
-                span.answered(result)
+                span.responded(result)
                 yield answer_of(item, result.outcome, self._engine.info.fingerprint)
         except Exception as error:  # noqa: BLE001  # one request must not fail the others
             status = failure_status(error, item.slice.session_id, span)

@@ -7,80 +7,52 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from operator import add
 
 from opentelemetry import trace
 
-from galley.common.tracing.item_spans import (
-    CACHE_MISS,
-    LINK_ITEM,
-    RESULT,
-    SUPERSEDED,
-    ItemSpan,
-    record_failure,
-)
+from galley.common.tracing.item_spans import LINK_ITEM, ItemSpan, record_failure
 from galley.common.tracing.light_spans import LightSpan, SpanScope, packed, unpacked
 from galley.core import names
-from galley.core.content import Miss
 from galley.core.errors import GalleyError
-from galley.core.scheduler.messages import BatchInfo, Confirmed, Response, Superseded
+from galley.core.scheduler.messages import BatchInfo, Confirmed, Response
 from galley.core.scheduler.scheduler import Scheduler
 from galley.core.step import StepTrace
 from galley.pb.galley.v1 import galley_pb2 as pb
 
-POOL = "target"
+# The counts of a request's results, in the order of their attributes.
+_COUNTS = (names.VERDICTS, names.CONFIRMED, names.VERIFIED, names.ACCEPTED, names.KV_REUSED)
 
 
 class VerifySpan(ItemSpan):
-    """The span of a request; counts its results."""
+    """The span of a request; its attributes count the results."""
 
     def __init__(self, spans: SpanScope | None, item: pb.VerifyItem) -> None:
-        super().__init__(spans, names.VERIFY, item.slice.traceparent, item.slice.session_id)
-        self._start = item.slice.start
+        super().__init__(spans, names.VERIFY, "target", item.slice)
         self._credit = item.credit
-        self._verdicts = 0
-        self._confirmed = 0
-        self._verified = 0
-        self._accepted = 0
-        self._reused = 0
+        self._counts = [0] * len(_COUNTS)
 
-    def answered(self, answer: Response) -> None:
+    def responded(self, response: Response) -> None:
         """Count a response; errors are for `failed`."""
         if self.span is None:
             return
-        outcome = answer.outcome
-        if isinstance(outcome, Confirmed):
-            self._count(outcome)
-        elif isinstance(outcome, Miss) and answer.preempted:
-            self.outcome = CACHE_MISS
-            self.span.add_event(names.KV_PREEMPTED, {names.POOL: POOL, names.HAVE: outcome.have})
-        elif isinstance(outcome, Miss):
-            self.missed(POOL, outcome, self._start)
-        elif isinstance(outcome, Superseded):
-            self.outcome = SUPERSEDED
-
-    def _count(self, verdict: Confirmed) -> None:
-        self._verdicts += 1
-        self._confirmed += len(verdict.tokens)
-        self._verified += verdict.verified
-        self._accepted += verdict.accepted
-        self._reused += verdict.kv_reused
-        if not verdict.more:
-            self.outcome = RESULT
+        outcome = response.outcome
+        if not isinstance(outcome, Confirmed):
+            self.answered(outcome, preempted=response.preempted)
+            return
+        counts = (1, len(outcome.tokens), outcome.verified, outcome.accepted, outcome.kv_reused)
+        self._counts = list(map(add, self._counts, counts))
+        if not outcome.more:
+            self.answered(outcome)
 
     def end(self) -> None:
-        """Close the span when the request ends."""
+        """Set the counts and end the span."""
         if self.span is not None:
-            self.close(self._set_attributes)
-
-    def _set_attributes(self, span: LightSpan) -> None:
-        span.attributes |= {
-            names.CREDIT: self._credit,
-            names.VERDICTS: self._verdicts,
-            names.CONFIRMED: self._confirmed,
-            names.VERIFIED: self._verified,
-            names.ACCEPTED: self._accepted,
-            names.KV_REUSED: self._reused,
-        }
+            self.span.attributes |= {
+                names.CREDIT: self._credit,
+                **dict(zip(_COUNTS, self._counts, strict=True)),
+            }
+        super().end()
 
 
 class BatchSpans:
@@ -136,11 +108,7 @@ class Batch:
 
     def end(self) -> None:
         """Close the span, at the time at which the step ended."""
-        self._span.completer = self._set_attributes
-        self._span.end(self._ended_ns)
-
-    def _set_attributes(self, span: LightSpan) -> None:
-        facts = self._facts
+        span, facts = self._span, self._facts
         span.link_to(self._items, LINK_ITEM)
         span.attributes |= {
             names.BATCH_SESSIONS: len(facts.request_ids),
@@ -157,6 +125,7 @@ class Batch:
         if self._ended_ns is not None:
             span.attributes[names.FORWARD_NS] = self.watch.forward_ns
             span.attributes[names.RANK_FORWARD_NS] = tuple(self._rank_ns)
+        span.end(self._ended_ns)
 
 
 def record_rank(spans: SpanScope | None, rank: int, watch: StepTrace) -> None:

@@ -11,11 +11,13 @@ import time
 from opentelemetry import trace
 from opentelemetry.util.types import AnyValue
 
-from galley.common.tracing.light_spans import Completer, LightSpan, SpanScope
+from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.common.tracing.telemetry import context_from, fail
 from galley.common.wire.status import error_type
 from galley.core import names
 from galley.core.content import Miss
+from galley.core.scheduler.messages import Superseded
+from galley.pb.galley.v1 import galley_pb2 as pb
 
 # Of a traceparent, 00-<trace id>-<span id>-<flags>: the last digit of the flags, odd where it is sampled.
 _FLAG = 54
@@ -30,42 +32,48 @@ LINK_ITEM = {names.LINK: names.LINK_ITEM}
 
 
 class ItemSpan:
-    """A span from the arrival of a request to its last response; `span` is None if it is not traced.
+    """A span from the arrival of a request to its last response; `span` is None if it is not traced."""
 
-    `outcome` is CANCELLED unless a response sets another.
-    """
-
-    def __init__(self, scope: SpanScope | None, name: str, parent: str, session_id: str) -> None:
-        """Start the span; `parent` is the request's traceparent, and `scope` is None where traces are off."""
-        self._parent = parent
-        self.span = None if scope is None else _begin(scope, name, parent, session_id)
-        self.outcome = CANCELLED
+    def __init__(self, scope: SpanScope | None, name: str, pool: str, slice_: pb.SessionSlice) -> None:
+        """Start the span of a request to `pool`; `scope` is None if traces are off."""
+        self._pool = pool
+        self._slice = slice_
+        self.span = None if scope is None else _begin(scope, name, slice_.traceparent, slice_.session_id)
+        self._outcome = CANCELLED
 
     @property
     def log_span(self) -> trace.Span:
         """Return the span that log lines name: the request's, or else its caller's."""
         if self.span is not None:
             return self.span
-        return trace.get_current_span(context_from(self._parent)) if self._parent else trace.INVALID_SPAN
+        parent = self._slice.traceparent
+        return trace.get_current_span(context_from(parent)) if parent else trace.INVALID_SPAN
 
-    def missed(self, pool: str, miss: Miss, expected: int) -> None:
-        """Record a cache miss: the request builds on `expected` tokens."""
-        self.outcome = CACHE_MISS
-        if self.span is not None:
-            facts: dict[str, AnyValue] = {names.POOL: pool, names.HAVE: miss.have, names.EXPECTED: expected}
-            self.span.add_event(names.KV_MISSED, facts)
+    def answered(self, outcome: object, *, preempted: bool = False) -> None:
+        """Note the outcome of the last response; errors are for `failed`."""
+        if self.span is None:
+            return
+        if isinstance(outcome, Superseded):
+            self._outcome = SUPERSEDED
+        elif not isinstance(outcome, Miss):
+            self._outcome = RESULT
+        else:
+            self._outcome = CACHE_MISS
+            facts: dict[str, AnyValue] = {names.POOL: self._pool, names.HAVE: outcome.have}
+            if not preempted:
+                facts[names.EXPECTED] = self._slice.start
+            self.span.add_event(names.KV_PREEMPTED if preempted else names.KV_MISSED, facts)
 
     def failed(self, error: BaseException) -> None:
         """Record the error that the request is answered with."""
         if self.span is not None:
-            self.outcome = _ERROR
+            self._outcome = _ERROR
             record_failure(self.span, error)
 
-    def close(self, completer: Completer) -> None:
-        """End the span; `completer` sets its remaining attributes."""
+    def end(self) -> None:
+        """End the span; without a response or an error the request was cancelled."""
         if self.span is not None:
-            self.span.attributes[names.OUTCOME] = self.outcome
-            self.span.completer = completer
+            self.span.attributes[names.OUTCOME] = self._outcome
             self.span.end()
 
 

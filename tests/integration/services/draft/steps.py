@@ -18,7 +18,7 @@ from galley.common.tracing.light_spans import SpanScope
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.drafter import Drafter
-from services.draft.servicer import DraftInfo, DraftService
+from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import DraftJob, Proposal, Strategy
 from services.draft.strategies.model import ModelStrategy
@@ -133,7 +133,9 @@ async def serving(
     drafter = Drafter(
         {MODEL: strategy}, **({"max_sessions": 16, "max_tokens": 4096, "max_batch": 8} | limits)
     )
-    info = DraftInfo("", "", (MODEL,), MODEL, 32, VOCAB)
+    info = pb.GetDraftInfoResponse(
+        strategies=[MODEL], default_strategy=MODEL, max_draft_tokens=32, vocab_size=VOCAB
+    )
 
     service = DraftService(drafter, info, spans, max_waiting=max_waiting, metrics=metrics)
 

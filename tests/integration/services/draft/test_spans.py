@@ -1,16 +1,16 @@
-"""What a draft says to a trace: a span per item, and one of the steps between two comings of items."""
+"""The spans of a draft: one a request, and one a batch of steps between two arrivals."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import SpanKind
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.strategies.model import ModelStrategy
 from services.draft.strategies.model_steps import ModelSteps
-from tests.fakes.spans import KeptSpans, NotedScope, attributes_of, context_of, events_of, links_of, parent_of
+from tests.fakes.spans import KeptSpans, NotedScope, attributes_of, context_of, links_of, parent_of
 from tests.fakes.tiny_model import load_tiny_model
 from tests.integration.services.draft.steps import gating, item, serving
 
@@ -26,7 +26,7 @@ def model_of(tiny: Path) -> ModelStrategy:
     return ModelStrategy(ModelSteps(load_tiny_model(tiny, kv_blocks=64)))
 
 
-async def test_an_item_is_a_span_and_the_steps_that_it_takes_part_in_link_to_it(tiny: Path) -> None:
+async def test_a_request_has_a_span_and_its_batch_links_to_it(tiny: Path) -> None:
     kept = KeptSpans()
     asked = [traced([5, 9, 2], k, name) for name, k in (("a", 3), ("b", 1))]
     async with serving(model_of(tiny), spans=kept.scope) as draft:
@@ -59,7 +59,7 @@ async def test_an_item_is_a_span_and_the_steps_that_it_takes_part_in_link_to_it(
     assert batch.end_time - batch.start_time >= answers[0].result.timing.compute_ns
 
 
-async def test_an_item_that_comes_begins_another_batch(tiny: Path) -> None:
+async def test_a_new_request_begins_another_batch(tiny: Path) -> None:
     kept = KeptSpans()
     async with gating(tiny, spans=kept.scope) as (gated, stream, _):
         await stream.send(traced([5, 9, 2], 4, "a"))
@@ -82,33 +82,10 @@ async def test_an_item_that_comes_begins_another_batch(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("parent", ["", parent_of(1, sampled=False)])
-async def test_no_span_is_made_where_nobody_traces(tiny: Path, parent: str) -> None:
+async def test_untraced_requests_make_no_span(tiny: Path, parent: str) -> None:
     asked_for = NotedScope()
     asked = [item([5, 9, 2], 3, "a", traceparent=parent), item([], 3, "b", traceparent=parent)]
     async with serving(model_of(tiny), spans=asked_for.scope) as draft:
         answers = (await draft.stub.Propose(pb.ProposeRequest(items=asked))).answers
     assert [answer.WhichOneof("outcome") for answer in answers] == ["result", "status"]
     assert asked_for.names == []
-
-
-async def test_a_miss_a_refusal_and_a_failure_say_so(tiny: Path) -> None:
-    kept = KeptSpans()
-    async with gating(tiny, spans=kept.scope) as (gated, stream, _):
-        gated.open()
-        gated.fails = True
-        await stream.send(
-            traced([5, 9, 2], 99, "a"), traced([5, 9, 2], 3, "b"), traced([5, 9], 3, "c", start=1)
-        )
-        for _ in range(3):
-            await stream.next()
-    refused, failed, missed = (kept.of_session(ITEM, name) for name in "abc")
-    for span, kind in ((refused, "invalid_argument"), (failed, "internal")):
-        assert attributes_of(span)["error.type"] == kind
-        assert attributes_of(span)["galley.outcome"] == "error"
-        assert span.status.status_code is StatusCode.ERROR
-        assert "secret" not in span.to_json()
-    assert list(events_of(missed)) == [
-        ("kv.missed", {"galley.pool": "draft", "galley.have": 0, "galley.expected": 1})
-    ]
-    assert attributes_of(missed)["galley.outcome"] == "cache_miss"
-    assert missed.status.status_code is StatusCode.UNSET

@@ -23,13 +23,14 @@ from galley.common.models.tokenizer_hash import tokenizer_hash
 from galley.common.server.server import Parts, RunningServer, start_server
 from galley.core.names import MODEL
 from galley.core.step import StepOutcome, StepPlan, StepTrace
+from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import find
 from galley.trace.read.model import Story
 from galley.trace.read.otlp_file import Lines, OtlpFile
 from services.draft.drafter import Drafter
-from services.draft.servicer import DraftInfo, DraftService
+from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import DraftJob, Proposal
 from services.draft.strategies.model import ModelStrategy
@@ -183,7 +184,14 @@ class Real:
 
     async def _build_draft(self, server: grpc.aio.Server, parts: Parts) -> DraftService:
         drafter = Drafter({MODEL: self.strategy}, max_sessions=16, max_tokens=4096, max_batch=8)
-        info = DraftInfo("tiny", tokenizer_hash(self._tiny), (MODEL,), MODEL, 16, VOCAB)
+        info = pb.GetDraftInfoResponse(
+            model="tiny",
+            tokenizer_hash=tokenizer_hash(self._tiny),
+            strategies=[MODEL],
+            default_strategy=MODEL,
+            max_draft_tokens=16,
+            vocab_size=VOCAB,
+        )
         spans = parts.telemetry.scope("draft")
         service = DraftService(drafter, info, spans, max_waiting=64, metrics=parts.metrics)
         rpc.add_DraftServicer_to_server(service, server)

@@ -1,4 +1,4 @@
-"""What a target says to a trace: a span per item while it stands, and one per pass that links to those."""
+"""The spans of a target: one a request, and one a step that links to its requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def span_bytes(span: ReadableSpan) -> bytes:
     return trace_id.to_bytes(16, "big") + span_id.to_bytes(8, "big")
 
 
-async def test_an_item_is_a_span_while_it_stands_and_every_pass_links_to_it_and_back(
+async def test_a_request_has_a_span_and_its_steps_link_to_it(
     target: rpc.TargetAsyncStub, kept: KeptSpans
 ) -> None:
     request = item_of(PROMPT)
@@ -81,7 +81,7 @@ async def test_an_item_is_a_span_while_it_stands_and_every_pass_links_to_it_and_
         assert item.start_time <= batch.start_time < batch.end_time <= item.end_time
 
 
-async def test_a_pass_says_what_it_consisted_of_and_what_it_took(
+async def test_the_span_of_a_step_has_its_size_and_times(
     target: rpc.TargetAsyncStub, kept: KeptSpans
 ) -> None:
     traced = item_of(PROMPT, session_id="traced")
@@ -114,7 +114,7 @@ async def test_a_pass_says_what_it_consisted_of_and_what_it_took(
 
 @pytest.mark.parametrize("kept", [NotedScope()], ids=["on"])
 @pytest.mark.parametrize("parent", ["", "0" * 55, parent_of(TRACE, sampled=False)])
-async def test_no_span_is_made_where_nobody_traces(
+async def test_untraced_requests_make_no_span(
     target: rpc.TargetAsyncStub, kept: NotedScope, parent: str
 ) -> None:
     async with stream_of(target) as stream:
@@ -126,25 +126,13 @@ async def test_no_span_is_made_where_nobody_traces(
     assert kept.names == []
 
 
-async def test_what_the_cache_has_is_told_of_a_hit_and_of_a_miss(
-    target: rpc.TargetAsyncStub, kept: KeptSpans
-) -> None:
-    ((first,), (second,)) = (
-        await verify(target, item_of(PROMPT)),
-        await verify(target, item_of([*PROMPT, 1, 2], start=5)),
-    )
-    assert (first.WhichOneof("outcome"), second.cache_miss.have) == ("result", 4)
-    _, missed = kept.named(ITEM)
-    assert attributes_of(missed)["galley.outcome"] == "cache_miss"
-    assert list(events_of(missed)) == [
-        ("kv.missed", {"galley.pool": "target", "galley.have": 4, "galley.expected": 5})
-    ]
-    assert missed.status.status_code is StatusCode.UNSET
+async def test_reused_tokens_are_recorded(target: rpc.TargetAsyncStub, kept: KeptSpans) -> None:
+    (first,) = await verify(target, item_of(PROMPT))
     await verify(target, item_of([*PROMPT, *first.result.tokens]))
-    assert attributes_of(kept.named(ITEM)[-1])["galley.kv.reused"] == 4
+    assert [attributes_of(span)["galley.kv.reused"] for span in kept.named(ITEM)] == [0, 4]
 
 
-async def test_a_refused_item_and_a_failed_pass_say_why(
+async def test_failures_of_requests_and_steps_are_recorded(
     target: rpc.TargetAsyncStub, engine: Recording, kept: KeptSpans
 ) -> None:
     refused = item_of(PROMPT, session_id="refused")
@@ -163,7 +151,7 @@ async def test_a_refused_item_and_a_failed_pass_say_why(
     assert "galley.batch.forward_ns" not in attributes_of(batch)
 
 
-async def test_an_item_that_is_overtaken_or_given_up_says_so(
+async def test_superseded_and_cancelled_requests_are_recorded(
     target: rpc.TargetAsyncStub, engine: Recording, kept: KeptSpans
 ) -> None:
     engine.gate.clear()
@@ -185,7 +173,7 @@ async def test_an_item_that_is_overtaken_or_given_up_says_so(
 
 
 @pytest.mark.parametrize("limits", [Limits(max_draft_tokens=8, max_sessions=1)])
-async def test_a_preempted_session_is_named_by_its_item_and_by_the_pass(
+async def test_a_preempted_session_is_recorded(
     target: rpc.TargetAsyncStub, engine: Recording, kept: KeptSpans
 ) -> None:
     young = item_of(PROMPT, session_id="young", arrival_ns=9)
@@ -217,9 +205,7 @@ async def until(stream: Stream, session_id: str) -> list[pb.VerifyAnswer]:
 
 
 @pytest.mark.parametrize("limits", [Limits(max_sessions=10, max_rows=2048)])
-async def test_a_pass_names_the_idle_sessions_whose_room_it_took(
-    target: rpc.TargetAsyncStub, kept: KeptSpans
-) -> None:
+async def test_evicted_sessions_are_recorded(target: rpc.TargetAsyncStub, kept: KeptSpans) -> None:
     # 32 blocks of 32 tokens hold 6 sessions of 150.
     filling = [
         pb.VerifyItem(slice=slice_of([2 + i] * 150, session_id=f"s{i}", arrival_ns=1 + i)) for i in range(6)

@@ -13,7 +13,10 @@ from galley.common.tracing.item_spans import ItemSpan, is_sampled
 from galley.common.tracing.light_spans import follows_sampled_parents, names_a_span, packed, unpacked
 from galley.common.tracing.telemetry import context_from
 from galley.core import names
+from galley.core.content import Miss
 from galley.core.errors import InvalidField, Unavailable
+from galley.core.scheduler.messages import Superseded
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.spans import KeptSpans, attributes_of, context_of
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -30,7 +33,7 @@ def kept() -> KeptSpans:
 
 
 def span_of(kept: KeptSpans, parent: str) -> ItemSpan:
-    return ItemSpan(kept.scope, "x", parent, "s")
+    return ItemSpan(kept.scope, "x", "target", pb.SessionSlice(traceparent=parent, session_id="s", start=3))
 
 
 @pytest.mark.parametrize("parent", [SAMPLED, SAMPLED[:-2] + "03", f"01{SAMPLED[2:]}-more"])
@@ -38,7 +41,7 @@ def test_a_sampled_traceparent_starts_a_span(kept: KeptSpans, parent: str) -> No
     item = span_of(kept, parent)
     assert item.span is not None
     assert item.log_span is item.span
-    item.close(lambda span: span.attributes.update(late=True))
+    item.end()
     [span] = kept.named("x")
     assert trace.format_trace_id(context_of(span)[0]) == TRACE_ID
     assert span.parent is not None
@@ -47,7 +50,6 @@ def test_a_sampled_traceparent_starts_a_span(kept: KeptSpans, parent: str) -> No
         "rpc.system": "grpc",
         "galley.session.id": "s",
         "galley.outcome": "cancelled",
-        "late": True,
     }
 
 
@@ -56,7 +58,8 @@ def test_other_traceparents_start_no_span(kept: KeptSpans, parent: str) -> None:
     item = span_of(kept, parent)
     assert item.span is None
     item.failed(Unavailable("gone"))
-    item.close(lambda _: pytest.fail("must not be called"))
+    item.answered(Miss(0, b""))
+    item.end()
     assert kept.named("x") == []
     caller = trace.get_current_span(None) if parent != UNSAMPLED else item.log_span
     assert item.log_span.get_span_context().is_valid == (parent == UNSAMPLED)
@@ -72,7 +75,7 @@ def test_a_request_without_traceparent_joins_the_span_of_its_call(kept: KeptSpan
         assert not item.span.has_remote_parent
         assert span_of(kept, UNSAMPLED).span is None
     assert span_of(kept, "").span is None
-    assert ItemSpan(None, "x", SAMPLED, "s").span is None
+    assert ItemSpan(None, "x", "target", pb.SessionSlice(traceparent=SAMPLED)).span is None
 
 
 def test_the_sampler_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,11 +99,33 @@ def test_the_flags_decide_whether_a_traceparent_is_sampled(flags: str, sampled: 
 def test_a_failed_request_has_an_error_type(kept: KeptSpans, error: Exception, kind: str) -> None:
     item = span_of(kept, SAMPLED)
     item.failed(error)
-    item.close(lambda _: None)
+    item.end()
     [span] = kept.named("x")
     assert attributes_of(span)["error.type"] == kind
     assert attributes_of(span)["galley.outcome"] == "error"
     assert not span.status.is_unset
+
+
+@pytest.mark.parametrize(
+    ("outcome", "preempted", "named", "events"),
+    [
+        (object(), False, "result", {}),
+        (Superseded(5, b""), False, "superseded", {}),
+        (Miss(2, b""), False, "cache_miss", {"kv.missed": {"galley.have": 2, "galley.expected": 3}}),
+        (Miss(2, b""), True, "cache_miss", {"kv.preempted": {"galley.have": 2}}),
+    ],
+)
+def test_the_outcome_of_a_request_is_recorded(
+    kept: KeptSpans, outcome: object, preempted: bool, named: str, events: dict[str, dict[str, int]]
+) -> None:
+    item = span_of(kept, SAMPLED)
+    item.answered(outcome, preempted=preempted)
+    item.end()
+    [span] = kept.named("x")
+    assert attributes_of(span)["galley.outcome"] == named
+    assert {event.name: dict(event.attributes or {}) for event in span.events} == {
+        name: {"galley.pool": "target"} | facts for name, facts in events.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------- packed ids --
