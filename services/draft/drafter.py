@@ -18,7 +18,7 @@ from galley.core.content import Miss, SessionKey, look_up, prefix_hash
 from galley.core.errors import Broken, GalleyError
 from galley.core.scheduler.messages import Superseded
 from services.draft.session_table import SessionTable
-from services.draft.strategies.base import DraftJob, DraftSession, Proposal, Strategy
+from services.draft.strategies.base import DraftJob, Proposal, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +110,9 @@ class Drafter:
     ) -> None:
         """Keep `max_tokens` tokens of `max_sessions` sessions; a step advances `max_batch` proposals."""
         self.counts = DraftCounts()
-        self._strategies = strategies
+        self.strategies = strategies
         self._max_batch = max_batch
-        self._sessions: SessionTable[DraftSession] = SessionTable(
-            DraftSession, max_sessions=max_sessions, max_tokens=max_tokens
-        )
+        self._sessions = SessionTable(max_sessions, max_tokens)
         self._open: dict[int, _Open] = {}  # the oldest first
         self._open_by_session: dict[SessionKey, _Open] = {}
 
@@ -136,13 +134,10 @@ class Drafter:
 
     def advance(self) -> Stepped:
         """Run one step of the oldest open requests, as many as fit."""
-        stepped, taking = Stepped(), self._next()
+        stepped, taking = Stepped(), list(islice(self._open.values(), self._max_batch))
         self._run(taking, self._advance)
         self._conclude(taking, stepped)
         return stepped
-
-    def _next(self) -> list[_Open]:
-        return list(islice(self._open.values(), self._max_batch))
 
     def waste(self, tokens: int) -> None:
         """Count tokens of an answer that came after its request had ended."""
@@ -155,12 +150,7 @@ class Drafter:
             stepped.answers[before.item] = Superseded(before.job.slice.position, before.hash)
             self._close(before)
         session = self._sessions.peek(sent.key)
-        known = look_up(
-            session.tokens if session else (),
-            sent.start,
-            sent.tokens,
-            sent.prefix_hash,
-        )
+        known = look_up(session.tokens if session else (), sent.start, sent.tokens, sent.prefix_hash)
         if isinstance(known, Miss):
             stepped.answers[item] = known
             return
@@ -184,7 +174,7 @@ class Drafter:
             by_strategy[one.strategy].append(one)
         for name, mine in by_strategy.items():
             try:
-                work(self._strategies[name], mine)
+                work(self.strategies[name], mine)
             except Exception as error:  # noqa: BLE001  # a strategy is a plug-in: whatever it does stays here
                 log_internal(error, strategy=name)
                 for one in mine:

@@ -14,15 +14,16 @@ class DraftSession:
     """The tokens of one session, from absolute position 0.
 
     The target has confirmed the first `confirmed` tokens. The rest are draft tokens that it has not answered,
-    and may be replaced. Sessions compare by identity, so a strategy can keep its state in a
-    WeakKeyDictionary that forgets it with the session.
+    and may be replaced. `room` is how many tokens it may hold. Sessions compare by identity, so a strategy
+    can keep its state in a WeakKeyDictionary that forgets it with the session.
     """
 
-    __slots__ = ("__weakref__", "confirmed", "tokens")
+    __slots__ = ("__weakref__", "confirmed", "room", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.confirmed = 0
+        self.room = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +62,14 @@ class Strategy(Protocol):
 
         Proposals join and leave between calls; a cancelled one is not advanced again.
         """
+
+
+class NoneStrategy:
+    """Propose nothing: plain decoding through the same calls."""
+
+    def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
+        """Return empty, finished proposals."""
+        return [Proposal(job, done=True) for job in jobs]
+
+    def advance(self, proposals: Sequence[Proposal]) -> None:
+        """Do nothing: no proposal is unfinished."""

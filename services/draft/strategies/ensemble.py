@@ -7,9 +7,10 @@ more likely right, so there are tables for each alone, for agreement, and for ea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from galley.core.lookup.calibration import Calibration
-from services.draft.strategies.matches import LENGTHS, PRIOR, STRENGTH
+from services.draft.strategies.lookups import LENGTHS, PRIOR, STRENGTH
 from services.draft.strategies.model_steps import CONFIDENCES
 
 # A lookup this likely to be right needs no step of the model.
@@ -50,8 +51,8 @@ class Ensemble:
     lookup_against: Calibration = field(default_factory=lambda: Calibration(_LESS, STRENGTH))
     model_against: Calibration = field(default_factory=lambda: Calibration(_BUCKETS, STRENGTH))
 
-    def narrowed(self) -> Ensemble:
-        """Return the ensemble of one workload, which starts from this one of all workloads."""
+    def child(self) -> Ensemble:
+        """Return the ensemble of a part of the sessions, which starts from this one."""
         tables = (self.lookup, self.alone, self.both, self.lookup_against, self.model_against)
         return Ensemble(*(table.child() for table in tables))
 
@@ -60,38 +61,35 @@ class Ensemble:
         return self.lookup.chance(lookup.evidence) >= _SURE
 
     def choose(self, candidates: Candidates) -> tuple[int, float]:
-        """Return the likelier token and its probability. Raises ValueError without a candidate."""
-        lookup, model = candidates.lookup, candidates.model
-        match (lookup, model):
-            case (Candidate(), None):
-                return lookup.token, self.lookup.chance(lookup.evidence)
-            case (None, Candidate()):
-                return model.token, self.alone.chance(model.evidence)
-            case (Candidate(), Candidate()) if lookup.token == model.token:
-                return lookup.token, self.both.chance(_agreeing(lookup, model))
-            case (Candidate(), Candidate()):
-                theirs, its = (
-                    self.lookup_against.chance(lookup.evidence),
-                    self.model_against.chance(model.evidence),
-                )
-                return (lookup.token, theirs) if theirs > its else (model.token, its)
-            case _:
-                raise ValueError("no candidate")
+        """Return the likelier token, the model's if both are as likely, and its probability."""
+        chance, token = max(
+            ((table.chance(bucket), token) for token, table, bucket in self._evidence(candidates)),
+            key=itemgetter(0),
+        )
+        return token, chance
 
     def record(self, candidates: Candidates, confirmed: int) -> None:
         """Record the confirmed token of a position whose earlier draft tokens were all accepted."""
-        lookup, model = candidates.lookup, candidates.model
+        lookup = candidates.lookup
         if lookup is not None:
             self.lookup.record(lookup.evidence, lookup.token == confirmed)
-        if model is None:
-            return
+        if candidates.model is not None:
+            for token, table, bucket in self._evidence(candidates):
+                table.record(bucket, token == confirmed)
+
+    def _evidence(self, candidates: Candidates) -> list[tuple[int, Calibration, int]]:
+        """Return each token with the table and the bucket that tell its probability."""
+        lookup, model = candidates.lookup, candidates.model
         if lookup is None:
-            self.alone.record(model.evidence, model.token == confirmed)
-        elif lookup.token == model.token:
-            self.both.record(_agreeing(lookup, model), model.token == confirmed)
-        else:
-            self.lookup_against.record(lookup.evidence, lookup.token == confirmed)
-            self.model_against.record(model.evidence, model.token == confirmed)
+            return [] if model is None else [(model.token, self.alone, model.evidence)]
+        if model is None:
+            return [(lookup.token, self.lookup, lookup.evidence)]
+        if lookup.token == model.token:
+            return [(lookup.token, self.both, _agreeing(lookup, model))]
+        return [
+            (model.token, self.model_against, model.evidence),
+            (lookup.token, self.lookup_against, lookup.evidence),
+        ]
 
 
 def _agreeing(lookup: Candidate, model: Candidate) -> int:

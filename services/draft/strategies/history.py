@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from galley.core.content import common_prefix_len
 from services.draft.strategies.base import DraftSession
 
 E = TypeVar("E")
-
-
-class Verdict(NamedTuple, Generic[E]):
-    """A draft token with its evidence, and the token that was confirmed at its position."""
-
-    evidence: E
-    drafted: int
-    confirmed: int
 
 
 class DraftHistory(Generic[E]):
@@ -34,17 +26,18 @@ class DraftHistory(Generic[E]):
         self._tokens.append(token)
         self._evidence.append(evidence)
 
-    def compare(self, session: DraftSession, agreed: int) -> list[Verdict[E]]:
-        """Return the verdicts on draft tokens that the session has answered, up to the first wrong one.
+    def compare(self, session: DraftSession, agreed: int) -> list[tuple[E, int, int]]:
+        """Return the draft tokens that the session has answered, up to the first wrong one.
 
+        Each is (evidence, draft token, confirmed token).
         Drops these tokens, and those that the session contradicts or has passed. The session has not changed
         before position `agreed` since the last call.
         """
-        verdicts: list[Verdict[E]] = []
+        verdicts: list[tuple[E, int, int]] = []
         if agreed >= self._first:
             confirmed = session.tokens[self._first : session.confirmed]
             for token, evidence, right in zip(self._tokens, self._evidence, confirmed, strict=False):
-                verdicts.append(Verdict(evidence, token, right))
+                verdicts.append((evidence, token, right))
                 if token != right:
                     break
         ahead = session.tokens[self._first :]

@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from galley.core.content import common_prefix_len
-from galley.core.lru import LruCache
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 from services.draft.strategies.ensemble import Candidate, Candidates, Ensemble
 from services.draft.strategies.history import DraftHistory
-from services.draft.strategies.lookups import Kind, Lookups, SessionLookups, kind_of
-from services.draft.strategies.matches import PRIOR, class_of
+from services.draft.strategies.lookups import PRIOR, ByKind, Lookups, SessionLookups, class_of
 from services.draft.strategies.model_steps import ModelProposal, ModelSteps, rules_of
 
 _WORKLOADS = 256
@@ -44,8 +42,7 @@ class HybridStrategy:
         self._lookups = lookups
         self._steps = steps
         self._sessions: WeakKeyDictionary[DraftSession, _HybridSession] = WeakKeyDictionary()
-        self._ensembles: LruCache[Kind, Ensemble] = LruCache(Ensemble, _WORKLOADS)
-        self._overall: LruCache[bytes, Ensemble] = LruCache(Ensemble, _WORKLOADS)
+        self._ensembles = ByKind(Ensemble, _WORKLOADS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """Return proposals with what can be reused and copied."""
@@ -65,8 +62,9 @@ class HybridStrategy:
     def _begin(self, job: DraftJob) -> ModelProposal:
         proposal, tokens = self._steps.open(job), job.session.tokens
         session = self._session_of(job)
-        for verdict in session.history.compare(job.session, common_prefix_len(session.known, tokens)):
-            session.ensemble.record(verdict.evidence, verdict.confirmed)
+        agreed = common_prefix_len(session.known, tokens)
+        for candidates, _, confirmed in session.history.compare(job.session, agreed):
+            session.ensemble.record(candidates, confirmed)
         session.known = list(tokens)
         session.lookups = self._lookups.follow(job)
         proposal.limit = job.k  # a lookup has no context window
@@ -79,8 +77,7 @@ class HybridStrategy:
         return proposal
 
     def _session_of(self, job: DraftJob) -> _HybridSession:
-        overall = self._overall.get(job.slice.key[0])
-        ensemble = self._ensembles.get(kind_of(job), overall.narrowed)
+        ensemble = self._ensembles.of(job)
         session = self._sessions.setdefault(job.session, _HybridSession(ensemble))
         session.ensemble = ensemble
         return session

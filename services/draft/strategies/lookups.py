@@ -1,33 +1,67 @@
 """Find earlier occurrences of the last tokens, in a session and in recent answers of its workload.
 
-Answers are looked up in by sessions of their own tenant and workload alone.
+A session searches only the answers of its own tenant and workload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, Protocol, Self, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
+from galley.core.lookup.calibration import Calibration
 from galley.core.lookup.lookup import AnswerLookup, LookupResult, RecentAnswers, SessionLookup
 from galley.core.lru import LruCache
 from services.draft.strategies.base import DraftJob, DraftSession
 
-# Of sessions: the tenant's salt and the workload.
+# The kind of a session: its tenant's salt and its workload.
 Kind: TypeAlias = tuple[bytes, str]
 
 # Kinds whose answers are kept: 8 MB each at most.
 MOST_KINDS = 32
-# Tokens of a session that one step follows, some milliseconds: a long prompt must not hold up the others.
-_MOST_AT_ONCE = 1024
-# Of the tokens known already, how many are compared again beside those that the slice brings.
+# Tokens of a session that one step indexes, in some milliseconds: a long prompt must not delay the others.
+_MAX_INDEXED = 1024
+# Number of known tokens that are compared again beside those of the slice.
 _TAIL = 32
+
+# The shortest match of each class.
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+# The prior probability of a match of n tokens is n / (n + this), in the session's own tokens and in recent
+# answers.
+_OWN_DOUBT = 2
+_ANSWERS_DOUBT = 4
+STRENGTH = 10.0
+# Classes of matches in the session itself, then in answers.
+PRIOR = tuple(n / (n + doubt) for doubt in (_OWN_DOUBT, _ANSWERS_DOUBT) for n in LENGTHS)
 
 
 def kind_of(job: DraftJob) -> Kind:
-    """Whose answers a session may look into."""
+    """Return the kind of the job's session."""
     return job.slice.key[0], job.workload
+
+
+class Learned(Protocol):
+    """Statistics of verdicts, such as a `Calibration`."""
+
+    def child(self) -> Self:
+        """Return one for a part of the sessions, which starts from this one."""
+
+
+V = TypeVar("V", bound=Learned)
+
+
+class ByKind(Generic[V]):
+    """A value a kind of session, which starts from that of all sessions of its tenant."""
+
+    def __init__(self, make: Callable[[], V], capacity: int) -> None:
+        self._kinds: LruCache[Kind, V] = LruCache(make, capacity)
+        self._tenants: LruCache[bytes, V] = LruCache(make, capacity)
+
+    def of(self, job: DraftJob) -> V:
+        """Return the value of the job's kind."""
+        return self._kinds.get(kind_of(job), self._tenants.get(job.slice.key[0]).child)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +72,26 @@ class Match:
     own: bool
 
 
+def class_of(match: Match, further: int = 0) -> int:
+    """Return the class, an index of PRIOR, of a match after `further` accepted tokens."""
+    length = bisect_right(LENGTHS, match.found.matched + further) - 1
+    return length if match.own else length + len(LENGTHS)
+
+
+def match_calibration() -> Calibration:
+    """Return the acceptance rates of matches by class."""
+    return Calibration(PRIOR, STRENGTH)
+
+
 class SessionLookups:
-    """One session's lookups, which have followed all its confirmed tokens."""
+    """The lookups of one session, over all its confirmed tokens."""
 
     def __init__(self, own: SessionLookup, answers: AnswerLookup) -> None:
         self._own = own
         self._answers = answers
 
     def find(self, ahead: Sequence[int], count: int) -> Match:
-        """At most `count` tokens that followed the longer match of the session's tokens and `ahead`."""
+        """Return at most `count` tokens that followed the longest match of the session's last tokens."""
         own, answer = self._own.find(ahead, count), self._answers.find(ahead, count)
         return Match(answer, own=False) if answer.matched > own.matched else Match(own, own=True)
 
@@ -74,14 +119,14 @@ class Lookups:
         answers = self._kinds.get(kind_of(job))
         confirmed = job.session.tokens[: job.session.confirmed]
         lookup = self._sessions.get(job.session)
-        # What stands before the slice its hash has vouched for.
+        # The hash of the slice vouches for the tokens before it.
         if lookup is None or not lookup.is_prefix_of(
             confirmed, max(0, min(job.slice.start, len(lookup) - _TAIL))
         ):
             lookup = self._sessions[job.session] = SessionLookup()
             answers.lookups.pop(job.session, None)
         at = len(lookup)
-        lookup.follow(confirmed[at : at + _MOST_AT_ONCE])
+        lookup.follow(confirmed[at : at + _MAX_INDEXED])
         among = answers.lookups.get(job.session)
         if among is None:
             among = answers.lookups[job.session] = AnswerLookup(answers.recent)

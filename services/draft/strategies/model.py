@@ -11,10 +11,9 @@ from weakref import WeakKeyDictionary
 
 from galley.core.content import common_prefix_len
 from galley.core.lookup.calibration import Calibration
-from galley.core.lru import LruCache
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 from services.draft.strategies.history import DraftHistory
-from services.draft.strategies.lookups import Kind, kind_of
+from services.draft.strategies.lookups import ByKind
 from services.draft.strategies.model_steps import CONFIDENCES, ModelProposal, ModelSteps, rules_of
 
 # Weight of the prior, in verdicts; and workloads whose acceptance rate is kept.
@@ -29,8 +28,7 @@ class ModelStrategy:
         self._steps = steps
         # Draft tokens of each session, with their confidence buckets.
         self._history: WeakKeyDictionary[DraftSession, DraftHistory[int]] = WeakKeyDictionary()
-        self._calibrations: LruCache[Kind, Calibration] = LruCache(_calibration, _WORKLOADS)
-        self._overall: LruCache[bytes, Calibration] = LruCache(_calibration, _WORKLOADS)
+        self._calibrations = ByKind(_calibration, _WORKLOADS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """Return proposals that hold the reusable tokens of earlier ones."""
@@ -43,23 +41,20 @@ class ModelStrategy:
         ):
             job = drawn.proposal.job
             self._history[job.session].append(drawn.token, drawn.bucket)
-            drawn.proposal.add(drawn.token, self._calibration_of(job).chance(drawn.bucket))
+            drawn.proposal.add(drawn.token, self._calibrations.of(job).chance(drawn.bucket))
 
     def _begin(self, job: DraftJob) -> ModelProposal:
         proposal, session = self._steps.open(job), job.session
         history = self._history.setdefault(session, DraftHistory())
-        calibration = self._calibration_of(job)
-        for verdict in history.compare(session, common_prefix_len(proposal.cache.tokens, session.tokens)):
-            calibration.record(verdict.evidence, verdict.drafted == verdict.confirmed)
+        calibration = self._calibrations.of(job)
+        agreed = common_prefix_len(proposal.cache.tokens, session.tokens)
+        for bucket, drafted, confirmed in history.compare(session, agreed):
+            calibration.record(bucket, drafted == confirmed)
         proposal.settle()
         for token, bucket in history.ready(len(session.tokens), proposal.limit, rules_of(job.slice)):
             proposal.add(token, calibration.chance(bucket))
         self._steps.cut_back(proposal)
         return proposal
-
-    def _calibration_of(self, job: DraftJob) -> Calibration:
-        overall = self._overall.get(job.slice.key[0])
-        return self._calibrations.get(kind_of(job), overall.child)
 
 
 def _calibration() -> Calibration:

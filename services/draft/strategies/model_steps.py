@@ -18,7 +18,7 @@ from galley.common.logs import log_internal
 from galley.common.wire.codec import Slice
 from galley.core.content import common_prefix_len
 from galley.core.errors import GalleyError
-from galley.core.step import Draw, Sampled
+from galley.core.step import Draw
 from galley.engine.model import CausalModel, Rows, SessionCache
 from galley.engine.sampler import guess as guess_tokens
 from galley.engine.sampling import draw as sampling
@@ -116,7 +116,8 @@ class ModelSteps:
             if isinstance(outcome, GalleyError):
                 self._fail(proposal, outcome)
             else:
-                drawn.append(_drawn(proposal, outcome, confidence))
+                greedy = proposal.job.slice.sampling.greedy
+                drawn.append(Drawn(proposal, outcome.tokens[0], _bucket(confidence, greedy=greedy)))
         return drawn
 
     def _forward(self, fed: Sequence[tuple[ModelProposal, list[int]]]) -> Tensor:
@@ -143,11 +144,6 @@ class ModelSteps:
 def rules_of(request: Slice) -> object:
     """Return everything but the earlier tokens that determines a drawn token."""
     return (request.sampling, request.prompt_len, request.stop_token_ids, request.min_tokens)
-
-
-def _drawn(proposal: ModelProposal, outcome: Sampled, confidence: float) -> Drawn:
-    (token,) = outcome.tokens
-    return Drawn(proposal, token, _bucket(confidence, greedy=proposal.job.slice.sampling.greedy))
 
 
 def _bucket(confidence: float, *, greedy: bool) -> int:

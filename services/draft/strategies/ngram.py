@@ -1,6 +1,6 @@
-"""Prompt lookup: what followed the last tokens before, in the session or in recent answers of its kind.
+"""Prompt lookup: propose what followed the last tokens before, in the session or in answers of its kind.
 
-A match is trusted as far as matches of its length have been right in its tenant and workload.
+The survival of its tokens is the acceptance rate of matches of that length in the tenant and workload.
 """
 
 from __future__ import annotations
@@ -9,25 +9,31 @@ from collections.abc import Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
+from galley.core.lookup.calibration import Calibration
 from galley.core.lookup.lookup import LookupResult
 from galley.core.lookup.proposal_outcomes import ProposalOutcomes
-from galley.core.lru import LruCache
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
-from services.draft.strategies.lookups import MOST_KINDS, Kind, Lookups, Match, SessionLookups, kind_of
-from services.draft.strategies.matches import MatchChances
+from services.draft.strategies.lookups import (
+    MOST_KINDS,
+    ByKind,
+    Lookups,
+    Match,
+    SessionLookups,
+    class_of,
+    match_calibration,
+)
 
-# A token that survives more seldom is not worth its bytes.
+# A token that is less likely to be accepted is not worth its bytes.
 _LEAST_SURVIVAL = 0.02
 
 
 class NgramStrategy:
-    """A proposal is done when it begins, but where many tokens are new: those are followed a piece a step."""
+    """Finish a proposal when it begins, unless many tokens are new: a step indexes a part of them."""
 
     def __init__(self, lookups: Lookups) -> None:
         self._lookups = lookups
         self._waiting: WeakKeyDictionary[DraftSession, ProposalOutcomes] = WeakKeyDictionary()
-        self._chances: LruCache[Kind, MatchChances] = LruCache(MatchChances, MOST_KINDS)
-        self._overall: LruCache[bytes, MatchChances] = LruCache(MatchChances, MOST_KINDS)
+        self._calibrations = ByKind(match_calibration, MOST_KINDS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         """Start a proposal; see `Strategy.begin`."""
@@ -50,25 +56,26 @@ class NgramStrategy:
         job = proposal.job
         ahead = job.session.tokens[job.session.confirmed :]
         match = following.find(ahead, job.k)
-        chances = self._chances_of(job)
+        calibration = self._calibrations.of(job)
         tokens = _up_to_a_stop(match.found, job.slice.stop_token_ids)
-        proposal.survival = _survival(chances, match, len(tokens))
+        proposal.survival = _survival(calibration, match, len(tokens))
         proposal.tokens = list(tokens[: len(proposal.survival)])
         if proposal.tokens:
-            record = partial(chances.record, match)
+            record = partial(_record, calibration, match)
             waiting.add(job.session.confirmed, ahead, tuple(proposal.tokens), record)
 
-    def _chances_of(self, job: DraftJob) -> MatchChances:
-        overall = self._overall.get(job.slice.key[0])
-        return self._chances.get(kind_of(job), overall.narrowed)
+
+def _record(calibration: Calibration, match: Match, i: int, accepted: bool) -> None:
+    """Record whether the i-th token after the match was accepted, those before having been."""
+    calibration.record(class_of(match, i), accepted)
 
 
-def _survival(chances: MatchChances, match: Match, count: int) -> list[float]:
-    """Return the chances that each of `count` tokens after such a match is right."""
+def _survival(calibration: Calibration, match: Match, count: int) -> list[float]:
+    """Return for each of `count` tokens the probability that it and those before it are accepted."""
     survival: list[float] = []
     surviving = 1.0
     for i in range(count):
-        surviving *= chances.chance(match, i)
+        surviving *= calibration.chance(class_of(match, i))
         if surviving < _LEAST_SURVIVAL:
             break
         survival.append(surviving)
