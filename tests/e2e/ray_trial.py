@@ -1,6 +1,6 @@
-"""Two replicas of three ranks on a local Ray, and what must not show to who listens to them.
+"""Two replicas of several ranks on a local Ray: streams survive a killed rank and a removed replica.
 
-A rank is killed while streams run; then, scaled down to one replica, the one that stays keeps its sessions.
+A rank is killed while streams run. Then the deployment is scaled to one replica, which keeps its sessions.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ HEALED_S = 120.0
 
 @dataclass(slots=True)
 class Trial:
-    """One stack of the model in `directory`; `seconds` says how long each part took."""
+    """One stack of the model in `directory`; `seconds` is how long each part took."""
 
     directory: Path
     streams: int
     max_tokens: int
-    # At the end: lose the head of Ray, in place of stopping in order.
+    ranks: int = RANKS
+    # Kill Ray's head at the end instead of stopping in order.
     lose_head: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
-    # Tokens other than transformers' own where its two best logits are a tie.
+    # Tokens that differ from transformers' where its two best logits are a tie.
     ties: int = 0
 
     async def run(self, scratch: Path) -> None:
-        """Raises AssertionError where anything shows."""
+        """Run the trial. Raises AssertionError if a client notices anything."""
         since = time.monotonic()
         count_file = scratch / "replicas"
         count_file.write_text(str(REPLICAS))
@@ -58,7 +59,7 @@ class Trial:
             since = self._note("start", since)
             before = await leases(stack)
             assert len(before) == REPLICAS, "ready, but not all replicas are registered"
-            assert {lease.ranks for lease in before.values()} == {RANKS}
+            assert {lease.ranks for lease in before.values()} == {self.ranks}
             assert len({lease.fingerprint for lease in before.values()}) == 1
 
             kill = follower(stack.pid("target")).kill
@@ -81,7 +82,8 @@ class Trial:
             model=str(self.directory),
             dtype="float32",
             replicas=REPLICAS,
-            tensor_parallel=RANKS,
+            tensor_parallel=self.ranks,
+            draft_model="none",
             extra_args={
                 "target": ["--kv-memory-mb", "64", "--replicas-file", str(count_file)],
                 "gateway": ["--target-timeout-s", "60"],
@@ -92,7 +94,7 @@ class Trial:
     async def _scale_down(
         self, stack: Stack, replicas: dict[str, TargetLease], count_file: Path
     ) -> list[list[int]]:
-        """To one replica, while streams run; the one that stays must still hold what it held."""
+        """Scale to one replica while streams run; the one that stays must keep its session's KV."""
         held = {name: await open_session(lease.address) for name, lease in replicas.items()}
 
         def fewer() -> None:
@@ -106,8 +108,8 @@ class Trial:
         return answers
 
     async def _answers_while(self, stack: Stack, count: int, disturb: Any) -> list[list[int]]:
-        """Answers to the first prompts; `disturb` is called once all have begun and none has ended."""
-        begun = [asyncio.Event() for _ in range(count)]
+        """Return answers to the first prompts; call `disturb` once all have begun and none has ended."""
+        started = [asyncio.Event() for _ in range(count)]
 
         async def answer(index: int) -> list[int]:
             tokens: list[int] = []
@@ -120,13 +122,13 @@ class Trial:
             async for event in client.generate(PROMPTS[index], **options):
                 if event.WhichOneof("event") == "chunk":
                     tokens += event.chunk.token_ids
-                    begun[index].set()
+                    started[index].set()
             return tokens
 
         async with AsyncClient(stack.gateways[0]) as client, asyncio.TaskGroup() as group:
             answers = [group.create_task(answer(index)) for index in range(count)]
-            await asyncio.gather(*(event.wait() for event in begun))
-            assert not any(task.done() for task in answers), "not all were under way"
+            await asyncio.gather(*(event.wait() for event in started))
+            assert not any(task.done() for task in answers), "an answer ended too early"
             disturb()
         return [task.result() for task in answers]
 

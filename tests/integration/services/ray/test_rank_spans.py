@@ -1,4 +1,4 @@
-"""What the ranks of a replica say to a trace: each its own part of a pass, and what the others took."""
+"""The spans of ranks: each rank's part of a step, and the times of all."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def ranks_of(
     tiny: Path, traces: Sequence[KeptSpans]
 ) -> AsyncIterator[tuple[rpc.TargetAsyncStub, list[Other]]]:
-    """A target of `SIZE` ranks, of which rank r tells traces[r]; and the models of the others."""
+    """A target of `SIZE` ranks whose rank r records in traces[r], and the models of the others."""
     hub = Hub(SIZE)
     others = [Other(rank) for rank in range(1, SIZE)]
     followers = [
@@ -102,7 +102,7 @@ async def verify_once(target: rpc.TargetAsyncStub, *, sampled: bool) -> list[pb.
         return await stream.until_last()
 
 
-async def test_each_rank_tells_its_part_of_a_pass_and_the_pass_what_all_took(tiny: Path) -> None:
+async def test_each_rank_records_its_part_of_a_step(tiny: Path) -> None:
     traces = [KeptSpans() for _ in range(SIZE)]
     async with ranks_of(tiny, traces) as (target, _):
         answers = await verify_once(target, sampled=True)
@@ -126,7 +126,7 @@ async def test_each_rank_tells_its_part_of_a_pass_and_the_pass_what_all_took(tin
     assert not traces[0].named(RANK)
 
 
-async def test_nothing_is_measured_or_told_of_a_pass_that_nobody_traces(tiny: Path) -> None:
+async def test_an_untraced_step_is_not_measured(tiny: Path) -> None:
     traces = [KeptSpans() for _ in range(SIZE)]
     async with ranks_of(tiny, traces) as (target, others):
         answers = await verify_once(target, sampled=False)

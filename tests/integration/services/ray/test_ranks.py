@@ -45,7 +45,11 @@ def _wide(config: Any) -> Any:
 def test_two_ranks_agree_with_one(four_heads: Path, biased: Path, tmp_path: Path) -> None:
     """In our own forward and in transformers', whose plans cut fused and separate products."""
     others = [save_random(_wide(CONFIGS[kind]()), tmp_path / kind) for kind in OTHERS]
-    works = [Work(str(four_heads)), Work(str(biased)), *(Work(str(other), passes=4) for other in others)]
+    works = [
+        Work(str(four_heads)),
+        Work(str(biased)),
+        *(Work(str(other), new_tokens=2, passes=4) for other in others),
+    ]
     for work, two in zip(works, run_ranks(2, works, tmp_path / "two"), strict=True):
         alone = run(work, ALONE)
         agree(two, alone)
@@ -57,8 +61,8 @@ def test_two_ranks_agree_with_one(four_heads: Path, biased: Path, tmp_path: Path
 def test_three_ranks_agree_with_one_and_keep_their_bits(
     default_model_dir: Path, nine_heads: Path, tmp_path: Path
 ) -> None:
-    real = Work(str(default_model_dir), longest=40, passes=2)
-    small = [Work(str(nine_heads), dtype, passes=25) for dtype in ("float32", "bfloat16")]
+    real = Work(str(default_model_dir), new_tokens=2, longest=40, passes=1)
+    small = [Work(str(nine_heads), dtype, new_tokens=2) for dtype in ("float32", "bfloat16")]
     results = run_ranks(3, [real, *small], tmp_path / "three")
     agree(results[0], run(real, ALONE))
     for one in results:

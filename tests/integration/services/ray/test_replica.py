@@ -1,4 +1,4 @@
-"""A replica of two ranks, as processes without Ray: it serves as one process does, and ends as one.
+"""A replica of two ranks without Ray: it serves and ends as one process.
 
 The ranks are processes of one host, or of two, as a LeaderWorkerSet has them.
 """
@@ -18,9 +18,12 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.target.ranks.hosts import run_host
+from services.target.settings import TargetSettings
 from tests.fakes.collector import Collector
 from tests.fakes.redis_clusters import free_port
 from tests.fakes.spans import parent_of
@@ -31,7 +34,7 @@ SIZE = 2
 PROMPT, COUNT = [3, 5, 8, 13, 21], 12
 # A closed connection is noticed at once; this is for a slow machine.
 SOON_S = 30.0
-# The exit code of what must be started anew.
+# The exit code of a process that is to be restarted.
 LOST = 1
 
 
@@ -76,7 +79,7 @@ async def running(
     os.close(write_fd)
     followers: list[int] = []
     try:
-        address = await asyncio.to_thread(address_told, read_fd)
+        address = await asyncio.to_thread(ready_address, read_fd)
         followers = [child.pid for child in psutil.Process(process.pid).children()]
         async with grpc.aio.insecure_channel(address) as channel:
             yield Replica(process, followers, rpc.TargetStub(channel))
@@ -89,7 +92,7 @@ async def running(
     assert not alive, "a follower outlived its replica"
 
 
-def address_told(read_fd: int) -> str:
+def ready_address(read_fd: int) -> str:
     with os.fdopen(read_fd) as lines:
         for line in lines:
             if (message := json.loads(line))["stage"] == "ready":
@@ -97,7 +100,7 @@ def address_told(read_fd: int) -> str:
     raise RuntimeError("the replica did not start")
 
 
-async def test_two_ranks_serve_what_one_process_says_and_end_together(tiny: Path) -> None:
+async def test_two_ranks_serve_as_one_process_and_end_together(tiny: Path) -> None:
     expected = greedy(tiny, PROMPT, COUNT)
     async with running(tiny) as replica:
         info = await replica.target.GetTargetInfo(pb.GetTargetInfoRequest())
@@ -113,27 +116,46 @@ async def test_two_ranks_serve_what_one_process_says_and_end_together(tiny: Path
         assert max(accepted) > 0
 
         os.kill(replica.followers[0], signal.SIGKILL)
-        # The replica ends once it knows; whoever comes before is told that there is no answer.
+        # The replica ends once it notices; an earlier request gets a status.
         with suppress(grpc.aio.AioRpcError):
             (answer,) = await verify(replica.target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="new")))
-            assert answer.WhichOneof("outcome") == "status", "a pass without a rank was answered"
+            assert answer.WhichOneof("outcome") == "status", "a step without a rank was answered"
         assert await replica.ended() == LOST
 
 
-async def test_each_rank_sends_its_spans_at_its_end(tiny: Path, tmp_path: Path) -> None:
+async def test_two_hosts_serve_send_spans_and_end_with_their_leader(tiny: Path, tmp_path: Path) -> None:
+    hosts = ("--hosts", "2", "--ranks-address", f"127.0.0.1:{free_port()}")
     async with Collector(tmp_path) as collector:
         environment = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
             "OTEL_EXPORTER_OTLP_INSECURE": "true",
-            # Nothing leaves before the end.
+            # Spans are sent at the end only.
             "OTEL_BSP_SCHEDULE_DELAY": "600000",
         }
-        async with running(tiny, environment=environment) as replica:
-            prompt_slice = slice_of(PROMPT, traceparent=parent_of(0xABC))
-            (answer,) = await verify(replica.target, pb.VerifyItem(slice=prompt_slice))
-            replica.process.terminate()
-            assert await replica.ended() == 0
-        span_of = {span.name: span for span in collector.spans}
+        # It starts before its leader.
+        other = await start(tiny, *hosts, "--host-index", "1", environment=environment)
+        try:
+            async with running(tiny, *hosts, environment=environment) as leader:
+                assert not leader.followers, "one rank a host"
+                tokens, _ = await generate(leader.target, PROMPT, COUNT, lambda _: [])
+                assert tokens == greedy(tiny, PROMPT, COUNT)
+
+                # Stopped together, as the pods of a group are: the leader still serves.
+                other.send_signal(signal.SIGTERM)
+                traced = slice_of(PROMPT, session_id="new", traceparent=parent_of(0xABC))
+                (answer,) = await verify(leader.target, pb.VerifyItem(slice=traced))
+                assert answer.WhichOneof("outcome") == "result"
+                leader.process.terminate()
+                assert await leader.ended() == 0
+            assert await ended(other) == 0
+        finally:
+            if other.returncode is None:
+                other.kill()
+                await other.wait()
+        check_spans({span.name: span for span in collector.spans}, answer)
+
+
+def check_spans(span_of: Mapping[str, Span], answer: pb.VerifyAnswer) -> None:
     item, batch, rank = (
         span_of[name] for name in ("galley.v1.Target/Verify", "verify batch", "rank forward")
     )
@@ -144,36 +166,13 @@ async def test_each_rank_sends_its_spans_at_its_end(tiny: Path, tmp_path: Path) 
     computed_ns = [value.int_value for value in attributes["galley.batch.rank_forward_ns"].array_value.values]
     assert len(computed_ns) == SIZE
     assert 0 < computed_ns[0] < attributes["galley.batch.forward_ns"].int_value
-    # The follower's own clock has the same to say as what rank 0 was told.
+    # Rank 0 reports for the follower what the follower's own span says.
     waited_ns = attributes["galley.rank.waited_ns"].int_value
     assert waited_ns > 0
     assert computed_ns[1] == rank.end_time_unix_nano - rank.start_time_unix_nano - waited_ns
 
 
-async def test_two_hosts_meet_serve_and_end_with_their_leader(tiny: Path) -> None:
-    hosts = ("--hosts", "2", "--ranks-address", f"127.0.0.1:{free_port()}")
-    # It comes first, and waits.
-    other = await start(tiny, *hosts, "--host-index", "1")
-    try:
-        async with running(tiny, *hosts) as leader:
-            assert not leader.followers, "one rank a host"
-            tokens, _ = await generate(leader.target, PROMPT, COUNT, lambda _: [])
-            assert tokens == greedy(tiny, PROMPT, COUNT)
-
-            # Told to stop together, as the pods of a group are: the leader still has work to finish.
-            other.send_signal(signal.SIGTERM)
-            (answer,) = await verify(leader.target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="new")))
-            assert answer.WhichOneof("outcome") == "result"
-            leader.process.terminate()
-            assert await leader.ended() == 0
-        assert await ended(other) == 0
-    finally:
-        if other.returncode is None:
-            other.kill()
-            await other.wait()
-
-
-async def test_a_host_that_starts_again_is_not_let_in_and_ends_its_idle_leader(tiny: Path) -> None:
+async def test_a_restarted_host_is_refused_and_ends_the_idle_leader(tiny: Path) -> None:
     hosts = ("--hosts", "2", "--ranks-address", f"127.0.0.1:{free_port()}")
     other = again = await start(tiny, *hosts, "--host-index", "1")
     try:
@@ -181,7 +180,7 @@ async def test_a_host_that_starts_again_is_not_let_in_and_ends_its_idle_leader(t
             other.kill()
             await other.wait()
             again = await start(tiny, *hosts, "--host-index", "1")
-            # No pass is run: the leader learns it from the start alone.
+            # No step is run: the leader sees the second start.
             assert await leader.ended() == LOST
             assert await ended(again) == LOST
     finally:
@@ -191,8 +190,15 @@ async def test_a_host_that_starts_again_is_not_let_in_and_ends_its_idle_leader(t
                 await host.wait()
 
 
-async def test_a_host_whose_leader_does_not_come_says_so(tiny: Path) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    hosts = ("--hosts", "2", "--host-index", "1", "--ranks-address", address, "--ranks-timeout-s", "0.1")
-    process = await start(tiny, *hosts)
-    assert await ended(process) == LOST
+def test_a_host_ends_if_its_leader_does_not_come(tiny: Path) -> None:
+    settings = TargetSettings(
+        model=str(tiny),
+        tensor_parallel=SIZE,
+        hosts=2,
+        host_index=1,
+        ranks_address=f"127.0.0.1:{free_port()}",
+        ranks_timeout_s=0.1,
+    )
+    with pytest.raises(SystemExit) as end:
+        run_host(settings)
+    assert end.value.code == LOST
