@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -277,25 +276,6 @@ async def test_idle_sessions_make_room_and_busy_ones_do_not(target: rpc.TargetAs
     assert evicted.cache_miss.have < 149
     (kept,) = await verify(target, item(5, 151, start=149))
     assert kept.WhichOneof("outcome") == "result"
-
-
-async def test_a_stream_answers_the_same(target: rpc.TargetAsyncStub, answer: list[int]) -> None:
-    async def requests() -> AsyncIterator[pb.VerifyStreamRequest]:
-        for i in range(3):
-            yield pb.VerifyStreamRequest(
-                items=[
-                    pb.VerifyItem(slice=slice_of(PROMPT, session_id=f"{i}.{j}"), draft_tokens=answer[:j])
-                    for j in range(2)
-                ]
-            )
-        yield pb.VerifyStreamRequest(items=[pb.VerifyItem(slice=slice_of(PROMPT), want_features=True)])
-
-    answers = [one async for response in target.VerifyStream(requests()) for one in response.answers]
-    good = {one.session_id: list(one.result.tokens) for one in answers if one.HasField("result")}
-    assert good == {f"{i}.{j}": answer[: 1 + j] for i in range(3) for j in range(2)}
-    assert [one.status.code for one in answers if one.HasField("status")] == [
-        grpc.StatusCode.UNIMPLEMENTED.value[0]
-    ]
 
 
 async def test_the_info_names_what_is_served(target: rpc.TargetAsyncStub) -> None:
