@@ -6,7 +6,6 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, or say which extra installs it."""
     try:
         from galley.cli.app import app  # noqa: PLC0415  # its packages are an extra
     except ModuleNotFoundError as error:

@@ -41,7 +41,6 @@ class JsonView:
     """One JSON object a line: the proto's JSON mapping with its field names; 64-bit numbers are strings."""
 
     def show(self, event: pb.StreamEvent) -> None:
-        """Write one line."""
         sys.stdout.write(MessageToJson(event, preserving_proto_field_name=True, indent=None) + "\n")
         sys.stdout.flush()
 
@@ -77,7 +76,6 @@ class TextView:
             self._lines.append(f"{chunk.index + at:>6} {token_id:>8} {entry.logprob:>9.3f}  {top}".rstrip())
 
     def close(self) -> None:
-        """Close the bracket, end the last line, write the log-probabilities."""
         self._bracket(is_open=False)
         if self._last != "\n":
             self._write("\n")
@@ -103,7 +101,6 @@ View: TypeAlias = JsonView | TextView
 
 
 def view_of(*, as_json: bool, origins: bool, logprobs: bool = False) -> View:
-    """Return the view that these flags choose; print the legend of --origins."""
     if as_json:
         return JsonView()
     console = Console(highlight=False)
@@ -113,19 +110,16 @@ def view_of(*, as_json: bool, origins: bool, logprobs: bool = False) -> View:
 
 
 def draft_style(console: Console) -> Style:
-    """Return the style of tokens that the draft proposed."""
     return Style(underline=True) if console.no_color else Style(color=DRAFT_COLOUR)
 
 
 def legend(console: Console) -> Text:
-    """Explain TextView, in its own styles."""
     if not console.is_terminal:
         return Text("[in brackets]: proposed by the draft; the rest: supplied by the target")
     return Text.assemble(("proposed by the draft", draft_style(console)), " · supplied by the target")
 
 
 def reason(finished: pb.Finished) -> str:
-    """Return why an answer ended, in words."""
     match finished.WhichOneof("matched_stop"):
         case "stop":
             return f"stop string {finished.stop!r}"
@@ -141,7 +135,6 @@ def mean_accepted_length(stats: pb.SpeculationStats) -> float:
 
 
 def summary_line(session_id: str, finished: pb.Finished) -> str:
-    """Return one line about a finished stream."""
     stats, usage = finished.speculation, finished.usage
     return (
         f"session {session_id} · {usage.prompt_tokens} + {usage.output_tokens} tokens · "

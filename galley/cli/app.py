@@ -43,7 +43,6 @@ class _Group(TyperGroup):
     def main(
         self, args: Sequence[str] | None = None, *_: Any, standalone_mode: bool = True, **extra: Any
     ) -> Any:
-        """Run the command line as `galley`, however it was started."""
         extra["prog_name"] = "galley"
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):

@@ -54,7 +54,6 @@ def chat(
 
 
 def _read_line() -> str | None:
-    """Return the next line; None for /quit, the end of input or Ctrl-C."""
     try:
         line = input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):

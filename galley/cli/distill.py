@@ -157,12 +157,10 @@ class Display:
         self._bars.stop()
 
     def stage(self, name: str, total: int) -> None:
-        """Begin a stage of `total` units."""
         self._name, self._total, self._said_at = name, total, time.monotonic()
         self._task = self._bars.add_task(name, total=total, note="")
 
     def done(self, units: int, note: str = "") -> None:
-        """Show that `units` of the stage are done."""
         if self._task is not None:
             self._bars.update(self._task, completed=units, note=note)
         now = time.monotonic()
@@ -172,7 +170,6 @@ class Display:
         self._say(f"{self._name}: {units:,} of {self._total:,} {note}".rstrip())
 
     def measured(self, seen: int, acceptance: dict[str, Acceptance]) -> None:
-        """Show a measurement after `seen` answer tokens."""
         shares = ", ".join(f"{name} {one.greedy:.3f}" for name, one in acceptance.items())
         self._say(f"accepted of greedy guesses after {seen:,} tokens: {shares}")
 

@@ -17,12 +17,10 @@ _MARKS = {"gateway": "tokenizers", "draft": "torch", "target": "torch", "all": "
 
 
 def stderr_console() -> Console:
-    """Return a console on standard error."""
     return Console(stderr=True, highlight=False)
 
 
 def say(line: str, style: str = "dim") -> None:
-    """Print one line on standard error, without markup."""
     stderr_console().print(Text(line, style=style), soft_wrap=True)
 
 
@@ -33,7 +31,6 @@ def fail(problem: object, code: int = FAILED) -> typer.Exit:
 
 
 def require(extra: str) -> None:
-    """Exit with one line if the packages of `extra` are not installed."""
     if importlib.util.find_spec(_MARKS[extra]) is None:
         raise fail(f"this command needs more packages: pip install 'galley[{extra}]'")
 

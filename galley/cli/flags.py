@@ -41,8 +41,6 @@ Timeout = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The gateways to use, how long to retry, and the TLS to them."""
-
     addresses: str
     patience_s: float
     tls: Tls | None
@@ -76,7 +74,6 @@ def choose_stack(name: str | None) -> RunningStack:
 
 
 def connect(endpoint: str | None, stack: str | None, patience_s: float, tls: Tls | None) -> Connection:
-    """Return the connection to the endpoint if one is named, else to a stack on this machine."""
     if not endpoint:
         # A stack of `galley up` serves without TLS.
         return Connection(choose_stack(stack).address, patience_s, None)
@@ -164,7 +161,6 @@ def tls_options(
 
 
 def with_tls_flags(command: Callable[..., _T]) -> Callable[..., _T]:
-    """Give `command(..., tls)` the flags of `tls_options` in place of `tls`."""
     return _with_flags_of(tls_options, "tls", command)
 
 
@@ -187,7 +183,6 @@ def connection_options(
         _connection(min=0, help="How long to retry while no gateway answers, in seconds. 0: do not retry."),
     ] = PATIENCE_S,
 ) -> Connection:
-    """Return the connection for these flags."""
     return connect(endpoint, stack, patience, tls)
 
 
@@ -278,10 +273,8 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
 
 
 def with_answer_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(..., options)` the flags of `answer_options` in place of `options`."""
     return _with_flags_of(answer_options, "options", command)
 
 
 def with_connection_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(..., connection)` the flags of `connection_options` in place of `connection`."""
     return _with_flags_of(connection_options, "connection", command)

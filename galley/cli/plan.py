@@ -250,7 +250,6 @@ def _print_peak(peak: _Peak) -> None:
 
 
 def _draw(peak: _Peak, path: Path) -> None:
-    """Draw two panels: the gain by k at this alpha, and the best gain by alpha with the break-even."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # an extra, slow to load
     from matplotlib.figure import Figure  # noqa: PLC0415
 

@@ -187,7 +187,6 @@ async def _keep_up(
 
 
 async def wait_for_store(redis_url: str, console: Console) -> None:
-    """Wait until the store can be reached; print what cannot be reached, and that it is tried again."""
     loop = asyncio.get_running_loop()
     started_s, printed, printed_s = loop.time(), "", 0.0
     while problem := await unreachable(redis_url):
@@ -200,7 +199,6 @@ async def wait_for_store(redis_url: str, console: Console) -> None:
 
 
 async def _stay(stack: Stack, viewer: Viewer | None, console: Console) -> None:
-    """Wait for ever; print it when the viewer ends."""
     if viewer is not None:
         await stack.ended(viewer.part.name)
         log = stack.log(viewer.part.name)
@@ -212,7 +210,6 @@ async def _stay(stack: Stack, viewer: Viewer | None, console: Console) -> None:
 async def shown_stack(
     options: StackOptions, console: Console, parts: PartTable = stack_parts
 ) -> AsyncIterator[Stack]:
-    """Yield a running stack; show its start."""
     progress = StackProgress(console)
     stack = Stack(options, progress.show, parts)
     progress.expect(stack.parts)
