@@ -93,7 +93,6 @@ def _read_case(tables: dict[str, Any]) -> _Case:
 
 
 def _read_as(what: type[T], table: object, name: str) -> T:
-    """Return the table as an instance of the dataclass `what`. Raises InvalidField."""
     try:
         strict = checked(what, config=_STRICT, frozen=True)
         return cast("T", TypeAdapter(strict).validate_python(table))

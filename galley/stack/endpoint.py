@@ -25,8 +25,6 @@ class NoEndpoint(Exception):
 
 
 class SeveralStacks(NoEndpoint):
-    """Several stacks run here, and none was named."""
-
     def __init__(self, stacks: Sequence[RunningStack]) -> None:
         names = ", ".join(f"{stack.name} ({stack.address})" for stack in stacks)
         super().__init__(f"several stacks run here: {names}; choose one with --stack")
@@ -48,7 +46,7 @@ class RunningStack:
 
 
 def state_dir() -> Path:
-    """Return a directory of this user: $XDG_RUNTIME_DIR/galley, else galley-UID in the temporary directory.
+    """Return $XDG_RUNTIME_DIR/galley, else a directory named galley-UID in the temporary directory.
 
     Raises PermissionError if another user owns it or can write to it.
     """
@@ -65,10 +63,7 @@ class Endpoint:
     """The name of a stack of this process, by which clients find it; `with` gives it back at the end."""
 
     def __init__(self, name: str | None = None) -> None:
-        """Take `name`; None takes the first free one of "default", "default-2", ...
-
-        Raises ValueError for a bad name, and NameTaken.
-        """
+        """Take `name`, or the first free one of "default", "default-2", ... Raises ValueError, NameTaken."""
         if name is None:
             number = 1
             while not self._take(DEFAULT_NAME if number == 1 else f"{DEFAULT_NAME}-{number}"):
@@ -93,7 +88,6 @@ class Endpoint:
         return True
 
     def announce(self, address: str, services: Sequence[Service] = (), store: str = "") -> None:
-        """Publish the gateways (comma-separated), the services with metrics and the URL of the own store."""
         fresh = self._path.with_suffix(f".{os.getpid()}")
         facts = {"pid": os.getpid(), "address": address, "store": store}
         facts["services"] = [dataclasses.asdict(service) for service in services]
@@ -121,10 +115,7 @@ def running_stacks() -> list[RunningStack]:
 
 
 def find_stack(name: str | None = None) -> RunningStack:
-    """Return the stack of that name, or the only one that runs here.
-
-    Raises NoEndpoint, SeveralStacks if `name` is None and several run, and PermissionError.
-    """
+    """Return the stack of that name, or the only one. Raises NoEndpoint, SeveralStacks, PermissionError."""
     stacks = running_stacks()
     if name is not None:
         stacks = [stack for stack in stacks if stack.name == name]

@@ -29,7 +29,6 @@ class StackOptions:
     # None: an embedded Valkey.
     redis_url: str | None = None
     gateways: int = 1
-    # Target replicas.
     replicas: int = 1
     # Ranks a target replica; several run on a Ray of the stack's own.
     tensor_parallel: int = 1
@@ -73,17 +72,15 @@ def threads_of(options: StackOptions) -> int | None:
 
 
 def targets_register(options: StackOptions) -> bool:
-    """Return True if the gateways find the targets in the store; a single target's address they are given."""
+    """Return True if the gateways find the targets in the store; otherwise they are given the address."""
     return options.replicas > 1 or options.tensor_parallel > 1
 
 
 def drafts_register(options: StackOptions) -> bool:
-    """Return True if the gateways find the drafts in the store."""
     return options.drafts > 1
 
 
 def environment_of(options: StackOptions) -> dict[str, str]:
-    """Return the environment of every part of the stack."""
     # Unbuffered, so that the log of a part that is killed is complete.
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     threads = threads_of(options)

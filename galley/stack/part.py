@@ -34,8 +34,6 @@ _LOG_FLUSH_S = 5.0
 
 
 class State(enum.StrEnum):
-    """The state of one part."""
-
     WAITING = "waiting"
     STARTING = "starting"
     READY = "ready"
@@ -98,7 +96,6 @@ class PartFailed(Exception):
 
 
 def log_tail(log: Path, lines: int = _TAIL_LINES) -> str:
-    """Return the last lines of a log file; empty if there is none."""
     if not log.exists():
         return ""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
@@ -118,21 +115,16 @@ class Part:
 
     @property
     def pid(self) -> int:
-        """The pid of the process. Raises RuntimeError before it was started."""
         if self._process is None:
             raise RuntimeError(f"{self.spec.name} was not started")
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """True from the start of the process until its end was noticed."""
         return self._process is not None and self._process.returncode is None
 
     async def start(self, facts: Facts, timeout_s: float) -> PartFacts:
-        """Run the command, wait until it is ready, return its facts.
-
-        Raises PartFailed; the process may still run then, and must be stopped.
-        """
+        """Run the command; return its facts when ready. Stop the part even if this raises PartFailed."""
         self._started_at = time.monotonic()
         self._report(State.STARTING, "starting")
         command, spec = list(self.spec.command(facts)), self.spec
@@ -219,12 +211,10 @@ class Part:
         return self._failure(f"{self._how_it_ended()} before it was ready")
 
     async def died(self) -> PartFailed:
-        """Wait for the unexpected end of the process. Return it as a failure."""
         await self.ended()
         return self._failure(self._how_it_ended())
 
     async def ended(self) -> None:
-        """Wait for the end of the process."""
         if self._process is not None:
             await self._process.wait()
 
@@ -239,7 +229,6 @@ class Part:
         return PartFailed(self.spec.name, problem, self.log)
 
     def send(self, sig: signal.Signals) -> None:
-        """Send a signal to the process if it still runs."""
         if self.running:
             os.kill(self.pid, sig)
 
@@ -257,7 +246,6 @@ class Part:
         self._report(State.STOPPED, "stopped")
 
     async def kill(self) -> None:
-        """Send SIGKILL to the whole process group, and wait for the end."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -28,7 +28,6 @@ _DRAFT_NICENESS = 10
 
 
 def stack_parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
-    """Return the parts of a stack with these options."""
     parts = [] if options.redis_url else [_valkey(options, dirs)]
     parts.append(_prepare("model", options.model))
     draft_model = draft_model_of(options)
@@ -61,10 +60,7 @@ def traced(parts: Sequence[PartSpec], viewer: PartSpec) -> list[PartSpec]:
 
 
 def python_module(module: str, *args: str) -> list[str]:
-    """Return the command that runs a module of ours.
-
-    -P keeps Python from importing a folder named `services` of the current directory instead.
-    """
+    """Return the command of a module; -P keeps Python from importing `services` of the current directory."""
     return [sys.executable, "-P", "-m", module, *args]
 
 
@@ -125,7 +121,6 @@ def draft_model_of(options: StackOptions) -> str | None:
 
 
 def default_strategy(options: StackOptions) -> str:
-    """Return the strategy of requests that name none."""
     if options.strategies:
         return options.strategies[0]
     return names.NGRAM if draft_model_of(options) is None else names.HYBRID

@@ -16,7 +16,6 @@ _CONNECT_TIMEOUT_S = 1.5
 
 @contextlib.asynccontextmanager
 async def lines(pipe: IO[bytes]) -> Any:
-    """Yield a reader of the pipe, which is closed at the end."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), pipe
@@ -37,7 +36,6 @@ def free_ports(count: int) -> list[int]:
 
 
 async def is_listening(ports: Sequence[int]) -> bool:
-    """Return True if all these ports of this machine accept connections."""
     return not any([await _problem("", asyncio.open_connection(LOOPBACK, port)) for port in ports])
 
 

@@ -31,8 +31,7 @@ _BLAME_S = 1.0
 T = TypeVar("T")
 
 
-def ignore_status(_: PartStatus) -> None:
-    """Do nothing."""
+def ignore_status(_: PartStatus) -> None: ...
 
 
 class Stack:
@@ -59,21 +58,17 @@ class Stack:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of the parts."""
         return tuple(self._parts)
 
     @property
     def gateways(self) -> tuple[str, ...]:
-        """The addresses of the gateways, "host:port"."""
         return tuple(self.address(name) for name in self._parts if name.startswith("gateway"))
 
     def address(self, part: str) -> str:
-        """Return the address at which a ready part listens."""
         return str(self._facts[part]["address"])
 
     @property
     def services(self) -> tuple[Service, ...]:
-        """The ready parts that serve metrics."""
         ready = {name: self._facts[name] for name in self._parts if name in self._facts}
         return tuple(
             Service(name, str(facts["metrics"]), str(facts.get("address", "")))
@@ -88,31 +83,24 @@ class Stack:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """The parts whose process runs."""
         return tuple(name for name, part in self._parts.items() if part.running)
 
     def facts(self, part: str) -> PartFacts:
-        """Return what a part reported when it was ready."""
         return self._facts[part]
 
     def pid(self, part: str) -> int:
-        """Return the pid of a part's process."""
         return self._parts[part].pid
 
     def log(self, part: str) -> Path:
-        """Return the file of a part's output."""
         return self._parts[part].log
 
     def send(self, part: str, sig: signal.Signals) -> None:
-        """Send a signal to a part."""
         self._parts[part].send(sig)
 
     async def kill(self, part: str) -> None:
-        """Send SIGKILL to a part, and wait for its end."""
         await self._parts[part].kill()
 
     async def ended(self, part: str) -> None:
-        """Wait for the end of a part."""
         await self._parts[part].ended()
 
     async def restart(self, part: str) -> None:

@@ -17,8 +17,6 @@ _PHOENIX = "arize-phoenix"
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """The part that receives the traces, and a note for the user."""
-
     part: PartSpec
     note: str
 
