@@ -82,7 +82,6 @@ class Rounds:
 
     @property
     def exposed_share(self) -> float:
-        """The exposed draft time as a share of the rounds' time."""
         return self.exposed_draft_ns / self.round_ns if self.round_ns else 0.0
 
     @property
@@ -92,7 +91,6 @@ class Rounds:
 
     @property
     def wasted_verify(self) -> int:
-        """The verified draft tokens that were not accepted."""
         return self.verified - self.accepted
 
 

@@ -105,7 +105,6 @@ def _length(at: int, cell: Cell, sizes: Sizes) -> int:
 
 
 def _label(cell: Cell, of: str, nonce: str) -> str:
-    """Return the workload's name, cut to fit, and a suffix of this block's own."""
     own = f"/{cell.index}/{cell.streams}/{cell.temperature:g}/{of}/{nonce}"
     name = _NOT_IN_LABELS.sub("_", cell.workload.name)
     return name[: max(0, min(_NAME_CHARS, _LABEL_CHARS - len(own)))] + own

@@ -51,7 +51,6 @@ class LoopBlock:
 
     @property
     def tokens(self) -> int:
-        """The number of counted tokens."""
         return sum(answer.counted for answer in self.answers)
 
     @property
@@ -71,14 +70,12 @@ class LoopBlock:
 
     @property
     def timed_s(self) -> float:
-        """The time of `timed_tokens`, in seconds."""
         if self.load.streams == 1:
             return sum(answer.counted_s for answer in self.answers)
         return self.wall_s if self.busy_s is None else self.busy_s
 
     @property
     def tokens_per_s(self) -> float:
-        """The speed of the block."""
         return speed_of([self])
 
     @property
@@ -93,11 +90,7 @@ def speed_of(blocks: Sequence[LoopBlock]) -> float:
 
 
 class LoopSide(Protocol):
-    """A side of a comparison, which answers loads."""
-
-    async def run(self, load: Load) -> LoopBlock:
-        """Run one load to its end."""
-        ...
+    async def run(self, load: Load) -> LoopBlock: ...
 
 
 async def run_all(
@@ -128,7 +121,6 @@ def tagged(prompt: Prompt, tag: str) -> Prompt:
 
 
 def no_clock() -> float:
-    """Return 0 CPU seconds, where they are not measured."""
     return 0.0
 
 

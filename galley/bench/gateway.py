@@ -44,7 +44,6 @@ class GatewayLoop:
         self._speculation = speculation
 
     async def run(self, load: Load) -> LoopBlock:
-        """Run the load; the CPU seconds are of the whole block."""
         arm = load.arm if self._speculation is None else self._speculation
 
         async def answer(prompt: Prompt, seed: int) -> Answer:

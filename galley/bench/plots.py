@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def draw(path: Path, report: Report) -> None:
-    """Draw speed, ratio and times by streams, acceptance by position, waste, and the predictions."""
     rows = report.rows
     figure = Figure(figsize=(16, 9), layout="constrained")
     FigureCanvasAgg(figure)
@@ -40,7 +39,6 @@ def _median(row: Row) -> float:
 def _by_streams(
     axes: Axes, rows: Sequence[Row], value: Callable[[Row], float], title: str, ylabel: str
 ) -> None:
-    """Draw one line an arm, the mean over workloads and temperatures."""
     for arm in _arms(rows):
         mine = [row for row in rows if row.arm == arm]
         at = sorted({row.streams for row in mine})
@@ -82,7 +80,6 @@ def _acceptance(axes: Axes, acceptance: Mapping[tuple[str, str], Rounds]) -> Non
 
 
 def _waste(axes: Axes, acceptance: Mapping[tuple[str, str], Rounds]) -> None:
-    """Draw the proposed tokens: accepted, verified and not accepted, never verified."""
     names = [f"{workload}\n{arm}" for workload, arm in acceptance]
     kinds = {
         "accepted": [of.accepted for of in acceptance.values()],

@@ -63,7 +63,6 @@ def report_of(blocks: Sequence[LoopBlock], baseline: str, pair: str) -> Report:
 
 
 def _acceptance(blocks: Sequence[LoopBlock]) -> dict[tuple[str, str], Rounds]:
-    """Return the sums by (workload, arm), without those that verified nothing."""
     groups: dict[tuple[str, str], list[LoopBlock]] = defaultdict(list)
     for block in blocks:
         groups[block.load.workload, block.load.arm].append(block)
@@ -72,7 +71,6 @@ def _acceptance(blocks: Sequence[LoopBlock]) -> dict[tuple[str, str], Rounds]:
 
 
 def as_dict(report: Report) -> dict[str, Any]:
-    """Return the report for JSON."""
     return {
         "baseline": report.baseline,
         "percentiles": PERCENTS,
@@ -123,7 +121,6 @@ class AtLoad:
 
     @property
     def is_clear(self) -> bool:
-        """True if there are enough pairs to judge by."""
         return self.ratio.count >= MIN_PAIRS
 
     @property
@@ -149,10 +146,7 @@ def best_at_loads(blocks: Sequence[LoopBlock], baseline: str) -> list[AtLoad]:
 
 
 def sentence(loads: Sequence[AtLoad], pair: str) -> str:
-    """Return whether speculation pays for `pair` ("the model and its draft"), and at what load it stops.
-
-    `loads` come from `best_at_loads`.
-    """
+    """Return whether speculation pays for `pair` ("the model and its draft"), and at what load it stops."""
     if not loads:
         return f"Whether speculation pays for {pair} is unknown: nothing was measured."
     judged, unclear = [at for at in loads if at.is_clear], [at for at in loads if not at.is_clear]

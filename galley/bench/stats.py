@@ -37,10 +37,7 @@ def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
 
 
 def ratio_interval(ours: Sequence[float], base: Sequence[float], seed: int = 0) -> Interval:
-    """Return the median of ours[i] / base[i] over the pairs; pairs with a base of 0 are left out.
-
-    Raises ValueError if the lengths differ or no pair is left.
-    """
+    """Return the median of ours[i] / base[i]; pairs with a base of 0 are left out. Raises ValueError."""
     return median_interval([a / b for a, b in zip(ours, base, strict=True) if b], seed)
 
 

@@ -20,7 +20,6 @@ PERCENTS = (50, 90, 99)
 
 
 def speculated(blocks: Iterable[LoopBlock]) -> Rounds:
-    """Return the sums over all answers of `blocks`."""
     counts = [a.rounds for block in blocks for a in block.answers if a.rounds is not None]
     names = [field.name for field in fields(Rounds)]
     return Rounds(**{name: _sum([getattr(one, name) for one in counts]) for name in names if counts})
@@ -36,8 +35,8 @@ def _sum(counts: Sequence[Any]) -> Any:
 class Row:
     """The speed of one arm on one workload, at one number of streams and one temperature.
 
-    `ratio` is against the baseline; times are the 50th, 90th and 99th percentiles in milliseconds;
-    0 ms lie between tokens that came together.
+    `ratio` is against the baseline; times are the 50th, 90th and 99th percentiles in milliseconds. The
+    tokens of one message are 0 ms apart.
     """
 
     workload: str

@@ -16,7 +16,6 @@ _TIMES = "×"
 
 
 def speed_table(rows: Sequence[Row], baseline: str) -> Table:
-    """Return the table of tokens per second, the ratio to `baseline`, and the times that a client sees."""
     table = Table(title="Speed (median of the repeats' ratios, 95 % interval)", title_justify="left")
     table.add_column("workload")
     for name in ("streams", "temp."):
@@ -46,7 +45,6 @@ def speed_table(rows: Sequence[Row], baseline: str) -> Table:
 
 
 def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
-    """Return the table of accepted and wasted draft tokens, by (workload, arm)."""
     table = Table(title="Acceptance and waste (over all loads)", title_justify="left")
     for name in ("workload", "arm"):
         table.add_column(name)
@@ -72,7 +70,6 @@ def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
 
 
 def prediction_table(rows: Sequence[Row], predicted: Mapping[Row, tuple[float, int | None]]) -> Table:
-    """Return the table of predicted and measured speed-ups, with the k that the cost model would choose."""
     table = Table(title="Speed-up: the cost model and the measurement", title_justify="left")
     for name in ("workload", "streams", "arm", "predicted", "measured", "model's best k"):
         table.add_column(name, justify="left" if name in {"workload", "arm"} else "right")

@@ -30,18 +30,13 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The blocks, and the name of the model that the gateway serves."""
-
     model: str
     arms: tuple[str, ...]
     blocks: tuple[LoopBlock, ...]
 
 
 async def measure(tuning: Tuning, client: AsyncClient, report: Callable[[str], None]) -> Measured:
-    """Run every block against the gateway of `client`.
-
-    Raises ValueError for a strategy or k that it does not have, GalleyRpcError if an answer fails.
-    """
+    """Run every block. Raises ValueError for a strategy or k that the gateway lacks, GalleyRpcError."""
     info = await client.model_info()
     arms = arms_of(tuning, info.strategies, info.max_draft_tokens)
     cells = [

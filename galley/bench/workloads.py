@@ -15,8 +15,6 @@ _PROMPTS = Path(__file__).parent / "prompts"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts of one kind."""
-
     name: str
     prompts: tuple[Prompt, ...]
     sha256: str
