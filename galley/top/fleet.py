@@ -28,8 +28,6 @@ _POOL_BY_METRIC = {
 
 @dataclass(frozen=True, slots=True)
 class Increase:
-    """The increase of one service's counters within `seconds`."""
-
     samples: Samples
     seconds: float
 
@@ -84,7 +82,6 @@ class _History:
         self.away = why
 
     def increase(self, now_s: float, span_s: float) -> Increase:
-        """Sum the increases between scrapes that ended within the span."""
         within = [step for end_s, step in self.steps if end_s > now_s - span_s]
         return Increase(added(step.samples for step in within), sum(step.seconds for step in within))
 
@@ -110,15 +107,12 @@ class Fleet:
         self.speeds: deque[float] = deque(maxlen=_MAX_SPEEDS)
 
     def add(self, service: Service, at_s: float, samples: Samples) -> None:
-        """Record a successful scrape."""
         self._histories[service.metrics].add(at_s, samples)
 
     def fail(self, service: Service, at_s: float, why: str) -> None:
-        """Record a failed scrape."""
         self._histories[service.metrics].fail(at_s, why)
 
     def readings(self, now_s: float) -> list[Reading]:
-        """Return a reading of every service."""
         return [one.reading(now_s) for one in self._histories.values()]
 
 

@@ -48,8 +48,6 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Acceptance rate, tokens a round and speed-up."""
-
     acceptance: float | None = None
     tokens_per_round: float | None = None
     speed_up: float | None = None
@@ -83,7 +81,6 @@ class Overview:
 
 
 def overview_of(readings: Iterable[Reading]) -> Overview:
-    """Sum up the readings of all gateways."""
     gateways = of_pool(readings, GATEWAY)
     now, window = added(one.now for one in gateways), added(one.window.samples for one in gateways)
     return Overview(
@@ -113,12 +110,10 @@ def workloads_of(readings: Iterable[Reading]) -> list[Workload]:
 
 
 def of_pool(readings: Iterable[Reading], pool: str) -> list[Reading]:
-    """Return the readings of one pool."""
     return [one for one in readings if one.pool == pool]
 
 
 def times(grown: Samples, histogram: str) -> Times:
-    """Return the quantiles of a histogram's increase."""
     return Times(quantile(grown, histogram, _MEDIAN), quantile(grown, histogram, _HIGH))
 
 
@@ -130,7 +125,6 @@ def rate(readings: Iterable[Reading], metric: Metric | str, **labels: str) -> fl
 
 
 def breakers_of(gateways: Sequence[Reading]) -> tuple[Breaker, ...]:
-    """Return the breakers of all replicas that a gateway watches, sorted."""
     worst: dict[tuple[str, str], float] = {}
     for one in gateways:
         for pairs, value in rows_of(one.now, catalogue.BREAKER_STATE).items():

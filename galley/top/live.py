@@ -39,7 +39,6 @@ class Scraper:
         self._fleet = Fleet(services, time.monotonic())
 
     async def refresh(self) -> Screen:
-        """Scrape all services at once and return the next screen."""
         async with asyncio.TaskGroup() as group:
             for service in self._services:
                 group.create_task(self._scrape(service))

@@ -11,7 +11,6 @@ from galley.top.fleet import Registered
 
 
 async def read_leases(registry: ReplicaRegistry) -> Registered:
-    """Return the current leases, or the reason why they cannot be read."""
     try:
         targets, drafts = await registry.read(TARGET_POOL), await registry.read(DRAFT_POOL)
     except GalleyError as error:

@@ -30,7 +30,6 @@ class Kv:
 
     @property
     def all(self) -> float:
-        """Return the size of the pool."""
         return self.used + (self.cached or 0.0) + self.free
 
 
@@ -38,8 +37,7 @@ class Kv:
 class Replica:
     """One process. `sessions` and `rows` are means over its batches, or a gateway's open sessions.
 
-    `state`: up, away (`problem` says why, since `away_s` seconds), draining, or leased: known by its lease
-    only.
+    `state`: up, away (`problem` says why), draining, or leased: known by its lease only.
     """
 
     pool: str

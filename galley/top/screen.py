@@ -22,7 +22,6 @@ class Screen:
 
     @property
     def has_live_process(self) -> bool:
-        """Return True if any process is up or leased."""
         return any(row.state != AWAY for row in self.replicas)
 
 

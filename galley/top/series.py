@@ -19,10 +19,7 @@ _GROWING = ("_total", _BUCKET, _SUM, COUNT)
 
 
 def growth(before: Samples, after: Samples) -> Samples:
-    """Return the increase of all counters; all of `after` if the process restarted meanwhile.
-
-    A counter that fell shows a restart. A series that is new started at 0.
-    """
+    """Return the increase of all counters; all of `after` if one fell, because the process restarted."""
     counters = {name: rows for name, rows in after.items() if name.endswith(_GROWING)}
     grown = {
         name: {labels: value - before.get(name, {}).get(labels, 0.0) for labels, value in rows.items()}
@@ -33,7 +30,6 @@ def growth(before: Samples, after: Samples) -> Samples:
 
 
 def added(parts: Iterable[Samples]) -> Samples:
-    """Sum several sets of samples by name and labels."""
     sums: dict[str, dict[Labels, float]] = {}
     for part in parts:
         for name, rows in part.items():
@@ -67,12 +63,10 @@ def by(samples: Samples, metric: Metric | str, label: str) -> dict[str, float]:
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
-    """Return part / whole, or None if either is unknown or `whole` is not positive."""
     return part / whole if part is not None and whole and whole > 0 else None
 
 
 def mean(samples: Samples, histogram: str, **labels: str) -> float | None:
-    """Return the mean of a histogram's observations; None if there are none."""
     return ratio(
         total(samples, histogram + _SUM, **labels),
         total(samples, histogram + COUNT, **labels),
@@ -80,10 +74,7 @@ def mean(samples: Samples, histogram: str, **labels: str) -> float | None:
 
 
 def quantile(samples: Samples, histogram: str, share: float) -> float | None:
-    """Return a quantile as Prometheus's histogram_quantile does: linear within a bucket.
-
-    None where nothing was observed. `share` lies in (0, 1].
-    """
+    """Return a quantile as Prometheus's histogram_quantile does; None if empty. `share` lies in (0, 1]."""
     counts = _by_bound(samples, histogram)
     bounds = sorted(counts)
     if len(bounds) < 2 or bounds[-1] != math.inf:

@@ -28,7 +28,6 @@ _FIXED_LINES = 8
 
 
 def render(screen: Screen, width: int, height: int | None = None) -> RenderableType:
-    """Render one frame of `width` columns and at most `height` lines."""
     wide = width >= WIDE
     replicas, workloads = screen.replicas, screen.workloads
     lines = [_title(screen, live=height is not None), *_figures(screen.overview)]
@@ -125,7 +124,6 @@ def _counted(count: Count) -> str:
 
 
 def _history(values: Sequence[float]) -> Text:
-    """Draw the speeds of earlier frames relative to the highest."""
     highest = max(values, default=0.0)
     if highest <= 0:
         return _line(("tokens/s over time ", "dim"), (UNKNOWN, ""))
