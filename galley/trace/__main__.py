@@ -11,7 +11,6 @@ _DESCRIPTION = "A small OTLP collector: receives spans by gRPC and appends them 
 
 
 def main() -> None:
-    """Serve until SIGTERM or SIGINT."""
     # Otherwise the collector would trace the calls that export traces.
     os.environ["OTEL_SDK_DISABLED"] = "true"
     run_main(CollectorSettings, "tracing", _DESCRIPTION, build)

@@ -75,7 +75,6 @@ class Collector(otlp_rpc.TraceServiceServicer):
         """Return at once; the server waits for exports that are being written."""
 
     async def close(self) -> None:
-        """Write the waiting exports and close the file."""
         await asyncio.to_thread(self._writer.shutdown)
         self._file.close()
 
@@ -91,8 +90,6 @@ def _response(dropped: int) -> otlp.ExportTraceServiceResponse:
 
 
 def build(settings: CollectorSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
-    """Return the function that builds the collector."""
-
     async def build_collector(server: grpc.aio.Server, _parts: Parts) -> Service:
         file = await asyncio.to_thread(OtlpFile, settings.file, settings.max_file_mb * 2**20)
         collector = Collector(file)

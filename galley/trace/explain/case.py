@@ -26,7 +26,6 @@ class Part(enum.Enum):
 
 
 def times_of(one: Round) -> Mapping[Part, int]:
-    """Return the nanoseconds of each part of a round."""
     return {
         Part.BEFORE: one.idle_ns,
         Part.DRAFT: one.parts.draft_ns,
@@ -47,7 +46,6 @@ class Medians:
 
 
 def medians_of(rounds: Collection[Round]) -> Medians:
-    """Return the medians over `rounds`."""
     if not rounds:
         return Medians()
     times = [times_of(one) for one in rounds]
@@ -76,7 +74,6 @@ class Case:
         return times_of(self.round)[self.part]
 
     def last_event(self, name: str, pool: str = "") -> Event | None:
-        """Return the last event of this name, and of `pool` if given."""
         matches = (
             e for e in reversed(self.round.events) if e.name == name and pool in ("", e.text(names.POOL))
         )
@@ -93,11 +90,9 @@ class Case:
         return self._within(self._stalls())
 
     def committing_ns(self) -> int:
-        """Return the nanoseconds of the round during which a commit of the session was under way."""
         return self._within(self._commits())
 
     def longest_commit_ns(self) -> int:
-        """Return the nanoseconds of the longest commit that overlaps the round."""
         start, end = self._window
         times = [e - s for s, e in self._commits() if s < end and e > start]
         return max(times, default=0)

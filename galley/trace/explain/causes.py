@@ -28,7 +28,6 @@ _RANK_SKEW = 1.5
 
 
 def cause_of(case: Case) -> str:
-    """Return the clause of the first rule that applies."""
     clauses = (rule(case) for parts, rule in _RULES if case.part in parts)
     return next(filter(None, clauses), "the trace does not show why")
 

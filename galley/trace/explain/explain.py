@@ -34,7 +34,6 @@ class Explanation:
 
 
 def explain(story: Story) -> Explanation:
-    """Explain the slowest round of all requests."""
     slowest = _slowest(story)
     return explain_round(story, *slowest) if slowest else Explanation(_without_rounds(story))
 
@@ -45,7 +44,6 @@ def _slowest(story: Story, except_for: Round | None = None) -> tuple[Request, Ro
 
 
 def explain_round(story: Story, request: Request, one: Round) -> Explanation:
-    """Explain one round in one sentence."""
     others = medians_of([other for other in story.rounds if other is not one])
     compared = others.rounds >= _FEW_ROUNDS
     slow = compared and one.felt_ns >= _SLOW * others.felt_ns
@@ -92,7 +90,6 @@ def _without_rounds(story: Story) -> str:
 
 
 def summary(story: Story, slowest: Explanation) -> tuple[str, ...]:
-    """Return sentences on how it ended, where its time went, and what the trace lacks."""
     return (
         *_later(story, slowest.round),
         *_ends(story),
@@ -165,7 +162,6 @@ def _moves(story: Story) -> Iterator[str]:
 
 
 def moved(event: Event) -> str:
-    """Describe a `session.moved` event."""
     pool, reason = one_line(event.text(names.POOL)) or "replica", one_line(event.text(names.REASON))
     source = one_line(event.text(names.SOURCE)) or "one"
     to = one_line(event.text(names.TO)) or "another"

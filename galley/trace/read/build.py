@@ -52,8 +52,6 @@ def _aligned(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Shift, ...]]:
 
 
 class _Tree:
-    """The spans by key, and the children of each."""
-
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = spans
         self.by_key: dict[SpanKey, Span] = {span.key: span for span in spans}
@@ -71,17 +69,14 @@ class _Tree:
                     self.evictions[event.attributes.get(names.SESSION_ID)].append(event)
 
     def children(self, key: SpanKey) -> Sequence[Span]:
-        """Return the children of a span, in no order."""
         return self._children.get(key, ())
 
     def calls_of(self, key: SpanKey) -> tuple[Call, ...]:
-        """Return the calls that a span made, in order."""
         made = sorted((span for span in self.children(key) if span.kind == CLIENT), key=lambda s: s.start_ns)
         served = (next((s for s in self.children(call.key) if s.kind == SERVER), None) for call in made)
         return tuple(map(Call, made, served))
 
     def batch_of(self, span: Span) -> Batch | None:
-        """Return the step that a round links to, if the trace has it."""
         linked = (link.key for link in span.links if link.text(names.LINK) == names.LINK_BATCH)
         found = next((self.by_key[key] for key in linked if key in self.by_key), None)
         if found is None:
@@ -191,7 +186,6 @@ def _session_of(request: Request, tree: _Tree) -> str:
 
 
 def _concerning(shifts: Sequence[Shift], requests: Iterable[Request]) -> tuple[Shift, ...]:
-    """Return the shifts of the processes that served these requests."""
     processes = set()
     for request in requests:
         if request.span is not None:

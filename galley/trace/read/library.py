@@ -28,10 +28,7 @@ class NotFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A request in the file; a rejected one has no session.
-
-    `traces` are its trace and those of the requests that it continues.
-    """
+    """A request in the file; a rejected one has no session. `traces` include those that it continues."""
 
     session_id: str
     trace_id: str
@@ -45,26 +42,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The requests of a file, and the sessions by trace."""
-
     entries: Sequence[Entry]
     sessions: Mapping[str, set[str]]
 
     def latest(self, count: int) -> Sequence[Entry]:
-        """Return the newest requests, newest first."""
         return sorted(self.entries, key=lambda entry: entry.start_ns, reverse=True)[:count]
 
     def sessions_of(self, trace_id: str) -> Collection[str]:
-        """Return the sessions with requests in this trace."""
         return self.sessions.get(trace_id, ())
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The spans of some traces and of the steps that served them, and the index of the file.
-
-    `cut` is True if spans beyond MAX_SPANS were left out.
-    """
+    """The spans of traces and of the steps that served them; `cut` if more than MAX_SPANS were found."""
 
     spans: Sequence[Span]
     cut: bool

@@ -57,7 +57,6 @@ class Batch:
 
     @property
     def prefill_share(self) -> float:
-        """Return the share of prompt rows."""
         return self.prefill_rows / self.rows if self.rows else self.span.share(names.BATCH_PREFILL_SHARE)
 
     @property
@@ -67,17 +66,13 @@ class Batch:
 
     @property
     def rank_ns(self) -> tuple[int, ...]:
-        """Return the nanoseconds of each rank's forward pass."""
         values = self.span.values(names.RANK_FORWARD_NS)
         return tuple(value for value in values if isinstance(value, int) and value >= 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round. `idle_ns` is the known time before it without a round under way.
-
-    `events` are those in its time, of any process.
-    """
+    """One round. `idle_ns` is the time before it without a round; `events` are of any process."""
 
     span: Span
     parts: RoundParts
@@ -100,7 +95,6 @@ class Round:
 
     @property
     def accepted(self) -> int:
-        """Return the number of accepted draft tokens."""
         return min(self.span.integer(names.ROUND_ACCEPTED), self.confirmed)
 
     @property
@@ -116,10 +110,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One `Generate` or `Resume`; `span` is None if it is not in the trace.
-
-    `events` and `calls` are those outside its rounds.
-    """
+    """One `Generate` or `Resume`; `span` is None if lost. `events` and `calls` lie outside its rounds."""
 
     trace_id: str
     span: Span | None
@@ -129,38 +120,31 @@ class Request:
 
     @property
     def _spans(self) -> list[Span]:
-        """Return its own span, else those of its rounds and calls."""
         own = [one.span for one in self.rounds] + [call.span for call in self.calls]
         return [self.span] if self.span else own
 
     @property
     def start_ns(self) -> int:
-        """Return when it started."""
         return min((span.start_ns for span in self._spans), default=0)
 
     @property
     def end_ns(self) -> int:
-        """Return when it ended, as far as the trace knows."""
         return max((span.end_ns for span in self._spans), default=0)
 
     @property
     def duration_ns(self) -> int:
-        """Return its duration, at least 0."""
         return max(0, self.end_ns - self.start_ns)
 
     @property
     def session_id(self) -> str:
-        """Return the session's id; empty without a span."""
         return self.span.text(names.SESSION_ID) if self.span else ""
 
     @property
     def failed(self) -> bool:
-        """Return True if it ended with an error."""
         return self.span is not None and self.span.status == ERROR
 
     @property
     def resumed(self) -> bool:
-        """Return True if it resumed a session."""
         return self.span is not None and self.span.attributes.get(names.RESUMED) is True
 
     @property
@@ -169,30 +153,23 @@ class Request:
         return max(0, self.integer(names.ROUNDS) - len(self.rounds))
 
     def integer(self, key: str) -> int:
-        """Return an integer attribute of its span; 0 without a span."""
         return self.span.integer(key) if self.span else 0
 
     def text(self, key: str) -> str:
-        """Return a text attribute of its span; empty without a span."""
         return self.span.text(key) if self.span else ""
 
     @property
     def all_events(self) -> tuple[Event, ...]:
-        """Return all events, those of its rounds first."""
         return (*(event for one in self.rounds for event in one.events), *self.events)
 
     @property
     def all_calls(self) -> tuple[Call, ...]:
-        """Return all calls, those of its rounds included."""
         return (*self.calls, *(call for one in self.rounds for call in one.calls))
 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """All requests of one session, in order. `session_id` is empty if no request span names it.
-
-    `sessions_of` returns the sessions with requests in a trace.
-    """
+    """All requests of one session, in order. `session_id` is empty if no request span names it."""
 
     session_id: str
     requests: tuple[Request, ...]
@@ -202,22 +179,18 @@ class Story:
 
     @property
     def rounds(self) -> tuple[Round, ...]:
-        """Return the rounds of all requests."""
         return tuple(one for request in self.requests for one in request.rounds)
 
     @property
     def start_ns(self) -> int:
-        """Return the start of the first request."""
         return min(request.start_ns for request in self.requests)
 
     @property
     def end_ns(self) -> int:
-        """Return the end of the last request."""
         return max(request.end_ns for request in self.requests)
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Return the prompt's length; None if unknown."""
         reported = max((request.integer(names.INPUT_TOKENS) for request in self.requests), default=0)
         if reported:
             return reported

@@ -58,7 +58,6 @@ class OtlpFile:
         return dropped
 
     def close(self) -> None:
-        """Close the file; nothing is appended afterwards."""
         self._file.close()
 
     def _write(self, line: bytes) -> None:
@@ -84,12 +83,10 @@ class OtlpFile:
 
 
 def rotated(path: Path) -> Path:
-    """Return the path of the previous file."""
     return path.with_name(f"{path.name}.1")
 
 
 def _opened(path: Path) -> FileIO:
-    """Open the file, private to its user; create it if needed."""
     path.touch(mode=_MODE)
     return path.open("r+b", buffering=0)
 
@@ -147,7 +144,6 @@ class Lines:
     """The lines of the previous file and of this one; may be iterated several times."""
 
     def __init__(self, path: Path) -> None:
-        """Check that the file exists. Raises BadTraceFile."""
         if not path.is_file():
             raise BadTraceFile(f"{path}: no such file")
         self.path = path
@@ -220,7 +216,6 @@ def new_file(directory: Path) -> Path:
 
 
 def newest_file(directory: Path) -> Path | None:
-    """Return the file that was written to last."""
     return next(iter(_newest_first(directory)), None)
 
 

@@ -57,7 +57,6 @@ def _is_named(holder: OtlpSpan | OtlpSpan.Link) -> bool:
 
 
 def document_of(request: ExportTraceServiceRequest) -> dict[str, Any]:
-    """Return the request as a JSON object."""
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415  # readers need no protobuf
 
     document: dict[str, Any] = MessageToDict(request, use_integers_for_enums=True)

@@ -49,7 +49,6 @@ class _Edge:
     most_ns: list[int] = field(default_factory=list)
 
     def add(self, parent: Span, child: Span) -> None:
-        """Add the bounds of one call."""
         self.calls += 1
         self.least_ns = max(self.least_ns, parent.start_ns - child.start_ns)
         if child.text(names.OUTCOME) not in _GIVEN_UP and child.duration_ns <= parent.duration_ns:

@@ -24,7 +24,6 @@ class _Attributed:
     attributes: Attributes
 
     def text(self, key: str) -> str:
-        """Return a string; empty if missing."""
         value = self.attributes.get(key)
         return value if isinstance(value, str) else ""
 
@@ -34,7 +33,6 @@ class _Attributed:
         return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
     def integer(self, key: str) -> int:
-        """Return an integer of at least 0; 0 if missing."""
         return self.known(key) or 0
 
     def share(self, key: str) -> float:
@@ -43,12 +41,10 @@ class _Attributed:
         return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.0
 
     def values(self, key: str) -> tuple[Value, ...]:
-        """Return a list; empty if missing."""
         values = self.attributes.get(key)
         return values if isinstance(values, tuple) else ()
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return a list's values as strings."""
         return tuple(str(value) for value in self.values(key))
 
 
@@ -62,8 +58,6 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Event(_Attributed):
-    """An event within a span."""
-
     name: str
     time_ns: int
     attributes: Attributes = field(default_factory=dict)
@@ -71,15 +65,12 @@ class Event(_Attributed):
 
 @dataclass(frozen=True, slots=True)
 class Link(_Attributed):
-    """A link to another span."""
-
     trace_id: str
     span_id: str
     attributes: Attributes = field(default_factory=dict)
 
     @property
     def key(self) -> SpanKey:
-        """Return the key of the linked span."""
         return self.trace_id, self.span_id
 
 
@@ -103,12 +94,10 @@ class Span(_Attributed):
 
     @property
     def key(self) -> SpanKey:
-        """Return the key, unique over all traces."""
         return self.trace_id, self.span_id
 
     @property
     def duration_ns(self) -> int:
-        """Return the duration, at least 0."""
         return max(0, self.end_ns - self.start_ns)
 
     @property

@@ -192,7 +192,6 @@ class _RoundRows:
         self._ids = ids
 
     def of(self, row: Row) -> Element:
-        """Render a round, an event or a gap."""
         match row:
             case Round():
                 return self._round(row)
@@ -256,7 +255,6 @@ class _RoundRows:
 
 
 def _bar_pieces(one: Round, start: float, units_per_ns: float, height: int) -> Iterator[Element]:
-    """Draw the parts of a round from `start` on, as rectangles."""
     for part, time_ns in times_of(one).items():
         width = time_ns * units_per_ns
         if width > 0:

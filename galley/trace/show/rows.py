@@ -19,7 +19,7 @@ from galley.trace.read.spans import Event, Value
 from galley.trace.show.summary import count, duration, ms, percent
 
 NO_SESSION = "(not in the trace)"
-# Of one round.
+# The most events that are shown of one round.
 SHOWN_EVENTS = 20
 _SHOWN_ATTRIBUTES = 8
 _NS = "_ns"
@@ -54,7 +54,6 @@ Row = Round | Event | Gap
 
 
 def rows_of(request: Request, limits: Limits) -> list[Row]:
-    """Return the rows in the order of time."""
     kept = _kept(request.rounds, limits)
     loose = list(request.events[: limits.events])
     rows: list[Row] = []
@@ -159,7 +158,6 @@ def columns_of(story: Story, one: Round) -> tuple[str, str, str, str, str]:
 
 
 def request_title(story: Story, request: Request, number: int) -> str:
-    """Return the heading of a request among several."""
     what = "resumed" if request.resumed else "began"
     return f"request {number} of {len(story.requests)} {what} at {ms(request.start_ns - story.start_ns)} ms"
 
@@ -176,7 +174,6 @@ def _reasons(story: Story) -> list[str]:
 
 
 def describe_gap(gap: Gap) -> str:
-    """Describe the rounds or events that are left out."""
     if not gap.rounds:
         return count(gap.events, "more event")
     return (
@@ -186,7 +183,6 @@ def describe_gap(gap: Gap) -> str:
 
 
 def describe_event(event: Event) -> str:
-    """Describe an event on one line."""
     if event.name == names.SESSION_MOVED:
         return f"{event.name}: {moved(event)}"
     first = list(event.attributes.items())[:_SHOWN_ATTRIBUTES]

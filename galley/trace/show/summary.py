@@ -17,7 +17,6 @@ def duration(duration_ns: float) -> str:
 
 
 def count(number: int, one: str, many: str = "") -> str:
-    """Format a number with its noun."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 

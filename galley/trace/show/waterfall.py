@@ -111,7 +111,6 @@ class _Rows:
         self._ns_per_cell = longest_ns / max(8, console.width - len(_HEADINGS))
 
     def of(self, row: Row) -> Iterator[Text]:
-        """Yield the lines of a row."""
         match row:
             case Round():
                 yield self._round(row)
@@ -123,7 +122,6 @@ class _Rows:
                 yield from self._event(row)
 
     def legend(self) -> Text:
-        """Return the legend of the parts."""
         legend = Text()
         for part, (meaning, _, _) in _PARTS.items():
             legend.append(*self._drawn(part, 1)).append(f" {meaning}  ", "dim")
