@@ -6,11 +6,10 @@ import time
 from dataclasses import dataclass
 
 SECOND = 1_000_000_000
-"""Nanoseconds."""
 
 
 class MonotonicClock:
-    """A Clock (`galley.core.session.ports`): nanoseconds of the process's monotonic clock."""
+    """Nanoseconds of the process's monotonic clock."""
 
     now_ns = staticmethod(time.monotonic_ns)
 

@@ -20,7 +20,6 @@ _BREAKER = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
 def observe_gateway(
     registry: Registry, streams: Streams, targets: TargetPool, drafts: DraftPool | None
 ) -> None:
-    """Register the gauges; `drafts` is None if the gateway is configured without."""
     pools: list[ReplicaPool[Any]] = [targets] if drafts is None else [targets, drafts]
     add = registry.observe
     add(catalogue.SESSIONS_OPEN, lambda: [((), streams.held)])

@@ -65,8 +65,6 @@ _UNBOUNDED_MESSAGES = (("grpc.max_receive_message_length", -1), ("grpc.max_send_
 
 
 class GatewayService:
-    """The service of a gateway process."""
-
     grpc_services: Sequence[str] = ("galley.v1.Generation",)
 
     def __init__(self, streams: Streams, parts: AsyncExitStack, drain_timeout_s: float) -> None:
@@ -76,7 +74,6 @@ class GatewayService:
         self._drain_timeout_s = drain_timeout_s
 
     async def drain(self) -> None:
-        """Reject new streams; let the open ones end, or hand them over (`Streams.drain`)."""
         await self._streams.drain(self._drain_timeout_s * _HAND_OVER_SHARE)
 
     async def close(self) -> None:
@@ -84,10 +81,7 @@ class GatewayService:
 
 
 class OpenedStore(SessionStore, Protocol):
-    """A session store that the gateway can ping at start."""
-
-    async def ping(self) -> None:
-        """Raise StoreUnavailable unless the store answers."""
+    async def ping(self) -> None: ...
 
 
 def open_redis(settings: GatewaySettings) -> OpenedStore:
@@ -119,7 +113,7 @@ def build(
 
 
 def _channel_tls(settings: GatewaySettings, role: str) -> ChannelTls | None:
-    """Return the TLS of channels to a role, None in plain text. Raise BadFile."""
+    """Raise BadFile. None means plain text."""
     if not settings.peer_ca_file:
         return None
     files = TlsFiles(
@@ -131,7 +125,7 @@ def _channel_tls(settings: GatewaySettings, role: str) -> ChannelTls | None:
 
 
 def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Interceptors:
-    """Return the interceptors of a gateway. Raise BadFile if a key file is unusable."""
+    """Raise BadFile if a key file is unusable."""
     authentication = build_authentication(settings, tuning)
 
     def of_process(parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
@@ -253,7 +247,6 @@ def _id_secret(settings: GatewaySettings) -> bytes:
 
 
 def _source(settings: GatewaySettings, addresses: str, pool: LeasePool[Any]) -> AddressSource:
-    """Return the configured addresses, or else those in the registry."""
     if addresses == NO_DRAFT:
         return StaticAddresses([])
     if configured := comma_separated(addresses):
@@ -262,7 +255,7 @@ def _source(settings: GatewaySettings, addresses: str, pool: LeasePool[Any]) -> 
 
 
 async def _meet_drafts(settings: GatewaySettings, drafts: DraftPool) -> None:
-    """Meet the drafts. Raise TokenizerMismatch if all configured ones have another tokenizer."""
+    """Raise TokenizerMismatch if all configured drafts have another tokenizer."""
     await drafts.start()
     if settings.draft and drafts.mismatch is not None:
         raise drafts.mismatch

@@ -69,7 +69,6 @@ class GenerationServicer(rpc.GenerationServicer):
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ResumeResponse]:
-        """Claim a session and continue from the client's index."""
         with self.observers.stream(request, context, self.model.name, self.address) as observer:
             principal = caller()
             # Only the store knows how much of the answer is left: its tokens are counted as they come.
@@ -90,7 +89,6 @@ class GenerationServicer(rpc.GenerationServicer):
     async def Abort(
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.AbortResponse:
-        """End a session for good."""
         self.observers.unary()
         session_id = parse_session_id(request.session_id)
         _name_in_logs(session_id)
@@ -106,7 +104,7 @@ class GenerationServicer(rpc.GenerationServicer):
     async def _begin(
         self, request: pb.GenerateRequest, principal: Principal, deadline_ns: int | None
     ) -> SessionRunner:
-        """Check the request, and store its session. Raises what refuses it."""
+        """Check the request and store its session."""
         # In a thread: a long prompt takes the tokenizer longer than other streams should wait.
         spec, hashed = await asyncio.to_thread(self._parse, request)
         session_id = session_id_for(principal.name, request.idempotency_key, self.id_secret)
@@ -124,7 +122,6 @@ class GenerationServicer(rpc.GenerationServicer):
         return spec, body_hash(request)
 
     def _max_output_tokens(self, request: pb.GenerateRequest) -> int:
-        """Return the most output tokens of a request, at most the context window."""
         most = request.max_tokens if request.HasField("max_tokens") else self.model.limits.default_max_tokens
         return min(most, self.model.info.context_window)
 
@@ -139,7 +136,6 @@ class GenerationServicer(rpc.GenerationServicer):
         context: grpc.aio.ServicerContext[Any, Any],
         observer: RequestObserver,
     ) -> AsyncGenerator[pb.StreamEvent, None]:
-        """Yield the events of a session, whose work ends with the call."""
         pump = Pump(runner, context, self.streams, place)
         try:
             yield events_pb.started(runner.session, self.model.name)
@@ -158,7 +154,6 @@ def _name_in_logs(session_id: str) -> None:
 
 
 def _ending(end: ev.End) -> Ending:
-    """Return how the answer ended. Raise the error that kept it from ending."""
     if end.ending is None:
         raise end.error or Broken("a stream ended without a reason")
     return end.ending

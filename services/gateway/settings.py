@@ -28,7 +28,7 @@ NO_DRAFT = "none"
 
 
 class Tuning(NamedTuple):
-    """Values that operators need not change; tests and measurements do."""
+    """Values that only tests and measurements change."""
 
     window: int = 64
     """Tokens that a session may be ahead of its log."""
@@ -48,7 +48,6 @@ TUNING = Tuning()
 
 
 def comma_separated(text: str) -> tuple[str, ...]:
-    """Return the parts between the commas that are not empty."""
     return tuple(part for one in text.split(",") if (part := one.strip()))
 
 

@@ -43,10 +43,7 @@ class Authentication(Authenticator):
             self._tokens.keys.start()
 
     async def authenticate(self, credentials: Credentials) -> Principal:
-        """Return the principal of the key, or else of the token.
-
-        Raise Unauthenticated or AuthenticationUnavailable.
-        """
+        """Check the key, or else the token. Raise Unauthenticated or AuthenticationUnavailable."""
         tokens = self._tokens
         if self._principals is not None:
             if not credentials.key:
@@ -60,7 +57,7 @@ class Authentication(Authenticator):
 
 
 def build_authentication(settings: GatewaySettings, tuning: Tuning = TUNING) -> Authentication:
-    """Build it from the settings. Raise BadFile if a file that they name is unusable."""
+    """Raise BadFile if a file that the settings name is unusable."""
     principals: WatchedFiles[Principals] | None = None
     if settings.api_keys_file:
         principals = _watched(NamedFile("api_keys_file", settings.api_keys_file), read_principals)

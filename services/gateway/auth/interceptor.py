@@ -29,7 +29,6 @@ class Credentials:
 
     @property
     def bearer(self) -> str:
-        """Return the token of `authorization: Bearer …`, or an empty string."""
         authorization = self.metadata.get("authorization", "")
         if authorization[: len(_BEARER)].lower() == _BEARER:
             return authorization[len(_BEARER) :].strip()
@@ -37,18 +36,12 @@ class Credentials:
 
     @property
     def key(self) -> str:
-        """Return the bearer, or else the value of `x-api-key`."""
         return self.bearer or self.metadata.get("x-api-key", "")
 
 
 class Authenticator(Protocol):
-    """Determines the principal of a call."""
-
     async def authenticate(self, credentials: Credentials) -> Principal:
-        """Return the principal.
-
-        Raise Unauthenticated, which repeats no credential, or AuthenticationUnavailable.
-        """
+        """Raise Unauthenticated, which repeats no credential, or AuthenticationUnavailable."""
         ...
 
 
@@ -81,7 +74,6 @@ class PrincipalInterceptor(WrappingInterceptor):
         return authenticated
 
     async def _identify(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Set the call's principal in its context; each call runs in a task of its own."""
         metadata = {
             name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)
         }
@@ -95,5 +87,4 @@ _PRINCIPAL: ContextVar[Principal] = ContextVar("principal")
 
 
 def caller() -> Principal:
-    """Return the principal of the current call, which the interceptor has set."""
     return _PRINCIPAL.get()

@@ -52,16 +52,12 @@ _CURVE_ALGORITHMS = {
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """A public key and the signature algorithms that it may verify."""
-
     key_id: str | None
     algorithms: frozenset[str]
     public: Any
 
 
 class KeySet:
-    """The public keys of an issuer."""
-
     def __init__(self, keys: Sequence[SigningKey]) -> None:
         self.keys = tuple(keys)
 
@@ -74,7 +70,7 @@ class KeySet:
 
 
 def read_jwks(file: NamedFile) -> KeySet:
-    """Read a JWKS file. Raise BadFile, which names the problem."""
+    """Raise BadFile, which names the problem."""
     content = file.read()
     try:
         return parse_jwks(content)
@@ -98,7 +94,7 @@ def parse_jwks(content: bytes) -> KeySet:
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raise ValueError if it is none, or larger than MAX_BYTES."""
+    """Raise ValueError if the content is no JSON object, or is larger than MAX_BYTES."""
     if len(content) > MAX_BYTES:
         raise ValueError(f"is larger than {MAX_BYTES} bytes")
     try:
@@ -140,13 +136,10 @@ def _algorithms(public: object) -> frozenset[str]:
 
 
 class JwksFile:
-    """Keys from a watched file."""
-
     def __init__(self, file: WatchedFiles[KeySet]) -> None:
         self._file = file
 
     async def current(self) -> KeySet:
-        """Return the keys in the file, which is checked for changes."""
         return self._file.current()
 
     refreshed = current
@@ -270,7 +263,6 @@ class JwksClient:
         return self.issuer.removesuffix("/") + "/.well-known/openid-configuration"
 
     def _jwks_uri(self, content: bytes) -> str:
-        """Return the URL that the issuer's OpenID configuration names."""
         configuration = parse_object(content)
         if configuration.get("issuer") != self.issuer:
             raise ValueError("is of another issuer")

@@ -47,10 +47,7 @@ class _Refused(Exception):
 
 
 class JwtAuthenticator:
-    """Accepts tokens that match the settings and are signed by one of `keys`.
-
-    `principal` returns the principal of a name, with its limits.
-    """
+    """Accepts tokens that match the settings and are signed by one of `keys`."""
 
     def __init__(
         self,
@@ -72,7 +69,7 @@ class JwtAuthenticator:
         self._logged_at_s: dict[str, float] = {}
 
     async def authenticate(self, token: str) -> Principal:
-        """Return the principal of the token. Raise Unauthenticated or AuthenticationUnavailable."""
+        """Raise Unauthenticated or AuthenticationUnavailable."""
         if not token:
             raise Unauthenticated(JWT_NEEDED)
         try:
@@ -104,7 +101,6 @@ class JwtAuthenticator:
             raise _Refused(next(known, "malformed")) from None
 
     def _header(self, token: str) -> tuple[str | None, str]:
-        """Return the key id and the algorithm, if the algorithm is accepted."""
         if len(token) > MAX_CHARS:
             raise _Refused("too long")
         try:
@@ -119,7 +115,7 @@ class JwtAuthenticator:
         return key_id, algorithm
 
     def _name(self, claims: dict[str, Any]) -> str:
-        """Return the claim as the name of a principal, with other characters percent-encoded."""
+        """Return the claim as a name, with characters that names may not have percent-encoded."""
         value = claims[self._claim]
         if not isinstance(value, str) or not value:
             raise _Refused("claim")

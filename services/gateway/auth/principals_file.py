@@ -46,7 +46,6 @@ class _Limits(_Strict):
     max_priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
 
     def or_defaults(self, defaults: Self) -> PrincipalLimits:
-        """Return these limits, with `defaults` for those that are not set."""
         values = defaults.model_dump(exclude_none=True) | self.model_dump(exclude_none=True)
         return PrincipalLimits(**{"max_priority": 0, **values})
 
@@ -64,7 +63,7 @@ class _File(_Strict):
 
 
 class Principals:
-    """The parsed file. Keys are indexed by a keyed hash, so that lookup time reveals nothing about them."""
+    """Index keys by a keyed hash, so that lookup time reveals nothing about them."""
 
     def __init__(self, file: _File) -> None:
         self._secret = secrets.token_bytes(32)
@@ -86,7 +85,6 @@ class Principals:
         return self.named(entry.principal)
 
     def named(self, name: str) -> Principal:
-        """Return the principal with its own limits, or the defaults."""
         return Principal(name, self._limits.get(name, _Limits()).or_defaults(self._defaults))
 
     def _tag(self, digest: bytes) -> bytes:
@@ -94,7 +92,7 @@ class Principals:
 
 
 def read_principals(file: NamedFile) -> Principals:
-    """Read and check the file. Raise BadFile, which names the problem."""
+    """Raise BadFile, which names the problem."""
     content = file.read()
     try:
         parsed = _File.model_validate(tomllib.loads(content.decode()))

@@ -40,10 +40,7 @@ HasMore: TypeAlias = Callable[[ResponseT], bool]
 
 
 class OpenCall(Protocol):
-    """Opens the stream: a grpc.aio multi-callable."""
-
-    def __call__(self) -> grpc.aio.StreamStreamCall[Any, Any]:
-        """Return a new stream."""
+    def __call__(self) -> grpc.aio.StreamStreamCall[Any, Any]: ...
 
 
 class OpenRequest(Generic[ResponseT]):
@@ -62,9 +59,9 @@ class OpenRequest(Generic[ResponseT]):
         return bool(self._responses)
 
     async def next_response(self) -> ResponseT:
-        """Return the next response. Do not call it after the last one, nor twice at a time.
+        """Wait for the next response, one call at a time, none after the last.
 
-        Raise grpc.aio.AioRpcError or Unavailable if the stream breaks first.
+        Raise AioRpcError or Unavailable.
         """
         while not self._responses:
             if self._error is not None:
@@ -74,12 +71,11 @@ class OpenRequest(Generic[ResponseT]):
         return self._responses.popleft()
 
     def extend(self, extension: pb.Extension) -> None:
-        """Send `extension`, whose session and request ids are set here, if the request is still open."""
+        """Send `extension` if the request is still open; set its session and request ids here."""
         extension.session_id, extension.request_id = self._ref.session_id, self._ref.request_id
         self._connection.extend(extension)
 
     def cancel(self) -> None:
-        """Cancel the request if it is still open."""
         self._connection.cancel(self._ref)
 
     def put(self, response: ResponseT) -> None:
@@ -87,7 +83,6 @@ class OpenRequest(Generic[ResponseT]):
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` after the responses that have arrived."""
         self._error = error
         self._wake()
 
@@ -139,7 +134,7 @@ class RequestStream(Generic[RequestT, ResponseT]):
             current.retire()
 
     def open(self, request: RequestT) -> OpenRequest[ResponseT]:
-        """Send `request`, whose `request_id` is set here."""
+        """Send `request`; its `request_id` is set here."""
         request.slice.request_id = next(self._ids)
         connection = self._current
         if connection is None or connection.is_broken:
@@ -148,9 +143,9 @@ class RequestStream(Generic[RequestT, ResponseT]):
         return connection.open(request)
 
     async def send(self, request: RequestT) -> ResponseT:
-        """Return the only response to `request`; cancel the request if this is cancelled.
+        """Return the only response; cancel the request if this is cancelled.
 
-        Raise grpc.aio.AioRpcError or Unavailable if the stream breaks first.
+        Raise AioRpcError or Unavailable.
         """
         opened = self.open(request)
         try:
@@ -298,7 +293,6 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
 
     @property
     def replica(self) -> Replica | None:
-        """Return the process that serves there, None if it is not known."""
         return Replica(self.address, self.info.incarnation) if self.is_met else None
 
     async def meet(self, timeout_s: float) -> None:
@@ -316,7 +310,7 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
 
     @abstractmethod
     async def _describe(self, timeout_s: float) -> Any:
-        """Return the replica's description. Raise as `meet` does."""
+        """Raise as `meet` does."""
 
     def lost(self) -> None:
         """Meet again before the next request: another process may serve there."""
@@ -324,8 +318,6 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
 
 
 class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
-    """One target address."""
-
     info: pb.GetTargetInfoResponse
 
     def __init__(
@@ -358,7 +350,7 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
     async def verify(self, item: pb.VerifyItem) -> OpenRequest[pb.VerifyAnswer]:
         """Send a request once it is known who serves.
 
-        Raise what `meet` does, and Unavailable if the client was closed meanwhile.
+        Raise like `meet`, or Unavailable if closed meanwhile.
         """
         if self.is_broken:
             self.lost()  # no request was open to notice
@@ -379,7 +371,7 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
 
 
 class DraftClient(ReplicaClient[pb.ProposeItem, pb.ProposeAnswer]):
-    """One draft address; send no request without `replica`."""
+    """Send no request without `replica`."""
 
     info: pb.GetDraftInfoResponse
 
@@ -394,13 +386,11 @@ class DraftClient(ReplicaClient[pb.ProposeItem, pb.ProposeAnswer]):
 
     @property
     def replica(self) -> Replica | None:
-        """Return the process that serves there, None if it is not known."""
         return None if self.is_broken else super().replica
 
     async def _describe(self, timeout_s: float) -> pb.GetDraftInfoResponse:
         return await self._stub.GetDraftInfo(pb.GetDraftInfoRequest(), timeout=timeout_s)
 
     async def close(self) -> None:
-        """End the stream; open requests fail."""
         self.lost()
         await super().close()

@@ -29,12 +29,10 @@ from services.gateway.replicas.messages import ProposeEvent
 from services.gateway.telemetry.observer import request_observer
 
 _MODEL_STRATEGIES = (MODEL, HYBRID)
-"""Strategies that lookup may replace."""
 
 _AS_REQUESTED, _PLAIN = "draft", "plain"
 """How a session is drafted, besides NGRAM in place of the requested strategy."""
 _UNAVAILABLE, _RESPONDED = "away", "answered"
-"""Reasons for a change of that."""
 
 _MAX_TOKENS_FOLLOWED = 1024
 """Tokens indexed in one proposal, some ms of work: a long prompt must not delay other sessions."""
@@ -43,13 +41,12 @@ _MIN_MATCH = 2
 
 
 class DraftSession:
-    """The DraftPort of one session.
+    """Draft for one session.
 
     It stays at a replica until a request fails there, or the replica drains or is let go. A failed request is
     retried once at another draft. A draft that failed the session is used again only if there is no other.
-
-    Without a draft for the session's strategy, one that drafts by lookup is used; without any, the gateway
-    looks up itself. As soon as a better draft is available, the session uses it.
+    Without a draft for the session's strategy, one that drafts by lookup is used, or else the gateway itself.
+    As soon as a better draft is available, the session uses it.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class DraftSession:
 
     @property
     def replica(self) -> Replica | None:
-        """Return who caches the session's tokens, None if nobody does."""
+        """Return the process that caches the session's tokens, None if none does."""
         return None if self._lookup is not None else self._home
 
     async def propose(self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None) -> ProposeEvent:
@@ -101,7 +98,6 @@ class DraftSession:
         return self._at
 
     def _look_up(self, spec: SessionSpec, request: ev.Propose, failed: ev.Failed) -> ProposeEvent:
-        """Draft by lookup in the gateway if the settings and the strategy allow it."""
         if not self._may_look_up or request.strategy not in {"", NGRAM, *_MODEL_STRATEGIES}:
             return failed
         if self._lookup is None:
@@ -152,7 +148,6 @@ class DraftSession:
             self._why_left = reason
 
     def _report(self, request: ev.Propose, response: ProposeEvent, reason: str = MOVE_FAILED) -> ProposeEvent:
-        """Return the response after the trace has noted how it was drafted."""
         if isinstance(response, ev.Failed):
             self._draft_with(_PLAIN, reason)
         elif self._lookup is not None or self._strategy != request.strategy:
@@ -162,7 +157,6 @@ class DraftSession:
         return response
 
     def _draft_with(self, how: str, reason: str = "") -> None:
-        """Trace a change; `reason` says why the session is not drafted as requested."""
         if how != self._drafted_with:
             self._drafted_with = how
             request_observer().event(
@@ -198,11 +192,10 @@ async def _send(
 
 
 class LocalLookup:
-    """Prompt lookup in the tokens of one session, at the gateway.
+    """Prompt lookup in the tokens of one session, at the gateway; a draft's also knows other sessions.
 
     It responds as a draft does: it caches the tokens that it was sent, reports a miss by content, and
-    continues draft tokens. A proposal costs what is new since the last one, not what the session holds. A
-    draft's lookup knows recent answers of other sessions too; this one does not.
+    continues draft tokens. A proposal costs what is new since the last one, not what the session holds.
     """
 
     def __init__(self) -> None:
@@ -230,7 +223,6 @@ class LocalLookup:
         )
 
     def _replace(self, start: int, tokens: Sequence[int]) -> None:
-        """Set the tokens from position `start` on."""
         self._hasher.truncate(start)
         self._tokens[start:] = tokens
         if start < len(self._followed):

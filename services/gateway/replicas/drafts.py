@@ -46,7 +46,6 @@ class DraftReplica(PoolReplica[DraftClient, DraftLease]):
         return self._breaker
 
     def is_available(self, now_ns: int) -> bool:
-        """Return True if it is up and its breaker lets a request through."""
         return self.is_accepted and self.client.replica is not None and self.breaker.can_begin(now_ns)
 
     def is_serving(self, now_ns: int) -> bool:
@@ -59,8 +58,6 @@ class DraftReplica(PoolReplica[DraftClient, DraftLease]):
 
 
 class DraftPool(ReplicaPool[DraftReplica]):
-    """All draft replicas; `start` once, `close` at the end."""
-
     probe_timeout_s = 0.5
 
     def __init__(
@@ -120,7 +117,6 @@ class DraftPool(ReplicaPool[DraftReplica]):
             _breaker_changed(draft, before, State.OPEN)
 
     def succeeded(self, draft: DraftReplica, breaker: Breaker, attempt: int) -> None:
-        """Note that an attempt got a response; a cache miss is one."""
         if breaker.record_success(attempt):
             _log.info("draft circuit closed", address=draft.address)
             _breaker_changed(draft, State.HALF_OPEN, State.CLOSED)

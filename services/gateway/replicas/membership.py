@@ -33,22 +33,17 @@ _log = get_logger(__name__)
 
 
 class AddressSource(Protocol):
-    """Lists the addresses of a pool."""
-
     @property
     def can_change(self) -> bool:
         """Return True if a later read may differ, or the replicas must be polled for their load."""
 
     async def read(self) -> Mapping[str, ReplicaLease | None]:
-        """Return the addresses, each with its lease if there is one. Raise StoreUnavailable."""
+        """Return each address with its lease, if there is one. Raise StoreUnavailable."""
 
-    async def close(self) -> None:
-        """Close the connections to all replicas."""
+    async def close(self) -> None: ...
 
 
 class StaticAddresses:
-    """Addresses from the settings."""
-
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = dict.fromkeys(addresses)
         self.can_change = len(self._addresses) > 1  # several are polled for their load
@@ -57,16 +52,12 @@ class StaticAddresses:
         return "at " + ", ".join(self._addresses)
 
     async def read(self) -> Mapping[str, ReplicaLease | None]:
-        """Return the addresses, without leases."""
         return self._addresses
 
-    async def close(self) -> None:
-        """Do nothing."""
+    async def close(self) -> None: ...
 
 
 class RegisteredAddresses(Generic[LeaseT]):
-    """Addresses with a lease in the registry."""
-
     can_change = True
 
     def __init__(self, registry: ReplicaRegistry, pool: LeasePool[LeaseT]) -> None:
@@ -77,11 +68,9 @@ class RegisteredAddresses(Generic[LeaseT]):
         return "in the registry"
 
     async def read(self) -> Mapping[str, LeaseT | None]:
-        """Return the addresses with their leases. Raise StoreUnavailable."""
         return {lease.address: lease for lease in await self._registry.read(self._pool)}
 
     async def close(self) -> None:
-        """Close the connection to the registry."""
         await self._registry.close()
 
 
@@ -102,7 +91,6 @@ class PoolReplica(Generic[ClientT, LeaseT]):
 
     @property
     def is_up(self) -> bool:
-        """Return True if its lease is valid and nothing has failed since it was met."""
         return self.gone_since_ns is None and self.client.replica is not None
 
     def is_unknown(self) -> bool:
@@ -127,7 +115,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
     """All replicas of a role. Call `close` at the end."""
 
     probe_timeout_s = MEET_TIMEOUT_S
-    """Longest time for a silent replica to respond to a probe, which does not wait for its other work."""
+    """Time in which a silent replica must answer a probe, which does not wait for its other work."""
 
     def __init__(
         self,
@@ -140,7 +128,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
         """`role` is "draft" or "target"; `tokenizer_hash` is the one that replicas must have."""
         self.role = role
         self.move_counts: Counter[str] = Counter()
-        """Sessions that moved between replicas, by reason (`galley.core.names`)."""
+        """Sessions that moved, by reason."""
         self._source = source
         self._tokenizer_hash = tokenizer_hash
         self._open_channel = open_channel
@@ -154,11 +142,9 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
 
     @property
     def problem(self) -> str:
-        """Return in words why no replica is available."""
         return f"no {self.role} {self._source}: {self._problem}"
 
     def up_and_down(self) -> tuple[int, int]:
-        """Return the numbers of available and of other known replicas."""
         up = sum(replica.is_accepted and replica.is_up for replica in self._replicas.values())
         return up, len(self._replicas) - up
 
@@ -183,7 +169,6 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
         await asyncio.shield(self.start_refresh())
 
     def start_refresh(self) -> asyncio.Task[None]:
-        """Start a refresh, unless one is running, and return its task."""
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = _in_background(self._refresh())
         return self._refreshing
@@ -207,7 +192,6 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
             self.start_refresh()
 
     async def close(self) -> None:
-        """Stop polling and close all connections."""
         await _cancel(self._polling, *(replica.probe for replica in self._replicas.values()))
         await _cancel(self._refreshing)  # which those may have started
         for address in list(self._replicas):
@@ -217,19 +201,15 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
     # ---------------------------------------------------------------------------- role-specific --
 
     @abstractmethod
-    def _new_replica(self, address: str) -> ReplicaT:
-        """Return a replica at this address that was not met yet."""
+    def _new_replica(self, address: str) -> ReplicaT: ...
 
     @abstractmethod
-    def _fault_of(self, replica: ReplicaT) -> GalleyError | None:
-        """Return why a replica that was met cannot serve here."""
+    def _fault_of(self, replica: ReplicaT) -> GalleyError | None: ...
 
     @abstractmethod
-    def _wrong_tokenizer(self, tokenizer_hash: str) -> TokenizerMismatch:
-        """Return the error of a replica with another tokenizer."""
+    def _wrong_tokenizer(self, tokenizer_hash: str) -> TokenizerMismatch: ...
 
-    def _update(self) -> None:
-        """Take note that the known replicas may have changed."""
+    def _update(self) -> None: ...
 
     # ----------------------------------------------------------------------------------- refresh --
 

@@ -45,7 +45,6 @@ _FATAL_STATUS = frozenset(
 def verify_item(
     spec: SessionSpec, request: ev.Verify, remaining_ns: int | None, traceparent: str
 ) -> pb.VerifyItem:
-    """Return the message of a verification; None in `remaining_ns` means no deadline."""
     return pb.VerifyItem(
         slice=_slice(spec, request.slice, remaining_ns, traceparent),
         draft_tokens=request.draft_tokens,
@@ -60,7 +59,6 @@ def verify_item(
 def propose_item(
     spec: SessionSpec, request: ev.Propose, k: int, remaining_ns: int | None, traceparent: str
 ) -> pb.ProposeItem:
-    """Return the message of a proposal of at most `k` draft tokens."""
     return pb.ProposeItem(
         slice=_slice(spec, request.slice, remaining_ns, traceparent),
         k=k,
@@ -71,7 +69,6 @@ def propose_item(
 
 
 def extension(request: ev.ExtendVerify) -> pb.Extension:
-    """Return the message of an extension, without the ids of its request."""
     message = pb.Extension(limit=request.limit, hint_due=request.hint_due)
     if (hint := request.hint) is not None:
         message.hint.position, message.hint.prefix_hash = hint.position, hint.prefix_hash
@@ -134,7 +131,6 @@ def verify_event(request_id: int, answer: pb.VerifyAnswer) -> VerifyEvent:
 def propose_event(
     request: ev.Propose, answer: pb.ProposeAnswer, info: pb.GetDraftInfoResponse
 ) -> ProposeEvent:
-    """Return the event of a draft's response; `info` is the draft's own description."""
     if answer.WhichOneof("outcome") != "result":
         return _other_event(request.request_id, answer)
     result = answer.result
@@ -163,7 +159,6 @@ def failed_event(request_id: int, error: grpc.aio.AioRpcError | Unavailable, spa
 
 
 def note_status(span: CallSpan, answer: pb.VerifyAnswer | pb.ProposeAnswer) -> None:
-    """Mark the span as failed if the response is a status; a cache miss is no failure."""
     if answer.HasField("status"):
         span.failed(item_error_type(answer.status))
 

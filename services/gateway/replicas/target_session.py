@@ -34,7 +34,7 @@ from services.gateway.telemetry.observer import request_observer
 
 
 class TargetSession:
-    """The TargetPort of one session.
+    """Route the verifications of one session.
 
     It stays at a replica until a request fails there, the replica is let go, or a request is cancelled while
     a response is due. Until the next response, replicas that failed it are used only if there is no other.
@@ -61,7 +61,7 @@ class TargetSession:
     # ------------------------------------------------------------------------------- placement --
 
     def place(self, spec: SessionSpec, request: ev.Verify) -> TargetReplica | None:
-        """Return the session's replica; choose one if it has none that will do.
+        """Return the session's replica, chosen anew if it will not do.
 
         Return None if there is none, or only one of another build: that needs a refresh first.
         """
@@ -72,7 +72,7 @@ class TargetSession:
         return self._at
 
     async def find(self, spec: SessionSpec, request: ev.Verify) -> TargetReplica | None:
-        """Return the same after a refresh; a replica of another build if there is no other."""
+        """Refresh and place the session; accept a replica of another build if there is no other."""
         await self._targets.refresh()
         if self.place(spec, request) is None:
             self._at = self._targets.choose(self._routing(spec, request), self._failed)
@@ -188,12 +188,10 @@ class _Attempt:
 
     @property
     def replica(self) -> Replica | None:
-        """Return the process that the request was sent to, or would be."""
         return self._sent_to or self.target.client.replica
 
     @property
     def has_response(self) -> bool:
-        """Return True if a response has arrived that was not read yet."""
         return self.sent is not None and self.sent.has_response
 
     def abandon(self, reason: str, status: str) -> None:
@@ -205,7 +203,6 @@ class _Attempt:
         self.target.remove_request(self.rows)
 
     def close(self) -> None:
-        """Cancel the request if it is open."""
         if self.sent is not None:
             self.sent.cancel()
         self._span.end()
@@ -249,9 +246,7 @@ class TargetRequest:
         self._extensions: list[ev.ExtendVerify] = []
         """Those before the first response, for another replica that may get the request too."""
         self._is_first = True
-        """No response has come yet."""
         self._is_due = True
-        """A response is due."""
         self._attempt: _Attempt | None = None
         self._replica: Replica | None = None
         self._hedge: _Attempt | None = None
@@ -425,7 +420,6 @@ class TargetRequest:
                 self._attempt.abandon("another replica responded first", "cancelled")
 
     def _switch_to(self, hedge: _Attempt) -> _Attempt:
-        """Continue at the second replica, which has responded."""
         self._close_attempt()
         self._attempt, self._hedge = hedge, None
         self._is_first = False  # how long its first response took is not known

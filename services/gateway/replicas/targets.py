@@ -25,8 +25,6 @@ _FIRST_PAUSE_S = 0.1
 
 
 class TargetReplica(PoolReplica[TargetClient, TargetLease]):
-    """One target replica; `open_requests` counts those of this gateway."""
-
     def __init__(self, address: str, client: TargetClient, channel: grpc.aio.Channel) -> None:
         super().__init__(address, client, channel)
         self.open_requests = 0
@@ -37,7 +35,7 @@ class TargetReplica(PoolReplica[TargetClient, TargetLease]):
 
     @property
     def times(self) -> VerdictTimes:
-        """Return how long verifications take there; they start anew with each incarnation."""
+        """Return how long verifications take there; a new incarnation starts anew."""
         info = self.client.info
         if self._times_of is None or self._times_of.incarnation != info.incarnation:
             self._times = VerdictTimes([(cost.rows, cost.ns) for cost in info.row_costs])
@@ -46,22 +44,19 @@ class TargetReplica(PoolReplica[TargetClient, TargetLease]):
 
     @property
     def rows_ahead(self) -> int:
-        """Return an estimate of the rows to compute before a request that is sent now."""
+        """Estimate the rows to compute before a request that is sent now."""
         others = 0 if self.lease is None else max(0, self.lease.queue_depth - self.open_requests)
         return self._rows + self.open_requests + others * ROWS_OF_A_SESSION
 
     def add_request(self, rows: int) -> None:
-        """Count a request of `rows` rows that is sent there."""
         self.open_requests += 1
         self._rows += rows
 
     def responded(self, now_s: float, rows: int) -> None:
-        """Note a response to a request for which `rows` rows were counted."""
         self._responded_s = now_s
         self._rows -= rows
 
     def remove_request(self, rows: int) -> None:
-        """Remove a request that has ended, for which `rows` rows are still counted."""
         self.open_requests -= 1
         self._rows -= rows
 
@@ -83,8 +78,6 @@ class TargetReplica(PoolReplica[TargetClient, TargetLease]):
 
 
 class TargetPool(ReplicaPool[TargetReplica]):
-    """All target replicas; `start` once, `close` at the end."""
-
     def __init__(
         self,
         source: AddressSource,
@@ -126,7 +119,6 @@ class TargetPool(ReplicaPool[TargetReplica]):
             await asyncio.sleep(_FIRST_PAUSE_S)
 
     def choose(self, request: RoutingRequest, avoid: Collection[str]) -> TargetReplica | None:
-        """Return the best replica for a session, None if there is none."""
         candidates = [it.candidate() for it in self._replicas.values() if it.is_accepted]
         chosen = choose_target(request, candidates, avoid)
         return None if chosen is None else self._replicas[chosen.lease.address]
@@ -153,14 +145,14 @@ class TargetPool(ReplicaPool[TargetReplica]):
         return None
 
     def _update(self) -> None:
-        """Set `info` to what holds for all replicas that are up; without one it stays."""
+        """Keep the last `info` while no replica is up."""
         infos = [it.client.info for it in self._replicas.values() if it.is_accepted and it.is_up]
         if infos:
             self.info = _merged(infos)
 
 
 def _merged(infos: Sequence[pb.GetTargetInfoResponse]) -> pb.GetTargetInfoResponse:
-    """Return what holds for all; of builds, the one that most replicas run."""
+    """Return what holds for all replicas, and the build that most of them run."""
     merged = pb.GetTargetInfoResponse()
     [(fingerprint, _)] = Counter(info.fingerprint for info in infos).most_common(1)
     merged.CopyFrom(next(info for info in infos if info.fingerprint == fingerprint))

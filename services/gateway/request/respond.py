@@ -44,7 +44,6 @@ def item(value: Chunk | NumericsChanged) -> pb.StreamEvent:
 
 
 def finished(session: Session, ending: Ending) -> pb.StreamEvent:
-    """Return the last event of a stream that ended without an error."""
     message = pb.Finished(
         reason=_REASONS[ending.reason],
         usage=pb.Usage(

@@ -26,14 +26,10 @@ _FIXED_K = 4
 
 
 class PromptTokenizer(Protocol):
-    """The part of a tokenizer that validation needs."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text to be completed."""
-        ...
+    def encode(self, text: str) -> list[int]: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a chat, up to where the answer begins."""
+        """Include the turn that opens the answer."""
         ...
 
 
@@ -86,10 +82,10 @@ def parse_generate(
     model: Model,
     draw_seed: Callable[[], int],
 ) -> SessionSpec:
-    """Check all of `request`, cheap things first; tokenizes its prompt last.
+    """Check all of `request`, cheap things first; tokenize its prompt last.
 
-    Return the session without what its caller and its time decide: id, arrival, tenant salt. `draw_seed`
-    gives the seed, in [0, 2**64), of a request that brings none. Raises InvalidField or Unimplemented.
+    The session lacks id, arrival and tenant salt. `draw_seed` gives the seed, in [0, 2**64), of a request
+    that brings none. Raise InvalidField or Unimplemented.
     """
     _check_fixed(request, model)
     sampling = _sampling(request.sampling, model.vocab_size, draw_seed)
@@ -130,7 +126,7 @@ def body_hash(request: pb.GenerateRequest) -> bytes:
 
 
 def parse_resume(request: pb.ResumeRequest) -> ResumeSpec:
-    """Validate a resume request. Raise InvalidField, or UnknownSession for a malformed session id."""
+    """Raise InvalidField, or UnknownSession for a malformed session id."""
     session_id = parse_session_id(request.session_id)
     if len(request.seen_hash) not in {0, HASH_BYTES}:
         raise InvalidField(
@@ -140,7 +136,7 @@ def parse_resume(request: pb.ResumeRequest) -> ResumeSpec:
 
 
 def parse_session_id(session_id: str) -> str:
-    """Return the session id. Raise InvalidField if it is empty, UnknownSession if it is malformed."""
+    """Raise InvalidField if it is empty, UnknownSession if it is malformed."""
     if not session_id:
         raise InvalidField("session_id", "must not be empty")
     if not _SESSION_ID.fullmatch(session_id):
@@ -155,7 +151,6 @@ def check_priority(priority: int, most: int | None) -> None:
 
 
 def check_model(name: str, model: Model) -> None:
-    """Raise InvalidField unless `name` is empty or that of `model`."""
     if name not in {"", model.name}:
         raise InvalidField("model", f"must be {model.name!r} or empty, got {_quoted(name)}")
 
@@ -334,8 +329,7 @@ def _quoted(text: str, most: int = 64) -> str:
 def session_id_for(principal: str, key: str, secret: bytes) -> str:
     """Return a 128-bit session id in hex: random, or an HMAC of (principal, key) if `key` is not empty.
 
-    The HMAC makes repeats of one request meet in `create` without a second record, and keeps principals from
-    naming each other's sessions.
+    Repeats of a request thereby meet in `create`, and principals cannot name each other's sessions.
     """
     if not key:
         return secrets.token_hex(SESSION_ID_HEX // 2)

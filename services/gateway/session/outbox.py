@@ -33,7 +33,6 @@ class Outbox:
         self._report = report
         self._observer = request_observer()
         self._items: deque[tuple[Item | ev.End, int]] = deque()
-        """Each with the time when it was put."""
         self._sent_ns = 0
         """The time when the first item, or the one before it, became the first."""
         self._timer: asyncio.TimerHandle | None = None
@@ -55,7 +54,6 @@ class Outbox:
         self._changed.set()
 
     def end(self, end: ev.End) -> None:
-        """Add the end, after the items that were sent."""
         self.close()
         self.put((end,))
 
@@ -95,7 +93,6 @@ class Outbox:
         self._changed.set()
 
     def close(self) -> None:
-        """Drop the items that wait behind the first."""
         if len(self._items) > 1 and not isinstance(self._items[1][0], ev.End):
             self._observer.sent(self._waited_ns(1))
         while len(self._items) > 1:
@@ -103,7 +100,6 @@ class Outbox:
         self._watch()
 
     def _send_first(self) -> None:
-        """Count the first item as sent."""
         item, _ = self._items[0]
         waited_ns = self._waited_ns(0)
         self._sent_ns = self._clock.now_ns()
@@ -117,7 +113,6 @@ class Outbox:
         return self._clock.now_ns() - max(self._items[index][1], self._sent_ns)
 
     def _watch(self) -> None:
-        """Set the timer for the item behind the first, if there is one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

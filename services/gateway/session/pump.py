@@ -24,8 +24,8 @@ class Pump:
     """Run a session in a task of its own, while the call's handler reads its outbox.
 
     gRPC takes no item while what it has is unread. If that lasts for as long as a client may take, the
-    session stops and the call ends: its handler, and with it its place; its status waits in gRPC for the
-    client to read on. Once the client has left, the session stops, or continues to its end without a reader.
+    session stops and the call ends, and with it its place; its status waits in gRPC for the client. Once the
+    client has left, the session stops, or continues to its end without a reader.
     """
 
     def __init__(

@@ -34,16 +34,12 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The ports of a runner."""
-
     draft: DraftPort
     target: TargetPort
     clock: Clock
 
 
 class SessionRunner:
-    """Run one session until its stream ends."""
-
     def __init__(
         self,
         session: Session,
@@ -129,7 +125,6 @@ class SessionRunner:
                 self._following.cancel()
 
     async def _propose(self, effect: ev.Propose) -> None:
-        """Request a proposal; one that is late has failed."""
         timeout_ns = self._timeouts.draft_ns
         # The draft cuts its proposal in time for what is ready to travel back.
         remaining_ns = self._within(int(_DRAFT_SHARE * timeout_ns))
@@ -151,11 +146,7 @@ class SessionRunner:
         self._following = self._spawn(self._follow(self._verification, effect))
 
     async def _follow(self, verification: Verification, request: ev.Verify) -> None:
-        """Report each response to the machine.
-
-        While the request is open, a response is due, for one without credit left has ended: a late one has
-        failed.
-        """
+        """Report each response to the machine; one that is late has failed."""
         timeout_s = self._timeouts.verify_ns / SECOND
         try:
             async with asyncio.timeout(timeout_s) as timer, aclosing(verification):

@@ -31,9 +31,9 @@ SPEC_FIELD = "spec"
 
 
 class Streams:
-    """The open streams. `ports_of` returns the ports of a session; `decode` turns token ids into text."""
+    """`ports_of` returns the ports of a session; `decode` turns token ids into text."""
 
-    def __init__(  # what it is made of
+    def __init__(
         self,
         store: SessionStore,
         clock: Clock,
@@ -59,10 +59,7 @@ class Streams:
 
     @contextmanager
     def admit(self, principal: Principal, tokens: int) -> Iterator[AdmissionSlot]:
-        """Hold an admission slot for one stream of at most `tokens` output tokens.
-
-        Raises Overloaded or Unavailable, before any work is done.
-        """
+        """Hold a slot for a stream of at most `tokens` output tokens. Raise Overloaded or Unavailable."""
         if self._draining:
             request_observer().rejected(DRAINING)
             raise Unavailable("this gateway is shutting down; ask another")
@@ -109,10 +106,7 @@ class Streams:
         body_hash: bytes,
         deadline_ns: int | None,
     ) -> SessionRunner:
-        """Store a new session, or join the one of its id and body.
-
-        Raises KeyReused, StoreUnavailable.
-        """
+        """Store a new session, or join the one of its id and body. Raise KeyReused or StoreUnavailable."""
         observer = request_observer()
         fields = {SPEC_FIELD: encode_spec(spec), **observer.stored_fields()}
         new = NewSession(spec.session_id, principal, body_hash, fields, spec.prompt)
@@ -129,7 +123,7 @@ class Streams:
     ) -> SessionRunner:
         """Take over a session for a client that has output tokens [0, next_index).
 
-        Raises UnknownSession, StoreUnavailable, InvalidField, or LogLost if what is stored cannot be read.
+        Raise UnknownSession, StoreUnavailable, InvalidField, or LogLost if the record cannot be read.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         called_ns = self._clock.now_ns()
@@ -146,7 +140,7 @@ class Streams:
     async def abort(self, session_id: str, principal: str, deadline_ns: int | None) -> None:
         """End a session for good, here and in the store.
 
-        Raises UnknownSession, StoreUnavailable, or Overloaded where too many calls are at it.
+        Raise UnknownSession, StoreUnavailable or Overloaded.
         """
         record = encode_ending(Ending(Reason.ABORTED))
         # Not a stream's place: ending sessions must be possible where its principal has none left.
@@ -165,10 +159,7 @@ class Streams:
 
     @contextmanager
     def running(self, runner: SessionRunner) -> Iterator[None]:
-        """Let Abort and drain reach the runner within this context.
-
-        One that had the session here before need not wait for the store to say that it is fenced.
-        """
+        """Let Abort and drain reach the runner; fence an older runner of the session here."""
         session_id = runner.session.spec.session_id
         for before in self._of(session_id):
             if before.log.owner.epoch < runner.log.owner.epoch:
@@ -223,7 +214,7 @@ class Streams:
         )
 
     def _answer(self, stored: StoredSession) -> Answer:
-        """Return the answer that the token log holds. Raise LogLost if it cannot be read."""
+        """Raise LogLost if the record cannot be read."""
         prompt = tuple(stored.tokens[: stored.prompt_len])
         output = stored.tokens[stored.prompt_len :]
         try:

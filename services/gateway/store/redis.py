@@ -58,10 +58,8 @@ class RedisStore(SessionStore):
 
     `ttl_s` is how long a live session outlasts its last change or renewal, `finished_ttl_s` how long a
     finished one can be resumed. Every call is one attempt, bounded as in `RedisCalls`; `retry` repeats it.
-
-    With `copies`, no change counts until so many replicas have it: one that they do not have in time raises
-    StoreUnavailable, and is as good as unanswered. It stands in the log, or will, or was lost in a fail-over;
-    its repeat finds out, and waits anew.
+    With `copies`, a change counts only once so many replicas have it. One that they lack in time raises
+    StoreUnavailable; it may stand in the log or be lost, which its repeat finds out.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class RedisStore(SessionStore):
         await self._calls.command("PING")
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        """Create the session, as `SessionStore.create` defines. Raise ValueError for reserved fields."""
+        """Raise ValueError for reserved fields."""
         return await self._own(new.session_id, new.principal, nonce, *_content(new))
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
@@ -134,18 +132,15 @@ class RedisStore(SessionStore):
         await self._run_owned(self._finish, owner, expected_len, finish, self._finished_ttl_ms)
 
     async def recreate(self, owner: Ownership, new: NewSession) -> None:
-        """Recreate a lost session, as `SessionStore.recreate` defines."""
         await self._run_owned(self._recreate, owner, self._ttl_ms, new.principal, *_content(new))
 
     async def renew(self, owner: Ownership) -> None:
         await self._run_owned(self._renew, owner, self._ttl_ms)
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
-        """End a session of any owner, as `SessionStore.abort` defines."""
         await self._run(self._abort, session_id, principal, finish, self._finished_ttl_ms)
 
     async def close(self) -> None:
-        """Close the connections after the calls under way."""
         await self._calls.close()
 
     async def _run_owned(self, script: Script, owner: Ownership, *args: bytes | str | int) -> list[Any]:
@@ -184,7 +179,6 @@ def _pieces(fields: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
 
 
 def _joined(values: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the fields of a session, joined from their pieces."""
     fields = {name: value for name, value in values.items() if name not in _OWN_FIELDS and _PIECE not in name}
     for name in fields:
         number = 1

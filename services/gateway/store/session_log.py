@@ -38,7 +38,7 @@ LAST_CALL_S = 0.5
 
 
 class SessionLog:
-    """The log of one session, for one owner. Each change returns the event that the machine gets of it."""
+    """Each change returns the event that the machine gets of it."""
 
     def __init__(
         self,
@@ -123,9 +123,8 @@ class SessionLog:
 async def retry(operation: str, call: Callable[[], Awaitable[_T]], until_ns: int, clock: Clock) -> _T:
     """Return the result of `call`, repeated until it does not raise StoreUnavailable.
 
-    No attempt starts after `until_ns`. The pause between attempts doubles from FIRST_PAUSE_S to
-    LONGEST_PAUSE_S. `operation` names the call in traces. Raise the last StoreUnavailable, or one for the
-    time-out.
+    No attempt starts after `until_ns`. The pause doubles from FIRST_PAUSE_S to LONGEST_PAUSE_S. Raise the
+    last StoreUnavailable, or one for the time-out.
     """
     observer, pause_s = request_observer(), FIRST_PAUSE_S
     left_s = max(0.0, (until_ns - clock.now_ns()) / SECOND)

@@ -23,9 +23,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.round_spans import RoundSpans
 
 _LARGEST_INT = 2**63 - 1
-"""Largest integer that OTLP can hold."""
 _MAX_MODEL_NAME = 128
-"""Characters of a requested model's name."""
 _MAX_CONTENT = 65_536
 """Characters of a prompt or an answer. A collector drops the whole batch of a span that is too large."""
 
@@ -37,8 +35,6 @@ TRACE_FIELD = "trace"
 
 @dataclass(slots=True)
 class Sums:
-    """Sums over one stream."""
-
     ttft_ns: int | None = None
     moves: int = 0
     stalled_ns: int = 0
@@ -65,7 +61,6 @@ def describe_request(
 
 
 def span_name(operation: str, model: str) -> str:
-    """Return the name by the conventions: operation and model."""
     return f"{operation} {model}" if model else operation
 
 
@@ -99,7 +94,6 @@ def session_attributes(spec: SessionSpec, *, content: bool) -> dict[str, AnyValu
 def result_attributes(
     session: Session, ending: Ending | None, rounds: RoundSpans, sums: Sums, *, content: bool
 ) -> dict[str, AnyValue]:
-    """Return sums and extremes of a session, by which a collector can choose which traces to keep."""
     stats, answer = session.stats, session.answer
     attributes: dict[str, AnyValue] = {
         names.OUTPUT_TOKENS: session.logged_output,
@@ -127,7 +121,6 @@ def result_attributes(
 
 
 def _input(request: pb.GenerateRequest) -> str:
-    """Return the prompt as JSON, by the conventions."""
     match request.WhichOneof("input"):
         case "messages":
             turns = [_message(turn.role, turn.content) for turn in request.messages.messages]

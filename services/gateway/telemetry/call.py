@@ -37,8 +37,6 @@ _log = get_logger(__name__)
 
 
 class CallMetrics:
-    """The metrics of calls; `model` is the name of the served one."""
-
     def __init__(self, registry: Registry, model: str) -> None:
         self.model = model
         self.durations = registry.distribute(catalogue.REQUEST_DURATION)
@@ -98,7 +96,6 @@ class Call:
         self._operation = stored_operation(stored.fields)
 
     def sending(self, item: Chunk | NumericsChanged | ev.End) -> None:
-        """Note an item that is handed to the client's transport."""
         if isinstance(item, ev.End):
             self._ending = item.ending
         elif isinstance(item, Chunk):
@@ -190,7 +187,6 @@ def end_of(error: BaseException | None) -> tuple[str, str]:
 
 @contextmanager
 def logging_rejection(**facts: object) -> Iterator[None]:
-    """Log an error that ends a call before its work begins."""
     try:
         yield
     except Exception as error:

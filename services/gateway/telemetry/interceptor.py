@@ -31,7 +31,6 @@ class TraceInterceptor(WrappingInterceptor):
     """Trace calls; goes inside StatusInterceptor and outside all others, whose errors end calls."""
 
     def __init__(self, scope: SpanScope, options: TraceOptions, clock: Clock) -> None:
-        """Use the clock that sessions run by."""
         self._scope = scope
         self._options = options
         self._clock = clock
@@ -118,7 +117,6 @@ def _call_ended(observer: RequestObserver, context: grpc.aio.ServicerContext[Any
 
 
 def _cancellation(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
-    """Return whether the client left or its deadline passed."""
     remaining_s: Any = context.time_remaining()
     late = remaining_s is not None and remaining_s <= 0
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED

@@ -101,7 +101,6 @@ class RequestObserver:
         call: Call,
         sessions: SessionMetrics | None,
     ) -> None:
-        """Report to `call` and `sessions` too; `model` is the served one, `address` the server's."""
         self._call, self.sessions, self._operation = call, sessions, operation_of(request)
         if (start := self._start) is not None:
             name, attributes = describe_request(request, model, address, content=start.options.content)
@@ -134,7 +133,6 @@ class RequestObserver:
             self._call.opened(session, stored, is_new=index is None and epoch == 1)
 
     def sending(self, item: Chunk | NumericsChanged | ev.End) -> None:
-        """Report an item that is handed to the client's transport."""
         if self._call is not None:
             self._call.sending(item)
 
@@ -203,7 +201,6 @@ class RequestObserver:
             self._counts.round_ended(done)
 
     def committed(self, length: int, took_ns: int, error: GalleyError | None) -> None:
-        """Report a commit, after which the token log holds `length` tokens unless there was an error."""
         if self._rounds is not None and error is None:
             self._rounds.committed(length, took_ns)
         if self._counts is not None:
@@ -216,7 +213,7 @@ class RequestObserver:
             self.sessions.misses[pool.value].value += 1
 
     def stopped(self, session: Session, end: ev.End | None) -> None:
-        """Report that nothing works for the session any more; `end` is None if it was stopped before one."""
+        """`end` is None if the session was stopped before it ended."""
         if self.sessions is not None:
             self.sessions.unverified.value += max(0, session.stats.proposed - session.stats.verified)
         rounds, request = self._rounds, self._request
@@ -233,7 +230,6 @@ class RequestObserver:
     # ------------------------------------------------------------------- calls of the request --
 
     def call(self, name: str, replica: str) -> CallSpan:
-        """Start the span of a request to the replica at this address."""
         request, rounds = self._request, self._rounds
         if request is None:
             return self._unrecorded
@@ -341,12 +337,10 @@ _CURRENT: ContextVar[RequestObserver] = ContextVar("request_observer")
 
 
 def request_observer() -> RequestObserver:
-    """Return the observer of the request that the current context works for."""
     return _CURRENT.get(_UNOBSERVED)
 
 
 def observe_with(observer: RequestObserver) -> None:
-    """Set the observer of this context, and of tasks started in it."""
     _CURRENT.set(observer)
 
 
@@ -381,7 +375,6 @@ class RequestObservers:
         call.ended(None)
 
     def unary(self) -> None:
-        """Observe any other call."""
         self._observer().sessions = self._sessions
 
     def _observer(self) -> RequestObserver:

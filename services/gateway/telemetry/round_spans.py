@@ -134,7 +134,7 @@ def _set_attributes(
     reused: int | None,
     span: LightSpan,
 ) -> None:
-    """Compute the attributes of a round; `reused` is None unless it is the first of its request."""
+    """`reused` is None unless the round is the first of its request."""
     parts, attributes = done.parts, span.attributes
     attributes |= {
         names.ROUND_INDEX: index,

@@ -27,8 +27,6 @@ _MAX_QUEUED = 512
 
 
 class SessionMetrics:
-    """Count all sessions; `model` is the name of the served one."""
-
     def __init__(self, registry: Registry, model: str) -> None:
         self.model = model
         self.rounds = registry.count(catalogue.ROUNDS)
@@ -80,8 +78,6 @@ class SessionMetrics:
 
 
 class ByPosition:
-    """Count tokens by their position in a round."""
-
     __slots__ = ("_beyond", "_lengths")
 
     def __init__(self) -> None:
@@ -97,14 +93,11 @@ class ByPosition:
             self._beyond += length - _POSITIONS
 
     def read(self) -> list[tuple[tuple[str], float]]:
-        """Return the number of tokens at each position."""
         at = [sum(self._lengths[position + 1 :]) for position in range(_POSITIONS)]
         return [*(((str(position),), count) for position, count in enumerate(at)), (("16+",), self._beyond)]
 
 
 class _StrategyMetrics:
-    """Count the rounds of one workload and strategy."""
-
     __slots__ = ("accepted", "drafted", "rounds", "verified")
 
     def __init__(self, of: SessionMetrics, workload: str, strategy: str) -> None:
@@ -115,8 +108,6 @@ class _StrategyMetrics:
 
 
 class WorkloadMetrics:
-    """Count the rounds of one workload."""
-
     __slots__ = ("_all", "_name", "_strategies", "decode", "from_draft", "from_target", "k", "plain")
 
     def __init__(self, of: SessionMetrics, name: str) -> None:

@@ -24,7 +24,6 @@ SLOW_COMMIT_NS = 5_000_000
 """Only slower commits get a span: nearly every round has a commit, and its span has the duration."""
 
 _SPAN_ID_INDEX = len("00-") + 32 + len("-")
-"""Index of the span id in a traceparent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,6 @@ class TraceStart:
     attributes: dict[str, AnyValue] = field(default_factory=dict)
 
     def now_ns(self) -> int:
-        """Return the clock's time as Unix time."""
         return self.clock.now_ns() + self.offset_ns
 
 
@@ -75,7 +73,6 @@ class RequestSpan:
         current.attach(trace.set_span_in_context(span))  # each call runs in a context of its own
 
     def now_ns(self) -> int:
-        """Return the clock's time as Unix time."""
         return self.clock_ns() + self.offset_ns
 
     def event(self, name: str, attributes: Attributes = None, at_ns: int | None = None) -> None:
@@ -126,7 +123,6 @@ class CallSpan:
             fail(self._span, kind)
 
     def end(self) -> None:
-        """End the span; call once."""
         if self._span is not None and self._request is not None:
             self._span.end(self._request.now_ns())
 
