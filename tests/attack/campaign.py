@@ -51,8 +51,6 @@ class Outcome:
 
 
 class Campaign:
-    """Use `run` as often as is wanted: it goes on where it ended."""
-
     def __init__(self, addresses: Mapping[str, str], seed: int) -> None:
         self.outcome = Outcome()
         self._addresses = addresses
@@ -62,7 +60,6 @@ class Campaign:
         self._channels: dict[str, grpc.Channel] = {}
 
     async def run(self, messages: int) -> Outcome:
-        """So many more of them, and some that belong to the same streams."""
         until = self.outcome.messages + messages
         with ExitStack() as opened:
             for service, address in self._addresses.items():
@@ -110,10 +107,7 @@ class Campaign:
 
 
 class Call:
-    """One call by gRPC's blocking client, to be made in a thread.
-
-    The other client loses the status of a stream that ends while more is sent, and keeps its connection.
-    """
+    """A call by gRPC's blocking client in a thread; grpc.aio loses the status of a stream that ends early."""
 
     def __init__(
         self,
@@ -129,7 +123,6 @@ class Call:
         self._over = threading.Event()
 
     def made(self, sent: Sequence[bytes], leaves_after_s: float | None) -> str:
-        """How it ends; `leaves_after_s` it is left, if it has not ended before."""
         try:
             if not self._rpc.method.server_streaming:
                 kind: Any = self._channel.unary_unary(self._rpc.path)

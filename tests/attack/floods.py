@@ -38,8 +38,6 @@ KEY = (("x-api-key", BAD),)
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that no honest client sends, with or without a proper `handshake` before."""
-
     name: str
     data: bytes
     handshake: bool = True
@@ -105,7 +103,6 @@ def cases() -> Iterator[Sent]:
 
 
 async def nonsense(address: str) -> None:
-    """All that is no HTTP/2, each on a connection of its own, which the server ends."""
     for case in cases():
         async with wire(address) as attacker:
             if case.handshake:
@@ -116,7 +113,6 @@ async def nonsense(address: str) -> None:
 
 
 async def _flood(attacker: Wire, data: bytes, times: int) -> None:
-    """Send it so often, or until the server has enough."""
     piece = max(1, 65536 // len(data))
     for _ in range(0, times, piece):
         if not await attacker.send(data * piece):
@@ -136,7 +132,6 @@ FLOODS = {
 
 
 async def flood_of(address: str, name: str, times: int) -> None:
-    """So many of FLOODS, on a connection with a call under way."""
     async with wire(address) as attacker:
         await attacker.begin()
         handshake = frame(Kind.HEADERS, 0, 1, head(WATCH)) if name == "empty headers" else opening(1, WATCH)
@@ -168,7 +163,6 @@ HEADER_BOMBS = {
 
 
 async def header_bomb(address: str, name: str) -> str:
-    """One of HEADER_BOMBS, in as many frames as it takes; how its call ends."""
     block = head(WATCH) + b"".join(HEADER_BOMBS[name])
     pieces = [block[at : at + 16_000] for at in range(0, len(block), 16_000)]
     async with wire(address) as attacker:
@@ -191,13 +185,11 @@ async def endless_headers(address: str, frames: int) -> None:
 
 
 def gzip_bomb(size: int) -> bytes:
-    """So many bytes in a thousandth of them."""
     packer = zlib.compressobj(9, wbits=31)
     return b"".join((*(packer.compress(bytes(MIB)) for _ in range(size // MIB)), packer.flush()))
 
 
 async def gzip_bombs(address: str, path: str, data: bytes, times: int) -> list[tuple[str, str]]:
-    """Make calls at once with this message; return their statuses and messages."""
     streams = range(1, 2 * times, 2)
     async with wire(address) as attacker:
         await attacker.begin()
@@ -211,7 +203,6 @@ async def gzip_bombs(address: str, path: str, data: bytes, times: int) -> list[t
 
 
 def in_frames(stream: int, data: bytes, size: int = 16_000) -> bytes:
-    """All that a call says, and its end."""
     pieces = [data[at : at + size] for at in range(0, len(data), size)]
     last = frame(Kind.DATA, END_STREAM, stream, pieces.pop())
     return b"".join((*(frame(Kind.DATA, 0, stream, piece) for piece in pieces), last))
@@ -226,10 +217,7 @@ _AT_ONCE = 5
 
 
 class _Holder:
-    """Opens idle streams, over as many connections as they need, as fast as the server takes them."""
-
     def __init__(self, stack: Attacked, opened: AsyncExitStack, calls: int) -> None:
-        """`calls` are under way without it."""
         self.wires: list[Wire] = []
         self._stack = stack
         self._opened = opened
@@ -251,10 +239,7 @@ class _Holder:
 
 
 async def idle_streams(stack: Attacked, opened: AsyncExitStack, calls: int, items: int) -> list[Wire]:
-    """Streams of items, so many, halves at target and draft, and 100 each of watches and reflection.
-
-    `calls` are under way without them.
-    """
+    """Open idle streams: half at each replica, and 100 watches and reflections; `calls` are already open."""
     holder = _Holder(stack, opened, calls)
     await holder.hold("target", _VERIFY, items // 2)
     await holder.hold("draft", _PROPOSE, items // 2)
@@ -264,7 +249,6 @@ async def idle_streams(stack: Attacked, opened: AsyncExitStack, calls: int, item
 
 
 async def idle_connections(stack: Attacked, opened: AsyncExitStack, count: int) -> int:
-    """Open connections to the gateway; return how many, as the limit of open files allows."""
     count = min(count, files_allowed() - _OTHER_FILES)
     for _ in range(count):
         attacker = await opened.enter_async_context(wire(stack.gateway))

@@ -29,8 +29,6 @@ _BOUNDS = {
 
 
 class Mutator:
-    """Mutate messages; equal random numbers give equal messages."""
-
     def __init__(self, random: Random) -> None:
         self._random = random
 
@@ -48,7 +46,6 @@ class Mutator:
         return self._corrupt(data) if kind > 0.7 else data
 
     def _change(self, message: Message) -> None:
-        """Change one field of the message."""
         fields: Sequence[Any] = message.DESCRIPTOR.fields
         if not fields:
             return
@@ -99,7 +96,6 @@ class Mutator:
         return self._random.choice(_WORDS)
 
     def _corrupt(self, data: bytes) -> bytes:
-        """Flip, cut, repeat or insert some bytes."""
         corrupt = bytearray(data)
         for _ in range(self._random.choice((1, 1, 2, 8))):
             at, count = self._random.randrange(len(corrupt) + 1), self._random.choice((1, 1, 2, 9, 50))
@@ -122,7 +118,6 @@ class Mutator:
 
 
 def _tree(message: Message) -> list[Message]:
-    """Return the message and all messages within it."""
     found = [message]
     for field, value in message.ListFields():
         if field.message_type is None or field.message_type.GetOptions().map_entry:

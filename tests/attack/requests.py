@@ -29,8 +29,6 @@ _SERVED = ("", "galley.v1.Generation", "galley.v1.Target", "none")
 
 @dataclass
 class Known:
-    """The sessions of the fuzzer at the gateway, and the tokens that it has sent to replicas."""
-
     ids: list[str] = field(default_factory=lambda: ["0" * 32])
     tokens: dict[str, list[int]] = field(default_factory=dict)
 
@@ -40,8 +38,6 @@ class Known:
 
 @dataclass(frozen=True)
 class Rpc:
-    """A method at a port; `share` weighs how often it is called."""
-
     service: str
     method: MethodDescriptor
     make: Callable[[Random, Known], Message]
@@ -56,13 +52,11 @@ class Rpc:
         return f"{self.service} {self.method.name}"
 
     def read(self, data: bytes) -> Message:
-        """Parse a response."""
         response: Message = GetMessageClass(self.method.output_type).FromString(data)
         return response
 
 
 def rpcs() -> list[Rpc]:
-    """Return all RPCs; fail if one has no requests here."""
     found = []
     for (service, full_name), makers in _MAKERS.items():
         methods = descriptor_pool.Default().FindServiceByName(full_name).methods_by_name
@@ -73,7 +67,6 @@ def rpcs() -> list[Rpc]:
 
 
 def some_metadata(random: Random) -> list[tuple[str, str | bytes]]:
-    """Return metadata of a call; mostly none."""
     if random.random() < 0.8:
         return []
     choices: list[tuple[str, str | bytes]] = [
@@ -134,7 +127,6 @@ def _resume(random: Random, known: Known) -> pb.ResumeRequest:
 
 
 def _slice(random: Random, known: Known) -> pb.SessionSlice:
-    """Return a slice of a new session, or of one that continues with true tokens."""
     name = f"s{random.randrange(_SESSIONS)}"
     tokens = known.tokens.get(name, [])
     if not tokens or len(tokens) > _MAX_TOKENS or random.random() < 0.2:

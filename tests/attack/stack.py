@@ -67,13 +67,10 @@ class ProcessState:
 
     @property
     def calls(self) -> int:
-        """Under way, at all services."""
         return self.tasks.get(CALL, 0)
 
 
 class Attacked:
-    """The process; use `attacked` to have it started and ended. Of no event loop in particular."""
-
     def __init__(self, process: subprocess.Popen[bytes], log: Path, store: str) -> None:
         self.log = log
         self.store = store
@@ -89,7 +86,6 @@ class Attacked:
         return self.addresses["gateway"]
 
     async def state(self) -> ProcessState:
-        """Return the state after garbage is collected and free memory returned."""
         return ProcessState(**await asyncio.to_thread(self._command, "state"))
 
     async def settled(self, before: ProcessState) -> ProcessState:
@@ -109,25 +105,20 @@ class Attacked:
         return await self.settled(replace(before, tasks=tasks, connections=before.connections + 1))
 
     async def after_calls(self, calls: int) -> ProcessState:
-        """Return the state once `calls` are open, or after a timeout."""
         return ProcessState(**await asyncio.to_thread(self._command, f"calls-there {calls}"))
 
     async def after_sessions(self, sessions: int) -> ProcessState:
-        """Return the state once at most `sessions` are open, or after a timeout."""
         return ProcessState(**await asyncio.to_thread(self._command, f"sessions-left {sessions}"))
 
     def peak_rss(self) -> int:
-        """The most memory that it ever had, in bytes."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         [line] = [line for line in status.splitlines() if line.startswith("VmHWM")]
         return int(line.split()[1]) * 1024
 
     def forget_peak(self) -> None:
-        """Have `peak_rss` begin anew."""
         Path(f"/proc/{self._process.pid}/clear_refs").write_text("5")
 
     def stop(self) -> dict[str, Any]:
-        """Have it stop in order; what it says at its end."""
         outcome = self._command("stop")
         assert self._process.wait(PATIENCE_S) == 0
         return outcome
@@ -155,7 +146,6 @@ def leftovers(before: ProcessState, now: ProcessState) -> str:
 
 @contextmanager
 def attacked(store: str, tokenizer: Path) -> Iterator[Attacked]:
-    """All services over the store at this URL."""
     with tempfile.TemporaryDirectory(prefix="galley-") as folder:
         directory = Path(folder)
         keys = directory / "keys.toml"
@@ -182,8 +172,6 @@ def _entry(key: str, name: str, more: str) -> str:
 
 @dataclass
 class Bystander:
-    """A client that streams one answer after the other and compares each with the truth."""
-
     client: AsyncClient
     answers: int = 0
     longest_pause_s: float = 0.0
@@ -191,7 +179,6 @@ class Bystander:
     _began: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Stream until stopped; the last stream is read to its end."""
         truth = true_output(list(_PROMPT.encode()), _TOKENS)
         while not self._stop:
             tokens = await self._read_stream()
@@ -214,7 +201,6 @@ class Bystander:
 
 @asynccontextmanager
 async def undisturbed(stack: Attacked) -> AsyncIterator[Bystander]:
-    """Run a bystander within the block; fail if one of its streams differs from the truth."""
     async with AsyncClient(stack.gateway, api_key=GOOD) as client:
         bystander = Bystander(client)
         running = asyncio.create_task(bystander.run())
@@ -231,7 +217,6 @@ async def undisturbed(stack: Attacked) -> AsyncIterator[Bystander]:
 
 @asynccontextmanager
 async def unharmed(stack: Attacked, *, most_rss: int = 64 * MIB) -> AsyncIterator[ProcessState]:
-    """Fail if the block disturbs a bystander or leaves a task, connection, memory or error."""
     before = await stack.state()
     async with undisturbed(stack):
         yield before
@@ -243,18 +228,15 @@ async def unharmed(stack: Attacked, *, most_rss: int = 64 * MIB) -> AsyncIterato
 
 
 def files_allowed() -> int:
-    """How many this process may have open from now on: as many as it may be allowed."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
 
 
 async def warmed_up(stack: Attacked) -> None:
-    """All that is opened when first needed has been opened."""
     async with undisturbed(stack):
         pass
 
 
 def hello() -> pb.GenerateRequest:
-    """A short request that is served."""
     return pb.GenerateRequest(text="hello", max_tokens=4, ignore_eos=True)

@@ -26,8 +26,6 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class End:
-    """All that a caller learns of a call that is refused."""
-
     code: grpc.StatusCode
     details: str
     initial: Any
@@ -35,7 +33,6 @@ class End:
     answers: int
 
     def about(self, name: str, other: str) -> End:
-        """The same, had it been about the other of the two names."""
         renamed = {
             key: value.replace(name.encode(), other.encode()) if isinstance(value, bytes) else value
             for key, value in self.trailing
@@ -90,7 +87,6 @@ async def store(stack: Attacked) -> AsyncIterator[redis_asyncio.Redis]:
 
 
 async def commands(client: redis_asyncio.Redis) -> int:
-    """Commands that the store has carried out, but for those that ask it so."""
     stats = await client.info("commandstats")
     return sum(int(entry["calls"]) for name, entry in stats.items() if name != "cmdstat_info")
 
@@ -143,7 +139,6 @@ async def test_no_key_is_let_in_that_differs_in_a_single_character(channel: grpc
 
 @asynccontextmanager
 async def anothers(stack: Attacked, tokens: int) -> AsyncIterator[TokenStream]:
-    """A stream of somebody else, of which the first token is there."""
     async with AsyncClient(stack.gateway, api_key=GOOD, retries=NO_RETRIES) as client:
         stream = client.generate("a secret", max_tokens=tokens, ignore_eos=True)
         async for event in stream:

@@ -44,7 +44,6 @@ async def test_a_header_bomb_is_refused_or_its_connection_cut(stack: Attacked, n
 
 
 async def test_headers_that_never_end_are_not_kept(stack: Attacked) -> None:
-    """256 MiB of them."""
     stack.forget_peak()
     async with unharmed(stack) as before:
         await endless_headers(stack.gateway, 16_384)

@@ -30,5 +30,4 @@ async def test_fuzzed_messages_crash_hang_and_leak_nothing_and_are_refused_as_do
 
 
 def spans_of(file: Path) -> int:
-    """How many can be read of what the collector wrote."""
     return sum(len(list(spans_in(line.document()))) for line in Lines(file))

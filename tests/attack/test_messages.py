@@ -34,7 +34,6 @@ METHODS = {
 async def answer(
     stack: Attacked, service: str, data: bytes, compression: grpc.Compression = grpc.Compression.NoCompression
 ) -> Any:
-    """Return the response of the service to these bytes, or the error."""
     path, _ = METHODS[service]
     unlimited = [("grpc.max_send_message_length", -1)]
     address = stack.addresses[service]
@@ -59,7 +58,6 @@ async def test_too_large_is_refused_by_name_and_far_too_large_by_grpc(stack: Att
 
 
 async def test_a_bomb_of_gzip_is_inflated_no_further_than_a_message_may_be(stack: Attacked) -> None:
-    """Each of these would take 60 MiB by gRPC's own means."""
     data = gzip_bomb(60 * MIB)
     assert len(data) < MAX_MESSAGE_BYTES
     stack.forget_peak()
@@ -96,7 +94,6 @@ def test_gzip_is_read_whole_within_its_bound_or_not_at_all() -> None:
 
 
 async def test_messages_of_a_wrong_length_end_with_their_connection(stack: Attacked) -> None:
-    """Cut short, longer than said, of 4 GiB, none at all: refused, or waited for while somebody is there."""
     sent: Sequence[bytes] = (
         b"",
         b"\0\0",
@@ -120,7 +117,6 @@ async def test_messages_of_a_wrong_length_end_with_their_connection(stack: Attac
 
 
 async def test_messages_that_never_end_take_no_more_than_so_much_each(stack: Attacked) -> None:
-    """What has come of them is kept, up to twice the largest message of each stream."""
     streams = 60
     stack.forget_peak()
     piece = bytes(16_000)
@@ -136,7 +132,6 @@ async def test_messages_that_never_end_take_no_more_than_so_much_each(stack: Att
 
 
 async def test_a_message_of_nothing_but_parts_is_refused_cheaply(stack: Attacked) -> None:
-    """Two bytes on the wire are a hundred in memory, once they are read."""
     parts = MAX_MESSAGE_BYTES // 2
     stack.forget_peak()
     async with unharmed(stack) as before:
@@ -160,7 +155,6 @@ async def test_a_streams_message_of_nothing_but_parts_ends_it(stack: Attacked, f
 
 
 async def stream_end(address: str, service: str, data: bytes) -> Any:
-    """How a stream of items ends that says these bytes."""
     path = "/galley.v1.Target/VerifyStream" if service == "target" else "/galley.v1.Draft/ProposeStream"
     async with grpc.aio.insecure_channel(address) as channel:
         open_stream: Any = channel.stream_stream(path)
@@ -194,7 +188,6 @@ def _size(value: int) -> bytes:
 
 
 async def test_a_call_that_is_served_still_is(stack: Attacked) -> None:
-    """What the attacks are held against."""
     async with unharmed(stack), grpc.aio.insecure_channel(stack.gateway) as channel:
         call: Any = channel.unary_stream(GENERATE)
         async with asyncio.timeout(PATIENCE_S):

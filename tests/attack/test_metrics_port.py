@@ -34,7 +34,6 @@ async def connected(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, a
 
 
 async def answer_to(address: str, data: bytes) -> bytes:
-    """Send the bytes and end the sending side; return all that comes until the connection closes."""
     async with asyncio.timeout(PATIENCE_S), connected(address) as (reader, writer):
         writer.write(data)
         with suppress(OSError):
@@ -67,7 +66,6 @@ def bombs(random: Random) -> list[bytes]:
 
 
 def _mixed(random: Random, lines: list[bytes]) -> bytes:
-    """A request of which some is gone, twice, or otherwise."""
     data = bytearray(b"\r\n".join(random.choices(lines, k=5)) + b"\r\n\r\n")
     for _ in range(random.randrange(4)):
         data[random.randrange(len(data))] = random.randrange(256)
@@ -90,7 +88,6 @@ async def test_whatever_is_sent_is_answered_by_a_status_or_not_at_all(stack: Att
 
 
 async def test_a_crowd_is_turned_away_and_leaves_nothing(stack: Attacked) -> None:
-    """Hundreds of requests at once: some are answered, and then the port works as before."""
     address = stack.metrics["gateway"]
     async with unharmed(stack):
         response = await asyncio.gather(*(answer_to(address, REQUEST) for _ in range(300)))
@@ -134,7 +131,6 @@ LYING: dict[str, bytes] = {
 
 
 async def _read(address: str) -> tuple[Samples, str]:
-    """What is read there, or why nothing is."""
     try:
         return await scrape(address), ""
     except Away as away:
@@ -162,7 +158,6 @@ LABELS = b"galley_a{" + b",".join(b'a%d="%d"' % (i, i) for i in range(300)) + b"
 
 @pytest.mark.parametrize("line", [QUOTES, LABELS], ids=["quotes", "labels"])
 async def test_lines_made_to_be_read_slowly_are_read_in_time(line: bytes) -> None:
-    """As many as fit into what is read at all."""
     body = line * min(MAX_ROWS, (MAX_BYTES - 1000) // len(line))
     async with answering(lambda writer: _send(writer, HEAD + b"\r\n" + body)) as address:
         began_s = time.monotonic()

@@ -21,7 +21,6 @@ from tests.fakes import tokenizer_files
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A directory that is in order, as far as it is looked at before it is loaded."""
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -36,8 +35,6 @@ def trap(tmp_path: Path) -> Trap:
 
 
 class Trap:
-    """What it unpickles to, or what its code does, is a directory that shows it."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.pickled = pickle.dumps(self)
@@ -77,7 +74,6 @@ def test_a_pickle_beside_safetensors_or_in_their_place_is_never_opened(model: Pa
 
 
 def _load(model: Path) -> None:
-    """As a target does, with a configuration that fits nothing."""
     import torch  # noqa: PLC0415  # seconds
     from transformers import LlamaConfig  # noqa: PLC0415
 

@@ -36,7 +36,6 @@ GENERATE = "/galley.v1.Generation/Generate"
 async def test_a_connection_that_does_not_begin_is_closed_however_slowly_it_goes_about_it(
     tls: bool, tmp_path: Path
 ) -> None:
-    """Byte by byte, too: it is the whole of the beginning that has its time."""
     authority = Authority(tmp_path, "authority")
     files = mounted(tmp_path / "files", authority.ca, authority.issue("server"))
     given = service.settings(**(tls_settings(files, mutual=True) if tls else {}))
@@ -60,7 +59,6 @@ async def test_a_connection_that_does_not_begin_is_closed_however_slowly_it_goes
 
 
 async def _drip(attacker: Wire, data: bytes) -> None:
-    """A byte now and then, slower than the server has patience: what slow loris is."""
     for byte in data:
         if not await attacker.send(bytes([byte])):
             return
@@ -68,7 +66,6 @@ async def _drip(attacker: Wire, data: bytes) -> None:
 
 
 async def test_calls_whose_request_never_comes_hold_nobody_up(stack: Attacked) -> None:
-    """Their headers byte by byte, their message byte by byte, or nothing of it at all."""
     async with unharmed(stack), AsyncExitStack() as opened:
         block, data = head(GENERATE, KEY), message(hello().SerializeToString())
         for _ in range(20):
@@ -97,7 +94,6 @@ async def test_of_a_stranger_not_even_the_request_is_waited_for(stack: Attacked)
 
 
 async def test_answers_that_are_never_read_end_and_hold_nobody_up(stack: Attacked) -> None:
-    """A window of nothing: the gateway gives up after its client_timeout, and the place is free."""
     async with unharmed(stack), wire(stack.gateway) as attacker:
         await attacker.begin((INITIAL_WINDOW_SIZE, 0))
         request = hello()

@@ -54,8 +54,6 @@ _TIMES = StepTimes.measured([(1, 2_000_000), (1024, 2_000_001)])
 
 
 class Engine(SimEngine):
-    """Decide the tokens of tests/fakes/truth.py, with steps of `_PASS_S`."""
-
     def __init__(self, tokenizer: str) -> None:
         super().__init__("build-1")
         self.info = replace(
@@ -76,8 +74,6 @@ class Engine(SimEngine):
 
 
 class Victim:
-    """All services, and the commands that report their state."""
-
     def __init__(self, store: str, tokenizer: Path, directory: Path) -> None:
         self._store = store
         self._tokenizer = tokenizer
@@ -88,7 +84,6 @@ class Victim:
         self._target: TargetService
 
     async def serve(self) -> None:
-        """Start all services, answer commands until `stop`, stop all."""
         logging.getLogger().addHandler(self._errors)
         asyncio.get_running_loop().set_exception_handler(self._errors.unhandled)
         async with AsyncExitStack() as opened:
@@ -159,7 +154,6 @@ class Victim:
         return self._target
 
     async def _until(self, what: str, count: int, patience_s: float = 10.0) -> None:
-        """Wait until it is so, or patience is at its end."""
         holds: Callable[[], bool] = {
             "state": lambda: True,
             "tasks-left": lambda: len(_tasks()) <= count,
@@ -189,7 +183,6 @@ class Victim:
         }
 
     def _connections(self, process: psutil.Process) -> int:
-        """Connections to the services from outside of this process."""
         served = [running.address for running in self._running.values()]
         served += [self._running["gateway"].health_address, *self._metrics.values()]
         ports = {int(address.rpartition(":")[2]) for address in served}
@@ -200,11 +193,7 @@ class Victim:
 
 
 class _Errors(logging.Handler):
-    """What is logged as an error, and exceptions that nobody handles: the first of them.
-
-    That spans were lost is none: a process that is flooded may lose them, and nothing else. Nor is what gRPC
-    could not send, as its caller left in that moment.
-    """
+    """Collect logged errors and unhandled exceptions, except lost spans and responses without a caller."""
 
     _MOST = 20
 
@@ -231,7 +220,6 @@ class _Errors(logging.Handler):
 
 
 def _tasks() -> list[str]:
-    """What they do; without those of servers that wait for a call, of which now and then one is not there."""
     names = [str(getattr(task.get_coro(), "__qualname__", "?")) for task in asyncio.all_tasks()]
     return [name for name in names if not name.startswith("AioServer._request_")]
 

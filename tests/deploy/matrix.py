@@ -168,7 +168,6 @@ def _gain(row: Row, name: str, wanted: set[Pair], each: str) -> int:
 
 
 def possible(row: Mapping[str, str]) -> bool:
-    """Return True if the chart accepts these together."""
     if row.get("scaled") == "keda" and row.get("seen") == "not at all":
         return False
     return not (row.get("models") == "hub, kept" and row.get("draft") == "lookup")

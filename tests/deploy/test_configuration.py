@@ -42,7 +42,6 @@ FILLED = {
 
 
 def galley_pods(values: Manifest) -> dict[str, dict[str, str]]:
-    """Return the environment of the pods that run a service, by role; of a group, the leader's."""
     return {
         role: env_of(spec["containers"][0]) for role, spec in pods(render(values)).items() if role in ROLES
     }

@@ -22,15 +22,11 @@ DAY = dt.timedelta(days=1)
 
 @dataclass(frozen=True)
 class Certificate:
-    """Paths of PEM files."""
-
     cert: Path
     key: Path
 
 
 class Authority:
-    """Signs certificates; `ca` is its own."""
-
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
         self._name = _name_of(name)
@@ -95,7 +91,7 @@ class Authority:
 
 
 class Mounted:
-    """Files in a directory, as kubelet mounts a Secret: all of them are replaced in one moment."""
+    """Files in a directory that are replaced atomically, as kubelet replaces a mounted Secret."""
 
     def __init__(self, directory: Path, **files: Path | bytes) -> None:
         self._directory = directory
@@ -126,7 +122,6 @@ def mounted(directory: Path, ca: Path, pair: Certificate) -> Mounted:
 
 
 def caller_of(context: Any) -> str:
-    """The name in the certificate that a servicer's caller has shown; empty where there is none."""
     [name, *_] = context.auth_context().get("x509_common_name", [b""])
     return str(name.decode())
 

@@ -14,8 +14,6 @@ from tests.fakes.waiting import Watch
 
 
 class Collector(otlp_rpc.TraceServiceServicer):
-    """Use as an async context; listens on a unix socket."""
-
     def __init__(self, directory: Path) -> None:
         self.endpoint = f"unix:{directory / 'otlp'}"
         self.spans: list[Span] = []
@@ -31,8 +29,6 @@ class Collector(otlp_rpc.TraceServiceServicer):
         return otlp.ExportTraceServiceResponse()
 
     async def has(self, *names: str, trace_id: bytes | None = None) -> None:
-        """Wait until spans of these names have come, of this trace if one is given."""
-
         def came() -> set[str]:
             spans = self.spans if trace_id is None else self.in_trace(trace_id)
             return {span.name for span in spans}

@@ -18,8 +18,6 @@ SERVICE = "galley.v1.Draft"
 
 
 class EchoService(rpc.DraftServicer):
-    """Answers with the session ids that it was asked about, or raises `failure`."""
-
     grpc_services = (SERVICE,)
 
     def __init__(self, failure: BaseException | None = None) -> None:

@@ -24,8 +24,6 @@ LEASE_S = 1.5
 
 
 class Member(Generic[FakeT]):
-    """A fake replica and its registration."""
-
     pool: LeasePool[Any]
 
     def __init__(self, fake: FakeT, redis_url: str) -> None:
@@ -35,7 +33,6 @@ class Member(Generic[FakeT]):
 
     @property
     def sessions(self) -> set[str]:
-        """The sessions of all requests that came."""
         return {call.slice.session_id for call in self.fake.calls}
 
     def lease(self) -> ReplicaLease:
@@ -47,7 +44,6 @@ class Member(Generic[FakeT]):
         await self.publish()
 
     async def publish(self, **facts: object) -> None:
-        """Change what the lease says; return when the registry has it."""
         vars(self).update(facts)
         assert self.registration is not None
         await self.registration._publish()
@@ -62,14 +58,11 @@ class Member(Generic[FakeT]):
             await registration.close()
 
     async def leave(self) -> None:
-        """Withdraw the lease, and stop."""
         await self.withdraw()
         await self.fake.stop()
 
 
 class FleetTarget(Member[FakeTarget]):
-    """A target that has `free` of 100 KV blocks, and these tokens `cached`."""
-
     pool = TARGET_POOL
     free = 50
     cached: Sequence[int] = ()
@@ -91,7 +84,7 @@ class FleetTarget(Member[FakeTarget]):
 
 
 class FreezingDraft(FakeDraft):
-    """A draft that can hang: connections stay open, and nothing is answered, GetDraftInfo included."""
+    """A draft that can hang: connections stay open and no call is answered."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -111,8 +104,6 @@ class FreezingDraft(FakeDraft):
 
 
 class FleetDraft(Member[FreezingDraft]):
-    """A draft that has `busy` sessions."""
-
     pool = DRAFT_POOL
     busy = 0
 
@@ -121,8 +112,6 @@ class FleetDraft(Member[FreezingDraft]):
 
 
 class _Fleet(Generic[MemberT]):
-    """Replicas that serve; use as an async context."""
-
     def __init__(self, members: list[MemberT]) -> None:
         self.members = members
 
@@ -135,7 +124,6 @@ class _Fleet(Generic[MemberT]):
             await member.register()
 
     def holder(self) -> tuple[MemberT, MemberT]:
-        """Return the one of two that got a request, and the other."""
         first, second = self.members
         return (first, second) if first.fake.calls else (second, first)
 
@@ -155,8 +143,6 @@ class _Fleet(Generic[MemberT]):
 
 
 class Fleet(_Fleet[FleetTarget]):
-    """Targets a and b, or those of these names."""
-
     def __init__(self, world: World, names: str = "ab", make: type[FakeTarget] = FakeTarget) -> None:
         super().__init__([])
         for name in names:
@@ -165,14 +151,11 @@ class Fleet(_Fleet[FleetTarget]):
             self.members.append(FleetTarget(fake, world.redis_url))
 
     def hold_after(self, answers: int) -> None:
-        """Let each of them answer so often, and then not until its gate is opened."""
         for target in self.members:
             target.fake.gate.close_after(answers)
 
 
 class DraftFleet(_Fleet[FleetDraft]):
-    """Drafts a and b, or those of these names."""
-
     def __init__(self, world: World, names: str = "ab") -> None:
         super().__init__([])
         for name in names:

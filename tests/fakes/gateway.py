@@ -19,8 +19,6 @@ SESSION = "session-1"
 
 @dataclass(frozen=True)
 class Said:
-    """One chunk: its tokens share one origin."""
-
     token_ids: tuple[int, ...]
     text: str
     from_draft: bool = False
@@ -32,12 +30,7 @@ SCRIPT = (Said((11,), "Hello"), Said((12, 13), ", wor", from_draft=True), Said((
 
 @dataclass
 class FakeGateway(rpc.GenerationServicer):
-    """Answers with `script`; raises `error` before chunk `fail_at`, or waits there to `hang`.
-
-    `fail_at` may be beyond the script: then it is after Finished.
-
-    It fails `failures` times, None for always; `silent`, it fails before it has said Started.
-    """
+    """Send `script`; raise `error` or hang before chunk `fail_at`, `failures` times (None: always)."""
 
     script: tuple[Said, ...] = SCRIPT
     error: Exception | None = None
@@ -130,7 +123,6 @@ class FakeGateway(rpc.GenerationServicer):
 
 @contextlib.contextmanager
 def serving(gateway: FakeGateway, credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
-    """The address at which `gateway` serves; with `credentials`, over TLS."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         server = grpc.server(pool)
         rpc.add_GenerationServicer_to_server(gateway, server)

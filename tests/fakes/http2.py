@@ -25,8 +25,6 @@ _KEPT = 4096
 
 
 class Kind(IntEnum):
-    """The type of a frame."""
-
     DATA = 0
     HEADERS = 1
     PRIORITY = 2
@@ -78,7 +76,6 @@ def field_of(name: str | bytes, value: str | bytes, *, indexed: bool = False) ->
 
 
 def head(path: str, more: Iterable[tuple[str | bytes, str | bytes]] = ()) -> bytes:
-    """Return the header block of a gRPC call."""
     fields = (
         (":method", "POST"),
         (":scheme", "http"),
@@ -92,7 +89,6 @@ def head(path: str, more: Iterable[tuple[str | bytes, str | bytes]] = ()) -> byt
 
 
 def opening(stream: int, path: str, more: Iterable[tuple[str | bytes, str | bytes]] = ()) -> bytes:
-    """Return the frame that opens a call."""
     return frame(Kind.HEADERS, END_HEADERS, stream, head(path, more))
 
 
@@ -103,8 +99,6 @@ def message(data: bytes, *, compressed: int = 0, length: int | None = None) -> b
 
 @dataclass
 class Received:
-    """What a server sent on one connection."""
-
     frames: Counter[int] = field(default_factory=Counter)
     resets: dict[int, int] = field(default_factory=dict)
     heads: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -136,20 +130,17 @@ class Wire:
         return not self.received.ended
 
     async def begin(self, *pairs: tuple[int, int]) -> None:
-        """Send preface and settings; wait for the settings of the server, or the end."""
         await self.send(PREFACE, settings(*pairs))
         await self.until(lambda received: received.ended or received.frames[Kind.SETTINGS] > 0)
         await self.send(frame(Kind.SETTINGS, ACK))
 
     async def alive(self) -> bool:
-        """Return True if the server answers a ping."""
         before = self.received.pongs
         await self.send(frame(Kind.PING, payload=b"12345678"))
         await self.until(lambda received: received.ended or received.pongs > before)
         return not self.received.ended
 
     async def ends(self) -> None:
-        """Wait until the server has closed the connection."""
         await self.until(lambda received: received.ended)
 
     async def status(self, stream: int) -> str:
@@ -166,7 +157,6 @@ class Wire:
         await self._watch.until(lambda: holds(self.received), patience_s)
 
     def half_close(self) -> None:
-        """End the sending side."""
         self._half_closed = True
         with suppress(OSError):  # the server may have been quicker
             self._writer.write_eof()
@@ -208,7 +198,6 @@ class Wire:
 
 @asynccontextmanager
 async def wire(address: str) -> AsyncIterator[Wire]:
-    """Open a connection to host:port; abort it at the end."""
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(PATIENCE_S):
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -31,7 +31,6 @@ def ec_key(curve: ec.EllipticCurve | None = None) -> ec.EllipticCurvePrivateKey:
 
 
 def jwk(private: Any, algorithm: str, **more: Any) -> dict[str, Any]:
-    """The public part, as it is published."""
     found: dict[str, Any] = get_default_algorithms()[algorithm].to_jwk(private.public_key(), as_dict=True)
     return {**found, **more}
 
@@ -44,8 +43,6 @@ def claims(**more: Any) -> dict[str, Any]:
 
 @dataclass
 class TokenIssuer:
-    """Signs with a key of its own, which it publishes with this id."""
-
     key_id: str = "one"
     private: Any = field(default_factory=ec_key)
     algorithm: str = "ES256"
@@ -70,8 +67,6 @@ def write_jwks(path: Path, *issuers: TokenIssuer) -> Path:
 
 
 class IssuerServer:
-    """Answers GET by `answers`, whole responses by path; None hangs. `requests` are the paths."""
-
     def __init__(self) -> None:
         self.answers: dict[str, bytes | None] = {}
         self.requests: list[str] = []

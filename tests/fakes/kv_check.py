@@ -38,7 +38,6 @@ def _check_session(session: KvSession) -> None:
 
 
 def drop(table: KvTable, key: SessionKey) -> None:
-    """Forget a session; its full blocks stay cached."""
     session = table._session(key)
     if session is not None:
         table._remove(session)

@@ -23,8 +23,6 @@ _MOST_LOSSES = 4
 
 
 class Connection(Protocol):
-    """What a link knows of those that go over it."""
-
     def pass_on(self) -> None:
         """Pass on what is due; the link was mended."""
 
@@ -33,10 +31,7 @@ class Connection(Protocol):
 
 
 class Link:
-    """As good as none at first."""
-
     def __init__(self, delay_s: float = 0.0, seed: int = 0) -> None:
-        """`delay_s` is each way; `seed` is for which pieces are lost."""
         self._delay_s = delay_s
         self._loss = 0.0
         self._chance = Random(seed)
@@ -50,19 +45,16 @@ class Link:
         return not self._whole.is_set()
 
     def delay(self, delay_s: float) -> None:
-        """Pass pieces on later by so much, each way, from now on."""
         self._delay_s = delay_s
 
     def lose(self, share: float) -> None:
-        """Lose so many of the pieces at each try, from now on; at least 0 and less than 1."""
+        """Lose this share of the pieces at each try; at least 0 and less than 1."""
         self._loss = share
 
     def cut(self) -> None:
-        """Pass nothing on until `mend`."""
         self._whole.clear()
 
     def mend(self) -> None:
-        """Be as good as none again; what waits is passed on as it is due."""
         self._delay_s = self._loss = 0.0
         self._whole.set()
         for connection in list(self._connections):
@@ -73,7 +65,6 @@ class Link:
             connection.reset()
 
     async def used(self) -> None:
-        """Wait until somebody is connected over it, with a server at the other end."""
         await self._used.wait()
 
     async def whole(self) -> None:

@@ -14,7 +14,6 @@ _OWN = vars(logging.makeLogRecord({}))
 
 @contextmanager
 def logged(module: ModuleType) -> Iterator[list[MutableMapping[str, Any]]]:
-    """Collect what the standard logger of a module logs, as the formatter of `start_logging` reads it."""
     lines: list[MutableMapping[str, Any]] = []
 
     class Collect(logging.Handler):

@@ -13,7 +13,7 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 @contextlib.contextmanager
 def telling(*texts: str, status: int = 200) -> Iterator[str]:
-    """A server that says the texts one after another, and the last one from then on; its host:port."""
+    """Serve the texts in turn, then the last one; yield host:port."""
     left = list(texts)
 
     class Handler(BaseHTTPRequestHandler):
@@ -40,7 +40,6 @@ def telling(*texts: str, status: int = 200) -> Iterator[str]:
 
 @contextlib.asynccontextmanager
 async def answering(answer: Callable[[asyncio.StreamWriter], None]) -> AsyncIterator[str]:
-    """A server that writes what it likes and leaves the connection open; its host:port."""
     writers = []
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,5 +55,4 @@ async def answering(answer: Callable[[asyncio.StreamWriter], None]) -> AsyncIter
 
 
 def nobody() -> str:
-    """A host:port of this machine at which nobody listens: nothing serves port 1."""
     return "127.0.0.1:1"

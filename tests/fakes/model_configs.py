@@ -47,7 +47,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def save_random(config: Any, directory: Path) -> Path:
-    """Save a model of random weights, large enough to be told apart, with a tokenizer to hash."""
     silence()
     torch.manual_seed(7)
     auto: Any = transformers.AutoModelForCausalLM

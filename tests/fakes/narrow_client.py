@@ -12,7 +12,6 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 @asynccontextmanager
 async def narrow(address: str, lookahead_bytes: int = 1 << 16) -> AsyncIterator[rpc.GenerationAsyncStub]:
-    """Whose own transport takes so much of each stream: that is up to a client."""
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", lookahead_bytes)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         yield rpc.GenerationStub(channel)

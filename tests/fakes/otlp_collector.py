@@ -38,7 +38,6 @@ class _Metrics(metrics_rpc.MetricsServiceServicer):
 
 @contextmanager
 def collecting(take: Take, port: int = 0, credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
-    """Serve a collector within the block; yield its address (host:port)."""
     server = grpc.server(futures.ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
     traces_rpc.add_TraceServiceServicer_to_server(_Traces(take), server)  # type: ignore[no-untyped-call]  # untyped
     metrics_rpc.add_MetricsServiceServicer_to_server(_Metrics(take), server)  # type: ignore[no-untyped-call]  # untyped

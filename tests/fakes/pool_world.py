@@ -34,11 +34,7 @@ _MAX_LINGER_NS = 50 * MS
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`alpha(i)` is the chance that output token i is drafted right; `draft_ns(n)` a step of n sessions.
-
-    A draft that `copies` is right again after a wrong token; another is not until it has been corrected. Of
-    one proposal, `most` tokens are drafted.
-    """
+    """`alpha(i)` is the chance that output token i is drafted right; `draft_ns(n)` a step of n sessions."""
 
     alpha: Callable[[int], float]
     times: StepTimes
@@ -63,8 +59,6 @@ class _Job:
 
 
 class _Stream:
-    """One session, its item at the target and its proposal under way."""
-
     def __init__(self, pool: Pool, name: str, k: int, *, auto: bool) -> None:
         scenario = pool.scenario
         chance = random.Random(f"{scenario.seed}{name}")
@@ -156,8 +150,6 @@ class _Stream:
 
 
 class Pool:
-    """All sessions of a scenario, each with the most draft tokens a round `k`, fixed or `auto`."""
-
     def __init__(self, scenario: Scenario, k: int, *, auto: bool) -> None:
         self.scenario = scenario
         self.now = 0
@@ -175,7 +167,6 @@ class Pool:
         self.streams = [_Stream(self, f"s{i}", k, auto=auto) for i in range(scenario.sessions)]
 
     def goodput(self) -> float:
-        """Output tokens per second, until the last session has ended."""
         for stream in self.streams:
             stream.start()
         while self._events:
@@ -268,7 +259,7 @@ class Pool:
         self._plan()
 
     def _outcome(self, plan: StepPlan, index: int) -> StepOutcome:
-        """The target's own tokens, up to and with the first that differs from its guess."""
+        """Return the target's tokens, up to and including the first that differs from its draft token."""
         draw = plan.chunks[index].draw
         if draw is None:
             return None

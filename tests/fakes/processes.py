@@ -26,10 +26,7 @@ async def gateway_process(
     more: Mapping[str, str] = MappingProxyType({}),
     module: str = "services.gateway",
 ) -> AsyncIterator[str]:
-    """Its address; it writes its log to `log`, and is stopped by SIGTERM, which must end it in order.
-
-    `more` flags are added to those of the world.
-    """
+    """Start a gateway process and yield its address; SIGTERM must end it cleanly."""
     settings = world.settings()
     flags = {
         "target": settings.target,

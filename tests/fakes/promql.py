@@ -35,8 +35,6 @@ _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule of the file."""
-
     name: str
     expr: str
     is_alert: bool
@@ -102,15 +100,12 @@ _COMPARED = re.compile(r"(<=|>=|==|!=|<|>)(?!\s*bool)")
 
 
 def always(expr: str) -> str:
-    """The expression of an alert, whose comparisons say 0 or 1 instead of leaving out what does not ring."""
     parts = re.split(r"(\{[^}]*\})", expr)
     return "".join(part if part.startswith("{") else _COMPARED.sub(r"\1 bool", part) for part in parts)
 
 
 @dataclass(frozen=True)
 class Named:
-    """What a runbook names: metrics, and `signs`, which are spans, attributes and events of traces."""
-
     metrics: frozenset[Metric]
     signs: frozenset[str]
 

@@ -31,27 +31,22 @@ ServerT = TypeVar("ServerT", bound=Server)
 
 
 def either() -> str:
-    """Debian's Redis where it is installed, for what need not be tried on both."""
     return REDIS if shutil.which("redis-server") else VALKEY
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])
 
 
 async def until(holds: Callable[[], Awaitable[object]]) -> None:
-    """Wait until it holds; servers call nobody back."""
     async with asyncio.timeout(PATIENCE_S):
         while not await holds():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
 class TcpServer(Server):
-    """A server on a port too; its port speaks TLS if there are options of it."""
-
     def __init__(self, kind: str, directory: Path, port: int, *options: str, tls: Sequence[str] = ()) -> None:
         # Replicas are served at once, not after waiting for more of them.
         at_once = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
@@ -65,8 +60,6 @@ class TcpServer(Server):
 
 
 class ClusterNode(TcpServer):
-    """One of a cluster; a node whose master has not been heard of for so long is promoted."""
-
     def __init__(self, kind: str, directory: Path, timeout_ms: int, tls: Sequence[str]) -> None:
         self.bus_port = free_port()
         super().__init__(
@@ -103,8 +96,6 @@ def _started(make: Callable[[Path], ServerT], held: ExitStack) -> ServerT:
 
 
 class Cluster:
-    """Masters with a third of the slots each, and behind each of them as many replicas as are wanted."""
-
     def __init__(self, masters: list[ClusterNode], replicas: list[ClusterNode]) -> None:
         self.masters = masters
         self.replicas = replicas
@@ -122,7 +113,6 @@ class Cluster:
         return ",".join(node.address for node in self.nodes)
 
     def raw(self) -> redis_asyncio.Redis:
-        """redis-py's own client of a cluster: what it finds, it finds its own way."""
         return cast(
             "redis_asyncio.Redis", redis_asyncio.RedisCluster.from_url(f"redis://{self.masters[0].address}")
         )
@@ -132,7 +122,6 @@ class Cluster:
             return await client.execute_command(*command)  # type: ignore[no-untyped-call]  # is untyped
 
     async def form(self) -> None:
-        """Make one of them; returns once each node says that all is well."""
         step = SLOTS // len(self.masters)
         for at, node in enumerate(self.masters):
             last = SLOTS - 1 if node is self.masters[-1] else (at + 1) * step - 1
@@ -169,7 +158,7 @@ async def follows(replica: Server) -> bool:
 def cluster_servers(
     kind: str, replicas: int = 0, timeout_ms: int = NEVER_MS, tls: Sequence[str] = ()
 ) -> Iterator[Cluster]:
-    """Three masters and so many replicas, not yet a cluster (`form`); gone at the end."""
+    """Start three masters with `replicas` each, not yet a cluster (`form`)."""
 
     with ExitStack() as held:
         nodes = [
@@ -181,7 +170,7 @@ def cluster_servers(
 
 @contextmanager
 def backend(kind: str) -> Iterator[Server | Cluster]:
-    """A fresh store of one of KINDS; call it where no event loop runs."""
+    """Start a fresh store of one of KINDS; call it outside an event loop."""
     if kind != CLUSTER:
         with running(kind) as server:
             yield server
@@ -192,8 +181,6 @@ def backend(kind: str) -> Iterator[Server | Cluster]:
 
 
 class Sentinel(TcpServer):
-    """Watches one master, and promotes its replica when it is away for half a second."""
-
     ready = b"+monitor"
 
     def __init__(
@@ -213,8 +200,6 @@ class Sentinel(TcpServer):
 
 
 class ReplicaSet:
-    """A master, its replica, and a sentinel that decides alone."""
-
     def __init__(self, master: TcpServer, replica: TcpServer, sentinel: TcpServer) -> None:
         self.master = master
         self.replica = replica

@@ -24,7 +24,6 @@ _LOG_FILES = "appendonlydir"
 
 
 def binary(kind: str) -> str:
-    """The path of a server's binary; skips the test where there is none."""
     if kind == VALKEY:
         return str(get_binary_path())
     found = shutil.which("redis-server")
@@ -34,7 +33,7 @@ def binary(kind: str) -> str:
 
 
 class Server:
-    """A server on a unix socket, with its append-only file written at every change."""
+    """A server on a unix socket that syncs its append-only file at every change."""
 
     ready = b"eady to accept connections"
     """What its log says once it serves."""
@@ -57,7 +56,6 @@ class Server:
         return f"unix://{self._directory / 's'}"
 
     def raw(self) -> redis_asyncio.Redis:
-        """A client of redis-py's own, to look behind ours."""
         return redis_asyncio.Redis.from_url(self.url)
 
     async def command(self, *command: str) -> Any:
@@ -70,7 +68,6 @@ class Server:
         return self._process.pid
 
     def start(self) -> None:
-        """Start it and wait until it serves."""
         log = self._directory / "log"
         with log.open("wb") as out:
             self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=out)
@@ -83,7 +80,6 @@ class Server:
         raise RuntimeError(f"the server did not start: {b''.join(seen).decode()}")
 
     def pause(self) -> None:
-        """Let it hang: connections stay open, nothing answers."""
         self._send(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -93,12 +89,12 @@ class Server:
         self._end(signal.SIGKILL)
 
     def keep(self) -> None:
-        """Copy what it has on disk, for `roll_back`."""
+        """Copy its files for `roll_back`."""
         shutil.rmtree(self._directory / "kept", ignore_errors=True)
         shutil.copytree(self._directory / _LOG_FILES, self._directory / "kept")
 
     def roll_back(self) -> None:
-        """Kill it, and have it come back with what it had at `keep`."""
+        """Kill it and restart it with the files of `keep`."""
         self.kill()
         shutil.rmtree(self._directory / _LOG_FILES)
         shutil.copytree(self._directory / "kept", self._directory / _LOG_FILES)
@@ -128,7 +124,6 @@ class Server:
 
 @contextmanager
 def running(kind: str, *options: str) -> Iterator[Server]:
-    """A server that is gone, files and all, at the end."""
     # Not pytest's tmp_path: the path of a unix socket may have 107 bytes only.
     with tempfile.TemporaryDirectory(prefix="galley-", ignore_cleanup_errors=True) as directory:
         server = Server(kind, Path(directory), *options)

@@ -23,16 +23,10 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class Relay:
-    """Listens at `address` and passes on to `target`, "host:port" or the path of a unix socket.
-
-    Use with `async with`; at its end all connections are reset.
-    """
+    """Forward `address` to `target` (host:port or a unix socket); all connections are reset at the end."""
 
     def __init__(self, target: str | Callable[[], str], link: Link | Callable[[int], Link]) -> None:
-        """A target that moves is asked for at each connection; OSError or LookupError while there is none.
-
-        So is the link that a connection goes over, by the port that it comes from; LookupError resets it.
-        """
+        """`target` and `link` may be callables, called for each connection; LookupError resets it."""
         self._target = target
         self._link = link
         self._server: asyncio.Server | None = None
@@ -41,7 +35,6 @@ class Relay:
 
     @property
     def address(self) -> str:
-        """Where it listens, "host:port"; RuntimeError while it does not."""
         if self._server is None:
             raise RuntimeError("a relay listens between `async with` and its end")
         return f"{_HOST}:{self._server.sockets[0].getsockname()[1]}"
@@ -104,13 +97,10 @@ class Relay:
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection. What it sends waits in a line until it is due at the other end."""
-
     _link: Link
     _other: _End
 
     def __init__(self, ends: set[_End], on_made: Callable[[_End, int], None] | None = None) -> None:
-        """`on_made` is told the end that called, and the port that it called from."""
         self._ends = ends
         self._on_made = on_made
         self._loop = asyncio.get_running_loop()
@@ -170,7 +160,6 @@ class _End(asyncio.Protocol):
             self._transport.write(data)
 
     def end(self) -> None:
-        """Send it the end of the other one's direction."""
         if self._transport is None or self._transport.is_closing():
             return
         try:
@@ -183,12 +172,10 @@ class _End(asyncio.Protocol):
             self._transport.close()
 
     def reset(self) -> None:
-        """End at once, at both ends, as both peers shall see."""
         self.drop()
         self._other.drop()
 
     def drop(self) -> None:
-        """End at once, as the peer shall see; nothing more is delivered from here."""
         self._line.clear()
         if self._timer is not None:
             self._timer.cancel()

@@ -38,11 +38,7 @@ class _Failure(Exception):
 
 
 class Replica:
-    """A server on a unix socket, with a gate before it, that can stop and start.
-
-    `calls` are all requests, `answered` counts those that passed the gate (with credit, each step does), and
-    `cancelled` those that were cancelled. `streams` are the names in the certificates of open streams.
-    """
+    """A server on a unix socket with a gate; `answered` counts the requests that passed the gate."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.address = f"unix:{directory / name}"
@@ -64,7 +60,6 @@ class Replica:
         raise NotImplementedError
 
     async def start(self) -> None:
-        """Serve as a new process, with empty caches."""
         self.incarnations += 1
         self._held.clear()
         self._server = grpc.aio.server()
@@ -81,12 +76,10 @@ class Replica:
             await server.stop(None)
 
     def forget(self) -> None:
-        """Act as a new process at the same address, with empty caches."""
         self.incarnations += 1
         self._held.clear()
 
     def fail(self, code: grpc.StatusCode, times: int) -> None:
-        """Let each of the next requests break its stream."""
         self.failure, self.failures_left = code, times
 
     async def called(self, times: int) -> None:
@@ -96,7 +89,6 @@ class Replica:
         await self.watch.until(lambda: self.answered >= times)
 
     async def waits_after(self, times: int) -> None:
-        """Wait until it has answered so often and another request waits at the closed gate."""
         await self.watch.until(lambda: self.answered >= times and self._waiting > 0)
 
     async def was_given_up(self, times: int = 1) -> None:
@@ -137,15 +129,12 @@ class Replica:
             raise _Failure(self.failure)
 
     def _admit(self, part: pb.SessionSlice) -> Miss | list[int]:
-        """The confirmed tokens, if the cache agrees in content."""
         held = self._held.get(part.session_id, [])
         found = look_up(held, part.start, part.tokens, part.prefix_hash)
         return found if isinstance(found, Miss) else [*held[: part.start], *part.tokens]
 
 
 class _OpenRequest:
-    """A request at the fake target: its tokens, its limit and its hint."""
-
     def __init__(self, item: pb.VerifyItem) -> None:
         self.item = item
         self.tokens: list[int] | None = None
@@ -167,7 +156,6 @@ class _OpenRequest:
             )
 
     def guesses(self) -> list[int]:
-        """Return what remains of a hint that matches, within the limit."""
         if self.hint is None or self.tokens is None or self.hint.position > len(self.tokens):
             return []
         root, reached = self.tokens[: self.hint.position], self.tokens[self.hint.position :]
@@ -179,11 +167,7 @@ class _OpenRequest:
 
 
 class FakeTarget(Replica, rpc.TargetServicer):
-    """Decodes `true_next`, and accepts drafts as the real one does.
-
-    A request with credit takes a step each `pass_s` seconds; each step passes the gate, and GetTargetInfo
-    passes `info_gate`. `confirmed` counts the output tokens of each session.
-    """
+    """Decode `true_next`; with credit, a step takes `pass_s` seconds and passes the gate."""
 
     def __init__(self, directory: Path, tokenizer_hash: str) -> None:
         super().__init__(directory, "target")
@@ -239,7 +223,6 @@ class FakeTarget(Replica, rpc.TargetServicer):
             await stream.stop(reader)
 
     async def extended(self, holds: Callable[[pb.Extension], bool]) -> None:
-        """Wait for an extension for which `holds` is true."""
         await self.watch.until(lambda: any(map(holds, self.extensions)))
 
     async def run(self, open_request: _OpenRequest) -> AsyncIterator[pb.VerifyAnswer]:
@@ -283,7 +266,6 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.spoil(answer.result)
 
     def _preempt(self, open_request: _OpenRequest, answer: pb.VerifyAnswer) -> None:
-        """Give the later half of its cache to another session."""
         session_id = open_request.item.slice.session_id
         held = self._held[session_id] = self._held[session_id][: len(self._held[session_id]) // 2]
         answer.cache_miss.have, answer.cache_miss.prefix_hash = len(held), prefix_hash(held)
@@ -321,8 +303,6 @@ class FakeTarget(Replica, rpc.TargetServicer):
 
 
 class _TargetStream:
-    """The open items of one stream to the fake target."""
-
     def __init__(self, target: FakeTarget) -> None:
         self.answers: asyncio.Queue[pb.VerifyAnswer | _Failure | None] = asyncio.Queue()
         self._target = target
@@ -368,7 +348,6 @@ def _check_hint(hint: pb.Hint) -> None:
 
 
 def _check(item: pb.VerifyItem) -> None:
-    """Validate as the real target does."""
     read_slice(item.slice, vocab_size=VOCAB, context_window=CONTEXT)
     check_token_ids("draft_tokens", item.draft_tokens, VOCAB)
     if len(item.draft_tokens) > MAX_DRAFT_TOKENS:
@@ -376,7 +355,6 @@ def _check(item: pb.VerifyItem) -> None:
 
 
 def _samples(tokens: list[int], item: pb.VerifyItem, guesses: list[int]) -> list[int]:
-    """The target's own token at each position, given the draft tokens before it."""
     part = item.slice
     samples = []
     context = list(tokens)
@@ -393,8 +371,6 @@ def _samples(tokens: list[int], item: pb.VerifyItem, guesses: list[int]) -> list
 
 
 class FakeDraft(Replica, rpc.DraftServicer):
-    """Proposes the target's tokens, each replaced with chance `spoil_rate`; `corrupt` edits the response."""
-
     def __init__(self, directory: Path, tokenizer_hash: str) -> None:
         super().__init__(directory, "draft")
         self.tokenizer_hash = tokenizer_hash
@@ -433,7 +409,6 @@ class FakeDraft(Replica, rpc.DraftServicer):
     async def _answers(
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[list[Any]]:
-        """Return the responses as they are made."""
         try:
             async for answers in respond_stream(requests, self._respond, asyncio.Event()):
                 yield answers

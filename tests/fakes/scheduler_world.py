@@ -37,7 +37,7 @@ def true_answer(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class KnownEngine:
-    """Keeps tokens where KV would lie, and believes its blocks alone: a wrong table is a wrong token."""
+    """Keep tokens instead of KV and read only the block table: a wrong table gives a wrong token."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -74,8 +74,6 @@ class KnownEngine:
 
 
 class Bench:
-    """A scheduler over a `KnownEngine`; passes take what the curve says."""
-
     def __init__(
         self,
         *,
@@ -119,7 +117,6 @@ class Bench:
         return self.finish(self.begin())
 
     def results(self) -> dict[int, list[Confirmed]]:
-        """Passes until nothing stands: the results of each item."""
         got: dict[int, list[Confirmed]] = {}
         while isinstance(plan := self.scheduler.plan(self.now), StepPlan):
             for answer in self.finish(plan):
@@ -136,7 +133,6 @@ def result_of(answer: Response) -> Confirmed:
 def request(
     tokens: Sequence[int], *, start: int = 0, session: str = "s", salt: bytes = b"", **given: object
 ) -> VerifyRequest:
-    """An item of confirmed `tokens`, sent from `start` on, that may go on for 1000 tokens."""
     made = VerifyRequest(
         key=(salt, session),
         start=start,
@@ -150,8 +146,6 @@ def request(
 
 
 class Gateway:
-    """One session's caller: asks until `count` tokens are confirmed, by any way that the wire allows."""
-
     def __init__(self, bench: Bench, name: str, prompt: list[int], count: int, arrival_ns: int) -> None:
         self.bench = bench
         self.name = name
@@ -171,7 +165,6 @@ class Gateway:
         return len(self.tokens) >= self.end
 
     def ask(self, rng: random.Random) -> None:
-        """A new item, whether or not one stands."""
         credit = rng.choice([0, 0, 1, 3, 10])
         start = rng.randint(0, min(self.held, len(self.tokens) - 1))
         drafts = self.draft(len(self.tokens), rng)
@@ -198,7 +191,6 @@ class Gateway:
         return tuple(token if rng.random() < 0.8 else (token + 1) % VOCAB for token in true)
 
     def tell(self, rng: random.Random) -> None:
-        """An extension: a hint for some position around, perhaps a stale one, perhaps of another prefix."""
         position = max(1, len(self.tokens) + rng.randint(-4, 3))
         anchor = prefix_hash(self.true[:position]) if rng.random() < 0.8 else prefix_hash([9])
         hint = Hint(position, anchor, self.draft(position, rng))
@@ -213,7 +205,6 @@ class Gateway:
         )
 
     def hear(self, answer: Response) -> None:
-        """Check and take an answer to the item that stands."""
         outcome = answer.outcome
         if answer.is_last:
             self.item = None
@@ -241,8 +232,6 @@ class Gateway:
 
 
 class Load:
-    """Gateways at random over one bench, with passes that fail now and then."""
-
     def __init__(self, bench: Bench, gateways: Sequence[Gateway], seed: int) -> None:
         self.bench = bench
         self.gateways = gateways
@@ -250,7 +239,6 @@ class Load:
         self.turns = 0
 
     def run(self, *, faults: bool) -> None:
-        """Until all are done. The oldest that is not rises at least once in a bounded number of passes."""
         stuck = 0
         while waiting := [gateway for gateway in self.gateways if not gateway.done]:
             oldest = min(waiting, key=lambda gateway: gateway.arrival_ns)
@@ -261,7 +249,6 @@ class Load:
         self.settle()
 
     def turn(self, *, faults: bool) -> None:
-        """Whatever gateways do between two passes, a pass, and what they do while it runs."""
         self.turns += 1
         self.act(faults=faults)
         plan = self.bench.scheduler.plan(self.bench.now)

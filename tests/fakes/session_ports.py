@@ -23,8 +23,6 @@ SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), max_position=6, vocab_size=
 
 
 class ManualClock:
-    """A clock that the test moves."""
-
     def __init__(self, now: int = 7 * SECOND) -> None:
         self.now = now
 
@@ -68,10 +66,7 @@ class FaultyStore(MemoryStore):
 
 
 class PortTarget:
-    """A TargetPort whose verifications confirm one token, 5 ms later, of which the target says 4.
-
-    Each verification is another replica's if it `moves`. Verification `fails_at` fails.
-    """
+    """Confirm one token 5 ms later; verification `fails_at` fails."""
 
     def __init__(self, clock: ManualClock | None = None, *, moves: bool = False) -> None:
         self.clock = clock or ManualClock()
@@ -92,8 +87,6 @@ class PortTarget:
 
 
 class PortVerification:
-    """One verification of a `PortTarget`."""
-
     def __init__(self, target: PortTarget, request: ev.Verify, replica: Replica) -> None:
         self.replica = replica
         self.closed = 0
@@ -126,8 +119,6 @@ class PortVerification:
 
 
 class NoDraft:
-    """A DraftPort without a draft."""
-
     replica = None
 
     async def propose(self, _spec: SessionSpec, request: ev.Propose, _remaining_ns: int | None) -> ev.Failed:

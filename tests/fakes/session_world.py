@@ -57,8 +57,6 @@ class Replica:
 
 
 class TargetItem:
-    """A request at the target: it decodes up to `limit`, with the hint while its content agrees."""
-
     def __init__(self, request: ev.Verify) -> None:
         self.request = request
         self.tokens: list[int] | None = None
@@ -117,7 +115,6 @@ class World:
         self.start()
 
     def start(self) -> None:
-        """A gateway takes the session over, from the log, for a client that has `seen`."""
         answer = Answer(self.spec, decode)
         for token, record in zip(self.log[len(self.spec.prompt) :], self.records, strict=True):
             answer.append(token, record)
@@ -172,7 +169,6 @@ class World:
         assert given_up.request_id == effect.request_id
 
     def _send(self, effect: ev.Verify | ev.ExtendVerify | ev.CancelVerify) -> None:
-        """Send to the target, in order; at most one request is open."""
         match effect:
             case ev.Verify():
                 assert self.open_request is None, "two requests are open"
@@ -214,7 +210,6 @@ class World:
 
     @property
     def pool_waits(self) -> bool:
-        """Return True if a request is pending at a pool."""
         return "draft" in self.waiting or self.target_waits
 
     @property
@@ -242,7 +237,6 @@ class World:
             self.deliver_answer()
 
     def deliver(self) -> None:
-        """Deliver the next message to the target."""
         message = self.to_target.pop(0)
         match message:
             case ev.Verify():
@@ -286,7 +280,6 @@ class World:
         self.item = None
 
     def deliver_answer(self) -> None:
-        """Send the next answer of the target to the machine."""
         answer = self.answers.pop(0)
         assert isinstance(answer, ev.Verified | ev.CacheMissed | ev.Failed)
         last = not (isinstance(answer, ev.Verified) and answer.more)
@@ -351,7 +344,6 @@ class World:
         )
 
     def store(self) -> None:
-        """The commit that waits, or the finish, takes effect and is answered."""
         if "commit" in self.waiting:
             commit = self.waiting.pop("commit")
             assert isinstance(commit, ev.Commit)
@@ -376,13 +368,11 @@ class World:
             self.send(ev.FinishStored())
 
     def lose_log_tail(self, tokens: int) -> None:
-        """The store comes back from a crash without its last moments."""
         keep = max(len(self.spec.prompt), len(self.log) - tokens)
         self.log = self.log[:keep]
         self.records = self.records[: keep - len(self.spec.prompt)]
 
     def take(self) -> None:
-        """The client's transport takes what was emitted."""
         self.taken = len(self.seen)
         self.send(ev.Sent(self.taken))
 
@@ -393,7 +383,6 @@ class World:
         self.send(ev.TimerFired())
 
     def interrupt(self, kind: str) -> None:
-        """The stream ends early; the session stays where its log is."""
         match kind:
             case "deadline":
                 self.send(ev.Interrupted(DeadlinePassed()))

@@ -27,19 +27,15 @@ OFFSET_NS = 1_700_000_000_000 * MS
 
 
 class KeptSpans(SpanExporter):
-    """The ended spans of its `scope`, and of all services that are started with `parts`."""
-
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []
         self._watch = Watch()
 
     def parts(self, service: str = GATEWAY, metrics: Registry | None = None) -> Parts:
-        """Sampled as the environment says when this is called."""
         return Parts(telemetry=telemetry_to(SimpleSpanProcessor(self), f"galley-{service}"), metrics=metrics)
 
     @cached_property
     def scope(self) -> SpanScope:
-        """Make the spans of one service without a server."""
         scope = self.parts("test").telemetry.scope("test")
         assert scope is not None
         return scope
@@ -50,16 +46,13 @@ class KeptSpans(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def named(self, name: str) -> list[ReadableSpan]:
-        """Return the spans of this name, in the order in which they ended."""
         return [span for span in self.spans if span.name == name]
 
     def of_session(self, name: str, session_id: str) -> ReadableSpan:
-        """Return the one span of this name and session."""
         (found,) = [span for span in self.named(name) if attributes_of(span)[names.SESSION_ID] == session_id]
         return found
 
     async def has(self, name: str, count: int) -> None:
-        """Wait until so many spans of this name have ended."""
         await self._watch.until(lambda: len(self.named(name)) >= count)
 
     async def requests(self, count: int = 1) -> list[ReadableSpan]:
@@ -83,7 +76,6 @@ class KeptSpans(SpanExporter):
         return [dict(event.attributes or {}) for event in found if event.name == name]
 
     def must_hang_together(self, request: ReadableSpan) -> None:
-        """No span names a parent that was not told."""
         known = {span.context.span_id for span in self.spans}
         for span in self.below(request):
             assert span.parent is not None, span.name
@@ -91,7 +83,6 @@ class KeptSpans(SpanExporter):
 
 
 def traced_here(kept: KeptSpans, clock: Clock) -> RequestObserver:
-    """A request, as if a call for it had come: what is done from now on is done for it."""
     context = kept.scope.request(Context(), "test", {})
     start_ns = OFFSET_NS + clock.now_ns()
     attributes: dict[str, Any] = {names.PROVIDER: names.GALLEY}
@@ -104,8 +95,6 @@ def traced_here(kept: KeptSpans, clock: Clock) -> RequestObserver:
 
 
 class NotedScope:
-    """A `scope` that makes spans as any other, and the names of those that were begun."""
-
     def __init__(self) -> None:
         self.names: list[str] = []
         self.scope = KeptSpans().scope
@@ -136,12 +125,10 @@ def error_of(span: ReadableSpan) -> str | None:
 
 
 def parent_of(trace_id: int, *, sampled: bool = True) -> str:
-    """The traceparent of span 0xDEF in this trace."""
     return f"00-{trace_id:032x}-{0xDEF:016x}-{int(sampled):02x}"
 
 
 def links_of(span: ReadableSpan) -> set[tuple[int, int]]:
-    """(trace id, span id) of each; none twice."""
     found = [(link.context.trace_id, link.context.span_id) for link in span.links]
     assert len(set(found)) == len(found)
     assert all((link.attributes or {})["galley.link"] == "item" for link in span.links)

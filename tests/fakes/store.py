@@ -40,10 +40,7 @@ class _Record:
 
 
 class MemoryStore(SessionStore):
-    """One server's memory; several gateways of one simulation share it. `clock` is in seconds.
-
-    `roll_back` plays a server that comes back without its last moments.
-    """
+    """The session store in memory, shared by several gateways; `clock` is in seconds."""
 
     def __init__(
         self,
@@ -150,14 +147,12 @@ class MemoryStore(SessionStore):
         pass
 
     def log(self, session_id: str) -> list[int]:
-        """The log as it stands, prompt included, without claiming the session."""
         record = self._find(session_id)
         if record is None:
             raise UnknownSession(session_id)
         return list(record.tokens)
 
     def roll_back(self, session_id: str, length: int, meta: bytes) -> None:
-        """Cut the log to `length` tokens and its meta to `meta`, as a crash may."""
         record = self._records[session_id]
         del record.tokens[length:]
         record.meta = meta

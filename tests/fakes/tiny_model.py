@@ -19,7 +19,6 @@ POISON = VOCAB - 1
 
 
 def save_tiny_model(directory: Path, seed: int = 0) -> Path:
-    """Config, safetensors and tokenizer.json of a model that never says POISON."""
     model = random_llama(hidden_size=32, spread=0.4, seed=seed)
     with torch.no_grad():
         model.lm_head.weight[POISON] = 0.0
@@ -27,7 +26,6 @@ def save_tiny_model(directory: Path, seed: int = 0) -> Path:
 
 
 def random_llama(*, hidden_size: int, spread: float, seed: int) -> LlamaForCausalLM:
-    """Two layers with grouped heads; `spread` is of its weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -49,7 +47,6 @@ def random_llama(*, hidden_size: int, spread: float, seed: int) -> LlamaForCausa
 
 
 def save(model: PreTrainedModel, directory: Path) -> Path:
-    """The model, and a tokenizer.json of as many words."""
     model.save_pretrained(directory)
     words = {f"w{token}": token for token in range(VOCAB)}
     tokenizer: dict[str, object] = {

@@ -41,7 +41,6 @@ def credentials_of(files: Mounted, *, mutual: bool) -> grpc.ServerCredentials | 
 async def serving(
     service: EchoService, files: Mounted | None, *, mutual: bool = True, **given: object
 ) -> AsyncIterator[RunningServer]:
-    """`service` over TLS; without files, plainly."""
     tls = {} if files is None else tls_settings(files, mutual=mutual)
     running = await start_server(settings(**tls, **given), building(service))
     try:
@@ -53,7 +52,6 @@ async def serving(
 def open_to(
     running: RunningServer, files: Mounted | None, *, own: bool = True, name: str = ""
 ) -> grpc.aio.Channel:
-    """A channel of ours; without files, plain."""
     tls = None if files is None else ChannelTls(files_of(files, own=own).watch(CHECK_INTERVAL_S), name)
     return open_channel(running.address, tls)
 
@@ -68,13 +66,11 @@ async def ask(channel: grpc.aio.Channel) -> None:
 
 
 async def asked_anew(running: RunningServer, files: Mounted | None, **how: Any) -> str:
-    """Ask over a connection of its own: why it was refused, or nothing."""
     async with open_to(running, files, **how) as channel:
         return await refusal(channel)
 
 
 async def refusal(channel: grpc.aio.Channel) -> str:
-    """Why a call is not answered; nothing if it is."""
     try:
         await ask(channel)
     except grpc.aio.AioRpcError as error:
@@ -85,8 +81,6 @@ async def refusal(channel: grpc.aio.Channel) -> str:
 
 
 class Stream:
-    """A stream of messages both ways that is open while things change."""
-
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._call = rpc.DraftStub(channel).ProposeStream()
 

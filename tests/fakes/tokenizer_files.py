@@ -25,7 +25,6 @@ def write(directory: Path) -> None:
 
 
 def _byte_chars() -> dict[int, str]:
-    """Each byte's character in byte-level BPE: itself if it is printable, else one from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in printable)
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

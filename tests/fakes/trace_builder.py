@@ -40,8 +40,6 @@ def ns(milliseconds: float) -> int:
 
 @dataclass
 class Scene:
-    """All spans of one file; `skew_ms` is what a process's clock is ahead of the gateway's."""
-
     skew_ms: dict[Process, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     _ids: Any = field(default_factory=lambda: count(1))
@@ -77,8 +75,6 @@ class Scene:
 
 @dataclass
 class RequestMaker:
-    """One request: rounds are added in order, `end` adds the request's own span."""
-
     scene: Scene
     session: str = SESSION
     trace_id: str = ""
@@ -116,7 +112,6 @@ class RequestMaker:
         return self
 
     def store(self, operation: str, milliseconds: float, *, passes: bool = True) -> RequestMaker:
-        """A call to the store; time passes with it, or it runs beside the rounds that follow."""
         self.scene.add(
             Span(
                 self.trace_id,
@@ -214,7 +209,6 @@ class RequestMaker:
         end_ns: int,
         served_events: Iterable[Event] = (),
     ) -> tuple[Span, Span]:
-        """A call, and what the other process knows of it: a fifth of a millisecond less at both ends."""
         caller = Span(
             self.trace_id,
             self.scene.span_id(),
@@ -277,7 +271,6 @@ class RequestMaker:
         return Link(*key, {names.LINK: names.LINK_BATCH})
 
     def end(self, error: str = "", problem: str = "", reason: str = "stop") -> RequestMaker:
-        """Add the request's span; returns itself, whose `key` others may link to."""
         slowest = max(self.rounds, key=lambda span: span.duration_ns, default=None)
         attributes = {
             names.OPERATION: self.operation,
@@ -327,7 +320,6 @@ def summarize(story: Story) -> str:
 
 
 def _keyed(given: dict[str, Any]) -> dict[str, Any]:
-    """Attributes by the names of `galley.core.names`: `linger_ns=1` is `galley.round.linger_ns`."""
     return {getattr(names, key.upper()): value for key, value in given.items()}
 
 
@@ -383,7 +375,6 @@ def _value(value: object) -> AnyValue:
 
 
 def write(scene: Scene, path: Path) -> Path:
-    """The spans of the scene, in batches as an exporter sends them."""
     file = OtlpFile(path)
     for start in range(0, len(scene.spans), _SPANS_A_LINE):
         file.append(otlp(scene.spans[start : start + _SPANS_A_LINE]))

@@ -12,7 +12,6 @@ _WORDS = ("The", " old", " lighthouse", " stands", " on", " a", " cliff", " abov
 
 
 def eventful() -> Scene:
-    """A request that was moved, waited for a draft and for its client, and shared its passes."""
     scene = Scene(skew_ms={TARGET: 12})
     neighbour = scene.request(session=NEIGHBOUR).round().end()
     request = scene.request(prompt=125).store("create", 3).store("claim", 1).idle(1)
@@ -60,7 +59,6 @@ def eventful() -> Scene:
 
 
 def long(rounds: int = 120) -> Scene:
-    """Too long to be shown whole: one slow round in the middle."""
     scene = Scene()
     request = scene.request()
     for number in range(rounds):
@@ -73,7 +71,6 @@ def long(rounds: int = 120) -> Scene:
 
 
 def resumed() -> Scene:
-    """A gateway was killed, and another went on."""
     scene = Scene()
     killed = scene.request().round().round()
     scene.request(
@@ -87,7 +84,6 @@ def resumed() -> Scene:
 
 
 def hostile() -> Scene:
-    """Whatever a user or a replica may have written, wherever it is shown."""
     scene = Scene(skew_ms={Process(HOSTILE, HOSTILE): 3})
     other = scene.request(session=HOSTILE * 2).round().end()
     told = dict.fromkeys(("pool", "source", "to", "reason"), HOSTILE)

@@ -15,10 +15,7 @@ _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "*.jinja", "vocab.*
 
 
 def truncate_model(directory: Path, layers: Sequence[int], out: Path) -> Path:
-    """Write to `out` the model in `directory` with only these decoder layers, in this order; return `out`.
-
-    Works for models built like Llama. Raises UnsupportedModel for others, and for layers that do not exist.
-    """
+    """Copy a model with only these decoder layers, in this order. Raises UnsupportedModel."""
     config = load_config(directory)
     if not layers or not all(0 <= layer < config.num_hidden_layers for layer in layers):
         raise UnsupportedModel(

@@ -55,7 +55,6 @@ def true_output(
     stops: Set[int] = frozenset(),
     min_tokens: int = 0,
 ) -> list[int]:
-    """The output tokens, up to a stop token that may stop."""
     tokens = list(prompt)
     while (done := len(tokens) - len(prompt)) < max_tokens:
         tokens.append(true_next(tokens, seed, stops if done < min_tokens else frozenset()))

@@ -45,7 +45,6 @@ async def generate(
     draft: Callable[[list[int]], list[int]],
     **given: Any,
 ) -> tuple[list[int], list[int]]:
-    """`count` output tokens or up to a stop token, and how many were accepted in each round."""
     tokens, held, accepted = list(prompt), 0, []
     given |= {"prompt_len": len(prompt), "max_position": len(prompt) + count}
     stop = set(given.get("stop_token_ids", ()))
@@ -91,14 +90,12 @@ class Stream:
         self._read += response.answers
 
     async def heard(self) -> None:
-        """Return once the target has taken all that was sent: it refuses what comes last, and says so."""
         await self.send(pb.VerifyItem(slice=pb.SessionSlice(session_id=_NOBODY)))
         while not any(answer.session_id == _NOBODY for answer in self._read):
             await self._receive()
         self._read = [answer for answer in self._read if answer.session_id != _NOBODY]
 
     async def until_last(self) -> list[pb.VerifyAnswer]:
-        """All answers up to one that nothing follows."""
         answers = [await self.next()]
         while answers[-1].result.more:
             answers.append(await self.next())
@@ -107,7 +104,6 @@ class Stream:
 
 @asynccontextmanager
 async def stream_of(target: rpc.TargetAsyncStub) -> AsyncIterator[Stream]:
-    """A stream that is cancelled at the end."""
     call = target.VerifyStream()
     try:
         yield Stream(call)

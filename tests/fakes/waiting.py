@@ -9,8 +9,6 @@ PATIENCE_S = 20.0
 
 
 class Watch:
-    """Tells those who wait that something may have changed."""
-
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
@@ -25,8 +23,6 @@ class Watch:
 
 
 class Gate:
-    """Open at first; closed, it lets pass as many as were permitted."""
-
     def __init__(self) -> None:
         self._watch = Watch()
         self._open = True
@@ -37,7 +33,6 @@ class Gate:
         self._open = False
 
     def close_after(self, count: int) -> None:
-        """Let `count` more pass, and then nobody until it is opened or permits more."""
         self.close()
         self.permit(count)
 
@@ -50,7 +45,6 @@ class Gate:
         self._watch.changed()
 
     async def has_somebody(self) -> None:
-        """Wait until somebody is there, for whom it may be closed."""
         await self._watch.until(lambda: self._entering > 0)
 
     async def enter(self) -> None:

@@ -34,8 +34,6 @@ any_credit = pytest.mark.parametrize("credit", [0, 32], ids=["round by round", "
 
 @dataclass
 class Heard:
-    """What a client heard of one stream, or of several that go on from one another."""
-
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
@@ -75,7 +73,6 @@ class Heard:
                 self.finished = event.finished
 
     async def listen(self, stream: TokenStream, until: int | None = None) -> Heard:
-        """Hear the stream to its end, or until `until` tokens are there."""
         async with asyncio.timeout(PATIENCE_S):
             while until is None or len(self.tokens) < until:
                 try:
@@ -90,14 +87,12 @@ async def hear(stream: TokenStream, until: int | None = None, first_index: int =
 
 
 async def refused(answer: Awaitable[object]) -> GalleyRpcError:
-    """The status that a call ends with."""
     with pytest.raises(GalleyRpcError) as caught:
         await answer
     return caught.value
 
 
 def must_be_true(heard: Heard, max_tokens: int = MAX_TOKENS, seed: int = SEED) -> None:
-    """The stream is what the target alone says to PROMPT."""
     truth = true_output(PROMPT_TOKENS, max_tokens, seed)
     assert heard.tokens == truth
     assert heard.text == text_of(truth)
@@ -106,8 +101,6 @@ def must_be_true(heard: Heard, max_tokens: int = MAX_TOKENS, seed: int = SEED) -
 
 @dataclass(frozen=True)
 class Gateway:
-    """A real gateway, and a client of it."""
-
     running: RunningServer
     client: AsyncClient
 
@@ -116,17 +109,15 @@ class Gateway:
         return self.running.address
 
     def ask(self, prompt: Prompt = PROMPT, **options: Any) -> TokenStream:
-        """A stream of MAX_TOKENS tokens, unless the options say otherwise."""
         asked = {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True, **options}
         return self.client.generate(prompt, **asked)
 
     async def has_places(self) -> None:
-        """Wait until none of its places is taken."""
         async with asyncio.timeout(PATIENCE_S):
             await cast("Any", self.running.service)._streams.wait_idle()
 
     async def idle(self) -> None:
-        """Wait until no stream is open here and none of its tasks is left; fails if some stay."""
+        """Wait until no stream is open and no task is left; fail if some stay."""
         streams = cast("Any", self.running.service)._streams
         async with asyncio.timeout(PATIENCE_S):
             await streams.wait_idle()
@@ -143,8 +134,6 @@ def _is_gateways(task: asyncio.Task[Any]) -> bool:
 
 
 class _Errors(logging.Handler):
-    """What libraries log as errors."""
-
     def __init__(self, level: int) -> None:
         super().__init__(level)
         self.lines: list[str] = []
@@ -154,10 +143,8 @@ class _Errors(logging.Handler):
 
 
 class World:
-    """Use as an async context; everything that it started ends with it."""
-
     def __init__(self, directory: Path, tokenizer: Path, redis_url: str, credit: int = 0) -> None:
-        """`credit` is the gateways': 0 goes round by round, which tests can step through."""
+        """`credit` is the gateways'; with 0 a test can step through the rounds."""
         self.directory = directory
         self._credit = credit
         self.tokenizer = tokenizer
@@ -209,7 +196,6 @@ class World:
         until: int | None = None,
         **options: Any,
     ) -> tuple[TokenStream, Heard]:
-        """Return a stream whose target stopped after `passes`, heard up to as many tokens or `until`."""
         self.target.gate.close_after(passes)
         stream = gateway.ask(prompt, **options)
         return stream, await hear(stream, until=passes if until is None else until)
@@ -235,10 +221,7 @@ class World:
 
 
 def tuning_of(given: dict[str, Any]) -> Tuning:
-    """Take what is no setting out of `given`.
-
-    Without lookup, the origin of a token says whether the draft proposed it.
-    """
+    """Remove from `given` what is no setting."""
     values = {name: given.pop(name) for name in Tuning._fields if name in given}
     return Tuning(**{"window": 1000, "lookup_fallback": False, **values})
 

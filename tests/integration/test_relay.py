@@ -23,8 +23,6 @@ Serve = Callable[[Reader, Writer], Awaitable[None]]
 
 
 class Server:
-    """Does the same with each connection; `ended` gets what came of each."""
-
     def __init__(self, serve: Serve) -> None:
         self._serve = serve
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,7 +113,6 @@ async def test_a_server_s_reset_reaches_the_client_after_what_was_said_before() 
 
 
 async def test_nothing_is_left_of_a_relay() -> None:
-    """With bytes on their way, and an open connection that nobody uses."""
     async with serving(echo) as server:
         tasks, files = len(asyncio.all_tasks()), open_files()
         async with Relay(server.address, Link(DELAY_S)) as relay:

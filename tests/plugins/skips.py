@@ -18,18 +18,15 @@ _ALLOWED = pytest.StashKey[tuple["AllowedSkip", ...]]()
 
 @dataclass(frozen=True, slots=True)
 class AllowedSkip:
-    """One line of the list."""
-
     pattern: str
     reason: str
 
     def covers(self, node_id: str, reason: str) -> bool:
-        """Is this skip of this test the one that the line means?"""
         return fnmatchcase(node_id, self.pattern) and self.reason in reason
 
 
 def parse(text: str) -> tuple[AllowedSkip, ...]:
-    """The lines of the list; raises ValueError for one that gives no reason."""
+    """Parse the lines. Raises ValueError for one without a reason."""
     lines = (line.strip() for line in text.splitlines())
     return tuple(_parse_line(line) for line in lines if line and not line.startswith("#"))
 
@@ -42,14 +39,12 @@ def _parse_line(line: str) -> AllowedSkip:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read the list once."""
     path = config.rootpath / "tests" / LIST_NAME
     config.stash[_ALLOWED] = parse(path.read_text()) if path.exists() else ()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn the skip of a test into a failure unless it is listed."""
     report = yield
     # An expected failure is reported as a skip too; strictness about those is pytest's own.
     if not hasattr(report, "wasxfail"):
@@ -61,7 +56,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """The same for a whole file that is skipped when it is read."""
     report = yield
     _judge(report, collector.config)
     return report

@@ -64,7 +64,6 @@ assert list(scripts.glob("*.lua")), "the store's scripts were left out of the wh
 
 
 def install(home: Path, requirement: str) -> Path:
-    """Install into a new environment; return its folder of programs."""
     venv.create(home, with_pip=True, symlinks=True)
     environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -84,7 +83,6 @@ def gateway_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """Return a directory with packages of the same names as ours."""
     for name in ("services", "proto", "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the wrong package')\n")

@@ -37,7 +37,6 @@ NAMES = sorted({alert.name for alert in alerts()})
 
 
 def promtool(*args: str, given: bytes | None = None) -> None:
-    """Run it; it must not complain."""
     if shutil.which("promtool") is None:
         pytest.skip(NOT_INSTALLED)
     done = subprocess.run(["promtool", *args], input=given, capture_output=True, check=False)

@@ -60,6 +60,5 @@ def test_help_lists_every_public_target() -> None:
 
 
 def test_nothing_committed_names_a_machine() -> None:
-    """Paths of whoever wrote it are of no use to anybody else."""
     done = run("git", "grep", "-nIE", r"/home/[a-z]|/Users/[a-z]|/root/", "--", ".", ":!tests/repo")
     assert done.returncode == 1, done.stdout + done.stderr

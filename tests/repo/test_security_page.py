@@ -15,7 +15,6 @@ _NAMED = re.compile(r"`([^`]+)`")
 
 
 def claims() -> dict[str, list[tuple[str, str]]]:
-    """Each claim, with the (file, test) pairs that prove it."""
     page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     table = page.partition("| claim | tests |\n|---|---|\n")[2]
     found = {}
@@ -38,7 +37,6 @@ def _pairs(proof: str) -> list[tuple[str, str]]:
 
 @cache
 def functions_of(file: str) -> frozenset[str]:
-    """The functions of a file of tests; none if there is no such file."""
     path = TESTS / file
     if not path.is_file():
         return frozenset()

@@ -35,7 +35,6 @@ _MAY_PASS = frozenset(
 
 
 def client_of(world: World, process: Process, principal: str) -> AsyncClient:
-    """Return a client of all gateways that calls as `principal`."""
     addresses = [gateway.address for gateway in world.gateways]
     client = AsyncClient(addresses)
     key = (("authorization", f"Bearer {principal}"),)
@@ -46,8 +45,6 @@ def client_of(world: World, process: Process, principal: str) -> AsyncClient:
 
 
 class SimClient:
-    """Reads one answer; the schedule makes it stall, leave, abort or change gateways."""
-
     def __init__(self, world: World, name: str, planned: PlannedSession, *, yields: bool = False) -> None:
         self.process = Process(name)
         self.spec = planned.spec
@@ -153,7 +150,6 @@ class SimClient:
                 pass
 
     def _take_chunk(self, chunk: pb.Chunk) -> None:
-        """Check that no index is skipped or repeated, and no token changed."""
         ledger, name = self._world.ledger, self.process.name
         if chunk.index != self._at:
             ledger.violate(f"{name}: index {chunk.index} where {self._at} was due")

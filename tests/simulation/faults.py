@@ -14,13 +14,10 @@ if TYPE_CHECKING:
 
 
 class Faults:
-    """Applies faults. In a shrunk schedule, a fault whose subject is gone does nothing."""
-
     def __init__(self, world: World) -> None:
         self._world = world
 
     def plan(self, fault: Fault) -> None:
-        """Apply the fault at its time, counted from now."""
         loop = asyncio.get_running_loop()
         loop.call_later(fault.at_s, self._do, fault)
         if fault.kind == "redis-crash" and fault.amount:

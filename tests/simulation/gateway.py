@@ -48,8 +48,6 @@ class SimClock:
 
 
 class SimGateway:
-    """One address of a gateway; each start is a new process."""
-
     def __init__(self, world: World, address: str) -> None:
         self.address = address
         self.ready = False
@@ -65,7 +63,6 @@ class SimGateway:
         self.start()
 
     def start(self) -> None:
-        """Start a new process, with no state."""
         self.process = Process(self.address)
         self.ready = False
         self.clock = SimClock()

@@ -40,7 +40,6 @@ class _SessionRecord:
         self.aborted = False
 
     def cut(self, length: int) -> None:
-        """The log has lost the tokens from `length` on."""
         self.former.append(list(self.log))
         output = max(0, length - len(self.spec.prompt))
         del self.log[length:]
@@ -93,7 +92,6 @@ class Ledger:
         raise Violation(rule)
 
     def unhandled(self, context: Mapping[str, Any]) -> None:
-        """A call or a task ended with an exception that nobody handled."""
         error = context.get("exception")
         if not isinstance(error, Violation):
             with suppress(Violation):
@@ -143,13 +141,11 @@ class Ledger:
         self._is_true(owner.session_id, stored.tokens, stored.meta)
 
     def committed(self, owner: Ownership, log: Sequence[int], meta: bytes) -> None:
-        """The store has taken a commit; the log and meta now."""
         self.note(f"commit {owner.session_id} epoch {owner.epoch} to {len(log)}")
         self._may_write(owner)
         self._is_true(owner.session_id, log, meta)
 
     def finished(self, owner: Ownership, log: Sequence[int], meta: bytes) -> None:
-        """The store has taken the end."""
         self.note(f"finish {owner.session_id} epoch {owner.epoch} at {len(log)}")
         self._may_write(owner)
         self._is_true(owner.session_id, log, meta)
@@ -183,7 +179,6 @@ class Ledger:
         session.meta_bytes = len(meta)
 
     def _extend(self, session: _SessionRecord, log: Sequence[int], meta: bytes) -> None:
-        """Check and add the new tokens."""
         spec, prompt_len = session.spec, len(session.spec.prompt)
         records = decode_records(meta[session.meta_bytes :])
         new = records[len(records) - (len(log) - len(session.log)) :]
@@ -224,7 +219,6 @@ class Ledger:
         return self._records[session_id].aborted
 
     def has_ended(self, session_id: str, seen: Sequence[int], *, aborted: bool) -> None:
-        """A client got the end of the answer."""
         session = self._records[session_id]
         if aborted:
             if not session.aborted:

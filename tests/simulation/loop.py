@@ -32,8 +32,6 @@ _CLOCKED = (
 
 
 class _VirtualTime:
-    """Replaces the module `time`."""
-
     @staticmethod
     def monotonic() -> float:
         return asyncio.get_running_loop().time()
@@ -76,7 +74,6 @@ class Process:
         self.tasks: dict[int, SimTask] = {}
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task of this process, whoever makes it."""
         before = _CURRENT.set(self)
         try:
             return asyncio.get_running_loop().create_task(work)
@@ -147,7 +144,6 @@ class SimLoop(asyncio.BaseEventLoop):
             self._now_s = self._scheduled[0]._when  # type: ignore[attr-defined]
 
     def run_in_executor(self, _executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """Done here, when its time is over: a pass of an engine takes what its process computes."""
         process = _CURRENT.get()
         done: asyncio.Future[T] = self.create_future()
         delay_s = 0.001 if process is None else process.compute_s * process.slow

@@ -105,16 +105,12 @@ def _only_accepted_once(draft: DraftReplica) -> bool:
 
 
 async def _no_renewal(_log: SessionLog) -> None:
-    """Let a live session expire like any other."""
     await asyncio.Future()
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One fault; `breaks` is the text of the rule that finds it.
-
-    `patches` replaces objects by name; `theme` names the schedules that find it.
-    """
+    """One fault; `breaks` is the text of the rule that finds it, `patches` replaces objects by name."""
 
     name: str
     breaks: str

@@ -33,7 +33,6 @@ class Connection:
         network.connections[id(self)] = self
 
     def send(self, deliver: Callable[[], None], *, forth: bool) -> None:
-        """Deliver to the far end or back, in order; drop it if the sender or the connection is dead."""
         sender = self.near if forth else self.server
         if self.broken or sender is None or not sender.alive:
             return

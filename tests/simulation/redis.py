@@ -34,7 +34,6 @@ class Sessions(MemoryStore):
         return self._find(session_id) is not None
 
     def held(self, session_id: str) -> tuple[list[int], bytes]:
-        """Return log and meta."""
         record = self._records[session_id]
         return record.tokens, record.meta
 
@@ -171,8 +170,6 @@ def _reply(caller: Process, reply: asyncio.Future[T], result: T | GalleyError) -
 
 
 class SimStore(SessionStore):
-    """The session store as one process reaches it; the ledger checks what it stores."""
-
     def __init__(self, redis: SimRedis, caller: Process, ledger: Ledger) -> None:
         self._redis = redis
         self._sessions = redis.sessions

@@ -128,8 +128,6 @@ class HalfRight:
 
 
 class SimTarget:
-    """One address of a target; each start is a new process."""
-
     def __init__(self, world: World, address: str, build: str) -> None:
         self.address = address
         self._world = world
@@ -137,7 +135,6 @@ class SimTarget:
         self.start()
 
     def start(self) -> None:
-        """Start a new process, with empty caches."""
         self.process = Process(self.address)
         self.process.compute_s = self._world.schedule.pass_s
         self.process.call(self._start)
@@ -159,8 +156,6 @@ class SimTarget:
 
 
 class SimDraft:
-    """One address of a draft."""
-
     def __init__(self, world: World, address: str) -> None:
         self.address = address
         self.failing = Failing()
@@ -168,7 +163,6 @@ class SimDraft:
         self.start()
 
     def start(self) -> None:
-        """Start a new process, with empty caches."""
         self.process = Process(self.address)
         self.process.compute_s = 0.01
         self.process.call(self._start)

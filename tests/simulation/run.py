@@ -33,8 +33,6 @@ _TAIL = 60
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The outcome of some of the schedules."""
-
     schedules: int
     events: int
     virtual_s: float
@@ -43,7 +41,6 @@ class Part:
 
 
 def play(seeds: range) -> Part:
-    """Run the schedules of these seeds, one after the other."""
     with quiet():
         outcomes = [run_schedule(schedule_of(seed)) for seed in seeds]
     return part_of(outcomes)
@@ -91,7 +88,6 @@ def _options() -> argparse.Namespace:
 
 
 def _progress(seeds: range, workers: int, began_s: float) -> Iterator[Part]:
-    """Yield the parts as they finish, and print a line now and then."""
     chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
     done, reported_s = 0, began_s
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:

@@ -32,12 +32,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSession:
-    """One session: its request, when it starts, and how its client behaves.
-
-    `within_s` is the deadline of each of its streams, `pause_s` the time in which it reads an event. A client
-    that `breaks_off` loses its connection with the last event. A `long` session outlasts the faults and
-    requests drafts.
-    """
+    """A client that `breaks_off` loses its connection; a `long` session outlasts the faults."""
 
     name: str
     principal: str
@@ -54,7 +49,6 @@ class PlannedSession:
         return self.name.replace("session", "client")
 
     def options(self) -> GenerateOptions:
-        """The request, but for its prompt."""
         spec = self.spec
         return {
             "max_tokens": spec.max_position - len(spec.prompt),
@@ -78,8 +72,6 @@ class PlannedSession:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One schedule. `places` are the slots of each gateway; the other settings are named as the gateway's."""
-
     seed: int
     gateways: int
     builds: tuple[str, ...]
@@ -107,7 +99,6 @@ class Schedule:
 
     @property
     def healed_s(self) -> float:
-        """When the last fault is over."""
         return max((fault.at_s + fault.for_s for fault in self.faults), default=0.0)
 
     def with_faults(self, faults: tuple[Fault, ...]) -> Schedule:

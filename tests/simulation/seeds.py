@@ -20,7 +20,6 @@ _THEMED = 0.2
 
 
 def schedule_of(seed: int, theme: str = "") -> Schedule:
-    """Return the schedule of a seed, with this theme if one is named."""
     rng = random.Random(seed)
     drawn = rng.choice(tuple(_THEMES)) if rng.random() < _THEMED else ""
     schedule = _plain(seed, rng)
@@ -112,8 +111,6 @@ def _lengthened(planned: PlannedSession) -> PlannedSession:
 
 
 class _Drawer:
-    """Draws faults for a world of a given size."""
-
     def __init__(self, rng: random.Random, schedule: Schedule) -> None:
         self._rng = rng
         gateways = [f"gateway-{i}" for i in range(schedule.gateways)]

@@ -22,14 +22,11 @@ _LEASE_S = 1000.0
 
 
 class _Leases(Leases):
-    """The model, with leases that the test ends."""
-
     def __init__(self) -> None:
         super().__init__(_LEASE_S, lambda: 0.0)
         self._incarnations: dict[tuple[str, str], int] = {}
 
     def refuses(self, lease: TargetLease) -> bool:
-        """Publish the lease; return True if it is refused."""
         incarnation = (lease.address, lease.incarnation)
         if incarnation not in self._incarnations:
             self._incarnations[incarnation] = self.next_number()

@@ -14,7 +14,6 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def load(seed: int, bench: Bench, sessions: int, longest: int) -> Load:
-    """Sessions with prompts that partly begin alike, in no order of their arrival."""
     rng = random.Random(seed)
     stem = [rng.randrange(VOCAB) for _ in range(longest)]
     gateways = []

@@ -69,17 +69,14 @@ def drifting(i: int) -> float:
 
 
 def quick(sessions: int) -> int:
-    """A lookup: a step of all its sessions costs next to nothing."""
     return 50_000 + 3_000 * sessions
 
 
 def slow(sessions: int) -> int:
-    """A model, a tenth of the target's time."""
     return 1_500_000 + 100_000 * sessions
 
 
 def goodput(scenario: Scenario, k: int, *, auto: bool) -> float:
-    """Sum over a few seeds: a single one moves by a few per cent."""
     return sum(Pool(replace(scenario, seed=seed), k, auto=auto).goodput() for seed in SEEDS)
 
 
@@ -157,7 +154,6 @@ class Sessions:
         self._chance = random.Random(1)
 
     def judge(self, rounds: int, *alphas: float) -> list[float]:
-        """Record tokens of each session, of the alphas in turn; return their estimates."""
         for _ in range(rounds):
             for i, session in enumerate(self.all):
                 session.record_token(self._chance.random() < alphas[i % len(alphas)])

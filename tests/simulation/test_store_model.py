@@ -40,16 +40,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of the store, or a restart of the server, and the model's answer."""
-
     name: str
     arguments: tuple[Any, ...] = ()
     answer: object = None
 
 
 class Model(Sessions):
-    """The simulated store, in which nothing expires soon."""
-
     def __init__(self) -> None:
         super().__init__(_TTL_S, _FINISHED_TTL_S, clock=lambda: 0.0)
 
@@ -69,8 +65,6 @@ async def _outcome(call: Coroutine[Any, Any, T]) -> tuple[object, T | GalleyErro
 
 
 class Real:
-    """The real scripts on a real server, and the effects of a crash."""
-
     def __init__(self, store: RedisStore, client: redis_asyncio.Redis) -> None:
         self._store = store
         self.client = client
@@ -134,8 +128,6 @@ async def _check_expiry(real: Real, model: Random) -> None:
 
 
 class Random:
-    """Random calls of few sessions, owners and tokens, and the model's answers."""
-
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self.store = Model()

@@ -38,7 +38,6 @@ _SERVICE = "/galley.v1.Generation/"
 
 
 def behind(world: World, process: Process, servicer: GenerationServicer) -> SimpleNamespace:
-    """Return the servicer behind a gateway's interceptors, and one that checks it."""
     streamed: dict[str, Any] = {"Generate": servicer.Generate, "Resume": servicer.Resume}
     handlers: dict[str, Handler] = {
         name: grpc.unary_stream_rpc_method_handler(it) for name, it in streamed.items()
@@ -109,8 +108,6 @@ class _Watch(WrappingInterceptor):
 
 
 class _Sent:
-    """The events that one call has sent."""
-
     def __init__(self, ledger: Ledger) -> None:
         self.session_id = ""
         self.began_s = 0.0
@@ -154,8 +151,6 @@ class CheckedAdmission(Admission):
 
 
 class CountedStreams(Streams):
-    """Counts the sessions that continued without their client, and checks slots."""
-
     def watch(self, ledger: Ledger, address: str) -> None:
         self._ledger, self._address = ledger, address
         for name in ("_admission", "_aborts"):
@@ -174,8 +169,6 @@ class CountedStreams(Streams):
 
 
 class CountedDrafts(DraftPool):
-    """Records until when a draft is left alone."""
-
     ledger: Ledger
 
     def failed(self, draft: DraftReplica, breaker: Breaker, attempt: int) -> None:
@@ -187,8 +180,6 @@ class CountedDrafts(DraftPool):
 
 
 class CountedDraft(DraftSession):
-    """Counts the gateway's own lookups."""
-
     ledger: Ledger
 
     def _look_up(
@@ -200,8 +191,6 @@ class CountedDraft(DraftSession):
 
 
 class CountedTarget(TargetSession):
-    """Counts the hedged requests."""
-
     ledger: Ledger
 
     def other_with_prefix(

@@ -26,16 +26,12 @@ _ROOM = 2
 
 
 class Kind(enum.Enum):
-    """The kind of an RPC."""
-
     UNARY = "one request, one response"
     STREAM = "one request, many responses"
     BOTH = "many of both"
 
 
 class Server:
-    """The process and the servicer at an address."""
-
     def __init__(self, process: Process, servicer: Any) -> None:
         self.process = process
         self.servicer = servicer
@@ -48,11 +44,7 @@ def error_of(
 
 
 class SimContext:
-    """The parts of `grpc.aio.ServicerContext` that servicers use.
-
-    `finish` sends a status unless one was sent, and returns True if it did. `on_abort` gets the
-    status of an aborted call.
-    """
+    """The parts of `grpc.aio.ServicerContext` in use; `finish` returns True if it sent a status."""
 
     def __init__(self, metadata: tuple[tuple[str, str], ...], timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
@@ -71,7 +63,6 @@ class SimContext:
         return max(0.0, self._until_s - asyncio.get_running_loop().time())
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
-        """Called when the handler has ended, whichever way."""
         self._callbacks.append(callback)
 
     def ended(self, _handler: object) -> None:
@@ -108,8 +99,6 @@ class SimChannel:
         self._metadata = metadata
 
     def unary_unary(self, method: str, **_serialization: object) -> Any:
-        """A multi-callable of a method with one response."""
-
         async def call(
             request: object,
             timeout: float | None = None,  # noqa: ASYNC109  # the shape that grpc has
@@ -131,8 +120,6 @@ class SimChannel:
         return call
 
     def unary_stream(self, method: str, **_serialization: object) -> Any:
-        """A multi-callable of a method with many responses to one request."""
-
         def call(
             request: object,
             timeout: float | None = None,
@@ -148,8 +135,6 @@ class SimChannel:
         return call
 
     def stream_stream(self, method: str, **_serialization: object) -> Any:
-        """A multi-callable of a method with streams both ways."""
-
         def call() -> Call:
             made = self._call(method, Kind.BOTH, None)
             made.begin()
@@ -202,7 +187,6 @@ class Call(Connection):
         self.send(self._accept, forth=True)
 
     async def write(self, request: object) -> None:
-        """Raises asyncio.InvalidStateError once the call is over."""
         if self._end is not None:
             raise asyncio.InvalidStateError("the call is over")
         self.send_request(request)
@@ -216,7 +200,6 @@ class Call(Connection):
             self._end_with(error_of(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
 
     def cancel(self) -> bool:
-        """End the call at both ends."""
         if self._end is not None:
             return False
         self.send(self._cancel_handler, forth=True)
@@ -247,7 +230,6 @@ class Call(Connection):
             self._there.set()
 
     def broke(self, reason: str) -> None:
-        """End the call, and cancel its handler."""
         self._end_with(error_of(grpc.StatusCode.UNAVAILABLE, reason))
         self._cancel_handler()
 
@@ -305,7 +287,6 @@ class Call(Connection):
         self.send(lambda: self._take(response), forth=False)
 
     async def _respond_in_turn(self, response: object) -> None:
-        """Returns when the transport has taken it."""
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unsent.append((response, taken))
         self._flow()

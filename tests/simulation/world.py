@@ -52,10 +52,7 @@ class Kinds:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one schedule; `trace` is the hash of its trace, `lines` the trace itself if kept.
-
-    `met` counts the faults that the product had to handle.
-    """
+    """`trace` is the hash of the trace, `lines` the trace if kept; `met` counts handled faults."""
 
     seed: int
     violation: str | None
@@ -67,8 +64,6 @@ class Outcome:
 
 
 class World:
-    """All nodes of one schedule."""
-
     def __init__(self, schedule: Schedule, ledger: Ledger, kinds: Kinds) -> None:
         self.schedule = schedule
         self.ledger = ledger
@@ -91,7 +86,6 @@ class World:
         self.healed_s = 0.0
 
     async def run(self) -> None:
-        """Raises Violation, here or through the ledger."""
         await self._until(lambda: all(gateway.ready for gateway in self.gateways), _READY_S, "not ready")
         loop = asyncio.get_running_loop()
         faults = Faults(self)
@@ -123,10 +117,7 @@ class World:
         return client
 
     def forgotten(self, client: SimClient) -> None:
-        """A session has expired or was lost in a roll-back; one whose owner could renew it must not expire.
-
-        It has no owner after a deadline, a stream left unread, a refusal, or a break while its client stalls.
-        """
+        """Check the loss of a session: one whose owner could renew it must not expire."""
         owned = client.planned.within_s is None and not client.refused and not self.ledger.roll_backs
         read = all(fault.kind != "stall" or fault.for_s < self._unread_s for fault in self.schedule.faults)
         if owned and read and self._only(_LEAVE_OWNERS):
@@ -213,7 +204,6 @@ class World:
 
 
 def run_schedule(schedule: Schedule, kinds: Kinds | None = None, *, keep: bool = False) -> Outcome:
-    """Run a schedule on an event loop of its own."""
     loop = SimLoop()
     gc.disable()  # when it collects is not deterministic
     try:
@@ -268,7 +258,6 @@ async def _play(schedule: Schedule, ledger: Ledger, kinds: Kinds) -> None:
 
 
 async def _end_all() -> None:
-    """Cancel what still runs."""
     mine = asyncio.current_task()
     for _ in range(3):
         for task in asyncio.all_tasks():

@@ -33,7 +33,6 @@ sys.addaudithook(_GUARD.audit)
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Guard the tests below this folder, their fixtures included."""
     with pytest.MonkeyPatch.context() as patch:
         if _TIER in item.path.parents:
             _GUARD.running = True
@@ -48,5 +47,4 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.fixture(scope="session")
 def default_model_dir() -> NoReturn:
-    """Refuse the default model."""
     _GUARD.refuse()

@@ -92,7 +92,6 @@ class Client:
                 await asyncio.sleep(_POLL_S)
 
     async def finish(self) -> list[dict[str, Any]]:
-        """End the streams after their current answers; return all answers since `begin`."""
         if self._load is None:
             return []
         await self._cluster.delete(self._load)

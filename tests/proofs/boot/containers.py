@@ -40,8 +40,6 @@ class Security:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One start of one container; `ip` is its pod's."""
-
     name: str
     image: Image
     command: Sequence[str]
@@ -92,7 +90,6 @@ _KIB = 1024
 
 
 def processes_beside(first: int) -> Iterator[dict[str, Any]]:
-    """Yield every process in the container of process `first`."""
     with suppress(OSError):
         space = _space(_PROC / str(first))
         for process in _PROC.iterdir():

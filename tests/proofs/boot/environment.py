@@ -83,7 +83,6 @@ class PodFacts:
 def environment_of(
     container: Manifest, pod: PodFacts, objects: Objects, image: Mapping[str, str]
 ) -> dict[str, str]:
-    """Merge the variables of `image`, envFrom and env in this order. Raises NoSuchObject."""
     found = dict(image)
     for source in container.get("envFrom") or []:
         found |= _all_of(source, pod.namespace, objects)

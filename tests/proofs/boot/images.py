@@ -36,7 +36,6 @@ class Stage:
     workdir: str = "/"
 
     def ids(self) -> tuple[int, int]:
-        """Return user and group ids. Raises ValueError for names, which `runAsNonRoot` refuses."""
         user, _, group = self.user.partition(":")
         return int(user or 0), int(group or user or 0)
 
@@ -193,7 +192,6 @@ class Registry:
 
 
 def _valkey() -> Image:
-    """Return the store's image; the chart says how it runs."""
     server, client = str(get_binary_path()), shutil.which("valkey-cli") or shutil.which("redis-cli")
     binds = {**_base_binds(), f"{_VALKEY}/bin/valkey-server": Path(server)}
     files = _etc()

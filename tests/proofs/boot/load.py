@@ -69,7 +69,6 @@ async def _stream(given: argparse.Namespace, first: int, over: asyncio.Event) ->
 
 
 async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
-    """Request one answer with a new client, which resolves the gateways anew."""
     calls = _Calls()
     retries = Retries(given.patience_s, given.patience_s)
     options = GenerateOptions(

@@ -25,8 +25,6 @@ _HEADLESS = "None"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A pod as Services see it."""
-
     end: Endpoint
     ready: bool
     # Of a pod of a StatefulSet: the Service that names it.
@@ -36,8 +34,6 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A rendered Service; `ip` is empty if it is headless."""
-
     name: str
     namespace: str
     spec: Manifest
@@ -91,7 +87,6 @@ def target_port(port: Manifest, pod: Endpoint) -> int:
 
 
 def addresses_of(services: Sequence[Service], pods: Sequence[Served]) -> dict[str, list[str]]:
-    """Return the addresses of each name. Names outside the cluster do not exist."""
     found: dict[str, list[str]] = {}
     for service in services:
         behind = service.behind(pods)

@@ -57,7 +57,6 @@ class Traffic:
 
 
 def ruleset(known: Sequence[Endpoint], policies: Policies, addresses: Sequence[VirtualAddress]) -> str:
-    """Return the rules for the pods and other ends that are known."""
     pods = [end for end in known if end.is_pod]
     chains = {
         "services": [
@@ -201,7 +200,6 @@ class Wires:
         await run("tee", "/proc/sys/net/ipv4/ip_forward", stdin="1")
 
     async def attach(self, ip: str) -> Path:
-        """Create a network namespace with this address; return its path."""
         number = next(self._numbers)
         name, link = f"p{number}", f"pod{number}"
         await run("ip", "netns", "add", name)

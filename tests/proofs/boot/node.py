@@ -55,7 +55,6 @@ class Node:
         await self.wires.open()
 
     def empty(self, path: Path, limit: float | None) -> None:
-        """Create an emptyDir; `limit` is its size in bytes."""
         path.mkdir(parents=True)
         if limit is not None:
             size = f"size={int(limit)}"
@@ -68,7 +67,6 @@ class Node:
                 await run("umount", "--lazy", path)
 
     def own_files(self, folder: Path, facts: PodFacts, spec: Manifest) -> list[Mount]:
-        """Write the files that the kubelet mounts into every container of a pod."""
         files = {
             "hosts": f"127.0.0.1\tlocalhost\n{facts.ip}\t{facts.name}\n",
             "hostname": f"{facts.name}\n",
@@ -86,7 +84,6 @@ class Node:
     async def serve(
         self, known: Sequence[Endpoint], policies: Policies, addresses: Sequence[VirtualAddress]
     ) -> None:
-        """Apply the endpoints, policies and Services to the packet filter."""
         await self.wires.filter(ruleset([DNS, *known], policies, addresses))
 
     def count_probe(self, kind: str, *, passed: bool) -> None:

@@ -50,8 +50,6 @@ class PodTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A Deployment, a StatefulSet, or a LeaderWorkerSet, whose `template` is the leaders'."""
-
     kind: str
     name: str
     replicas: int
@@ -73,8 +71,6 @@ class Workload:
 
 
 class Objects:
-    """Every object by kind, namespace and name; `namespace` is the default."""
-
     def __init__(self, manifests: Iterable[Manifest], namespace: str) -> None:
         self.namespace = namespace
         self._by_key: dict[tuple[str, str, str], Manifest] = {}
@@ -147,7 +143,6 @@ class Objects:
 
 
 def hook_of(manifest: Manifest) -> list[str]:
-    """Return the events at which helm runs it; empty if it is part of the release."""
     annotations: dict[str, Any] = manifest["metadata"].get("annotations") or {}
     events = str(annotations.get("helm.sh/hook", ""))
     return [event.strip() for event in events.split(",") if event.strip()]

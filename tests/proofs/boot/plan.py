@@ -11,8 +11,6 @@ from tests.deploy.render import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One trial. `objects` are those that the chart's user creates first, such as Secrets."""
-
     # Where the model is that the images have as their default.
     model: str
     values: Manifest = field(default_factory=dict)

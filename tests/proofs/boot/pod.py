@@ -41,8 +41,6 @@ Count = Callable[..., None]
 
 
 class Kept:
-    """One start of one container: probed, and stopped in order."""
-
     def __init__(self, spec: Manifest, running: Container, pod: Pod, count: Count, tell: Tell) -> None:
         self._spec, self._name, self._running, self._pod = spec, spec["name"], running, pod
         self._count, self._tell = count, tell
@@ -99,7 +97,6 @@ class Kept:
     async def _ask_until(
         self, kind: str, probe: Probe, *, passes: bool, for_ever: bool = False
     ) -> str | None:
-        """Probe until it passed or failed as often in a row as required; return the problem, or None."""
         passed = failed = 0
         while kind == "readiness" or not self._pod.ending:
             asked = time.monotonic()

@@ -19,8 +19,6 @@ _PEERS = {INGRESS: "from", EGRESS: "to"}
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One end of a connection: a pod, or an address outside."""
-
     name: str
     ip: str
     namespace: str = ""
@@ -126,7 +124,6 @@ class Policies:
     def leave(
         self, source: Endpoint, destination: Endpoint, protocol: str, port: int
     ) -> tuple[bool, tuple[Opening, ...]]:
-        """Return whether a connection is allowed, and the openings that it uses."""
         used: list[Opening] = []
         for pod, peer, direction in ((source, destination, EGRESS), (destination, source, INGRESS)):
             if not self.is_guarded(pod, direction):

@@ -192,7 +192,6 @@ def _ray_service(model: str) -> Manifest:
 
 
 def _submit(head_ip: str, service: Manifest, token: str) -> int:
-    """Send the Serve config as KubeRay does; return the HTTP status."""
     body = json.dumps(yaml.safe_load(service["serveConfigV2"])).encode()
     headers = {"Content-Type": "application/json"}
     headers |= {"X-Ray-Authorization": f"Bearer {token}"} if token else {}

@@ -9,7 +9,6 @@ from tests.proofs.boot.pod import Pod
 
 
 async def roll(cluster: Cluster, name: str) -> None:
-    """Replace all pods of a workload and wait for the end. Raises ClusterFailed."""
     workload = cluster.objects.workloads()[name]
     if workload.kind == "StatefulSet":
         await _roll_stateful_set(cluster, workload)
@@ -21,7 +20,6 @@ async def roll(cluster: Cluster, name: str) -> None:
 
 
 async def _roll_stateful_set(cluster: Cluster, workload: Workload) -> None:
-    """Replace one pod after the other, from the last."""
     for pod in sorted(cluster.pods_of(workload.name), key=_ordinal, reverse=True):
         await cluster.delete(pod)
         made = await cluster.make(workload, _ordinal(pod))
@@ -29,7 +27,6 @@ async def _roll_stateful_set(cluster: Cluster, workload: Workload) -> None:
 
 
 async def _roll_groups(cluster: Cluster, workload: Workload) -> None:
-    """Replace one group after the other, from the last, by its leader."""
     leaders = [pod for pod in cluster.pods_of(workload.name) if pod.identity.group == pod.identity.name]
     for leader in sorted(leaders, key=_ordinal, reverse=True):
         leader.terminate()

@@ -36,7 +36,6 @@ from tests.proofs.boot.visitors import knock, scrape
 
 
 async def record_of(cluster: Cluster) -> dict[str, Any]:
-    """Return all events, connections and the openings that they used."""
     traffic = await cluster.node.wires.traffic()
     ends = {DNS.ip: DNS} | {end.ip: end for end in cluster.seen}
     return {
@@ -111,8 +110,6 @@ _FAULT_S = 240.0
 
 
 class Trial:
-    """A plan while it is carried out; `record` holds the results so far."""
-
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._plan, self._folder = plan, folder
         self.record: dict[str, Any] = {"phases": {}}

@@ -8,7 +8,6 @@ import redis
 
 
 def main() -> int:
-    """Print the answer; 1 where there is none."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("-h", default="127.0.0.1", dest="host")
     parser.add_argument("-p", default=6379, type=int, dest="port")

@@ -16,7 +16,6 @@ _REVERSE = ".in-addr.arpa"
 
 
 def lost_or_other_answers(record: Record) -> list[str]:
-    """Streams that failed, ended early, or had other tokens than the reference."""
     found = []
     for answer in [*record["reference"].values(), *record.get("answers", ())]:
         reference = record["reference"].get(str(answer["question"]))
@@ -32,7 +31,6 @@ def lost_or_other_answers(record: Record) -> list[str]:
 
 
 def cut_calls(record: Record) -> list[str]:
-    """Answers that took more than one call outside the fault phase."""
     return [
         f"question {answer['question']}: {answer['calls']} calls, during {', '.join(during) or 'nothing'}"
         for answer in record.get("answers", ())
@@ -42,7 +40,6 @@ def cut_calls(record: Record) -> list[str]:
 
 
 def forbidden_attempts(record: Record) -> list[str]:
-    """Connections that a pod of the chart, or a client, tried and the policies refused."""
     return [
         f"{tried['source']} to {tried['destination']} {tried['protocol']}/{tried['port']}"
         for tried in record["refused"]
@@ -130,7 +127,6 @@ def wrong_doors(record: Record) -> list[str]:
 
 
 def cut_short(record: Record) -> list[str]:
-    """Pods of the chart that were killed for exceeding their grace period."""
     return [
         f"{event['pod']} after {event['seconds']} s"
         for event in _of_workloads(record)

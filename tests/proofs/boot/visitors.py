@@ -28,7 +28,6 @@ class Place:
     labels: tuple[tuple[str, str], ...] = ()
 
     def idle_pod(self, cluster: Cluster) -> PodTemplate:
-        """Return a pod in which commands are run."""
         command = ["python", "-I", "-S", "-c", _STAY]
         container = {"name": "visitor", "image": gateways_image(cluster), "command": command}
         spec = {"containers": [container], "restartPolicy": "Never", "terminationGracePeriodSeconds": 0}
@@ -160,7 +159,6 @@ for url in json.loads(sys.argv[1]):
 
 
 async def scrape(cluster: Cluster) -> list[dict[str, Any]]:
-    """Fetch the metrics of all pods that are to be scraped."""
     wanted = {f"http://{pod.ip}:{port}{path}": (pod, port) for pod, port, path in _wanted(cluster)}
     found = []
     for place in {admitted_at(cluster, pod.end, port) for pod, port in wanted.values()}:

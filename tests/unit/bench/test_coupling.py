@@ -13,7 +13,7 @@ from bench.coupling.closed_form import Heldout, agreement, match_chance, optimal
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12))
 def test_the_closed_form_in_v_log_v_is_the_paper_s(weights: list[tuple[int, int]]) -> None:
-    """Daliri et al., arXiv 2408.07978; ties in p / q and tokens that one never draws included."""
+    """Daliri et al., arXiv 2408.07978."""
     p, q = (np.array(of, dtype=np.float64) for of in zip(*weights, strict=True))
     if not (p.sum() and q.sum()):
         return

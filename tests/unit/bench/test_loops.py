@@ -35,7 +35,6 @@ def test_arms_of_a_pair_do_the_same_work(scenario: Scenario) -> None:
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
 def test_no_arm_finds_a_prompt_cached_that_another_does_not(scenario: Scenario) -> None:
-    """Either every arm has texts of its own, or a block that does not count asks them first."""
     options = replace(scenario.defaults, pairs=2, lives=2)
     seen: set[str] = set()
     for load in (load for life in range(2) for load in loads(scenario, options, life)):
@@ -62,7 +61,6 @@ def _run(options: Options, blocks: list[LoopBlock]) -> Run:
 
 
 def _pairs(arms: Mapping[str, float], **cell: object) -> list[LoopBlock]:
-    """Return seven pairs; `arms` gives the seconds a token."""
     return [
         block(arm, seconds, pair=pair, rounds=_ROUNDS, **cell)  # type: ignore[arg-type]
         for pair in range(7)

@@ -33,7 +33,6 @@ def test_what_a_process_holds_is_seen_to_grow() -> None:
 
 
 def arrivals(span: Span, gap_s: float, *, counted: bool = True) -> list[Arrival]:
-    """One stream's, a token at a time."""
     count = round(span.seconds / gap_s)
     return [Arrival(span.first_s + (at + 0.5) * gap_s, 1, gap_s, counted) for at in range(count)]
 
@@ -63,7 +62,6 @@ def test_harm_is_what_misreaders_cost_the_others() -> None:
 
 
 def overload(slump_s: float = 0.0, refused_ms: float = 5.0) -> Overload:
-    """Ten tokens a second, and none for so long after it."""
     before, during, after = Span(0, 60), Span(60, 120), Span(120, 220)
     came = [
         one for one in arrivals(Span(0, 220), 0.1) if not during.last_s < one.at_s < during.last_s + slump_s

@@ -9,7 +9,7 @@ from typing import Self
 
 
 class Ends:
-    """Watches processes by pid descriptors, opened while they run: a pid may be used again, these may not."""
+    """Watch processes by pid descriptors, since pids may be reused."""
 
     def __init__(self, pids: list[int]) -> None:
         self._stack = ExitStack()
@@ -26,5 +26,4 @@ class Ends:
         self._stack.close()
 
     def all_within(self, seconds: float) -> bool:
-        """Have all of them ended before `seconds` have passed (each)?"""
         return all(select.select([fd], [], [], seconds)[0] for fd in self._fds)

@@ -10,7 +10,6 @@ import sys
 
 
 def export(name: str) -> None:
-    """A span, to wherever the environment says, as the services send theirs."""
     from galley.common.tracing.telemetry import start_telemetry  # noqa: PLC0415  # takes half a second
 
     telemetry = start_telemetry("stand-in", as_global=False)

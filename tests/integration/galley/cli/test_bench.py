@@ -118,7 +118,6 @@ def test_a_gateway_that_refuses_is_a_line_and_no_traceback() -> None:
 
 
 def test_an_answer_that_fails_ends_the_run() -> None:
-    """The model is known, so that it is the stream that fails."""
     with serving(FakeGateway(error=InvalidField("max_tokens", "is too many"), fail_at=1)) as address:
         result = run("--endpoint", address, *SHORT)
     assert result.exit_code == 1

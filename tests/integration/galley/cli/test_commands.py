@@ -39,7 +39,6 @@ def galley(*args: str, stdin: str = "", **env: str) -> Result:
 
 
 def ask(gateway: FakeGateway, *args: str, stdin: str = "", **env: str) -> Result:
-    """Run a command against `gateway`."""
     with serving(gateway) as address:
         return galley(*args, stdin=stdin, GALLEY_ENDPOINT=address, **env)
 

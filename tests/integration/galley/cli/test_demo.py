@@ -15,8 +15,6 @@ from tests.fakes.gateway import SCRIPT, SESSION, FakeGateway, Said, serving
 
 
 class Liar(FakeGateway):
-    """Gives other tokens when speculation is off."""
-
     def Generate(
         self, request: pb.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateResponse]:

@@ -139,7 +139,6 @@ async def test_part_that_exits_reports_its_last_line() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_work_ends_when_a_part_dies(fails: bool) -> None:
-    """The death of a part explains a failure of the work."""
     async with stack_of(stand_in("target"), stand_in("draft")) as stack:
 
         async def work() -> None:
@@ -338,7 +337,6 @@ def test_url_of_the_users_store_is_on_no_command_line(replicas: int) -> None:
 
 
 def test_files_of_secrets_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stack chooses the store; the gateways' secret may be the user's."""
     for name in ("GATEWAY_REDIS_URL", "TARGET_REDIS_URL", "GATEWAY_ID_SECRET"):
         monkeypatch.setenv(f"GALLEY_{name}_FILE", "/run/secrets/one")
     names = environment_of(StackOptions(redis_url="redis://store:6379/0", replicas=2))

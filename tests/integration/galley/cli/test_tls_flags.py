@@ -29,7 +29,6 @@ def files(tmp_path: Path) -> Mounted:
 
 @pytest.fixture
 def address(files: Mounted) -> Iterator[str]:
-    """Of a gateway that asks for certificates of the authority."""
     credentials = credentials_of(files, mutual=True)
     with serving(FakeGateway(), credentials) as address:
         yield address

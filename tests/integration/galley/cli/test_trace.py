@@ -107,7 +107,6 @@ def test_another_systems_trace_is_shown_plainly(tmp_path: Path) -> None:
 
 
 def test_100_000_rounds_take_some_seconds_and_some_hundred_megabytes(tmp_path: Path) -> None:
-    """Measured on a process of its own; the same rounds again and again, under other ids."""
     scene = Scene()
     request = scene.request()
     for _ in range(1000):

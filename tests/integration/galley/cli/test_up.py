@@ -41,7 +41,6 @@ def stack(env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def _until_up(up: subprocess.Popen[str]) -> tuple[list[str], Path]:
-    """The gateways' addresses, and the file of traces; what was printed is shown if they do not come."""
     assert up.stdout is not None
     lines = []
     for line in up.stdout:
@@ -54,7 +53,6 @@ def _until_up(up: subprocess.Popen[str]) -> tuple[list[str], Path]:
 
 
 def _until_traced(path: Path, services: set[str], session_id: str) -> None:
-    """Until each of these services has sent some, and the second request of the session has ended."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         spans = [span for line in Lines(path) for span in spans_in(line.document())]

@@ -32,7 +32,6 @@ def trace_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def phoenix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Phoenix is installed, as far as one can see."""
     site = tmp_path / "site"
     package = site / "phoenix" / "server"
     package.mkdir(parents=True)

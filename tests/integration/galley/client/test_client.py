@@ -80,7 +80,6 @@ async def test_options_left_out_are_not_sent() -> None:
 
 
 async def test_options_reach_the_wire() -> None:
-    """A zero is sent, unlike an option that is left out."""
     gateway = FakeGateway()
     async with client_of(gateway) as client:
         stream = client.generate(

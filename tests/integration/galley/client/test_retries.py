@@ -42,20 +42,17 @@ SOON = Retries(patience_s=1.0, start_patience_s=0.5, first_pause_s=0.01)
 
 
 async def read(stream: TokenStream) -> tuple[list[str | None], str]:
-    """Return the kinds of the events, and the text."""
     events = [event async for event in stream]
     return [event.WhichOneof("event") for event in events], "".join(event.chunk.text for event in events)
 
 
 async def generate(addresses: str, **options: Any) -> tuple[list[str | None], str]:
-    """Return the events and the text of one answer."""
     async with AsyncClient(addresses, **options) as client:
         return await read(client.generate("x"))
 
 
 @pytest.fixture
 def two() -> Iterator[tuple[FakeGateway, FakeGateway, str]]:
-    """Two gateways, and the addresses of both."""
     with ExitStack() as opened:
         first, second = FakeGateway(), FakeGateway()
         addresses = [opened.enter_context(serving(gateway)) for gateway in (first, second)]
@@ -96,7 +93,6 @@ async def test_break_after_the_end_is_ignored(
 
 
 async def test_stream_survives_many_breaks(two: tuple[FakeGateway, FakeGateway, str]) -> None:
-    """Each of the two gives one token more, and breaks."""
     script = tuple(Said((token,), f"{token} ") for token in range(8))
     for gateway in two[:2]:
         gateway.script, gateway.error = script, Unavailable("again")
@@ -251,7 +247,6 @@ def test_no_address() -> None:
 async def test_stream_stays_in_the_trace_of_its_request(
     two: tuple[FakeGateway, FakeGateway, str], by_call: bool
 ) -> None:
-    """And is forced again where it goes on, whatever its reader does by then."""
     leaving, staying, addresses = two
     leaving.error, leaving.fail_at = Unavailable("draining"), 1
     async with AsyncClient(addresses, force_trace=not by_call) as client:

@@ -14,16 +14,12 @@ from tests.fakes.echo_service import EchoService, building
 
 
 class Leaking(EchoService):
-    """Begins as many tasks as it is told, and forgets them."""
-
     def __init__(self, count: int) -> None:
         super().__init__()
         self.forgotten = [asyncio.ensure_future(asyncio.Event().wait()) for _ in range(count)]
 
 
 def build(_: ServiceSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[EchoService]]:
-    """How the server makes its service, within its loop."""
-
     async def built(server: grpc.aio.Server, parts: Parts) -> EchoService:
         service: EchoService = await building(Leaking(int(sys.argv[1])))(server, parts)
         return service

@@ -38,7 +38,6 @@ def files(tmp_path: Path) -> Mounted:
 
 @asynccontextmanager
 async def probing(address: str) -> AsyncIterator[health_pb2_grpc.HealthAsyncStub]:
-    """As kubelet does: in plain text."""
     async with grpc.aio.insecure_channel(address) as channel:
         yield health_pb2_grpc.HealthStub(channel)
 
@@ -84,7 +83,6 @@ async def test_it_serves_nothing_else(running: RunningServer) -> None:
 
 
 async def test_a_question_that_does_not_come_is_not_waited_for() -> None:
-    """Its call ends, so that its connection is idle, and closed in its time."""
     running = await start_server(
         settings(health_port=0), building(EchoService()), limits=ServerLimits(request_timeout_s=0.2)
     )

@@ -32,8 +32,6 @@ PATIENCE_S = 10.0
 
 
 class Counting(EchoService):
-    """Knows how many calls are open, and over how many connections they came."""
-
     def __init__(self) -> None:
         super().__init__()
         self.open = 0
@@ -81,7 +79,6 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 
 def test_every_option_is_one_that_grpc_knows() -> None:
-    """It ignores the others without a word."""
     found = find_spec("grpc._cython.cygrpc")
     assert found is not None
     assert found.origin is not None

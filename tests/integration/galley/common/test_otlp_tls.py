@@ -17,13 +17,10 @@ from tests.fakes.redis_clusters import free_port
 
 
 class Exports:
-    """The exports that a collector received: signal, and name in the client's certificate."""
-
     def __init__(self) -> None:
         self.received: list[tuple[str, str]] = []
 
     def collecting(self, port: int, authority: Authority) -> AbstractContextManager[str]:
-        """Serve a collector with a certificate of `authority`, which requires one of it."""
         pair = authority.issue("collector")
         credentials = grpc.ssl_server_credentials(
             [(pair.key.read_bytes(), pair.cert.read_bytes())],
@@ -44,7 +41,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def name_files(environment: pytest.MonkeyPatch, files: Mounted) -> None:
-    """The key by the name of one signal, as it may be said too."""
     environment.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", files.ca)
     environment.setenv("OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE", files.cert)
     environment.setenv("OTEL_EXPORTER_OTLP_TRACES_CLIENT_KEY", files.key)
@@ -60,7 +56,6 @@ def send_span(telemetry: Telemetry) -> None:
 async def test_files_are_read_anew_where_a_connection_has_to_be_made(
     tmp_path: Path, environment: pytest.MonkeyPatch
 ) -> None:
-    """The collector is another, of another authority: neither trusts what the other showed before."""
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     files = mounted(tmp_path / "files", old.ca, old.issue("before"))
     port, exports = free_port(), Exports()
@@ -89,7 +84,6 @@ async def test_metrics_go_the_same_way(tmp_path: Path, environment: pytest.Monke
 
 
 async def test_a_file_of_no_use_is_told_at_once_with_its_variable(environment: pytest.MonkeyPatch) -> None:
-    """And does not have the public authorities trusted in its place."""
     environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "https://127.0.0.1:1")
     environment.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", "/nowhere")
     with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_CERTIFICATE: /nowhere: No such file"):
@@ -100,7 +94,6 @@ async def test_a_file_of_no_use_is_told_at_once_with_its_variable(environment: p
 
 
 async def test_a_collector_without_tls_needs_no_files(environment: pytest.MonkeyPatch) -> None:
-    """A platform may name them for all of its pods, whichever have them."""
     environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     environment.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", "/nowhere")
     metering = await start_metering("gateway", "127.0.0.1", OFF)

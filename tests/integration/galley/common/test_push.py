@@ -38,7 +38,6 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def collector(_clean: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    """A collector that the environment names."""
     collector = Collector()
     with collecting(collector.take) as address:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", f"http://{address}")
@@ -131,7 +130,6 @@ async def test_a_collector_that_is_away_holds_up_no_exit(monkeypatch: pytest.Mon
 async def test_a_process_flushes_traces_and_metrics_at_the_same_time_and_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The collector answers neither export before it has received both."""
     both, exported = threading.Barrier(2, timeout=PATIENCE_S), []
 
     def take(signal: str, _request: Any, context: Any) -> None:

@@ -23,7 +23,6 @@ RESETS = 200
 
 
 async def test_a_connection_that_ends_at_any_moment_is_a_store_that_is_away() -> None:
-    """Also between the moment when it is taken from the pool and the one when it is written to."""
     link, over = Link(), threading.Event()
     with running(VALKEY) as server:
         async with Relay(server.url.removeprefix("unix://"), link) as relay:
@@ -109,8 +108,6 @@ async def test_who_is_cancelled_leaves_the_others_theirs(calls: RedisCalls) -> N
 
 
 def _keep_calling(url: str, over: threading.Event) -> int:
-    """How many answers came; raises what is neither an answer nor a store that is away."""
-
     async def keep_calling() -> int:
         calls, answers = RedisCalls(url, call_timeout_s=5.0, max_connections=CALLERS), 0
 

@@ -42,14 +42,12 @@ def shared_server(request: pytest.FixtureRequest) -> Iterator[Server | Cluster]:
 
 @pytest.fixture
 async def server(shared_server: Server | Cluster) -> Server | Cluster:
-    """Return an empty server that the test must not kill."""
     await shared_server.command("FLUSHALL")
     return shared_server
 
 
 @pytest.fixture(params=BINARIES)
 def own_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server that the test may kill and start again."""
     with running(request.param) as server:
         yield server
 
@@ -87,7 +85,6 @@ def lease(address: str = "host:1", incarnation: str = "life-1", prefixes: int = 
 
 
 async def until(registry: ReplicaRegistry, expected: object) -> None:
-    """Wait until the registry holds these leases."""
     async with asyncio.timeout(WAIT_S):
         while await read(registry) != expected:  # noqa: ASYNC110  # Redis does not call back
             await asyncio.sleep(0.01)
@@ -144,7 +141,6 @@ async def test_a_renewed_lease_has_the_new_values(registry: ReplicaRegistry) -> 
 async def test_prefixes_outlast_a_lease_that_ended(
     server: Server | Cluster, registry: ReplicaRegistry
 ) -> None:
-    """They are sent when they change; a store that lost them is told again."""
     await registry.publish(POOL, lease())
     await server.command("FLUSHALL")
     await registry.publish(POOL, lease())
@@ -154,7 +150,6 @@ async def test_prefixes_outlast_a_lease_that_ended(
 async def test_prefixes_outlast_a_call_that_failed(
     server: Server | Cluster, registry: ReplicaRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lease had ended, and the store goes away between the two calls that tell all of it anew."""
     await registry.publish(POOL, lease())
     await server.command("FLUSHALL")
     run, calls = RedisCalls.run, iter([True, False])
@@ -289,7 +284,6 @@ async def test_scripts_are_sent_again_after_script_flush(
 
 
 async def successors_of(registry: ReplicaRegistry, how: str) -> list[TargetLease]:
-    """Replace a process, and return the leases at its address after what happened to its successor."""
     await registry.publish(POOL, lease(incarnation="life-1"))
     match how:
         case "lives":
@@ -320,7 +314,6 @@ async def test_a_replaced_process_cannot_register_again(registry: ReplicaRegistr
 async def test_a_late_first_publication_does_not_replace_the_successor(
     server: Server | Cluster, registry: ReplicaRegistry
 ) -> None:
-    """Its first publication, which the server took only after its successor's."""
     dead = ReplicaRegistry(server.url)
     await dead.publish(POOL, lease(incarnation="life-1"))
     await server.command("DEL", "galley:replicas:{target}:host:1:born")  # as if that had not come yet
@@ -334,7 +327,6 @@ async def test_a_late_first_publication_does_not_replace_the_successor(
 
 
 async def test_a_replaced_registration_logs_an_error_and_stops_renewing(own_server: Server) -> None:
-    """It says so though it has just said that Redis is away; and if Redis forgets all, it is not back."""
     registry = ReplicaRegistry(own_server.url, call_timeout_s=5)
     with capture_logs() as logs:
         registration = start_registration(own_server.url, POOL, lease, lease_s=0.3)
@@ -355,7 +347,6 @@ async def test_a_replaced_registration_logs_an_error_and_stops_renewing(own_serv
 
 
 async def logged(logs: list[Any], level: str) -> None:
-    """Wait until something of that level is."""
     async with asyncio.timeout(WAIT_S):
         while not any(line["log_level"] == level for line in logs):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

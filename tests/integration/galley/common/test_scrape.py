@@ -32,7 +32,6 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 async def ask(address: str, request: str) -> tuple[int, dict[str, str], str]:
-    """Status, fields and body of the answer, after which the connection must end."""
     reader, writer = await connect(address)
     writer.write(request.encode())
     async with asyncio.timeout(PATIENCE_S):
@@ -45,7 +44,6 @@ async def ask(address: str, request: str) -> tuple[int, dict[str, str], str]:
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
-    """All that comes until the connection is closed, or cut."""
     async with asyncio.timeout(PATIENCE_S):
         try:
             return await reader.read()

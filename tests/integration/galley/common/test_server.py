@@ -96,8 +96,6 @@ async def test_a_bad_field_and_a_retry_time_reach_the_client() -> None:
 async def test_what_grpc_raises_itself_is_neither_logged_nor_told_once_more(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such as of an answer that cannot be sent, for its caller has gone."""
-
     async def failing(_request: object, _context: object) -> None:
         raise error
 

@@ -50,7 +50,6 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def collector(_clean: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    """A collector that the environment names."""
     collector = Collector()
     with collecting(collector.take) as address:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{address}")

@@ -40,8 +40,6 @@ WRONG_CA, WRONG_NAME = "CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check
 
 
 class Parties:
-    """An authority, and what a server and a client have of it; another authority, and what a stranger has."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.authority = Authority(directory, "authority")
@@ -52,11 +50,9 @@ class Parties:
         self.stranger = mounted(directory / "stranger", self.authority.ca, self.other.issue("stranger"))
 
     def trusting(self, authority: Authority, of: Authority) -> Mounted:
-        """A client with a certificate `of` one authority, that trusts another."""
         return mounted(self.directory / "another", authority.ca, of.issue("another"))
 
     def both_authorities(self) -> Path:
-        """A bundle, as it is used while authorities change."""
         path = self.directory / "both.ca"
         path.write_bytes(self.authority.ca.read_bytes() + self.other.ca.read_bytes())
         return path
@@ -124,7 +120,6 @@ async def test_who_does_not_show_a_certificate_of_the_authority_is_turned_away(
 
 
 async def test_a_certificate_for_servers_alone_lets_nobody_call(parties: Parties) -> None:
-    """Of a target, say: where one authority signs for all, it is no way to another target."""
     pair = parties.authority.issue("server", usages=(ExtendedKeyUsageOID.SERVER_AUTH,))
     shown = Material(parties.authority.ca.read_bytes(), pair.cert.read_bytes(), pair.key.read_bytes())
     service = EchoService()
@@ -246,8 +241,6 @@ async def test_it_is_told_when_the_certificate_ends_that_is_shown(parties: Parti
 
 
 class Reloading:
-    """A channel of ours that looks at its files at every call, and the channels beneath it."""
-
     def __init__(self, address: str, files: Mounted) -> None:
         self.opened: list[grpc.aio.Channel] = []
         self._address = address
@@ -259,7 +252,6 @@ class Reloading:
         return self.opened[-1]
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait while others connect and close."""
         async with asyncio.timeout(PATIENCE_S):
             while not holds():  # noqa: ASYNC110  # gRPC calls nobody back
                 await asyncio.sleep(0.01)

@@ -15,8 +15,6 @@ class Killed(Exception):
 
 @dataclass
 class Collected:
-    """`kill_at`: a stage, and the share of it after which the run is killed."""
-
     kill_at: tuple[str, float] | None = None
     reports: list[tuple[str, int]] = field(default_factory=list)
     _stage: tuple[str, int] = ("", 0)
@@ -34,5 +32,4 @@ class Collected:
         pass
 
     def first_of(self, stage: str) -> int:
-        """What the stage began with."""
         return next(units for name, units in self.reports if name == stage)

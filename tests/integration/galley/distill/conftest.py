@@ -15,7 +15,7 @@ _TEMPLATE = "{% for message in messages %}w2 {{ message.content }} w3{% endfor %
 
 @pytest.fixture(scope="session")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two random layers whose effect is small beside the embedding's, so that one layer can learn them."""
+    """Return a model of two random layers with small effect, so that one layer can learn them."""
     folder = tmp_path_factory.mktemp("target")
     model = random_llama(hidden_size=32, spread=0.3, seed=3)
     with torch.no_grad():
@@ -28,7 +28,6 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A traffic log of two workloads."""
     path = tmp_path_factory.mktemp("prompts") / "log.jsonl"
     lines = [
         json.dumps({"id": f"{i}", "prompt": f"w{4 + i % 60} w{4 + i // 60}", "workload": ("a", "b")[i % 2]})

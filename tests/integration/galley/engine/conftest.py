@@ -16,18 +16,15 @@ MakeModel = Callable[[Any], Path]
 
 @pytest.fixture(scope="session")
 def default_model(default_model_dir: Path) -> CausalModel:
-    """The default model in float32, on one thread."""
     return CausalModel.load(default_model_dir, dtype=torch.float32, device="cpu", threads=1)
 
 
 @pytest.fixture(scope="session")
 def default_reference(default_model_dir: Path) -> Any:
-    """The default model as transformers alone would run it."""
     auto: Any = AutoModelForCausalLM
     return auto.from_pretrained(default_model_dir, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 @pytest.fixture
 def make_model(tmp_path: Path) -> MakeModel:
-    """`save_random`, into a folder named after the kind of model."""
     return lambda config: save_random(config, tmp_path / str(config.model_type))

@@ -29,8 +29,6 @@ def save_target(directory: Path) -> Path:
 
 @dataclass
 class Draft:
-    """A draft's files before they are written, to be spoiled."""
-
     config: dict[str, Any]
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -47,7 +45,6 @@ class Draft:
 
 
 def draft_of(target: Path, *, own: bool = False, int8: bool = True) -> Draft:
-    """The target's first layers, and its head's rows of HEAD_TOKENS, the rows as they should be: rising."""
     whole = load_file(target / "model.safetensors")
     heads = sorted(HEAD_TOKENS)
     kept = {

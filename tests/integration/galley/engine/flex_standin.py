@@ -20,7 +20,6 @@ def kernel(
     scale: float,
     kernel_options: dict[str, Any] | None,
 ) -> Tensor:
-    """Like torch's kernel, and unlike its operator when not compiled, it meets no block but those named."""
     assert kernel_options is None or query.device.type == "cuda"
     slots, keys_of_block = block_mask.BLOCK_SIZE
     assert block_mask.seq_lengths == (query.shape[2], key.shape[2])

@@ -21,7 +21,6 @@ Ids = NDArray[np.int64]
 
 
 def sample(logits: Tensor, draw: Draw, guesses: Sequence[int] = ()) -> list[int]:
-    """`draw_all` of `draw` alone, with these guesses; raises its error."""
     (outcome,) = draw_all(logits, [replace(draw, draft_tokens=tuple(guesses))])
     if not isinstance(outcome, Sampled):
         raise outcome
@@ -29,7 +28,6 @@ def sample(logits: Tensor, draw: Draw, guesses: Sequence[int] = ()) -> list[int]
 
 
 def expected(logits: Floats, draw: Draw) -> Sampled | None:
-    """What a draw gives of its rows [guesses + 1, vocab]; None if its first row is bad."""
     tokens: list[int] = []
     for row, guess in zip(logits, [*draw.draft_tokens, None], strict=True):
         token = _choose(row, draw, tokens)
@@ -96,5 +94,4 @@ def _filtered(row: Floats, params: SamplingParams) -> Floats:
 
 
 def _ranked(row: Floats) -> Ids:
-    """All tokens by (logit descending, id ascending)."""
     return np.lexsort((np.arange(len(row)), -row))

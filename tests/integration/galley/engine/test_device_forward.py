@@ -34,8 +34,6 @@ KINDS = ("gemma2", "gpt2")
 
 
 class Again:
-    """In place of CUDA graphs: what is played runs again, and its result lies where the first one lay."""
-
     def __init__(self) -> None:
         self.recorded = 0
         self.played = 0
@@ -55,7 +53,6 @@ class Again:
 def _model(
     directory: Path, shapes: Shapes | None, graphs: Graphs | None = None, max_rows: int = 512
 ) -> CausalModel:
-    """By DeviceForward, or without `shapes` the plain forward over the same attention."""
     config = load_config(directory)
     pool = FlatPool(kv_shape(config, torch.float32), BLOCKS, CPU)
     module = load_module(directory, config, dtype=torch.float32, device="cpu").module
@@ -71,7 +68,6 @@ def _model(
 
 
 def _run(model: CausalModel, steps: int = 24) -> list[Tensor]:
-    """Steps of many shapes over a few sequences; now and then of no logits, or of many rows."""
     rng = random.Random(5)
     lengths, blocks = [0] * 5, [list(range(6 * i, 6 * i + 6)) for i in range(5)]
     answers = []
@@ -129,8 +125,6 @@ def test_logits_of_one_step_outlive_the_next(make_model: Callable[[Any], Path]) 
 
 
 class Unable:
-    """Records nothing, as CUDA where a pass waits for the host."""
-
     def __init__(self) -> None:
         self.attempts = 0
 

@@ -39,7 +39,6 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def _logits(rng: np.random.Generator, rows: int, vocab: int) -> torch.Tensor:
-    """Rows with ties, with minus infinities, and now and then bad ones."""
     logits = rng.normal(size=(rows, vocab)).astype(np.float32) * 3
     for row in logits:
         kind = rng.integers(8)
@@ -72,7 +71,6 @@ def _draw(rng: random.Random, vocab: int) -> Draw:
 
 
 def _guessed(rng: random.Random, draw: Draw, rows: torch.Tensor) -> Draw:
-    """With guesses that are right for as long as can be, often but for the last."""
     guesses: list[int] = []
     while len(guesses) < len(rows) - 1:
         (outcome,) = draw_all(rows[: len(guesses) + 1], [replace(draw, draft_tokens=tuple(guesses))])

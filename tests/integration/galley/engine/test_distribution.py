@@ -38,7 +38,6 @@ FAR = 10**9
 
 
 def verify(logits: torch.Tensor, context: Draw, guesses: Sequence[int]) -> Verdict:
-    """The real rule: sample with shared noise, accept iff equal."""
     return _confirm(context, guesses, sample(logits, context, guesses))
 
 
@@ -75,7 +74,6 @@ def ratio_test_with_its_own_noise(logits: torch.Tensor, context: Draw, guesses: 
 def penalties_that_forget_accepted_drafts(
     logits: torch.Tensor, context: Draw, guesses: Sequence[int]
 ) -> Verdict:
-    """Every row is sampled with the confirmed history alone; -1 keeps the position and is no token."""
     return _row_by_row(logits, guesses, lambda i: replace(context, history=[*context.history, *[-1] * i]))
 
 
@@ -107,7 +105,6 @@ def _row_by_row(
 
 
 def gumbel_argmax(weights: Floats, seed: int, positions: Ints, domain: int = noise.GUMBEL) -> Ints:
-    """What a distribution of these weights samples at each position: the formula, with nothing pruned."""
     counter = np.zeros((len(positions), len(weights) // 4, 4), dtype=np.uint32)  # [positions, blocks, 4]
     counter[..., 0] = np.arange(len(weights) // 4)
     counter[..., 1] = positions[:, None]
@@ -127,7 +124,6 @@ class Draws:
 
 
 def draw(rule: Verify, seeds: int, length: int) -> Draws:
-    """Rounds of k = 0..4 drafts, sampled from DRAFT with the shared noise, until every seed has `length`."""
     logits = torch.tensor(np.log(TARGET), dtype=torch.float32).expand(5, -1)
     rows, verified, accepted = [], 0, 0
     for index in range(seeds):
@@ -163,7 +159,6 @@ def check_distribution(tokens: Ints) -> None:
 
 
 def check_match_rate(draws: Draws) -> None:
-    """Accepted of verified guesses, against the closed form."""
     closed_form = match_chance(TARGET, DRAFT)
     assert binomtest(draws.accepted, draws.verified, closed_form).pvalue > P_BOUND
 
@@ -197,7 +192,6 @@ def test_mutant_ratio_test_with_shared_noise_is_caught() -> None:
 
 
 def test_the_ratio_test_with_its_own_noise_is_not_biased() -> None:
-    """So the mutant is caught for its noise."""
     check_distribution(draw(ratio_test_with_its_own_noise, seeds=100, length=100).tokens)
 
 
@@ -231,13 +225,11 @@ Draft = Callable[[list[int], int], list[int]]
 
 @cache
 def table(seed: int) -> torch.Tensor:
-    """Logits [last token, next token] of a model that remembers one token."""
     rows = np.random.default_rng(seed).normal(size=(VOCAB, VOCAB)) * 1.5
     return torch.tensor(rows, dtype=torch.float32)
 
 
 def decode(rule: Verify, params: SamplingParams, draft: Draft, k: int) -> tuple[list[int], Counter[int]]:
-    """LENGTH output tokens, and how often each count of accepted tokens occurred among rounds of k."""
     tokens, accepted = list(PROMPT), Counter[int]()
     while len(tokens) < len(PROMPT) + LENGTH:
         guesses = draft(tokens, k)
@@ -259,7 +251,6 @@ def liar(tokens: list[int], k: int) -> list[int]:
 
 
 def coupled(params: SamplingParams) -> Draft:
-    """Another model with the same parameters and noise, as the model strategy drafts."""
     logits = table(0) + 0.3 * table(1)
 
     def propose(tokens: list[int], k: int) -> list[int]:
@@ -273,8 +264,6 @@ def coupled(params: SamplingParams) -> Draft:
 
 
 def oracle(plain: list[int], spoil_rate: float) -> Draft:
-    """What the target will say, each token spoiled with this chance, by the noise of another domain."""
-
     def propose(tokens: list[int], k: int) -> list[int]:
         truth = [*plain, *[0] * k][len(tokens) : len(tokens) + k]
         coins = [float(noise.words(1, len(tokens) + i, [0], noise.SPOIL)[0]) * 2.0**-32 for i in range(k)]
@@ -287,7 +276,6 @@ def oracle(plain: list[int], spoil_rate: float) -> Draft:
 
 
 def check_tokens_are_plain(rule: Verify, params: SamplingParams) -> Counter[tuple[int, int]]:
-    """Every draft and k gives what the real rule gives without any; how often (k, accepted) occurred."""
     plain, _ = decode(verify, params, nothing, 0)
     drafts = [nothing, liar, coupled(params), *(oracle(plain, rate) for rate in (0.0, 0.2, 0.6))]
     seen = Counter[tuple[int, int]]()
@@ -319,8 +307,6 @@ def test_mutant_position_off_by_one_is_caught(mutant: Verify, name: str) -> None
 
 
 def test_the_row_by_row_form_of_the_mutants_is_right_but_for_the_mutation() -> None:
-    """So that they are caught for what they are named after."""
-
     def unmutated(logits: torch.Tensor, context: Draw, guesses: Sequence[int]) -> Verdict:
         return _row_by_row(
             logits, guesses, lambda i: replace(context, history=[*context.history, *guesses[:i]])

@@ -48,7 +48,6 @@ def directory(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reference(directory: Path, target: Path, tokens: list[int]) -> torch.Tensor:
-    """transformers' logits of the directory's weights, as written, over the whole vocabulary."""
     weights = load_file(directory / "model.safetensors")
     wide = {
         name: weight.float() * weights[f"{name}.scale"][:, None] if weight.dtype == torch.int8 else weight

@@ -47,7 +47,6 @@ CASES = st.fixed_dictionaries(
 
 
 def _spans(rng: random.Random, most: int) -> list[Span]:
-    """Of sequences that share a beginning now and then."""
     free = list(range(BLOCKS))
     rng.shuffle(free)
     shared = [free.pop(), free.pop()]
@@ -62,7 +61,6 @@ def _spans(rng: random.Random, most: int) -> list[Span]:
 
 
 def _flat(pool: KvPool) -> FlatPool:
-    """The same keys and values, laid out flat."""
     flat = FlatPool(pool.shape, pool.blocks, CPU)
     flat.keys[:, :, : pool.blocks] = pool.keys.permute(0, 2, 1, 4, 3)
     flat.values[:, :, : pool.blocks] = pool.values.transpose(1, 2)
@@ -90,7 +88,6 @@ def _rows(case: dict[str, Any], rows: int, generator: torch.Generator) -> list[T
 def _both(
     case: dict[str, Any], spans: Sequence[Span], attend: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Flex's and plain torch's, [rows, heads, value_dim]."""
     generator = torch.Generator().manual_seed(case["seed"])
     pool = _pool(case, generator)
     flat = _flat(pool)
@@ -120,7 +117,6 @@ def test_blocks_and_mask_equal_plain_torch(case: dict[str, Any]) -> None:
 @settings(max_examples=4)
 @given(CASES)
 def test_torchs_own_operator_takes_mask_and_views(case: dict[str, Any]) -> None:
-    """Its operator that is not compiled, which looks at the mask alone: right for one sequence."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is not compiled
         ours, theirs = _both(case, _spans(random.Random(case["seed"]), 1), partial(attend_by, flex_attention))
@@ -128,7 +124,6 @@ def test_torchs_own_operator_takes_mask_and_views(case: dict[str, Any]) -> None:
 
 
 def test_a_kernel_is_compiled_once_for_its_scale_and_tiles() -> None:
-    """Traced with a back end of our own: lengths are symbols, what a kernel is written for is not."""
     calls: list[torch.fx.Node] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:

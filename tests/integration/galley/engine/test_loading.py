@@ -241,7 +241,6 @@ def test_dangling_links_and_fifos_are_refused(tmp_path: Path) -> None:
 
 
 def test_links_within_a_directory_and_a_link_to_one_are_followed(tmp_path: Path) -> None:
-    """As a mounted volume has them, and the hub's cache, whose snapshots are links to blobs."""
     directory = model_files(tmp_path / "m", {"model_type": "llama"})
     (directory / "..data").mkdir()
     (directory / "config.json").rename(directory / "..data" / "config.json")
@@ -270,7 +269,7 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_missing_weights_are_refused(missing: bool, make_model: Callable[[Any], Path]) -> None:
-    """transformers makes up random ones."""
+    """Without the check, transformers would initialise them at random."""
     directory = make_model(transformers.LlamaConfig(**SMALL))
     weights = safetensors.torch.load_file(directory / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -342,7 +341,6 @@ def test_a_truncated_model_keeps_the_named_layers(make_model: Callable[[Any], Pa
 
 
 def tiny_gguf(path: Path) -> Path:
-    """Save a Llama of one layer and a tokenizer of letters."""
     size, inner, tokens = 32, 48, ["<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", "ab"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)

@@ -19,8 +19,6 @@ _PRODUCTS = ("mkldnn::_linear_pointwise", "aten::mm", "aten::addmm", "aten::line
 
 
 class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
-    """Notes how many rows each product was given."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.rows: set[int] = set()

@@ -48,7 +48,6 @@ def _filled(shape: KvShape, blocks: int, generator: torch.Generator) -> KvPool:
 
 
 def _attend(kind: Any, case: dict[str, Any], *, company: bool, seed: int = 0) -> torch.Tensor:
-    """Two rows' worth of queries of a sequence, alone or with another one before it; [rows, heads, dim]."""
     kv_heads, group, dim = case["kv_heads"], case["group"], case["dim"]
     generator = torch.Generator().manual_seed(seed)
     pool = _filled(KvShape(2, kv_heads, dim, dim, case["dtype"]), 16, generator)
@@ -112,7 +111,6 @@ def test_more_threads_change_no_bit_of_attention(monkeypatch: pytest.MonkeyPatch
 
 
 def test_later_rows_and_stale_blocks_do_not_reach_a_row() -> None:
-    """Neither stale numbers of a block's former owner, nor the rows that come after it."""
     generator = torch.Generator().manual_seed(1)
     pool = _filled(KvShape(1, 1, 16, 16, torch.float32), 4, generator)
     attention = CompiledAttention(pool, 2, 128)
@@ -284,7 +282,6 @@ def test_our_own_forward_gives_the_logits_of_transformers(
 def test_more_threads_change_no_bit_of_our_own_forward(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each row of a loop is worked on by one thread; torch's own threads stay as they are."""
     directory, tokens = make_model(CONFIGS["qwen3"]()), tokens_of(random.Random(15), 90)
     expected = whole(load(directory, torch.bfloat16, kv_blocks=BLOCKS), tokens)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
@@ -293,7 +290,7 @@ def test_more_threads_change_no_bit_of_our_own_forward(
 
 
 async def test_loading_in_a_passing_thread_leaves_no_openmp_threads(make_model: MakeModel) -> None:
-    """Another team beside that of the thread that runs the steps would keep both from spinning."""
+    """A second OpenMP team would keep both from spinning."""
     directory = make_model(CONFIGS["llama"]())
     before = len(_tasks())
     during = await in_passing_thread(_load_and_multiply, directory)
@@ -306,7 +303,6 @@ async def test_loading_in_a_passing_thread_leaves_no_openmp_threads(make_model: 
 
 
 def _load_and_multiply(directory: Path) -> list[Path]:
-    """On two threads; the process's threads at the end."""
     load(directory, kv_blocks=BLOCKS)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -320,7 +316,6 @@ def _tasks() -> list[Path]:
 
 
 def test_torch_attention_equals_the_kernels(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of other devices, on the CPU."""
     directory = make_model(CONFIGS["gemma2"]())
     tokens = tokens_of(random.Random(14), 90)
     expected = whole(load(directory, kv_blocks=BLOCKS), tokens)
@@ -342,7 +337,6 @@ def double(numbers: Any) -> None:
 
 
 def _call(*kinds: str, before: Callable[[], object] = lambda: None) -> None:
-    """Load or compile the kernel as a new process would, and call it once for each type."""
     (kernel,) = compile_kernels("double", (double,), (ops,))
     before()
     for kind in kinds:
@@ -374,7 +368,7 @@ def test_a_disk_that_fails_before_the_first_call_costs_only_time(kernels_dir: Pa
 
 
 def test_machine_code_of_other_types_is_not_run(kernels_dir: Path) -> None:
-    """Two processes that compile for different types at once may give their files one name."""
+    """Two processes that compile for different types at once may use one file name."""
     _call("float32", "uint16")
     first, second = sorted(kernels_dir.glob("**/*.nbc"))
     first.write_bytes(second.read_bytes())

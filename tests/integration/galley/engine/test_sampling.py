@@ -43,7 +43,6 @@ def one(logits: Sequence[float], draw: Draw) -> int:
 
 
 def reachable(logits: Sequence[float], params: SamplingParams, draws: int = 400) -> set[int]:
-    """The tokens that some seed draws."""
     return {one(logits, draw_of(replace(params, seed=seed))) for seed in range(draws)}
 
 
@@ -85,7 +84,6 @@ def test_tokens_are_those_of_the_definition(case: tuple[NDArray[np.float32], Dra
 @pytest.mark.parametrize("spread", [0.0, 0.05, 1.0, 4.0, 40.0])
 @pytest.mark.parametrize("vocab", [4, 1021, 49152])
 def test_pruning_never_changes_the_winner(vocab: int, spread: float) -> None:
-    """Against noise for the whole vocabulary; float32 logits, so that the scores are the same to the bit."""
     rng = np.random.default_rng(vocab)
     for position in range(1, 13):
         row = (rng.normal(size=vocab) * spread).astype(np.float32)
@@ -107,7 +105,6 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 @pytest.mark.parametrize(("seed", "length"), [(0, 1), (2**64 - 1, 5), (2**32 + 5, 2**32 + 7), (3, 2**40)])
 def test_the_noise_is_of_all_bits_of_seed_and_position(seed: int, length: int) -> None:
-    """With equal logits the noise alone decides."""
     draw = Draw(SamplingParams(seed=seed), range(length), 1, frozenset(), 0)
     of_noise = noise.gumbel(noise.words(seed, length, range(9999)))
     assert sample(torch.zeros(1, 9999), draw) == [int(of_noise.argmax())]
@@ -137,7 +134,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def a_draw(rng: np.random.Generator, vocab: int, shape: dict[str, Any]) -> Draw:
-    """With a history, and an end of it where stop tokens are masked for some rows or none."""
     history = rng.integers(0, vocab + 3, size=int(rng.integers(1, 60))).tolist()
     return Draw(
         replace(SamplingParams(seed=int(rng.integers(0, 2**63))), **shape),
@@ -150,7 +146,6 @@ def a_draw(rng: np.random.Generator, vocab: int, shape: dict[str, Any]) -> Draw:
 
 
 def some_rows(rng: np.random.Generator, vocab: int) -> NDArray[np.float32]:
-    """Logits of a few positions: spread, full of ties, with holes, or with nothing but holes."""
     rows = rng.normal(size=(int(rng.integers(1, 5)), vocab)) * rng.choice([0.0, 0.5, 3.0, 9.0])
     kind = rng.integers(0, 6)
     if kind == 0:
@@ -164,7 +159,6 @@ def some_rows(rng: np.random.Generator, vocab: int) -> NDArray[np.float32]:
 
 
 def with_guesses(rng: np.random.Generator, rows: NDArray[np.float32], draw: Draw) -> Draw:
-    """The right ones, as far as there are any, often but for the last."""
     right: list[int] = []
     for i in range(len(rows) - 1):
         own = expected(rows[: i + 1], replace(draw, draft_tokens=tuple(right), logprobs=None))
@@ -178,7 +172,6 @@ def with_guesses(rng: np.random.Generator, rows: NDArray[np.float32], draw: Draw
 def test_a_step_equals_the_definition_of_each_draw(
     vocab: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of draws of all kinds side by side: the same tokens and logprobs, and the same draws are broken."""
     rng = np.random.default_rng(vocab)
     shapes = [shape for shape in SHAPES.values() for _ in range(times)]
     rows = [some_rows(rng, vocab) for _ in shapes]
@@ -343,7 +336,6 @@ def test_frequency_penalty_counts_and_presence_penalty_does_not() -> None:
 
 
 def test_every_row_has_the_history_of_its_own_position() -> None:
-    """Accepted guesses count towards the penalties of the rows that follow them."""
     params = replace(GREEDY, frequency_penalty=1.0)
     logits = torch.tensor([[2.5, 1.9, 1.0]] * 5)
     # 0 (now 1.5), 1 (0.9), 0 (0.5), 2 (0.0), 1 (-0.1)
@@ -367,7 +359,6 @@ def test_logit_bias_is_added() -> None:
 
 
 def test_ids_beyond_the_logits_are_ignored() -> None:
-    """A draft's vocabulary may be padded otherwise than the target's, and a guess may be anything."""
     params = replace(GREEDY, frequency_penalty=1.0, repetition_penalty=1.1, logit_bias={90: 2.0})
     draw = draw_of(params, prompt=[0, 99], output=[77], stops=[98], min_tokens=9)
     assert sample(torch.tensor([[0.0, 1.0]] * 2), draw, [1234]) == [1]
@@ -431,7 +422,6 @@ def listed(logits: torch.Tensor, draw: Draw, top: int) -> tuple[PositionLogprobs
 
 
 def test_logprobs_are_of_the_models_own_distribution() -> None:
-    """Of the drawn tokens alone, whatever the parameters."""
     rows = torch.from_numpy(np.random.default_rng(3).normal(size=(3, 500)).astype(np.float32) * 5)
     truth = torch.log_softmax(rows.double(), dim=-1)
     params = replace(GREEDY, logit_bias={7: 100.0}, frequency_penalty=1.0)

@@ -44,7 +44,6 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def the_sample() -> Iterator[list[Service]]:
-    """Its services, served."""
     with ExitStack() as held:
         yield [
             Service(
@@ -162,8 +161,6 @@ async def test_registered_replicas_are_shown_and_a_store_that_goes_away_is_told(
 
 
 class Terminal:
-    """A terminal of 80 by 24 with `galley top` in it."""
-
     def __init__(self, *args: str) -> None:
         self._fd, theirs = pty.openpty()
         ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -189,7 +186,6 @@ class Terminal:
         os.close(self._fd)
 
     def until(self, words: bytes) -> None:
-        """Read until they have come."""
         end_s = time.monotonic() + PATIENCE_S
         while words not in self.said:
             left_s = end_s - time.monotonic()

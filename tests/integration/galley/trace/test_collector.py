@@ -31,7 +31,6 @@ from tests.fakes.trace_builder import Scene, otlp
 
 @asynccontextmanager
 async def collecting(path: Path, **given: object) -> AsyncIterator[str]:
-    """A collector of this file; gives its address."""
     settings = CollectorSettings.model_validate({"file": path, **given})
     running = await start_server(settings, build(settings))
     try:

@@ -22,8 +22,6 @@ _ACTIVE = {"script", "img", "iframe", "object", "embed", "link", "form", "base",
 
 
 class Seen(HTMLParser):
-    """The elements of a page and their attributes."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
@@ -159,7 +157,6 @@ def test_hostile_words_are_only_words(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_even_what_is_not_escaped_cannot_run(browser: Browser, tmp_path: Path) -> None:
-    """The second wall: were the escaping to fail, the page's policy holds."""
     path = tmp_path / "page.html"
     text = page(story_of(scenes.eventful()))
     path.write_text(text.replace("<main>", f"<main>{scenes.HOSTILE}"), encoding="utf-8")
@@ -170,7 +167,7 @@ def test_even_what_is_not_escaped_cannot_run(browser: Browser, tmp_path: Path) -
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_can_be_read_in_the_light_and_in_the_dark(browser: Browser, tmp_path: Path, scheme: str) -> None:
-    """Contrast of text to what is behind it, as WCAG counts it: 4.5 at least."""
+    """Require a WCAG contrast of at least 4.5 between text and background."""
     opened(browser, story_of(scenes.eventful()), tmp_path)
     browser.in_scheme(scheme)
     pairs = {

@@ -24,7 +24,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def drafting(**given: Any) -> AsyncIterator[rpc.DraftAsyncStub]:
-    """A draft of these settings."""
     settings = DraftSettings(**{"max_draft_tokens": 8, "drain_timeout_s": 5} | given)
     running = await start_server(settings, build(settings))
     try:

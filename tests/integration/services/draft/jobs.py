@@ -19,7 +19,6 @@ def job_of(
     workload: str = "",
     stop_token_ids: frozenset[int] = frozenset(),
 ) -> DraftJob:
-    """The session is given these tokens, of which it lacks all after those that it agrees with."""
     start = min(common_prefix_len(session.tokens, tokens), len(tokens) - 1)
     own = Slice(
         key=(salt, "s"),

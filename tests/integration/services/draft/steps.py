@@ -31,8 +31,6 @@ MODEL = "model"
 
 
 class Gated:
-    """A strategy whose steps wait until they are allowed; `steps` are the sessions of each, those begun."""
-
     def __init__(self, inner: Strategy) -> None:
         self._inner = inner
         self._begun = threading.Semaphore(0)
@@ -54,48 +52,40 @@ class Gated:
         self._inner.advance(proposals)
 
     async def begun(self) -> None:
-        """Return when a further step has begun."""
         if not await asyncio.to_thread(self._begun.acquire, timeout=PATIENCE_S):
             raise TimeoutError
 
     async def pass_on(self) -> None:
-        """Let the step under way happen, and return when the next has begun."""
         self._allowed.release()
         await self.begun()
 
     def open(self) -> None:
-        """From now on steps happen at once."""
         self._open = True
         self._allowed.release()
 
 
 class Stream:
-    """A ProposeStream."""
-
     def __init__(self, draft: rpc.DraftAsyncStub) -> None:
         self._stream: Any = draft.ProposeStream()
         self._read: list[pb.ProposeAnswer] = []
 
     async def send(self, *items: pb.ProposeItem) -> None:
-        """Send items, and return when the draft has taken them and all that was sent before."""
         await self._stream.write(pb.ProposeStreamRequest(items=items))
         await self._settle()
 
     async def cancel(self, session_id: str) -> None:
-        """Give an item up; returns when the draft knows."""
         await self._stream.write(
             pb.ProposeStreamRequest(cancelled=[pb.ItemRef(session_id=session_id, request_id=7)])
         )
         await self._settle()
 
     async def next(self) -> pb.ProposeAnswer:
-        """The next answer."""
         if not self._read:
             await self._fetch()
         return self._read.pop(0)
 
     async def _settle(self) -> None:
-        """An item that is refused when it is read, so that its answer says that it was."""
+        """Send an invalid item; its refusal shows that all items before it were read."""
         await self._stream.write(
             pb.ProposeStreamRequest(items=[pb.ProposeItem(slice=slice_of([], session_id="!"))])
         )
@@ -113,8 +103,6 @@ class Stream:
 
 @dataclass(frozen=True)
 class Serving:
-    """A draft that serves a strategy `MODEL` alone."""
-
     stub: rpc.DraftAsyncStub
     drafter: Drafter
     service: DraftService
@@ -129,7 +117,6 @@ async def serving(
     metrics: Registry | None = None,
     **limits: int,
 ) -> AsyncIterator[Serving]:
-    """A draft of this strategy."""
     drafter = Drafter(
         {MODEL: strategy}, **({"max_sessions": 16, "max_tokens": 4096, "max_batch": 8} | limits)
     )
@@ -153,7 +140,6 @@ async def serving(
 
 @asynccontextmanager
 async def gating(tiny: Path, **given: Any) -> AsyncIterator[tuple[Gated, Stream, Serving]]:
-    """A draft with the model in `tiny` whose steps are allowed one by one, and a stream to it."""
     gated = Gated(ModelStrategy(ModelSteps(load_tiny_model(tiny, kv_blocks=256))))
     async with serving(gated, **given) as draft:
         try:
@@ -163,5 +149,4 @@ async def gating(tiny: Path, **given: Any) -> AsyncIterator[tuple[Gated, Stream,
 
 
 def item(tokens: list[int], k: int, session_id: str, ahead: int = 0, **given: Any) -> pb.ProposeItem:
-    """For a session, whose id is a letter."""
     return pb.ProposeItem(slice=slice_of(tokens, session_id=session_id, **given), k=k, ahead=ahead)

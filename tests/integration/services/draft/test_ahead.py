@@ -23,7 +23,6 @@ either = pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sam
 
 @pytest.fixture
 async def draft(tiny: Path) -> AsyncIterator[tuple[Serving, Gated]]:
-    """A draft that runs freely, and its steps."""
     gated = Gated(ModelStrategy(ModelSteps(load_tiny_model(tiny, kv_blocks=512))))
     gated.open()
     async with serving(gated, max_sessions=400, max_tokens=8192) as serves:
@@ -81,7 +80,6 @@ async def test_other_sampling_is_other_guesses(draft: tuple[Serving, Gated]) -> 
 async def test_a_session_drafts_the_same_whatever_went_before_and_beside(
     draft: tuple[Serving, Gated], seed: int
 ) -> None:
-    """Sessions that go on, ahead, astray and back, at once; against sessions that have no past."""
     serves, _ = draft
     chance = random.Random(seed)
 

@@ -20,8 +20,6 @@ HALF = CONFIDENCES.index(0.55)
 
 
 class Counting(ModelSteps):
-    """A model that proposals the token above the last one, half sure; `steps` are counted."""
-
     def __init__(self, tiny: Path) -> None:
         super().__init__(load_tiny_model(tiny, kv_blocks=64))
         self.steps = 0
@@ -65,7 +63,6 @@ def ask(
 
 
 def teach(strategy: HybridStrategy, above: int, salt: bytes = b"") -> None:
-    """The model is always right of late (above = 1), or always wrong."""
     session, tokens = DraftSession(), [NEW]
     for _ in range(120):
         ask(strategy, session, tokens, salt=salt)

@@ -21,8 +21,6 @@ TOKENS = st.lists(st.integers(0, 2), max_size=6)
 
 
 class Talk:
-    """One session, as a gateway asks about it."""
-
     def __init__(
         self, strategy: NgramStrategy, prompt: list[int], *, salt: bytes = b"", workload: str = ""
     ) -> None:
@@ -130,7 +128,6 @@ def test_other_sessions_learn_from_an_answer_of_their_kind() -> None:
 def test_nothing_of_a_tenant_surfaces_in_what_another_is_proposed(
     said: list[tuple[bool, bool, list[int]]], own_salt: bytes
 ) -> None:
-    """Proposals and their survival are those of a strategy that never saw the other tenant."""
     shared, alone = NgramStrategy(Lookups()), NgramStrategy(Lookups())
     foreign = [Talk(shared, [0, 1], salt=b"other"), Talk(shared, [1], salt=b"other")]
     pairs = [[Talk(strategy, [2, i], salt=own_salt) for strategy in (shared, alone)] for i in range(2)]
@@ -147,7 +144,6 @@ def test_nothing_of_a_tenant_surfaces_in_what_another_is_proposed(
 def test_a_session_whose_tokens_changed_is_begun_anew(
     changes: list[tuple[int, list[int], list[int]]],
 ) -> None:
-    """However it was cut back and went on, it is proposed what a session is that came so at once."""
     strategy, session, tokens = NgramStrategy(Lookups()), DraftSession(), [0]
     for i, (kept, more, ahead) in enumerate(changes):
         tokens = [*tokens[:kept], *more]
@@ -193,7 +189,6 @@ def test_a_long_prompt_is_followed_a_piece_a_step() -> None:
 
 
 def test_a_long_session_takes_no_longer() -> None:
-    """One new token of 8,000: as fast as the machine allows, and far from looking through all of them."""
     talk = Talk(NgramStrategy(Lookups()), [i * i % 1009 for i in range(8000)])
     while not talk.proposal.done:
         talk.ask()

@@ -19,8 +19,6 @@ ALICE, BOB = "alice-4f1d6a", "bob-90c2e7"
 
 @dataclass(frozen=True)
 class KeyFile:
-    """Keys of two principals, with the limits that a test wants, as the lines of a TOML table."""
-
     alice: str = ""
     bob: str = ""
 
@@ -41,6 +39,5 @@ def _entry(name: str, key: str) -> str:
 
 @asynccontextmanager
 async def calling(gateway: Gateway, key: str) -> AsyncIterator[Gateway]:
-    """The gateway as the caller with this key reaches it, over a channel of its own."""
     async with AsyncClient(gateway.address, api_key=key) as client:
         yield replace(gateway, client=client)

@@ -23,14 +23,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_store() -> Iterator[Server]:
-    """One Valkey for all tests that do not hurt it."""
     with running(VALKEY) as server:
         yield server
 
 
 @pytest.fixture
 def own_store() -> Iterator[Server]:
-    """A Valkey that the test may pause, kill and start again."""
     with running(VALKEY) as server:
         yield server
 
@@ -42,14 +40,12 @@ def credit() -> int:
 
 @pytest.fixture
 async def world(shared_store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
-    """Valkey, target and draft; the gateways are the test's to start."""
     async with _world(shared_store, tokenizer, credit) as world:
         yield world
 
 
 @pytest.fixture
 async def gateway(world: World) -> Gateway:
-    """A gateway in this world with the settings of all."""
     return await world.gateway()
 
 

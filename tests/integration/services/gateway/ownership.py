@@ -33,8 +33,6 @@ _PASS_S = 0.001
 
 
 class Partial(FakeTarget):
-    """Decodes one letter only, a step each millisecond."""
-
     def __init__(self, world: World, letter: int) -> None:
         super().__init__(world.directory / chr(letter), world.tokenizer_hash)
         self.fingerprint = f"build-{chr(letter)}"
@@ -46,7 +44,6 @@ class Partial(FakeTarget):
         self._rewrite(open_request, result)
 
     def _rewrite(self, open_request: object, result: pb.VerifyResult) -> None:
-        """The truth of this target is its letter; what it caches is what it has said."""
         del result.tokens[1:]
         result.tokens[0] = self._letter
         tokens: list[int] = open_request.tokens  # type: ignore[attr-defined]  # the fake's own
@@ -56,8 +53,6 @@ class Partial(FakeTarget):
 
 @dataclass
 class Tally:
-    """What contests came to; in `handed_over` of them both gateways wrote a part of the log."""
-
     rounds: int = 0
     handed_over: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -66,13 +61,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class Arena:
-    """Two gateways over one store."""
-
     clients: tuple[AsyncClient, AsyncClient]
     store: Redis
 
     async def contest(self, tally: Tally, *, under_way: bool) -> None:
-        """Both are told to own a session, at once: a new one, or one that is `under_way` at the first."""
         key = secrets.token_hex(8)
         before: list[asyncio.Task[_Told]] = []
         if under_way:
@@ -133,7 +125,6 @@ async def _listen(stream: TokenStream) -> _Told:
 
 @asynccontextmanager
 async def arena(world: World, *, processes: bool = False) -> AsyncIterator[Arena]:
-    """Both gateways, each with its own target and no draft; as `processes` of their own, or in this one."""
     async with AsyncExitStack() as stack:
         clients = []
         for letter in LETTERS:

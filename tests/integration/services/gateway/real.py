@@ -50,8 +50,6 @@ _DRAIN_S = 5
 
 
 class Priced(Recording):
-    """An engine whose passes take longer: all of them, and for each row and each further session in one."""
-
     pass_s = row_s = company_s = 0.0
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
@@ -60,8 +58,6 @@ class Priced(Recording):
 
 
 class Stumbling:
-    """A strategy of which one step, counted from the first, takes `stumble_s` longer."""
-
     def __init__(self, inner: ModelStrategy) -> None:
         self._inner = inner
         self._steps = 0
@@ -80,8 +76,6 @@ class Stumbling:
 
 @dataclass(frozen=True)
 class RealTarget:
-    """A target and its engine."""
-
     running: RunningServer
     engine: Priced
 
@@ -90,13 +84,10 @@ class RealTarget:
         return self.running.address
 
     async def die(self) -> None:
-        """Answer nobody any more, from one moment to the next."""
         await self.running._servers[0].stop(None)
 
 
 class Real:
-    """Use as an async context; what they have told by then can be read after it."""
-
     def __init__(
         self,
         directory: Path,
@@ -107,7 +98,6 @@ class Real:
         drafts: bool = False,
         **given: Any,
     ) -> None:
-        """`given` are settings of the gateway."""
         self._tiny = tiny
         self._store = store
         self._given = given
@@ -122,7 +112,6 @@ class Real:
         self.gateway: Gateway
 
     def ask(self, prompt: Sequence[int], **options: Any) -> TokenStream:
-        """The likeliest answer: a token drawn from a model of random weights may poison it."""
         asked = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **options}
         return self.gateway.client.generate(list(prompt), **asked)
 

@@ -80,7 +80,6 @@ async def test_a_gateway_without_drafts_decodes_plainly(world: World) -> None:
 
 @any_credit
 async def test_lookup_replaces_a_missing_draft(world: World) -> None:
-    """The pool comes, goes and comes back beneath one session each: only the origins of tokens differ."""
     async with DraftFleet(world, "a") as fleet:
         gateway = await world.gateway(draft="", lookup_fallback=True)
         world.target.pass_s = 0.002  # unasked, it would be through before anybody has guessed

@@ -42,8 +42,6 @@ TIMED_OUT = "no answer in time"
 
 
 class Here:
-    """Two drafts, and what a gateway knows of them; `refresh` of `drafts` lets it look."""
-
     def __init__(self, fleet: DraftFleet, drafts: DraftPool) -> None:
         self.fleet = fleet
         self.drafts = drafts
@@ -52,7 +50,6 @@ class Here:
     async def ask(
         self, session: DraftSession, spec: SessionSpec = SPEC, *, strategy: str = "", ahead: int = 0
     ) -> ev.Proposed | ev.CacheMissed | ev.Failed:
-        """The answer to a proposal, or Failed after TIMEOUT_S, as the runner has it."""
         self._requests += 1
         part = ev.Slice(0, spec.prompt, prefix_hash(()))
         request = ev.Propose(self._requests, part, K, strategy, ahead)
@@ -146,7 +143,6 @@ async def test_a_frozen_draft_costs_each_session_one_timeout(here: Here) -> None
 
 
 async def test_a_hanging_draft_fails_all_its_requests(here: Here) -> None:
-    """They need not wait for their own time to be up: what hangs is left by all at once."""
     sessions = [DraftSession(here.drafts) for _ in "wx"]
     must_be_right(await here.ask(sessions[0], named("w")))
     home, other = here.fleet.holder()
@@ -175,7 +171,6 @@ async def test_a_draft_that_thaws_is_used_again(here: Here) -> None:
 
 
 async def test_only_the_late_session_leaves_a_late_draft(here: Here) -> None:
-    """It is slow for one session: nobody else's items fail for that."""
     session = DraftSession(here.drafts)
     await here.ask(session)
     home, other = here.fleet.holder()
@@ -362,7 +357,6 @@ async def test_a_failing_draft_gets_one_probe_at_a_time(here: Here) -> None:
 
 
 async def test_misses_are_no_failures(here: Here) -> None:
-    """A draft that lost its caches says so to everyone at once."""
     session = DraftSession(here.drafts)
     must_be_right(await here.ask(session))
     home, _ = here.fleet.holder()
@@ -426,7 +420,6 @@ async def test_a_session_degrades_by_steps_and_recovers(
 
 
 async def until_used(here: Here, address: str) -> None:
-    """Wait until the draft may be tried again."""
     async with asyncio.timeout(PATIENCE_S):
         while not here.drafts._replicas[address].is_available(here.drafts.now_ns()):
             await here.drafts.refresh()

@@ -141,8 +141,6 @@ async def test_a_silent_draft_costs_a_timeout_and_a_pause(world: World) -> None:
 
 
 async def test_a_draft_that_answers_late_is_harmless(world: World) -> None:
-    """It answers once the target has been asked, for which the gateway did not wait."""
-
     async def wait_for_target() -> None:
         await world.target.called(asked + 1)
 

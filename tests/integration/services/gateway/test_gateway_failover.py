@@ -92,7 +92,6 @@ async def test_a_superseded_client_does_not_retry(world: World) -> None:
 
 
 async def test_a_repeated_request_joins_its_first_try(world: World) -> None:
-    """The first gateway dies with the session begun, and nothing of it said: there is one, not two."""
     doomed, staying = await world.gateway(drain_timeout_s=0.1), await world.gateway()
     world.target.gate.close()
     async with client_of(doomed, staying) as client:

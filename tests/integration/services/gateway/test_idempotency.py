@@ -48,7 +48,6 @@ async def test_a_newer_call_ends_the_older_at_once(world: World, gateway: Gatewa
 @any_credit
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
 async def test_a_repeated_call_has_the_whole_answer(world: World, elsewhere: bool) -> None:
-    """All of it comes, from index 0, with what was told before of each token; nothing is computed twice."""
     first, second = await world.gateway(), await world.gateway()
     key = f"key-{id(world)}-{elsewhere}"
     stream, before = await world.held(first, 3, idempotency_key=key, logprobs=2, seed=None)
@@ -68,7 +67,6 @@ async def test_a_repeated_call_has_the_whole_answer(world: World, elsewhere: boo
 
 
 async def test_a_key_is_usable_after_a_cancelled_claim(world: World, gateway: Gateway) -> None:
-    """A client that goes while its session is being made leaves one that the next call finds."""
     key = f"key-{id(world)}-gone"
     for _ in range(5):
         stream = gateway.ask(idempotency_key=key)

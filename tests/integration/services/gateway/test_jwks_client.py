@@ -96,7 +96,6 @@ async def test_invalid_responses_are_refused(server: IssuerServer) -> None:
 
 
 async def test_an_endless_response_is_cut_off(server: IssuerServer) -> None:
-    """Of what is sent without a length, as of what is sent too slowly."""
     server.answers["/endless"] = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"ffff\r\n".join(
         [b"", *[b" " * 0xFFFF + b"\r\n"] * 64]
     )

@@ -59,7 +59,6 @@ async def test_a_cancelled_stream_stops_the_draft(world: World, gateway: Gateway
 
 @any_credit
 async def test_streams_cancelled_at_any_point_leave_nothing(world: World, gateway: Gateway) -> None:
-    """At whatever point: mid-stream, with the target answering freely."""
     for count in range(10):
         stream = gateway.ask(max_tokens=LONG)
         await hear(stream, until=count * 3)
@@ -124,7 +123,6 @@ async def test_a_draining_gateway_finishes_its_streams(world: World) -> None:
 
 
 async def refused_or_held(stream: TokenStream) -> grpc.StatusCode | None:
-    """The status of a refused call; None for one that began, which is then cancelled."""
     try:
         await anext(stream)
     except GalleyRpcError as error:
@@ -174,7 +172,6 @@ async def test_a_gateway_stops_in_time_while_a_pool_hangs(world: World, hung: st
 
 @any_credit
 async def test_a_session_may_go_on_without_its_client(world: World) -> None:
-    """The buffer bounds a stream that somebody reads, not one that nobody does."""
     first, second = await world.gateway(buffer=8), await world.gateway()
     for leave in ("cancel", "break"):
         world.target.gate.close_after(2)

@@ -28,8 +28,6 @@ CALL = ("text_completion", "galley", NAME, NAME)
 
 @dataclass(frozen=True)
 class Counted:
-    """A gateway, and what it counts."""
-
     gateway: Gateway
     registry: Registry
 

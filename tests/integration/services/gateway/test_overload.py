@@ -16,7 +16,6 @@ CALLS = 20 * PLACES
 
 
 async def first_of(stream: TokenStream) -> TokenStream | GalleyRpcError:
-    """The stream, once it has started, or why it did not."""
     try:
         await anext(stream)
     except GalleyRpcError as error:

@@ -69,7 +69,6 @@ async def test_health_and_reflection_stay_open(gateway: Gateway) -> None:
 
 
 async def test_anothers_session_is_not_found(world: World, alice: Gateway, bob: Gateway) -> None:
-    """To the letter, however far it has come; and it stays as it was."""
     stream, heard = await world.held(alice, 1)
     for session_id in (stream.session_id, UNKNOWN):
         for call in (hear(bob.client.resume(session_id, 1)), bob.client.abort(session_id)):
@@ -91,7 +90,6 @@ async def asked_of(store: Server) -> dict[str, int]:
 async def test_anothers_session_costs_the_store_the_same(
     world: World, shared_store: Server, alice: Gateway, bob: Gateway
 ) -> None:
-    """So that not even the time of an answer tells whether there is one."""
     stream = alice.ask()
     must_be_true(await hear(stream))
     await alice.idle()
@@ -110,7 +108,6 @@ async def test_anothers_session_costs_the_store_the_same(
 
 
 async def test_anothers_idempotency_key_looks_unused(world: World, alice: Gateway, bob: Gateway) -> None:
-    """Neither the same body nor another one tells that somebody has used it."""
     key = f"key-{id(world)}-anothers"
     must_be_true(await hear(alice.ask(idempotency_key=key)))
     stream = bob.ask("Another body.", idempotency_key=key)
@@ -217,7 +214,6 @@ async def test_a_joined_session_costs_its_prompt_once(world: World, alice: Gatew
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 60")])
 async def test_a_session_resumes_while_its_caller_is_in_debt(world: World, alice: Gateway) -> None:
-    """A pause is no new work; what is new waits until the debt is paid."""
     prompt = "x" * 80
     stream, heard = await world.held(alice, 1, prompt)
     stream.cancel()

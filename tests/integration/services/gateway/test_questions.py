@@ -48,7 +48,6 @@ def real(tmp_path: Path, tiny: Path, shared_store: Server) -> Callable[..., Real
 
 
 def answer(story: Story) -> tuple[Explanation, Span]:
-    """Return the explanation of the slowest round, and the round's span."""
     found = explain(story)
     assert found.is_slow, found.sentence
     assert found.round is not None
@@ -80,7 +79,6 @@ def _signs(span: Span) -> Iterator[str]:
 
 
 def must_be_seen(alert: str, story: Story, metric: Metric, *signs: str) -> None:
-    """The runbook names the metric and the signs, and those are there for whoever follows it."""
     named = named_by(alert)
     assert metric in named.metrics
     assert set(signs) <= named.signs & signs_of(story)
@@ -129,7 +127,6 @@ async def test_the_full_batch(real: Callable[..., Real]) -> None:
 
 
 async def test_the_cold_cache(real: Callable[..., Real]) -> None:
-    """A session that nobody asked about for a while, whose place in the cache others took."""
     async with real() as it:
         [target] = it.targets
         prompt = [7, *PROMPT, *PROMPT]
@@ -165,7 +162,6 @@ async def test_the_cold_cache(real: Callable[..., Real]) -> None:
 
 
 async def test_the_moved_session(real: Callable[..., Real]) -> None:
-    """Its target hangs for a while, and then is gone."""
     async with real(targets=2) as it:
         for target in it.targets:
             target.engine.pass_s = 0.005

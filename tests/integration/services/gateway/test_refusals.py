@@ -60,8 +60,6 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 class Bystander:
-    """Another session of the same gateway, held in the middle while something is refused."""
-
     def __init__(self, world: World, gateway: Gateway) -> None:
         self._world = world
         self._gateway = gateway
@@ -207,7 +205,6 @@ async def test_a_resume_beyond_any_possible_end_is_refused(world: World, finishe
 
 
 async def test_the_largest_request_that_fits_is_served(world: World) -> None:
-    """A chat, text and token ids up to the very bounds."""
     gateway = await world.gateway(max_message_bytes=MAX_BYTES)
     text = "x" * (CONTEXT - 64)
     for prompt in (text, list(text.encode())):

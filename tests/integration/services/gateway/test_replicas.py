@@ -182,8 +182,6 @@ async def test_model_info_holds_for_every_replica(world: World) -> None:
 
 
 class Lesser(FakeTarget):
-    """Of replicas a, b and c, a is another build, and can do less."""
-
     async def GetTargetInfo(self, request: pb.GetTargetInfoRequest, context: Any) -> pb.GetTargetInfoResponse:
         info = await super().GetTargetInfo(request, context)
         if self.address.endswith("a/target"):

@@ -111,7 +111,6 @@ def must_continue(resumed: ReadableSpan, before: ReadableSpan) -> None:
 
 
 async def test_a_resumed_chat_is_still_a_chat(world: World, kept: KeptSpans) -> None:
-    """Though the gateway that began it traced nothing."""
     registry = Registry(GATEWAY)
     first, second = await world.gateway_of(Parts()), await world.gateway_of(kept.parts(metrics=registry))
     stream, heard = await world.held(first, 3, (Message("user", PROMPT),))
@@ -129,7 +128,6 @@ async def test_a_resumed_chat_is_still_a_chat(world: World, kept: KeptSpans) -> 
 async def test_a_fenced_owner_and_its_successor_are_both_traced(
     world: World, kept: KeptSpans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a request that was forced, what goes on is told too, though it forces nothing itself."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     first, second = await world.gateway_of(kept.parts()), await world.gateway_of(kept.parts())
@@ -264,8 +262,6 @@ async def test_an_abort_is_traced_with_its_store_call(world: World, kept: KeptSp
 
 
 class Hanging(SpanExporter):
-    """A collector that takes nothing: it says so, or keeps who asks waiting."""
-
     def __init__(self, *, waits: bool) -> None:
         self.asked = threading.Event()
         self.may_answer = threading.Event()

@@ -37,7 +37,6 @@ class Lines:
         return [line for line in self._captured if line["event"] == event]
 
     async def one(self, event: str) -> Any:
-        """Return the only line of this event, once it is there."""
         async with asyncio.timeout(PATIENCE_S):
             while not self.of(event):  # noqa: ASYNC110  # nothing tells when a line is written
                 await asyncio.sleep(0)

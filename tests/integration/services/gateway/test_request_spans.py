@@ -144,7 +144,6 @@ def must_be_a_call_of_the_store(span: ReadableSpan, request: ReadableSpan) -> No
 
 
 def must_be_items(calls: list[ReadableSpan], rounds: list[ReadableSpan], world: World) -> None:
-    """Each was sent with the span's own name, and begins beneath a round."""
     ids = {span.context.span_id for span in rounds}
     for name, pool in ((names.PROPOSE, world.draft), (names.VERIFY, world.target)):
         of_pool = [span for span in calls if span.name == name]

@@ -18,8 +18,6 @@ Stream = RequestStream[pb.VerifyItem, pb.VerifyAnswer]
 
 
 class Pool(rpc.TargetServicer):
-    """Answers each item with its session's id, unless told to hold them."""
-
     def __init__(self) -> None:
         self.messages: list[pb.VerifyStreamRequest] = []
         self.arrived: asyncio.Queue[pb.VerifyStreamRequest] = asyncio.Queue()

@@ -12,10 +12,7 @@ from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, hear, must_be_t
 
 
 def summary(heard: Heard) -> tuple[object, ...]:
-    """All that a resumed stream must have in common with one that was not cut off.
-
-    Which tokens a draft guessed in time is each session's own: every token has its mark, that is all.
-    """
+    """Return what a resumed stream has in common with an uninterrupted one; origins of tokens may differ."""
     assert len(heard.from_draft) == len(heard.tokens)
     return (
         heard.tokens,
@@ -29,7 +26,6 @@ def summary(heard: Heard) -> tuple[object, ...]:
 
 
 async def cut_off(world: World, gateway: Gateway, other: Gateway, at: int, **options: Any) -> Heard:
-    """A stream that breaks once `at` tokens or more are there, and goes on at the other gateway."""
     stream = gateway.ask(logprobs=2, **options)
     heard = Heard()
     heard.hear(await anext(stream))
@@ -80,7 +76,6 @@ async def test_a_finished_session_is_replayed_from_any_index(world: World) -> No
 
 
 async def test_the_text_does_not_depend_on_the_chunks(world: World) -> None:
-    """Token by token, and all at once: at every index the same text is still to come."""
     gateway = await world.gateway(draft="none")
     world.target.gate.close()
     stream = gateway.ask()
@@ -98,7 +93,6 @@ async def test_the_text_does_not_depend_on_the_chunks(world: World) -> None:
 
 
 async def test_a_session_resumes_where_its_log_ends(world: World) -> None:
-    """The client has two tokens, the log more: the rest of the log is told, then work goes on."""
     first, second = await world.gateway(), await world.gateway()
     stream, heard = await world.held(first, 3)  # a token a pass at least
     stream.cancel()

@@ -40,8 +40,6 @@ SPEC = SessionSpec(
 
 
 class Leases:
-    """A registry whose leases the test sets; only reads of `empty_reads` return none."""
-
     can_change = False
 
     def __init__(self, *empty_reads: int) -> None:
@@ -58,8 +56,6 @@ class Leases:
 
 
 class Here:
-    """Two replicas, and what a gateway knows of them; `refresh` lets it look."""
-
     def __init__(self, leases: Leases, targets: TargetPool, fakes: list[FakeTarget]) -> None:
         self.leases = leases
         self.targets = targets
@@ -67,7 +63,6 @@ class Here:
         self._requests = 0
 
     async def publish(self, fake: FakeTarget) -> None:
-        """Publish a lease that says what the replica says now."""
         info = await fake.GetTargetInfo(pb.GetTargetInfoRequest(), None)
         self.leases.leases[fake.address] = target_lease(fake.address, info)
 
@@ -78,7 +73,6 @@ class Here:
     async def ask(
         self, target: TargetSession, tokens: list[int], *, credit: int = 0, until: int | None = None
     ) -> list[ev.Verified | ev.CacheMissed | ev.Failed]:
-        """The answers to an item: all, or the first `until`, after which it is given up."""
         answers: list[ev.Verified | ev.CacheMissed | ev.Failed] = []
         item = target.verify(SPEC, self.request(tokens, credit), None)
         async with asyncio.timeout(PATIENCE_S):
@@ -90,7 +84,6 @@ class Here:
         return answers
 
     async def verified(self, target: TargetSession, tokens: list[int]) -> ev.Verified:
-        """Return the verdict on a request that has no other response."""
         [answer] = await self.ask(target, tokens)
         assert isinstance(answer, ev.Verified)
         return answer
@@ -99,7 +92,6 @@ class Here:
         return [len(fake.calls) for fake in self.fakes]
 
     def home(self) -> tuple[FakeTarget, FakeTarget]:
-        """Return the replica that got a request, and the other."""
         first, second = self.fakes
         return (first, second) if first.calls else (second, first)
 
@@ -125,12 +117,10 @@ async def here(world: World) -> AsyncIterator[Here]:
 
 
 def confirmed(count: int) -> list[int]:
-    """The prompt and the first tokens of the answer."""
     return [*PROMPT_TOKENS, *true_output(PROMPT_TOKENS, count, SEED)]
 
 
 async def test_a_session_outlives_the_lease_of_its_replica(here: Here) -> None:
-    """A registry that lost its data: what serves a session still does, and has its KV."""
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
@@ -154,7 +144,6 @@ async def test_a_session_stays_after_a_finished_request(here: Here) -> None:
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "registered"])
 async def test_a_dead_replica_gets_no_new_sessions(here: Here, told: bool) -> None:
-    """While no item was open, it is the look at who is there that finds out."""
     await here.ask(TargetSession(here.targets), confirmed(0))
     home, other = here.home()
     await home.stop()
@@ -169,7 +158,6 @@ async def test_a_dead_replica_gets_no_new_sessions(here: Here, told: bool) -> No
 
 
 async def test_a_session_returns_to_its_build(here: Here) -> None:
-    """Rule 3: while a replica of its own fingerprint lives, it goes to no other."""
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
@@ -196,7 +184,6 @@ async def test_a_closed_request_is_not_counted(here: Here) -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fakes do not say what passes take: their verdicts are late soon."""
     monkeypatch.setattr("galley.core.routing.lateness.LEAST_NS", SECOND // 10)
 
 
@@ -260,7 +247,6 @@ async def test_the_only_replica_of_a_build_is_awaited(here: Here) -> None:
 
 @pytest.mark.usefixtures("hasty")
 async def test_a_session_does_not_move_to_a_stalled_replica(here: Here) -> None:
-    """As when both share a machine that is busy: moving would only throw work away."""
     for fake in here.fakes:
         fake.gate.close()
     asking = [asyncio.ensure_future(here.ask(TargetSession(here.targets), confirmed(0))) for _ in range(2)]
@@ -276,7 +262,6 @@ async def test_a_session_does_not_move_to_a_stalled_replica(here: Here) -> None:
 
 @pytest.mark.usefixtures("hasty")
 async def test_a_verdict_is_late_relative_to_the_step_time(here: Here) -> None:
-    """A replica that says that passes take a second has eight of them, and more for a long prompt."""
     for fake in here.fakes:
         fake.row_costs = ((1, SECOND),)
         fake.incarnations += 1
@@ -296,7 +281,6 @@ async def test_a_verdict_is_late_relative_to_the_step_time(here: Here) -> None:
 
 @pytest.mark.usefixtures("hasty")
 async def test_all_sessions_leave_a_silent_replica(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One session finds it late, and asks who it is: the others need not wait for their own verdicts."""
     monkeypatch.setattr(here.targets, "probe_timeout_s", 0.2)
     sessions = [TargetSession(here.targets) for _ in range(4)]
     for session in sessions:
@@ -316,7 +300,6 @@ async def test_all_sessions_leave_a_silent_replica(here: Here, monkeypatch: pyte
 
 
 async def test_a_session_leaves_a_failing_replica(here: Here) -> None:
-    """Each is tried once; then it is time to wait."""
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     for fake in here.fakes:
@@ -363,7 +346,6 @@ async def test_a_restarted_replica_is_a_new_incarnation(here: Here) -> None:
 
 
 async def test_a_replica_without_info_is_left_before_the_deadline(here: Here) -> None:
-    """Its stream broke while no item was open, and now it takes what is sent and never answers."""
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, other = here.home()
@@ -384,7 +366,6 @@ async def test_a_replica_without_info_is_left_before_the_deadline(here: Here) ->
 
 
 async def test_a_replica_dropped_while_met_is_sent_nothing(here: Here) -> None:
-    """There would be nobody to end that stream."""
     target = TargetSession(here.targets)
     await here.ask(target, confirmed(0))
     home, _ = here.home()
@@ -406,7 +387,6 @@ async def test_a_replica_dropped_while_met_is_sent_nothing(here: Here) -> None:
 
 
 async def hedging(here: Here, *, warm: bool) -> tuple[TargetSession, FakeTarget, FakeTarget]:
-    """Return a new session, where it will be, and the other; `warm` replicas hold the prompt."""
     hashes = frozenset(block_hashes(b"", PROMPT_TOKENS, BLOCK)) if warm else frozenset()
     for fake in here.fakes:
         lease = here.leases.leases[fake.address]
@@ -474,7 +454,6 @@ async def test_a_hedge_that_loses_is_cancelled(here: Here) -> None:
 
 
 async def test_a_tie_keeps_the_session_at_home(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other's answer is read first, and then its own."""
     target, home, other = await hedging(here, warm=True)
     for fake in here.fakes:
         fake.gate.close()
@@ -529,8 +508,6 @@ async def test_a_cold_replica_is_no_hedge(here: Here) -> None:
 
 
 class LateTarget(FakeTarget):
-    """Refuses the first GetTargetInfo."""
-
     infos = 0
 
     async def GetTargetInfo(self, request: pb.GetTargetInfoRequest, context: Any) -> pb.GetTargetInfoResponse:
@@ -541,7 +518,6 @@ class LateTarget(FakeTarget):
 
 
 async def test_a_pool_does_not_start_with_a_target_whose_lease_has_ended(world: World) -> None:
-    """It would know neither the context window nor the vocabulary, and refuse every request."""
     async with Fleet(world, "a", LateTarget) as fleet:
         leases = Leases(2, 3)
         leases.leases = {fleet.addresses: fleet.members[0].lease()}

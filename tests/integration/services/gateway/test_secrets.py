@@ -34,8 +34,6 @@ OTHER = TokenIssuer()
 
 @dataclass
 class Shown:
-    """All that anybody else may read of what ran."""
-
     texts: list[bytes] = field(default_factory=list)
 
     def command_lines(self) -> None:
@@ -62,8 +60,6 @@ async def allow(store: Server) -> None:
 
 
 class Mesh:
-    """Real services as processes, with every secret that each can have, as talkative as they can be."""
-
     def __init__(self, directory: Path, store: Server, model: Path, opened: AsyncExitStack) -> None:
         authority = Authority(directory, "authority")
         self._files = mounted(directory / "files", authority.ca, authority.issue("all"))
@@ -103,7 +99,6 @@ class Mesh:
         return told["address"]
 
     async def generate(self, gateway: str, key: str) -> str:
-        """Return how a call with this key ends; empty if all went well."""
         async with AsyncClient(gateway, retries=NO_RETRIES, api_key=key, tls=self.tls) as client:
             try:
                 await hear(client.generate([5, 9, 2, 33], max_tokens=8, temperature=0, ignore_eos=True))
@@ -115,7 +110,6 @@ class Mesh:
         return [await asyncio.to_thread(_get, url) for url in self.metrics]
 
     async def have_missed_the_store(self) -> None:
-        """Wait until each replica has said in its log that it is not let in."""
         logs = [self.logs[role] for role in ("target", "draft")]
         async with asyncio.timeout(PATIENCE_S):
             while not all(b"registration failed" in log.read_bytes() for log in logs):  # noqa: ASYNC110  # a file
@@ -129,7 +123,6 @@ def _get(url: str) -> bytes:
 
 
 async def test_no_service_shows_a_secret(own_store: Server, tmp_path: Path) -> None:
-    """Gateway, draft and target over mutual TLS, callers known and unknown, a store that locks all out."""
     # Made now, as they expire: a whole run of the tests takes longer than they last.
     good, bad = EC.token(sub="carol"), OTHER.token(sub="canary-mallory-3a")
     shown = Shown()
@@ -183,7 +176,6 @@ async def test_no_service_shows_a_secret(own_store: Server, tmp_path: Path) -> N
 
 
 async def test_every_bad_bearer_gets_the_same_error(world: World) -> None:
-    """Or gRPC itself refuses it, which knows no words of ours."""
     gateway = await world.gateway(
         jwt_issuer=ISSUER,
         jwt_audience=AUDIENCE,

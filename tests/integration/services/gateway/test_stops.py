@@ -23,7 +23,6 @@ def output(max_tokens: int = MAX_TOKENS, seed: int = SEED, **rest: object) -> li
 
 
 def seed_with_end(after: int, before: int) -> int:
-    """A seed under which the model ends its answer by itself, with this many tokens before."""
     return next(seed for seed in range(10_000) if END in output(before, seed)[after:])
 
 

@@ -21,7 +21,6 @@ QUIET_S = 0.2
 
 @pytest.fixture
 async def world(frail_world: World) -> World:
-    """The world of all tests here: they kill its store."""
     return frail_world
 
 
@@ -93,7 +92,6 @@ async def test_a_clients_deadline_comes_before_the_stores(world: World, own_stor
 
 @any_credit
 async def test_cancelling_while_the_store_hangs_is_harmless(world: World, own_store: Server) -> None:
-    """A reply that nobody waits for any more must not be taken for the next one's."""
     gateway = await world.gateway(draft="none")
     world.target.gate.close()
     stream = gateway.ask()
@@ -111,7 +109,6 @@ async def test_cancelling_while_the_store_hangs_is_harmless(world: World, own_st
 
 
 async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[TokenStream, Heard]:
-    """A stream of which the client has HEARD tokens, all logged; the store keeps KEPT of them in hand."""
     world.target.gate.close()
     stream = gateway.ask()
     heard = Heard()
@@ -158,7 +155,6 @@ async def test_lost_tokens_are_computed_again_on_resume(world: World, own_store:
 
 @any_credit
 async def test_a_client_may_have_more_than_the_log(world: World, own_store: Server) -> None:
-    """Of a session that had ended too: it is live again, and ends again."""
     first, second = await world.gateway(draft="none"), await world.gateway(draft="none")
     stream, heard = await stream_beyond(world, own_store, first)
     world.target.gate.open()
@@ -188,7 +184,6 @@ async def test_recomputed_tokens_are_checked_against_the_client(world: World, ow
 
 @any_credit
 async def test_an_owner_whose_claim_was_lost_is_unavailable(world: World, own_store: Server) -> None:
-    """Nobody has it: the client is to resume, and does."""
     first, second = await world.gateway(draft="none"), await world.gateway(draft="none")
     stream, heard = await stream_beyond(world, own_store, first)
     stream.cancel()
@@ -207,8 +202,6 @@ async def test_an_owner_whose_claim_was_lost_is_unavailable(world: World, own_st
 
 
 class Lost:
-    """A stream of HEARD tokens, of whose session the store is about to lose all."""
-
     def __init__(self, gateway: Gateway, stream: TokenStream, heard: Heard) -> None:
         self.gateway = gateway
         self.stream = stream

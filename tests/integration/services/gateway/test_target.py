@@ -27,7 +27,6 @@ from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hea
     ids=lambda code: code.name,
 )
 async def test_a_broken_stream_to_the_target_is_a_pause(world: World, code: grpc.StatusCode) -> None:
-    """All sessions share it, so what one of their items does to it must not end the others."""
     gateway = await world.gateway()
     world.target.gate.close()
     streams = [gateway.ask(), gateway.ask()]
@@ -194,7 +193,6 @@ async def test_a_change_of_build_is_reported_on_resume(world: World) -> None:
 
 @any_credit
 async def test_a_restarted_target_is_identified_before_use(world: World) -> None:
-    """No item was open when it went, so that none has failed."""
     gateway = await world.gateway(target_timeout_s=3)
     must_be_true(await hear(gateway.ask()))
     await world.target.stop()
@@ -213,8 +211,6 @@ async def test_a_restarted_target_is_identified_before_use(world: World) -> None
 
 
 async def test_a_failing_tokenizer_is_an_internal_error(world: World) -> None:
-    """Whatever raises in the shell: a client must not wait for ever."""
-
     def fails(ids: Sequence[int]) -> str:
         raise ValueError("cannot decode")
 

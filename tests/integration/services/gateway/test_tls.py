@@ -34,8 +34,6 @@ PARTIES = ("target", "draft", "gateway", "peer", "client")
 
 
 class Mesh:
-    """What each party of a world has mounted, all of one authority at first."""
-
     def __init__(self, world: World, directory: Path) -> None:
         self.world = world
         self.directory = directory
@@ -49,7 +47,6 @@ class Mesh:
         return self._parts[name]
 
     async def secure(self, replica: Replica, name: str, *, mutual: bool = True) -> None:
-        """Have a fake serve anew, over TLS."""
         await replica.stop()
         replica.credentials = credentials_of(self[name], mutual=mutual)
         await replica.start()
@@ -68,14 +65,12 @@ class Mesh:
 
     @asynccontextmanager
     async def calling(self, gateway: Gateway, name: str = "client") -> AsyncIterator[Gateway]:
-        """The gateway as one of the parties reaches it, over a connection of its own."""
         files = self[name]
         tls = Tls(files.ca, files.cert, files.key)
         async with AsyncClient(gateway.address, retries=NO_RETRIES, tls=tls) as client:
             yield replace(gateway, client=client)
 
     def put(self, ca: bytes, issuer: Authority, suffix: str) -> None:
-        """Replace what everybody has."""
         for name in PARTIES:
             pair = issuer.issue(f"{name}{suffix}" if name in {"peer", "client"} else name)
             self[name].put(ca=ca, cert=pair.cert, key=pair.key)
@@ -178,8 +173,6 @@ def test_incomplete_peer_tls_settings_are_refused(given: dict[str, str], problem
 
 
 class Answering:
-    """A long answer that is under way, and goes on as far as the target's gate lets it."""
-
     def __init__(self, mesh: Mesh, gateway: Gateway) -> None:
         self._gate = mesh.world.target.gate
         self._gate.close()
@@ -203,7 +196,6 @@ class Answering:
 
 
 async def test_authorities_and_certificates_are_replaced_under_a_stream(mesh: Mesh) -> None:
-    """In the order of docs/operate/tls.md: all trust both authorities, all change over, the old one goes."""
     old, new = mesh.authority.ca.read_bytes(), mesh.other.ca.read_bytes()
     await mesh.secure_both()
     gateway = await mesh.start_gateway(client_timeout_s=PATIENCE_S)

@@ -109,7 +109,6 @@ def test_sizes_and_special_tokens_are_those_of_transformers(
 
 
 def a_directory(path: Path, config: dict[str, Any] | None = None, *, truncate: bool = False) -> Path:
-    """Bytes as tokens, <s> put first, </s> known."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     fast = FastTokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

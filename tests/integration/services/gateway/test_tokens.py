@@ -67,7 +67,6 @@ async def test_a_bad_token_is_refused_before_any_work(world: World) -> None:
 
 
 async def test_an_unauthenticated_request_is_not_read(world: World) -> None:
-    """It is refused before it has come: however large it was to be."""
     gateway = await world.gateway(**tokens(world))
     async with wire(gateway.address) as stranger:
         await stranger.begin()
@@ -76,7 +75,6 @@ async def test_an_unauthenticated_request_is_not_read(world: World) -> None:
 
 
 async def test_a_stream_outlives_its_token(world: World) -> None:
-    """As with a key; what is asked anew needs a new one."""
     gateway = await world.gateway(**tokens(world, jwt_leeway_s=0))
     world.target.gate.close_after(1)
     expires = int(time.time()) + 2

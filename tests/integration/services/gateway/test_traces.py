@@ -39,7 +39,6 @@ async def test_one_trace_holds_a_request_without_content(world: World, tmp_path:
     by_id = {span.span_id: span for span in spans}
 
     def chain(span: Span) -> list[str]:
-        """The names from a span up to what the client named."""
         names = [span.name]
         while span.parent_span_id != PARENT:
             span = by_id[span.parent_span_id]

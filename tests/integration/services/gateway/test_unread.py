@@ -33,7 +33,6 @@ SHORT = 900
 
 @asynccontextmanager
 async def left_unread(gateway: Gateway, max_tokens: int, count: int) -> AsyncIterator[list[TokenStream]]:
-    """Streams of one client, which has heard that they started and then stopped reading."""
     asked = {"max_tokens": max_tokens, "seed": SEED, "ignore_eos": True, "logprobs": 20}
     async with narrow(gateway.address) as stub:
         streams = [
@@ -46,7 +45,6 @@ async def left_unread(gateway: Gateway, max_tokens: int, count: int) -> AsyncIte
 
 
 async def held_up(world: World, gateway: Gateway, stream: TokenStream) -> int:
-    """Wait until the session waits for its client; the tokens that are confirmed then."""
     before = -1
     while before != (before := world.target.confirmed[stream.session_id]):
         must_be_true(await hear(gateway.ask()))
@@ -93,7 +91,6 @@ async def test_an_unread_finished_answer_frees_its_place(world: World) -> None:
 
 @any_credit
 async def test_a_slow_client_that_reads_in_time_loses_nothing(world: World) -> None:
-    """Its session waits for it meanwhile, and no other session does."""
     gateway = await world.gateway(client_timeout_s=20, buffer=BUFFER)
     async with left_unread(gateway, SHORT, 1) as [stream]:
         assert await held_up(world, gateway, stream) < SHORT
@@ -107,7 +104,6 @@ async def test_a_slow_client_that_reads_in_time_loses_nothing(world: World) -> N
 async def test_the_end_of_a_session_ends_its_unread_stream(
     world: World, fate: str, code: grpc.StatusCode
 ) -> None:
-    """Though its own end must not wait for ever for its client either, who is told of it when it reads on."""
     gateway = await world.gateway(client_timeout_s=3, buffer=BUFFER, max_sessions=2)
     async with left_unread(gateway, LONG, 1) as [stream]:
         await held_up(world, gateway, stream)

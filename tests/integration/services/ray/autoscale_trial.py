@@ -27,7 +27,6 @@ SOON_S = 90.0
 
 @asynccontextmanager
 async def deployed(model: Path, redis_url: str) -> AsyncIterator[None]:
-    """One replica, and at most one more."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.target.ray", "--model", str(model), "--kv-memory-mb", "8"),
         *("--replicas", "1", "--max-replicas", "2", "--upscale-delay-s", "0", "--downscale-delay-s", "1"),
@@ -50,8 +49,6 @@ async def until(registry: ReplicaRegistry, replicas: int) -> list[TargetLease]:
 
 
 async def keep_busy(address: str) -> None:
-    """Sessions that always have work to do, until cancelled."""
-
     async def session(target: rpc.TargetAsyncStub, name: str) -> None:
         for turn in range(10**6):
             item = pb.VerifyItem(slice=slice_of([turn % 7, 3, 5], session_id=name), credit=CONTEXT)
@@ -69,7 +66,6 @@ async def keep_busy(address: str) -> None:
 
 
 async def run(scratch: Path) -> dict[str, float]:
-    """Seconds until there are two replicas, and until there is one again. Raises TimeoutError."""
     model = save_tiny_model(scratch)
     with running(VALKEY) as store:
         registry = ReplicaRegistry(store.url)

@@ -14,7 +14,6 @@ VOCAB = 128
 
 @pytest.fixture(scope="session")
 def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with 8 heads over 4 heads of keys and values, head and embedding untied."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -33,7 +32,6 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2: biases, a tied head, and a vocabulary that two ranks cannot share."""
     torch.manual_seed(1)
     config = Qwen2Config(
         vocab_size=VOCAB - 1,
@@ -56,7 +54,6 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def nine_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with 9 heads over 3 heads of keys and values, which three ranks can share."""
     torch.manual_seed(2)
     config = LlamaConfig(
         vocab_size=VOCAB + 1,

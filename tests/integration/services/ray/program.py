@@ -29,8 +29,6 @@ PROMPT = [3 * i % 97 for i in range(40)]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one model: logits and greedy tokens of PROMPT, and a trial of `passes` for each of `seeds`."""
-
     model: str
     dtype: str = "float32"
     new_tokens: int = 5
@@ -56,7 +54,6 @@ def main() -> None:
 
 
 def _fork(size: int) -> tuple[int, list[int]]:
-    """This process's rank, and in rank 0 the processes of the others."""
     followers = []
     for rank in range(1, size):
         pid = os.fork()
@@ -67,7 +64,6 @@ def _fork(size: int) -> tuple[int, list[int]]:
 
 
 def run(work: Work, ranks: Ranks) -> dict[str, Any]:
-    """Load the model and do the work."""
     needed = 3 * SEQUENCES * (-(-work.longest // 32) + 1)
     model = CausalModel.load(
         Path(work.model),
@@ -93,7 +89,6 @@ def run(work: Work, ranks: Ranks) -> dict[str, Any]:
 
 
 def greedy(model: CausalModel, count: int) -> list[int]:
-    """The likeliest tokens after PROMPT, one pass each."""
     tokens: list[int] = list(PROMPT)
     fed = 0
     for _ in range(count):

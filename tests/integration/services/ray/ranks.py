@@ -17,7 +17,6 @@ from tests.integration.services.ray.program import Work
 
 
 def run_ranks(size: int, works: Sequence[Work], folder: Path, timeout_s: float = 120) -> list[dict[str, Any]]:
-    """What rank 0 of `size` found, work by work; raises AssertionError, with the output, if a rank failed."""
     folder.mkdir()
     out = folder / "found.pt"
     arguments = json.dumps([asdict(work) for work in works])

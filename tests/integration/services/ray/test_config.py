@@ -68,7 +68,6 @@ def test_the_charts_pods_drain_as_long_as_serve_lets_a_replica_go(drain: int) ->
 
 
 def test_ray_is_not_told_the_stores_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps arguments, and shows them; replicas read what their node's environment names."""
     url, file = "redis://galley:canary-5c1e@store.test:6379", tmp_path / "url"
     file.write_text(url)
     settings = DeploySettings.model_validate({"redis_url_file": str(file)})

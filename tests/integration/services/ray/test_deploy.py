@@ -23,7 +23,6 @@ with warnings.catch_warnings():
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was stopped in order, of a Ray that starts at once and whose replicas never come."""
     calls: list[Any] = []
     nothing: Any = lambda *_, **__: None  # noqa: E731
     for name in ("start", "deploy", "ping_serve"):

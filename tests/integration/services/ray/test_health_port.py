@@ -20,8 +20,6 @@ with warnings.catch_warnings():
 
 
 class Quick(Leader):
-    """One without a model."""
-
     @property
     def running(self) -> RunningServer:
         assert self._server is not None

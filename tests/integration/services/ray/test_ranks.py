@@ -37,13 +37,11 @@ def keeps_bits(results: dict[str, Any]) -> None:
 
 
 def _wide(config: Any) -> Any:
-    """With an MLP whose half is a multiple of 32: torch computes an activation's last numbers otherwise."""
     config.intermediate_size = 128
     return config
 
 
 def test_two_ranks_agree_with_one(four_heads: Path, biased: Path, tmp_path: Path) -> None:
-    """In our own forward and in transformers', whose plans cut fused and separate products."""
     others = [save_random(_wide(CONFIGS[kind]()), tmp_path / kind) for kind in OTHERS]
     works = [
         Work(str(four_heads)),

@@ -38,10 +38,7 @@ def loaded(tiny: Path) -> CausalModel:
 
 
 class Recording:
-    """An engine that remembers its passes, and waits for `gate` before each.
-
-    `failure` is raised once; `missing` outcomes are left out once, which no engine may do.
-    """
+    """Record passes and wait for `gate` before each; raise `failure` and omit `missing` outcomes once."""
 
     def __init__(self, engine: PagedEngine) -> None:
         self.engine = engine
@@ -58,7 +55,6 @@ class Recording:
 
     @property
     def sessions(self) -> list[int]:
-        """How many shared each pass."""
         return [len(plan.chunks) for plan in self.passes]
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
@@ -85,13 +81,11 @@ def limits() -> Limits:
 
 @pytest.fixture
 def spans() -> SpanScope | None:
-    """Where spans are made; None: they are not."""
     return None
 
 
 @pytest.fixture
 def registry() -> Registry | None:
-    """Where metrics are counted; None: they are not."""
     return None
 
 
@@ -106,8 +100,6 @@ async def service(
 
 
 class Served:
-    """The service behind a real server."""
-
     def __init__(
         self,
         engine: TargetEngine,

@@ -36,8 +36,6 @@ TICK_NS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class FuzzSize:
-    """How large the world is."""
-
     vocab: int
     context: int
     # Few enough that sessions lose theirs.
@@ -56,7 +54,7 @@ SMALL = FuzzSize(
 
 @dataclass(slots=True)
 class _Session:
-    """What its owner knows: `tokens` are confirmed, `held` of them the target was last known to hold."""
+    """`tokens` are confirmed; the target was last known to hold `held` of them."""
 
     key: SessionKey
     tokens: list[int]
@@ -70,8 +68,6 @@ class _Session:
 
 @dataclass(slots=True)
 class FuzzCounts:
-    """What happened."""
-
     passes: int = 0
     rows: int = 0
     tokens_checked: int = 0
@@ -80,7 +76,6 @@ class FuzzCounts:
     happened: Counter[str] = field(default_factory=Counter)
 
     def as_record(self) -> dict[str, object]:
-        """For JSON."""
         return {
             "passes": self.passes,
             "rows": self.rows,
@@ -92,8 +87,6 @@ class FuzzCounts:
 
 
 class FuzzWorld:
-    """One run of the fuzz test; `step` does something random and then at most one pass."""
-
     def __init__(self, model: CausalModel, fresh: CausalModel, size: FuzzSize, seed: int) -> None:
         self._model, self._fresh, self._size = model, fresh, size
         self._random = random.Random(seed)
@@ -111,7 +104,6 @@ class FuzzWorld:
     # ------------------------------------------------------------------------------- what is done --
 
     def step(self) -> None:
-        """Something random, then half of the time a pass, or what comes between a pass's ends."""
         self._now += TICK_NS
         ways = [
             (self._begin, 4),
@@ -135,7 +127,6 @@ class FuzzWorld:
         self._take_answers()
 
     def finish(self) -> None:
-        """Let all that stands come to its end or give it up; then nothing may be held. Raises if it is."""
         while self._by_item or self._under_way is not None:
             for item in list(self._by_item):
                 if self._random.random() < 0.1:
@@ -156,7 +147,6 @@ class FuzzWorld:
             raise AssertionError(f"{self._table.total - self._table.free} blocks are lost")
 
     def check(self) -> None:
-        """The block accounting balances."""
         check_table(self._table)
 
     # --------------------------------------------------------------------------------- what comes --
@@ -183,20 +173,17 @@ class FuzzWorld:
         self._submit(session)
 
     def _go_on(self) -> None:
-        """The next item of a session that has none."""
         session = self._pick(lambda s: s.item is None and len(s.tokens) < self._size.context - 2)
         if session is not None:
             self._submit(session)
 
     def _cut(self) -> None:
-        """Go back: what was confirmed after some point never was."""
         session = self._pick(lambda s: s.item is None and len(s.tokens) > 2)
         if session is not None:
             self._shorten(session, self._random.randint(1, len(session.tokens) - 1))
             self._submit(session)
 
     def _rewrite(self) -> None:
-        """Jump: other tokens after some point, perhaps while an item stands."""
         session = self._pick(lambda s: len(s.tokens) > 2)
         if session is not None:
             self._shorten(session, self._random.randint(1, len(session.tokens) - 1))
@@ -211,13 +198,11 @@ class FuzzWorld:
         session.held = min(session.held, length - 1)
 
     def _repeat(self) -> None:
-        """The same item once more, while the first stands."""
         session = self._pick(lambda s: s.item is not None)
         if session is not None:
             self._submit(session)
 
     def _lie(self) -> None:
-        """Claim a prefix that the target cannot have, or of a wrong hash: a cache miss and no harm."""
         session = self._pick(lambda s: len(s.tokens) > 3)
         if session is not None:
             self._submit(session, start=len(session.tokens) - 1, wrong_hash=self._random.random() < 0.5)
@@ -228,7 +213,6 @@ class FuzzWorld:
             self._cancel(session.item)
 
     def _forget(self) -> None:
-        """The owner is gone; another item of the key comes from nothing."""
         session = self._pick(lambda s: s.item is None)
         if session is not None:
             session.held = 0
@@ -367,12 +351,10 @@ class FuzzWorld:
             session.item, session.request = None, None
 
     def _comes_to_nothing(self, session: _Session) -> bool:
-        """Is there no token that a fresh run says next?"""
         draw = Draw(session.sampling, session.tokens, session.prompt_len, frozenset({STOP}), 0)
         return isinstance(fresh_outcome(self._fresh, draw), Broken)
 
     def _compare(self, session: _Session, confirmed: Confirmed) -> None:
-        """These tokens are those of a fresh run of the whole sequence, alone."""
         tokens = list(confirmed.tokens)
         draw = Draw(
             params=session.sampling,
@@ -405,7 +387,6 @@ class FuzzWorld:
         return SamplingParams(temperature, seed=seed)
 
     def _drafts(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """None, random ones, those of a fresh run, or the last of these spoiled."""
         kind = self._random.random()
         count = self._random.randint(1, 8)
         if kind < 0.3 or len(tokens) + count >= self._size.context:
@@ -418,7 +399,6 @@ class FuzzWorld:
         return tuple(known)
 
     def _said_before(self, tokens: Sequence[int], count: int) -> list[int]:
-        """What the model says greedily after these tokens."""
         known: list[int] = []
         while len(known) < min(count, 3) and self._size.poison not in known:
             draw = Draw(SamplingParams(0.0), [*tokens, *known], len(tokens), frozenset(), 0)
@@ -432,7 +412,6 @@ class FuzzWorld:
 
 
 def run_plan(model: CausalModel, plan: StepPlan) -> list[StepOutcome]:
-    """One pass of a model, drawing included."""
     return PagedEngine(model, "fuzz").run(plan)
 
 
@@ -445,7 +424,6 @@ def fresh_tokens(model: CausalModel, draw: Draw) -> list[int]:
 
 
 def fresh_outcome(model: CausalModel, draw: Draw) -> StepOutcome:
-    """The draw of one sequence, in one chunk, from nothing."""
     tokens = [*draw.history, *draw.draft_tokens]
     blocks = range(-(-len(tokens) // model.kv.block_tokens))
     chunk = StepChunk(0, tokens, blocks, 1 + len(draw.draft_tokens), draw)
@@ -453,15 +431,12 @@ def fresh_outcome(model: CausalModel, draw: Draw) -> StepOutcome:
 
 
 def save_small_model(directory: Path) -> Path:
-    """A wider one than the tiny model, which may say POISON."""
     return save(random_llama(hidden_size=64, spread=0.3, seed=0), directory)
 
 
 def load_pair(
     directory: Path, size: FuzzSize, dtype: torch.dtype = torch.float32
 ) -> tuple[CausalModel, CausalModel]:
-    """The model under test, and the one that runs everything fresh."""
-
     def load(blocks: int) -> CausalModel:
         return CausalModel.load(directory, dtype=dtype, device="cpu", threads=1, kv_blocks=blocks)
 

@@ -22,8 +22,6 @@ _MAX_DRAFTS = 8
 
 @dataclass(slots=True)
 class InvarianceCounts:
-    """What was compared; `differing` rows have another bit somewhere."""
-
     rows: int = 0
     differing: int = 0
     passes: int = 0
@@ -42,8 +40,6 @@ class _Sequence:
 
 
 class InvarianceTrial:
-    """A few sequences over one pool; give the model blocks for twice their length."""
-
     def __init__(self, model: CausalModel, sequences: int, longest: int, seed: int) -> None:
         self._model = model
         self._random = random.Random(seed)
@@ -54,7 +50,6 @@ class InvarianceTrial:
         self._sequences = [self._sequence(longest) for _ in range(sequences)]
 
     def run(self, passes: int) -> InvarianceCounts:
-        """So many passes of random company; sequences that come to their end begin anew."""
         for _ in range(passes):
             for sequence in self._sequences:
                 self._disturb(sequence)
@@ -70,7 +65,6 @@ class InvarianceTrial:
         return _Sequence(tokens, alone)
 
     def _disturb(self, sequence: _Sequence) -> None:
-        """Sometimes cut it, take all its blocks, or copy one elsewhere."""
         kind = self._random.random()
         if sequence.done == len(sequence.tokens) or kind < 0.03:
             self._give_back(sequence, 0)

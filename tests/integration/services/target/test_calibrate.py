@@ -17,8 +17,6 @@ MS = 1_000_000
 
 
 class Timed:
-    """An engine on a clock of its own; the passes of one size take `noise` ns longer, the first ones most."""
-
     def __init__(self, info: EngineInfo, row_ms: float) -> None:
         self.info = info
         self.now = 0

@@ -37,7 +37,6 @@ def item(credit: int, draft: list[int] | None = None, **given: Any) -> pb.Verify
 async def first_pass_held(
     target: rpc.TargetAsyncStub, engine: Recording, *items: pb.VerifyItem
 ) -> AsyncIterator[Stream]:
-    """A stream with these items, whose first pass waits until `engine.gate` is set."""
     engine.gate.clear()
     async with stream_of(target) as stream:
         await stream.send(*items)
@@ -46,7 +45,6 @@ async def first_pass_held(
 
 
 async def started(engine: Recording) -> None:
-    """Until a pass has."""
     assert await asyncio.to_thread(engine.started.acquire, timeout=10)
 
 
@@ -97,7 +95,6 @@ async def test_an_extension_raises_the_limit(
 async def test_a_hint_keeps_its_worth_when_it_comes_late(
     target: rpc.TargetAsyncStub, engine: Recording, answer: list[int], late: int
 ) -> None:
-    """The hint starts `late` tokens before where the session stands when it is used."""
     known = [*PROMPT, *answer[: 3 - late]]
     async with stream_of(target) as stream:
         await stream.send(item(credit=0))
@@ -243,7 +240,6 @@ async def info(target: rpc.TargetAsyncStub) -> pb.GetTargetInfoResponse:
 
 
 async def idle(target: rpc.TargetAsyncStub) -> None:
-    """Until nothing is worked on."""
     async with asyncio.timeout(10):
         while (await info(target)).queue_depth:
             pass

@@ -40,7 +40,6 @@ def test_every_response_equals_that_of_a_fresh_run(
 
 @pytest.fixture(scope="module")
 def shallow_model(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers of the default model: bits depend on the products' shapes, not on their number."""
     return truncate_model(default_model_dir, [0, 14, 29], tmp_path_factory.mktemp("models") / "shallow")
 
 

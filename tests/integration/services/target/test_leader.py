@@ -25,7 +25,6 @@ with warnings.catch_warnings():
 
 @asynccontextmanager
 async def leading_at(model: Path, metrics_port: int) -> AsyncIterator[tuple[str, str]]:
-    """Of a replica of one rank: where it serves, and where its metrics are."""
     settings = TargetSettings(
         model=str(model), dtype="float32", kv_memory_mb=1, threads=1, metrics_port=metrics_port
     )
@@ -47,7 +46,6 @@ async def must_serve(address: str, metrics: str) -> None:
 async def test_replicas_that_find_the_port_taken_serve_at_others(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One at a port that follows, the other, where none of these is free, at any."""
     async with AsyncExitStack() as replicas:
         taken = replicas.enter_context(socket.create_server(("127.0.0.1", 0)))
         port = taken.getsockname()[1]

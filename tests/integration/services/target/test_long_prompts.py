@@ -33,7 +33,6 @@ def item(
 
 
 async def until_here(target: rpc.TargetAsyncStub, items: int) -> None:
-    """Return once so many items are at the target."""
     while (await target.GetTargetInfo(pb.GetTargetInfoRequest())).queue_depth < items:
         pass
 

@@ -64,7 +64,6 @@ async def test_a_prompt_that_is_cached_is_reused_and_a_prefix_that_is_not_is_a_m
 async def test_a_pool_that_is_too_small_preempts_evicts_and_says_so(
     target: rpc.TargetAsyncStub, registry: Registry
 ) -> None:
-    """Each session takes a quarter of the pool."""
     long = [token % 100 for token in range(KV_BLOCKS // 4 * 20)]
     for index in range(6):
         prompt = [index + 1, *long]

@@ -197,7 +197,6 @@ async def test_a_preempted_session_is_recorded(
 
 
 async def until(stream: Stream, session_id: str) -> list[pb.VerifyAnswer]:
-    """All answers up to the first of this session."""
     seen = [await stream.next()]
     while seen[-1].session_id != session_id:
         seen.append(await stream.next())

@@ -29,8 +29,6 @@ def answer(tiny: Path) -> list[int]:
 
 
 def oracle(answer: list[int], k: int, right: int) -> Any:
-    """Proposes k tokens, the first `right` of which are what the target will say."""
-
     def draft(tokens: list[int]) -> list[int]:
         at = len(tokens) - len(PROMPT)
         return [
@@ -59,7 +57,6 @@ async def test_no_draft_changes_a_token(
 
 
 def assert_accepted(accepted: list[int], right: int) -> None:
-    """What was right, of as many as paid by the measured costs; never more."""
     assert accepted[0] <= right
     assert (sum(accepted) > 0) == (right > 0)
 

@@ -16,7 +16,6 @@ def block(
     temperature: float = 0.0,
     rounds: Rounds | None = None,
 ) -> LoopBlock:
-    """An answer of 40 tokens for each stream, each token so long after the one before."""
     tokens = tuple(range(40))
     at_s = tuple(token_s * (at + 1) for at in tokens)
     load = Load(
@@ -34,7 +33,6 @@ def block(
 
 
 def rounds_of(verified: int, accepted: int, *, target_ms: float = 30.0, draft_ms: float = 0.0) -> Rounds:
-    """Ten rounds that together verified and accepted so many draft tokens."""
     return Rounds(
         rounds=10,
         proposed=2 * verified,

@@ -24,7 +24,6 @@ from tests.unit.galley.bench.blocks import block, rounds_of
 
 
 def a_run(gain_at_8: float = 0.9) -> list[LoopBlock]:
-    """Three pairs on a machine that slows down; auto is 2 times as fast alone on chat, 4 times on rewrite."""
     found = []
     for pair in range(3):
         slow = 1 + pair / 10
@@ -65,7 +64,6 @@ def test_the_mean_over_workloads_is_taken_within_each_pair() -> None:
 
 
 def looping(arm: str, loop_s: float, streams: int = 1) -> LoopBlock:
-    """40 tokens of 0.1 s each, then a loop of 40 more."""
     tokens = (*range(40), *(100 + at % 10 for at in range(40)))
     at_s = tuple(0.1 * (at + 1) if at < 40 else 4 + loop_s * (at - 39) for at in range(80))
     answer = Answer(tokens, at_s, at_s[-1])
@@ -103,7 +101,7 @@ def test_rounds_are_summed_over_all_answers() -> None:
 
 
 def test_the_model_foretells_tokens_a_round_over_what_the_round_takes() -> None:
-    """Leviathan et al., arXiv 2211.17192, section 3.3: here 4 tokens in (40 + 10) ms against 30 ms each."""
+    """Leviathan et al., arXiv 2211.17192, section 3.3: 4 tokens in (40 + 10) ms against 30 ms each."""
     blocks = [
         block("off", 0.03, rounds=rounds_of(0, 0, target_ms=30)),
         block("model-4", 0.02, rounds=rounds_of(40, 30, target_ms=40, draft_ms=10)),

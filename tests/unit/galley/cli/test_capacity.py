@@ -50,14 +50,12 @@ def test_it_says_what_bounds_a_replica(tmp_path: Path) -> None:
 
 
 def test_the_worked_example_of_the_documentation_is_what_is_printed() -> None:
-    """Both the example's arguments and every line of its answer stand there."""
     page = SCALING.read_text()
     for line in output_of(f"--capacity={EXAMPLE}").splitlines():
         assert line.rstrip() in page
 
 
 def test_the_example_is_a_target_that_the_chart_can_run() -> None:
-    """By the settings of the chart's own example; the page says which pool a rank must have."""
     example = tomllib.loads(EXAMPLE.read_text())["target"]
     chart = yaml.safe_load(CHARTS.read_text())["target"]
     assert example["max_rows"] == chart["settings"]["max_rows"]

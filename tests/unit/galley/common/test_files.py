@@ -13,8 +13,6 @@ from tests.fakes.log_lines import logged
 
 
 class Watched:
-    """Two files, of which the first must say what the second says."""
-
     def __init__(self, directory: Path) -> None:
         self.paths = [directory / "one", directory / "two"]
         self.write("old")
@@ -94,7 +92,6 @@ def test_a_file_that_is_allowed_by_now_is_read_though_nobody_has_written_to_it(t
 
 
 def test_what_could_not_be_read_is_tried_again_and_told_once(watched: Watched) -> None:
-    """Too many files may have been open in that moment, or a certificate may not be valid yet."""
     now_s, crowded = [0.0], [False]
 
     def read() -> list[str]:
@@ -117,7 +114,6 @@ def test_what_could_not_be_read_is_tried_again_and_told_once(watched: Watched) -
 
 
 def test_what_only_another_file_can_mend_is_read_once(watched: Watched) -> None:
-    """It may be large, and is read where nobody else gets on meanwhile."""
     now_s, reads = [0.0], [0]
 
     def read() -> list[str]:

@@ -10,8 +10,6 @@ from galley.common.server.lifecycle import run_unless
 
 
 class Work:
-    """Waits to be let go on; it takes a moment to end when it is cancelled."""
-
     def __init__(self, last_words: Exception | None = None) -> None:
         self.begun, self.go = asyncio.Event(), asyncio.Event()
         self.ended = False

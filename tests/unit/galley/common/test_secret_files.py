@@ -108,8 +108,6 @@ def test_a_secret_that_is_given_twice_is_refused(file: Path, capsys: pytest.Capt
 
 
 class Listed(BaseSettings):
-    """`names_file` is a setting of its own, and no file that holds a secret."""
-
     model_config = settings_config("LISTED_")
 
     names: int = 1

@@ -24,7 +24,6 @@ def test_confirms_the_accepted_and_one_more() -> None:
 
 
 def test_cuts_after_the_first_stop_token() -> None:
-    """The stop token itself is confirmed, and counts as accepted if the draft proposed it."""
     assert verdict([1, 2, 3], [1, 2, 3, 4], stops=(2,)) == Verdict((1, 2), 2)
     assert verdict([1, 2, 3], [1, 2, 3, 4], stops=(4,)) == Verdict((1, 2, 3, 4), 3)
     assert verdict([1, 9], [1, 2, 3], stops=(2,)) == Verdict((1, 2), 1)
@@ -37,7 +36,6 @@ def test_a_stop_token_before_min_tokens_does_not_stop() -> None:
 
 
 def test_cuts_at_max_position() -> None:
-    """No token may stand at or beyond it."""
     assert verdict([1, 2, 3], [1, 2, 3, 4], position=10, max_position=12) == Verdict((1, 2), 2)
     assert verdict([1, 9, 3], [1, 2, 3, 4], position=10, max_position=12) == Verdict((1, 2), 1)
     assert verdict([1], [1, 2], position=10, max_position=11) == Verdict((1,), 1)

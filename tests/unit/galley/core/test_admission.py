@@ -165,7 +165,6 @@ def test_retry_delays_are_exact_and_keep_the_rate(
 
 
 def test_refused_callers_find_a_slot_when_they_retry() -> None:
-    """Twenty times as many callers as slots, each of which retries at retry_after."""
     rng = random.Random(5)
     admission, length_ns = Admission(10), 2 * SECOND
     events = [(rng.randrange(SECOND), caller, "enters") for caller in range(200)]

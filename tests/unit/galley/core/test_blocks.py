@@ -16,7 +16,6 @@ def taken(pool: BlockPool, count: int) -> list[int]:
 
 
 def cached_chain(pool: BlockPool, hashes: list[bytes]) -> list[int]:
-    """Blocks of these hashes that nobody holds any more."""
     blocks = taken(pool, len(hashes))
     for block_hash, block in zip(hashes, blocks, strict=True):
         pool.register(block_hash, block)

@@ -9,7 +9,6 @@ from galley.core.routing.breaker import FAILURES, FIRST_PAUSE_NS, LONGEST_PAUSE_
 
 
 def opened(breaker: Breaker, now: int = 0) -> int:
-    """Let attempts fail until it opens; how many it took."""
     for count in range(1, WINDOW + 1):
         if breaker.record_failure(breaker.begin(now), now):
             return count

@@ -30,7 +30,7 @@ EXACT = Spares(busy=1, replicas=0)
 
 
 def test_plain_decoding_by_hand() -> None:
-    """4 sessions fit, each of 4 blocks: 400 tokens/s, so 40 answers/s, and 50 ask for two replicas."""
+    """4 sessions of 4 blocks fit: 400 tokens/s, so 40 answers/s; 50 answers/s need two replicas."""
     result = capacity(LOAD, TARGET, NO_DRAFT, EXACT)
     assert result.at.sessions == 4
     assert result.bound_by == "kv"
@@ -42,7 +42,7 @@ def test_plain_decoding_by_hand() -> None:
 
 
 def test_speculation_by_hand() -> None:
-    """A free and perfect draft of one token doubles what a replica gives; nobody is needed to serve it."""
+    """A free and perfect draft of one token doubles a replica's throughput."""
     result = capacity(LOAD, TARGET, DraftSize(alpha=1, cost_ratio=math.inf, max_k=1), EXACT)
     assert result.at.k == 1
     assert result.at.tokens_per_s == pytest.approx(800)

@@ -30,7 +30,6 @@ class Observer:
 
 
 def drafting(observer: Any) -> tuple[Drafting, Answer]:
-    """Tokens 4 to 9 are proposed, and a request continues after them."""
     here = Drafting(1, 1, observer)
     answer = Answer(SessionSpec("s", PROMPT, SamplingParams(), 100, 100), lambda tokens: "x" * len(tokens))
     here.hint = Hint(3, prefix_hash(PROMPT), (4, 5, 6, 7, 8, 9), (0.9, 0.8, 0.7, 0.6, 0.5, 0.4))

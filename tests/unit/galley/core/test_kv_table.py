@@ -21,7 +21,6 @@ def table_of(blocks: int, max_sessions: int = 8) -> KvTable:
 
 
 def filled(table: KvTable, key: SessionKey, tokens: list[int], arrival: int = 0, room: int = 0) -> None:
-    """The session is live and stands at all but the last of `tokens`, with blocks for `room` more."""
     have = table.open(key, arrival, tokens)
     table.reserve(key, len(tokens) + room)
     table.append_computed(key, tokens[have:-1])
@@ -32,7 +31,6 @@ def tokens(count: int, first: int = 1) -> list[int]:
 
 
 def compute_twins(table: KvTable, prompt: list[int]) -> None:
-    """A and B compute the first block of the same prompt in the same pass."""
     for key in (A, B):
         table.open(key, 0, prompt)
         table.reserve(key, T)

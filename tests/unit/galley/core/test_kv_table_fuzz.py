@@ -47,8 +47,6 @@ def kv(key: SessionKey, tokens: list[int]) -> Cell:
 
 @dataclass
 class Memory:
-    """What the engine's pool holds."""
-
     cells: list[list[Cell]]
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
@@ -64,15 +62,11 @@ class Memory:
 
 @dataclass
 class Plan:
-    """One pass: which session feeds what, of which so many tokens turn out to be confirmed."""
-
     fed: dict[SessionKey, tuple[list[int], int]] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Lives(RuleBasedStateMachine):
-    """Sessions are opened, stepped in passes that may fail, cut, made idle, dropped and preempted."""
-
     BLOCKS = 9
     MAX_SESSIONS = 4
 
@@ -120,7 +114,6 @@ class Lives(RuleBasedStateMachine):
                     self.live[key] = [*self.tokens(key), 1]
 
     def plan(self, plan: Plan, key: SessionKey, rows: int, guesses: int) -> None:
-        """Adds the next `rows` confirmed tokens, and guesses if these were the last of them."""
         stands = len(self.table.tokens_of(key))
         fed = self.live[key][stands : stands + rows]
         good = len(fed)
@@ -168,7 +161,6 @@ class Lives(RuleBasedStateMachine):
             assert all(holders[block] == 1 for block in self.table.blocks_of(key)[first:])
 
     def carry_out(self, plan: Plan, fails: bool, trash: list[int]) -> None:
-        """The pass; one that fails leaves anything where it could have written."""
         if not (fails and trash):
             self.memory.copy(plan.copies)
         for _, to in plan.copies if fails and trash else ():
@@ -260,8 +252,6 @@ class Lives(RuleBasedStateMachine):
 
 
 class ManySessions(Lives):
-    """As many sessions as there are keys: blocks run short, not places."""
-
     BLOCKS = 6
     MAX_SESSIONS = 6
 

@@ -18,7 +18,6 @@ ANSWER = true_answer(PROMPT, 400)
 
 
 def teach(bench: Bench, item: int, delay_ns: int, rounds: int = 6) -> int:
-    """Let the item see hints of four true tokens, each `delay_ns` after a result; the tokens confirmed."""
     count = 0
     for _ in range(rounds):
         plan = bench.scheduler.plan(bench.now)

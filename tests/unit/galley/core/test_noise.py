@@ -107,7 +107,6 @@ def test_noise_is_finite_and_bounded_at_the_extreme_words() -> None:
 
 
 def test_noise_is_finite_over_a_million_words() -> None:
-    """The long form, 10**8 words, is `make prove-noise`."""
     of_words = noise.block_words(11, 13, np.arange(250_000)).ravel()
     of_noise = noise.gumbel(of_words)
     assert np.isfinite(of_noise).all()

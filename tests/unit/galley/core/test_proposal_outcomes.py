@@ -6,8 +6,6 @@ from galley.core.lookup.proposal_outcomes import ProposalOutcomes
 
 
 class Seen(list[tuple[int, bool]]):
-    """Records the outcomes."""
-
     def __call__(self, i: int, accepted: bool) -> None:
         self.append((i, accepted))
 

@@ -193,7 +193,6 @@ def test_rows_go_to_the_drafts_that_are_likeliest_to_survive() -> None:
 
 
 def test_a_doubtful_draft_pays_no_more_beside_a_long_prompt() -> None:
-    """The prompt has to be fed anyhow: what a row takes is weighed against the pass without it."""
     times = StepTimes.measured([(1, 12 * MS), (101, 212 * MS)])
     bench = Bench(times=times, max_rows=128, blocks=128)
     bench.submit(request(PROMPT, session="a"))

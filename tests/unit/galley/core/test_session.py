@@ -25,8 +25,6 @@ LIES = [
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """Any interleaving; the world checks its rules after each step."""
-
     world: World
 
     @initialize(
@@ -142,7 +140,6 @@ TestAnyInterleaving.settings = settings(max_examples=80, stateful_step_count=60)
 
 @pytest.fixture(params=[0, 2, 32])
 def credit(request: pytest.FixtureRequest) -> int:
-    """Round by round, renewed all the time, and as it is by default."""
     assert isinstance(request.param, int)
     return request.param
 
@@ -286,8 +283,6 @@ def test_a_client_ahead_of_the_log_is_served_from_its_index(credit: int) -> None
 
 
 class StreamsBeforeCommit(Session):
-    """Mutant: emits what is confirmed at once."""
-
     def step(self, event: ev.Event, now: int) -> list[ev.Effect]:
         effects = super().step(event, now)
         if isinstance(event, ev.Verified):

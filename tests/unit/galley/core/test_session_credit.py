@@ -60,10 +60,6 @@ def test_the_first_verify_does_not_wait_for_a_proposal() -> None:
 
 
 def test_a_round_takes_one_message_to_the_target() -> None:
-    """It knows that the next hint is due before it has to choose between waiting and going on.
-
-    While too few tokens are ready, there may be two.
-    """
     here = world(length=100)
     here.run_to_end()
     assert here.seen == here.truth[3:]

@@ -12,7 +12,6 @@ from tests.fakes.session_world import MS, World, decode, spec
 
 
 def resumed(stream_from: int, ending: Ending) -> list[ev.Effect]:
-    """The effects of resuming a finished session of three output tokens."""
     answer = Answer(spec(), decode)
     for token in (1, 2, 3):
         answer.append(token, TokenRecord())
@@ -51,7 +50,6 @@ def test_the_store_decides_between_finish_and_abort() -> None:
 
 
 def test_a_late_finish_is_not_taken_for_an_abort() -> None:
-    """The store had come back shorter; then it took a finish that had been on its way since before."""
     world = finishing()
     world.lose_log_tail(1)
     world.store()
@@ -70,7 +68,6 @@ def test_a_late_finish_is_not_taken_for_an_abort() -> None:
 
 
 def test_a_log_with_part_of_a_commit_is_repaired() -> None:
-    """A fail-over after a fail-over: the log is behind the commit, and ahead of where it was to append."""
     world = World(spec(k=0), SessionLimits(credit=0))
     while len(world.log) < len(world.spec.prompt) + 3:
         world.store() if "commit" in world.waiting else world.reply()
@@ -91,7 +88,7 @@ def test_a_log_with_part_of_a_commit_is_repaired() -> None:
 
 
 def test_a_hanging_target_is_not_retried_at_the_timeout() -> None:
-    """Timers of an event loop may fire a moment early."""
+    """Timers of an event loop may fire early."""
     world = World(spec(k=0), SessionLimits(target_timeout_ns=100 * MS, retry_ns=50 * MS))
     world.now += 98 * MS  # and one more with the event
     world.reply(fail=True)

@@ -21,7 +21,6 @@ def stands_in(texts: Sequence[list[int]], string: list[int]) -> bool:
 
 
 def longest(followed: list[int], texts: Sequence[list[int]]) -> int:
-    """The length of the longest suffix of `followed` that stands in one of the texts."""
     return next(n for n in range(len(followed), -1, -1) if stands_in(texts, followed[len(followed) - n :]))
 
 
@@ -114,7 +113,7 @@ def test_a_shorter_suffix_is_used_where_no_text_continues() -> None:
 
 
 def test_the_work_is_linear() -> None:
-    """A text has less than two states a token, and less than three ways on (Blumer et al., theorem 1)."""
+    """A text has fewer than two states and three transitions a token (Blumer et al., theorem 1)."""
     for text in ([7] * 2000, [i % 7 for i in range(2000)], [i * i % 251 for i in range(2000)]):
         automaton = SuffixAutomaton()
         written = automaton.begin()

@@ -36,7 +36,6 @@ def test_pieces_of_valid_text_concatenate(text: str) -> None:
 
 @given(st.binary(max_size=60))
 def test_any_bytes_concatenate(data: bytes) -> None:
-    """Bytes that are no UTF-8 come out as replacement characters, and never hold the stream up for long."""
     texts, _ = pieces(data)
     clean = decode(data).replace("\ufffd", "")
     assert "".join(texts).replace("\ufffd", "") == clean
@@ -46,7 +45,6 @@ HIDDEN = 256
 
 
 def decode_visible(tokens: Sequence[int]) -> str:
-    """Leave out control tokens, as tokenizers do."""
     return decode([token for token in tokens if token != HIDDEN])
 
 
@@ -98,7 +96,7 @@ def test_stop_strings_are_ignored_before_min_tokens() -> None:
 
 
 def test_text_after_a_prompt_keeps_its_leading_space() -> None:
-    """Sentencepiece decoders drop the first space of a text; the prompt is decoded along to keep it."""
+    """Sentencepiece decoders drop the first space; decoding the prompt along keeps it."""
     words = {0: "▁Hello", 1: "▁world"}
 
     def strip_first(tokens: Sequence[int]) -> str:

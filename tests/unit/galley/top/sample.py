@@ -44,7 +44,6 @@ def samples(service: Service, scrape: int) -> Samples:
 
 
 def fleet(*, without: str = "", why: str = "refused") -> tuple[Fleet, float]:
-    """The fleet after both scrapes, and when that is; one service may be away at the second."""
     told, end_s = Fleet(services(), 0.0), 100.0 + seconds()
     for service in services():
         told.add(service, 100.0, samples(service, 0))

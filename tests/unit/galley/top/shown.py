@@ -8,7 +8,6 @@ from rich.console import Console, RenderableType
 
 
 def plain(of: RenderableType, width: int) -> str:
-    """Without colours, and without the blanks at the ends of lines."""
     console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
     console.print(of)
     assert isinstance(console.file, io.StringIO)

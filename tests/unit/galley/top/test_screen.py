@@ -35,7 +35,6 @@ def rounds(count: float, *, accepted: float = 0, workload: str = "chat") -> str:
 
 
 def a_screen(*told: tuple[float, Service, str | None], registered: Registered | None = None) -> Screen:
-    """After these services said this at these times (None: were away); now is the last of the times."""
     fleet = Fleet([GATEWAY, OTHER, TARGET, DRAFT], 0.0)
     fleet.registered = registered or Registered()
     for at_s, service, text in told:
@@ -244,7 +243,6 @@ def test_a_breaker_is_shown_with_its_replica() -> None:
 
 
 def test_the_sample_is_understood_whole() -> None:
-    """Every figure that there is a place for is known: names in the sample and here are the same."""
     screen = sample.screen()
     whole = screen.overview
     assert {type(value) for value in (whole.sessions, whole.tokens_per_s, whole.rounds_per_s)} == {float}
@@ -272,7 +270,6 @@ def test_the_sample_is_understood_whole() -> None:
 @settings(max_examples=30)
 @given(st.data())
 def test_no_numbers_whatever_they_are_break_a_frame(data: st.DataObject) -> None:
-    """Every metric that the dashboard knows, at any finite values, in frames of any size."""
     fleet = Fleet(sample.services(), 0.0)
     numbers = st.floats(allow_nan=False, allow_infinity=False) | st.just(0.0) | st.just(1.7e308)
     for at_s in (1.0, 2.0, 3.0):

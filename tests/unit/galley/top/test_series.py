@@ -15,7 +15,6 @@ BEFORE = read_samples('galley_a_total{w="x"} 5\ngalley_a_total{w="y"} 1\ngalley_
 
 
 def histogram(**counts: float) -> str:
-    """Cumulative counts by bound, as le_0_5=3 for 0.5."""
     bounds = {name.removeprefix("le_").replace("_", "."): count for name, count in counts.items()}
     return "".join(f'galley_h_bucket{{le="{bound}"}} {count}\n' for bound, count in bounds.items())
 
@@ -29,7 +28,6 @@ def test_what_grew_is_the_difference_and_what_is_new_began_at_nothing() -> None:
 
 
 def test_a_counter_that_fell_tells_that_all_began_anew() -> None:
-    """`b` has passed its old value by now, but `a` shows that it began at 0 as well."""
     after = read_samples('galley_a_total{w="x"} 2\ngalley_b_total 130\n')
     grown = growth(BEFORE, after)
     assert total(grown, "galley_a_total") == 2

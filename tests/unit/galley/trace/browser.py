@@ -38,13 +38,10 @@ _MIDDLE = """e => {
 
 
 def find_browser() -> str | None:
-    """The path of a Chromium, if there is one."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One window. Remembers what pages complained of and what they asked for."""
-
     def __init__(self, path: str, profile: Path, width: int = 1280, height: int = 900) -> None:
         command_read, self._commands = os.pipe()
         self._answers, answer_write = os.pipe()
@@ -90,7 +87,6 @@ class Browser:
         os.close(self._answers)
 
     def open(self, path: Path) -> None:
-        """Load a file, and wait until it is there; forgets what pages before it did."""
         self.complaints.clear()
         self.requests.clear()
         self._loaded = False
@@ -99,45 +95,38 @@ class Browser:
             self._hear()
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is in the page."""
         answer = self.tell("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
 
     def texts(self, selector: str) -> list[str]:
-        """The texts of what the selector finds."""
         found: list[str] = self.value(
             f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)"
         )
         return found
 
     def press(self, key: str) -> None:
-        """A key, down and up."""
         codes = {"Tab": 9, "Enter": 13}
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             self.tell("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=codes[key], **text)
 
     def point_at(self, selector: str) -> None:
-        """Move the mouse over the middle of the first that the selector finds."""
         where = self.value(f"({_MIDDLE})(document.querySelector({json.dumps(selector)}))")
         self.tell("Input.dispatchMouseEvent", type="mouseMoved", x=where[0], y=where[1])
 
     def in_scheme(self, scheme: str) -> None:
-        """ "light" or "dark"."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.tell("Emulation.setEmulatedMedia", features=[feature])
 
     def picture(self, highest: int) -> bytes:
-        """A PNG of the page, as wide as the window and at most so high."""
         width, height = self.value("[document.documentElement.clientWidth, document.body.scrollHeight]")
         clip = {"x": 0, "y": 0, "width": width, "height": min(height, highest), "scale": 1}
         answer = self.tell("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         return b64decode(answer["data"])
 
     def tell(self, method: str, **params: Any) -> Any:
-        """Send a command and wait for its answer."""
         self._last_id += 1
         message = {"id": self._last_id, "method": method, "params": params}
         if self._session:

@@ -25,7 +25,6 @@ PICTURE = Path(__file__).parents[4] / "docs" / "images" / "trace.png"
 
 
 def sample() -> Story:
-    """The one request of the sample of which there is more than its own span."""
     lines = Lines(SAMPLE)
     found = [find(lines, entry.session_id) for entry in index_of(lines).entries]
     stories = [stories_of(one.spans, one.session_id, one.index.sessions_of) for one in found]
@@ -33,7 +32,6 @@ def sample() -> Story:
 
 
 def draw() -> None:
-    """Write the picture."""
     path = find_browser()
     if path is None:
         raise SystemExit("there is no chromium here")
@@ -49,7 +47,6 @@ def draw() -> None:
 
 
 def take_sample(file: Path, session_id: str) -> None:
-    """Keep what `galley trace` would show of a session, with the requests that kept it company."""
     found = find(Lines(file), session_id).spans
     traces = {span.trace_id for span in found} | {link.trace_id for span in found for link in span.links}
     everything = (span for line in Lines(file) for span in spans_in(line.document()))
@@ -59,7 +56,6 @@ def take_sample(file: Path, session_id: str) -> None:
 
 
 def main() -> None:
-    """As the file says."""
     match sys.argv[1:]:
         case []:
             draw()

@@ -30,7 +30,6 @@ def usual_rounds(request: RequestMaker, count: int = 6) -> RequestMaker:
 
 
 def explained(make: Callable[[RequestMaker], object]) -> Explanation:
-    """Explain a request with usual rounds before and after what `make` adds."""
     scene = Scene()
     request = usual_rounds(scene.request())
     make(request)

@@ -20,7 +20,6 @@ OTHER = "0123456789abcdef0123456789abcdef"
 
 @pytest.fixture
 def scene() -> Scene:
-    """Two sessions that shared a pass; the first was resumed in another trace."""
     scene = Scene()
     other = scene.request(session=OTHER).round().end()
     first = scene.request().round(batch={"sessions": 2, "ranks": (5, 6)}, company=[other.key]).end()

@@ -88,7 +88,6 @@ def test_calls_have_their_server_spans() -> None:
 
 
 def test_events_belong_to_the_round_of_their_time() -> None:
-    """Under credit a Verify stands over many rounds, and its span is a child of the first."""
     scene = Scene()
     request = scene.request().round()
     first = request.rounds[0]

@@ -41,7 +41,6 @@ VALUES = [
 
 
 def full_request() -> ExportTraceServiceRequest:
-    """Every field of a span set, and every kind of value."""
     request = ExportTraceServiceRequest()
     resource = request.resource_spans.add(schema_url="https://example.com/schema")
     resource.resource.attributes.add(key="service.name").value.string_value = "galley-gateway"
@@ -230,7 +229,6 @@ def _line() -> bytes:
 def test_a_rotation_that_fails_says_so_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: bool
 ) -> None:
-    """Whoever sent what could not be written is told; what came before and comes after is there."""
     path = tmp_path / "traces.jsonl"
     file = OtlpFile(path, max_bytes=len(_line()))
     file.append(full_request())

@@ -25,8 +25,6 @@ def entry(key: str, principal: str, more: str = "") -> str:
 
 
 class Watched:
-    """A file of keys, and clocks that the test sets."""
-
     def __init__(self, path: Path, text: str) -> None:
         self.path = path / "keys.toml"
         self.path.write_text(text)

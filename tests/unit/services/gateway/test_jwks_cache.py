@@ -16,8 +16,6 @@ OLD, NEW = KeySet([]), KeySet([])
 
 
 class Issuer:
-    """Gives `told`, or fails while it is None, once its gate is open; on a clock that the test sets."""
-
     def __init__(self) -> None:
         self.told: KeySet | None = OLD
         self.asked = 0
@@ -74,7 +72,6 @@ async def test_old_keys_are_fetched_anew_while_they_serve(issuer: Issuer) -> Non
 
 
 async def test_keys_that_are_too_old_are_fetched_first(issuer: Issuer) -> None:
-    """Nothing was called for long: what was withdrawn meanwhile is not good for one call more."""
     issuer.now_s += 2 * REFRESH_S + 1
     issuer.told = NEW
     assert await issuer.keys.current() is NEW

@@ -53,7 +53,7 @@ def unsigned(header: object, signature: bytes = b"") -> str:
 
 
 def signed_by_public_key() -> str:
-    """HMAC, whose secret is what everybody knows: accept by who lets the token choose how it is checked."""
+    """HMAC with the public key as its secret (algorithm confusion)."""
     public = RSA.private.public_key()
     pem = public.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     body = unsigned({"alg": "HS256", "typ": "JWT", "kid": "rsa"}).rpartition(".")[0]
@@ -113,8 +113,6 @@ BAD: dict[str, tuple[Callable[[], str], str]] = {
 
 
 class Gate:
-    """Who a gateway of these settings takes callers for."""
-
     def __init__(self, path: Path, *issuers: TokenIssuer, content: bytes = b"", **more: object) -> None:
         file = path / "jwks.json"
         file.write_bytes(content or jwks(*(issuers or (RSA, EC))))

@@ -72,7 +72,6 @@ def traced() -> Iterator[None]:
 
 
 def test_a_round_of_a_long_session_is_incremental() -> None:
-    """Neither hashed nor compared nor copied is what stands before: the event loop is everybody's."""
     lookup, tokens, took = LocalLookup(), PERIOD * 2500, list[int]()
     with traced():
         for at in range(0, len(tokens), 1000):
@@ -90,7 +89,6 @@ def test_a_round_of_a_long_session_is_incremental() -> None:
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(5, 7), max_size=6), st.integers(0, 3))))
 def test_it_proposes_as_a_fresh_lookup_would(asked: list[tuple[int, list[int], int]]) -> None:
-    """Whatever it was asked before, of guesses that came true and guesses that did not."""
     lookup, tokens = LocalLookup(), [1]
     ask(lookup, tokens)
     for kept, further, guessed in asked:

@@ -54,7 +54,6 @@ async def test_a_verification_is_closed_if_its_client_left_before_its_task_began
 
 
 async def test_the_directory_names_the_replica_whose_answer_it_was() -> None:
-    """Not the one that is asked next, which is chosen before the commit is on its way."""
     targets, store = PortTarget(moves=True), FaultyStore()
     await run(await runner_of(targets, store))
     named = [(of.target.replica, of.target.kv_len) for of in store.directories if of.target is not None]
@@ -63,7 +62,6 @@ async def test_the_directory_names_the_replica_whose_answer_it_was() -> None:
 
 
 async def test_what_is_left_of_the_deadline_goes_with_each_verification() -> None:
-    """Also where nothing is left: 0 would be none."""
     for left_ns in (5 * SECOND, 0, -SECOND):
         targets = PortTarget()
         runner = await runner_of(targets, FaultyStore(), MonotonicClock().now_ns() + left_ns)

@@ -21,8 +21,6 @@ END = Ending(Reason.LENGTH)
 
 
 class World:
-    """A session of three tokens, and its owner."""
-
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.store = FaultyStore(ttl_s=TTL_S, finished_ttl_s=TTL_S, clock=lambda: self.clock.now / SECOND)
@@ -67,7 +65,6 @@ async def test_an_idle_session_is_recreated_by_a_renewal() -> None:
 
 
 async def test_a_session_that_may_have_ended_is_not_recreated() -> None:
-    """As by an owner that was stopped meanwhile: another ended the session, and the store forgot that."""
     world = World()
     log = await world.own()
     await world.store.abort("s", "me", b"aborted")
@@ -81,8 +78,6 @@ async def test_a_session_that_may_have_ended_is_not_recreated() -> None:
 
 
 class Away:
-    """A store that responds to call number `after`; sleeping moves its clock."""
-
     def __init__(self, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
         self.now_s = 0.0

@@ -38,8 +38,6 @@ async def read_all(outbox: Outbox) -> None:
 
 
 class Stream:
-    """One request, traced, and its session."""
-
     def __init__(self, timeouts: Timeouts | None = None) -> None:
         self.kept = KeptSpans()
         self.clock = ManualClock()
@@ -179,7 +177,6 @@ async def test_a_change_of_build_is_traced() -> None:
 
 
 async def test_a_renewal_that_is_fenced_is_traced() -> None:
-    """Renewals that succeed are not told."""
     stream = Stream(timeouts=Timeouts(renew_ns=1 * MS))
     stream.target.may_answer.clear()
     stream.store.is_fenced = True

@@ -34,8 +34,6 @@ CHUNKS = tuple(Chunk(index, (5,), "x", from_draft=False) for index in range(3))
 
 
 class Scripted:
-    """A runner that sends `chunks` and ends; it stops once it is let."""
-
     def __init__(self, chunks: Sequence[Chunk], end: ev.End, client_s: float) -> None:
         self.outbox = Outbox(MonotonicClock(), round(client_s * SECOND), lambda _: None)
         self.session = Session(Answer(SPEC, lambda tokens: "x" * len(tokens)), SessionLimits())
@@ -59,8 +57,6 @@ class Scripted:
 
 @dataclass
 class Call:
-    """A gRPC context: how the call was ended."""
-
     status: grpc.StatusCode | None = None
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     over: list[Callable[[object], None]] = field(default_factory=list)
@@ -78,8 +74,6 @@ class Call:
 
 
 class Served:
-    """One stream of a gateway."""
-
     def __init__(self, end: ev.End, client_s: float, chunks: Sequence[Chunk] = CHUNKS) -> None:
         self.runner = Scripted(chunks, end, client_s)
         self.call = Call()
@@ -88,7 +82,6 @@ class Served:
         )
 
     async def read(self, pause_s: float) -> int:
-        """Read all, as the servicer does, with a client that takes so long over each message; how many."""
         count = 0
         request, context = pb.ResumeRequest(), cast("Any", self.call)
         with (
@@ -201,8 +194,6 @@ NO_SESSION = "00" * 16
 
 
 class SlowStore(MemoryStore):
-    """Answers a call to abort for each permit."""
-
     def __init__(self) -> None:
         super().__init__()
         self.permits = asyncio.Semaphore(0)
@@ -213,7 +204,6 @@ class SlowStore(MemoryStore):
 
 
 async def test_calls_to_abort_are_shared_among_callers() -> None:
-    """Alice's calls take all places as they come, until somebody else wants one."""
     store = SlowStore()
     streams = Streams(store, MonotonicClock(), cast("Any", None), str, SessionLimits(), Timeouts(), 2)
 

@@ -40,8 +40,6 @@ SEED = 2**63 + 1
 
 
 class Bytes:
-    """Every byte is a token; `calls` tells whether a prompt was tokenized at all."""
-
     def __init__(self) -> None:
         self.calls = 0
 
@@ -231,7 +229,6 @@ NEEDS_THE_PROMPT = ("room for 61", "max_tokens (20)", "64 tokens")
 
 @pytest.mark.parametrize(("fields", "field", "bound"), BAD, ids=lambda value: str(value)[:40])
 def test_a_bad_field_is_named_with_its_bound(fields: dict[str, Any], field: str, bound: str) -> None:
-    """The prompt is tokenized only where the bound depends on it."""
     tokenizer = Bytes()
     with pytest.raises(InvalidField) as caught:
         parse_generate(request(**fields), LIMITS, tokenizer, MODEL, lambda: SEED)

@@ -12,13 +12,11 @@ from tests.fakes.redis_servers import BINARIES, Server, running
 
 @pytest.fixture(scope="session", params=KINDS)
 def shared_server(request: pytest.FixtureRequest) -> Iterator[Server | Cluster]:
-    """One server of each kind, and a cluster of three, for all tests that do not hurt it."""
     with backend(request.param) as server:
         yield server
 
 
 @pytest.fixture(params=BINARIES)
 def own_store(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A Valkey or a Redis that the test may pause, kill and start again."""
     with running(request.param) as server:
         yield server

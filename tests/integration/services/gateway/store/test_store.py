@@ -59,7 +59,6 @@ def a_session(session_id: str | None = None, **changes: Any) -> NewSession:
 
 @asynccontextmanager
 async def store_at(server: Server | Cluster | ReplicaSet | str, **options: Any) -> AsyncIterator[RedisStore]:
-    """A store of this server or URL."""
     store = RedisStore(server if isinstance(server, str) else server.url, **options)
     try:
         yield store
@@ -446,7 +445,6 @@ async def test_a_late_reply_of_a_hanging_server_is_dropped(own_store: Server) ->
 
 
 async def test_a_server_that_does_not_listen() -> None:
-    """Who reads the log learns where nobody is; a caller does not."""
     where = f"127.0.0.1:{free_port()}"
     store = RedisStore(f"redis://{where}")
     with pytest.raises(StoreUnavailable) as away:

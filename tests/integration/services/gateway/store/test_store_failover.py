@@ -37,7 +37,6 @@ NODE_TIMEOUT_MS = 1000
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Three masters, and a replica behind the first. The tests hurt it more and more, in their order."""
     with cluster_servers(either(), 1, NODE_TIMEOUT_MS) as servers:
         asyncio.run(servers.form())
         yield servers
@@ -56,19 +55,16 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[ReplicaSet]:
 
 
 def session_in(first: int, last: int) -> str:
-    """An id whose keys lie in slots [first, last]."""
     ids = (f"{number:032x}" for number in range(10**6))
     return next(each for each in ids if first <= key_slot(key_of(each).encode()) <= last)
 
 
 async def in_time(call: Callable[[], Awaitable[T]]) -> T:
-    """Return its result once the store responds."""
     clock = MonotonicClock()
     return await retry("test", call, clock.now_ns() + int(PATIENCE_S * SECOND), clock)
 
 
 async def copied(pair: ReplicaSet, owner: Ownership, tokens: list[int]) -> None:
-    """Commit the first tokens; returns once the replica has them."""
     async with store_at(pair, copies=Copies(1)) as careful:
         await in_time(lambda: careful.commit(owner, 3, tokens, b"." * len(tokens)))
 
@@ -80,8 +76,6 @@ async def must_hold(store: RedisStore, owner: Ownership, tokens: list[int]) -> N
 
 
 class Moving:
-    """A slot on its way from one node to another."""
-
     def __init__(self, cluster: Cluster, slot: int) -> None:
         self._slot = str(slot)
         self._nodes = cluster.masters
@@ -179,8 +173,6 @@ async def test_a_cluster_without_nodes(cluster: Cluster) -> None:
 
 
 class Silent:
-    """A server that takes connections and says nothing; `met` counts them."""
-
     def __init__(self) -> None:
         self.met = 0
         self._open: list[asyncio.StreamWriter] = []
@@ -204,7 +196,6 @@ async def silent() -> AsyncIterator[tuple[Silent, str]]:
 
 @pytest.mark.parametrize("form", ["redis+cluster://{}", "redis+sentinel://{}/0?service=galley"])
 async def test_concurrent_calls_share_one_lookup_of_nodes(form: str) -> None:
-    """However many they are: else each would wait for the looks of all before it."""
     async with silent() as (server, at), store_at(form.format(at), call_timeout_s=0.2) as store:
         for looks in (1, 2):
             calls = [asyncio.create_task(store.claim(f"{number:032x}", ALICE)) for number in range(24)]
@@ -258,7 +249,6 @@ async def waiting(pair: ReplicaSet) -> AsyncIterator[RedisStore]:
 
 
 async def test_a_change_counts_once_replicas_have_it(pair: ReplicaSet) -> None:
-    """The repeats go by other connections: what a server has heard on one of them is not enough to know."""
     async with store_at(pair) as store:
         owner = (await store.create(a_session())).ownership
         pair.replica.pause()

@@ -44,7 +44,6 @@ def guarded(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def documented_user(name: str) -> list[str]:
-    """Return the rules of a user, as the page tells operators to make it."""
     for line in DOC.read_text(encoding="utf-8").splitlines():
         match line.split():
             case ["user", found, *rules] if found == name:
@@ -65,7 +64,6 @@ def url_of(server: Server, user: str) -> str:
 
 
 async def serve_sessions(url: str) -> None:
-    """All that a gateway does with Redis."""
     store, registry = RedisStore(url, copies=Copies(0)), ReplicaRegistry(url)
     try:
         await store.ping()
@@ -86,7 +84,6 @@ async def serve_sessions(url: str) -> None:
 
 
 async def register(url: str) -> None:
-    """All that a replica does with Redis."""
     registry = ReplicaRegistry(url)
     try:
         await registry.publish(DRAFT_POOL, LEASE)
@@ -187,7 +184,6 @@ def tls_options(authority: Authority) -> list[str]:
 
 
 def trusting(url: str, authority: Authority) -> str:
-    """`url` over TLS, with a certificate of ours."""
     mine = authority.issue("client")
     first = "&" if "?" in url else "?"
     return f"{url}{first}ca={authority.ca}&cert={mine.cert}&key={mine.key}"
