@@ -185,7 +185,7 @@ lint: setup ## style, types, import walls, the wire
 	@$(BIN)/bandit --quiet --recursive --tests $(BANDIT) galley services scripts bench
 	@$(BIN)/hadolint services/*/Dockerfile
 	@echo "== mypy"
-	@$(BIN)/mypy --num-workers auto
+	@$(BIN)/mypy
 	@echo "== import walls"
 	@$(BIN)/lint-imports
 	@echo "== words"
