@@ -32,9 +32,9 @@ def confirm(
 ) -> Verdict:
     """Return the accepted draft tokens and one target token, cut after a stop token and at max_position.
 
-    `sampled[i]` is the target's token for `position + i` given `draft_tokens[:i]`; it may end at the first
-    disagreement. `output_len` output tokens were confirmed before. A stop token among the first `min_tokens`
-    output tokens does not end the answer.
+    `sampled[i]` is the target's token given `draft_tokens[:i]`; it may end at the first disagreement. A stop
+    token among the first `min_tokens` output tokens, of which `output_len` were confirmed before, ends
+    nothing.
     """
     accepted = common_prefix_len(draft_tokens, sampled)
     room = max(0, max_position - position)

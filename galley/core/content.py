@@ -33,7 +33,6 @@ def chain_start(salt: bytes) -> bytes:
 
 
 def next_block_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the hash of a full block of `tokens` after the block of hash `previous`."""
     return blake2b(previous + token_bytes(tokens), digest_size=HASH_BYTES, person=_BLOCK_PERSON).digest()
 
 
@@ -50,8 +49,7 @@ def block_hashes(salt: bytes, tokens: Sequence[int], block_tokens: int) -> list[
 class PrefixHasher:
     """Computes `prefix_hash` of a growing sequence without hashing from the start each time.
 
-    It continues from the last hash, or for a shorter prefix from the checkpoint before its end. The owner of
-    the sequence calls `truncate` before it changes tokens that were hashed.
+    The owner of the sequence calls `truncate` before it changes tokens that were hashed.
     """
 
     __slots__ = ("_last", "_marks")
@@ -86,7 +84,7 @@ class PrefixHasher:
         return state.digest()
 
     def truncate(self, length: int) -> None:
-        """Forget hashes beyond `length`: tokens at and after it are about to change."""
+        """Forget hashes beyond `length`, before the tokens there change."""
         del self._marks[length // _MARK_TOKENS + 1 :]
         if self._last[0] > length:
             self._last = (0, self._marks[0])
@@ -136,7 +134,7 @@ def look_up(
 ) -> Hit | Miss:
     """Return how much of `held` serves a request for `tokens` after a prefix [0, start) of hash `prefix`.
 
-    `hasher` is the hasher of `held`; without it all of `held` is hashed.
+    Without the `hasher` of `held`, all of it is hashed.
     """
     hasher = hasher or PrefixHasher()
     if len(held) < start:
@@ -147,7 +145,6 @@ def look_up(
 
 
 def common_prefix_len(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
     shared = min(len(ours), len(theirs))
     if ours[:shared] == theirs[:shared]:  # the usual case, and fast
         return shared

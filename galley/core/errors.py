@@ -11,7 +11,6 @@ class GalleyError(Exception):
 
     @property
     def public_message(self) -> str:
-        """The message that a caller may read."""
         return str(self)
 
 
@@ -62,10 +61,7 @@ class Fenced(CallerFault):
 
 
 class Overloaded(CallerFault):
-    """No capacity is left and nothing was done: RESOURCE_EXHAUSTED with RetryInfo.
-
-    `reason` is the label under which metrics count it.
-    """
+    """No capacity is left and nothing was done: RESOURCE_EXHAUSTED. Metrics count by `reason`."""
 
     def __init__(self, what: str, retry_after_s: float, reason: str = "") -> None:
         super().__init__(what)
@@ -98,10 +94,7 @@ class AuthenticationUnavailable(Unavailable):
 
 
 class StoreUnavailable(Unavailable):
-    """The session store has not responded within store_timeout.
-
-    `why` names servers and is for the log only.
-    """
+    """The session store did not respond within store_timeout. `why` names servers, for the log only."""
 
     def __init__(self, what: str, why: str = "") -> None:
         super().__init__(f"{what}: {why}" if why else what)
@@ -109,7 +102,6 @@ class StoreUnavailable(Unavailable):
 
     @property
     def public_message(self) -> str:
-        """The message without `why`."""
         return self._what
 
 

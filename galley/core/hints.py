@@ -28,7 +28,6 @@ class Hint:
 
     @property
     def end(self) -> int:
-        """The position after the last token."""
         return self.position + len(self.draft_tokens)
 
     def chance(self, index: int) -> float | None:
@@ -39,10 +38,7 @@ class Hint:
         return min(1.0, self.survival[index] / before) if before > 0.0 else 0.0
 
     def tail(self, passed: int, *, after_mismatch: bool = False) -> HintTail:
-        """Return the part after the first `passed` tokens, which are confirmed.
-
-        `after_mismatch`: the token before it was not the hint's.
-        """
+        """Return the part after `passed` confirmed tokens; `after_mismatch`: the last was not the hint's."""
         survival = self.survival
         if passed and survival:
             # The chance of all that is left, given that the first have survived.
@@ -53,8 +49,6 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class HintTail:
-    """The part of a hint that follows the confirmed tokens."""
-
     draft_tokens: tuple[int, ...] = ()
     survival: tuple[float, ...] = ()
     after_mismatch: bool = False

@@ -24,7 +24,6 @@ class LruCache(Generic[K, V]):
         return len(self._values)
 
     def get(self, key: K, make: Callable[[], V] | None = None) -> V:
-        """Return the value of `key`, created with `make` (default: the cache's own) if it is missing."""
         value = self._values.get(key)
         if value is None:
             value = self._values[key] = (make or self._make)()
@@ -42,17 +41,14 @@ class RecentKeys:
         self._added_ns: dict[Hashable, int] = {}  # oldest first
 
     def add(self, key: Hashable, now_ns: int) -> None:
-        """Record that `key` was seen at `now_ns`."""
         self._added_ns.pop(key, None)
         self._added_ns[key] = now_ns
         self._expire(now_ns)
 
     def remove(self, key: Hashable) -> None:
-        """Forget `key`."""
         self._added_ns.pop(key, None)
 
     def count(self, now_ns: int) -> int:
-        """Return how many keys were added within the window."""
         self._expire(now_ns)
         return len(self._added_ns)
 

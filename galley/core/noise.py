@@ -49,7 +49,6 @@ def halves(value: int) -> tuple[int, int]:
 
 
 def round_keys(key: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return the key of each round: a Weyl sequence."""
     return [((key[0] + i * WEYL[0]) & _MASK, (key[1] + i * WEYL[1]) & _MASK) for i in range(ROUNDS)]
 
 
@@ -83,8 +82,8 @@ def words(
 def gumbel(of_words: NDArray[np.uint32]) -> NDArray[np.float64]:
     """Return Gumbel noise of the words, elementwise, in [GUMBEL_MIN, GUMBEL_MAX]; falls as words rise.
 
-    The added half keeps t off 0 and 1, and float64 keeps it exact. In float32, t would round to 1 and the
-    noise be infinite at about one position in a thousand, for a vocabulary of 49152.
+    The added half keeps t off 0 and 1. In float32, t would round to 1 and the noise be infinite at about one
+    position in a thousand.
     """
     t = (of_words.astype(np.float64) + 0.5) * 2.0**-32
     noise: NDArray[np.float64] = -np.log(-np.log1p(-t))
@@ -94,8 +93,7 @@ def gumbel(of_words: NDArray[np.uint32]) -> NDArray[np.float64]:
 def _philox(lanes: _Words, key: tuple[int, int]) -> NDArray[np.uint32]:
     """Return the words [n, 4] after ten rounds over `lanes` [4, n], which are overwritten.
 
-    Works in place, even and odd lanes side by side: three times as fast as with temporaries on a whole
-    vocabulary.
+    Works in place, even and odd lanes side by side: three times as fast on a whole vocabulary.
     """
     even, odd = lanes[0::2], lanes[1::2]  # [2, n]
     product = np.empty_like(even)

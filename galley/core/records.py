@@ -35,7 +35,6 @@ class TokenRecord:
 
 
 def encode_records(records: Iterable[TokenRecord]) -> bytes:
-    """Return the bytes that a commit appends to the session's metadata."""
     return b"".join(_encode(record) for record in records)
 
 

@@ -36,7 +36,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def validate(self, vocab_size: int) -> None:
-        """Raise InvalidField, naming the field and its bound, if a value is out of bounds."""
+        """Raise InvalidField if a value is out of bounds."""
         _check("sampling.temperature", self.temperature, low=0.0)
         _check("sampling.top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check("sampling.min_p", self.min_p, low=0.0, high=1.0)

@@ -19,8 +19,8 @@ class Draw:
     """Sampling of the tokens after a chunk.
 
     `history` is all confirmed tokens from absolute position 0; the first `prompt_len` are the prompt. Row i
-    of the logits is for position len(history) + i, given draft_tokens[:i]. `logprobs` is how many of the
-    likeliest tokens to return; None returns no logprobs.
+    of the logits is for position len(history) + i, given draft_tokens[:i]. `logprobs`: how many of the
+    likeliest tokens to return, or None.
     """
 
     params: SamplingParams
@@ -57,7 +57,6 @@ class StepPlan:
 
     @property
     def rows(self) -> int:
-        """The number of tokens fed."""
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
@@ -65,8 +64,7 @@ class StepPlan:
 class Sampled:
     """The model's own tokens, up to and including the first that differs from its draft token; at least one.
 
-    Where the logits after accepted draft tokens are bad, it ends with these, and the next step starts with
-    the error.
+    Where the logits after accepted draft tokens are bad, it ends with these.
     """
 
     tokens: tuple[int, ...]
@@ -77,8 +75,8 @@ class Sampled:
 class StepTrace:
     """Measurements of a traced step; `span` is its span (trace id, span id).
 
-    The engine fills in `forward_ns`, and `rank_ns`: called after the step, it returns what each rank computed
-    in its forward pass, without waiting for the others.
+    The engine fills in `forward_ns` and `rank_ns`, which returns after the step what each rank computed
+    itself.
     """
 
     span: bytes

@@ -31,9 +31,9 @@ class SessionEnded(Fenced):
 
 
 class ClaimLost(Unavailable):
-    """The store knows only an earlier owner: it restarted after a crash without this owner's claim.
+    """The store restarted after a crash without this owner's claim. Claim it again to continue.
 
-    Nobody need have claimed the session since, so this is not fencing. Claim it again to continue.
+    Nobody need have claimed the session since, so this is not fencing.
     """
 
     def __init__(self, session_id: str) -> None:
@@ -96,8 +96,7 @@ class StoredSession:
     """A session as its new owner reads it.
 
     `tokens` is prompt and output; `meta` is what the commits appended (`galley.core.records`). `finish` is
-    the opaque record of its end, empty while `state` is "live". `created_ms` is the store's Unix time, in
-    milliseconds, when the session was created.
+    the opaque record of its end. `created_ms` is the store's Unix time.
     """
 
     ownership: Ownership
@@ -126,17 +125,14 @@ class StoredSession:
 class SessionStore(Protocol):
     """The operations of a session store; the module states their rules. Lengths include the prompt.
 
-    `nonce`, where given, names one attempt to own a session. A repeated call with the same nonce finds itself
-    the owner instead of fencing off its first try, whose response was lost.
+    `nonce` names one attempt to own a session, so that a repeated call does not fence off its first try.
     """
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
         """Create the session and own it; if it exists, claim it. Raise KeyReused for another body."""
-        ...
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
         """Own the session, and fence off its owner. Raise UnknownSession, also for another principal's."""
-        ...
 
     async def commit(
         self,
@@ -151,28 +147,21 @@ class SessionStore(Protocol):
         Raises Fenced, ClaimLost, SessionEnded, UnknownSession (expired), LogBehind (can be repaired) or
         LogLost.
         """
-        ...
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
         """End a session whose log has `expected_len` tokens. Raises as `commit` does; can be repeated."""
-        ...
 
     async def recreate(self, owner: Ownership, new: NewSession) -> None:
         """Create again, for its owner, a session that the store has lost, with only its prompt in the log.
 
-        Does nothing if the session exists and is the owner's. Raises Fenced, ClaimLost, SessionEnded or
-        LogLost if it exists and is not. The caller must know that the session was lost, and has not expired.
+        Raises Fenced, ClaimLost, SessionEnded or LogLost if it exists and is not the owner's. The caller must
+        know that the session was lost, and has not expired.
         """
-        ...
 
     async def renew(self, owner: Ownership) -> None:
         """Postpone the expiry. Raises Fenced, ClaimLost, SessionEnded or UnknownSession."""
-        ...
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
         """End a session for good, whoever owns it; do nothing if it has ended. Raises UnknownSession."""
-        ...
 
-    async def close(self) -> None:
-        """Close connections after the calls in progress."""
-        ...
+    async def close(self) -> None: ...

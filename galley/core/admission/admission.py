@@ -41,8 +41,8 @@ DRAINING = "draining"
 class TokenBucket:
     """Fills with `per_s` tokens a second up to `burst`; may be overdrawn.
 
-    A call takes the most that it may use before it begins, and returns the rest. So the rate holds however
-    long answers turn out, and a wait that was returned holds too, unless another call came first.
+    A call takes the most that it may use and returns the rest, so the rate holds however long answers turn
+    out.
     """
 
     def __init__(self, per_s: float, burst: float, now: int) -> None:
@@ -55,8 +55,7 @@ class TokenBucket:
     def try_take(self, tokens: int, now: int) -> int:
         """Take the tokens and return 0; or take none and return how many nanoseconds to wait.
 
-        More than the burst can be taken from a full bucket, and overdraws it. Calls that must wait get
-        successive times.
+        A full bucket gives more than the burst, overdrawn. Calls that must wait get successive times.
         """
         self._fill(now)
         needed = min(float(tokens), self.burst)
@@ -69,7 +68,6 @@ class TokenBucket:
         return max(self._assigned_ns - now, _LEAST_WAIT_NS)
 
     def is_full(self, now: int) -> bool:
-        """Return True if no past use matters any more."""
         self._fill(now)
         return self._level >= self.burst
 
@@ -86,22 +84,17 @@ class TokenBucket:
 
 
 class Turnover:
-    """Estimates how soon one of `places` slots comes free: by Little's law, stream length over slots.
-
-    Refused callers get successive times, one for each slot that comes free.
-    """
+    """Estimates how soon one of `places` slots comes free (Little's law), successively for each refusal."""
 
     def __init__(self) -> None:
         self._length_ns = 0.0
         self._assigned_ns = 0
 
     def record_end(self, length_ns: int) -> None:
-        """Record the length of a stream that ended."""
         known = self._length_ns or float(length_ns)
         self._length_ns = known + _NEWEST * (length_ns - known)
 
     def next_wait_ns(self, places: int, now: int) -> int:
-        """Return after how many nanoseconds the next refused caller should find a slot."""
         gap = (self._length_ns or _FIRST_LENGTH_NS) / places
         self._assigned_ns = min(max(self._assigned_ns, now) + int(gap), now + _MOST_WAIT_NS)
         return max(self._assigned_ns - now, _LEAST_WAIT_NS)
@@ -109,8 +102,6 @@ class Turnover:
 
 @dataclass(slots=True)
 class _Account:
-    """The streams that one principal holds, and what it has used."""
-
     limits: PrincipalLimits
     bucket: TokenBucket | None
     turnover: Turnover = field(default_factory=Turnover)
@@ -118,16 +109,13 @@ class _Account:
     waits_until_ns: int = 0
 
     def is_waiting(self, now: int) -> bool:
-        """Return True if it was refused a slot and may still retry."""
         return self.waits_until_ns > now
 
     def await_place(self, wait_ns: int, now: int) -> int:
-        """Record a refusal with a retry after `wait_ns`; return that."""
         self.waits_until_ns = now + wait_ns + _LATENESS_NS
         return wait_ns
 
     def is_idle(self, now: int) -> bool:
-        """Return True if nothing is lost by forgetting the account."""
         return (
             not self.held and not self.is_waiting(now) and (self.bucket is None or self.bucket.is_full(now))
         )
@@ -149,8 +137,6 @@ class AdmissionSlot:
 
 
 class Admission:
-    """The slots of one gateway, and who holds them."""
-
     def __init__(self, places: int, what: str = "streams") -> None:
         self._places = places
         self._what = what
@@ -175,11 +161,10 @@ class Admission:
         return AdmissionSlot(principal, now, tokens)
 
     def charge(self, place: AdmissionSlot, prompt_tokens: int, now: int) -> None:
-        """Charge the prompt of a session that was created."""
         _spend(self._accounts[place.principal.name], prompt_tokens, now)
 
     def leave(self, place: AdmissionSlot, now: int) -> None:
-        """Release the slot at the end of the call. Repeating it changes nothing."""
+        """Release the slot; repeating it changes nothing."""
         if place.is_released:
             return
         place.is_released = True
@@ -229,7 +214,6 @@ class Admission:
         return account
 
     def _forget_idle(self, now: int) -> None:
-        """Forget idle accounts once there are very many."""
         if len(self._accounts) >= _MOST_ACCOUNTS:
             self._accounts = {name: kept for name, kept in self._accounts.items() if not kept.is_idle(now)}
 

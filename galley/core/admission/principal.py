@@ -18,7 +18,6 @@ class PrincipalLimits:
     """The limits of one principal at one gateway; None means no limit of its own.
 
     `tokens_per_s` holds over time; `burst_tokens` may be used at once (default: a minute's worth).
-    `max_priority` bounds the priority of its requests.
     """
 
     max_sessions: int | None = None
@@ -28,7 +27,6 @@ class PrincipalLimits:
 
     @property
     def burst(self) -> float:
-        """The tokens that may be used at once; meaningful only with `tokens_per_s`."""
         return float(self.burst_tokens or max(1.0, _BURST_S * (self.tokens_per_s or 0.0)))
 
 
@@ -41,17 +39,13 @@ class Principal:
 
     @property
     def kind(self) -> str:
-        """Return how the caller is known: "anonymous", "token" or "key"."""
         if self.name == ANONYMOUS_NAME:
             return "anonymous"
         return "token" if self.name.startswith(TOKEN_PREFIX) else "key"
 
     @property
     def tenant_salt(self) -> bytes:
-        """The salt that separates its caches, the same at all gateways; empty for ANONYMOUS.
-
-        Not a secret: whoever can reach a target or draft can send any salt.
-        """
+        """The salt that separates its caches, the same at all gateways; empty for ANONYMOUS. Not a secret."""
         if self.name == ANONYMOUS_NAME:
             return b""
         named = self.name.encode()

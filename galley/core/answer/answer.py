@@ -20,8 +20,6 @@ MAX_CHUNK_TOKENS = 256
 
 
 class Reason(enum.Enum):
-    """Why an answer ended."""
-
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
@@ -98,20 +96,16 @@ class Answer:
 
     @property
     def output(self) -> list[int]:
-        """The output tokens."""
         return self.tokens[len(self.spec.prompt) :]
 
     @property
     def output_len(self) -> int:
-        """The number of output tokens."""
         return len(self.records)
 
     def prefix_hash(self, length: int) -> bytes:
-        """Return the content address of the first `length` tokens."""
         return self._hasher.digest(self.tokens, length)
 
     def extended_hash(self, draft_tokens: Sequence[int]) -> bytes:
-        """Return the content address of all tokens followed by `draft_tokens`."""
         return self._hasher.extended_digest(self.tokens, draft_tokens)
 
     def output_hash(self, length: int) -> bytes:
@@ -154,7 +148,6 @@ class Answer:
             start = stop
 
     def texts(self, start: int, end: int) -> list[str]:
-        """Return what each of the output tokens [start, end) adds to the text."""
         return self._texts[start:end]
 
     def _same_origin(self, start: int, end: int) -> int:

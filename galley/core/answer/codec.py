@@ -45,12 +45,10 @@ def decode_spec(data: bytes, session_id: str, prompt: tuple[int, ...]) -> Sessio
 
 
 def encode_ending(ending: Ending) -> bytes:
-    """Return the stored form of an ending."""
     return json.dumps({"reason": ending.reason.value, "matched": ending.matched}).encode()
 
 
 def decode_ending(data: bytes) -> Ending:
-    """Return the inverse of `encode_ending`. Raise ValueError for invalid `data`."""
     fields = json.loads(data)
     return Ending(Reason(fields["reason"]), fields["matched"])
 

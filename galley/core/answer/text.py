@@ -28,8 +28,6 @@ class Piece:
 
 
 class TextStream:
-    """Decodes tokens incrementally and finds stop strings."""
-
     def __init__(
         self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str] = ()
     ) -> None:
@@ -65,7 +63,6 @@ class TextStream:
         return min(hits, key=itemgetter(0), default=None)
 
     def _possible_stop(self) -> int:
-        """Return the length of the longest tail that may become a stop string."""
         return max((_overlap(self._held, stop) for stop in self._stops), default=0)
 
     def _release(self, length: int) -> str:
@@ -73,7 +70,6 @@ class TextStream:
         return text
 
     def _text_of(self, token: int) -> str:
-        """Return the text that the token settles."""
         self._window.append(token)
         text = self._new_text()
         if not text or text.endswith(_REPLACEMENT):

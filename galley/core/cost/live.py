@@ -12,18 +12,14 @@ _WEIGHT = 0.05
 _FORGET = 0.002
 # Bound of a factor: a single step may have been interrupted.
 _MOST = 4.0
-# Numbers of added rows that are tried.
 _MORE_ROWS = range(4, 36, 4)
 
 
 class LiveStepTimes:
     """`StepTimes` corrected by the steps of the replica, so that a bad measurement at start is repaired.
 
-    The correction factor is kept for 1, 2, 4, ... rows, and interpolated linearly. A step moves the nearest
-    two factors. Those that no step has come near move along, as the whole machine may be slower.
-
-    Steps with draft tokens have factors of their own: the draft works then too, perhaps on the same machine,
-    and one curve would make them look cheaper than they are.
+    A correction factor is kept for 1, 2, 4, ... rows. A step moves the nearest two, and those that no step
+    has come near. Steps with draft tokens have factors of their own: the draft may work on the same machine.
     """
 
     __slots__ = ("_drafted", "_measured", "_plain", "_seen")
@@ -36,7 +32,6 @@ class LiveStepTimes:
         self._drafted: list[float | None] = [None] * _FACTORS
 
     def __call__(self, rows: int, drafts: int) -> int:
-        """Return the nanoseconds of a step over `rows` >= 1 rows, of which `drafts` are draft tokens."""
         below, share = _place(rows)
         low, high = self._factor(below, drafts), self._factor(below + 1, drafts)
         return max(1, round(self._measured(rows) * (low + share * (high - low))))
@@ -46,11 +41,7 @@ class LiveStepTimes:
         return self._plain[i] if drafted is None or not drafts else drafted
 
     def added_row_ns(self, rows: int) -> int:
-        """Return the ns that a draft row adds to `rows` rows, for the cheapest number of added rows.
-
-        The curve has plateaus, and a step takes as many draft rows as pay: so this is the cost of filling
-        one.
-        """
+        """Return the ns that a draft row adds to `rows` rows, for the cheapest number of added rows."""
         took_ns = self(rows, 0)
         return max(0, min((self(rows + more, more) - took_ns) // more for more in _MORE_ROWS))
 

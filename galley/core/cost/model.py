@@ -51,8 +51,7 @@ def plan(tokens: int, k: int, confirmed_per_round: float, draft_cost_ratio: floa
 def expected_confirmed(alpha: float, k: int) -> float:
     """Return the mean tokens that a round of k draft tokens confirms: (1 - alpha^(k+1)) / (1 - alpha).
 
-    At alpha = 1 that is k + 1. `alpha` is the chance that a draft token is accepted if all before it were.
-    Raises InvalidField.
+    `alpha` is the chance that a draft token is accepted if all before it were. Raises InvalidField.
     """
     _check("alpha", alpha, low=0, high=1)
     _check("k", k, low=0, high=MAX_K)
@@ -67,9 +66,8 @@ def expected_confirmed(alpha: float, k: int) -> float:
 class RowCostCurve:
     """The cost of a target step over a number of rows (tokens of all its sessions), relative to one row.
 
-    Linear between the points, and beyond the last with the slope of the last segment, never falling. The
-    default is flat: every step costs the same. Raises InvalidField unless rows rise from 1, the cost of one
-    row is 1, and every cost is positive.
+    Linear between the points and beyond the last. Raises InvalidField unless rows rise from 1, the cost of
+    one row is 1, and every cost is positive.
     """
 
     points: tuple[tuple[int, float], ...] = ((1, 1.0),)
@@ -121,7 +119,7 @@ FLAT = RowCostCurve()
 def round_cost(k: int, draft_cost_ratio: float, curve: RowCostCurve = FLAT, sessions: int = 1) -> float:
     """Return the cost, in target steps, of a round of `sessions` sessions that each verify k draft tokens.
 
-    The k draft steps are batched over the sessions and follow the same row-cost curve. Raises InvalidField.
+    The draft steps are batched too and follow the same row-cost curve. Raises InvalidField.
     """
     _check("k", k, low=0, high=MAX_K)
     _check("sessions", sessions, low=1)
@@ -160,10 +158,9 @@ def best_k(
 def break_even_alpha(
     draft_cost_ratio: float, curve: RowCostCurve = FLAT, max_k: int = 16, sessions: int = 1
 ) -> float | None:
-    """Return the alpha above which some k in [1, max_k] beats plain decoding, or None if no alpha does.
+    """Return the alpha above which some k in [1, max_k] beats plain decoding, or None. Raise InvalidField.
 
-    For each k the gain rises with alpha, so the best gain does too, and bisection finds where it leaves 1.
-    Raises InvalidField.
+    The best gain rises with alpha, so bisection finds where it leaves 1.
     """
     _check("max_k", max_k, low=1, high=MAX_K)
 
@@ -192,10 +189,9 @@ def _check_ratio(draft_cost_ratio: float) -> None:
 
 
 class StepNs(Protocol):
-    """The time of a step, in nanoseconds."""
+    """The time of a step over `rows` >= 1 rows, of which `drafts` are draft tokens, in nanoseconds."""
 
-    def __call__(self, rows: int, drafts: int) -> float:
-        """Return the time of a step over `rows` >= 1 rows, of which `drafts` are draft tokens."""
+    def __call__(self, rows: int, drafts: int) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +206,9 @@ class StepTimes:
 
     @classmethod
     def measured(cls, points: Sequence[tuple[int, int]]) -> StepTimes:
-        """Return the times from measured (rows, ns), the first for one row.
+        """Return the times from measured (rows, ns), the first for one row; more rows never cost less.
 
-        More rows never cost less: noise is removed. Raises InvalidField unless rows rise from 1 and times are
-        positive.
+        Raises InvalidField unless rows rise from 1 and times are positive.
         """
         if not points or points[0][1] <= 0:
             raise InvalidField("row_costs", "must start with the time of one row, > 0 ns")
@@ -227,7 +222,6 @@ class StepTimes:
         )
 
     def __call__(self, rows: int) -> int:
-        """Return the nanoseconds of a step over `rows` >= 1 rows."""
         if not self._table:
             self._table.extend(round(self.one_row_ns * self.curve(r)) for r in range(1, self._TABLED + 1))
         if rows <= self._TABLED:
@@ -236,7 +230,6 @@ class StepTimes:
 
     @property
     def points(self) -> tuple[tuple[int, int], ...]:
-        """The (rows, ns) of the curve's points."""
         return tuple((rows, round(cost * self.one_row_ns)) for rows, cost in self.curve.points)
 
 
@@ -252,9 +245,8 @@ def rows_that_pay(
     """Return how many draft rows to add to a step so that it confirms most expected tokens per time.
 
     `worth` is what each adds, most first; without them the step confirms `tokens` over `rows` >= 1 rows.
-    Every count up to `room` is tried, because the curve has plateaus. A row never makes a step shorter,
-    whatever `step_ns` returns. The `prompts_ns` of prompt rows do not count: next to a long prompt every
-    draft token would pay.
+    Every count up to `room` is tried, because the curve has plateaus. `prompts_ns` does not count: next to a
+    long prompt every draft token would pay.
     """
     took_ns = step_ns(rows, 0) - prompts_ns
     best, best_rate = 0, tokens / took_ns

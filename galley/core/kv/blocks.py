@@ -23,8 +23,6 @@ BLOCK_TOKENS = 32  # default of every engine
 
 
 class BlockPool:
-    """A fixed number of blocks with reference counts and a cache by content."""
-
     def __init__(self, blocks: int) -> None:
         """Create free blocks. Raise ValueError below 1. `evicted` counts dropped cached contents."""
         if blocks < 1:
@@ -46,24 +44,19 @@ class BlockPool:
 
     @property
     def empty(self) -> int:
-        """The number of blocks that hold nothing."""
         return len(self._free)
 
     @property
     def pinned(self) -> int:
-        """The number of blocks with at least one pin."""
         return self._pinned
 
     def references(self, block: int) -> int:
-        """Return how many sessions hold the block."""
         return self._references[block]
 
     def is_registered(self, block: int) -> bool:
-        """Return True if the block can be found by the hash of its content."""
         return self._hashes[block] is not None
 
     def find(self, block_hash: bytes) -> int | None:
-        """Return the block of this content, held or cached."""
         return self._registered.get(block_hash)
 
     def recent_hashes(self, limit: int) -> list[bytes]:
@@ -106,12 +99,10 @@ class BlockPool:
             self._free.append(block)
 
     def pin(self, block: int) -> None:
-        """Pin a block for a live session."""
         self._pinned += self._pins[block] == 0
         self._pins[block] += 1
 
     def unpin(self, block: int) -> None:
-        """Remove one pin. Raise Broken if there is none."""
         if self._pins[block] == 0:
             raise Broken(f"block {block} was unpinned but has no pin")
         self._pins[block] -= 1
@@ -138,7 +129,6 @@ class BlockPool:
         self._unregister(block)
 
     def _touch(self, block: int) -> None:
-        """Count the block's content, if registered, as used now."""
         block_hash = self._hashes[block]
         if block_hash is None:
             return

@@ -57,7 +57,6 @@ class KvSession:
 
     @property
     def block_table(self) -> tuple[int, ...]:
-        """`blocks`, as a value that does not change; made once for as long as they do not."""
         if self._block_table is None:
             self._block_table = tuple(self.blocks)
         return self._block_table
@@ -74,7 +73,6 @@ class KvSession:
         return None
 
     def set_live(self, live: bool) -> None:
-        """Pin the blocks of a live session, or unpin them."""
         if live == self.live:
             return
         self.live = live
@@ -148,7 +146,6 @@ class KvSession:
         return self._pool.references(block) > 1
 
     def _append(self, block: int) -> None:
-        """Hold one more block, which the pool counts already."""
         self.blocks.append(block)
         self._block_table = None
         if self.live:
@@ -189,7 +186,6 @@ class KvSession:
         return ((block, fresh),)
 
     def _check_room(self, length: int) -> None:
-        """Raise Broken unless positions from its length to `length` lie in blocks that are its own."""
         if self.missing(length):
             raise Broken(f"session {self.key[1]!r} was computed beyond its blocks")
         block = self.blocks[len(self.tokens) // self._block_tokens]

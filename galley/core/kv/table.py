@@ -38,8 +38,7 @@ _RETRY_AFTER_S = 1.0
 class Reservation:
     """The `copies` (from, to) of whole blocks that the next step must make before it writes anything.
 
-    If that step never runs, roll the session back. The `preempted` sessions, youngest first, have lost their
-    blocks and are no longer live.
+    If that step never runs, roll the session back. The `preempted`, youngest first, have lost their blocks.
     """
 
     copies: tuple[tuple[int, int], ...] = ()
@@ -55,8 +54,6 @@ class _Evicted:
 
 
 class KvTable:
-    """The block tables of all sessions of a replica; the module states the rules."""
-
     def __init__(self, blocks: int, block_tokens: int, max_sessions: int) -> None:
         """Create a table of `blocks` blocks of `block_tokens` tokens each. Raise ValueError below 1.
 
@@ -78,7 +75,6 @@ class KvTable:
 
     @property
     def total(self) -> int:
-        """The number of blocks."""
         return self._pool.total
 
     @property
@@ -93,7 +89,6 @@ class KvTable:
 
     @property
     def empty(self) -> int:
-        """The number of blocks that hold nothing."""
         return self._pool.empty
 
     @property
@@ -102,7 +97,6 @@ class KvTable:
         return self._evicted_before + self._pool.evicted
 
     def has_blocks(self, key: SessionKey) -> bool:
-        """Return True if the session holds blocks, live or idle."""
         return self._session(key) is not None
 
     def tokens_of(self, key: SessionKey) -> Sequence[int]:
@@ -115,7 +109,6 @@ class KvTable:
         return session.block_table if session is not None else ()
 
     def cached_prefixes(self, limit: int) -> list[bytes]:
-        """Return up to `limit` hashes of blocks that a new session could attach, most recently used first."""
         return self._pool.recent_hashes(limit)
 
     def take_evicted(self) -> tuple[SessionKey, ...]:
@@ -125,21 +118,19 @@ class KvTable:
         return evicted
 
     def cached_prefix(self, key: SessionKey) -> Miss:
-        """Return the session's longest prefix that is in its blocks or still cached."""
         tokens, prefix = self._known(key)
         return Miss(len(tokens), prefix.digest(tokens, len(tokens)))
 
     def look_up(self, key: SessionKey, start: int, tokens: Sequence[int], prefix_hash: bytes) -> Hit | Miss:
-        """Return `content.look_up` over the session's cached prefix, without hashing all of it."""
         ours, hasher = self._known(key)
         return look_up(ours, start, tokens, prefix_hash, hasher)
 
     def open(self, key: SessionKey, arrival: int, tokens: Sequence[int], priority: int = 0) -> int:
         """Make the session live for these confirmed tokens; return its length. Raise Overloaded.
 
-        It keeps its own KV as far as that agrees, or attaches cached blocks where these reach further; at
-        most len(tokens) - 1, because the last confirmed token is always fed. `arrival` (ns) is when the
-        session first arrived, the same in every retry; a higher `priority` counts as older.
+        It keeps its own KV as far as that agrees, or attaches cached blocks where these reach further; never
+        the last token, which is always fed. `arrival` (ns) is the same in every retry; higher `priority`
+        counts as older.
         """
         session = self._wake(key)
         session.arrival, session.priority = arrival, priority
@@ -172,7 +163,6 @@ class KvTable:
         session.append_computed(tokens)
 
     def truncate(self, key: SessionKey, length: int) -> None:
-        """Cut the session to `length` tokens at most, and return the blocks beyond."""
         session = self._session(key)
         if session is not None:
             session.truncate(length)
@@ -202,7 +192,6 @@ class KvTable:
         return self._live.get(key) or self._idle.get(key)
 
     def _known(self, key: SessionKey) -> tuple[Sequence[int], PrefixHasher]:
-        """Return the tokens whose KV the session could have now, and their hasher."""
         session = self._session(key)
         if session is not None:
             return session.tokens, session.prefix
@@ -241,7 +230,6 @@ class KvTable:
         self._idle.pop(session.key, None)
 
     def _evict(self, session: KvSession) -> None:
-        """Take the session's blocks, and remember what stays cached."""
         if not session.live:
             self._lost.append(session.key)
         hashes = list(session.hashes)

@@ -11,9 +11,8 @@ MEMORY = 256
 class Calibration:
     """The chance that a draft token is accepted, by bucket of confidence; the caller defines the buckets.
 
-    `prior[bucket]` holds before there are verdicts, and weighs as much as `strength` of them. The n-th last
-    verdict of a bucket counts (1 - 1 / MEMORY)^n. `overall` learns from everything recorded here, and
-    replaces the prior: so a new kind of session starts with what is known of the others.
+    `prior[bucket]` weighs as much as `strength` verdicts; the n-th last verdict counts (1 - 1 / MEMORY)^n.
+    `overall` learns from everything recorded here, and replaces the prior.
     """
 
     __slots__ = ("_accepted", "_overall", "_prior", "_strength", "_verified")
@@ -26,7 +25,6 @@ class Calibration:
         self._accepted = [0.0] * len(prior)
 
     def child(self) -> Calibration:
-        """Return a calibration for a part of this one's sessions, whose prior is this one."""
         return Calibration(self._prior, self._strength, self)
 
     def chance(self, bucket: int) -> float:
@@ -36,7 +34,6 @@ class Calibration:
         return min(1.0, accepted / (self._verified[bucket] + self._strength))
 
     def record(self, bucket: int, accepted: bool) -> None:
-        """Record the verdict on a token of this bucket, all before it having been accepted."""
         if self._overall is not None:
             self._overall.record(bucket, accepted)
         keep = 1.0 - 1.0 / MEMORY

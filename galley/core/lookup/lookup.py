@@ -30,14 +30,11 @@ NOTHING = LookupResult()
 
 
 class SessionLookup:
-    """Lookup in the confirmed tokens of one session, followed while it grows."""
-
     def __init__(self) -> None:
         self._automaton = SuffixAutomaton()
         self._text = self._automaton.begin()
 
     def __len__(self) -> int:
-        """Return the number of tokens followed so far."""
         return len(self._text.tokens)
 
     def is_prefix_of(self, tokens: Sequence[int], start: int) -> bool:
@@ -46,7 +43,6 @@ class SessionLookup:
         return len(tokens) >= len(followed) and followed[start:].tolist() == tokens[start : len(followed)]
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Append the session's next tokens."""
         for token in tokens:
             self._automaton.append(self._text, token)
 
@@ -101,7 +97,6 @@ class AnswerLookup:
         self._length = len(tokens)
 
     def find(self, ahead: Sequence[int], count: int) -> LookupResult:
-        """Return up to `count` tokens that followed the longest suffix of all tokens and `ahead`."""
         newer = self._newer.place(_go_on(self._newer, self._text.match, ahead))
         older = self._older.place(_go_on(self._older, self._older_match, ahead))
         place = older if older.length > newer.length else newer

@@ -36,8 +36,6 @@ class _Proposal:
 
 
 class ProposalOutcomes:
-    """A session's proposals that wait to be compared, whether they were verified or not."""
-
     def __init__(self) -> None:
         self._waiting: list[_Proposal] = []
 
@@ -52,5 +50,4 @@ class ProposalOutcomes:
         self._waiting = [*self._waiting[1 - _MOST :], _Proposal(start, ahead, proposed, record)]
 
     def confirm(self, confirmed: Sequence[int]) -> None:
-        """Compare the proposals with the session's confirmed tokens."""
         self._waiting = [proposal for proposal in self._waiting if proposal.compare(confirmed)]

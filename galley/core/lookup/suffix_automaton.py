@@ -70,16 +70,13 @@ class SuffixAutomaton:
         self._new_state(_NONE, 0, 0, 0)
 
     def __len__(self) -> int:
-        """Return the number of tokens of all texts."""
         return self._size
 
     def begin(self) -> Text:
-        """Return a new, empty text."""
         self._texts.append(Text(len(self._texts)))
         return self._texts[-1]
 
     def append(self, text: Text, token: int) -> None:
-        """Add a token to one of this automaton's texts."""
         # Only now, so that a match is never the place that is being followed.
         self._end[text.match.state], self._text[text.match.state] = len(text.tokens), text.number
         text.tokens.append(token)

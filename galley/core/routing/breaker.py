@@ -19,8 +19,6 @@ LONGEST_PAUSE_NS = 8_000_000_000
 
 
 class State(enum.Enum):
-    """The state of a breaker: what passes."""
-
     CLOSED = "everything"
     OPEN = "nothing"
     HALF_OPEN = "one probe"
@@ -37,13 +35,11 @@ class Breaker:
         self._number = 0
 
     def state(self, now: int) -> State:
-        """Return the state at this time."""
         if self._open_until is None:
             return State.CLOSED
         return State.OPEN if now < self._open_until else State.HALF_OPEN
 
     def can_begin(self, now: int) -> bool:
-        """Return True if an attempt may begin."""
         state = self.state(now)
         return state is State.CLOSED or (state is State.HALF_OPEN and not self._probing)
 

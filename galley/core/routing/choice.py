@@ -23,8 +23,8 @@ LOAD_TOKENS = 64
 class ReplicaLease:
     """A replica's registration, valid as long as the lease lasts.
 
-    `incarnation` names one life of its process. `queue_depth` counts the sessions with work to do. A replica
-    that is `draining` takes no new sessions.
+    `incarnation` names one life of its process. `queue_depth` counts the sessions with work to do. A
+    `draining` replica takes no new sessions.
     """
 
     address: str
@@ -39,10 +39,7 @@ class ReplicaLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetLease(ReplicaLease):
-    """A target's lease. `fingerprint` names its build.
-
-    `cached_prefixes` are chained hashes of cached blocks (`galley.core.content.block_hashes`).
-    """
+    """A target's lease. `cached_prefixes` are chained hashes of cached blocks (`content.block_hashes`)."""
 
     fingerprint: str
     context_window: int
@@ -71,7 +68,6 @@ class TargetCandidate:
     """A target that could serve; `sessions` is how many of the caller's own sessions are there now.
 
     A lease is some time old: without them, sessions that start together would all choose the same replica.
-    Candidates that are not `is_healthy` are chosen only if there is no other.
     """
 
     lease: TargetLease
@@ -80,7 +76,6 @@ class TargetCandidate:
 
     @property
     def load(self) -> int:
-        """The number of sessions with work to do, as far as is known."""
         return max(self.lease.queue_depth, self.sessions)
 
 
@@ -101,14 +96,11 @@ class RoutingRequest:
 
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
-    """A draft that could serve; `sessions` is how many of the caller's own sessions used it recently."""
-
     lease: DraftLease
     sessions: int = 0
     is_healthy: bool = True
 
     def is_home(self, home: Replica | None) -> bool:
-        """Return True if this incarnation of this replica has the session's tokens."""
         return home is not None and (home.address, home.incarnation) == (
             self.lease.address,
             self.lease.incarnation,
@@ -144,8 +136,8 @@ def choose_target(
 ) -> TargetCandidate | None:
     """Return the best target that can serve the session, or None; never one that is draining.
 
-    While a healthy one has the session's own fingerprint, the choice is among those, whatever their load
-    (rule 3 of the design). An address in `avoid` is chosen only if there is no other.
+    The choice is among healthy ones of the session's own fingerprint while there are any, whatever their
+    load. An address in `avoid` is chosen only if there is no other.
     """
     able = [c for c in candidates if not c.lease.draining and c.lease.context_window >= request.max_position]
     able = [c for c in able if c.is_healthy] or able

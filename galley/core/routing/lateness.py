@@ -33,8 +33,6 @@ _FORGIVEN_AFTER = 64
 
 
 class VerdictTimes:
-    """The verdict times of one replica, in nanoseconds."""
-
     def __init__(self, row_costs: Sequence[tuple[int, int]] = ()) -> None:
         """Take the replica's (rows, ns of a step). An invalid curve predicts nothing."""
         self._times: StepTimes | None = None
@@ -58,7 +56,6 @@ class VerdictTimes:
         return largest_ns * (passes + 1) + (self._times(rest) if rest else 0)
 
     def expected_ns(self, rows: int) -> int:
-        """Return the prediction corrected by recent verdicts."""
         return round(self._slower * self.predicted_ns(rows))
 
     def first_verdict_quantile(self, quantile: float) -> int | None:
@@ -68,11 +65,9 @@ class VerdictTimes:
         return sorted(self._firsts)[min(len(self._firsts) - 1, int(quantile * len(self._firsts)))]
 
     def record_first(self, waited_ns: int) -> None:
-        """Record how long a request's first verdict took."""
         self._firsts.append(waited_ns)
 
     def record(self, predicted_ns: int, waited_ns: int) -> None:
-        """Record a verdict's predicted and real time."""
         if predicted_ns > 0:
             slower = min(max(waited_ns / predicted_ns, 1.0), _MOST_SLOWER)
             self._slower += _WEIGHT * (slower - self._slower)
@@ -82,13 +77,11 @@ class VerdictTimeout:
     """The time that one session waits for a verdict before it looks for another replica."""
 
     def __init__(self, factor: float) -> None:
-        """Let a verdict take `factor` times as long as expected."""
         self._factor = factor
         self._doublings = 0
         self._in_time = 0
 
     def limit_ns(self, expected_ns: int) -> int:
-        """Return how long a verdict that is expected in `expected_ns` may take."""
         return round(max(LEAST_NS, self._factor * expected_ns)) << self._doublings
 
     def record_late(self) -> None:
@@ -97,7 +90,6 @@ class VerdictTimeout:
         self._in_time = 0
 
     def record_in_time(self) -> None:
-        """Record a verdict in time."""
         self._in_time += 1
         if self._in_time >= _FORGIVEN_AFTER:
             self._doublings = max(0, self._doublings - 1)

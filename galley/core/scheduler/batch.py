@@ -26,8 +26,7 @@ class BatchTimes:
 class ActiveBatch:
     """The batch of the step in progress; `grants[i]` belongs to chunk i of the plan.
 
-    A token is drawn after `drawn_rows` rows: after each of `draft_rows` draft tokens, and one more per
-    session.
+    A token is drawn after each of `drawn_rows` rows: `draft_rows`, and one more per session.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class ActiveBatch:
         self._evicted = evicted
 
     def info(self, free_blocks: int, queue_depth: int) -> BatchInfo:
-        """Return a description of the batch."""
         return BatchInfo(
             request_ids=tuple(grant.request.id for grant in self.grants.values()),
             rows=self.plan.rows,
@@ -63,8 +61,7 @@ class ActiveBatch:
     def record(self, times: LiveStepTimes, took_ns: int, batch_span: bytes) -> BatchTimes:
         """Teach `times` what the step took, and return what its results share.
 
-        Rows of prompts cost less because nothing is drawn from them. So `times` learns only from steps
-        without any.
+        Rows of prompts cost less because nothing is drawn from them, so steps with any teach nothing.
         """
         drafts, drawn, sessions = self.draft_rows, self.drawn_rows, len(self.grants)
         prefill_ns = 0
@@ -88,9 +85,8 @@ class SchedulerCounts:
     """Counts of a replica's scheduler since its start.
 
     `prompt_tokens` came with sessions that held no blocks here; `reused_tokens` of them were cached. `missed`
-    requests named a prefix that is not cached. `preempted` requests lost their blocks to older sessions or
-    for want of blocks. `out_of_blocks` requests were preempted, refused or delayed because no block was left.
-    Steps waited `linger_ns` for hints.
+    requests named a prefix that is not cached. `preempted` ones lost their blocks; `out_of_blocks` ones were
+    preempted, refused or delayed because no block was left. Steps waited `linger_ns` for hints.
     """
 
     prompt_tokens: int = 0

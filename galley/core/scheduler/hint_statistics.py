@@ -30,15 +30,13 @@ class AcceptanceEstimate:
     """A session's measured chance that a draft token is right if all before it were: `alpha`.
 
     `recovery` is the chance that the token after a wrong one is right. Both learn from all hinted tokens,
-    whether they were verified or decoded meanwhile, so that drafts that become good again are noticed. `bias`
-    is how much more often tokens are right than the draft predicted: an overconfident draft does not cost
-    rows for long.
+    verified or not, so that drafts that become good again are noticed. `bias` is how much more often tokens
+    are right than the draft predicted.
     """
 
     __slots__ = ("_overall", "_seen", "alpha", "bias", "recovery")
 
     def __init__(self, overall: AcceptanceEstimate | None = None) -> None:
-        """Start with the estimate of all sessions, `overall`."""
         self._overall = overall
         self.alpha: float = overall.alpha if overall else PRIOR_ALPHA
         self.bias = 0.0
@@ -46,7 +44,6 @@ class AcceptanceEstimate:
         self._seen = _PRIOR_TOKENS
 
     def record_token(self, *, right: bool, predicted: float | None = None) -> None:
-        """Record a hinted token, and the draft's own chance for it."""
         if self._overall is not None:
             self._overall.record_token(right=right)
         self._seen += 1
@@ -57,8 +54,7 @@ class AcceptanceEstimate:
     def calibrated(self, survival: Sequence[float]) -> list[float]:
         """Return the draft's survival chances corrected by `bias`: falling, in [0, 1].
 
-        None becomes certain by that: a step would verify far ahead for one session and leave no row for
-        others.
+        None becomes certain, or a step would verify far ahead for one session and leave no row for others.
         """
         chances: list[float] = []
         before = now = 1.0
@@ -70,7 +66,6 @@ class AcceptanceEstimate:
         return chances
 
     def record_recovery(self, *, right: bool) -> None:
-        """Record whether the token after a wrong one was right."""
         if self._overall is not None:
             self._overall.record_recovery(right=right)
         self.recovery += _RECOVERY_WEIGHT * (right - self.recovery)
@@ -86,10 +81,10 @@ class AcceptanceEstimate:
 
 
 class HintTiming:
-    """Timing of a session's hints: their delay after a result, their length, and whether they arrive at all.
+    """Timing of a session's hints: their mean delay after a result, its deviation, and their length.
 
-    `delay_ns` is the mean delay, `deviation_ns` the mean deviation from it. A session starts with the timing
-    of all sessions, `overall`. Its first hint does not count: the draft had to read the prompt first.
+    Starts with the timing of all sessions, `overall`. The first hint does not count: the draft had to read
+    the prompt first.
     """
 
     __slots__ = ("_first", "_overall", "delay_ns", "deviation_ns", "length", "trust")
@@ -126,14 +121,10 @@ class HintTiming:
         return max(_DELAY_MARGIN * self.deviation_ns, _LEAST_MARGIN * delay_ns)
 
     def record_absence(self) -> None:
-        """Record that a step waited for a hint in vain."""
         self.trust = max(_MIN_TRUST, self.trust / 2)
 
     def expected_at(self, result_ns: int) -> tuple[float, float]:
-        """Return the mean time of the hint after a result at `result_ns`, and when it should have arrived.
-
-        Both are infinite while nothing is known.
-        """
+        """Return the mean time of the hint after a result, and when it is late; infinite while unknown."""
         if self.delay_ns is None:
             return math.inf, math.inf
         mean_ns = result_ns + self.delay_ns

@@ -79,7 +79,6 @@ def _gain(
     step_ns: StepNs,
     ready: Sequence[float],
 ) -> float:
-    """Return the tokens per time of lingering relative to going on."""
     tokens, took_ns = _step([*ready, *_left(due, 0)], sessions, step_ns)
     lingering = tokens / (wait_ns + took_ns)
     # When going on, a session with a hint has another by the next step.
@@ -90,7 +89,6 @@ def _gain(
 
 
 def _left(due: Sequence[ExpectedHint], late: int) -> list[float]:
-    """Return the chances of the tokens that are left of these hints `late` steps later."""
     return [chance for one in due for chance in one.survival(late)]
 
 
@@ -118,10 +116,7 @@ class LingerPolicy:
         self._awaited: set[int] = set()
 
     def until(self, requests: Sequence[ActiveRequest], now: int) -> int | None:
-        """Return until when the step of these requests, with hints updated, should wait; None: begin it.
-
-        Decided once a step: the step then begins as soon as all awaited hints have arrived.
-        """
+        """Return until when the step of these requests, with hints updated, should wait; None: begin it."""
         self.waited_ns = 0 if self._since_ns is None else now - self._since_ns
         if self._max_ns == 0 or any(request.uncomputed > 1 for request in requests):
             self._forget()
@@ -166,7 +161,6 @@ class LingerPolicy:
 
 
 def _awaits(request: ActiveRequest) -> bool:
-    """Return True if the request has no usable hint but one is due."""
     return request.hint_due and request.room > 0 and not request.has_usable_hint
 
 

@@ -66,12 +66,11 @@ class Extend:
 class Confirmed:
     """Tokens from `position` on: `accepted` of the `verified` draft tokens, then at most one of the target's.
 
-    The cache holds `kv_len` tokens. `batch_sessions` shared the step, which fed `batch_rows` rows. With
-    `more`, further results follow. Times are those since the last result. `linger_ns`, a part of `queue_ns`,
-    went on waiting for hints. `row_ns` is what one more draft row adds to a step of so many sessions;
-    `prefill_ns` is what the rows of prompts took. `plain_ns` estimates `compute_ns` without any draft token
-    in the step. `kv_reused` is the number of cached tokens found when KV blocks were allocated; only the
-    first result has it. `batch_span` names the step in a trace; it is empty where there is none.
+    The cache holds `kv_len` tokens. With `more`, further results follow. Times are those since the last
+    result. `linger_ns`, a part of `queue_ns`, went on waiting for hints. One more draft row adds `row_ns` to
+    a step of so many sessions; prompts took `prefill_ns`; `plain_ns` estimates `compute_ns` without draft
+    tokens. `kv_reused`, the cached tokens found when blocks were allocated, is in the first result only.
+    `batch_span` names the step in a trace.
     """
 
     position: int
@@ -118,7 +117,6 @@ class Response:
 
     @property
     def is_last(self) -> bool:
-        """True if the request ends with this response."""
         return not (isinstance(self.outcome, Confirmed) and self.outcome.more)
 
 
@@ -126,9 +124,8 @@ class Response:
 class BatchInfo:
     """The step in progress, for tracing: which requests share it, and what its rows are for.
 
-    `draft_rows` are draft tokens. Nothing is drawn after `prefill_rows`: rows of prompts, and of sessions
-    that move here. Sessions that lost their blocks since the last step: `preempted` with a request, `evicted`
-    without.
+    Nothing is drawn after `prefill_rows`. Sessions that lost their blocks since the last step: `preempted`
+    with a request, `evicted` without.
     """
 
     request_ids: tuple[int, ...]

@@ -21,14 +21,11 @@ class SessionStatistics:
     __slots__ = ("acceptance", "hint_timing")
 
     def __init__(self, overall: SessionStatistics | None = None) -> None:
-        """Start with the statistics of all sessions, `overall`."""
         self.acceptance: AcceptanceEstimate = AcceptanceEstimate(overall.acceptance if overall else None)
         self.hint_timing: HintTiming = HintTiming(overall.hint_timing if overall else None)
 
 
 class PendingHint:
-    """The hint of a session, advanced while the session grows."""
-
     __slots__ = ("_acceptance", "_after_mismatch", "_anchored", "_followed", "hint", "is_exhausted")
 
     def __init__(self, hint: Hint, acceptance: AcceptanceEstimate, *, anchored: bool = False) -> None:
@@ -41,10 +38,9 @@ class PendingHint:
         self._after_mismatch = False
 
     def follow(self, tokens: Sequence[int], hasher: PrefixHasher) -> HintTail:
-        """Return the part left for a session of these confirmed tokens, which only grow.
+        """Return the part left for these confirmed tokens, which only grow; nothing before the anchor.
 
-        Return nothing before the session reaches the anchor. Set `is_exhausted` once the hint disagrees for
-        good or is used up.
+        Set `is_exhausted` once the hint disagrees for good or is used up.
         """
         passed = len(tokens) - self.hint.position
         if self.is_exhausted or passed < 0:
@@ -80,9 +76,8 @@ class PendingHint:
 class ActiveRequest:
     """An active request. `tokens` are all confirmed tokens from absolute position 0; [0, kv_len) have KV.
 
-    `kv_len` is None until KV blocks are allocated. `kv_reused` is the number of cached tokens found then; the
-    first result reports it and resets it to 0. `tail` is what the hint offers at the present position, as of
-    the last `update_hint`.
+    `kv_len` is None until KV blocks are allocated. The first result reports `kv_reused`, and resets it to 0.
+    `tail` is what the hint offers as of the last `update_hint`.
     """
 
     def __init__(self, request_id: int, message: VerifyRequest, memory: SessionStatistics, now: int) -> None:
@@ -112,7 +107,6 @@ class ActiveRequest:
 
     @property
     def key(self) -> SessionKey:
-        """The key of its session."""
         return self.message.key
 
     @property
@@ -122,7 +116,6 @@ class ActiveRequest:
 
     @property
     def position(self) -> int:
-        """The position of the first token that is not confirmed yet."""
         return len(self.tokens)
 
     @property
@@ -138,18 +131,17 @@ class ActiveRequest:
 
     @property
     def result_ns(self) -> int:
-        """When the last result was given, or the request arrived."""
+        """Time of the last result, or of the request's arrival."""
         return self._anchors[-1][1]
 
     def prefix_hash(self) -> bytes:
-        """Return the hash of all confirmed tokens."""
         return self._hasher.digest(self.tokens, len(self.tokens))
 
     def update_hint(self) -> None:
         """Advance the hint to the present position, and set `tail` to what it offers within the room.
 
-        If it offers nothing, the previous hint may: a draft that is asked again after a refused token
-        responds late on a slow link, and with fewer tokens than before.
+        If it offers nothing, the previous hint may: after a refused token a draft on a slow link responds
+        late.
         """
         self._hint, offered = self._followed(self._hint)
         self._previous, previous = self._followed(self._previous)
@@ -157,7 +149,6 @@ class ActiveRequest:
         self.tail = HintTail(rest.draft_tokens[: self.room], rest.survival[: self.room], rest.after_mismatch)
 
     def _followed(self, hint: PendingHint | None) -> tuple[PendingHint | None, HintTail]:
-        """Return the hint, unless it is exhausted, and what it offers."""
         if hint is None:
             return None, NOTHING
         rest = hint.follow(self.tokens, self._hasher)
@@ -184,7 +175,6 @@ class ActiveRequest:
         )
 
     def extend(self, extension: Extend, now: int) -> None:
-        """Take more credit or a new hint."""
         self.limit = max(self.limit, min(extension.limit, self.message.max_position))
         self.hint_due = extension.hint_due
         if extension.hint is not None:
@@ -201,7 +191,6 @@ class ActiveRequest:
         self._awaits_hint = False
 
     def take_reused(self) -> int:
-        """Return `kv_reused` and reset it to 0."""
         reused, self.kv_reused = self.kv_reused, 0
         return reused
 

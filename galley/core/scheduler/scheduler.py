@@ -61,8 +61,6 @@ class Linger:
 
 
 class Scheduler:
-    """Schedules the requests of one replica; the module states its rules."""
-
     def __init__(
         self,
         table: KvTable,
@@ -98,7 +96,6 @@ class Scheduler:
 
     @property
     def queue_depth(self) -> int:
-        """The number of active and waiting requests."""
         return len(self._requests)
 
     @property
@@ -110,7 +107,6 @@ class Scheduler:
         return now.info(self._table.free, self.queue_depth)
 
     def take_responses(self) -> list[Response]:
-        """Return all responses since the last call."""
         answers, self._responses = self._responses, []
         return answers
 
@@ -182,10 +178,7 @@ class Scheduler:
         self._draining = True
 
     def abandon(self, error: GalleyError) -> None:
-        """Respond `error` to all requests after a fault of the scheduler's own, and forget all KV.
-
-        No step may be running in the engine.
-        """
+        """Respond `error` to all requests after a fault here, and forget all KV. No step may be running."""
         self._responses += [Response(request_id, error) for request_id in self._requests]
         self._requests.clear()
         self._active.clear()
@@ -331,10 +324,7 @@ class Scheduler:
     def conclude(
         self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int, batch_span: bytes = b""
     ) -> None:
-        """End the step: confirm, cut and respond. Raises Broken if it is not the step in progress.
-
-        `batch_span` names the step in a trace.
-        """
+        """End the step: confirm, cut and respond. Raises Broken if it is not the step in progress."""
         done = self._end(plan)
         if len(outcomes) != len(plan.chunks):
             raise Broken(f"scheduler: a step of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
@@ -384,7 +374,6 @@ class Scheduler:
             self._close(request)
 
     def _computed(self, request: ActiveRequest, length: int) -> None:
-        """Record that the first `length` tokens of the request have their KV."""
         self._table.append_computed(request.key, request.tokens[request.kv_len or 0 : length])
         self._table.truncate(request.key, length)
         request.kv_len = length

@@ -28,17 +28,14 @@ class Delivery:
 
     @property
     def logged_output(self) -> int:
-        """The number of output tokens in the log."""
         return self.logged - len(self._answer.spec.prompt)
 
     @property
     def unlogged(self) -> int:
-        """The number of confirmed tokens that are not logged."""
         return len(self._answer.tokens) - self.logged
 
     @property
     def unsent(self) -> int:
-        """The number of confirmed tokens that the client was not sent."""
         return self._answer.output_len - max(self._sent, self.stream_from)
 
     def commit(self, draft_cache_len: int, target_cache_len: int) -> Commit | None:
@@ -56,7 +53,6 @@ class Delivery:
         )
 
     def committed(self, length: int) -> None:
-        """Record that the log holds `length` tokens. Raise Broken if it cannot."""
         if not self.logged <= length <= len(self._answer.tokens):
             raise Broken(f"a commit logged {length} of {len(self._answer.tokens)} tokens")
         self.holds(length)

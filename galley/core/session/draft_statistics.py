@@ -48,34 +48,27 @@ class DraftStatistics:
     def deviation_weight(self) -> float:
         """The share of a session's deviation from its workload that its next token shows, in [0, 1].
 
-        The slope of a regression of tokens on deviations: 1 where sessions differ, 0 where deviations are
-        chance.
+        The slope of a regression of tokens on deviations: 1 where sessions differ, 0 where it is chance.
         """
         return min(1.0, max(0.0, self.deviation_explained / self.deviation_squared))
 
     def record_deviation(self, alpha: float, weight: float, *, right: bool) -> None:
-        """Record the next token of a session of this `alpha`. Call it before `record_token`."""
+        """Record a session's next token. Call it before `record_token`."""
         deviation = alpha - self.alpha
         self.deviation_squared += weight * (deviation * deviation - self.deviation_squared)
         self.deviation_explained += weight * (deviation * (right - self.alpha) - self.deviation_explained)
 
     def record_token(self, weight: float, *, right: bool) -> None:
-        """Record a draft token: right, or the first that was wrong."""
         self.tokens += 1
         self.alpha += max(weight, 1.0 / (self.tokens + _PRIOR_TOKENS)) * (right - self.alpha)
 
     def record_recovery(self, weight: float, *, right: bool) -> None:
-        """Record whether the draft token after a wrong one was right."""
         self.recovery += weight * (right - self.recovery)
 
     def record_proposal(
         self, received: int, unread: int, compute_ns: int, sessions: int, weight: float
     ) -> None:
-        """Record a proposal of `received` tokens, computed in `compute_ns` in steps shared by `sessions`.
-
-        The draft had `unread` tokens to read first. If these are more than it proposed, the time measures
-        reading.
-        """
+        """Record a proposal of `received` tokens; if `unread` tokens were more, the time measures reading."""
         self.nonempty_rate += weight * ((received > 0) - self.nonempty_rate)
         share = 1.0 / max(1, sessions)
         if not received:
@@ -91,7 +84,6 @@ class DraftStatistics:
             self.others_ns += weight * (token_ns * share * (1.0 - share) - self.others_ns)
 
     def record_verdict(self, verified: int, weight: float) -> None:
-        """Record how many draft tokens were verified in a step that had a hint."""
         self.verified_rate += weight * ((verified > 0) - self.verified_rate)
         if verified:
             self.verified_len += weight * (verified - self.verified_len)
@@ -105,9 +97,9 @@ def _mean(before: float, seen: float, weight: float) -> float:
 class SharedStatistics:
     """Statistics that the sessions of a gateway share: drafts by workload, and the load of the target.
 
-    `step_ns` is the time of a target step now, `share_ns` each session's share of it, `row_ns` what one more
-    draft token adds, and `confirmed_per_step` how many tokens a session gets from a step. `latency_ns` is the
-    time from requesting a proposal to receiving it; `message_ns` is that time without the draft's computing.
+    `share_ns` is a session's share of `step_ns`, `row_ns` what one more draft token adds to that.
+    `latency_ns` is the time from requesting a proposal to receiving it; `message_ns` is that time without
+    computing.
     """
 
     def __init__(self) -> None:
@@ -122,28 +114,20 @@ class SharedStatistics:
         )
 
     def for_workload(self, strategy: str, workload: str) -> DraftStatistics:
-        """Return the statistics of a strategy's drafts for a workload.
-
-        A new workload starts with the strategy's statistics. The least recently used workload is forgotten.
-        """
+        """Return the statistics of a workload, at first its strategy's; the least recently used goes."""
         overall = self.for_strategy(strategy)
         return self._drafts.get((strategy, workload), lambda: replace(overall, tokens=0))
 
     def for_strategy(self, strategy: str) -> DraftStatistics:
-        """Return the statistics of a strategy's drafts over all workloads."""
         return self._drafts.get((strategy, None))
 
     def record_step(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
-        """Record a target step shared by `sessions`, in which one session got `confirmed` tokens.
-
-        One more draft token adds `row_ns` to it.
-        """
+        """Record a target step of `sessions`: one got `confirmed` tokens. A draft token adds `row_ns`."""
         self.step_ns = _mean(self.step_ns, compute_ns, _LOAD)
         self.share_ns = _mean(self.share_ns, compute_ns / max(1, sessions), _LOAD)
         self.row_ns = _mean(self.row_ns, row_ns, _LOAD)
         self.confirmed_per_step += _LOAD * (confirmed - self.confirmed_per_step)
 
     def record_proposal(self, latency_ns: int, compute_ns: int) -> None:
-        """Record the latency of a proposal and the part of it that was computing."""
         self.latency_ns = _mean(self.latency_ns, latency_ns, _LOAD)
         self.message_ns = _mean(self.message_ns, max(0, latency_ns - compute_ns), _LOAD)

@@ -25,10 +25,7 @@ MAX_MISSES = 3
 
 @dataclass(frozen=True, slots=True)
 class PendingProposal:
-    """A request for up to `k` tokens from `position` on, after a prefix of hash `prefix_hash`.
-
-    The prefix may end with draft tokens.
-    """
+    """A request for up to `k` tokens after the prefix of `prefix_hash`, which may end with draft tokens."""
 
     request_id: int
     position: int
@@ -40,10 +37,9 @@ class PendingProposal:
 class Drafting:
     """The drafting state of one session. Times in nanoseconds.
 
-    `hint` holds the proposed tokens while they are of use; the first of them arrived at `hint_since_ns`.
-    `cache_len` is how many confirmed or proposed tokens the draft has in its cache. `was_empty`: the last
-    proposal had no token. `is_exhausted`: it had fewer than requested, so no more follow this hint.
-    `k` and `strategy` are those of the last request and the last proposal.
+    `hint` holds the proposed tokens while they are of use; the first of them arrived at `hint_since_ns`. The
+    draft has `cache_len` confirmed or proposed tokens in its cache. `was_empty`: the last proposal had no
+    token. `is_exhausted`: it had fewer than requested, so no more follow this hint.
     """
 
     def __init__(self, cooldown_ns: int, max_cooldown_ns: int, speculation: Speculation) -> None:
@@ -66,15 +62,12 @@ class Drafting:
         self._off_until = 0
 
     def is_pending(self, request_id: int) -> bool:
-        """Return True if this request is the pending one."""
         return self.pending is not None and self.pending.request_id == request_id
 
     def is_cooling_down(self, now: int) -> bool:
-        """Return True if the draft failed a short time ago and must not be asked yet."""
         return now < self._off_until
 
     def tail(self, tokens: Sequence[int]) -> HintTail:
-        """Return the hint's tokens that follow the confirmed `tokens`."""
         return NOTHING if self.hint is None else remaining(self.hint, tokens)
 
     def request(self, request_id: int, answer: Answer, tail: HintTail, k: int, now: int) -> Propose:
@@ -90,8 +83,7 @@ class Drafting:
     def receive(self, event: Proposed, answer: Answer, alpha: float, now: int) -> int:
         """Take the pending proposal; return how many of its tokens are valid.
 
-        A draft that answers another request cools down. Without `survival`, each token is accepted with
-        chance `alpha` if all before it are.
+        A draft that answers another request cools down. `alpha` stands in for a missing `survival`.
         """
         pending, self.pending = self.pending, None
         self._misses = 0
@@ -116,10 +108,9 @@ class Drafting:
         return len(received.draft_tokens)
 
     def confirm(self, tokens: Sequence[int]) -> PendingProposal | None:
-        """Advance the hint to the end of the confirmed `tokens`.
+        """Advance the hint past the confirmed `tokens`; return the proposal that this made useless.
 
-        Return the pending proposal if it became useless: it continues from a wrong token, or proposes only
-        tokens that are confirmed already. It is no longer pending then.
+        It continues from a wrong token, or proposes only tokens that are confirmed already.
         """
         if self._recovery is not None and len(tokens) > self._recovery[0]:
             position, proposed = self._recovery
@@ -229,7 +220,6 @@ def remaining(hint: Hint, confirmed: Sequence[int]) -> HintTail:
 
 
 def valid_prefix(tokens: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens before the first one outside the vocabulary."""
     for index, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
             return tokens[:index]

@@ -19,8 +19,6 @@ from galley.core.records import PositionLogprobs, TokenRecord
 
 
 class Pool(enum.Enum):
-    """The pool that a request goes to."""
-
     DRAFT = "draft"
     TARGET = "target"
 
@@ -42,8 +40,7 @@ class Proposed:
     """Draft tokens for positions [position, position + len(tokens)).
 
     `survival[i]` is the chance that tokens 0 to i are all accepted; empty if unknown. `sessions` shared the
-    draft's steps. `max_tokens` is the replica's own bound, if it is below the request's k. `strategy` made
-    the tokens; empty if unknown.
+    draft's steps. `max_tokens` is the replica's own bound. `strategy` made the tokens; empty if unknown.
     """
 
     request_id: int
@@ -62,8 +59,7 @@ class Proposed:
 class Verified:
     """The target's verdict: `accepted` draft tokens, then at most one token of its own.
 
-    With `more`, further verdicts of the same request follow. `sessions` shared the step, in which the rows of
-    prompts took `prefill_ns`; one more draft token adds `row_ns`. The other fields are those of
+    With `more`, further verdicts follow; `sessions` shared the step. The other fields are those of
     `galley.core.scheduler.messages.Confirmed`.
     """
 
@@ -122,8 +118,7 @@ class StoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishStored:
-    """The store has the ending of the session."""
+class FinishStored: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +129,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class TimerFired:
-    """The time of SetTimer has come."""
+class TimerFired: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +197,8 @@ class Propose:
 class Verify:
     """Have the target verify `draft_tokens`, then decode `credit` tokens more without a new request.
 
-    With `hint_due`, a hint for this request is being drafted. At most `max_verified` draft tokens are
-    verified in a step; 0 means as many as pay.
+    With `hint_due`, a hint for it is being drafted. `max_verified` bounds the draft tokens of a step; 0: as
+    many as pay.
     """
 
     request_id: int
@@ -218,10 +212,10 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class ExtendVerify:
-    """Add to an open Verify.
+    """Add to an open Verify: tokens may be confirmed below `limit`, and `hint` replaces the one before.
 
-    The target may confirm tokens at positions below `limit`. `hint` replaces the one before. `hint_due`: a
-    hint is being drafted for what follows the last verdict, or will be once `hint` has its verdict.
+    `hint_due`: one is being drafted for what follows the last verdict, or will be once `hint` has its
+    verdict.
     """
 
     request_id: int
@@ -257,15 +251,11 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Send to the client what the log holds."""
-
     items: tuple[Chunk | NumericsChanged, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFinish:
-    """Mark the session as ended, at `log_len` tokens."""
-
     ending: Ending
     log_len: int
 
@@ -293,14 +283,12 @@ Overlap = Literal["hit", "miss", "none"]
 class RoundEnded:
     """One finished round, for telemetry.
 
-    `drafted` counts the draft tokens sent to the target in this round. `verify_wait_ns` is the wait for the
-    verdict. `draft_wait_ns` is when in the round its last proposal arrived; with credit the two waits
-    overlap. `exposed_draft_ns` is how long the draft held up the target: the wait for a proposal, or
-    lingering. `orchestration_ns` is what neither replica accounts for: without credit the round less their
-    computing, with credit the wait for the verdict less the target's queueing and computing.
-
-    `k` is how many tokens were last requested; `strategy` made those that were sent ("none" if none were).
-    With `reads_prompt`, the target read more than the session's last token before this verdict.
+    `drafted` counts the draft tokens sent to the target in this round. `draft_wait_ns` is when in the round
+    its last proposal arrived; with credit it overlaps `verify_wait_ns`. `exposed_draft_ns` is how long the
+    draft held up the target. `orchestration_ns` is what neither replica accounts for: without credit the
+    round less their computing, with credit the wait for the verdict less the target's queueing and computing.
+    `k` was last requested; `strategy` made what was sent ("none" if nothing). With `reads_prompt`, the target
+    read more than the session's last token before this verdict.
     """
 
     position: int

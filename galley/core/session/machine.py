@@ -47,8 +47,6 @@ _MS = 1_000_000
 
 
 class Phase(enum.Enum):
-    """The state of the machine between events."""
-
     READY = "between rounds: about to start one, or waiting for the log or the client"
     DRAFTING = "waiting for a proposal, without credit"
     VERIFYING = "waiting for a verdict"
@@ -86,8 +84,8 @@ _RESPONSES: Final = (ev.Proposed, ev.Verified, ev.CacheMissed, ev.Failed)
 class SessionLimits:
     """Bounds of one session; times in nanoseconds.
 
-    `credit` is how many tokens the target may decode without a new request, at most `window`; 0 requests each
-    round. A Verify carries at most `item_drafts` draft tokens; more follow as a hint.
+    The target may decode `credit` tokens without a new request; 0 requests each round. A Verify carries at
+    most `item_drafts` draft tokens; more follow as a hint.
     """
 
     window: int = 64
@@ -114,11 +112,10 @@ class Session:
         finished: Ending | None = None,
         shared: SharedStatistics | None = None,
     ) -> None:
-        """Take over an `answer` that holds what the log holds.
+        """Take over an `answer` that holds what the log holds; `finished` is its ending, if stored.
 
-        `finished` is the stored ending of a session that has one. `shared` is what the sessions of a gateway
-        learn of drafts and load together. The client has output tokens [0, stream_from), whose hash is
-        `seen_hash` (empty: not checked).
+        `shared` is what the sessions of a gateway learn together. The client has output tokens [0,
+        stream_from), whose hash is `seen_hash` (empty: not checked).
         """
         self.answer = answer
         self.stats = SpeculationStats()
@@ -144,12 +141,10 @@ class Session:
 
     @property
     def spec(self) -> SessionSpec:
-        """The session's specification."""
         return self.answer.spec
 
     @property
     def logged_output(self) -> int:
-        """The number of output tokens in the log."""
         return self._delivery.logged_output
 
     def start(self, now: int) -> list[ev.Effect]:
@@ -215,14 +210,10 @@ class Session:
     # ------------------------------------------------------------------------------- the draft --
 
     def _tail(self) -> HintTail:
-        """Return the proposed tokens that follow the confirmed ones."""
         return self._drafting.tail(self.answer.tokens)
 
     def _draft_ahead(self, now: int) -> bool:
-        """Request the tokens that follow, unless a proposal is pending or the draft is cooling down.
-
-        Return True if draft tokens are ready.
-        """
+        """Request further tokens if the draft is idle and not cooling down. Return True if any are ready."""
         drafting, tail = self._drafting, self._tail()
         is_ready, can_draft = bool(tail.draft_tokens), not drafting.is_cooling_down(now)
         if drafting.pending is None and can_draft:
@@ -370,7 +361,6 @@ class Session:
         self._effects.append(done)
 
     def _had_hint(self, event: ev.Verified, now: int) -> bool:
-        """Return True if the target had a hint when its step began."""
         if event.verified or not self._tail().draft_tokens:
             return event.verified > 0
         arrived_ns = self._drafting.hint_since_ns + self._speculation.shared.message_ns
@@ -512,8 +502,8 @@ class Session:
     def _on_ended_in_store(self) -> None:
         """Handle a session that the store calls finished: it was aborted elsewhere, or our finish was late.
 
-        The second happens when the store rolls back while `finish` is on its way, and the call then finds the
-        log repaired. All tokens are logged in that case, and repeating the call gives its first answer.
+        A late finish follows a roll-back of the store. All tokens are logged then, and repeating the call
+        gives its first answer.
         """
         ending = self.answer.ending
         if self.phase is Phase.SEALING and self._finish_requested and ending is not None:

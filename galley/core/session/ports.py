@@ -24,17 +24,12 @@ from galley.core.session.events import (
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A replica's address and the incarnation of its process."""
-
     address: str
     incarnation: str
 
 
 class Clock(Protocol):
-    """A clock that only moves forward."""
-
-    def now_ns(self) -> int:
-        """Return nanoseconds since some fixed moment."""
+    def now_ns(self) -> int: ...
 
 
 class DraftPort(Protocol):
@@ -59,20 +54,16 @@ class Verification(Protocol):
 
     @property
     def replica(self) -> Replica | None:
-        """The replica that answers, for the KV directory; None if there is none. Kept after the end."""
+        """The replica that answers, also after the end; None if there is none."""
 
-    def __aiter__(self) -> AsyncIterator[Verified | CacheMissed | Failed]:
-        """Return the results as they arrive."""
+    def __aiter__(self) -> AsyncIterator[Verified | CacheMissed | Failed]: ...
 
     def extend(self, request: ExtendVerify) -> None:
         """Send more of the request. Never blocks, may be called before it was sent, ignored after its end."""
 
-    async def aclose(self) -> None:
-        """Give the request up, if it is open."""
+    async def aclose(self) -> None: ...
 
 
 class TargetPort(Protocol):
-    """The target of a session."""
-
     def verify(self, spec: SessionSpec, request: Verify, remaining_ns: int | None) -> Verification:
         """Open a Verify at once; its results are useless after `remaining_ns` (None: never)."""

@@ -7,10 +7,7 @@ from galley.core.session.events import Overlap, RoundEnded, Timing, Verified
 
 
 class Round:
-    """Collects the facts of the round in progress."""
-
     def __init__(self, started_ns: int, *, with_credit: bool) -> None:
-        """Start a round; `with_credit` if the target decodes on without a request."""
         self.started_ns = started_ns
         self.verify_ns = started_ns
         self.draft_wait_ns = 0
@@ -21,7 +18,6 @@ class Round:
         self._with_credit = with_credit
 
     def record_proposal(self, timing: Timing, now: int) -> None:
-        """Record the arrival, or the failure, of a proposal."""
         self.draft_wait_ns = now - self.started_ns
         self.draft = Timing(self.draft.queue_ns + timing.queue_ns, self.draft.compute_ns + timing.compute_ns)
 
@@ -35,7 +31,6 @@ class Round:
         strategy: str,
         reads_prompt: bool,
     ) -> RoundEnded:
-        """Return the finished round; its verdict confirmed `confirmed` tokens."""
         if self._with_credit:
             unaccounted = now - self.verify_ns - verdict.timing.queue_ns - verdict.timing.compute_ns
         else:

@@ -44,8 +44,6 @@ _STEPS_TO_COME = 32
 
 
 class Speculation:
-    """Decides how many tokens one session has drafted, and learns from what became of them."""
-
     def __init__(self, spec: SessionSpec, shared: SharedStatistics) -> None:
         self._k = spec.k
         self._auto = spec.auto
@@ -59,10 +57,7 @@ class Speculation:
     def record_proposal(
         self, received: int, unread: int, latency_ns: int, compute_ns: int, sessions: int
     ) -> None:
-        """Record a proposal of `received` tokens: its latency, and its computing, shared by `sessions`.
-
-        The draft had `unread` tokens to read first.
-        """
+        """Record a proposal of `received` tokens; `unread` were read first, `sessions` shared it."""
         for statistics, weight in self._weighted:
             statistics.record_proposal(received, unread, compute_ns, sessions, weight)
         self.shared.record_proposal(latency_ns, compute_ns)
@@ -76,13 +71,11 @@ class Speculation:
         self._right_in_a_row = self._right_in_a_row + 1 if right else 0
 
     def record_recovery(self, right: bool) -> None:
-        """Record whether the proposed token after a wrong one was right."""
         for statistics, _ in self._weighted:
             statistics.record_recovery(_RECOVERY_WEIGHT, right=right)
 
     @property
     def can_recover(self) -> bool:
-        """True if the tokens after a wrong one are mostly right."""
         return self.statistics.recovery >= _RECOVERS
 
     @property
@@ -105,8 +98,7 @@ class Speculation:
     def tokens_to_draft(self, ready: int, reached: float, room: int, unread: int) -> int:
         """Return how many tokens to request now, at most `room`, after `ready` ones that are not verified.
 
-        `reached` is the chance that all of the ready ones are accepted. The draft has `unread` tokens to read
-        first.
+        All ready ones are accepted with chance `reached`. The draft has `unread` tokens to read first.
         """
         room = min(room, self._depth() - ready)
         if not self._k or room <= 0:
@@ -157,8 +149,7 @@ class Speculation:
     def _step_gains(self, reached: float, most: int) -> list[float]:
         """Return what each token gains, in target ns, among those that are worth a row of a step.
 
-        The step has them with chance `reached`: if all tokens before them are accepted. Otherwise they cost
-        no row. A row delays all tokens that the step confirms.
+        The step has them with chance `reached`; otherwise they cost no row. A row delays the whole step.
         """
         share_ns, alpha = self.shared.share_ns, self.alpha
         row_ns = self.shared.row_ns * self.shared.confirmed_per_step
@@ -173,8 +164,8 @@ class Speculation:
     def _proposal_len(self) -> int:
         """Return how many tokens to request at once, so that most are confirmed per time.
 
-        A longer proposal comes later, and the step waits for it or goes without. What takes longer to draft
-        than a step had better come in two parts: the step uses the first while the second is drafted.
+        What takes longer to draft than a step had better come in two parts: the step uses the first while the
+        second is drafted.
         """
         # On a slow link, the target confirms some before the proposal arrives.
         return self._best() + self._confirmed_in(2 * self.shared.message_ns)

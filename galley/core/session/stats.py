@@ -11,9 +11,8 @@ from galley.core.session.events import RoundEnded
 class SpeculationStats:
     """Sums over the rounds of one stream; times in nanoseconds.
 
-    `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in which it
-    was verified. Of the `proposed` tokens, `drafted` were sent to the target. `cancelled` counts proposals
-    that were given up. The target waited `exposed_draft_ns` for drafts.
+    Draft token i was accepted in `accepted_at[i]` of the `verified_at[i]` rounds in which it was verified.
+    `cancelled` proposals were given up. The target waited `exposed_draft_ns` for drafts.
     """
 
     rounds: int = 0
@@ -33,7 +32,6 @@ class SpeculationStats:
     exposed_draft_ns: int = 0
 
     def add(self, done: RoundEnded) -> None:
-        """Add one round."""
         elapsed = done.ended_ns - done.started_ns
         self.rounds += 1
         self.drafted += done.drafted
@@ -53,8 +51,8 @@ class SpeculationStats:
 def plain_ns(done: RoundEnded) -> int:
     """Return an estimate of what plain decoding would have taken for the tokens of a round, in ns.
 
-    Each token takes the round without its wait for a draft and without what draft tokens added to the step.
-    The prompt rows of the step count once, because plain decoding would have read them in one step.
+    Each token takes the round without its wait for a draft and without what draft tokens added to the step;
+    the prompt rows count once.
     """
     elapsed_ns = max(0, done.ended_ns - done.started_ns)
     computed_ns = done.target.compute_ns

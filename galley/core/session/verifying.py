@@ -17,8 +17,7 @@ from galley.core.session.events import CacheMissed, CancelVerify, ExtendVerify, 
 class OpenVerify:
     """No token may be confirmed at or beyond position `limit`; without credit there is one verdict.
 
-    `hint_due` is what the target was last sent. `prefills` is True until the first verdict if the target has
-    a prompt to read: its steps then say nothing of later ones.
+    `prefills` is True until the first verdict if the target has a prompt to read.
     """
 
     def __init__(
@@ -36,7 +35,6 @@ class OpenVerify:
         self._hints.append(hint)
 
     def confirm(self, answer: Answer) -> None:
-        """Forget the hints that end within the confirmed tokens."""
         self._hints = [hint for hint in self._hints if hint.end > len(answer.tokens)]
 
     def violation(self, event: Verified, answer: Answer) -> str:
@@ -82,7 +80,7 @@ def _says(hint: Hint, position: int, token: int) -> bool:
 
 
 class Verifying:
-    """The open Verify of one session, its credit, the target's cache and its retries. Times in nanoseconds.
+    """The open Verify of one session, its credit and retries. Times in nanoseconds.
 
     `cache_len` is how many of the session's tokens the target has in its KV cache, as far as is known.
     """
@@ -101,7 +99,6 @@ class Verifying:
         self._failing_since: int | None = None
 
     def is_open(self, request_id: int) -> bool:
-        """Return True if this request is the open Verify."""
         return self.open is not None and self.open.request_id == request_id
 
     def request(
@@ -154,7 +151,6 @@ class Verifying:
         return left <= max(1, self.credit // 2) and gain >= enough
 
     def cancel(self) -> CancelVerify | None:
-        """Close the open Verify; return the effect that cancels it, if one is open."""
         open_verify, self.open = self.open, None
         return None if open_verify is None else CancelVerify(open_verify.request_id)
 
