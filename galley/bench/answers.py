@@ -17,11 +17,7 @@ LOOP_TIMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One user turn.
-
-    `label` is the workload under which the gateway counts acceptance and the draft learns. `max_tokens`
-    bounds its answer; 0: the bound of the load.
-    """
+    """One user turn. `label` is its workload at the gateway; `max_tokens` 0 takes the bound of the load."""
 
     id: str
     text: str
@@ -30,11 +26,7 @@ class Prompt:
 
 
 def loop_start(tokens: Sequence[int]) -> int:
-    """Return the index at which the answer's first loop begins; len(tokens) if it has none.
-
-    An answer loops once an n-gram of LOOP_GRAM tokens occurs LOOP_TIMES times (occurrences may overlap). The
-    loop begins at the second occurrence.
-    """
+    """Return where the second of LOOP_TIMES equal n-grams of LOOP_GRAM tokens begins, else len(tokens)."""
     second: dict[tuple[int, ...], int] = {}
     seen: Counter[tuple[int, ...]] = Counter()
     for at in range(len(tokens) - LOOP_GRAM + 1):
@@ -105,7 +97,6 @@ class Answer:
 
     @property
     def counted(self) -> int:
-        """Tokens up to the first loop."""
         return loop_start(self.tokens)
 
     @property

@@ -29,10 +29,7 @@ _GOLDEN = 0.6180339887498949
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One workload at one number of streams and one temperature, answered by each of `arms`.
-
-    `index` is the workload's index in the run; it distinguishes names that are cut to the same label.
-    """
+    """Work for each of `arms`. The workload's `index` in the run tells apart names cut to one label."""
 
     workload: Workload
     streams: int
@@ -43,10 +40,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The size of a block: `prompts` prompts, and with several streams at least `turns` a stream.
-
-    `nonce` is part of every tag and label, so that an earlier run against the same gateway has no effect.
-    """
+    """The size of a block: at least `turns` prompts each of several streams. `nonce` keeps runs apart."""
 
     prompts: int
     max_tokens: int
@@ -56,10 +50,7 @@ class Sizes:
 
 
 def pair_loads(cell: Cell, pair: int, sizes: Sizes) -> list[Load]:
-    """Return the blocks of one pair of a cell, a block an arm; the first arm rotates with the pair.
-
-    All arms get the same prompts, tags and seeds. The next pair gets the next prompts under another tag.
-    """
+    """Return a block an arm, with the same prompts, tags and seeds; the first arm rotates with the pair."""
     shift = pair % len(cell.arms)
     return [_load(cell, pair, arm, sizes) for arm in cell.arms[shift:] + cell.arms[:shift]]
 

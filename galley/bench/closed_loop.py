@@ -127,11 +127,7 @@ def no_clock() -> float:
 async def run_load(
     load: Load, answer: Callable[[Prompt, int], Awaitable[Answer]], cpu_s: Callable[[], float] = no_clock
 ) -> LoopBlock:
-    """Await `answer(prompt, seed)` for every prompt of the load, `load.streams` at a time, in order.
-
-    `cpu_s` returns the CPU seconds that the side has used so far. Raises the first error; the other streams
-    are cancelled.
-    """
+    """Answer the prompts in order, `load.streams` at a time. The first error cancels the rest."""
     waiting = iter(enumerate(load.prompts))
     answers: list[Answer | None] = [None] * len(load.prompts)
     requested_s = [0.0] * len(load.prompts)

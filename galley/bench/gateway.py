@@ -1,7 +1,6 @@
 """Answers of a real gateway, with its counts of their rounds.
 
-An arm is a way of speculating: `off`, `auto` (the gateway chooses) or `<strategy>-<k>`, such
-as `ngram-4`.
+An arm is a way of speculating: `off`, `auto` (the gateway chooses) or `<strategy>-<k>`, such as `ngram-4`.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ def speculation_of(arm: str) -> Speculation:
 
 
 class GatewayLoop:
-    """Closed loops through a gateway, with the speculation of an arm (None: of the load's arm).
-
-    `cpu_s` returns the CPU seconds that the gateway's stack has used so far.
-    """
+    """Closed loops through a gateway, with the speculation of an arm (None: of the load's arm)."""
 
     def __init__(
         self, client: AsyncClient, cpu_s: Callable[[], float] = no_clock, speculation: str | None = None

@@ -93,10 +93,7 @@ def speed_ratio(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> Interva
 def mean_ratio(
     blocks: Sequence[LoopBlock], arm: str, baseline: str, streams: int, temperature: float | None = None
 ) -> Interval | None:
-    """Return the median over the pairs of their mean ratio over workloads and temperatures.
-
-    Pairs that lack a comparable workload are left out; None if none is left.
-    """
+    """Return the median over pairs of the mean ratio over workloads and temperatures; None without pairs."""
     kinds: dict[tuple[str, float], list[LoopBlock]] = defaultdict(list)
     for block in blocks:
         load = block.load
@@ -131,10 +128,7 @@ def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def pass_times(blocks: Sequence[LoopBlock]) -> StepTimes | None:
-    """Return the time of the target's steps by rows, from the rounds of these blocks; None without rounds.
-
-    The rows of a round are one token and the verified draft tokens of each stream.
-    """
+    """Return step times by rows: one and the verified draft tokens for each stream; None without rounds."""
     groups: dict[tuple[int, str], list[LoopBlock]] = defaultdict(list)
     for block in blocks:
         groups[block.load.streams, block.load.arm].append(block)
@@ -153,8 +147,7 @@ def pass_times(blocks: Sequence[LoopBlock]) -> StepTimes | None:
 def predicted_gain(of: Rounds, streams: int, times: StepTimes) -> float:
     """Return the predicted speed of these rounds relative to plain decoding; 1 if nothing was verified.
 
-    It is tokens a round x plain step / (draft compute + verifying step): Leviathan, Kalman, Matias, arXiv
-    2211.17192, section 3.3, with measured steps in place of constant ones.
+    Leviathan, Kalman, Matias, arXiv 2211.17192, section 3.3, with measured instead of constant steps.
     """
     if not of.verified:
         return 1.0

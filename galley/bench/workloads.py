@@ -34,11 +34,7 @@ def mixed_workload() -> Workload:
 
 
 def own_workload(path: Path) -> Workload:
-    """Return the prompts of a file as a workload named by its stem.
-
-    A `.jsonl` file has an object {"prompt": ...} a line, others a prompt a line. Empty lines are skipped.
-    Raises ValueError if the file is not so, or has no prompt.
-    """
+    """Return the lines of a file, {"prompt": ...} each if `.jsonl`, named by its stem. Raises ValueError."""
     content = path.read_bytes()
     # Not splitlines: JSON may hold U+2028 and other separators as they are.
     lines = [line.removesuffix("\r") for line in content.decode("utf-8").split("\n") if line.strip()]
