@@ -146,10 +146,7 @@ def summary_line(session_id: str, finished: pb.Finished) -> str:
 def show_stream(
     connection: Connection, start: Callable[[AsyncClient], TokenStream], view: View, *, summary: bool = True
 ) -> str:
-    """Show the stream that `start` opens, then a line about it on standard error. Return its text.
-
-    Raises typer.Exit if it breaks or Ctrl-C stops it, and prints how to continue it.
-    """
+    """Show the stream, return its text. If it breaks, print how to continue it and raise typer.Exit."""
     streams: list[TokenStream] = []
     try:
         text = asyncio.run(_show(connection, start, view, streams))

@@ -39,10 +39,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSize:
-    """One target replica: the time of a step over one row, the cost of more rows, and its KV memory.
-
-    `kv_tokens` is KV blocks (`galley_kv_blocks`) x tokens a block. `max_rows` is about the most rows a step.
-    """
+    """One target replica. `step_ms` is for one row; `kv_tokens` is `galley_kv_blocks` x tokens a block."""
 
     step_ms: float
     kv_tokens: int
@@ -122,10 +119,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The replicas and memory that the load needs; replicas include the spare ones.
-
-    `bound_by` is the limit of a replica's sessions: `time`, `kv` or `max_sessions`.
-    """
+    """The needs of a load, spares included. `bound_by` limits a replica: `time`, `kv` or `max_sessions`."""
 
     at: Point
     bound_by: str

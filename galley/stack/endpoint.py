@@ -46,10 +46,7 @@ class RunningStack:
 
 
 def state_dir() -> Path:
-    """Return $XDG_RUNTIME_DIR/galley, else a directory named galley-UID in the temporary directory.
-
-    Raises PermissionError if another user owns it or can write to it.
-    """
+    """Return $XDG_RUNTIME_DIR/galley, else $TMPDIR/galley-UID. Raises PermissionError if others can write."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(runtime) / "galley" if runtime else Path(tempfile.gettempdir()) / f"galley-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

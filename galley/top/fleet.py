@@ -34,11 +34,7 @@ class Increase:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One service at one moment.
-
-    `away` is the reason why it does not answer, empty while it does; `now` is empty while it is away.
-    `recent` and `window` are empty before its second answer.
-    """
+    """One service at one moment; `away` is the reason why it does not answer, and `now` is empty then."""
 
     service: Service
     pool: str
