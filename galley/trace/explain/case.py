@@ -115,7 +115,6 @@ class Case:
             yield one.span.end_ns, one.span.end_ns + one.commit_ns
 
     def _within(self, intervals: Iterator[Interval]) -> int:
-        """Return how much of the round's time the intervals cover together."""
         start, end = self._window
         covered, reached = 0, start
         for first, last in sorted(intervals):

@@ -21,10 +21,7 @@ def stories_of(
     *,
     cut: bool = False,
 ) -> tuple[Story, ...]:
-    """Return the stories in the spans, or only that of `session_id`; none if the spans are of other systems.
-
-    `sessions_of` returns the sessions that have requests in a trace.
-    """
+    """Return the stories in the spans, or that of `session_id`. `sessions_of` returns a trace's sessions."""
     aligned, shifts = _aligned(spans)
     tree = _Tree(aligned)
     requests = sorted(_requests(tree), key=lambda request: request.start_ns)
@@ -133,10 +130,7 @@ def _seen_elsewhere(rounds: Iterable[Round], calls: Iterable[Call], session_id: 
 def _placed(
     rounds: Sequence[Round], own: Iterable[Event], elsewhere: Iterable[Event]
 ) -> tuple[list[Round], list[Event]]:
-    """Return the rounds with the events in their time, and the remaining events.
-
-    A replica's event is dropped if the gateway has the same event in that round.
-    """
+    """Return the rounds with the events in their time, and other events; a replica's copies are dropped."""
     ends = [one.span.end_ns for one in rounds]
     placed = [list(one.events) for one in rounds]
     loose: list[Event] = []

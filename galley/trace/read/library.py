@@ -127,7 +127,6 @@ def _ambiguous(id_prefix: str, matches: Collection[str]) -> NotFound:
 
 
 def _collect(lines: Lines, traces: set[str], session_id: str = "") -> tuple[list[Span], bool]:
-    """Return the spans of the traces, and the steps and ranks that served them."""
     ids = (re.escape(one.encode()) for one in sorted(traces | {session_id} - {""}))
     may_concern = re.compile(b"|".join(ids), re.IGNORECASE).search
     # One span more than allowed, so that the excess is noticed.

@@ -46,10 +46,7 @@ class OtlpFile:
         self._size = self._file.seek(0, 2)
 
     def append(self, request: ExportTraceServiceRequest) -> int:
-        """Write the request; return the number of spans left out (without ids, or too long for a line).
-
-        Raises OSError if it cannot be written; complete lines written before stay.
-        """
+        """Write the request; return the number of spans left out: without ids or too long. Raises OSError."""
         lines, dropped = _lines_of(request)
         for line in lines:
             if self._size and self._size + len(line) > self._max_bytes:
@@ -121,7 +118,6 @@ def _lines_of(request: ExportTraceServiceRequest) -> tuple[list[bytes], int]:
 
 
 def _halves(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Split a document into two halves; none if it holds at most one span."""
     flat = [
         (resource, scope, span)
         for resource in document.get("resourceSpans", ())

@@ -72,10 +72,7 @@ def document_of(request: ExportTraceServiceRequest) -> dict[str, Any]:
 
 
 def spans_in(document: Any, keep: Callable[[Any], bool] | None = None) -> Iterator[Span]:
-    """Yield the spans of a JSON object; with `keep`, those whose JSON it returns True for.
-
-    Unknown fields and spans without ids are skipped. Raises Malformed.
-    """
+    """Yield the spans whose JSON `keep` returns True for, without those that lack ids. Raises Malformed."""
     try:
         for resource in document.get("resourceSpans") or ():
             process = _process(resource.get("resource") or {})

@@ -102,5 +102,4 @@ class Span(_Attributed):
 
     @property
     def is_request(self) -> bool:
-        """Return True if it is a request to one of our gateways."""
         return self.text(names.PROVIDER) == names.GALLEY and names.OPERATION in self.attributes

@@ -99,7 +99,6 @@ def _header(story: Story) -> Iterator[Element]:
 
 
 def _strip(story: Story, rounds: Sequence[Round]) -> Iterator[Element]:
-    """Draw all shown rounds on one time line, with a mark for each event."""
     whole_ns = max(1, story.end_ns - story.start_ns)
     units_per_ns = _BAR_UNITS / whole_ns
     strip = _element(
@@ -177,10 +176,7 @@ def _token(one: Round, at: int, number: int, row_id: str) -> Element:
 
 
 class _RoundRows:
-    """Render the rows of a story, all bars at the scale of `rounds`.
-
-    Hover or focus shows the parts of a bar; a click or key opens the details.
-    """
+    """Render the rows of a story, all bars at the scale of `rounds`."""
 
     def __init__(
         self, story: Story, rounds: Sequence[Round], slowest: Round | None, ids: dict[int, str]

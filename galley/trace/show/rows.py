@@ -92,10 +92,7 @@ def _gap(rounds: Sequence[Round]) -> Gap:
 
 
 def cells_of(one: Round, ns_per_cell: float) -> Mapping[Part, int]:
-    """Return the cells of each part of a bar in proportion to its time, at least one in all.
-
-    Cells lost by rounding go to the parts that lost most.
-    """
+    """Return the cells of a bar's parts, at least one in all; those that rounding cut most get the rest."""
     times = times_of(one)
     exact = {part: time / ns_per_cell if ns_per_cell > 0 else 0.0 for part, time in times.items()}
     cells = {part: int(value) for part, value in exact.items()}

@@ -92,7 +92,6 @@ def _header(story: Story) -> Iterator[Text]:
 
 
 def _hanging(console: Console, lead: Text, text: str, style: str = "") -> Iterator[Text]:
-    """Wrap `text` beside `lead` with a hanging indent."""
     wrapped = Text(text, style=style).wrap(console, max(_NARROWEST, console.width - len(lead)))
     for number, line in enumerate(wrapped):
         line.rstrip()
