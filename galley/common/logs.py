@@ -68,7 +68,6 @@ def start_logging(service: str, level: str = "info", log_format: Literal["json",
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """Return a logger whose events carry the fields of `structlog.contextvars.bind_contextvars`."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
 
@@ -88,7 +87,6 @@ def level_of(error: BaseException | None) -> int:
 
 
 def add_trace_ids(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Add the trace_id and span_id of the current span, if there is one."""
     span = trace.get_current_span().get_span_context()
     if span.is_valid:
         event["trace_id"] = trace.format_trace_id(span.trace_id)
@@ -97,7 +95,6 @@ def add_trace_ids(_logger: WrappedLogger, _method: str, event: EventDict) -> Eve
 
 
 def withhold_content(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Replace the content of a session by its length."""
     for key in CONTENT_KEYS.intersection(event):
         size = len(event[key]) if hasattr(event[key], "__len__") else 1
         event[key] = f"<withheld: {size}>"
@@ -114,7 +111,6 @@ class _RepeatFilter(logging.Filter):
         self._logged_at_s: dict[tuple[str, object], float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Compare messages without their arguments."""
         if record.name.partition(".")[0] != self._library:
             return True
         key, now_s = (record.name, record.msg), time.monotonic()

@@ -10,7 +10,6 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters replaced."""
     return _CONTROL.sub(_REPLACEMENT, text)
 
 

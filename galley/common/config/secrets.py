@@ -18,9 +18,9 @@ MAX_SECRET_BYTES = 64 * 1024
 
 
 def load_secret_files(cls: type[BaseSettings], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values given to settings of `cls`, with the secrets that are in files.
+    """Return `given` with the secrets that are in files.
 
-    Raises ValueError, which names the flag and never a secret, if a file cannot be read or a secret is given
+    Raise ValueError, which names the flag and never a secret, if a file cannot be read or a secret is given
     both ways.
     """
     values = dict(given)
@@ -41,10 +41,7 @@ def load_secret_files(cls: type[BaseSettings], given: Mapping[str, Any]) -> dict
 
 
 def read_secret(path: Path) -> str:
-    """Return the text of the file without the line break at its end.
-
-    Raises ValueError if it cannot be read, is empty, is not text or is larger than MAX_SECRET_BYTES.
-    """
+    """Raise ValueError if the file cannot be read, is empty, is not text or exceeds MAX_SECRET_BYTES."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_SECRET_BYTES + 1)
@@ -62,7 +59,6 @@ def read_secret(path: Path) -> str:
 
 
 def secrets_in_argv(settings: BaseSettings, argv: Sequence[str]) -> list[str]:
-    """Return the flags of `argv` that hold a secret."""
     flags = [_flag(name) for name in _secret_names(type(settings))]
     return [flag for flag in flags if any(is_secret(text) for text in _values_of(flag, argv))]
 
@@ -79,7 +75,7 @@ def _values_of(flag: str, argv: Sequence[str]) -> Iterator[str]:
 
 
 def setting_label(name: str, env_prefix: str) -> str:
-    """Return a setting as its user knows it: flag and environment variable."""
+    """Return the flag and the environment variable."""
     return f"{_flag(name)} (or {f'{env_prefix}{name}'.upper()})"
 
 

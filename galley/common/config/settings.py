@@ -46,7 +46,6 @@ class ServerLimits:
 
 
 def settings_config(env_prefix: str) -> SettingsConfigDict:
-    """Return the `model_config` of a settings class, such as `settings_config("GALLEY_TARGET_")`."""
     return SettingsConfigDict(
         frozen=True,
         extra="forbid",
@@ -61,8 +60,6 @@ def settings_config(env_prefix: str) -> SettingsConfigDict:
 
 
 class ServiceSettings(BaseSettings):
-    """Settings of every server process."""
-
     model_config = settings_config("GALLEY_")
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
@@ -115,7 +112,6 @@ class ServiceSettings(BaseSettings):
     )
 
     def server_limits(self) -> ServerLimits:
-        """Return the limits of the server that has these settings."""
         return ServerLimits(max_message_bytes=self.max_message_bytes)
 
     @model_validator(mode="before")
@@ -133,10 +129,7 @@ class ServiceSettings(BaseSettings):
 
 
 class _FlagSource(CliSettingsSource[Any]):
-    """Read flags, with a help text that ends in "Default: …"."""
-
     def _help_format(self, _name: str, field: FieldInfo, *_: Any) -> str:
-        """Return the description of a field, and its default unless that is empty."""
         text = field.description or ""
         default = field.get_default(call_default_factory=True)
         value = default.get_secret_value() if isinstance(default, SecretStr) else default
@@ -148,10 +141,7 @@ class _FlagSource(CliSettingsSource[Any]):
 
 
 def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: str) -> S:
-    """Return the settings from flags, environment and defaults, in this order of precedence.
-
-    Exits 2 with a message if a value is wrong, or if a flag holds a secret.
-    """
+    """Prefer flags to the environment. Exit 2 if a value is wrong, or a flag holds a secret."""
 
     class Parsed(cls):  # type: ignore[valid-type,misc]  # a settings class is read by subclassing it
         model_config = SettingsConfigDict(cli_prog_name=prog)
@@ -181,7 +171,6 @@ def _add_long_flag(parser: Any, *flags: str, **options: Any) -> Any:
 
 
 def exit_with_bad_setting(cls: type[BaseSettings], prog: str, setting: str, problem: str) -> NoReturn:
-    """Exit 2 with a message because what the setting names cannot be used."""
     _print_error(prog, f"{setting_label(setting, _env_prefix(cls))}: {problem}")
     raise SystemExit(2)
 

@@ -280,5 +280,4 @@ METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() 
 
 
 def of_service(service: str) -> tuple[Metric, ...]:
-    """Return the metrics of a service."""
     return tuple(metric for metric in METRICS if service in metric.services)

@@ -16,7 +16,6 @@ from opentelemetry.trace import SpanContext
 from galley.common.metrics.metric import OTHER, Label, LabelValues, Metric
 
 SpanRef: TypeAlias = tuple[int, int]
-"""Trace id and span id."""
 
 
 def span_ref(span: SpanContext) -> SpanRef | None:
@@ -25,8 +24,6 @@ def span_ref(span: SpanContext) -> SpanRef | None:
 
 
 class Count:
-    """A counter; add to `value`."""
-
     __slots__ = ("value",)
 
     def __init__(self) -> None:
@@ -35,7 +32,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """One observation with its span; `at_s` is Unix time."""
+    """`at_s` is Unix time."""
 
     value: float
     span: SpanRef
@@ -44,7 +41,7 @@ class Exemplar:
 
 @dataclass(frozen=True, slots=True)
 class Distributed:
-    """A histogram's values: `counts[i]` observations up to `bounds[i]`, the last count above all bounds."""
+    """`counts[i]` observations up to `bounds[i]`, the last count above all bounds."""
 
     bounds: Sequence[float]
     counts: Sequence[int]
@@ -64,7 +61,7 @@ class Distribution:
         self._exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, span: SpanRef | None = None, at_s: float = 0.0) -> None:
-        """Count a value; `at_s` is its Unix time, 0 for now."""
+        """`at_s` is the Unix time of the observation, 0 for now."""
         index = bisect_left(self._bounds, value)
         self._counts[index] += 1
         self._total += value
@@ -72,7 +69,6 @@ class Distribution:
             self._exemplars[index] = Exemplar(value, span, at_s or time.time())
 
     def read(self) -> Distributed:
-        """Return the current values."""
         return Distributed(self._bounds, tuple(self._counts), self._total, dict(self._exemplars))
 
 
@@ -106,8 +102,6 @@ CellT = TypeVar("CellT", Count, Distribution)
 
 
 class Series(Generic[CellT]):
-    """The cells of one metric, by label values."""
-
     def __init__(self, metric: Metric, bounds: Sequence[Bound], new_cell: Callable[[], CellT]) -> None:
         self._bounds = bounds
         self._new_cell: Callable[[], CellT] = new_cell
@@ -116,7 +110,6 @@ class Series(Generic[CellT]):
             self.at(*values)
 
     def at(self, *values: str) -> CellT:
-        """Return the cell of these label values, after bounding them."""
         fitting = tuple(bound.fit(value) for bound, value in zip(self._bounds, values, strict=True))
         cell = self._cells.get(fitting)
         if cell is None:
@@ -124,5 +117,4 @@ class Series(Generic[CellT]):
         return cell
 
     def cells(self) -> tuple[tuple[LabelValues, CellT], ...]:
-        """Return all cells with their label values."""
         return tuple(self._cells.items())

@@ -27,16 +27,12 @@ class Metering:
     _closes: tuple[Callable[[], Awaitable[None]], ...] = ()
 
     async def close(self) -> None:
-        """Push once more and stop the scrape server."""
         for close in self._closes:
             await close()
 
 
 async def start_metering(service: str, host: str, port: int) -> Metering:
-    """Start exporting the metrics of `service`; listen on `port` unless it is OFF.
-
-    Raise OSError if the port cannot be bound.
-    """
+    """Listen on `port` unless it is OFF. Raise OSError if the port cannot be bound."""
     pushed = exports("metrics")
     if service not in SERVICES or (port == OFF and not pushed):
         return Metering()

@@ -15,8 +15,6 @@ _UNITS = {"s": "seconds"}
 
 
 class Kind(enum.Enum):
-    """Type of a metric."""
-
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -33,7 +31,7 @@ _SUFFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A label. Without fixed `values` it keeps the first `most` values and replaces others by OTHER."""
+    """Without fixed `values` a label keeps the first `most` values and replaces others by OTHER."""
 
     name: str
     description: str
@@ -42,7 +40,6 @@ class Label:
 
     @property
     def prometheus(self) -> str:
-        """Return the name in Prometheus."""
         return self.name.replace(".", "_")
 
     @property
@@ -84,7 +81,6 @@ class Metric:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Return the series names that queries use."""
         return tuple(self.prometheus + suffix for suffix in _SUFFIXES[self.kind])
 
     @property

@@ -41,8 +41,6 @@ class _Exporter(ReloadingExporter, OTLPMetricExporter):
 
 
 class Pusher:
-    """Pushes a registry's metrics from `start` to `close`, and once more at `close`."""
-
     def __init__(self, registry: Registry, service_name: str) -> None:
         """Read the collector from the environment. Raise ValueError on a bad interval or TLS file."""
         self._registry = registry
@@ -57,7 +55,6 @@ class Pusher:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Push the last values, for at most FLUSH_S."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -147,7 +144,7 @@ def _histogram(
 
 
 def _attributes(metric: Metric, values: LabelValues) -> dict[str, str]:
-    """Return the labels as attributes, without empty ones, as in Prometheus."""
+    """Leave out empty labels, as in Prometheus."""
     return {label.name: value for label, value in zip(metric.labels, values, strict=True) if value}
 
 

@@ -19,8 +19,6 @@ Point: TypeAlias = "tuple[LabelValues, float | Distributed]"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The current values of a metric."""
-
     metric: Metric
     points: Sequence[Point]
 
@@ -29,7 +27,6 @@ class Registry:
     """The metrics of one service; read it in the thread that counts."""
 
     def __init__(self, service: str) -> None:
-        """Take the service's name in the catalogue."""
         self._service = service
         self._readers: dict[Metric, Callable[[], Sequence[Point]]] = {}
         self._bounds: dict[Label, Bound] = {}
@@ -38,33 +35,27 @@ class Registry:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the registered metrics."""
         return tuple(self._readers)
 
     def count(self, metric: Metric) -> Series[Count]:
-        """Register a counter and return its cells."""
         series = Series(metric, self._bounds_of(metric), Count)
         self._add(metric, lambda: [(values, cell.value) for values, cell in series.cells()])
         return series
 
     def distribute(self, metric: Metric) -> Series[Distribution]:
-        """Register a histogram and return its cells."""
         series = Series(metric, self._bounds_of(metric), partial(Distribution, metric.buckets))
         self._add(metric, lambda: [(values, cell.read()) for values, cell in series.cells()])
         return series
 
     def observe(self, metric: Metric, read: Callable[[], Observed]) -> None:
-        """Register a metric whose values `read` returns at each reading."""
         self._add(metric, lambda: _bounded(metric, read()))
 
     def read(self) -> list[Reading]:
-        """Return the current values of all metrics."""
         for flush in self._flushes:
             flush()
         return [Reading(metric, reader()) for metric, reader in self._readers.items()]
 
     def before_reading(self, flush: Callable[[], None]) -> None:
-        """Call `flush` before each reading."""
         self._flushes.append(flush)
 
     def bound(self, label: Label) -> Bound:

@@ -60,7 +60,7 @@ class ScrapeServer:
         self._open: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> str:
-        """Listen and return the address (host:port). Raise OSError if the port cannot be bound."""
+        """Return the address (host:port). Raise OSError if the port cannot be bound."""
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
         except OSError as error:
@@ -69,7 +69,6 @@ class ScrapeServer:
         return f"{literal}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
-        """Stop listening and end open requests."""
         if self._server is not None:
             self._server.close()
         for task in self._open:
@@ -111,7 +110,6 @@ class ScrapeServer:
 
 
 async def _request(reader: asyncio.StreamReader) -> _Request:
-    """Read a request; raise _Refused if it is malformed."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
@@ -151,13 +149,10 @@ def render(readings: Sequence[Reading], accept: str) -> tuple[bytes, str]:
 
 
 class _Collected(Collector):
-    """Readings as the library collects them."""
-
     def __init__(self, readings: Sequence[Reading]) -> None:
         self._readings = readings
 
     def collect(self) -> Iterable[Family]:
-        """Return one family for each metric."""
         return map(_family, self._readings)
 
 

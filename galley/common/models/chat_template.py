@@ -51,9 +51,9 @@ class ChatTemplate:
         self._max_chars = max_chars
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the prompt up to where the assistant's answer begins.
+        """Render up to where the assistant's answer begins.
 
-        Raises InvalidField("messages") if the template refuses them or writes more than `max_chars`.
+        Raise InvalidField("messages") if the template refuses them or writes more than `max_chars`.
         """
         written = self._template.generate(
             messages=[dict(message) for message in messages],

@@ -40,7 +40,7 @@ def code_asked_for(config: Mapping[str, Any]) -> str | None:
 
 
 def hub_model(spec: str) -> tuple[str, str | None]:
-    """Return the hub's name of a model, and the revision: `owner/model`, or `owner/model@revision`.
+    """Split `owner/model`, or `owner/model@revision`, in two.
 
     A commit as the revision fixes the files; their owner can move a branch or a tag.
     """

@@ -30,10 +30,10 @@ _SPECIAL_VARIABLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "se
 
 
 class Tokenizer:
-    """Text to token ids and back, as the model's own files say. Safe to use from several threads."""
+    """Safe to use from several threads."""
 
     def __init__(self, fast: FastTokenizer, template: ChatTemplate | None, digest: str) -> None:
-        """`fast` is changed: truncation and padding are switched off. `digest` is what `hash` gives."""
+        """Switch off truncation and padding of `fast`; `digest` is the tokenizer's `hash`."""
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
@@ -44,7 +44,7 @@ class Tokenizer:
     def load(cls, model: str) -> Tokenizer:
         """Load from a local directory, or from a hub model, whose tokenizer files are then downloaded.
 
-        Raises FileNotFoundError if there is no tokenizer.json, ValueError if one of the files is broken, lies
+        Raise FileNotFoundError if there is no tokenizer.json, ValueError if one of the files is broken, lies
         elsewhere, or asks for code.
         """
         directory = _directory(model)
@@ -75,8 +75,8 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of a chat up to the answer; each message has `role` and `content`.
 
-        As in transformers, control tokens that are spelled out in a message's content are read as control
-        tokens. Raises InvalidField("messages") if the model has no chat template or its template refuses.
+        Control tokens that a message spells out are read as such, as in transformers. Raise
+        InvalidField("messages") if the model has no chat template or its template refuses.
         """
         if self._template is None:
             raise InvalidField("messages", "the model has no chat template; send text instead")

@@ -20,8 +20,8 @@ class NoTokenizer(CallerFault):
 def tokenizer_hash(directory: Path) -> str:
     """Return the blake2b-128, in hex, of the text of each token id, added tokens included.
 
-    Draft and target agree on tokens exactly if they agree on this table. How text is cut into tokens is the
-    gateway's business alone, and not part of it. Raises NoTokenizer.
+    Draft and target agree on tokens exactly if they agree on this table; how text is cut is the gateway's
+    business alone. Raise NoTokenizer.
     """
     if (reason := foreign_file(directory, ("tokenizer.json",))) is not None:
         raise NoTokenizer(reason)

@@ -33,7 +33,7 @@ class _Call:
 
 
 class Batches:
-    """Batch the commands for the server of `pool`; for one event loop."""
+    """Use it in one event loop."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
@@ -43,10 +43,8 @@ class Batches:
     async def execute(self, commands: Sequence[Command]) -> Replies:
         """Return the replies to commands on one connection, in order, error replies included.
 
-        Several commands form a batch of their own: one may be a WAIT, which would delay all after it.
-
-        Raises redis-py's errors or OSError where the connection fails. A caller that is cancelled leaves the
-        others theirs.
+        Several commands form a batch of their own: one may be a WAIT, which would delay all after it. Raise
+        redis-py's errors or OSError where the connection fails.
         """
         loop = asyncio.get_running_loop()
         call = _Call(commands, loop.create_future())

@@ -55,7 +55,6 @@ class Script:
 
 
 def script_of(text: str) -> Script:
-    """Return `text` with its hash."""
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
@@ -83,7 +82,6 @@ class RedisCalls:
         max_connections: int,
         copies: Copies | None = None,
     ) -> None:
-        """Create calls; `run_copied` waits for `copies`."""
         self._copies = copies
         self._nodes = nodes_of(
             Connector(
@@ -96,15 +94,12 @@ class RedisCalls:
         self._running: set[asyncio.Task[Any]] = set()
 
     async def command(self, *command: bytes | str | int, key: str | None = None) -> object:
-        """Return the reply; `key` is the key that the command concerns, if any.
-
-        Raises StoreUnavailable if a retry may help, else Broken.
-        """
+        """Raise StoreUnavailable if a retry may help, else Broken. `key` decides the node."""
         [reply] = await self._shielded(self._attempt(key, [command]))
         return reply
 
     async def run(self, script: Script, keys: Sequence[str], *args: bytes | str | int) -> object:
-        """Return the reply of the script. Raises as `command` does."""
+        """Raise as `command` does."""
         [reply] = await self._shielded(self._evaluate(script, keys, args))
         return reply
 
@@ -119,7 +114,6 @@ class RedisCalls:
         return reply, cast("int", have) >= self._copies.replicas
 
     async def close(self) -> None:
-        """Close the connections after the running calls."""
         while self._running:
             await asyncio.wait(self._running)
         await self._nodes.close()
@@ -134,7 +128,6 @@ class RedisCalls:
             return await self._attempt(keys[0], [("EVAL", script.text, *rest), *then])
 
     async def _attempt(self, key: str | None, commands: Sequence[Command]) -> list[object]:
-        """Send the commands on one connection to the node of `key`; return their replies."""
         node: Node | None = None
         try:
             node = await self._nodes.of(key)
@@ -149,7 +142,6 @@ class RedisCalls:
             raise StoreUnavailable("the session store does not answer", str(error)) from error
 
     async def _redirected(self, node: Node, commands: Sequence[Command]) -> list[object]:
-        """Follow the redirects of a cluster."""
         asking = False
         for _ in range(_MAX_REDIRECTIONS):
             try:

@@ -23,16 +23,15 @@ _SETTING = "redis_url"
 
 
 class _Contexts:
-    """The TLS context of redis-py connections; certificates and host names are always checked."""
+    """Certificates and host names are always checked."""
 
     def __init__(self, tls: Tls) -> None:
-        """Read the TLS files. Raises BadFile."""
+        """Raise BadFile."""
         self._tls = tls
         self._named = [NamedFile(_SETTING, path) for path in (tls.ca, tls.cert, tls.key) if path]
         self._files = WatchedFiles(self._named, self._read)
 
     def get(self) -> ssl.SSLContext:
-        """Return the context of the current files, or of the last usable ones."""
         return self._files.current()
 
     def _read(self) -> ssl.SSLContext:
@@ -56,8 +55,6 @@ class _TlsConnection(SSLConnection):
 
 
 class Connector:
-    """Open the connections of a URL."""
-
     def __init__(
         self,
         url: RedisUrl,
@@ -66,10 +63,7 @@ class Connector:
         reply_timeout_s: float,
         max_connections: int,
     ) -> None:
-        """`call_timeout_s` bounds connecting, and waiting for a free connection; `max_connections` a server.
-
-        Raises BadFile.
-        """
+        """`call_timeout_s` bounds connecting, or waiting for a free connection. Raise BadFile."""
         self.url = url
         self._tls = None if url.tls is None else _Contexts(url.tls)
         self._arguments: dict[str, Any] = {
@@ -90,7 +84,6 @@ class Connector:
         return self._tcp(host, port, arguments)
 
     def sentinel(self) -> Sentinel:
-        """Return the sentinels of the URL."""
         sentinel = Sentinel([])  # type: ignore[no-untyped-call]  # is untyped
         arguments = self.url.sentinel_credentials.arguments()
         sentinel.sentinels = [self._tcp(host, port, arguments) for host, port in self.url.hosts]
@@ -102,7 +95,6 @@ class Connector:
         return self._client(_TlsConnection, **arguments, host=host, port=port, contexts=self._tls)
 
     def _client(self, kind: Any, **arguments: Any) -> Redis:
-        """Return a client; nothing is connected yet."""
         pool = BlockingConnectionPool(connection_class=kind, **self._arguments, **arguments)
         return Redis.from_pool(pool)
 

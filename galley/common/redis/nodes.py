@@ -44,7 +44,7 @@ class _Shared(Generic[T]):
         self._under_way: asyncio.Future[T] | None = None
 
     async def done(self) -> T:
-        """Return the result of the work. Cancelling one caller does not affect the others."""
+        """Return the result of the work; cancelling one caller does not affect the others."""
         if self._under_way is None or self._under_way.done():
             self._under_way = asyncio.ensure_future(self._work())
         return await asyncio.shield(self._under_way)
@@ -53,7 +53,7 @@ class _Shared(Generic[T]):
 class Nodes:
     """Find the node of a key: the only server of the URL, or as subclasses do.
 
-    Methods raise redis-py's errors or OSError if it cannot be found.
+    Raise redis-py's errors or OSError if it cannot be found.
     """
 
     def __init__(self, connector: Connector) -> None:
@@ -73,13 +73,11 @@ class Nodes:
         """Record that the slot is now at `node`; ignored where all keys are in one place."""
 
     def at(self, host: str, port: int) -> Node:
-        """Return the node at this address."""
         if (host, port) not in self._open:
             self._open[host, port] = Node((host, port), self._connector.server(host, port))
         return self._open[host, port]
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._keep_only(())
         for node in self._leaving:
             await _close(node)
@@ -108,7 +106,6 @@ class SentinelMaster(Nodes):
         self._look = _Shared(self._discover)
 
     async def of(self, key: str | None) -> Node:  # noqa: ARG002  # all are there
-        """Return the current master."""
         return self._master or await self._look.done()
 
     async def _discover(self) -> Node:
@@ -118,12 +115,10 @@ class SentinelMaster(Nodes):
         return self._master
 
     def lost(self, node: Node) -> None:
-        """Look the master up again if it was this node."""
         if node is self._master:
             self._master = None
 
     async def close(self) -> None:
-        """Close the connections to the master and to the sentinels."""
         await super().close()
         for sentinel in self._sentinel.sentinels:
             await sentinel.aclose(close_connection_pool=True)
@@ -140,7 +135,6 @@ class ClusterNodes(Nodes):
         self._look = _Shared(self._refresh)
 
     async def of(self, key: str | None) -> Node:
-        """Return the node that owns the slot of `key`."""
         if self._stale:
             await self._look.done()
         slot = 0 if key is None else key_slot(key.encode())
@@ -193,6 +187,5 @@ class ClusterNodes(Nodes):
 
 
 def nodes_of(connector: Connector) -> Nodes:
-    """Return the nodes for the kind of the URL."""
     kinds = {"server": Nodes, "sentinel": SentinelMaster, "cluster": ClusterNodes}
     return kinds[connector.url.kind](connector)

@@ -45,7 +45,6 @@ class Credentials:
     password: str = field(default="", repr=False)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of a connection."""
         return {"username": self.user or None, "password": self.password or None}
 
 
@@ -73,7 +72,7 @@ class RedisUrl:
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Return the parsed URL. Raises ValueError with the problem, never with a secret in it."""
+    """Raise ValueError with the problem, never with a secret in it."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         raise ValueError(f"is no URL: {FORMS}")
@@ -172,4 +171,3 @@ def _readable(url: SecretStr) -> SecretStr:
 
 
 RedisUrlSetting = Annotated[SecretStr, AfterValidator(_readable)]
-"""A setting that is such a URL, or empty."""

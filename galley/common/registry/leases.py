@@ -32,8 +32,6 @@ LeaseT = TypeVar("LeaseT", bound=ReplicaLease)
 
 @dataclass(frozen=True, slots=True)
 class LeasePool(Generic[LeaseT]):
-    """A pool: its name in the registry and the type of its leases."""
-
     name: str
     lease: type[LeaseT]
 
@@ -106,10 +104,7 @@ class Replaced(ServerFault):
 
 
 class ReplicaRegistry:
-    """The registry at `url` (`galley.common.redis.url`).
-
-    Every call is one attempt; it raises StoreUnavailable if Redis is away.
-    """
+    """Every call is one attempt; it raises StoreUnavailable if Redis is away."""
 
     def __init__(
         self,
@@ -124,10 +119,7 @@ class ReplicaRegistry:
         self._born: dict[tuple[str, str, str], int] = {}
 
     async def publish(self, pool: LeasePool[LeaseT], lease: LeaseT) -> None:
-        """Register the replica, or renew its lease with its current values.
-
-        Raises Replaced if it is no longer the one that serves at its address, and never will be.
-        """
+        """Register the replica, or renew its lease. Raise Replaced if a later process took its address."""
         key = (pool.name, lease.address)
         facts, hashes = _encode(lease)
         # Forget it until the call succeeds: after a failed call the stored state is unknown.
@@ -170,7 +162,6 @@ class ReplicaRegistry:
         return [lease for flat in found if (lease := _lease(pool, flat)) is not None]
 
     async def close(self) -> None:
-        """Close the connections to Redis."""
         await self._calls.close()
 
 
@@ -185,14 +176,12 @@ def target_lease(
 def draft_lease(
     address: str, info: pb.GetDraftInfoResponse, *, sessions: int = 0, queue_depth: int = 0
 ) -> DraftLease:
-    """Return the lease of a draft."""
     return DraftLease(
         address=address, sessions=sessions, queue_depth=queue_depth, **_shared(_DRAFT_FIELDS, info)
     )
 
 
 def _shared(names: Iterable[str], info: pb.GetTargetInfoResponse | pb.GetDraftInfoResponse) -> Any:
-    """Return the values of these fields, which the message and the lease have."""
     values = {name: getattr(info, name) for name in names}
     return values | {name: tuple(values[name]) for name in _REPEATED if name in values}
 
@@ -214,10 +203,7 @@ def _keys(pool: LeasePool[Any], address: str) -> tuple[str, str]:
 
 
 def _encode(lease: ReplicaLease) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Encode a lease as hash fields; fields that rarely change come second and are sent on change.
-
-    Numbers in decimal, lists with commas, hashes one after the other.
-    """
+    """Encode numbers in decimal, lists with commas, hashes one after the other; hashes come second."""
     facts: dict[str, str] = {}
     hashes: dict[str, bytes] = {}
     for item in fields(lease):
@@ -246,7 +232,6 @@ def _lease(pool: LeasePool[LeaseT], flat: list[bytes]) -> LeaseT | None:
 
 
 def _read(kind: Any, value: bytes) -> Any:
-    """Decode a field; `kind` is its annotation in the lease class."""
     match kind:
         case "str":
             return value.decode()

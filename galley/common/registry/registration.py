@@ -53,7 +53,6 @@ class Registration(Generic[LeaseT]):
         await self._publish()
 
     async def close(self) -> None:
-        """Withdraw the lease and stop the service."""
         self._stopping.set()
         await self._task  # not cancelled: its last publication must not come after the withdrawal
         lease = self._lease()
@@ -103,22 +102,18 @@ class Registered:
 
     @property
     def grpc_services(self) -> Sequence[str]:
-        """Return the gRPC services of the registered service."""
         return self.service.grpc_services
 
     async def drain(self) -> None:
-        """Accept no new sessions, let the live ones end, and hand over the rest."""
         await self._registration.drain()
         if self._last_sessions is not None:
             await self._last_sessions()
         await self.service.drain()
 
     async def withdraw(self) -> None:
-        """Withdraw the lease now, whatever is under way."""
         await self._registration.close()
 
     async def close(self) -> None:
-        """Withdraw the lease and close the service."""
         try:
             await self._registration.close()
         finally:
@@ -148,8 +143,7 @@ def start_registration(
 ) -> Registration[LeaseT]:
     """Register the replica that serves at the address of its lease, as gateways reach it.
 
-    Call it in the replica's event loop. `lease` is called there about once a second and must be quick. Call
-    `drain` when the replica begins to drain, and `close` when it has stopped.
+    Call it in the replica's event loop, where `lease` is called about once a second and must be quick.
     """
     registry = ReplicaRegistry(redis_url, lease_s=lease_s, call_timeout_s=_CALL_TIMEOUT_S)
     return Registration(registry, pool, lease, lease_s * _SHARE_OF_LEASE)

@@ -11,8 +11,6 @@ from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
 
 
 class ReplicaSettings(ServiceSettings):
-    """Settings of a replica: how it computes, and where it registers."""
-
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
         description="Type of weights and KV. auto is bfloat16 where the device computes in it, else float32.",

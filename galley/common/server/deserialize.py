@@ -32,8 +32,8 @@ class RequestInterceptor(WrappingInterceptor):
     """Read requests of at most `max_message_bytes`, and one request of a call within `timeout_s`.
 
     gRPC would wait for a request as long as the connection lives. Place this inside StatusInterceptor and
-    the interceptors that refuse callers: it reads the request itself, so requests of refused callers are
-    never read. Calls that stream requests may be silent for any time.
+    the interceptors that refuse callers, whose requests are then never read. Calls that stream requests may
+    be silent for any time.
     """
 
     includes_standard = True
@@ -43,7 +43,6 @@ class RequestInterceptor(WrappingInterceptor):
         self._max_message_bytes = max_message_bytes
 
     def wrap(self, handler: Handler, method: str) -> Handler:
-        """Return a handler that reads its requests itself."""
         behavior, write = behavior_of(handler), handler.response_serializer
         read = self._deserializer(method)
         if handler.request_streaming:
@@ -88,7 +87,7 @@ class RequestInterceptor(WrappingInterceptor):
         return call
 
     async def _request(self, context: Context) -> Any:
-        """Return the request. Raises DeadlinePassed or InvalidField if there is none."""
+        """Raise DeadlinePassed or InvalidField if there is no request."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 request = await context.read()
@@ -100,8 +99,6 @@ class RequestInterceptor(WrappingInterceptor):
 
 
 def _check_each(behavior: Behavior, timeout_s: float | None) -> Behavior:
-    """Return the method with each request checked; all must arrive within `timeout_s`."""
-
     def call(requests: AsyncIterator[Any], context: Context) -> Any:
         return behavior(
             _each_readable(requests if timeout_s is None else _until(requests, timeout_s)), context
@@ -116,7 +113,7 @@ async def _each_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 async def _until(requests: AsyncIterator[Any], timeout_s: float) -> AsyncIterator[Any]:
-    """Yield the requests that arrive in time. Raises DeadlinePassed."""
+    """Raise DeadlinePassed once `timeout_s` is over."""
     end_s = asyncio.get_running_loop().time() + timeout_s
     while True:
         try:
@@ -136,9 +133,9 @@ def _readable(request: Any) -> Any:
 
 
 def decompress(data: bytes, max_bytes: int) -> bytes:
-    """Return the message: `data` itself, or its content if it is gzip. Raises ValueError with the problem.
+    """Return `data`, or its content if it is gzip, after inflating at most `max_bytes` + 1 bytes.
 
-    No more than `max_bytes` + 1 bytes are inflated.
+    Raise ValueError with the problem.
     """
     if len(data) > max_bytes:
         raise ValueError(f"must be at most {max_bytes} bytes, got {len(data)}")

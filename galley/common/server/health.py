@@ -37,7 +37,6 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]  # ships 
     """
 
     async def List(self, _request: Any, _context: Context) -> Any:  # noqa: N802  # the name of the RPC
-        """Return the status of every service."""
         statuses = {
             name: health_pb2.HealthCheckResponse(status=status)
             for name, status in self._server_status.items()
@@ -47,7 +46,6 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]  # ships 
     async def Watch(  # noqa: N802  # the name of the RPC
         self, request: Any, _context: Context
     ) -> AsyncIterator[Any]:
-        """Yield the status of a service, and each later one."""
         statuses = _StatusQueue()
         watching = asyncio.create_task(super().Watch(request, statuses))
         try:
@@ -62,18 +60,16 @@ class _StatusQueue(asyncio.Queue[Any]):
     """Stand for the context of a watch; a server changes its status a few times only."""
 
     async def write(self, response: Any) -> None:
-        """Keep the response, without waiting for the watcher."""
         self.put_nowait(response)
 
 
 async def serve_health_only(
     host: str, port: int, servicer: HealthServicer, request_timeout_s: float
 ) -> tuple[grpc.aio.Server, str]:
-    """Serve the statuses of `servicer` on `port`; return the server and its address. Raises CannotBind.
+    """Serve the statuses of `servicer` on `port`; return the server and its address. Raise CannotBind.
 
     Only `Check` is served: `Watch`, which the protocol leaves to servers, would let every caller that reaches
-    the port keep streams open. Requests must arrive in time and connections are few; kubelet opens one a
-    probe.
+    the port keep streams open.
     """
     server = grpc.aio.server(
         interceptors=[StatusInterceptor(), RequestInterceptor(request_timeout_s, _MAX_MESSAGE_BYTES)],

@@ -50,7 +50,6 @@ def problem_of(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the exit status; 2 if the arguments are wrong."""
     arguments = _parser().parse_args(argv)
     try:
         tls = _tls(arguments)
@@ -77,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tls(arguments: argparse.Namespace) -> Material | None:
-    """Return the TLS files of the flags, or None. Raises BadFile."""
+    """Raise BadFile."""
     if not any(getattr(arguments, name) for name in _FLAGS):
         return None
     ca, cert, key = (NamedFile(name, getattr(arguments, name)) for name in _FILES)

@@ -30,7 +30,6 @@ class StatusInterceptor(WrappingInterceptor):
     includes_standard = True
 
     def wrap(self, handler: Handler, method: str) -> Handler:  # noqa: ARG002  # the same for all
-        """Return the handler with its method guarded."""
         return run_within(handler, _guard)
 
 
@@ -57,7 +56,6 @@ class StandardCallsInterceptor(WrappingInterceptor):
         self._open: Counter[str] = Counter()
 
     def wrap(self, handler: Handler, method: str) -> Handler:
-        """Return the handler with its calls counted if the method is a standard one."""
         return run_within(handler, partial(self._count, method)) if method.startswith("/grpc.") else handler
 
     @asynccontextmanager

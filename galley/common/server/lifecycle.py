@@ -22,11 +22,9 @@ class Readiness:
         self._fd = fd
 
     def stage(self, stage: str, **facts: object) -> None:
-        """Report the current stage, such as "loading model"."""
         self._write({"stage": stage, **facts})
 
     def ready(self, address: str, **facts: object) -> None:
-        """Report that `address` (host:port) is served, and close the descriptor."""
         self._write({"stage": "ready", "address": address, **facts})
         self.close()
 

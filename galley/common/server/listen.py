@@ -18,17 +18,13 @@ _IDENTITY, _GZIP = 0, 2
 _MAX_PING_STRIKES = 100
 
 
-class CannotBind(Exception):
-    """The address cannot be listened on."""
+class CannotBind(Exception): ...
 
 
 def bind(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
 ) -> str:
-    """Return the address, host:port, that `server` is bound to. Raises CannotBind.
-
-    For port 0 the system chooses the port.
-    """
+    """Return the bound address, host:port; the system chooses the port for port 0. Raise CannotBind."""
     shown_host = f"[{host}]" if ":" in host else host
     address = f"{shown_host}:{port}"
     try:
@@ -44,7 +40,7 @@ def bind(
 
 
 def server_files(settings: ServiceSettings) -> WatchedFiles[Material] | None:
-    """Return the TLS files of a server, watched, or None without TLS. Raises BadFile."""
+    """Return None without TLS. Raise BadFile."""
     if not settings.tls_cert_file:
         return None
     return TlsFiles(
@@ -56,11 +52,7 @@ def server_files(settings: ServiceSettings) -> WatchedFiles[Material] | None:
 
 
 def server_options(limits: ServerLimits) -> list[tuple[str, int]]:
-    """Return the gRPC options that enforce `limits`.
-
-    None of them ends a call that is being served: a connection that is closed for its age, or for a drain,
-    closes when its calls have ended.
-    """
+    """Return the gRPC options that enforce `limits`; none of them ends a call that is being served."""
     return [
         # Two processes that share a port by accident would each get half of the calls.
         ("grpc.so_reuseport", 0),

@@ -23,8 +23,7 @@ _SPINS = "2000"
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Have the kernel send SIGTERM to this process when its parent ends; does nothing except on Linux.
 
-    `parent_pid` is the expected parent, if known, which may have ended already. Raises OSError
-    if the kernel refuses.
+    `parent_pid` is the expected parent, which may have ended already. Raise OSError if the kernel refuses.
     """
     if sys.platform != "linux":
         return
@@ -52,7 +51,7 @@ def hand_back_free_memory() -> None:
 def limit_threads(count: int) -> None:
     """Have every thread's numeric kernels use `count` threads; call before torch or numpy is imported.
 
-    Set in the environment, because a library's own setter holds for the calling thread alone.
+    A library's own setter would hold for the calling thread alone.
     """
     os.environ.update(thread_environment(count))
 
@@ -60,8 +59,8 @@ def limit_threads(count: int) -> None:
 def thread_environment(count: int) -> dict[str, str]:
     """Return the environment of a process whose numeric kernels use `count` threads.
 
-    Threads that wait for one another spin only for a moment: where another process, or another thread of
-    this one, has the core, a long spin takes the time away from what is waited for, and steps stall.
+    Threads that wait for one another spin only for a moment: a long spin takes the core away from the thread
+    that is waited for, and steps stall.
     """
     threads = str(count)
     return {
@@ -72,11 +71,10 @@ def thread_environment(count: int) -> dict[str, str]:
 
 
 async def in_passing_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call `function` in a thread that ends with it.
+    """Call `function` in a thread that ends with it, also if this is cancelled.
 
     Use it for computation before the thread of the steps starts: OpenMP keeps a team for each thread that
-    used it, and idle teams slow the steps (31 ms instead of 20 for 8 sessions on two threads). If this is
-    cancelled, the function still runs to its end.
+    used it, and idle teams slow the steps (31 ms instead of 20 for 8 sessions on two threads).
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="passing")
     try:

@@ -38,7 +38,7 @@ def failure_status(error: Exception, session_id: str, span: ItemSpan) -> pb.Item
 
 
 async def respond_all(items: Sequence[I], respond: Callable[[I], AsyncGenerator[A]]) -> list[A]:
-    """Return the first response to each item, in order. Cancelling cancels all. Raises InvalidField."""
+    """Return the first response to each item, in order. Cancelling cancels all. Raise InvalidField."""
     _check_count("items", items, MAX_OPEN_REQUESTS)
     return list(await asyncio.gather(*(_first(respond(item)) for item in items)))
 
@@ -56,9 +56,9 @@ async def respond_stream(
 ) -> AsyncGenerator[list[A]]:
     """Yield the responses to the `items` of `requests` as they come, all that are ready at a time.
 
-    `extend` takes the `extensions` of `requests`, after the items before them have started. The stream ends
-    with its requests. Once `draining`, it reads no further, yields the responses that are due, and raises
-    Unavailable. An error of reading is raised after the responses due. Closing the stream cancels its items.
+    `extend` takes the `extensions` of `requests`, after the items before them have started. Once `draining`,
+    it reads no further, yields the responses that are due, and raises Unavailable. An error of reading is
+    raised after the responses due. Closing the stream cancels its items.
     """
     stream = _Stream(respond, extend)
     reader = asyncio.ensure_future(stream.read(requests))
@@ -95,7 +95,7 @@ class _Stream(Generic[I, A]):
         self._changed = asyncio.Event()
 
     async def read(self, requests: AsyncIterator[Any]) -> None:
-        """Start, extend and cancel items as the requests say, while there is room. Raises InvalidField."""
+        """Start, extend and cancel items as the requests say, while there is room. Raise InvalidField."""
         async for request in requests:
             self._check(request)
             for item in request.items:
@@ -141,11 +141,9 @@ class _Stream(Generic[I, A]):
         return ready
 
     def wake(self, _: object) -> None:
-        """Have `next_responses` look again."""
         self._changed.set()
 
     def cancel(self) -> list[asyncio.Task[None]]:
-        """Cancel the open requests; return their tasks."""
         tasks = list(self._open)
         for task in tasks:
             task.cancel()
@@ -163,7 +161,6 @@ class _Stream(Generic[I, A]):
         self._changed.set()
 
     def _free_room(self) -> None:
-        """Make room for the requests that have ended and whose responses are taken."""
         for _ in range(self._ended_count):
             self._room.release()
         self._ended_count = 0

@@ -41,23 +41,18 @@ _STOP_GRACE_S = 0.5
 
 
 class Service(Protocol):
-    """The gRPC services of one server, and how they end."""
-
     @property
-    def grpc_services(self) -> Sequence[str]:
-        """Return the full names for health and reflection."""
+    def grpc_services(self) -> Sequence[str]: ...
 
     async def drain(self) -> None:
         """Refuse new work and finish running work; cancelled when the drain timeout passes."""
 
     async def close(self) -> None:
-        """Release all resources; called once, after the server has stopped."""
+        """Close once, after the server has stopped."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts that a service may use while it is built; `metrics` is None if metrics are off."""
-
     readiness: Readiness = field(default_factory=lambda: Readiness(None))
     telemetry: Telemetry = field(default_factory=Telemetry)
     # host:port that the server is bound to.
@@ -100,10 +95,10 @@ async def start_server(
     interceptors: Interceptors = lambda _: (),
     limits: ServerLimits | None = None,
 ) -> RunningServer:
-    """Start serving in the running event loop, without changing the process. Raises CannotBind or BadFile.
+    """Serve in the running event loop, without changing the process. Raise CannotBind or BadFile.
 
-    Errors of `interceptors` become statuses as errors of the service do. They run before the request of a
-    call is read. `limits` replace those of the settings.
+    Errors of `interceptors`, which run before the request of a call is read, become statuses. `limits`
+    replace those of the settings.
     """
     parts = parts or Parts()
     limits = limits or settings.server_limits()
@@ -191,9 +186,9 @@ def run_main(
     argv: Sequence[str] | None = None,
     interceptors: Callable[[S], Interceptors] = lambda _: lambda _: (),
 ) -> None:
-    """Run a service as a process: return when it has stopped.
+    """Return when the service has stopped.
 
-    Exits 2 for a setting that is wrong or names a file that cannot be used, else 1 if it cannot start.
+    Exit 2 for a setting that is wrong or names a file that cannot be used, else 1 if it cannot start.
     """
     arguments = sys.argv[1:] if argv is None else argv
     program = f"galley {name}"

@@ -38,7 +38,7 @@ _READY = grpc.ChannelConnectivity.READY
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """The contents of the files and the time when the certificate expires; None where there is no file."""
+    """Contents of the files, None where there is no file, and the end of the certificate."""
 
     ca: bytes | None = None
     cert: bytes | None = None
@@ -86,8 +86,6 @@ def generation_of(channel: grpc.aio.Channel) -> Callable[[], int]:
 
 
 class _Connection:
-    """One gRPC channel, from one reading of the files."""
-
     def __init__(self, channel: grpc.aio.Channel, material: Material) -> None:
         self.channel = channel
         self.material = material
@@ -104,7 +102,6 @@ class ReloadingChannel(grpc.aio.Channel):
         open_channel: Callable[[Material], grpc.aio.Channel],
         files: WatchedFiles[Material],
     ) -> None:
-        """Open a channel with the files as they are; `address` is for the log."""
         self._address = address
         self._open_channel = open_channel
         self._files = files
@@ -125,35 +122,27 @@ class ReloadingChannel(grpc.aio.Channel):
     # ------------------------------------------------------------------ the interface of grpc.aio --
 
     def unary_unary(self, *method: Any, **serializers: Any) -> Any:
-        """Return the callable of a unary-unary method."""
         return self._multi_callable(lambda channel: channel.unary_unary(*method, **serializers))
 
     def unary_stream(self, *method: Any, **serializers: Any) -> Any:
-        """Return the callable of a unary-stream method."""
         return self._multi_callable(lambda channel: channel.unary_stream(*method, **serializers))
 
     def stream_unary(self, *method: Any, **serializers: Any) -> Any:
-        """Return the callable of a stream-unary method."""
         return self._multi_callable(lambda channel: channel.stream_unary(*method, **serializers))
 
     def stream_stream(self, *method: Any, **serializers: Any) -> Any:
-        """Return the callable of a stream-stream method."""
         return self._multi_callable(lambda channel: channel.stream_stream(*method, **serializers))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Return the state of the connection that calls use."""
         return self._current().channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Wait on the connection that calls use now."""
         await self._current().channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Wait for the connection that calls use now."""
         await self._current().channel.channel_ready()
 
     async def close(self, grace: float | None = None) -> None:
-        """Close all connections after `grace` seconds."""
         self._closed = True
         await self._stop_connecting()
         channels = [connection.channel for connection in self._connections]
@@ -189,7 +178,6 @@ class ReloadingChannel(grpc.aio.Channel):
     # ----------------------------------------------------------------------------- connections --
 
     def _current(self) -> _Connection:
-        """Return the connection of a call that begins now."""
         material = self._files.current()
         if material is not (self._next or self._active).material:
             self._reload(material)
@@ -207,7 +195,6 @@ class ReloadingChannel(grpc.aio.Channel):
         self._connecting = asyncio.create_task(self._connect(self._next), context=contextvars.Context())
 
     async def _connect(self, connection: _Connection) -> None:
-        """Switch to the connection once it is ready."""
         logged = False
         while (state := connection.channel.get_state(try_to_connect=True)) is not _READY:
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and not logged:

@@ -12,7 +12,7 @@ from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Name the files of authorities, certificate and key; an empty path is no file."""
+    """An empty path is no file."""
 
     ca: NamedFile
     cert: NamedFile
@@ -20,7 +20,6 @@ class TlsFiles:
     serves: bool = False
 
     def read(self) -> Material:
-        """Read and check the files. Raises BadFile."""
         from galley.common.tls import pem  # noqa: PLC0415  # imports cryptography, needed with TLS only
 
         for file, other in ((self.cert, self.key), (self.key, self.cert)):
@@ -32,16 +31,12 @@ class TlsFiles:
         return Material(ca, *pem.read_pair(self.cert, self.key, serves=self.serves))
 
     def watch(self, check_interval_s: float = 0.0) -> WatchedFiles[Material]:
-        """Read the files, and again when they change. Raises BadFile."""
         named = [file for file in (self.ca, self.cert, self.key) if file.path]
         return WatchedFiles(named, self.read, check_interval_s=check_interval_s)
 
 
 def server_credentials(files: WatchedFiles[Material] | None) -> grpc.ServerCredentials | None:
-    """Return the credentials of a server.
-
-    gRPC asks for changes before each handshake, from a thread of its own.
-    """
+    """Let gRPC ask for changed files before each handshake, from a thread of its own."""
     if files is None:
         return None
     used = files.current()

@@ -43,17 +43,13 @@ class BadFile(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NamedFile:
-    """The file at `path`, which the field `setting` names."""
-
     setting: str
     path: str
 
     def bad(self, why: str, *, may_pass: bool = False) -> BadFile:
-        """Return the error to raise."""
         return BadFile(self.setting, f"{self.path}: {why}", may_pass=may_pass)
 
     def read(self) -> bytes:
-        """Return the content. Raises BadFile."""
         try:
             with Path(self.path).open("rb") as file:
                 content = file.read(_MAX_BYTES + 1)
@@ -77,8 +73,7 @@ class WatchedFiles(Generic[T]):
     """Keep what `read` returns for some files, and read again when one of them changes.
 
     Files are checked when `current` is called. If the new files cannot be read, the earlier value stays. The
-    failure is logged once for each version of the files and each reason, and reading is tried again where
-    the same files may be usable later. Safe for use by several threads.
+    failure is logged once for each version and reason; a passing one is retried. Safe for several threads.
     """
 
     def __init__(
@@ -89,7 +84,7 @@ class WatchedFiles(Generic[T]):
         check_interval_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Check the files every `check_interval_s` at most. `read`, and so this, raises BadFile."""
+        """Check the files every `check_interval_s` at most. Raise BadFile, as `read` does."""
         self._files = files
         self._read = read
         self._check_interval_s = check_interval_s

@@ -31,14 +31,14 @@ class Pair(NamedTuple):
 
 
 def read_authorities(file: NamedFile) -> bytes:
-    """Return the content of a bundle of authorities. Raises BadFile."""
+    """Raise BadFile if the bundle is unusable."""
     content = file.read()
     _certificates(file, content)
     return content
 
 
 def read_pair(cert: NamedFile, key: NamedFile, *, serves: bool) -> Pair:
-    """Return a pair that is valid now for a server (`serves`) or a client. Raises BadFile."""
+    """Return a pair that is valid now for a server (`serves`) or a client. Raise BadFile."""
     chain, private = cert.read(), key.read()
     own = _certificates(cert, chain)[0]
     _check_time(cert, own, datetime.now(UTC))

@@ -37,7 +37,6 @@ _LOG = logging.getLogger(f"opentelemetry.{__name__}")  # a family whose lines ar
 
 
 def resource_of(service_name: str) -> Resource:
-    """Return the resource attributes of this process."""
     return Resource.create(
         {
             "service.name": os.environ.get("OTEL_SERVICE_NAME") or service_name,
@@ -50,12 +49,10 @@ def resource_of(service_name: str) -> Resource:
 
 @cache
 def _instance_id() -> str:
-    """Return a random id of this process."""
     return str(uuid4())
 
 
 def provider_to(processor: SpanProcessor, service_name: str) -> TracerProvider:
-    """Return a provider whose spans `processor` takes."""
     provider = TracerProvider(resource=resource_of(service_name), shutdown_on_exit=False)
     provider.sampler = GalleySampler(provider.sampler)  # before there is a tracer
     provider.add_span_processor(processor)
@@ -63,7 +60,6 @@ def provider_to(processor: SpanProcessor, service_name: str) -> TracerProvider:
 
 
 def scope_to(provider: TracerProvider, processor: SpanProcessor, name: str, schema_url: str) -> SpanScope:
-    """Return a scope whose light spans `processor` takes."""
     scope = InstrumentationScope(name, __version__, schema_url)
     if isinstance(processor, BatchSpanProcessor):  # its exporter makes them readable, in its own thread
         return SpanScope(provider, scope, processor.on_end)  # type: ignore[arg-type]  # reads only `context`
@@ -86,19 +82,17 @@ class GalleySampler(Sampler):
         links: Sequence[Link] | None = None,
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
-        """Return the decision of the SDK's interface."""
         if attributes is not None and attributes.get(names.FORCED):
             parent = trace.get_current_span(parent_context).get_span_context()
             return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes, parent.trace_state)
         return self._inner.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
 
     def get_description(self) -> str:
-        """Return a readable description."""
         return f"GalleySampler({self._inner.get_description()})"
 
 
 class ReloadingExporter(OTLPExporterMixin[Any, Any, Any, Any]):
-    """Mixin before the SDK's exporter of `signal`: TLS with files that may be replaced while it runs.
+    """Mixin before the SDK's exporter of `signal`, for TLS files that may be replaced while it runs.
 
     The SDK's exporters read the files of the `OTEL_*` environment once. When the collector cannot be reached
     they make a new channel; here, with the current files.
@@ -107,7 +101,7 @@ class ReloadingExporter(OTLPExporterMixin[Any, Any, Any, Any]):
     signal: Signal
 
     def __init__(self) -> None:
-        """Load the files. Raise ValueError with the variable that names a bad one."""
+        """Raise ValueError with the variable that names a bad file."""
         self._files = _tls_files(self.signal)
         super().__init__()  # type: ignore[call-arg]  # the SDK's own exporter comes next, and needs nothing
 
@@ -131,7 +125,6 @@ def _tls_files(signal: Signal) -> WatchedFiles[Material] | None:
 
 
 def _is_plain(signal: Signal) -> bool:
-    """Return True if the SDK would connect without TLS."""
     endpoint, insecure = variable("ENDPOINT", signal)[1], variable("INSECURE", signal)[1]
     if endpoint.startswith("https://"):
         return False
@@ -139,8 +132,6 @@ def _is_plain(signal: Signal) -> bool:
 
 
 class LightSpanExporter(ReloadingExporter, OTLPSpanExporter):
-    """Exports light spans and the SDK's own."""
-
     signal = "traces"
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:

@@ -65,7 +65,6 @@ class ItemSpan:
             self.span.add_event(names.KV_PREEMPTED if preempted else names.KV_MISSED, facts)
 
     def failed(self, error: BaseException) -> None:
-        """Record the error that the request is answered with."""
         if self.span is not None:
             self._outcome = _ERROR
             record_failure(self.span, error)
@@ -103,5 +102,4 @@ def is_sampled(parent: str) -> bool:
 
 
 def record_failure(span: trace.Span, error: BaseException) -> None:
-    """Mark the span as failed with the status that callers get."""
     fail(span, error_type(error))

@@ -39,12 +39,10 @@ Completer: TypeAlias = "Callable[[LightSpan], None]"
 
 
 def packed(trace_id: int, span_id: int) -> bytes:
-    """Pack the ids of a span."""
     return trace_id.to_bytes(_TRACE_ID_BYTES) + span_id.to_bytes(_SPAN_ID_BYTES)
 
 
 def names_a_span(name: bytes) -> bool:
-    """Return True if the bytes are valid packed ids."""
     if len(name) != _TRACE_ID_BYTES + _SPAN_ID_BYTES:
         return False
     return name[:_TRACE_ID_BYTES] != _NO_TRACE and name[_TRACE_ID_BYTES:] != _NO_SPAN
@@ -59,10 +57,7 @@ def unpacked(name: bytes) -> SpanContext:
 
 
 def follows_sampled_parents(sampler: Sampler) -> bool:
-    """Return True if the sampler keeps all spans below a sampled remote span, as `parentbased_…` ones do.
-
-    The sampler's description says so.
-    """
+    """Return True if the sampler's description says that it keeps all spans below a sampled remote span."""
     description = sampler.get_description()
     return "ParentBased{" in description and ",remoteParentSampled:AlwaysOnSampler," in description
 
@@ -103,7 +98,6 @@ class SpanScope:
 
     @staticmethod
     def sampled(context: SpanContext) -> SpanContext:
-        """Return the context with the sampled flag."""
         return SpanContext(context.trace_id, context.span_id, False, SAMPLED, context.trace_state)
 
     def span(
@@ -126,7 +120,6 @@ class SpanScope:
         return span
 
     def root(self, name: str, start_ns: int, completer: Completer | None = None) -> LightSpan:
-        """Start a span in a trace of its own."""
         ids = self.new_trace_id(), self.new_span_id(), 0
         return self.begin(name, SpanKind.INTERNAL, *ids, start_ns, completer)
 
@@ -174,7 +167,6 @@ class LightSpan(trace.NonRecordingSpan):
 
     @property
     def context(self) -> SpanContext:
-        """Return the span's context, by the name that span processors read."""
         return self.get_span_context()
 
     def get_span_context(self) -> SpanContext:
@@ -182,37 +174,30 @@ class LightSpan(trace.NonRecordingSpan):
         return SpanContext(self.trace_id, self.span_id, False, SAMPLED, self.trace_state)
 
     def is_recording(self) -> bool:
-        """Return True until the span has ended."""
         return self.end_ns is None
 
     def set_attribute(self, key: str, value: AnyValue) -> None:
-        """Set an attribute, unless the span has ended."""
         if self.end_ns is None:
             self.attributes[key] = value
 
     def set_attributes(self, attributes: Mapping[str, AnyValue]) -> None:
-        """Set attributes, unless the span has ended."""
         if self.end_ns is None:
             self.attributes.update(attributes)
 
     def add_event(self, name: str, attributes: Attributes = None, timestamp: int | None = None) -> None:
-        """Add an event."""
         event = name, attributes, self.now_ns() if timestamp is None else timestamp
         self.events = (*self.events, event)[-MAX_EVENTS:]
         self.event_count += 1
 
     def add_link(self, context: Named, attributes: Attributes = None) -> None:
-        """Add a link."""
         self.link_to((context,), attributes)
 
     def link_to(self, spans: Iterable[Named], attributes: Attributes) -> None:
-        """Add a link to each of `spans`."""
         added = [(span, attributes) for span in spans]
         self.links = (*self.links, *added)[-MAX_EVENTS:]
         self.link_count += len(added)
 
     def update_name(self, name: str) -> None:
-        """Rename the span."""
         self.name = name
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:  # noqa: ARG002

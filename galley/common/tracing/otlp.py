@@ -15,7 +15,6 @@ FLUSH_S = 3.0
 
 
 def exports(signal: Signal) -> bool:
-    """Return True if the environment configures an OTLP exporter for the signal."""
     name = signal.upper()
     if not variable("ENDPOINT", signal)[1]:
         return False

@@ -42,7 +42,6 @@ class Telemetry:
 
     @property
     def on(self) -> bool:
-        """Return True if spans are exported."""
         return self.provider is not None
 
     def tracer(self, name: str) -> trace.Tracer:
@@ -58,7 +57,7 @@ class Telemetry:
         return scope_to(self.provider, self.processor, name, schema_url)
 
     def client_interceptors(self) -> list[Any]:
-        """Return interceptors that trace calls of a channel, except calls that stream requests.
+        """Trace the calls of a channel, except calls that stream requests.
 
         Requests in streams have spans of their own, and gRPC does not always release a stream that breaks
         below an interceptor.
@@ -123,7 +122,6 @@ def context_of(metadata: Mapping[str, str]) -> Context:
 
 
 def traceparent_of(span: SpanContext) -> str:
-    """Return the W3C traceparent of a span."""
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
 
 
@@ -146,6 +144,5 @@ def _is_server_span(call: Any) -> bool:
 
 
 def _method(call: Any) -> str:
-    """Return the method's name from gRPC's call details, which have text or bytes."""
     full = call.method.decode() if isinstance(call.method, bytes) else call.method
     return str(full).rpartition("/")[2]

@@ -32,7 +32,7 @@ _OPTIONAL = (
 
 
 def sampling_from(message: pb.SamplingParams) -> SamplingParams:
-    """Return the parameters of `message`, with defaults for unset fields; not validated.
+    """Return unvalidated parameters, with defaults for unset fields.
 
     Floats keep the 32 bits of the wire, so that every service computes with the same values.
     """
@@ -43,7 +43,7 @@ def sampling_from(message: pb.SamplingParams) -> SamplingParams:
 
 
 def sampling_message(params: SamplingParams) -> pb.SamplingParams:
-    """Return the message of `params`: the seed, and each field that differs from its default."""
+    """Include the seed, and each field that differs from its default."""
     given = {name: getattr(params, name) for name in _OPTIONAL if name != "seed"}
     changed = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
     return pb.SamplingParams(**changed, seed=params.seed, logit_bias=dict(params.logit_bias))
@@ -55,7 +55,6 @@ def logprobs_from(message: pb.PositionLogprobs) -> PositionLogprobs:
 
 
 def logprobs_message(logprobs: PositionLogprobs) -> pb.PositionLogprobs:
-    """Return the message of `logprobs`, rounded to 32-bit floats."""
     top = [pb.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
     return pb.PositionLogprobs(logprob=logprobs.logprob, top=top)
 
@@ -76,12 +75,12 @@ class Slice:
 
     @property
     def position(self) -> int:
-        """Return the position of the first token that is not confirmed yet: n."""
+        """Return n, the position of the first token that is not confirmed yet."""
         return self.start + len(self.tokens)
 
 
 def read_slice(message: pb.SessionSlice, *, vocab_size: int, context_window: int) -> Slice:
-    """Return the validated slice. Raises InvalidField for a slice that no replica of this model can serve."""
+    """Raise InvalidField for a slice that no replica of this model can serve."""
     read = Slice(
         key=(message.tenant_salt, message.session_id),
         start=message.start,

@@ -24,7 +24,6 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Return the wrapped handler of the method, or None if the method is not served."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or (method.startswith("/grpc.") and not self.includes_standard):
@@ -37,7 +36,6 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):
 
 
 def behavior_of(handler: Handler) -> Behavior:
-    """Return the method of a handler."""
     return cast(
         "Behavior",
         handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary,

@@ -64,17 +64,14 @@ def rich_status(error: BaseException) -> status_pb2.Status:
 
 
 def item_error_type(status: pb.ItemStatus) -> str:
-    """Return `error_type` of the error that became this status."""
     return _NAMES.get(status.code, "unknown")
 
 
 def item_status(error: BaseException) -> pb.ItemStatus:
-    """Return the status of one item of a request that failed with `error`."""
     return pb.ItemStatus(code=_number(code_of(error)), message=message_of(error))
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
-    """End the call with the status of `error`."""
     metadata = ((DETAILS_KEY, rich_status(error).SerializeToString()),)
     await context.abort(code_of(error), message_of(error), metadata)
     raise error  # abort has raised; this line is for the type checker
