@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from galley.common.config.defaults import DEFAULT_MODEL
 
-# The same examples each time, however slow the machine is.
+# Derandomized, and without deadlines for slow machines.
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
 

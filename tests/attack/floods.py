@@ -154,7 +154,7 @@ HEADER_BOMBS = {
     "one of 1 MiB": [field_of("x-bomb", "a" * MIB)],
     "100,000 of them": [field_of(f"x-{i}", "a") for i in range(100_000)],
     "one name, 60,000 times": [field_of("x-bomb", "a")] * 60_000,
-    # A name and value of 4 KiB into the table, and then a byte for each time that it is meant again.
+    # Put a pair of 4 KiB into the HPACK table, then refer to it with one byte each.
     "4 KiB a byte": [field_of("x-bomb", "a" * 4000, indexed=True), b"\xbe" * 200_000],
     "a name without end": [b"\x40" + number(2**31, 7) + b"a" * MIB],
     "a key of 1 MiB": [field_of("authorization", "Bearer " + "k" * MIB)],
@@ -210,9 +210,8 @@ def in_frames(stream: int, data: bytes, size: int = 16_000) -> bytes:
 
 _REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 _VERIFY, _PROPOSE = "/galley.v1.Target/VerifyStream", "/galley.v1.Draft/ProposeStream"
-# Beside those that are held.
 _OTHER_FILES = 500
-# Connections of 100 calls: while more than 1,000 wait to be taken, gRPC drops some by chance.
+# gRPC drops connections at random while more than 1,000 wait to be accepted.
 _AT_ONCE = 5
 
 

@@ -28,16 +28,13 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.truth import SEED, true_output
 from tests.fakes.waiting import PATIENCE_S
 
-# The bystander, the attacker who has a key all the same, and one whose key has expired.
 GOOD, BAD, EXPIRED = "good-3f9a1c77", "bad-8d20e4b1", "expired-51c6f0aa"
 _PRINCIPALS = ((GOOD, "good", ""), (BAD, "bad", ""), (EXPIRED, "late", "expires = 2020-01-01T00:00:00Z\n"))
-# So that the attacker takes no places from others: what a principal's limits are for.
 _LIMITS = "[principals.bad]\nmax_sessions = 16\n"
 MAX_MESSAGE_BYTES = 1 << 16
 MIB = 1 << 20
 _PROMPT = "Tell me more."
 _TOKENS = 40
-# What a task of a call under way is called in gRPC.
 CALL = "_handle_exceptions"
 SERVICES = ("gateway", "target", "draft", "collector")
 HEALTH = "health"
@@ -220,7 +217,7 @@ async def unharmed(stack: Attacked, *, most_rss: int = 64 * MIB) -> AsyncIterato
     before = await stack.state()
     async with undisturbed(stack):
         yield before
-    gc.collect()  # calls that were left hold their connection
+    gc.collect()
     after = await stack.settled(before)
     assert after.errors == before.errors
     assert (after.sessions, after.items) == (0, 0)

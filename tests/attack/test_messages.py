@@ -19,7 +19,6 @@ from tests.fakes.http2 import END_STREAM, Kind, frame, message, opening, wire
 from tests.fakes.waiting import PATIENCE_S
 
 GENERATE = "/galley.v1.Generation/Generate"
-# One unary method of each service, and its message.
 METHODS = {
     "gateway": ("/galley.v1.Generation/GetModelInfo", "GetModelInfoRequest"),
     "target": ("/galley.v1.Target/Verify", "VerifyRequest"),
@@ -112,7 +111,7 @@ async def test_messages_of_a_wrong_length_end_with_their_connection(stack: Attac
                     last = frame(Kind.DATA, END_STREAM, stream, data)
                     await attacker.send(opening(stream, METHODS[service][0], KEY), last)
                 assert await attacker.status(9) == "8"  # 4 GiB
-                assert await attacker.status(11) == "13"  # by gRPC itself: compressed by no means
+                assert await attacker.status(11) == "13"
                 assert await attacker.alive()
 
 

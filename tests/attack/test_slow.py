@@ -107,7 +107,6 @@ async def test_answers_that_are_never_read_end_and_hold_nobody_up(stack: Attacke
 
 async def test_10_000_idle_streams_take_bounded_memory_and_hold_nobody_up(stack: Attacked) -> None:
     stack.forget_peak()
-    # What was in use is in pieces afterwards, which the next such flood finds again.
     async with unharmed(stack, most_rss=256 * MIB) as before, AsyncExitStack() as opened:
         wires = await idle_streams(stack, opened, before.calls, 9_800)
         state = await stack.after_calls(before.calls + 10_000)

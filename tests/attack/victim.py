@@ -162,7 +162,7 @@ class Victim:
         }[what]
         until_s = time.monotonic() + patience_s
         while (looked_s := time.monotonic()) < until_s and not holds():  # noqa: ASYNC110
-            # To wait for each of thousands would take minutes; to look at them takes a while, too.
+            # Waiting for each of thousands would take minutes.
             await asyncio.sleep(max(0.01, 10 * (time.monotonic() - looked_s)))
 
     @property
@@ -187,7 +187,6 @@ class Victim:
         served += [self._running["gateway"].health_address, *self._metrics.values()]
         ports = {int(address.rpartition(":")[2]) for address in served}
         found: list[Any] = process.net_connections("tcp")
-        # Both ends are here of connections within: its port alone a stranger may have too, to somewhere else.
         ends = {(one.laddr.port, one.raddr.port) for one in found if one.raddr}
         return sum(port in ports and (peer, port) not in ends for port, peer in ends)
 

@@ -24,7 +24,7 @@ VERSIONS = tuple(utils.all_versions()[-2:])
 _BUILT_IN = frozenset({"v1", "apps/v1", "autoscaling/v2", "networking.k8s.io/v1", "policy/v1"})
 _OPEN = "x-kubernetes-preserve-unknown-fields"
 _INT_OR_STRING = "x-kubernetes-int-or-string"
-# It reads its files anew each time, megabytes of definitions among them.
+# Cached, since it reads megabytes of definitions each time.
 utils.schema_contents = functools.cache(utils.schema_contents)
 
 
@@ -74,7 +74,7 @@ def strict(schema: dict[str, Any], *, top: bool = False) -> dict[str, Any]:
             known[name] = strict(known[name])
     if "properties" in known and "additionalProperties" not in known and not schema.get(_OPEN):
         known["additionalProperties"] = False
-    # Of these two the schemas say only that they are objects; Kubernetes itself has them right.
+    # The schemas call these two plain objects; Kubernetes checks them.
     if top:
         known["properties"]["metadata"] = {"type": "object"}
     return known

@@ -18,6 +18,6 @@ def variables_of(role: str) -> frozenset[str]:
 
 def parse_env(role: str, environment: Mapping[str, str]) -> ServiceSettings:
     """Return the settings that the service reads. Raises SystemExit if it refuses them."""
-    # Nothing of this process's own may stand in for what is missing.
+    # Clear this process's own environment.
     with patch.dict(os.environ, environment, clear=True):
         return parse_settings(settings_of(role), [], role, "")

@@ -20,7 +20,6 @@ from tests.proofs.boot.worlds import NAMESPACE
 # Variables that huggingface_hub, OpenTelemetry and Ray read.
 _OF_PACKAGES = ("HF_", "OTEL_", "RAY_")
 _IDS = ["-".join(row.values()).replace(" ", "_") for row in rows()]
-# Wherever they stand in a value: alone, or in a URL.
 _PATH = re.compile(r"(?<![\w/:])/(?:etc|models|tmp|var)(?:/[\w.-]+)*")
 _LABELS = {
     "leaderworkerset.sigs.k8s.io/worker-index": "0",
@@ -48,7 +47,6 @@ def test_services_accept_their_environment(row: Row) -> None:
 
 @pytest.mark.parametrize("row", rows(), ids=_IDS)
 def test_paths_exist_in_the_pod(row: Row) -> None:
-    # What the user of the chart says, he says for pods that he knows.
     actual = json.dumps(values_of(row))
     for name, spec, container in containers(row):
         values = environment(container)

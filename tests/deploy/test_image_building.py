@@ -108,7 +108,6 @@ def environment(tmp_path: Path) -> Path:
     python = tmp_path / "venv" / "bin" / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/site exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    # What it would install is here: the tests' machine has a compiler.
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "apt-get").symlink_to(shutil.which("true") or "/bin/true")

@@ -34,7 +34,6 @@ def test_an_overlay_is_what_the_chart_renders_of_its_values(overlay: str) -> Non
     assert by_name(manifests) == by_name(rendered)
     for manifest in manifests:
         schemas.check(manifest)
-    # Of the test's pod there is only the policy.
     hold([*manifests, *(manifest for manifest in render(values) if manifest["kind"] == "Pod")])
 
 

@@ -77,7 +77,6 @@ def test_what_goes_out_comes_in() -> None:
             for peer, port in openings(rendered, role, "ingress")
             if peer in roles
         }
-        # The gateway lets in all of its namespace, of which the test is one.
         assert out - into == {("test", "gateway", GATEWAY)}
         assert into <= out
 

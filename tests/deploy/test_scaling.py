@@ -162,7 +162,6 @@ def answers(tmp_path: Path, given: list[dict[str, str]], expected: dict[str, lis
         pytest.skip(NOT_INSTALLED)
     asked: list[dict[str, Any]] = [
         {
-            # What it rounds differently is not what is asked here.
             "expr": f"round({query}, 0.001)",
             "eval_time": "8m",
             "exp_samples": [{"labels": "{}", "value": value} for value in expected[name]],

@@ -36,7 +36,6 @@ def test_a_pod_with_several_gpus_runs_a_rank_on_each() -> None:
     actual = env_of(container)
     assert (actual["GALLEY_TARGET_TENSOR_PARALLEL"], actual["GALLEY_TARGET_DEVICE"]) == ("4", "cuda")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
-    # It must not differ between the two: it stands with the limits alone.
     assert "nvidia.com/gpu" not in container["resources"]["requests"]
     volumes = {volume["name"]: volume for volume in pods(rendered)["target"]["volumes"]}
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
@@ -83,7 +82,6 @@ def test_pods_of_a_group_have_index_and_address() -> None:
     assert (leader.host_index, worker.host_index) == (0, 1)
     assert leader.hosts == worker.hosts == 2
     assert leader.tensor_parallel == worker.tensor_parallel == 8
-    # The leader's name, below the Service of its group.
     assert leader.ranks_address == worker.ranks_address == "galley-target-0.galley-target:50063"
     assert leader.ranks_timeout_s == default_values()["target"]["startupTimeoutSeconds"]
 

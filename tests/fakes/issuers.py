@@ -86,7 +86,7 @@ class IssuerServer:
             answer = self.answers.get(path, b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
             if answer is None:
                 self.hanging.set()
-                await reader.read()  # until whoever asked has gone
+                await reader.read()
             else:
                 writer.write(answer)
                 await writer.drain()

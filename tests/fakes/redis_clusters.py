@@ -48,7 +48,6 @@ async def until(holds: Callable[[], Awaitable[object]]) -> None:
 
 class TcpServer(Server):
     def __init__(self, kind: str, directory: Path, port: int, *options: str, tls: Sequence[str] = ()) -> None:
-        # Replicas are served at once, not after waiting for more of them.
         at_once = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
         listen = ("--tls-port" if tls else "--port", str(port), "--bind", _HOST)
         super().__init__(kind, directory, *listen, *at_once, *options, *tls)
@@ -187,7 +186,7 @@ class Sentinel(TcpServer):
         self, kind: str, directory: Path, port: int, master_port: int, tls: Sequence[str] = ()
     ) -> None:
         super().__init__(kind, directory, port)
-        config = directory / "sentinel.conf"  # which it writes to
+        config = directory / "sentinel.conf"
         listen = f"port 0\ntls-port {port}" if tls else f"port {port}"
         files = "".join(f"{name[2:]} {value}\n" for name, value in zip(tls[::2], tls[1::2], strict=True))
         config.write_text(
@@ -211,7 +210,7 @@ class ReplicaSet:
 
     async def form(self) -> None:
         await self.replica.command("REPLICAOF", _HOST, str(self.master.port))
-        # Sentinels look for replicas at their start, and then every ten seconds only.
+        # Sentinels look for replicas at their start and then only every ten seconds.
         await until(self._is_followed)
         self.sentinel.start()
         await until(self._is_watched)

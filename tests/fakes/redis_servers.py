@@ -124,7 +124,7 @@ class Server:
 
 @contextmanager
 def running(kind: str, *options: str) -> Iterator[Server]:
-    # Not pytest's tmp_path: the path of a unix socket may have 107 bytes only.
+    # The path of a unix socket is limited to 107 bytes, which pytest's tmp_path can exceed.
     with tempfile.TemporaryDirectory(prefix="galley-", ignore_cleanup_errors=True) as directory:
         server = Server(kind, Path(directory), *options)
         server.start()

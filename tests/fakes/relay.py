@@ -120,7 +120,6 @@ class _End(asyncio.Protocol):
         self._transport = transport
         self._ends.add(self)
         if self._on_made is not None:
-            # What is sent meanwhile waits in the socket.
             transport.pause_reading()
             self._on_made(self, transport.get_extra_info("peername")[1])
 
@@ -136,7 +135,6 @@ class _End(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._ends.discard(self)
         self.gone.set_result(None)
-        # Bytes on their way to it are lost; on their way from it, only with the whole connection.
         if error is not None:
             self._later(self._other.drop)
         self._leave_link()

@@ -14,7 +14,7 @@ from galley.engine.model import CausalModel
 VOCAB = 128
 CONTEXT = 192
 STOP = 1
-# Its embedding is NaN, and so are the logits of whatever has seen it. The probe at load does not see it.
+# Its embedding is NaN: every sequence that contains it has NaN logits.
 POISON = VOCAB - 1
 
 

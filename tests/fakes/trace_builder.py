@@ -30,7 +30,6 @@ SESSION = "5e55a0de5e55a0de5e55a0de5e55a0de"
 BEGAN_NS = 1_790_000_000_000_000_000
 _MS = 1_000_000
 INTERNAL = 1
-# As large as the SDK's batches are by default.
 _SPANS_A_LINE = 512
 
 

@@ -15,7 +15,7 @@ from galley.core.records import PositionLogprobs
 END = 256
 USER = 257
 ASSISTANT = 258
-# The model pads its vocabulary: the last ids stand for nothing that the tokenizer knows.
+# Ids from here on pad the vocabulary and have no token.
 VOCAB = 264
 CONTEXT = 1 << 16
 SEED = 7

@@ -125,7 +125,7 @@ class Gateway:
             if ours:
                 await asyncio.wait(ours)
         assert not streams._running
-        gc.collect()  # a generator that was left behind speaks up now
+        gc.collect()
 
 
 def _is_gateways(task: asyncio.Task[Any]) -> bool:
@@ -164,7 +164,6 @@ class World:
                 "redis_url": self.redis_url,
                 "model": str(self.tokenizer),
                 "max_message_bytes": 1 << 16,
-                # Generous: machines of tests are slow, and what is late is tested on purpose.
                 "draft_timeout_s": 10,
                 "drain_timeout_s": 5,
                 "buffer": 1000,

@@ -67,7 +67,7 @@ async def connect(address: str) -> tuple[Reader, Writer]:
 
 async def closed(writer: Writer) -> None:
     writer.close()
-    with suppress(ConnectionError):  # it was reset: closed all the same
+    with suppress(ConnectionError):
         await writer.wait_closed()
 
 
@@ -155,8 +155,6 @@ async def test_a_link_is_used_while_a_server_is_at_the_other_end() -> None:
             await closed(other)
         await closed(writer)
 
-
-# ------------------------------------------------------------------------- a link that changes --
 
 HELD_S = 0.15
 

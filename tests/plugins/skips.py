@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    # An expected failure is reported as a skip too; strictness about those is pytest's own.
+    # Expected failures are reported as skips too; pytest's `strict` handles those.
     if not hasattr(report, "wasxfail"):
         _judge(report, item.config)
     return report

@@ -74,9 +74,6 @@ def test_promtool_accepts_our_metrics(service: str) -> None:
     promtool("check", "metrics", given=body)
 
 
-# -------------------------------------------------------------------------------------------- names --
-
-
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule.name}-{rule.severity}")
 def test_rules_name_what_there_is(rule: Rule) -> None:
     assert not list(unknown_names(rule.expr))
@@ -98,7 +95,6 @@ def test_runbooks_name_what_there_is(name: str) -> None:
     known = TRACED | {metric.name for metric in METRICS}
     words = re.findall(r"`([^`]+)`", text)
     assert not [bad for word in words for bad in unknown_names(word, {**SERIES, **FAMILIES})]
-    # `galley.round.k` and `session.moved`, but neither files nor programs.
     dotted = {word for word in words if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word)}
     assert not dotted - known
     spans = re.findall(r"`([^`]+)` spans?\b", text)
@@ -107,9 +103,6 @@ def test_runbooks_name_what_there_is(name: str) -> None:
     assert any(word in SERIES for word in re.findall(r"galley_\w+|gen_ai_\w+", text))
     for quoted in re.findall(r'"([A-Z][^"]+)"', text):
         assert quoted in titles, f"no panel is called {quoted}"
-
-
-# -------------------------------------------------------------------------------------------- alerts --
 
 
 def test_each_alert_has_its_runbook_and_each_runbook_its_alert() -> None:
@@ -132,9 +125,6 @@ def test_each_alert_has_firing_and_silent_tests() -> None:
             silent |= set() if expected else {check["alertname"]}
     assert rings == {(alert.name, alert.severity) for alert in alerts()}
     assert silent == set(NAMES)
-
-
-# ---------------------------------------------------------------------------------------- dashboards --
 
 
 @pytest.mark.parametrize("name", ["overview", "speculation", "target-engine", "sessions"])

@@ -11,7 +11,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # Below these, a path in code is a file or folder of the repository; what commands make is not.
 _PATH = re.compile(r"`((?:tests|docs|bench|services|deploy|helm|scripts|proto)/[\w./-]+)`")
-# Names what is gone.
 _CHANGELOG = ROOT / "CHANGELOG.md"
 CURRENT = [page for page in PAGES if page != _CHANGELOG]
 _MADE = ("bench/.peers/", "bench/results/attacks/")

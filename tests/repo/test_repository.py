@@ -47,7 +47,6 @@ def test_demo_prompt_is_passed_unchanged(prompt: str, tmp_path: Path) -> None:
     galley.parent.mkdir()
     galley.write_text('#!/bin/sh\nprintf \'%s<%s>\' "$*" "$GALLEY_DEMO_PROMPT"\n')
     galley.chmod(0o755)
-    # Nothing to set up: the demo alone is tried.
     done = run("make", "--silent", "demo", "--old-file=setup-run", f"VENV={tmp_path}", f"PROMPT={prompt}")
     assert done.returncode == 0, done.stderr
     assert done.stdout == (f"demo<{prompt}>")

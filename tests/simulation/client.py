@@ -114,7 +114,7 @@ class SimClient:
         try:
             async for event in stream:
                 await self._linger()
-                if self.done:  # given up
+                if self.done:
                     stream.cancel()
                     break
                 self._take(event)
@@ -177,7 +177,7 @@ class SimClient:
         match error.code:
             case grpc.StatusCode.NOT_FOUND:
                 self._world.forgotten(self)
-                self._stream = None  # the request itself is all that is left; it makes the same answer
+                self._stream = None
             case grpc.StatusCode.DATA_LOSS:
                 self._world.data_lost(self, str(error))
                 self.done = True

@@ -129,7 +129,7 @@ class Faults:
                 client.abort()
             case "leave":
                 client.leave()
-            case _:  # another client of the same session, at the same time
+            case _:
                 self._world.add_client(f"{fault.where[0]}-rival", client.planned, yields=True)
 
     _stall = _elsewhere = _abort = _rival = _leave = _at_client

@@ -73,7 +73,7 @@ class SimContext:
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Iterable[tuple[str, Any]] = ()
     ) -> NoReturn:
         """End the call with this status; raises UsageError where it has one already."""
-        cancelled = code is grpc.StatusCode.CANCELLED  # as a client sees it
+        cancelled = code is grpc.StatusCode.CANCELLED
         end = asyncio.CancelledError() if cancelled else error_of(code, details, trailing_metadata)
         if not self.finish(end):
             raise grpc.aio.UsageError("the call has ended already")
@@ -111,7 +111,7 @@ class SimChannel:
                 async with asyncio.timeout(timeout):
                     await made.write(request)
                     response = await anext(made)
-                    made.cancel()  # nothing further is read
+                    made.cancel()
                     return response
             except TimeoutError:
                 made.cancel()
@@ -255,7 +255,7 @@ class Call(Connection):
                 self._was_cancelled()
             raise
         except grpc.aio.AbortError:
-            return  # its status has been sent
+            return
         except Exception as error:  # noqa: BLE001  # the outermost guard of a call
             self._finish(error_of(code_of(error), message_of(error)))
         else:
@@ -265,7 +265,7 @@ class Call(Connection):
         match self._kind:
             case Kind.UNARY:
                 self._respond(await serve(await self._requests.get(), self._context))
-            case Kind.STREAM:  # what it iterates over is left as it is, when the handler is cancelled
+            case Kind.STREAM:  # the iterator is left as it is when the handler is cancelled
                 async for response in serve(await self._requests.get(), self._context):
                     await self._respond_in_turn(response)
             case Kind.BOTH:

@@ -60,7 +60,6 @@ class Client:
         place = place_of_clients(cluster)
         self._namespace, self._labels = place.namespace, dict(place.labels)
         self._load: Pod | None = None
-        # By name, once each has ended.
         self.ends: dict[str, int | None] = {}
         cluster.objects.add(
             {

@@ -53,7 +53,7 @@ class Launch:
     hostname: str
 
 
-# What container runtimes leave to a container that says nothing.
+# The default capabilities of container runtimes.
 _DEFAULT = (
     *("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "MKNOD", "NET_RAW", "SETGID", "SETUID", "SETFCAP"),
     *("SETPCAP", "NET_BIND_SERVICE", "SYS_CHROOT", "KILL", "AUDIT_WRITE"),

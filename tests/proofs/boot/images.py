@@ -123,7 +123,6 @@ class UnknownImage(Exception):
 class Image:
     name: str
     stage: Stage
-    # By path in the image: what of this machine is there, not to be written to.
     binds: Mapping[str, Path] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)

@@ -22,7 +22,7 @@ POD_INTERFACES = "pod*"
 _CHAINS = ("services", "passing", "local", "judge", "leaving", "coming", "refuse")
 _KEY = "ip saddr . ip daddr . meta l4proto . th dport"
 _SET = "type ipv4_addr . ipv4_addr . inet_proto . inet_service; size 65535; flags dynamic;"
-# Judged are attempts to connect; what comes late of a connection that is forgotten already is none.
+# Only new connections are judged; late packets of a forgotten connection are not.
 _ONLY_FIRST = (
     "ct state established,related accept",
     "tcp flags & (fin | syn | rst | ack) != syn drop",
@@ -145,7 +145,7 @@ def _matches(opening: Opening, pod: Endpoint, known: Sequence[Endpoint], policie
 
 def _peers(opening: Opening, known: Sequence[Endpoint], policies: Policies) -> Iterator[tuple[Endpoint, str]]:
     _, other = _ADDRESS[opening.direction]
-    anyone = Endpoint("anyone", "0.0.0.0")  # no address to listen on
+    anyone = Endpoint("anyone", "0.0.0.0")
     if not opening.peers:
         yield anyone, ""
     for end in known:
@@ -188,7 +188,6 @@ def service_ips() -> Iterator[str]:
 class Wires:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        # By address: the pod's network namespace.
         self.spaces: dict[str, Path] = {}
 
     async def open(self) -> None:

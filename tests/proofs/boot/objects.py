@@ -11,7 +11,6 @@ from tests.deploy.render import Manifest
 
 GROUPS = "LeaderWorkerSet"
 WORKLOAD_KINDS = ("Deployment", "StatefulSet", GROUPS)
-# Nothing here makes their pods: what they render must not seem to run.
 UNKNOWN_KINDS = ("RayService", "Job", "DaemonSet")
 
 

@@ -31,7 +31,6 @@ from tests.proofs.boot.policies import Endpoint
 from tests.proofs.boot.probes import Probe, act, problem_of
 from tests.proofs.boot.volumes import Mount, Volumes
 
-# What is left for SIGTERM where preStop took the whole grace.
 _LEAST_GRACE_S = 2.0
 
 Tell = Callable[..., None]
@@ -143,11 +142,11 @@ def _since(began: float) -> float:
     return round(time.monotonic() - began, 3)
 
 
-# What the kubelet waits before it starts again what ended: at once, then longer and longer.
+# Back-off before a restart, in seconds.
 _BACK_OFF_S = (0.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
 
 
-# Starts after which it was never ready; a kubelet would go on for ever.
+# Failed starts before the trial gives up; a kubelet would go on.
 _MOST_FRUITLESS = 2
 
 

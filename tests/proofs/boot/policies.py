@@ -23,7 +23,6 @@ class Endpoint:
     ip: str
     namespace: str = ""
     labels: Mapping[str, str] | None = None
-    # Names of ports, as the pod's containers say them.
     ports: Mapping[str, int] | None = None
 
     @property

@@ -68,7 +68,6 @@ STORE_PORT = 7000
 REFUSED = 401
 _DASHBOARD_PORT = 8265
 _PATIENCE_S = 200.0
-# In a pod both are its own.
 _OWN_FOLDERS = (
     'mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 )
@@ -219,7 +218,7 @@ def main() -> int:
         logs = {log.name: log.read_text()[-4000:] for log in file.parent.glob("*.log")}
         record = {"failed": repr(error), "logs": logs}
     finally:
-        with suppress(OSError):  # it was not there, or is another's
+        with suppress(OSError):
             Path("/tmp/ray").rmdir()
     file.write_text(json.dumps(record))
     return 1 if "failed" in record else 0

@@ -33,7 +33,7 @@ def few_layers_of(model: Path, folder: Path) -> Path:
     """Return a model of few layers, for trials that do not depend on its size."""
     few = truncate_model(model, list(_LAYERS), folder)
     for path in few.iterdir():
-        path.chmod(0o644)  # as what lies in an image
+        path.chmod(0o644)
     return few
 
 

@@ -10,7 +10,6 @@ from bench.paired import alternate, fastest
 def test_everything_is_timed_once_a_pair_and_the_first_place_rotates() -> None:
     calls: list[str] = []
     times = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 4, min_block_s=0.0)
-    # Twice each to warm up and to find how often to repeat.
     assert calls == ["a", "a", "b", "b", "a", "b", "b", "a", "a", "b", "b", "a"]
     assert [len(timed.wall_s) for timed in times.values()] == [4, 4]
 

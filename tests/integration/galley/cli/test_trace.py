@@ -118,7 +118,7 @@ def test_100_000_rounds_take_some_seconds_and_some_hundred_megabytes(tmp_path: P
         for copy in range(100):
             file.write(rounds.replace(b'"spanId":"0000', b'"spanId":"%04x' % copy))
     command = [sys.executable, "-m", "galley.cli", "trace", SESSION, "--file", str(path)]
-    # By a small process of its own: the most that a child ever had counts what it was forked from.
+    # In a small process: RUSAGE_CHILDREN includes the memory of the forking process.
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, *command],
         env={**os.environ, **PLAIN},

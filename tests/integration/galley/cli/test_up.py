@@ -95,7 +95,6 @@ def test_a_stack_answers_resumes_at_its_other_gateway_and_leaves_no_process(
     assert len(re.findall(r"^>? +\d+ +[\d,.]+ +\d", told.stdout, re.MULTILINE)) >= 4, told.stdout
 
     children = psutil.Process(stack.pid).children(recursive=True)
-    # Valkey, what takes the traces, target, draft and two gateways; the model was only looked up.
     assert len(children) == 6
     with Ends([child.pid for child in children]) as ends:
         stack.send_signal(signal.SIGKILL)

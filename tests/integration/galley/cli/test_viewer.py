@@ -24,7 +24,7 @@ STAND_IN = Path(__file__).with_name("stand_in_phoenix.py")
 def trace_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "traces"
     monkeypatch.setenv("GALLEY_TRACE_DIR", str(directory))
-    # What a user has set for other programs must not lead the traces elsewhere.
+    # A user's OpenTelemetry variables must not redirect the traces.
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     return directory

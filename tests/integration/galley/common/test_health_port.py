@@ -137,7 +137,7 @@ async def test_it_says_that_a_server_starts_and_that_it_drains(files: Mounted) -
         running = await starting
         assert running.health_address == f"127.0.0.1:{port}"
         assert await status_of(health, SERVICE) == SERVING
-        service.release.clear()  # its drain takes until this is set
+        service.release.clear()
         stopping = asyncio.create_task(running.stop())
         await asyncio.sleep(0)
         assert await status_of(health, SERVICE) == NOT_SERVING

@@ -109,7 +109,6 @@ async def test_more_calls_than_a_connection_may_have_wait() -> None:
     ):
         calls = [asyncio.ensure_future(_answer(ask(channel))) for _ in range(3)]
         await service.has_open(2)
-        # Over another connection, as these calls have this one's places.
         async with grpc.aio.insecure_channel(running.address, options=[("galley.test", 1)]) as other:
             await health_pb2_grpc.HealthStub(other).Check(health_pb2.HealthCheckRequest())
         assert service.open == 2
@@ -137,7 +136,7 @@ async def test_more_connections_than_there_may_be_are_closed() -> None:
 async def test_who_floods_with_pings_is_turned_away() -> None:
     async with serving() as running, wire(running.address) as flood:
         await flood.begin()
-        # At once: after the server has closed, more data would make the system drop its last frame.
+        # At once: data sent after the server closed makes the system drop its last frame.
         await flood.send(frame(Kind.PING, payload=b"pingping") * 200)
         await flood.ends()
         assert flood.received.goaway == http2.ENHANCE_YOUR_CALM
@@ -181,9 +180,6 @@ async def test_an_old_connection_takes_no_more_calls_and_its_streams_go_on() -> 
         assert await stream.code() is grpc.StatusCode.OK
 
 
-# ---------------------------------------------------------------- requests that do not come --
-
-
 async def test_a_request_that_does_not_come_ends_its_call() -> None:
     async with (
         serving(request_timeout_s=0.2) as running,
@@ -214,9 +210,6 @@ async def test_nobody_is_told_off_who_leaves_before_it_has_asked(caplog: pytest.
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-# ------------------------------------------------------------------ health and reflection --
-
-
 async def test_health_is_bounded_for_each_kind_of_call() -> None:
     async with serving() as running, grpc.aio.insecure_channel(running.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -231,7 +224,7 @@ async def test_health_is_bounded_for_each_kind_of_call() -> None:
         assert set(statuses) == {"", SERVICE}
         watches[0].cancel()
         again = health.Watch(asked)
-        while await again.read() is grpc.aio.EOF:  # the place comes free when the server has noticed
+        while await again.read() is grpc.aio.EOF:
             again = health.Watch(asked)
         unknown = health_pb2.HealthCheckRequest(service="none")
         assert (await failure(health.Check(unknown))).code() is grpc.StatusCode.NOT_FOUND

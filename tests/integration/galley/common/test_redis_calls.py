@@ -98,7 +98,7 @@ async def test_a_script_that_the_server_has_forgotten_is_sent_again_by_each(call
 
 async def test_who_is_cancelled_leaves_the_others_theirs(calls: RedisCalls) -> None:
     tasks = [asyncio.create_task(calls.command("ECHO", str(number))) for number in range(8)]
-    await asyncio.sleep(0)  # all have asked
+    await asyncio.sleep(0)
     tasks[0].cancel()
     tasks[5].cancel()
     answers = await asyncio.gather(*tasks, return_exceptions=True)

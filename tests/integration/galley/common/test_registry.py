@@ -242,7 +242,7 @@ async def test_a_replica_renews_its_lease_with_its_load(
     await until(registry, [("host:1", "life-1", False)])
     depth_read = 0
     async with asyncio.timeout(WAIT_S):
-        while depth_read < 4:  # more than a lease later
+        while depth_read < 4:
             depth_read = max((it.queue_depth for it in await registry.read(POOL)), default=depth_read)
     await registration.close()
 
@@ -295,7 +295,7 @@ async def successors_of(registry: ReplicaRegistry, how: str) -> list[TargetLease
             await registry.publish(POOL, lease(incarnation="life-2"))
             await registry.withdraw(POOL, "host:1", "life-2")
         case "came when the lease had ended":
-            await registry.withdraw(POOL, "host:1", "life-1")  # as its end does
+            await registry.withdraw(POOL, "host:1", "life-1")
             await registry.publish(POOL, lease(incarnation="life-2"))
     return await registry.read(POOL)
 
@@ -316,7 +316,7 @@ async def test_a_late_first_publication_does_not_replace_the_successor(
 ) -> None:
     dead = ReplicaRegistry(server.url)
     await dead.publish(POOL, lease(incarnation="life-1"))
-    await server.command("DEL", "galley:replicas:{target}:host:1:born")  # as if that had not come yet
+    await server.command("DEL", "galley:replicas:{target}:host:1:born")
     await registry.publish(POOL, lease(incarnation="life-2"))
     with pytest.raises(Replaced):
         await dead.publish(POOL, lease(incarnation="life-1"))

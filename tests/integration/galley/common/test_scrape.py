@@ -94,7 +94,7 @@ async def test_connections_are_bounded_and_a_slow_one_keeps_nobody_waiting(
     async with serving() as address:
         slow = [await connect(address) for _ in range(MAX_CONNECTIONS - 1)]
         for _, writer in slow:
-            writer.write(b"GET /metrics HTTP/1.1\r\nAccept: ")  # and no more
+            writer.write(b"GET /metrics HTTP/1.1\r\nAccept: ")
         status, _, _ = await ask(address, "GET /metrics HTTP/1.1\r\n\r\n")
         assert status == 200
         for reader, writer in slow:

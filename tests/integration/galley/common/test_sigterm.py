@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-# Told to end at the first import of a library.
 _TOLD = """
 import os, runpy, signal, sys
 

@@ -220,7 +220,7 @@ def test_services_load_the_sdk_only_where_something_is_exported() -> None:
         "opentelemetry.sdk.trace",
         "opentelemetry.exporter",
         "prometheus_client",
-    )  # redis-py loads others
+    )
     script = (
         "import sys, services.draft.servicer, services.gateway.service, services.target.servicer\n"
         f"print([name for name in {names} if name in sys.modules])"

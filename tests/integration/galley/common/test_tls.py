@@ -46,7 +46,6 @@ class Parties:
         self.other = Authority(directory, "other")
         self.server = mounted(directory / "server", self.authority.ca, self.authority.issue("server"))
         self.client = mounted(directory / "client", self.authority.ca, self.authority.issue("client"))
-        # Trusts the server, but is of another authority.
         self.stranger = mounted(directory / "stranger", self.authority.ca, self.other.issue("stranger"))
 
     def trusting(self, authority: Authority, of: Authority) -> Mounted:
@@ -61,9 +60,6 @@ class Parties:
 @pytest.fixture
 def parties(tmp_path: Path) -> Parties:
     return Parties(tmp_path)
-
-
-# ---------------------------------------------------------------------------------- who is let in --
 
 
 async def test_a_server_with_a_certificate_is_spoken_to_over_tls(parties: Parties) -> None:
@@ -160,9 +156,6 @@ def test_half_of_what_tls_needs_is_refused(given: dict[str, str], problem: str) 
         settings(**given)
 
 
-# ------------------------------------------------------------------------- servers and their files --
-
-
 async def test_a_server_shows_its_new_certificate_to_who_comes_and_keeps_the_streams_that_it_has(
     parties: Parties,
 ) -> None:
@@ -237,9 +230,6 @@ async def test_it_is_told_when_the_certificate_ends_that_is_shown(parties: Parti
     await running.stop()
 
 
-# ------------------------------------------------------------------------ channels and their files --
-
-
 class Reloading:
     def __init__(self, address: str, files: Mounted) -> None:
         self.opened: list[grpc.aio.Channel] = []
@@ -307,7 +297,6 @@ async def test_a_connection_that_stands_is_used_while_none_can_be_made_with_the_
     assert [line["event"] for line in logs] == ["connection with new TLS files failed"]
     await ask(reloading.channel)
     assert service.callers == ["client"] * 3
-    # The server follows, and the connection is made.
     parties.server.put_pair(parties.authority.ca, parties.other.issue("server"))
     await reloading.until(lambda: reloading.channel.generation == 1)
     await ask(reloading.channel)

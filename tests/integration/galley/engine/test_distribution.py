@@ -46,9 +46,6 @@ def _confirm(context: Draw, guesses: Sequence[int], sampled: Sequence[int]) -> V
     return confirm(guesses, sampled, position=position, max_position=FAR, stop_token_ids=frozenset())
 
 
-# ------------------------------------------------------------------------------------- mutants --
-
-
 def ratio_test(context: Draw, guesses: Sequence[int], *, residual_domain: int) -> Verdict:
     """Leviathan et al. (arXiv 2211.17192, algorithm 1): accept with chance p / q, else draw max(p - q, 0)."""
     seed, n = context.params.seed, len(context.history)
@@ -99,9 +96,6 @@ def _row_by_row(
     sampled = [sample(logits[i : i + 1], context_of_row(i), ())[0] for i in range(len(logits))]
     accepted = common_prefix_len(guesses, sampled)
     return Verdict(tuple(sampled[: accepted + 1]), accepted)
-
-
-# --------------------------------------------------------------- a model without memory: p is known --
 
 
 def gumbel_argmax(weights: Floats, seed: int, positions: Ints, domain: int = noise.GUMBEL) -> Ints:
@@ -199,8 +193,6 @@ def test_mutant_position_off_by_one_misses_the_match_rate() -> None:
     with pytest.raises(AssertionError):
         check_match_rate(draw(position_one_ahead, seeds=50, length=40))
 
-
-# ---------------------------------------------------------- a model with memory: plain is the truth --
 
 VOCAB = 10
 PROMPT = [3, 1, 4, 1, 5]

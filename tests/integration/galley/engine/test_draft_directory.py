@@ -68,9 +68,6 @@ def reference(directory: Path, target: Path, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-# --- what it says
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.02), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("has_int8", [False] if not int8.supported() else [True, False])
 def test_a_draft_equals_the_reference_of_its_weights(
@@ -171,9 +168,6 @@ def test_a_step_without_logits_and_one_of_many_parts(directory: Path, target: Pa
     cache.truncate(0)
     last = model.forward([Rows(cache, tokens, 600)])[0]
     assert torch.equal(last, whole(model, tokens)[100:])
-
-
-# --- what is refused
 
 
 SPOILT: dict[str, tuple[Callable[[Draft], object], str]] = {
@@ -283,9 +277,6 @@ def test_the_hash_is_of_float32_whatever_the_dtype() -> None:
     assert embeddings_sha256(numbers) == embeddings_sha256(numbers.float()) == expected
 
 
-# --- products of int8 weights
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_int8_product_is_that_of_its_parts_and_keeps_rows_apart(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -295,7 +286,7 @@ def test_an_int8_product_is_that_of_its_parts_and_keeps_rows_apart(dtype: torch.
     if product is None:
         return
     rows = torch.randn(70, 192, generator=generator).to(dtype)
-    rows[3] *= 1000  # an outlier is its own row's affair
+    rows[3] *= 1000
     rows[5] = 0
     together = product(rows)
     expected = torch.cat([rows.float() @ layer.weight.T for layer in layers], dim=1)

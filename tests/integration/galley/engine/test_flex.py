@@ -118,7 +118,7 @@ def test_blocks_and_mask_equal_plain_torch(case: dict[str, Any]) -> None:
 @given(CASES)
 def test_torchs_own_operator_takes_mask_and_views(case: dict[str, Any]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is not compiled
+        warnings.simplefilter("ignore")
         ours, theirs = _both(case, _spans(random.Random(case["seed"]), 1), partial(attend_by, flex_attention))
     _close(ours, theirs)
 
@@ -176,7 +176,7 @@ def test_a_bad_row_spoils_only_rows_that_attend_to_it() -> None:
     pool = _flat(_pool(case, generator))
     attention = FlexAttention(pool, 2, attend=KERNEL)
     query, key, value = _rows(case, 6, generator)
-    value[3] = torch.inf  # alone: the keys are good
+    value[3] = torch.inf
     pages = attention.lay_out([Span(0, 6, [4])])
     spoiled = attention.store_attend(pages, 0, query, key, value, Shape(0.3))
     assert spoiled[:3].isfinite().all()

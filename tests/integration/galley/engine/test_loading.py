@@ -51,9 +51,6 @@ def model_files(directory: Path, config: dict[str, Any], weights: str = "model.s
     return directory
 
 
-# --- where a model is found
-
-
 def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GALLEY_CACHE_DIR", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
@@ -111,9 +108,6 @@ def test_a_digest_follows_the_content(tmp_path: Path, own_cache: Path) -> None:
     path.write_bytes(b"other")
     assert file_digest(path) != first
     assert len(list((own_cache / "digests").iterdir())) == 2
-
-
-# --- what is refused
 
 
 @pytest.mark.parametrize(
@@ -287,9 +281,6 @@ def test_attention_that_is_not_ours_is_refused(make_model: Callable[[Any], Path]
         CausalModel.load(directory, dtype=torch.float32, device="cpu")
 
 
-# --- what is read
-
-
 def test_a_tokenizer_is_named_by_what_its_ids_stand_for(tmp_path: Path) -> None:
     def hash_of(content: dict[str, Any]) -> str:
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -335,9 +326,6 @@ def test_a_truncated_model_keeps_the_named_layers(make_model: Callable[[Any], Pa
     assert load_config(out).num_hidden_layers == 2
     with pytest.raises(UnsupportedModel, match="layers: must be"):
         truncate_model(directory, [4], out)
-
-
-# --- the default model
 
 
 def tiny_gguf(path: Path) -> Path:

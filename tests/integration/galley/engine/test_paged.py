@@ -37,9 +37,6 @@ MakeModel = Callable[[Any], Path]
 BLOCKS = 64
 
 
-# --- attention on its own
-
-
 def _filled(shape: KvShape, blocks: int, generator: torch.Generator) -> KvPool:
     pool = KvPool(shape, blocks, torch.device("cpu"))
     for part in (pool.keys, pool.values):
@@ -129,18 +126,12 @@ def test_later_rows_and_stale_blocks_do_not_reach_a_row() -> None:
     assert torch.equal(first_rows(), clean)
 
 
-# --- the pool
-
-
 def test_a_pool_is_as_large_as_its_blocks() -> None:
     config = CONFIGS["llama"]()
     pool = KvPool(kv_shape(config, torch.bfloat16), 7, torch.device("cpu"))
     assert pool.nbytes == 7 * pool.block_bytes
     # Head size 16: values take whole vectors of 32.
     assert pool.block_bytes == 3 * 2 * BLOCK_TOKENS * (16 + 32) * 2
-
-
-# --- a model by blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -211,9 +202,6 @@ def test_caches_share_the_blocks_and_give_them_back(make_model: MakeModel) -> No
     gc.collect()
     (logits,) = model.forward([Rows(first, tokens[len(first.tokens) :], 1)])
     assert torch.equal(logits, expected[-1:])
-
-
-# --- our own forward
 
 
 FAMILY: dict[str, Callable[[], Any]] = {
@@ -326,9 +314,6 @@ def test_torch_attention_equals_the_kernels(make_model: MakeModel, monkeypatch: 
     plain = load(directory, kv_blocks=BLOCKS)
     assert plain.attention_kind == "TorchAttention"
     torch.testing.assert_close(whole(plain, tokens), expected, atol=2e-4, rtol=2e-4)
-
-
-# --- the kernels' machine code
 
 
 def double(numbers: Any) -> None:

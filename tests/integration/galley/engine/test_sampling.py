@@ -46,9 +46,6 @@ def reachable(logits: Sequence[float], params: SamplingParams, draws: int = 400)
     return {one(logits, draw_of(replace(params, seed=seed))) for seed in range(draws)}
 
 
-# ------------------------------------------------------------------------------------- reference --
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[NDArray[np.float32], Draw]:
     vocab = draw(st.integers(1, 33))
@@ -115,8 +112,6 @@ def test_compiled_logarithms_are_numpys_but_for_the_last_bits() -> None:
     got = [compiled_gumbel(int(word)) for word in of_words]
     np.testing.assert_allclose(got, noise.gumbel(of_words.astype(np.uint32)), rtol=0, atol=1e-14)
 
-
-# ---------------------------------------------------------------------------------- a whole step --
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -270,9 +265,6 @@ def test_penalties_of_one_draw_do_not_reach_the_next() -> None:
     assert [tokens_of(own) for own in draw_all(rows, draws)] == [(2,), (0,)]
 
 
-# ------------------------------------------------------------------------------------------ ties --
-
-
 def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     assert one([1.0, 3.0, 3.0, 2.0], draw_of(GREEDY)) == 1
 
@@ -309,9 +301,6 @@ def test_top_p_is_taken_of_what_top_k_left() -> None:
     logits = [math.log(p) for p in (0.3, 0.3, 0.2, 0.2)]
     assert reachable(logits, SamplingParams(top_k=2, top_p=0.49)) == {0}
     assert reachable(logits, SamplingParams(top_p=0.49)) == {0, 1}
-
-
-# --------------------------------------------------------------------------------------- history --
 
 
 def test_repetition_penalty_counts_the_prompt_and_divides_or_multiplies_by_sign() -> None:
@@ -364,9 +353,6 @@ def test_ids_beyond_the_logits_are_ignored() -> None:
     assert sample(torch.tensor([[0.0, 1.0]] * 2), draw, [1234]) == [1]
 
 
-# ------------------------------------------------------------------------------ extremes, refusals --
-
-
 @pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-12])
 def test_the_coldest_temperatures_are_greedy(temperature: float) -> None:
     assert reachable([1.0, 2.0, 1.99], SamplingParams(temperature=temperature), draws=50) == {1}
@@ -409,9 +395,6 @@ def test_logits_are_left_as_they_were() -> None:
     params = SamplingParams(top_k=1, top_p=0.5, min_p=0.5, frequency_penalty=1.0, logit_bias={0: 1.0})
     sample(logits, draw_of(params, output=[0], stops=[1], min_tokens=4))
     assert logits.tolist() == [[3.0, 2.0, 1.0]]
-
-
-# -------------------------------------------------------------------------------------- logprobs --
 
 
 def listed(logits: torch.Tensor, draw: Draw, top: int) -> tuple[PositionLogprobs, ...]:

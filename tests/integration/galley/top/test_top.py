@@ -61,9 +61,6 @@ def galley(*args: str) -> Result:
     return CliRunner().invoke(app, ["top", *args], env={"TERM": "dumb", "COLUMNS": "80"})
 
 
-# ------------------------------------------------------------------------------------------- lines --
-
-
 def test_once_as_a_process_prints_one_frame_without_control_codes() -> None:
     with the_sample() as services:
         told = ["--metrics", addresses([*services, Service("x", nobody())])]
@@ -134,11 +131,7 @@ def test_a_wrong_flag_is_a_usage_error(wrong: tuple[str, ...]) -> None:
     assert galley("--once", *wrong).exit_code == 2
 
 
-# ---------------------------------------------------------------------------------------- registry --
-
-
 async def test_registered_replicas_are_shown_and_a_store_that_goes_away_is_told() -> None:
-    # With redis, which the command alone does without.
     from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry  # noqa: PLC0415
     from galley.top.registry import read_leases  # noqa: PLC0415
 
@@ -155,9 +148,6 @@ async def test_registered_replicas_are_shown_and_a_store_that_goes_away_is_told(
     await registry.close()
     assert away.problem
     assert not away.drafts
-
-
-# ---------------------------------------------------------------------------------------- terminal --
 
 
 class Terminal:
@@ -206,7 +196,6 @@ def test_on_a_terminal_it_is_live_until_q_and_leaves_it_as_it_was() -> None:
         terminal.until(OTHER_SCREEN)
         terminal.until(b"4 of 4 up")
         assert terminal.modes != terminal.before, "keys are heard at once, and not shown"
-        # Speeds come with the second look; a key that means nothing changes nothing.
         terminal.press(b"x")
         terminal.until(b"rewrite")
         terminal.press(b"q")

@@ -67,9 +67,6 @@ def test_a_long_answer_makes_no_endless_page() -> None:
     assert "… 3,501 rounds" in text
 
 
-# ------------------------------------------------------------------------------------ in a browser --
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     path = find_browser()

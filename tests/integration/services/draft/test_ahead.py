@@ -60,7 +60,6 @@ async def test_what_was_guessed_already_needs_no_step(
     serves, gated = draft
     whole = await proposals(serves, item(PROMPT, 12, "s", sampling=sampling))
     gated.steps.clear()
-    # The target verified four of them only; then fewer are wanted than are known, then more.
     assert await proposals(serves, item(PROMPT + whole[:4], 8, "s", sampling=sampling)) == whole[4:]
     assert await proposals(serves, item(PROMPT + whole[:5], 2, "s", sampling=sampling)) == whole[5:7]
     assert gated.steps == []

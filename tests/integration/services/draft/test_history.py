@@ -9,9 +9,7 @@ from galley.core.content import common_prefix_len
 from services.draft.strategies.base import DraftSession
 from services.draft.strategies.history import DraftHistory
 
-# What the target says, and what the draft proposals at each position after the truth; after anything else 9.
 TRUTH = st.lists(st.integers(0, 2), min_size=40, max_size=40)
-# Of each item: tokens confirmed since the last, how many proposals follow them, and how many are asked for.
 ITEMS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(0, 5)), max_size=12)
 
 

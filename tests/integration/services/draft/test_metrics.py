@@ -18,7 +18,6 @@ async def test_items_and_steps_are_counted_by_what_became_of_them(tiny: Path) ->
     registry = Registry(DRAFT)
     async with gating(tiny, metrics=registry) as (gated, _, draft):
         gated.open()
-        # The certificate's is told by the server, which is none of ours here.
         assert set(registry.metrics) == set(of_service(DRAFT)) - {SERVED_CERTIFICATE_EXPIRY}
         answers = await draft.stub.Propose(
             pb.ProposeRequest(

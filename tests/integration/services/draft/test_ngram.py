@@ -48,7 +48,6 @@ def test_it_guesses_what_followed_and_says_how_likely_that_is() -> None:
     proposal = Talk(NgramStrategy(Lookups()), [5, 6, 7, 8, 9, 5, 6]).proposal
     assert proposal.tokens == [7, 8, 9, 5]
     assert proposal.done
-    # A match of two: believed to go on with 2 / 4, then 3 / 5 of those, ...
     assert proposal.survival == pytest.approx([1 / 2, 3 / 10, 1 / 5, 1 / 7])
 
 
@@ -67,7 +66,6 @@ def test_what_is_ahead_is_followed_and_forgotten() -> None:
     talk = Talk(NgramStrategy(Lookups()), [5, 6, 7, 8, 9, 1, 5])
     assert talk.proposal.tokens == [6, 7, 8, 9]
     assert talk.ask(ahead=(6, 7), k=2).tokens == [8, 9]
-    # It went otherwise: nothing of (6, 7) is known of the second 5.
     assert talk.ask(1).tokens == [5, 1, 5, 1]
     assert talk.ask(6, ahead=(7, 8), k=2).tokens == [9, 1]
 
@@ -79,7 +77,6 @@ def test_being_right_raises_survival() -> None:
     before = talk.proposal.survival[0]
     for i in range(80):
         talk.ask(period[i % 8])
-    # In another session, because the match of this one has grown too.
     assert Talk(strategy, period * 3).proposal.survival[0] > before > 0.8
 
 
@@ -89,7 +86,7 @@ def test_being_wrong_lowers_survival() -> None:
     talk = Talk(strategy, [0])
     for i in range(20):
         talk.ask(7)
-        talk.ask(i + 10)  # never what followed a 7 before
+        talk.ask(i + 10)
     assert 0 < Talk(strategy, [5, 6, 8, 9, 5]).proposal.survival[0] < before / 2
 
 
@@ -147,7 +144,6 @@ def test_a_session_whose_tokens_changed_is_begun_anew(
     strategy, session, tokens = NgramStrategy(Lookups()), DraftSession(), [0]
     for i, (kept, more, ahead) in enumerate(changes):
         tokens = [*tokens[:kept], *more]
-        # A tenant of its own each time, so that the session's own tokens are all there is.
         ask = partial(job_of, tokens=[*tokens, *ahead], k=4, ahead=len(ahead), salt=bytes([i]))
         (here,) = strategy.begin([ask(session, prompt_len=len(tokens))])
         (there,) = NgramStrategy(Lookups()).begin([ask(DraftSession(), prompt_len=len(tokens))])
@@ -182,7 +178,6 @@ def test_a_long_prompt_is_followed_a_piece_a_step() -> None:
         strategy.advance([proposal])
         steps += 1
     assert (proposal.tokens, steps) == ([3, 4, 5], 2)
-    # One that is given up meanwhile is taken up where it was left.
     other = DraftSession()
     begun = [strategy.begin([job_of(other, tokens, 3)])[0] for _ in range(3)]
     assert [again.tokens for again in begun] == [[], [], [3, 4, 5]]

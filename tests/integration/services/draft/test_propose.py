@@ -70,7 +70,6 @@ async def test_the_cache_is_addressed_by_content() -> None:
         assert (other.cache_miss.have, other.cache_miss.prefix_hash) == (0, prefix_hash([]))
         (ahead,) = await propose(draft, item([1, 2, 3, 4, 1, 2, 5, 5], start=7))
         assert (ahead.cache_miss.have, ahead.cache_miss.prefix_hash) == (6, prefix_hash([1, 2, 3, 4, 1, 2]))
-        # Rolled back by content.
         (back,) = await propose(draft, item([1, 2, 1], start=2, strategy="none"))
         assert back.result.kv_len == 3
 
@@ -119,7 +118,6 @@ async def test_the_model_guesses_what_the_same_model_says(tiny: Path) -> None:
     answer = greedy(tiny, prompt, 12)
     async with drafting(model=str(tiny), dtype="float32", default_strategy="model") as draft:
         assert await proposals(draft, item(prompt, 6)) == [answer[:6]]
-        # Rollback: what came true stays, what did not goes.
         other = [*prompt, *answer[:2], (answer[2] + 1) % (VOCAB - 1)]
         assert await proposals(draft, item(other, 3, start=5)) == [greedy(tiny, other, 3)]
         whole = prompt + answer[:4]

@@ -57,7 +57,7 @@ async def frail_world(own_store: Server, tokenizer: Path, credit: int) -> AsyncI
 
 @asynccontextmanager
 async def _world(store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
-    # Not pytest's tmp_path: the path of a unix socket may have 107 bytes only.
+    # The path of a unix socket is limited to 107 bytes, which pytest's tmp_path can exceed.
     with tempfile.TemporaryDirectory(prefix="galley-") as directory:
         async with World(Path(directory), tokenizer, store.url, credit) as world:
             yield world

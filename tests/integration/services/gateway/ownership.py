@@ -95,7 +95,6 @@ class Arena:
         faults = []
         if len(log) != LENGTH or set(log) - set(LETTERS):
             faults.append("the log is not the answer")
-        # Each owner extends the log in one piece; a session has as many owners as it was claimed.
         if sum(a != b for a, b in pairwise(log)) > len(told) - 1:
             faults.append("the log is interleaved")
         if not any(one.outcome == "finished" for one in told):

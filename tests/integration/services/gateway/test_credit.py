@@ -56,13 +56,13 @@ async def test_hints_reach_a_target_that_is_under_way(world: World) -> None:
     world.target.gate.open()
     heard = await hear(stream)
     must_be_true(heard)
-    assert heard.end.speculation.accepted > 0  # how many pay is measured
+    assert heard.end.speculation.accepted > 0
     assert heard.end.speculation.accepted == sum(heard.from_draft)
 
 
 async def test_a_silent_draft_delays_no_token(world: World) -> None:
     world.draft.gate.close()
-    gateway = await gateway_with_credit(world)  # whose draft timeout is ten seconds
+    gateway = await gateway_with_credit(world)
     heard = await hear(gateway.ask())
     must_be_true(heard)
     assert heard.end.speculation.drafted == 0
@@ -90,7 +90,7 @@ async def test_a_target_silent_mid_request_times_out(world: World) -> None:
 async def test_the_timeout_is_per_response(world: World) -> None:
     world.target.pass_s = 0.06
     gateway = await gateway_with_credit(world, draft="none", verify_timeout_s=2)
-    must_be_true(await hear(gateway.ask()))  # forty passes
+    must_be_true(await hear(gateway.ask()))
     assert len(world.target.calls) == 1
 
 
@@ -98,7 +98,7 @@ async def test_a_stop_string_cancels_the_request(world: World) -> None:
     plain = await hear((await world.gateway()).ask())
     gateway = await gateway_with_credit(world, draft="none")
     stop = plain.text[10:14]
-    world.target.pass_s = 0.005  # so that the target is not through before the gateway reads
+    world.target.pass_s = 0.005
     heard = await hear(gateway.ask(stop=[stop]))
     assert heard.end.stop == stop
     assert heard.text == plain.text[: plain.text.index(stop)]

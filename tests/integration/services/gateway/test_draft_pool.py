@@ -63,7 +63,7 @@ async def test_a_resumed_session_goes_where_its_tokens_are(world: World, fleet: 
     home, other = fleet.holder()
     stream.cancel()
     await first.idle()
-    await home.publish(busy=9)  # where it would not go if nobody knew
+    await home.publish(busy=9)
     world.target.gate.open()
     second = await world.gateway(draft="")
     must_be_true(await heard.listen(second.client.resume_stream(stream)))
@@ -82,7 +82,7 @@ async def test_a_gateway_without_drafts_decodes_plainly(world: World) -> None:
 async def test_lookup_replaces_a_missing_draft(world: World) -> None:
     async with DraftFleet(world, "a") as fleet:
         gateway = await world.gateway(draft="", lookup_fallback=True)
-        world.target.pass_s = 0.002  # unasked, it would be through before anybody has guessed
+        world.target.pass_s = 0.002
         [draft] = fleet.members
         for there in (False, True, False, True):
             if there:

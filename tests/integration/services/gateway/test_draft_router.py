@@ -155,7 +155,7 @@ async def test_a_hanging_draft_fails_all_its_requests(here: Here) -> None:
     waiting = asyncio.ensure_future(sessions[1].propose(named("x"), patient, None))
     await home.fake.called(3)
     assert isinstance(await here.ask(sessions[0], named("w")), ev.Failed)
-    async with asyncio.timeout(PATIENCE_S / 4):  # the fake gives up by itself, but later
+    async with asyncio.timeout(PATIENCE_S / 4):
         must_be_right(await waiting)
 
 
@@ -250,7 +250,7 @@ async def test_a_draft_is_contacted_again_after_a_broken_stream(
     await other.leave()
     await here.proposed(session)
     monkeypatch.setattr("services.gateway.replicas.membership.POLL_S", 3600.0)
-    await asyncio.sleep(POLL_S)  # the last of the old looks
+    await asyncio.sleep(POLL_S)
     home.fake.fail(grpc.StatusCode.INTERNAL, times=1)
     assert isinstance(await here.ask(session), ev.Failed)
     async with asyncio.timeout(PATIENCE_S):

@@ -114,7 +114,7 @@ async def test_an_invalid_proposal_is_harmless(
     world: World, corrupt: Callable[[pb.ProposeItem, pb.ProposeAnswer], None]
 ) -> None:
     world.draft.corrupt = corrupt
-    gateway = await world.gateway(draft_timeout_s=0.1)  # for answers to what was not asked
+    gateway = await world.gateway(draft_timeout_s=0.1)
     must_be_true(await hear(gateway.ask()))
     assert world.draft.calls
 

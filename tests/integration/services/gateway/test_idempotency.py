@@ -38,7 +38,6 @@ async def test_a_newer_call_ends_the_older_at_once(world: World, gateway: Gatewa
     older, heard = await world.held(gateway, 1, idempotency_key=key)
     newer = gateway.ask(idempotency_key=key)
     await anext(newer)
-    # Though the target has not answered, so that there was nothing to commit.
     error = await refused(heard.listen(older))
     assert error.code is grpc.StatusCode.FAILED_PRECONDITION
     world.target.gate.open()

@@ -66,7 +66,6 @@ async def test_streams_cancelled_at_any_point_leave_nothing(world: World, gatewa
     await gateway.idle()
     stream = gateway.ask()
     must_be_true(await hear(stream))
-    # An item of the last one that was cancelled may have been on its way until now.
     asked = [call.slice for call in world.target.calls if call.slice.session_id == stream.session_id]
     assert asked[0].start == 0
 
@@ -80,7 +79,7 @@ async def test_an_aborted_session_ends_its_stream(world: World) -> None:
         world.target.gate.permit(1)
         heard = await hear(stream, until=1)
         await aborter.client.abort(stream.session_id)
-        if aborter is second:  # the stream's own gateway comes to know of it by its next commit
+        if aborter is second:
             world.target.gate.open()
         await heard.listen(stream)
         assert heard.end.reason == pb.Finished.REASON_ABORTED
@@ -94,7 +93,7 @@ async def test_an_aborted_session_ends_its_stream(world: World) -> None:
             assert again.tokens == heard.tokens
             assert again.end.reason == pb.Finished.REASON_ABORTED
         assert len(world.target.calls) == calls
-        await second.client.abort(stream.session_id)  # again is the same as once
+        await second.client.abort(stream.session_id)
 
 
 async def test_aborting_a_finished_session_changes_nothing(gateway: Gateway) -> None:

@@ -57,7 +57,7 @@ async def test_every_metric_of_the_catalogue_is_exported(world: World) -> None:
 @any_credit
 async def test_counted_tokens_are_those_of_the_stream(world: World) -> None:
     world.draft.spoil_rate = 0.3
-    world.target.pass_s = 0.02  # unasked, it would be through before the draft has spoken
+    world.target.pass_s = 0.02
     it = await counted(world)
     heard = await hear(it.gateway.ask(speculation=FIXED, workload="w"))
     must_be_true(heard)

@@ -182,7 +182,7 @@ async def test_a_caller_out_of_tokens_learns_when_to_retry(
     assert len(world.target.calls) == calls, "nothing was done"
     must_be_true(await hear(bob.ask()))
     assert error.retry_after_s is not None
-    await asyncio.sleep(error.retry_after_s)  # what the test is about
+    await asyncio.sleep(error.retry_after_s)
     must_be_true(await hear(alice.ask()))
 
 
@@ -190,7 +190,7 @@ async def test_a_caller_out_of_tokens_learns_when_to_retry(
 async def test_replaying_an_answer_costs_no_tokens(world: World, alice: Gateway) -> None:
     key = f"key-{id(world)}-told-again"
     stream = alice.ask(idempotency_key=key)
-    must_be_true(await hear(stream))  # its prompt and its answer: 53 of the 100
+    must_be_true(await hear(stream))
     for _ in range(3):
         must_be_true(await hear(alice.ask(idempotency_key=key)))
         must_be_true(await hear(alice.client.resume(stream.session_id, 0)))

@@ -107,7 +107,6 @@ async def test_the_full_batch(real: Callable[..., Real]) -> None:
         target.engine.pass_s, target.engine.company_s = 0.001, 0.03
         stream = it.ask(PROMPT, max_tokens=LONG, speculation=PLAIN)
         heard = await hear(stream, until=20)
-        # Of one token each, so that no prompts of others are in its way.
         others = [it.ask([token], max_tokens=5, speculation=PLAIN) for token in range(2, 9)]
         await asyncio.gather(heard.listen(stream), *map(hear, others))
     story = it.story(stream)
@@ -232,7 +231,7 @@ async def test_the_stalled_client(real: Callable[..., Real]) -> None:
     async with real(buffer=4) as it, narrow(it.gateway.address, 1024) as stub:
         stream = TokenStream(stub.Generate(asked))
         heard = await hear(stream, until=4)
-        await asyncio.sleep(1 + HELD_S)  # below a second nobody is called stalled
+        await asyncio.sleep(1 + HELD_S)
         await heard.listen(stream)
         assert len(heard.tokens) == LONG
         stalls = it.total(catalogue.CLIENT_STALLS)

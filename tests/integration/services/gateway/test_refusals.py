@@ -67,7 +67,6 @@ class Bystander:
 
     async def __aenter__(self) -> None:
         self._world.target.gate.close_after(2)
-        # Without drafts: they are made ahead for a while.
         self._stream = self._gateway.ask(speculation=Speculation(off=True))
         await self.heard.listen(self._stream, until=1)
         await self._world.target.called(3)
@@ -83,7 +82,7 @@ async def generate(gateway: Gateway, request: pb.GenerateRequest | bytes) -> lis
     async with grpc.aio.insecure_channel(gateway.address) as channel:
         call: Any
         if isinstance(request, bytes):
-            send: Any = channel.unary_stream("/galley.v1.Generation/Generate")  # sends bytes as they are
+            send: Any = channel.unary_stream("/galley.v1.Generation/Generate")
             call = send(request)
         else:
             call = rpc.GenerationStub(channel).Generate(request)

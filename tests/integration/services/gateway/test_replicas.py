@@ -79,7 +79,7 @@ async def test_a_drain_moves_only_new_sessions(world: World, fleet: Fleet) -> No
     heard = await hear(live, until=1)
     draining, other = fleet.holder()
     await draining.drain()
-    second = await gateway_of(world, fleet)  # has read the leases as they are now
+    second = await gateway_of(world, fleet)
     other.fake.gate.open()
     must_be_true(await hear(second.ask()))
     draining.fake.gate.open()
@@ -96,7 +96,7 @@ async def test_a_resumed_session_goes_where_its_kv_is(world: World, fleet: Fleet
     home, other = fleet.holder()
     stream.cancel()
     await first.idle()
-    await other.publish(free=99)  # where it would go if nobody knew
+    await other.publish(free=99)
     home.fake.gate.open()
     second = await gateway_of(world, fleet)
     must_be_true(await heard.listen(second.client.resume_stream(stream)))

@@ -47,7 +47,7 @@ async def test_an_unauthenticated_caller_cannot_force_a_trace(
 
 async def test_a_refused_call_is_traced_with_its_reason(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts(), api_keys_file=KeyFile().write(world), max_sessions=1)
-    await refused(hear(gateway.ask()))  # nobody's key
+    await refused(hear(gateway.ask()))
     async with calling(gateway, ALICE) as alice:
         await refused(hear(alice.ask(max_tokens=0)))
         await refused(hear(alice.ask(model="x" * 1000)))
@@ -133,7 +133,7 @@ async def test_a_fenced_owner_and_its_successor_are_both_traced(
     first, second = await world.gateway_of(kept.parts()), await world.gateway_of(kept.parts())
     stream, heard = await world.held(first, 3, force_trace=True)
     resumed_stream = second.client.resume_stream(stream)
-    heard.hear(await anext(resumed_stream))  # the claim is made
+    heard.hear(await anext(resumed_stream))
     world.target.gate.open()
     must_be_true(await heard.listen(resumed_stream))
     assert (
@@ -220,7 +220,7 @@ async def test_a_change_of_drafting_is_traced(world: World, kept: KeptSpans) -> 
     await world.draft.start()
     async with asyncio.timeout(PATIENCE_S):
         while not (await gateway.client.model_info()).strategies:
-            pass  # until it has met the draft
+            pass
     world.target.gate.open()
     must_be_true(await hear(stream))
     [request] = await kept.requests()
@@ -288,6 +288,6 @@ async def test_a_failing_exporter_harms_no_stream(
         must_be_true(heard)
     assert await asyncio.to_thread(exporter.asked.wait, 10)
     monkeypatch.setattr(telemetry, "FLUSH_S", 0.05)
-    await asyncio.to_thread(traces.shutdown)  # for so long, and no longer
+    await asyncio.to_thread(traces.shutdown)
     exporter.may_answer.set()
     await asyncio.to_thread(processor.shutdown)

@@ -51,7 +51,7 @@ class Pool(rpc.TargetServicer):
                         for item in message.items
                     ]
                 )
-        self.ended.set()  # in good order: its caller has closed it
+        self.ended.set()
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ async def test_the_text_does_not_depend_on_the_chunks(world: World) -> None:
 
 async def test_a_session_resumes_where_its_log_ends(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
-    stream, heard = await world.held(first, 3)  # a token a pass at least
+    stream, heard = await world.held(first, 3)
     stream.cancel()
     await first.idle()
     resumed = second.client.resume(stream.session_id, 2, prefix_hash(heard.tokens[:2]))

@@ -149,7 +149,7 @@ async def test_a_dead_replica_gets_no_new_sessions(here: Here, told: bool) -> No
     await home.stop()
     if told:
         here.leases.leases = dict.fromkeys(here.leases.leases)
-    else:  # it has come back, says the lease, but it cannot be met
+    else:
         home.incarnations += 1
         await here.publish(home)
     await here.targets.refresh()
@@ -163,7 +163,7 @@ async def test_a_session_returns_to_its_build(here: Here) -> None:
     home, other = here.home()
     other.fingerprint = "build-2"
     await here.publish(other)
-    other.incarnations += 1  # so that it is met again
+    other.incarnations += 1
     await here.publish(other)
     await here.targets.refresh()
     home.fail(grpc.StatusCode.INVALID_ARGUMENT, times=1)
@@ -238,7 +238,7 @@ async def test_the_only_replica_of_a_build_is_awaited(here: Here) -> None:
     await here.targets.refresh()
     home.gate.close()
     asking = asyncio.ensure_future(here.ask(target, confirmed(1)))
-    await asyncio.sleep(0.5)  # five times as long as it may take
+    await asyncio.sleep(0.5)
     home.gate.open()
     [answer] = await asking
     assert isinstance(answer, ev.Verified)
@@ -292,7 +292,7 @@ async def test_all_sessions_leave_a_silent_replica(here: Here, monkeypatch: pyte
     assert len(patient) == 4
     for session in patient[1:]:
         for _ in range(6):
-            session.timeout.record_late()  # those would wait for long
+            session.timeout.record_late()
     async with asyncio.timeout(PATIENCE_S):
         for answers in await asyncio.gather(*(here.ask(session, confirmed(1)) for session in sessions)):
             assert isinstance(answers[-1], ev.Verified | ev.Failed)
@@ -352,7 +352,7 @@ async def test_a_replica_without_info_is_left_before_the_deadline(here: Here) ->
     at = target.place(SPEC, here.request(confirmed(1)))
     assert at is not None
     await home.stop()
-    await asyncio.wait(cast("Any", at.client)._current._tasks)  # the gateway has noticed
+    await asyncio.wait(cast("Any", at.client)._current._tasks)
     home.info_gate.close()
     await home.start()
     item = target.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)

@@ -127,7 +127,7 @@ async def test_no_service_shows_a_secret(own_store: Server, tmp_path: Path) -> N
     good, bad = EC.token(sub="carol"), OTHER.token(sub="canary-mallory-3a")
     shown = Shown()
     await allow(own_store)
-    with tempfile.TemporaryDirectory(prefix="galley-") as folder:  # of a socket, whose path must be short
+    with tempfile.TemporaryDirectory(prefix="galley-") as folder:
         async with Collector(Path(folder)) as collector, AsyncExitStack() as opened:
             mesh = Mesh(tmp_path, own_store, save_tiny_model(tmp_path / "tiny"), opened)
             target = await mesh.start("target", collector, {"model": mesh.model, "dtype": "float32"})
@@ -157,7 +157,7 @@ async def test_no_service_shows_a_secret(own_store: Server, tmp_path: Path) -> N
                 shown.texts.append(error.encode())
             shown.texts += await mesh.scraped()
             own_store.kill()
-            own_store.start()  # and knows its users no more
+            own_store.start()
             for key in (ALICE, good):
                 error = await mesh.generate(gateway, key)
                 assert error.startswith("UNAVAILABLE")

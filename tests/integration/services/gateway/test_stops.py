@@ -33,7 +33,7 @@ async def test_an_answer_is_the_same_with_every_speculation(world: World, specul
     must_be_true(heard)
     assert any(heard.from_draft) != speculation.off
     assert {call.strategy for call in world.draft.calls} <= {speculation.strategy}
-    k = 0 if speculation.off else speculation.k or 16  # AUTO's most
+    k = 0 if speculation.off else speculation.k or 16
     assert {call.max_verified for call in world.target.calls} == {k}
     assert len(heard.end.speculation.verified_at) <= k
 
@@ -183,5 +183,4 @@ async def test_without_a_deadline_requests_have_default_bounds(world: World, cre
     gateway = await world.gateway(draft_timeout_s=10, verify_timeout_s=30)
     must_be_true(await hear(gateway.ask()))
     assert {call.slice.remaining_ns for call in world.target.calls} == {30 * SECOND}
-    # Less, so that what is ready then comes in time.
     assert {call.slice.remaining_ns for call in world.draft.calls} == {8 * SECOND}

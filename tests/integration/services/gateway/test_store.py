@@ -148,7 +148,6 @@ async def test_lost_tokens_are_computed_again_on_resume(world: World, own_store:
     resumed = second.client.resume_stream(stream)
     world.target.gate.open()
     must_be_true(await heard.listen(resumed))
-    # An item that was given up may still have passed the gate.
     assert world.target.answered - answered >= MAX_TOKENS - KEPT
     await log_must_be_true(first, resumed)
 
@@ -192,7 +191,7 @@ async def test_an_owner_whose_claim_was_lost_is_unavailable(world: World, own_st
     world.target.gate.permit(1)
     resumed = second.client.resume_stream(stream)
     await heard.listen(resumed, HEARD + 1)
-    own_store.roll_back()  # to the first gateway's time
+    own_store.roll_back()
     world.target.gate.open()
     error = await refused(heard.listen(resumed))
     assert error.code is grpc.StatusCode.UNAVAILABLE

@@ -88,7 +88,7 @@ async def test_an_answer_comes_over_tls_on_every_hop(mesh: Mesh) -> None:
     async with mesh.calling(gateway) as seen:
         heard = await hear(seen.ask())
     must_be_true(heard)
-    assert mesh.world.draft.answered  # whether in time is another question
+    assert mesh.world.draft.answered
     assert (mesh.world.target.streams, mesh.world.draft.streams) == (["peer"], ["peer"])
 
 

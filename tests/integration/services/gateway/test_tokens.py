@@ -81,7 +81,7 @@ async def test_a_stream_outlives_its_token(world: World) -> None:
     async with calling(gateway, EC.token(exp=expires)) as caller:
         stream = caller.ask()
         heard = await hear(stream, until=1)
-        await asyncio.sleep(expires + 0.1 - time.time())  # what the test is about
+        await asyncio.sleep(expires + 0.1 - time.time())
         assert JWT_EXPIRED in (await refused(caller.client.model_info())).message
         world.target.gate.open()
         must_be_true(await heard.listen(stream))

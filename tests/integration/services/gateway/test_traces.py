@@ -32,7 +32,6 @@ async def test_one_trace_holds_a_request_without_content(world: World, tmp_path:
         async with gateway_process(world, log, environment) as address:
             await ask_within_a_trace(address)
             await collector.has("text_completion tiny", "round")
-        # The process has ended, and has sent what was left.
         spans = collector.in_trace(TRACE)
         exported = collector.exported
 

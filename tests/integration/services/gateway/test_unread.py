@@ -27,7 +27,7 @@ from tests.fakes.world import (
 STREAMS = 4
 BUFFER = 32
 LONG = 50_000
-# More than a client's transport takes, and less than a session may be ahead of its client.
+# More than a client's transport buffers, and less than a session may be ahead of its client.
 SHORT = 900
 
 
@@ -57,7 +57,6 @@ async def test_unread_streams_end_and_stay_resumable(world: World) -> None:
     other = await world.gateway()
     async with left_unread(gateway, LONG, STREAMS) as streams:
         await gateway.has_places()
-        # Nothing goes on behind their backs, and their places are others'.
         confirmed = dict(world.target.confirmed)
         for _ in range(STREAMS):
             must_be_true(await hear(gateway.ask()))

@@ -19,7 +19,7 @@ from tests.fakes.model_configs import CONFIGS, save_random
 from tests.integration.services.ray.program import Work, run
 from tests.integration.services.ray.ranks import run_ranks
 
-# Of float32 logits, whose size is about 20: sums are cut elsewhere.
+# Logits are about 20 in size; ranks sum in another order.
 TOLERANCE = 1e-3
 
 OTHERS = ("mistral", "qwen3", "gemma2", "gpt_neox")

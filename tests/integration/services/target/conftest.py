@@ -22,7 +22,7 @@ from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
 from tests.fakes.tiny_model import load_tiny_model, save_tiny_model
 
-# A pass takes what it takes however many rows it has, so that drafts always pay.
+# A step costs the same however many rows it has, so that drafts always pay.
 FLAT = StepTimes.measured([(1, 1_000_000), (1024, 1_000_001)])
 KV_BLOCKS = 32
 

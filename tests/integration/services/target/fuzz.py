@@ -30,7 +30,6 @@ from services.target.engine.paged import PagedEngine
 from tests.fakes.kv_check import check_table, drop
 from tests.fakes.tiny_model import CONTEXT, POISON, STOP, VOCAB, random_llama, save
 
-# A step of the clock, in nanoseconds.
 TICK_NS = 1_000_000
 
 
@@ -38,7 +37,6 @@ TICK_NS = 1_000_000
 class FuzzSize:
     vocab: int
     context: int
-    # Few enough that sessions lose theirs.
     blocks: int
     sessions: int
     prompt_tokens: int
@@ -101,8 +99,6 @@ class FuzzWorld:
         self._now = 0
         self.counts = FuzzCounts()
 
-    # ------------------------------------------------------------------------------- what is done --
-
     def step(self) -> None:
         self._now += TICK_NS
         ways = [
@@ -148,8 +144,6 @@ class FuzzWorld:
 
     def check(self) -> None:
         check_table(self._table)
-
-    # --------------------------------------------------------------------------------- what comes --
 
     def _begin(self) -> None:
         if len(self._sessions) >= self._size.sessions:
@@ -259,7 +253,6 @@ class FuzzWorld:
         except (Overloaded, InvalidField) as error:
             self.counts.happened[f"refused: {type(error).__name__}"] += 1
             return
-        # The one before goes on standing until the new one is looked at; its answer is still listened to.
         session.item, session.request = item, request
         self._by_item[item] = session
 
@@ -269,8 +262,6 @@ class FuzzWorld:
         self.counts.happened["cancelled"] += 1
         if session.item == item:
             session.item, session.request = None, None
-
-    # ------------------------------------------------------------------------------------ passes --
 
     def _plan(self) -> None:
         planned = self._scheduler.plan(self._now)
@@ -298,8 +289,6 @@ class FuzzWorld:
         self.counts.happened["copied blocks"] += len(plan.copies)
         return run_plan(self._model, plan)
 
-    # ----------------------------------------------------------------------------------- answers --
-
     def _take_answers(self) -> None:
         for answer in self._scheduler.take_responses():
             session = self._by_item.get(answer.request_id)
@@ -324,7 +313,6 @@ class FuzzWorld:
 
     def _hear_confirmed(self, session: _Session, confirmed: Confirmed, *, current: bool) -> None:
         if not current:
-            # Of an item that was repeated or rewritten meanwhile: its owner no longer listens.
             return
         if confirmed.position != len(session.tokens):
             raise AssertionError(f"told of position {confirmed.position} at {len(session.tokens)}")
@@ -346,7 +334,6 @@ class FuzzWorld:
         if isinstance(error, Broken):
             if not self._comes_to_nothing(session):
                 raise AssertionError(f"a session that could go on is broken: {error}") from error
-            # It can never go on.
             self._sessions.pop(session.key, None)
             session.item, session.request = None, None
 
@@ -369,8 +356,6 @@ class FuzzWorld:
             problem = f"confirmed {tokens}, a fresh run says {expected}"
             raise AssertionError(f"after {session.tokens}: {problem}")
         self.counts.tokens_checked += len(tokens)
-
-    # -------------------------------------------------------------------------------- randomness --
 
     def _pick(self, fits: Callable[[_Session], bool]) -> _Session | None:
         sessions = [session for session in self._sessions.values() if fits(session)]

@@ -73,14 +73,14 @@ class InvarianceTrial:
             self._give_back(sequence, self._random.randint(0, sequence.done))
         elif kind < 0.13 and sequence.blocks:
             at = self._random.randrange(len(sequence.blocks))
-            # Not given back before the pass: the copy reads it.
+            # Freed after the step, which copies it.
             old, sequence.blocks[at] = sequence.blocks[at], self._free.pop()
             self._copies.append((old, sequence.blocks[at]))
             self.counts.copied_blocks += 1
 
     def _give_back(self, sequence: _Sequence, length: int) -> None:
         kept = self._needed(length)
-        # A block that a copy of this pass is made into may not be another's meanwhile.
+        # The target block of a copy in this step must not go to another sequence.
         held_back = {into for _, into in self._copies}
         for block in sequence.blocks[kept:]:
             if block not in held_back:

@@ -84,7 +84,6 @@ async def test_an_extension_raises_the_limit(
         await stream.heard()
         engine.gate.set()
         answers = await stream.until_last()
-        # It has ended: more is said to nobody.
         await stream.send(extensions=[extension(PROMPT, limit=len(PROMPT) + 9)])
         await stream.send(item(credit=0, request_id=8))
         assert (await stream.next()).request_id == 8

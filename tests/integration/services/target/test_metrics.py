@@ -39,7 +39,6 @@ async def test_passes_and_the_kv_pool_are_what_the_engine_saw(
     assert count(registry, catalogue.QUEUE_AGE) == 1, "of an item, once"
     verified = sum(answer.result.verified for answer in answers)
     assert number(registry, catalogue.BATCH_DRAFT_ROWS) == verified > 0
-    # All rows but the drafts, and but the last confirmed token that each result takes.
     assert number(registry, catalogue.BATCH_PREFILL_ROWS) == sum(rows) - verified - len(answers)
     assert number(registry, catalogue.QUEUE_DEPTH) == 0
     assert number(registry, catalogue.KV_PROMPT_TOKENS) == len(PROMPT)

@@ -128,7 +128,6 @@ async def test_a_cache_of_other_tokens_is_a_miss_never_a_wrong_token(
     (short,) = await verify(target, pb.VerifyItem(slice=slice_of([*PROMPT, 1, 2, 3], start=7)))
     assert short.cache_miss.have == len(PROMPT)
     assert short.cache_miss.prefix_hash == prefix_hash(PROMPT)
-    # The same session id with other tokens, sent whole: what agrees stays, the rest is computed anew.
     (full,) = await verify(target, pb.VerifyItem(slice=slice_of(other)))
     assert list(full.result.tokens) == greedy(tiny, other, 1)
 
@@ -202,7 +201,6 @@ async def test_nan_costs_its_own_session_alone(target: rpc.TargetAsyncStub, answ
     first, second = await verify(target, sick, well)
     assert first.status.code == grpc.StatusCode.INTERNAL.value[0]
     assert list(second.result.tokens) == answer[:1]
-    # What the sick session computed is not kept.
     (after,) = await verify(target, pb.VerifyItem(slice=slice_of(PROMPT, start=1, session_id="sick")))
     assert after.cache_miss.have == 0
 
@@ -325,4 +323,3 @@ async def test_a_cancelled_call_is_dropped_before_the_next_step(
     assert list(served.result.tokens) == answer[:1]
     await verify(target, pb.VerifyItem(slice=slice_of(PROMPT, session_id="d")))
     assert engine.sessions == [1, 1]
-    # The second is of d; b and c were never computed.

@@ -96,9 +96,6 @@ def test_more_streams_than_prompts_ask_some_again_under_another_label() -> None:
     assert len({(prompt.id, prompt.label) for prompt in load.prompts}) == len(load.prompts)
 
 
-# ---------------------------------------------------------------------------------------- workloads --
-
-
 @pytest.mark.parametrize("name", PROMPT_SETS)
 def test_the_fixed_workloads_come_with_the_package(name: str) -> None:
     assert len(fixed_workload(name).prompts) >= 24

@@ -75,7 +75,6 @@ def test_who_is_faster_through_a_loop_gains_nothing_by_it_at_one_stream() -> Non
     slow, fast = looping("off", 0.1), looping("auto", 0.02)
     counted = slow.answers[0].counted
     assert 40 < counted < 80
-    # What comes before the loop's second time is in both; 40 tokens of it took as long.
     ratio = speed_ratio([fast], [slow])
     assert ratio is not None
     assert ratio.median == pytest.approx((4 + 0.1 * (counted - 40)) / (4 + 0.02 * (counted - 40)))
@@ -95,9 +94,6 @@ def test_rounds_are_summed_over_all_answers() -> None:
     assert of.by_position == (0.75,)
     assert of.exposed_share == pytest.approx(0.1)
     assert (of.wasted_draft, of.wasted_verify) == (480 - 180, 60)
-
-
-# --------------------------------------------------------------------------------------- cost model --
 
 
 def test_the_model_foretells_tokens_a_round_over_what_the_round_takes() -> None:
@@ -121,9 +117,6 @@ def test_the_model_foretells_tokens_a_round_over_what_the_round_takes() -> None:
 def test_nothing_is_foretold_where_no_round_was_counted() -> None:
     assert pass_times([block("off", 0.03)]) is None
     assert report_of([block("off", 0.03), block("auto", 0.03)], "off", "m").predicted == {}
-
-
-# ---------------------------------------------------------------------------------------- sentence --
 
 
 def at(streams: int, ratio: float, arm: str = "auto") -> AtLoad:

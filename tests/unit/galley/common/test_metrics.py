@@ -32,9 +32,6 @@ def span(*, sampled: bool = True) -> SpanContext:
     return NonRecordingSpan(SpanContext(TRACE, SPAN, is_remote=False, trace_flags=flags)).get_span_context()
 
 
-# ---------------------------------------------------------------------------------------- the table --
-
-
 @pytest.mark.parametrize("metric", catalogue.METRICS, ids=lambda metric: metric.name)
 def test_each_metric_is_fit_for_both_worlds(metric: Metric) -> None:
     assert re.fullmatch(r"(galley|gen_ai)(\.[a-z][a-z_]*)+", metric.name)
@@ -68,9 +65,6 @@ def test_the_semantic_conventions_own_buckets_and_names() -> None:
     assert whole.buckets == tuple(round(0.01 * 2**i, 2) for i in range(14))
     assert (len(first.buckets), first.buckets[0], first.buckets[-1]) == (16, 0.001, 10.0)
     assert (len(later.buckets), later.buckets[0], later.buckets[-1]) == (13, 0.01, 2.5)
-
-
-# ------------------------------------------------------------------------------------------- cells --
 
 
 def test_a_histograms_bounds_belong_to_the_buckets_below_them() -> None:
@@ -114,9 +108,6 @@ def test_series_of_known_labels_are_there_from_the_start() -> None:
     assert series.at("hit") is series.at("hit")
 
 
-# ---------------------------------------------------------------------------------------- registry --
-
-
 def test_what_others_count_is_asked_for_at_each_reading_and_bounded_too() -> None:
     registry, there = Registry("gateway"), ["a:1"]
     registry.observe(
@@ -135,9 +126,6 @@ def test_a_metric_is_added_once_and_by_its_own_service() -> None:
     for metric in (catalogue.OVERLAPS, catalogue.PREEMPTIONS):
         with pytest.raises(ValueError, match=metric.name):
             registry.count(metric)
-
-
-# -------------------------------------------------------------------------------------- exposition --
 
 
 def a_registry() -> Registry:

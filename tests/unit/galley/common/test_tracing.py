@@ -128,8 +128,6 @@ def test_the_outcome_of_a_request_is_recorded(
     }
 
 
-# ---------------------------------------------------------------------------------------- packed ids --
-
 PACKED = packed(int(TRACE_ID, 16), int(SPAN_ID, 16))
 
 
@@ -147,8 +145,6 @@ def test_other_bytes_are_no_ids(wrong: bytes) -> None:
     assert not names_a_span(wrong)
     assert not unpacked(wrong).is_valid
 
-
-# ------------------------------------------------------------------------------------------ sampling --
 
 NEVER, ALWAYS = ParentBased(ALWAYS_OFF), ParentBased(ALWAYS_ON)
 ROOT, CHILD, UNSAMPLED_CHILD = Context(), context_from(SAMPLED), context_from(UNSAMPLED)

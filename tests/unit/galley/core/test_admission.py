@@ -65,7 +65,7 @@ def test_slots_pass_to_waiting_principals_up_to_their_share() -> None:
         admission.leave(places.pop(), SECOND)
         assert "share of 2" in str(refused(admission, greedy, now=SECOND))
         entered(admission, late, 1, now=SECOND)
-        refused(admission, late, now=SECOND)  # it waits for more
+        refused(admission, late, now=SECOND)
     admission.leave(places.pop(), SECOND)
     assert "share of 2" in str(refused(admission, late, now=SECOND))
     entered(admission, greedy, 1, now=SECOND)
@@ -120,7 +120,6 @@ def test_more_than_the_burst_is_taken_from_a_full_bucket() -> None:
     place = admission.enter(mine, 1000, 0)
     place.used = 1000
     admission.leave(place, 0)
-    # Later calls pay: 900 tokens of debt, and a full bucket.
     assert TokenBucket(10, 100, 0).try_take(1000, 0) == 0
     assert refused(admission, mine, 1, now=31 * SECOND).retry_after_s == pytest.approx(59.1)
 

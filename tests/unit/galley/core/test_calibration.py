@@ -21,7 +21,6 @@ def test_a_chance_is_between_its_prior_and_the_verdicts(
     for verdict in verdicts:
         before = calibration.chance(0)
         calibration.record(0, verdict)
-        # Each verdict moves it towards itself, but for the fading of the older ones towards the prior.
         if prior == verdict:
             assert (
                 (calibration.chance(0) >= before - 1e-9)

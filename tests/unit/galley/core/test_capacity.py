@@ -23,7 +23,6 @@ from galley.plan.capacity import (
     point,
 )
 
-# Ten tokens an answer, prompts wholly cached, a pass of 10 ms whatever its rows; 16 blocks.
 LOAD = Load(answers_per_s=50, prompt_tokens=90, output_tokens=10, cached_share=1)
 TARGET = TargetSize(step_ms=10, kv_tokens=512)
 EXACT = Spares(busy=1, replicas=0)
@@ -37,7 +36,6 @@ def test_plain_decoding_by_hand() -> None:
     assert result.at.tokens_per_s == pytest.approx(400)
     assert result.answers_per_s_a_target == pytest.approx(40)
     assert (result.targets, result.drafts, result.gateways) == (2, 0, 1)
-    # Little: 50 answers/s of 100 ms.
     assert result.sessions == pytest.approx(5)
 
 

@@ -304,7 +304,7 @@ def test_a_failed_step_is_rolled_back() -> None:
     filled(table, A, tokens(9))
     table.open(B, 1, tokens(8))
     assert table.reserve(B, 16).copies
-    table.roll_back(B)  # the copy may never have been made
+    table.roll_back(B)
     assert table.tokens_of(B) == tokens(4)
     assert len(table.blocks_of(B)) == 1
     assert table.open(B, 1, tokens(8)) == 7
@@ -388,7 +388,7 @@ def test_computing_without_a_reservation_raises() -> None:
         table.reserve(B, 6)
     filled(table, A, tokens(9))
     table.open(B, 1, tokens(8))
-    with pytest.raises(Broken):  # its last block is another's too
+    with pytest.raises(Broken):
         table.append_computed(B, [8])
 
 

@@ -74,7 +74,7 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.table = KvTable(self.BLOCKS, BLOCK_TOKENS, self.MAX_SESSIONS)
         self.memory = Memory([[None] * BLOCK_TOKENS for _ in range(self.BLOCKS)])
-        self.live: dict[SessionKey, list[int]] = {}  # of live sessions: confirmed tokens
+        self.live: dict[SessionKey, list[int]] = {}  # Confirmed tokens of live sessions
         self.arrivals: dict[SessionKey, int] = {}
 
     @rule(key=keys, arrival=st.integers(0, 3), tokens=confirmed)
@@ -89,7 +89,6 @@ class Lives(RuleBasedStateMachine):
         except Overloaded:
             assert len(live - {key}) >= self.MAX_SESSIONS
             return
-        # Of what is only cached, whole blocks are had back.
         sure = before.agree if had_blocks else before.agree - before.agree % BLOCK_TOKENS
         assert min(sure, len(tokens) - 1) <= stands < len(tokens)
         assert list(self.table.tokens_of(key)) == tokens[:stands]
@@ -110,7 +109,7 @@ class Lives(RuleBasedStateMachine):
                 self.table.roll_back(key)
             else:
                 self.table.append_computed(key, fed[:good])
-                if len(self.tokens(key)) >= len(self.live[key]):  # sampled one of its own
+                if len(self.tokens(key)) >= len(self.live[key]):
                     self.live[key] = [*self.tokens(key), 1]
 
     def plan(self, plan: Plan, key: SessionKey, rows: int, guesses: int) -> None:

@@ -30,7 +30,6 @@ def test_the_longest_match_is_followed(confirmed: list[int], ahead: list[int], c
     whole = [*confirmed, *ahead]
     result = session(confirmed).find(ahead, count)
     if not result.matched:
-        # As far as the confirmed tokens know: the last token is not among those with one after them.
         assert not whole or whole[-1] not in (confirmed if ahead else confirmed[:-1])
         return
     assert len(result.tokens) == count
@@ -38,7 +37,6 @@ def test_the_longest_match_is_followed(confirmed: list[int], ahead: list[int], c
     n = result.matched
     suffix = whole[len(whole) - n :]
     ends = [end for end in range(n, len(whole)) if whole[end - n : end] == suffix]
-    # Where it ends, so many tokens of what is there, and of what is found, are what is result.
     assert any(tuple(going_on[end : end + count]) == result.tokens for end in ends)
     longer = whole[len(whole) - n - 1 :]
     within = confirmed if ahead else confirmed[:-1]
@@ -49,7 +47,7 @@ def test_the_longest_match_is_followed(confirmed: list[int], ahead: list[int], c
 @given(TOKENS, st.integers(0, 24))
 def test_the_pieces_of_a_session_do_not_matter(tokens: list[int], cut: int) -> None:
     pieces = session(tokens[:cut])
-    pieces.find(tokens[cut:], 4)  # to look changes nothing
+    pieces.find(tokens[cut:], 4)
     pieces.follow(tokens[cut:])
     assert pieces.find((), 5) == session(tokens).find((), 5)
 
@@ -73,7 +71,7 @@ def test_is_prefix_of() -> None:
     assert lookup.is_prefix_of([1, 2, 3, 4, 5], 2)
     assert not lookup.is_prefix_of([1, 2, 9, 4, 5], 2)
     assert not lookup.is_prefix_of([1, 2, 3], 0)
-    assert lookup.is_prefix_of([1, 9, 3, 4, 5], 2)  # what stands before is not compared
+    assert lookup.is_prefix_of([1, 9, 3, 4, 5], 2)
 
 
 class TestRecentAnswers:

@@ -171,7 +171,6 @@ def test_any_candidates(candidates: list[TargetCandidate], avoid: set[str], fing
     assert picked.is_healthy or not any(c.is_healthy for c in able)
     own = [c for c in able if c.is_healthy == picked.is_healthy and c.lease.fingerprint == fingerprint]
     assert not own or picked in own
-    # Nothing beats it in everything.
     rivals = [c for c in own or able if c.is_healthy == picked.is_healthy and c.lease.address not in avoid]
     assert not any(
         cached_tokens(request, c.lease) > cached_tokens(request, picked.lease)

@@ -43,9 +43,6 @@ def only(answers: list[Response]) -> Confirmed:
     return result_of(answer)
 
 
-# ------------------------------------------------------------------------------- credit and hints --
-
-
 def test_a_request_without_credit_has_one_result() -> None:
     bench = Bench()
     bench.submit(request(PROMPT, draft_tokens=tuple(ANSWER[:3])))
@@ -101,7 +98,7 @@ def test_where_hints_recover_from_refused_tokens_more_of_the_rest_is_verified() 
     times = StepTimes.measured([(rows, (10 + 2 * rows) * MS) for rows in range(1, 64)])
     bench = Bench(times=times)
     item = bench.submit(request(PROMPT, credit=30))
-    first = only(bench.step())  # beside a prompt other rows pay
+    first = only(bench.step())
     every_fourth = [
         wrong(ANSWER[i : i + 1])[0] if i % 4 == 3 else token for i, token in enumerate(ANSWER[:30])
     ]
@@ -159,9 +156,6 @@ def test_draining_ends_requests_with_their_next_result() -> None:
     bench.scheduler.drain()
     assert not only(bench.step()).more
     assert bench.scheduler.plan(bench.now) is None
-
-
-# ---------------------------------------------------------------------------------- what pays --
 
 
 def test_draft_rows_pay_on_a_flat_curve_and_not_on_a_steep_one() -> None:
@@ -225,9 +219,6 @@ def test_useless_drafts_get_no_rows_until_they_are_right_again() -> None:
     assert tried[-1] == 1, "plain decoding has shown that the drafts were right"
 
 
-# ----------------------------------------------------------------------------- rows and prompts --
-
-
 def test_a_session_that_arrives_during_a_step_joins_the_next() -> None:
     bench = Bench()
     first = bench.submit(request(PROMPT, session="a", credit=9))
@@ -275,9 +266,6 @@ def test_a_prompt_that_others_have_computed_is_not_computed_again() -> None:
     bench.submit(request([*prompt(16), 1], session="b"))
     bench.submit(request([*prompt(16), 1], session="c", salt=b"other"))
     assert sorted(len(chunk.tokens) for chunk in bench.begin().chunks) == [1, 17]
-
-
-# ------------------------------------------------------------------------- what is in the way --
 
 
 def test_a_newer_request_supersedes_an_older_one() -> None:

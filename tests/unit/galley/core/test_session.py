@@ -91,7 +91,6 @@ class SessionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waits("commit"))
     @rule(tokens=st.integers(1, 5))
     def store_loses_its_tail(self, tokens: int) -> None:
-        # What the client has seen stays: a store that loses that too is a matter of part 4's resume.
         unseen = len(self.world.log) - len(self.world.spec.prompt) - len(self.world.seen)
         self.world.lose_log_tail(min(tokens, unseen))
 

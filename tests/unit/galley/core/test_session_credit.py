@@ -202,7 +202,7 @@ def test_a_verdict_may_use_a_replaced_hint() -> None:
         here.deliver()
     here.target_passes(at_most=2)
     here.deliver_answer()
-    here.target_passes(at_most=1)  # of what is left of the hint, before the next has come
+    here.target_passes(at_most=1)
     here.draft_answers()
     here.deliver_answer()
     assert not here.over
@@ -250,7 +250,7 @@ def test_a_preempted_session_continues_from_its_cached_prefix() -> None:
 def test_a_retry_sends_the_rest_of_the_hint() -> None:
     here = world()
     here.draft_answers()
-    here.deliver()  # the item, and not yet the hint
+    here.deliver()
     here.target_passes()
     here.target_preempts(keep=3)
     here.deliver_answer()

@@ -90,7 +90,7 @@ def test_a_log_with_part_of_a_commit_is_repaired() -> None:
 def test_a_hanging_target_is_not_retried_at_the_timeout() -> None:
     """Timers of an event loop may fire early."""
     world = World(spec(k=0), SessionLimits(target_timeout_ns=100 * MS, retry_ns=50 * MS))
-    world.now += 98 * MS  # and one more with the event
+    world.now += 98 * MS
     world.reply(fail=True)
     assert world.end is not None
     assert isinstance(world.end.error, TargetUnavailable)

@@ -66,9 +66,6 @@ def test_a_row_never_makes_a_step_shorter() -> None:
     )
 
 
-# ------------------------------------------------------------------------------- while it runs --
-
-
 def test_unconfirmed_times_stay_as_measured() -> None:
     live = LiveStepTimes(CURVE)
     for rows in (1, 2, 3, 8, 100, 5000):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from galley.core.lookup.suffix_automaton import NO_MATCH, NOWHERE, Match, Place, SuffixAutomaton
 
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
-# To which of three texts a token goes, and which it is.
 WRITTEN = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=48)
 FEW = settings(max_examples=120)
 
@@ -80,7 +79,6 @@ def test_a_growing_automaton_can_be_followed(text: list[int], more: list[tuple[i
         else:
             followed.append(token)
             match = automaton.step(match, token)
-        # What was written since it was followed may make it longer; it is not looked for again.
         assert match.length <= longest(followed, [plain])
         place = automaton.place(match)
         assert place == NOWHERE or is_of(place, followed, match)
@@ -121,6 +119,5 @@ def test_the_work_is_linear() -> None:
         for token in text:
             before = written.match.length
             automaton.append(written, token)
-            # However far back it had to go, it had come that far before.
             steps += before + 1 - written.match.length
         assert 0 <= steps <= len(text)

@@ -13,7 +13,6 @@ from tests.unit.galley.top.sample import screen
 
 PATH = Path(__file__).parents[4] / "docs" / "images" / "top.svg"
 WIDTH = 80
-# A picture that loads nothing from elsewhere.
 _FONTS = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)
 
 

@@ -73,9 +73,6 @@ def draft_lease(address: str) -> DraftLease:
     )
 
 
-# ----------------------------------------------------------------------------------------- the whole --
-
-
 def test_rates_are_differences_over_the_seconds_between() -> None:
     whole = a_screen((5, GATEWAY, rounds(100, accepted=50)), (7, GATEWAY, rounds(120, accepted=80))).overview
     assert whole.rounds_per_s == 10
@@ -179,9 +176,6 @@ def test_counts_and_what_is_held_against_replicas() -> None:
     assert held == {"10.0.0.2:5": "open", "10.0.0.3:5": "closed"}, "the worst of what gateways say"
 
 
-# ---------------------------------------------------------------------------------------------- rows --
-
-
 def test_a_service_that_is_away_says_nothing_of_now_and_comes_back() -> None:
     target = (
         IS_TARGET
@@ -237,9 +231,6 @@ def test_a_breaker_is_shown_with_its_replica() -> None:
     held = rounds(1) + 'galley_breaker_state{pool="draft",replica="10.0.0.8:5"} 1\n'
     screen = a_screen((5, GATEWAY, held), registered=Registered([], [draft_lease("10.0.0.8:5")]))
     assert {row.address: row.breaker for row in screen.replicas}["10.0.0.8:5"] == "half open"
-
-
-# ------------------------------------------------------------------------------------ the sample, all --
 
 
 def test_the_sample_is_understood_whole() -> None:

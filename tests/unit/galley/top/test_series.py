@@ -84,7 +84,7 @@ def test_quantiles_are_those_of_prometheus(share: float, expected: float) -> Non
     [
         "",
         histogram(le_1=0, **{"le_+Inf": 0}),
-        histogram(le_1=4, le_2=5),  # what lies above is not known
+        histogram(le_1=4, le_2=5),
         histogram(**{"le_+Inf": 5}),
         'galley_h_bucket{le="soon"} 3\ngalley_h_bucket{le="NaN"} 3\ngalley_h_bucket{le="+Inf"} 3\n',
         "galley_h_bucket 3\n",

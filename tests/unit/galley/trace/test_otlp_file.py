@@ -173,9 +173,6 @@ def test_what_is_no_span_is_refused(field: str, value: object) -> None:
         list(spans_in({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}))
 
 
-# --------------------------------------------------------------------------------------- the file --
-
-
 def _documents(path: Path) -> list[Any]:
     return [line.document() for line in Lines(path)]
 

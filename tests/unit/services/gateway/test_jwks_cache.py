@@ -80,7 +80,7 @@ async def test_keys_that_are_too_old_are_fetched_first(issuer: Issuer) -> None:
 async def test_an_unknown_id_fetches_the_keys_rarely(issuer: Issuer) -> None:
     issuer.told = NEW
     for _ in range(1000):
-        assert await issuer.keys.refreshed() is OLD  # they have just come
+        assert await issuer.keys.refreshed() is OLD
     assert issuer.asked == 1
     issuer.now_s += MIN_FETCH_INTERVAL_S
     assert await issuer.keys.refreshed() is NEW
@@ -109,7 +109,7 @@ async def test_old_keys_serve_while_the_issuer_is_away(issuer: Issuer) -> None:
     await issuer.settled()
     issuer.now_s += STALE_S - REFRESH_S - 2
     issuer.gate.close()
-    assert await issuer.keys.current() is OLD  # though it asks again
+    assert await issuer.keys.current() is OLD
     await issuer.gate.has_somebody()
     assert await issuer.keys.current() is OLD
     issuer.gate.open()

@@ -39,7 +39,7 @@ def commit(length: int, *tokens: int) -> ev.Commit:
 async def test_a_recently_held_session_is_recreated() -> None:
     world = World()
     log = await world.own()
-    for length in range(3, 6):  # trust begins anew with each change
+    for length in range(3, 6):
         world.clock.now += TRUSTED_S * SECOND
         assert await log.commit(commit(length, length), UNCHANGED) == ev.Committed(length + 1)
     world.clock.now += TRUSTED_S * SECOND

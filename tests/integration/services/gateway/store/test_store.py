@@ -146,7 +146,7 @@ async def test_a_finished_session_frees_its_spare_memory(store: RedisStore, raw:
 
     owner = (await store.create(a_session())).ownership
     length = 3
-    while not (length > 300 and await log_bytes() > 1.5 * 4 * length):  # it has just been given more room
+    while not (length > 300 and await log_bytes() > 1.5 * 4 * length):
         length = await store.commit(owner, length, [length], b".")
         assert length < 1000
     await store.finish(owner, length, b"end")

@@ -142,7 +142,7 @@ async def test_a_lost_node_is_unavailable_until_failover(cluster: Cluster) -> No
         with pytest.raises(StoreUnavailable):
             await store.commit(owner, 4, [2], b".")
         assert await in_time(lambda: store.commit(owner, 4, [2], b".")) == 5
-        cluster.masters[0].start()  # as a replica: the other master's word holds
+        cluster.masters[0].start()
         await until(lambda: follows(cluster.masters[0]))
         assert (await replica.command("INFO", "replication"))["role"] == "master"
         assert await in_time(lambda: store.commit(owner, 5, [3], b".")) == 6
@@ -215,7 +215,7 @@ async def test_a_lost_master_is_unavailable_until_failover(watched: ReplicaSet) 
         with pytest.raises(StoreUnavailable):
             await store.commit(owner, 4, [2], b".")
         assert await in_time(lambda: store.commit(owner, 4, [2], b".")) == 5
-        watched.master.start()  # back with an old log; nobody is sent there
+        watched.master.start()
         async with store_at(watched) as another:
             assert await in_time(lambda: another.commit(owner, 5, [3], b".")) == 6
         await must_hold(store, owner, [1, 2, 3])

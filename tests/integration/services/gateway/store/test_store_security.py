@@ -56,7 +56,7 @@ def documented_user(name: str) -> list[str]:
 async def make_user(server: Server, name: str, without: str = "") -> None:
     rules = [rule for rule in documented_user(name) if rule != without]
     await server.command("ACL", "SETUSER", name, "reset", *rules)
-    await server.command("SCRIPT FLUSH")  # so that scripts are sent whole, once
+    await server.command("SCRIPT FLUSH")
 
 
 def url_of(server: Server, user: str) -> str:
@@ -198,7 +198,7 @@ def tls_server(authority: Authority) -> Iterator[TcpServer]:
 
 async def must_work(url: str) -> None:
     async with store_at(url) as store:
-        for _ in range(4):  # in a cluster, at several nodes
+        for _ in range(4):
             owner = (await store.create(a_session())).ownership
             assert await store.commit(owner, 3, [7], b".") == 4
     registry = ReplicaRegistry(url)
@@ -230,7 +230,7 @@ async def test_a_server_of_another_authority_is_not_trusted(
     for url in (
         f"rediss://{tls_server.address}/0?{files}",
         f"rediss://{tls_server.address}/0?ca={other.ca}&{files}",
-        f"rediss://localhost:{tls_server.port}/0?ca={authority.ca}&{files}",  # not the name that it has
+        f"rediss://localhost:{tls_server.port}/0?ca={authority.ca}&{files}",
     ):
         async with store_at(url) as store:
             with pytest.raises(StoreUnavailable, match=r"[Cc]ertificate"):
@@ -265,7 +265,7 @@ async def test_new_connections_use_the_current_files(authority: Authority, tmp_p
         async with store_at(url) as store:
             await store.ping()
             await change_over(server, other)
-            await store.ping()  # over the connection that stands
+            await store.ping()
             await server.command("CLIENT", "KILL", "TYPE", "normal")
             with pytest.raises(StoreUnavailable, match=r"[Cc]ertificate"):
                 await store.ping()
