@@ -70,8 +70,7 @@ def paged_attention(  # noqa: PLR0913, PLR0917  # the signature is transformers'
 ) -> tuple[Tensor, None]:
     """Return attention [1, rows, heads, head_dim] of `query` [1, heads, rows, head_dim] to its sequences.
 
-    Writes `key` and `value` [1, kv_heads, rows, head_dim] into the pool first. Raises UnsupportedModel if
-    the model needs something that is not served here.
+    Writes `key` and `value` [1, kv_heads, rows, head_dim] into the pool first. Raises UnsupportedModel.
     """
     current = _checked(module, sliding_window, galley_step, others)
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # transformers sets an int

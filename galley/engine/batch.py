@@ -16,7 +16,7 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Facts of a loaded model. `context_window` counts tokens; `dtype` and `device` are torch's names.
+    """Facts of a loaded model; `dtype` and `device` are torch's names.
 
     `deterministic`: a position's logits have the same bits in any batch, chunk and prefill split. `ranks` is
     the number of ranks that share the weights.
@@ -52,7 +52,6 @@ class FreeBlocks:
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """Return `blocks`, which were taken, to the pool."""
         for block in blocks:
             heapq.heappush(self._free, block)
 
@@ -75,14 +74,12 @@ class SessionCache:
             self.blocks += self._free.take(missing)
 
     def truncate(self, length: int) -> None:
-        """Drop everything from position `length` on. Raises ValueError if fewer tokens are held."""
         if not 0 <= length <= len(self.tokens):
             raise ValueError(f"length: must be in [0, {len(self.tokens)}], got {length}")
         del self.tokens[length:]
         self.trim()
 
     def trim(self) -> None:
-        """Free the blocks beyond the tokens."""
         kept = _blocks_of(len(self.tokens))
         self._free.give_back(self.blocks[kept:])
         del self.blocks[kept:]

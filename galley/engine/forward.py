@@ -28,8 +28,7 @@ class Forward(Protocol):
         """Return whose code runs the layers: "own" or "transformers"."""
 
     @property
-    def attention(self) -> Attention:
-        """Return the attention over the pool of keys and values."""
+    def attention(self) -> Attention: ...
 
     def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
         """Feed the rows of `pages`; return float32 logits [logit_rows, vocab_size] of those rows."""
@@ -69,8 +68,6 @@ def _on_device(module: Any, attention: FlexAttention, ranks: Ranks, options: Dev
 
 
 class TransformersForward:
-    """transformers' own modelling code, which calls our attention."""
-
     kind = "transformers"
 
     def __init__(self, module: Any, attention: Attention) -> None:
@@ -79,7 +76,6 @@ class TransformersForward:
         self._device = attention.pool.keys.device
 
     def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
-        """Feed the rows of `pages`; return float32 logits [logit_rows, vocab_size] of those rows."""
         rows = self._padded(tokens)[None], self._padded(pages.positions.tolist())[None]
         kept = self._padded(logit_rows) if logit_rows else torch.empty(0)
         return run_module(self._module, self.attention, pages, *rows, kept)[: len(logit_rows)]

@@ -29,12 +29,10 @@ class KvShape:
 
     @property
     def value_width(self) -> int:
-        """Return `value_dim`, rounded up for the kernels."""
         return -(-self.value_dim // _COLUMNS) * _COLUMNS
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of one block in all layers."""
         numbers = self.layers * self.kv_heads * BLOCK_TOKENS * (self.key_dim + self.value_width)
         return numbers * self.dtype.itemsize
 
@@ -54,10 +52,7 @@ def kv_shape(config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> KvShape:
 
 
 def declared(config: Any, name: str) -> Any:
-    """Return the configuration's value of `name`, if its class declares it; else None.
-
-    A config.json may hold any other names, which mean nothing.
-    """
+    """Return the value of `name`, or None if the configuration's class does not declare it."""
     return getattr(config, name, None) if hasattr(type(config), name) else None
 
 
@@ -75,7 +70,6 @@ class KvPool:
         self.keys, self.values = self._allocate(device)
 
     def _allocate(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return keys and values, of one allocation."""
         shape, blocks = self.shape, self.blocks
         per_layer = shape.layers * blocks * shape.kv_heads * BLOCK_TOKENS
         numbers = torch.empty(
@@ -90,12 +84,10 @@ class KvPool:
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of one block in all layers."""
         return self.shape.block_bytes
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all blocks."""
         return self.keys.nbytes + self.values.nbytes
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:

@@ -39,8 +39,6 @@ _DEFAULT_OPTIONS = DeviceOptions()
 
 
 class CausalModel:
-    """A model's weights, forward pass, and pool of keys and values."""
-
     def __init__(
         self,
         forward: Forward,
@@ -74,10 +72,9 @@ class CausalModel:
     ) -> CausalModel:
         """Load the model in `directory` and check it against its own eager attention.
 
-        `threads` sets torch's threads for the whole process. `name` defaults to the directory's name.
-        `kv_blocks` is the size of the pool. Each rank calls this with its own `ranks`. `target` is the
-        directory whose embeddings a trained draft uses. `options` are those of a CUDA device. Raises
-        UnsupportedModel.
+        `threads` sets torch's threads for the whole process. `name` defaults to the directory's name. Each
+        rank calls this with its own `ranks`. `target` is the directory whose embeddings a trained draft uses.
+        Raises UnsupportedModel.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -119,12 +116,10 @@ class CausalModel:
 
     @property
     def forward_kind(self) -> str:
-        """Return whose code runs the layers: "own" or "transformers"."""
         return self._forward.kind
 
     @property
     def attention_kind(self) -> str:
-        """Return the name of the attention class."""
         return type(self._forward.attention).__name__
 
     @torch.inference_mode()
@@ -136,9 +131,9 @@ class CausalModel:
     ) -> Tensor:
         """Copy blocks, feed the chunks, and write their keys and values into their blocks.
 
-        Returns the logits that the chunks want, float32 [sum of want_logits, vocab_size], in the order of
-        the chunks, on the model's device. A row may hold NaN without harm to the others. A `watch` gets the
-        times. Raises Broken, before any work, if a chunk is out of bounds.
+        Returns the logits that the chunks want, float32 [sum of want_logits, vocab_size], in order, on the
+        model's device. A row may hold NaN without harm to the others. Raises Broken, before any work, if a
+        chunk is out of bounds.
         """
         if watch is None:
             logits = self._run(chunks, copies)
@@ -161,7 +156,6 @@ class CausalModel:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _forward_pieces(self, pieces: Sequence[StepChunk]) -> Tensor:
-        """Run the layers once; return the logits of the pieces."""
         tokens: list[int] = []
         logit_rows: list[int] = []
         spans = []
@@ -194,14 +188,12 @@ class CausalModel:
             raise Broken(f"blocks: must be in [0, {self.kv.blocks})")
 
     def new_cache(self) -> SessionCache:
-        """Return the empty cache of a new sequence."""
         return SessionCache(self._free)
 
     def forward(self, batch: Sequence[Rows]) -> list[Tensor]:
-        """Feed each item's tokens at [len(cache.tokens), ...) and extend its cache.
+        """Feed each item's tokens at [len(cache.tokens), ...) and extend its cache. Raises as `forward_head`.
 
-        Returns each item's logits, float32 [want_logits, vocab_size], on the model's device. Raises as
-        `forward_head`.
+        Returns each item's logits, float32 [want_logits, vocab_size], on the model's device.
         """
         logits = self.forward_head(batch)
         if self.head is not None:
@@ -211,8 +203,7 @@ class CausalModel:
     def forward_head(self, batch: Sequence[Rows]) -> Tensor:
         """Run `forward`; return all items' logits together, of the tokens that the head knows.
 
-        Raises, before any work, Broken if an item is out of bounds or a cache comes twice, and Overloaded if
-        there are too few blocks.
+        Raises, before any work, Broken for an item out of bounds or a cache given twice, and Overloaded.
         """
         if len({id(item.cache) for item in batch}) < len(batch):
             raise Broken("batch: must hold each cache once")

@@ -32,16 +32,14 @@ class Attention(Protocol):
     """Attention of new rows to the pool, into which their keys and values are written first."""
 
     @property
-    def pool(self) -> KvPool:
-        """Return the pool of keys and values."""
+    def pool(self) -> KvPool: ...
 
-    def lay_out(self, spans: Sequence[Span]) -> Pages:
-        """Return the pages of a step over these spans."""
+    def lay_out(self, spans: Sequence[Span]) -> Pages: ...
 
     def store_attend(
         self, pages: Pages, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape
     ) -> Tensor:
-        """[rows, heads, key_dim] and key, value [rows, kv_heads, ...].
+        """Return [rows, heads, value_dim] of query [rows, heads, key_dim], key, value [rows, kv_heads, ...].
 
         Rows beyond those of `pages` only pad the step; theirs are zeros.
         """
@@ -67,10 +65,6 @@ def pool_for(shape: KvShape, blocks: int, device: torch.device, options: DeviceO
 def attention_for(
     pool: KvPool, heads: int, device: torch.device, context: int, *, fixed: bool = False
 ) -> Attention:
-    """Return the attention of `heads` query heads over this pool: Flex, compiled loops, or plain torch.
-
-    `fixed` gives tiles of one size in every step.
-    """
     if isinstance(pool, FlatPool):
         return flex.FlexAttention(pool, heads, fixed=fixed)
     if device.type == "cpu" and pool.shape.dtype in {torch.float32, torch.bfloat16}:
@@ -97,7 +91,6 @@ class CompiledAttention:
         self._spans = np.empty((self.threads, self._tile_rows, 2), np.int64)
 
     def lay_out(self, spans: Sequence[Span]) -> Pages:
-        """Return the pages of a step over these spans."""
         return lay_out(spans, self._tile_rows)
 
     def queries(self, rows: int) -> Floats:
@@ -108,7 +101,6 @@ class CompiledAttention:
     def store_attend(
         self, pages: Pages, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape
     ) -> Tensor:
-        """Write keys and values into the pool, then attend with the kernels."""
         kept, rows = self.pool.shape, pages.rows
         queries = self.queries(rows)
         out = query.new_zeros(len(query), query.shape[1], kept.value_dim)
@@ -152,13 +144,11 @@ class TorchAttention:
         self._group = heads // pool.shape.kv_heads
 
     def lay_out(self, spans: Sequence[Span]) -> Pages:
-        """Return the pages of a step over these spans."""
         return lay_out(spans, tile_rows(self._group))
 
     def store_attend(
         self, pages: Pages, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape
     ) -> Tensor:
-        """Write keys and values into the pool, then attend to one sequence after another."""
         rows, width = pages.rows, self.pool.shape.value_dim
         blocks, slots = torch.from_numpy(pages.places).to(query.device).unbind(1)
         self.pool.keys[layer][blocks, :, :, slots] = key[:rows]

@@ -26,7 +26,6 @@ class Span:
 
     @property
     def end(self) -> int:
-        """Return the position after the last row."""
         return self.start + self.rows
 
 
@@ -50,7 +49,7 @@ class Pages:
 
     positions: [rows]; places: [rows, 2] block and slot; tables: the spans' block tables end to end; tiles:
     [tiles, 4] first row, rows, position of the first row, start of its table. longest: most keys that a row
-    sees; work: keys seen, summed over the rows.
+    sees; work: their sum over the rows.
     """
 
     spans: tuple[Span, ...]
@@ -63,12 +62,10 @@ class Pages:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
         return len(self.positions)
 
 
 def lay_out(spans: Sequence[Span], rows_of_tile: int) -> Pages:
-    """Return the pages of these spans, each of at least one row."""
     blocks: list[int] = []
     tiles: list[tuple[int, int, int, int]] = []
     of_span: list[tuple[int, int, int]] = []

@@ -28,28 +28,23 @@ class Probed(Protocol):
     """The part of `galley.engine.model.CausalModel` that the probes use."""
 
     @property
-    def info(self) -> ModelInfo:
-        """Return what the model is."""
+    def info(self) -> ModelInfo: ...
 
-    def new_cache(self) -> SessionCache:
-        """Return the empty cache of a new sequence."""
+    def new_cache(self) -> SessionCache: ...
 
-    def forward(self, batch: Sequence[Rows]) -> list[Tensor]:
-        """Feed the rows and return the logits of each item."""
+    def forward(self, batch: Sequence[Rows]) -> list[Tensor]: ...
 
 
 def prompt_of(info: ModelInfo) -> list[int]:
     """Return the probe prompt: token ids from all over the vocabulary, always the same.
 
-    Leaves out the first ids, which are special tokens in many vocabularies and round badly in bfloat16, and
-    the last, which may be padding.
+    Leaves out the first ids, which round badly in bfloat16, and the last, which may be padding.
     """
     length = min(PROBE_TOKENS, info.context_window)
     return [_STRIDE * (index + 1) % (info.vocab_size // 2) for index in range(length)]
 
 
 def probe_logits(model: Probed) -> Tensor:
-    """Return the logits at every position of the probe prompt: float32 [tokens, vocab_size]."""
     prompt = prompt_of(model.info)
     return model.forward([Rows(model.new_cache(), prompt, len(prompt))])[0]
 

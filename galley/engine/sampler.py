@@ -17,10 +17,7 @@ from galley.engine.sampling.rules import is_plain
 
 
 def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:
-    """Sample every draw's rows of `logits`, float32 [rows, vocab]; see `galley.engine.sampling.draw`.
-
-    Each draw has len(draft_tokens) + 1 rows, in the order of `draws`. Raises Broken for another number.
-    """
+    """Sample every draw's rows of `logits`, float32 [rows, vocab]. Raises Broken for a wrong row count."""
     host_sampling.check_rows(logits.shape[0], draws)
     if logits.device.type == "cpu":
         return host_sampling.draw_rows(host_sampling.host_rows(logits), draws)
@@ -32,9 +29,8 @@ def guess(
 ) -> tuple[list[Outcome], list[float]]:
     """Sample one draft token a draw; also return the probability of each row's likeliest token.
 
-    `logits` is float32 [draws, head_vocab], or [draws, vocab] where `head` is None. The draws have no draft
-    tokens of their own. Probabilities are those before any processing. A row without a finite maximum gives
-    Broken.
+    `logits` is float32 [draws, head_vocab], or [draws, vocab] without `head`. The draws have no draft tokens.
+    A row without a finite maximum gives Broken.
     """
     if logits.device.type == "cpu" and all(map(is_plain, draws)):
         columns = None if head is None else head.columns

@@ -27,8 +27,8 @@ def load_model(  # noqa: PLR0913
 ) -> CausalModel:
     """Resolve and load the model that `spec` names; blocks, and for long at first. Raises UnsupportedModel.
 
-    `target_model` names the model whose embeddings a trained draft uses; it is resolved only for such a
-    draft. `invariant` asks a CUDA device for the same bits in any step; the CPU always has them.
+    `target_model` names the model whose embeddings a trained draft uses. `invariant` asks a CUDA device for
+    the same bits in any step.
     """
     directory = resolve_model(spec)
     target = resolve_model(target_model) if target_model and takes_embeddings(directory) else None

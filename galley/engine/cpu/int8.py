@@ -67,11 +67,9 @@ def int8_product(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Int8Product
 
 
 def supported() -> bool:
-    """Return True if this CPU has AVX-512 VNNI."""
     return bool(binding.get_host_cpu_features().get("avx512vnni"))
 
 
 @cache
 def _compiled() -> Callable[..., None]:
-    """Return `linear` of the int8 kernels as machine code."""
     return compile_kernels("int8", (int8_kernels.linear,), (int8_kernels, int8_ops, ops, openmp))[0]

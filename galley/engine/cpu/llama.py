@@ -137,7 +137,6 @@ class LlamaForward:
         return lambda rows: self._ranks.join_columns(run(rows))
 
     def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
-        """Feed the rows of `pages`; return float32 logits [logit_rows, vocab_size] of those rows."""
         rows = pages.rows
         padded = self._padded(rows)
         hidden, residual = self._hidden[:padded], self._residual[:rows]
@@ -171,7 +170,6 @@ class LlamaForward:
     def _attend(
         self, work: _Work, index: int, layer: _Layer, queries: Floats, cosines: Floats, sines: Floats
     ) -> None:
-        """Attend from the normalized states, add the result to the residual, and normalize it again."""
         keys, values = self.attention.layers[index]
         qkv = as_array(layer.qkv(work.hidden))
         self._kernels.rotate_store(
@@ -184,7 +182,6 @@ class LlamaForward:
         self._normalize(work, layer.output(work.mixed), layer.inner_norm)
 
     def _feed(self, work: _Work, layer: _Layer) -> Tensor:
-        """Return the feed-forward part of a layer, to be added to the residual."""
         gate_up, inner = as_array(layer.gate_up(work.hidden)), as_array(work.inner)
         self._kernels.gate(self._threads(inner.size * _GATE_NS), gate_up, inner)
         return layer.down(work.inner)
@@ -217,7 +214,6 @@ class _Work:
 
 
 def _fused(linears: Linears, *layers: nn.Linear) -> Linear:
-    """Return linear layers of one input as one product, outputs side by side."""
     int8 = int8_product(layers, linears.dtype)
     if int8 is not None:
         return int8

@@ -28,9 +28,8 @@ _TRIAL_ROWS = 512
 def rows_of_product(rows: int, max_rows: int) -> int:
     """Return how many rows a product of `rows` computes, at most `max_rows`: as many, or a few more.
 
-    oneDNN compiles a product for each number of rows and keeps a thousand of them, half a megabyte each:
-    products of every number up to 256 grew a process by 700 MB, of these numbers by 180 MB. The padding
-    costs one or two hundredths of the time.
+    oneDNN compiles a product for each number of rows and keeps a thousand of them, half a megabyte each. The
+    padding costs one or two hundredths of the time.
     """
     if rows <= _EXACT_ROWS:
         return rows
@@ -39,13 +38,11 @@ def rows_of_product(rows: int, max_rows: int) -> int:
 
 
 def native_bfloat16() -> bool:
-    """Return True if this CPU multiplies bfloat16 itself."""
     flags = torch.cpu.get_capabilities()
     return bool(flags.get("avx512_bf16") or flags.get("amx_bf16"))
 
 
 def serves(dtype: torch.dtype, device: str) -> bool:
-    """Return True if the operators exist for this dtype and device."""
     exists = hasattr(_OPS, "_reorder_linear_weight") and hasattr(_OPS, "_linear_pointwise")
     computed = dtype == torch.float32 or (dtype == torch.bfloat16 and native_bfloat16())
     return exists and torch.device(device).type == "cpu" and computed
@@ -60,7 +57,6 @@ class PackedLinear(nn.Module):
         self._product = product
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return [..., out_features] of [..., in_features]."""
         return self._product(rows)
 
 

@@ -20,12 +20,10 @@ class FlatPool(KvPool):
 
     @property
     def scratch(self) -> int:
-        """Return the scratch block's index, which is beyond `blocks`."""
         return self.blocks
 
     @property
     def positions(self) -> int:
-        """Return the positions of all blocks, the scratch block included."""
         return (self.blocks + 1) * BLOCK_TOKENS
 
     def _allocate(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -44,7 +42,6 @@ class FlatPool(KvPool):
         return self.values[layer].flatten(1, 2)[..., : self.shape.value_dim]
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to), one after another."""
         for source, target in pairs:
             self.keys[:, :, target].copy_(self.keys[:, :, source])
             self.values[:, :, target].copy_(self.values[:, :, source])

@@ -44,10 +44,7 @@ _MIN_CAPABILITY = (8, 0)  # tensor cores that multiply bfloat16
 
 
 def serves(device: torch.device, shape: KvShape) -> bool:
-    """Return True if FlexAttention compiles for this CUDA device and these heads.
-
-    It is tried, which takes seconds.
-    """
+    """Return True if FlexAttention compiles for these heads on this CUDA device; trying takes seconds."""
     if min(shape.key_dim, shape.value_dim) < _MIN_DIM or importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY and works(device, shape)
@@ -96,8 +93,7 @@ def attend_by(  # noqa: PLR0913, PLR0917  # a kernel takes tensors, not objects
     logical: Tensor,
     kind: Kind,
 ) -> Tensor:
-    """Return [1, kv_heads, slots, value_dim] of query [1, kv_heads, slots, key_dim] and the pool's key and
-    value.
+    """Return [1, kv_heads, slots, value_dim]: attention of query [1, kv_heads, slots, key_dim] to the pool.
 
     `tiles`: firsts, counts and tables of `Inputs`. `operator` is `flex_attention`, or does the same.
     """
@@ -139,8 +135,8 @@ def _attend(
 def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Attend:
     """Return `attend_by` with torch's `flex_attention`, compiled for each `Kind`.
 
-    Uncompiled it would store every score. Lengths other than the pool's are marked dynamic; a scale or
-    window must not become dynamic, since the kernel is written for it.
+    Uncompiled it would store every score. A scale or window must not become dynamic, since the kernel is
+    written for it.
     """
     compiled: Attend = _COMPILE(
         _attend, fullgraph=True, dynamic=False, recompile_limit=_MAX_COMPILED, backend=backend
@@ -168,10 +164,7 @@ class Placed:
 
 
 class FlexAttention:
-    """Attention in one call a layer; `fixed` tiles of one size give a row the same bits in any step.
-
-    `attend` is that of `compiled_flex`, or does the same.
-    """
+    """Attention in one call a layer; `fixed` tiles of one size give a row the same bits in any step."""
 
     def __init__(
         self, pool: FlatPool, heads: int, *, fixed: bool = False, attend: Attend | None = None
@@ -183,17 +176,14 @@ class FlexAttention:
         self._device = pool.keys.device
 
     def lay_out(self, spans: Sequence[Span]) -> Pages:
-        """Return the pages of a step over these spans."""
         return lay_out(spans, self.slots(spans) // self.group)
 
     def slots(self, spans: Sequence[Span]) -> int:
-        """Return the slots of a tile of a step over these spans."""
         return flex_layout.slots_of(self.group, max(span.rows for span in spans), fixed=self.fixed)
 
     def pack(
         self, shape: StepShape, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]
     ) -> Tensor:
-        """Return the step as one buffer on the host."""
         buffer = host_buffer(flex_layout.numbers(shape, self.group), torch.int32, self._device)
         flex_layout.fill(buffer, shape, self.group, pages, tokens, logit_rows, self.pool.scratch)
         return buffer
@@ -238,8 +228,8 @@ class FlexAttention:
     def _store(self, placed: Placed, layer: int, key: Tensor, value: Tensor) -> None:
         """Write new keys and values into their blocks.
 
-        Values are made finite: a value that is masked, or that a later owner of the block never wrote, is
-        still multiplied by 0. A row that was not finite gets NaN keys, so whoever attends to it gets NaN.
+        Values are made finite: a masked value, or one that was never written, is still multiplied by 0. A row
+        that was not finite gets NaN keys, so whoever attends to it gets NaN.
         """
         bad = ~value.isfinite().all(-1, keepdim=True)
         key = key.masked_fill(bad, torch.nan)
@@ -277,7 +267,6 @@ def _seen(queries: Tensor, logical: Tensor, window: int | None) -> Callable[...,
 
 
 def _position(logical: Tensor, key: Tensor) -> Tensor:
-    """Return the position in its sequence of a slot of the pool."""
     return logical[key // BLOCK_TOKENS] * BLOCK_TOKENS + key % BLOCK_TOKENS
 
 

@@ -73,7 +73,6 @@ def table_width(positions: int) -> int:
 
 
 def extents(shape: StepShape, group: int) -> Inputs[tuple[int, ...]]:
-    """Return the extent of each section."""
     rows, tiles = shape.rows, shape.tiles
     return Inputs(
         tokens=(rows,),
@@ -90,7 +89,6 @@ def extents(shape: StepShape, group: int) -> Inputs[tuple[int, ...]]:
 
 
 def numbers(shape: StepShape, group: int) -> int:
-    """Return how many numbers the buffer has."""
     return sum(_aligned_size(extent) for extent in extents(shape, group))
 
 

@@ -69,14 +69,12 @@ class DeviceForward:
         self._device = attention.pool.keys.device
 
     def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
-        """Feed the rows of `pages`; return float32 logits [logit_rows, vocab_size] of those rows."""
         slots = self.attention.slots(pages.spans)
         listed = self._shapes.of(pages, len(logit_rows), slots)
         shape = listed or flex_layout.exact(pages, len(logit_rows), slots)
         packed = self.attention.pack(shape, pages, tokens, logit_rows)
 
         def body(buffer: Tensor) -> Tensor:
-            """Run the device's part of the step; return float32 [shape.logit_rows, vocab_size]."""
             placed = self.attention.place(shape, buffer)
             inputs = placed.inputs
             rows = inputs.tokens.long()[None], inputs.positions.long()[None]

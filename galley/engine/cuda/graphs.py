@@ -33,8 +33,7 @@ class Recorder(Protocol):
     The function may run any number of times, or not at all, while it is recorded.
     """
 
-    def record(self, body: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Return a function that replays `body`."""
+    def record(self, body: Callable[[], Tensor]) -> Callable[[], Tensor]: ...
 
 
 class CudaRecorder:
@@ -83,8 +82,8 @@ class _Kept:
 class Graphs:
     """At most `max_kept` recordings by shape; a shape is recorded the third time it occurs.
 
-    If there are more, or their results take more than `max_bytes` in all, the least recently replayed one is
-    dropped. A shape that cannot be recorded runs unrecorded from then on.
+    Above that, or `max_bytes` of results in all, the least recently replayed one is dropped. A shape that
+    cannot be recorded runs unrecorded from then on.
     """
 
     def __init__(
@@ -109,7 +108,6 @@ class Graphs:
         return len(self._kept)
 
     def run(self, shape: Hashable, packed: Tensor, body: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run `body` on the host's buffer `packed`, copied to the device at once."""
         kept = self._kept.get(shape)
         if kept is None and self._recurs(shape):
             kept = self._record(shape, packed, body)

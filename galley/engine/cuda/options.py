@@ -20,5 +20,4 @@ class DeviceOptions:
     invariant: bool = False
 
     def rows_of_step(self, device: str, max_rows: int) -> int:
-        """Return the most rows of a step on this device, at most `max_rows`."""
         return max_rows if device.startswith("cpu") or not self.invariant else FIXED_ROWS

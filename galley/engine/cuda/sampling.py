@@ -45,7 +45,6 @@ def is_drawn_here(draw: Draw) -> bool:
 
 
 def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:
-    """Sample every draw's rows of `logits`; see `galley.engine.sampling.draw.draw_rows`."""
     ends = list(accumulate(len(draw.draft_tokens) + 1 for draw in draws))
     here = [(draw, end) for draw, end in zip(draws, ends, strict=True) if is_drawn_here(draw)]
     others = [(draw, end) for draw, end in zip(draws, ends, strict=True) if not is_drawn_here(draw)]
@@ -96,7 +95,6 @@ def _record(draw: Draw, end: int, row: int) -> tuple[int, ...]:
 
 
 def _upload(values: list[int], device: torch.device) -> Tensor:
-    """Return numbers below 2**32 as int32 of the same bits, on the device."""
     buffer = host_buffer(len(values), torch.int32, device)
     buffer.numpy()[:] = np.array(values, dtype=np.uint32).view(np.int32)
     return buffer.to(device, non_blocking=True)
@@ -154,7 +152,6 @@ def row_words(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def gumbel(words: Tensor) -> Tensor:
-    """Return standard Gumbel noise of the words, float64, elementwise, as `galley.core.noise.gumbel`."""
     t = (words.to(torch.float64) + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-t))
 
@@ -162,8 +159,7 @@ def gumbel(words: Tensor) -> Tensor:
 def compiled_while_it_works(compiled: Words, plain: Words) -> Words:
     """Return `compiled`; from its first failure on `plain`, which gives the same. Logs the failure once.
 
-    torch compiles at the first call, and again for other shapes. What it needs (Triton, an assembler, a C
-    module, a writable cache) may be missing then. Out of memory and device errors are raised.
+    Triton, an assembler or a writable cache may be missing. Out of memory and device errors are raised.
     """
     works = True
 

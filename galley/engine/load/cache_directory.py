@@ -20,8 +20,7 @@ def cache_dir() -> Path:
 def file_digest(path: Path) -> str:
     """Return the blake2b-128 of the file's content, in hex.
 
-    Kept in the cache directory under path, size and modification time, so that a second start does not read
-    gigabytes. A cache that cannot be written only costs time.
+    Kept in the cache directory under path, size and modification time, so that a second start reads less.
     """
     path = path.resolve()
     stat = path.stat()

@@ -98,9 +98,8 @@ def load_draft(
 ) -> tuple[Any, Tensor]:
     """Return the draft in `directory` as a LlamaForCausalLM, and the tokens of its head's rows.
 
-    The head is [head_vocab, hidden], its tokens int64 [head_vocab], both on `device`. `target` is the
-    directory of the target's weights. int8 weights are widened to `dtype`. Raises UnsupportedModel, naming
-    what differs.
+    The head is [head_vocab, hidden], its tokens int64 [head_vocab], both on `device`. int8 weights are
+    widened to `dtype`. `target` is the directory of the target's weights. Raises UnsupportedModel.
     """
     module = _empty(config, form)
     expected_shapes = {name: list(weight.shape) for name, weight in module.state_dict().items()}
@@ -132,7 +131,6 @@ def _read(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises UnsupportedModel if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -200,10 +198,7 @@ def _target_embedding(target: Path | None, expected: str, config: Any) -> Tensor
 
 
 def read_embedding(directory: Path) -> Tensor:
-    """Return the embedding [vocab, hidden] of the model in `directory`.
-
-    Raises UnsupportedModel if there is none, or a file is damaged.
-    """
+    """Return the embedding [vocab, hidden] of the model in `directory`. Raises UnsupportedModel."""
     for path in sorted(directory.glob("*.safetensors")):
         with _opened(path) as file:
             if EMBEDDING in file.keys():  # noqa: SIM118  # not a dict
@@ -222,7 +217,6 @@ def embeddings_sha256(embedding: Tensor) -> str:
 
 
 def _empty(config: Any, form: DraftFormat) -> Any:
-    """Return the module without memory for its weights."""
     llama: Any = transformers.LlamaForCausalLM
     with torch.device("meta"):
         module = llama._from_config(config, attn_implementation=attention.NAME)  # noqa: SLF001

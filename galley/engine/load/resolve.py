@@ -133,7 +133,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Resolve the model named on the command line and print its directory."""
     parser = argparse.ArgumentParser(prog="python -m galley.engine.load.resolve", description=__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"default: {DEFAULT_MODEL}")
     arguments = parser.parse_args(argv)

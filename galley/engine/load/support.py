@@ -69,15 +69,11 @@ def _refuse_rope(name: str, rope: dict[str, Any]) -> None:
 
 
 def is_pickled(path: Path) -> bool:
-    """Return True if the file's suffix is that of a pickle."""
     return path.suffix in _PICKLED
 
 
 def refuse_files(directory: Path) -> None:
-    """Raise UnsupportedModel unless `directory` holds a config.json and safetensors weights.
-
-    Files that lie elsewhere, adapters and broken indexes are refused too.
-    """
+    """Raise UnsupportedModel unless `directory` itself holds a config.json and safetensors weights."""
     if not (directory / "config.json").is_file():
         raise UnsupportedModel(f"{directory}: must hold config.json")
     if (reason := foreign_file(directory, MODEL_FILES)) is not None:
@@ -111,8 +107,8 @@ def _refuse_index(index: Path) -> None:
 def read_weights(model_class: Any, directory: Path, **arguments: Any) -> Any:
     """Load a transformers class (or auto class) from the safetensors in `directory`.
 
-    Raises UnsupportedModel if a weight is missing, which transformers itself would fill with random numbers,
-    or has another shape, or if a file is not a safetensors file.
+    Raises UnsupportedModel if a weight is missing, which transformers would fill with random numbers, or has
+    another shape.
     """
     try:
         module, report = model_class.from_pretrained(
@@ -132,7 +128,6 @@ def read_weights(model_class: Any, directory: Path, **arguments: Any) -> Any:
 
 
 def refuse_weights(directory: Path, wrong: Sequence[str]) -> None:
-    """Raise UnsupportedModel if there are names of weights that are missing or have another shape."""
     if wrong:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise UnsupportedModel(

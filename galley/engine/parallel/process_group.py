@@ -79,10 +79,7 @@ class ProcessGroup(Ranks):
             dist.broadcast(values, _RANK_ZERO, group=self._plans)
 
     def receive(self, values: Tensor) -> None:
-        """Fill `values` with what rank 0 sends, of the same length. Raises RankLost.
-
-        Waits as long as rank 0 lives.
-        """
+        """Fill `values` with what rank 0 sends, of the same length; wait while it lives. Raises RankLost."""
         self.send(values)  # a broadcast is one call for all ranks
 
     def share(self, number: int) -> Callable[[], Sequence[int]]:
@@ -104,10 +101,7 @@ class ProcessGroup(Ranks):
 
     @contextmanager
     def waits(self) -> Iterator[Waits]:
-        """Count the time that this rank waits for the others' parts, transfer included.
-
-        Does not count on CUDA, where the host only queues the exchange.
-        """
+        """Count the time that this rank waits for the others' parts, transfer included; not on CUDA."""
         self._waits = waits = Waits()
         try:
             yield waits
@@ -189,7 +183,7 @@ def join(
 ) -> ProcessGroup:
     """Meet the other ranks at `meeting`, for rank 0 its own store; blocks until all have joined.
 
-    Raises RankLost if not all join within `timeout_s`. `timeout_s` also bounds each later exchange, until
+    Raises RankLost if not all join within `timeout_s`, which also bounds each later exchange, until
     `ProcessGroup.wait_at_most` changes it.
     """
     timeout = timedelta(seconds=timeout_s)

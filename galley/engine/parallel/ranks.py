@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Waits:
-    """The time that a rank has waited for the others, in ns."""
-
     ns: int = 0
 
 
@@ -35,7 +33,6 @@ class Ranks:
         return part
 
     def waits(self) -> AbstractContextManager[Waits]:
-        """Count the time that this rank waits for the others."""
         return nullcontext(Waits())
 
 

@@ -50,7 +50,6 @@ class _PlainForward:
 
 
 def register() -> None:
-    """Register our styles with transformers; repeating it does nothing."""
     styles: Any = ALL_PARALLEL_STYLES  # annotated for other registries
     for name, base in ((COLUMNS, ColwiseParallel), (ROWS, RowwiseParallel), (WHOLE, TensorParallelLayer)):
         styles.register(name, type(name, (_PlainForward, base), {})())
@@ -89,7 +88,6 @@ def plan_of(config: Any, size: int) -> dict[str, str]:
 
 
 def _meta_model(config: Any) -> Any:
-    """Return the model without weights."""
     with torch.device("meta"):
         return CAUSAL_LM.from_config(config)
 
@@ -109,7 +107,6 @@ def _on_host(model_class: Any) -> Any:
 
 
 def _names_of(model: Any) -> tuple[str | None, str | None]:
-    """Return the names of the output head and of the embedding table."""
     names = {id(module): name for name, module in model.named_modules()}
     return names.get(id(model.get_output_embeddings())), names.get(id(model.get_input_embeddings()))
 
@@ -163,8 +160,7 @@ def load_shard(
 ) -> Any:
     """Return this rank's shard of the model in `directory`: plain modules with local weights, on `device`.
 
-    All ranks call it, after `process_group.join`. `attention` is our attention's name in transformers. The
-    modules' forward cannot be used until `join_ranks`. Raises UnsupportedModel.
+    All ranks call it, after `process_group.join`. The modules' forward cannot be used until `join_ranks`.
     """
     plan = plan_of(config, ranks.size)
     register()
@@ -182,7 +178,6 @@ def load_shard(
 
 
 def _make_local(module: nn.Module) -> None:
-    """Replace every DTensor by this rank's part of it."""
     for child in module.modules():
         for name, parameter in list(child.named_parameters(recurse=False)):
             to_local = getattr(parameter, "to_local", None)
@@ -239,10 +234,7 @@ class JoinedLinear(nn.Module):
 
 
 def join_ranks(module: Any, ranks: Ranks) -> None:
-    """Make the forward of modules loaded by `load_shard` add and join over the ranks.
-
-    Call it before packing: each wrapper holds a plain nn.Linear.
-    """
+    """Make the forward of modules of `load_shard` add and join over the ranks. Call it before packing."""
     if ranks.size == 1:
         return
     head = module.get_output_embeddings()

@@ -43,32 +43,28 @@ from galley.engine.sampling.rules import (
 Outcome = Sampled | GalleyError
 
 SOURCES = (ops, noise, openmp, filters, gumbel, largest, layout)
-"""Modules whose code the kernels of sampling contain."""
 
 # Time a logit costs, at least.
 _LOGIT_NS = 0.3
 
 
 def check_rows(rows: int, draws: Sequence[Draw]) -> None:
-    """Raise Broken unless there are len(draft_tokens) + 1 rows a draw."""
     expected = sum(len(draw.draft_tokens) + 1 for draw in draws)
     if rows != expected:
         raise Broken(f"logits: must have {expected} rows for these draws, got {rows}")
 
 
 def host_rows(logits: Tensor) -> Floats:
-    """Return CPU logits [rows, vocab] as a contiguous float32 array."""
     return np.ascontiguousarray(logits.detach().float().numpy())
 
 
 def draw_rows(rows: Floats, draws: Sequence[Draw]) -> list[Outcome]:
     """Sample each draw's rows of float32 `rows` [rows, vocab], up to the first rejected draft token.
 
-    Each draw has len(draft_tokens) + 1 rows, in the order of `draws`. Rows after a rejected draft token have
-    a history that did not happen and are not used. Logprobs are those before any processing. A row with NaN,
-    or without a possible token, is bad: its draw ends before it, with the accepted draft tokens alone, so
-    that no draft changes what is confirmed. A draw whose first row is bad gives Broken. Other draws are not
-    affected.
+    Each draw has len(draft_tokens) + 1 rows, in the order of `draws`. Logprobs are those before any
+    processing. A row with NaN, or without a possible token, is bad: its draw ends before it, with the
+    accepted draft tokens alone, so that no draft changes what is confirmed. A draw whose first row is bad
+    gives Broken.
     """
     threads = openmp.worth(openmp.threads(), rows.size * _LOGIT_NS) if len(draws) > 1 else 1
     scratch = _scratch(threads, rows.shape[1], penalized=any(map(has_penalties, draws)))
@@ -104,7 +100,6 @@ def warm_up() -> None:
 
 @cache
 def _compiled() -> Sequence[Callable[..., None]]:
-    """Return `draw_rows` and `list_likeliest` of the kernels as machine code."""
     functions = (kernels.draw_rows, kernels.list_likeliest)
     return compile_kernels("sampling", functions, (kernels, *SOURCES))
 

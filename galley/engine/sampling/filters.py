@@ -38,9 +38,8 @@ def apply_filters(scaled: Floats, weights: Floats, columns: int, draw: Any) -> N
 def keep_likeliest(scaled: Floats, weights: Floats, goal: float) -> None:
     """Set to -inf all but the shortest prefix, by (logit descending, id ascending), of weight `goal`.
 
-    None of `scaled` is above 0, so their bits without the sign rise as they fall. One coarse pass finds the
-    bucket where the prefix ends, then a radix search of that bucket finds the last value kept. Of its equals
-    the first stay, at least one.
+    None of `scaled` is above 0, so their bits without the sign rise as they fall: one coarse pass, then a
+    radix search of the bucket where the prefix ends. Of equals the first stay, at least one.
     """
     masses = np.zeros(_COARSE)
     for j in range(len(scaled)):

@@ -41,9 +41,8 @@ def guess_rows(
 ) -> tuple[list[Outcome], list[float]]:
     """Sample one token a row of float32 `rows` [draws, columns], each of a draw that `is_plain`.
 
-    `columns` are the rising token ids that the columns stand for; None: the whole vocabulary. Also returns
-    the probability of each row's likeliest token before any processing. A row without a finite maximum gives
-    Broken.
+    `columns` are the rising token ids of the columns; None: the whole vocabulary. Also returns each row's
+    highest probability before any processing. A row without a finite maximum gives Broken.
     """
     count, width = rows.shape
     tokens = np.arange(width) if columns is None else columns
@@ -60,13 +59,11 @@ def guess_rows(
 
 
 def warm_up() -> None:
-    """Compile the kernel, or load it from the cache: seconds that no step should wait for."""
     guess_rows(np.zeros((1, 1), np.float32), [Draw(SamplingParams(), (0,), 1, frozenset(), 0)])
 
 
 @cache
 def _compiled() -> Callable[..., None]:
-    """Return `guess_columns` as machine code."""
     return compile_kernels("guess", (guess_columns,), (sys.modules[__name__], *SOURCES))[0]
 
 
@@ -82,7 +79,6 @@ def _guess_some(
     confidences: Floats,
     scratch: Floats,
 ) -> None:
-    """Run the rows [first, last) of `guess_columns`."""
     scaled, weights = scratch[thread, 0], scratch[thread, 1]
     for r in range(first, last):
         row, draw = logits[r], draws[r]
@@ -103,8 +99,8 @@ def guess_columns(
 ) -> None:
     """Write for each row of `logits` [rows, columns] the token that its draw (DRAW) samples, or NOTHING.
 
-    `tokens` [columns], rising, are the token ids of the columns. `confidences` [rows] get the likeliest
-    token's probability at temperature 1. scratch: float32 [threads, 2, columns].
+    `tokens` [columns] rise. `confidences` [rows] get the likeliest token's probability at temperature 1.
+    scratch: float32 [threads, 2, columns].
     """
     _guess_some(threads, len(draws), logits, tokens, draws, drawn, confidences, scratch)
 
@@ -146,7 +142,6 @@ def _draw_words(
 
 @part
 def _reach(scaled: Floats, words: NDArray[np.uint32], reaches: Floats) -> None:
-    """Write a bound above each score; see `gumbel._reach`."""
     levels = np.empty(_COLUMNS, np.float32)
     bits = levels.view(np.int32)
     for i in range(len(scaled)):

@@ -47,9 +47,8 @@ def gumbel(word: int) -> float:
 def noisiest(scaled: Floats, best: int, seed: Any, position: Any, blocks: NDArray[np.uint64]) -> int:
     """Return argmax of float64(scaled) + noise, lowest id first; `scaled` is at most 0, and 0 at `best`.
 
-    Prunes twice, in float32 with slack, then decides exactly. Before the noise: tokens that need more noise
-    than possible to beat the likeliest's score. Before the logarithms: tokens whose upper bound (`_reach`)
-    is below a score already found.
+    Prunes twice, in float32 with slack, then decides exactly. Before the noise: tokens that cannot beat the
+    likeliest's score. Before the logarithms: tokens whose upper bound (`_reach`) is below a score found.
     """
     words = np.empty(_BLOCKS * LANES, np.uint32)
     blocks[0] = best // LANES

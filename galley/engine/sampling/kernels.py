@@ -34,7 +34,6 @@ def _draw_some(
     drawn: Ids,
     scratch: Scratch,
 ) -> None:
-    """Run the draws [first, last) of `draw_rows`."""
     own = of_thread(scratch, thread)
     for d in range(first, last):
         draw = draws[d]
@@ -92,7 +91,6 @@ def _draw(logits: Floats, draw: Any, ids: Ids, biases: Floats, tokens: Ids, at: 
 
 @part
 def _remember(tokens: Ids, times: int, scratch: Scratch) -> None:
-    """Add `tokens` to the history; each counts `times` in the output."""
     for token in tokens:
         if not 0 <= token < len(scratch.seen):
             continue
@@ -149,8 +147,7 @@ def list_likeliest(
 ) -> None:
     """Write the log-sum-exp of each of `rows` to `norms`, and its likeliest tokens to `ids` [rows, top].
 
-    Lists tops[i] tokens of row i, by (logit descending, id ascending). The norm is NaN where the logits have
-    no finite maximum.
+    Lists tops[i] tokens of row i. The norm is NaN where the logits have no finite maximum.
     """
     weights = scratch.weights[0]
     for i in range(len(rows)):

@@ -78,7 +78,6 @@ def any_above(logits: Floats, limit: np.float32) -> bool:
 
 @part
 def _insert(row: Floats, token: int, listed: Ids) -> None:
-    """Insert `token` in order, after its equals; the last one drops out."""
     at = len(listed) - 1
     while at > 0 and row[token] > row[listed[at - 1]]:
         listed[at] = listed[at - 1]

@@ -58,7 +58,6 @@ class Scratch(NamedTuple):
 
 @part
 def of_thread(scratch: Scratch, thread: int) -> Scratch:
-    """Return one thread's work space, without the first dimension."""
     return Scratch(
         scratch.row[thread],
         scratch.scaled[thread],

@@ -30,7 +30,6 @@ def masked_rows(draw: Draw) -> int:
 
 
 def has_penalties(draw: Draw) -> bool:
-    """Return True if tokens of the history change the logits."""
     params = draw.params
     return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
 
@@ -43,5 +42,4 @@ def is_plain(draw: Draw) -> bool:
 
 
 def no_maximum(draw: Draw) -> Broken:
-    """Return the error of a draw whose first row has no finite maximum."""
     return Broken(f"logits for position {len(draw.history)}: must have a finite maximum")

@@ -99,10 +99,7 @@ def _cap(scores: Floats, first: int, last: int, softcap: np.float32) -> None:
 
 @helper
 def _weigh(scores: Floats, at: int, first: int, last: int, softcap: np.float32, lanes: Floats) -> np.float32:
-    """Replace scores[at + first : at + last] by e**(score - max), all others of these blocks by 0.
-
-    Returns the weights' sum. `first` is in the first block of 32.
-    """
+    """Replace scores[at + first : at + last] by e**(score - max), the rest of their blocks by 0; sum them."""
     end = (last + LANES - 1) // LANES * LANES
     for i in range(first):
         scores[at + i] = _LOWEST
@@ -129,7 +126,6 @@ def _weigh(scores: Floats, at: int, first: int, last: int, softcap: np.float32, 
 
 @helper
 def _first_seen(position: int, window: int) -> int:
-    """Return the first position that a query at `position` attends to."""
     return max(0, position - window + 1) if window > 0 else 0
 
 
@@ -151,8 +147,7 @@ def _add_values(
     """Add one block's weighted values to the sums of rows [rows[0], rows[1]).
 
     Row r attends to positions [spans[r, 0], spans[r, 1]). Positions that all rows attend to are computed
-    together; the ends, where a later row's keys begin or an earlier row's end, row by row. Each row adds its
-    keys in order.
+    together, the ends row by row. Each row adds its keys in order.
     """
     start = block * LANES
     first, last = rows
@@ -178,7 +173,6 @@ def _add_values(
 
 @helper
 def _block_at(tables: Ints, at: int, kv_heads: int, head: int, numbers: int) -> int:
-    """Return where one head's `numbers` of the block in tables[at] begin."""
     place: int = (tables[at] * kv_heads + head) * numbers
     return place
 
@@ -211,7 +205,6 @@ def _attend(
     all_spans: Ints,
     out: Stored,
 ) -> None:
-    """Run the tasks [first_task, last_task) of `attend` in the work space of one thread."""
     scores, sums, spans = all_scores[thread], all_sums[thread], all_spans[thread]
     kv_heads, _, group, key_dim = queries.shape
     all_rows = queries.shape[1]

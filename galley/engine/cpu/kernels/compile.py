@@ -26,12 +26,10 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": 
 class _Cache(_Base):  # type: ignore[misc]  # a base of type Any
     """numba's cache of a function, without errors for damaged or mismatched files.
 
-    Two processes that compile a function for different types at once may give their files the same name, so a
-    file may hold code for other types.
+    Two processes that compile a function for different types at once may give their files the same name.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the compiled function for these types, or None."""
         try:
             overload = super().load_overload(sig, target_context)
         except Exception:  # noqa: BLE001  # a damaged file may raise anything
@@ -41,7 +39,6 @@ class _Cache(_Base):  # type: ignore[misc]  # a base of type Any
         return overload if overload is not None and tuple(overload.signature.args) == tuple(sig) else None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Store the compiled function; do nothing if the disk fails."""
         with suppress(OSError):
             super().save_overload(sig, data)
 
@@ -51,8 +48,7 @@ def compile_kernels(
 ) -> list[Callable[..., None]]:
     """Return `functions` as machine code, compiled at the first call or loaded from the cache directory.
 
-    `modules` are all modules whose code the functions contain: numba itself notices a change of a function's
-    own file, and not of what the function calls.
+    `modules` are all whose code the functions contain: numba notices only a change of a function's own file.
     """
     openmp.link()
     sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
@@ -82,7 +78,6 @@ class Kernels:
 
 @cache
 def compiled() -> Kernels:
-    """Return the kernels of attention and layers as machine code."""
     functions = vars(attention) | vars(layers)
     chosen = [functions[name] for name in Kernels.__dataclass_fields__]
     return Kernels(*compile_kernels("layers", chosen, (ops, attention, layers, openmp)))

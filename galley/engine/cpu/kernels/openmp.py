@@ -43,10 +43,7 @@ def threads() -> int:
 
 
 def worth(count: int, work_ns: float) -> int:
-    """Return how many of `count` threads a loop of about `work_ns` should use: 1 or all.
-
-    libgomp ends the threads that a smaller team does not use.
-    """
+    """Return how many of `count` threads a loop of `work_ns` should use: 1 or all: libgomp ends idle ones."""
     return count if work_ns >= _WORTH_NS else 1
 
 
@@ -60,10 +57,10 @@ def link() -> None:
 
 
 def shared(loop: Callable[..., None]) -> Callable[..., None]:
-    """Turn loop(thread, first, last, *arguments) into run(threads, items, *arguments).
+    """Turn loop(thread, first, last, *arguments) into run(threads, items, *arguments), for compiled code.
 
-    The loop handles items [first, last) and raises nothing. `run` splits the items over up to `threads`
-    threads, which have all ended when it returns. Both are for compiled code only.
+    The loop handles items [first, last) and raises nothing. All of the up to `threads` threads have ended
+    when `run` returns.
     """
     compiled: Any = helper(loop)
     parallel = _parallel(compiled)

@@ -19,7 +19,6 @@ from numba.core import cgutils as _cgutils
 from numba.core import types
 from numba.extending import intrinsic as _intrinsic
 
-# numba's own helpers are not typed.
 cgutils: Any = _cgutils
 
 F = TypeVar("F", bound="Callable[..., Any]")
@@ -41,7 +40,6 @@ def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def helper(function: F) -> F:
-    """Compile a function that only compiled code calls."""
     return cast("F", numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function))
 
 
@@ -83,10 +81,7 @@ def narrow(typingctx: Any, value: Any, like: Any) -> tuple[Any, Any]:
 
 
 def _emit_exp(builder: Any, x: Any) -> Any:
-    """Emit e**x of a float or a vector of them, to 2 ulp (the polynomial of Cephes' expf).
-
-    0 below -87.3, infinity above 88.3, NaN of NaN.
-    """
+    """Emit e**x to 2 ulp (Cephes' expf): 0 below -87.3, infinity above 88.3, NaN of NaN."""
     kind = x.type
     vector = isinstance(kind, ir.VectorType)
     integers = ir.VectorType(_I32, LANES) if vector else _I32
@@ -115,12 +110,10 @@ def _emit_exp(builder: Any, x: Any) -> Any:
 
 @intrinsic
 def exp32(typingctx: Any, x: Any) -> tuple[Any, Any]:
-    """Return e**x in float32, as `_emit_exp` computes it."""
     return types.float32(types.float32), lambda _c, builder, _s, args: _emit_exp(builder, args[0])
 
 
 def array_at(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
-    """Emit the address of an array's number at `index`."""
     return cgutils.gep_inbounds(builder, context.make_array(kind)(context, builder, array).data, index)
 
 
@@ -192,8 +185,7 @@ def _emit_tile(
 ) -> None:
     """Emit c[m, 0:32] = sum over i < steps of a[m, i] * b[i, 0:32] for m < rows; onto c if `add`.
 
-    Each step also prefetches the same row of what lies at `ahead`. Blocks are scattered, so the CPU cannot
-    predict the next one; prefetched one by one between products, its lines do not delay those.
+    Each step prefetches the same row of what lies at `ahead`: the CPU cannot predict scattered blocks.
     """
     sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(rows)]
     ends = [
