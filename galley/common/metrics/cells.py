@@ -32,7 +32,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """`at_s` is Unix time."""
+    """One observation with its span; `at_s` is Unix time."""
 
     value: float
     span: SpanRef
@@ -41,7 +41,7 @@ class Exemplar:
 
 @dataclass(frozen=True, slots=True)
 class Distributed:
-    """`counts[i]` observations up to `bounds[i]`, the last count above all bounds."""
+    """A histogram's values: `counts[i]` observations up to `bounds[i]`, the last count above all bounds."""
 
     bounds: Sequence[float]
     counts: Sequence[int]

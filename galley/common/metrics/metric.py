@@ -31,7 +31,7 @@ _SUFFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Without fixed `values` a label keeps the first `most` values and replaces others by OTHER."""
+    """A label. Without fixed `values` it keeps the first `most` values and replaces others by OTHER."""
 
     name: str
     description: str

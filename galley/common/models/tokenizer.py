@@ -30,7 +30,7 @@ _SPECIAL_VARIABLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "se
 
 
 class Tokenizer:
-    """Safe to use from several threads."""
+    """Text to token ids and back, as the model's own files say. Safe to use from several threads."""
 
     def __init__(self, fast: FastTokenizer, template: ChatTemplate | None, digest: str) -> None:
         """Switch off truncation and padding of `fast`; `digest` is the tokenizer's `hash`."""

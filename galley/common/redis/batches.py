@@ -33,7 +33,7 @@ class _Call:
 
 
 class Batches:
-    """Use it in one event loop."""
+    """Batch the commands for the server of `pool`; for one event loop."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool

@@ -23,7 +23,7 @@ _SETTING = "redis_url"
 
 
 class _Contexts:
-    """Certificates and host names are always checked."""
+    """The TLS context of redis-py connections; certificates and host names are always checked."""
 
     def __init__(self, tls: Tls) -> None:
         """Raise BadFile."""

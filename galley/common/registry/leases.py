@@ -104,7 +104,7 @@ class Replaced(ServerFault):
 
 
 class ReplicaRegistry:
-    """Every call is one attempt; it raises StoreUnavailable if Redis is away."""
+    """The registry at `url`; every call is one attempt, and raises StoreUnavailable if Redis is away."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class Service(Protocol):
         """Refuse new work and finish running work; cancelled when the drain timeout passes."""
 
     async def close(self) -> None:
-        """Close once, after the server has stopped."""
+        """Release all resources; called once, after the server has stopped."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """An empty path is no file."""
+    """The files of authorities, certificate and key; an empty path is no file."""
 
     ca: NamedFile
     cert: NamedFile

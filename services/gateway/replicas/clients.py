@@ -371,7 +371,7 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
 
 
 class DraftClient(ReplicaClient[pb.ProposeItem, pb.ProposeAnswer]):
-    """Send no request without `replica`."""
+    """One draft address; send no request without `replica`."""
 
     info: pb.GetDraftInfoResponse
 

@@ -31,7 +31,7 @@ SPEC_FIELD = "spec"
 
 
 class Streams:
-    """`ports_of` returns the ports of a session; `decode` turns token ids into text."""
+    """The open streams. `ports_of` returns the ports of a session; `decode` turns token ids into text."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ LAST_CALL_S = 0.5
 
 
 class SessionLog:
-    """Each change returns the event that the machine gets of it."""
+    """The log of one session, for one owner. Each change returns the event that the machine gets of it."""
 
     def __init__(
         self,
