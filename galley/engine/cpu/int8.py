@@ -44,7 +44,6 @@ class Int8Product:
     dtype: torch.dtype
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the product of contiguous float32 or bfloat16 rows."""
         out = torch.empty(len(rows), len(self.scales), dtype=self.dtype)
         threads = openmp.worth(openmp.threads(), len(rows) * self.inputs * len(self.scales) * _WEIGHT_NS)
         _compiled()(threads, as_array(rows), self.weights, self.scales, as_array(out))

@@ -49,8 +49,6 @@ def serves(dtype: torch.dtype, device: str) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` for inference, with packed weights."""
-
     def __init__(self, layer: nn.Linear, product: Product) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features

@@ -66,7 +66,6 @@ class ProcessGroup(Ranks):
         return total.to(part.dtype)
 
     def join_columns(self, part: Tensor) -> Tensor:
-        """Return [rows, n] of the ranks' [rows, n / size], in rank order. Raises RankLost."""
         return torch.cat(tuple(self._gather(part)), dim=-1)
 
     def wait_at_most(self, timeout_s: float) -> None:

@@ -43,7 +43,7 @@ def threads() -> int:
 
 
 def worth(count: int, work_ns: float) -> int:
-    """Return how many of `count` threads a loop of `work_ns` should use: 1 or all: libgomp ends idle ones."""
+    """Return how many of `count` threads a loop of `work_ns` uses: 1 or all, as libgomp ends idle ones."""
     return count if work_ns >= _WORTH_NS else 1
 
 
