@@ -146,7 +146,7 @@ async def test_caller_faults_are_counted_as_such(world: World) -> None:
     await anext(left)
     left.cancel()
     await it.gateway.idle()
-    late = await refused(hear(it.gateway.ask(timeout_s=0.2)))
+    late = await refused(hear(it.gateway.ask(timeout_s=1.0)))
     assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await it.gateway.idle()
     assert it.ends() == {
