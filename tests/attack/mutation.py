@@ -118,10 +118,10 @@ class Mutator:
 
 
 def _tree(message: Message) -> list[Message]:
-    found = [message]
+    results = [message]
     for field, value in message.ListFields():
         if field.message_type is None or field.message_type.GetOptions().map_entry:
             continue
         for part in value if field.is_repeated else (value,):
-            found += _tree(part)
-    return found
+            results += _tree(part)
+    return results

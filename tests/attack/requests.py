@@ -57,13 +57,13 @@ class Rpc:
 
 
 def rpcs() -> list[Rpc]:
-    found = []
+    results = []
     for (service, full_name), makers in _MAKERS.items():
         methods = descriptor_pool.Default().FindServiceByName(full_name).methods_by_name
         missing = set(methods) - set(makers)
         assert not missing, f"{full_name}: no requests for {missing}"
-        found += [Rpc(service, methods[name], make, share) for name, (make, share) in makers.items()]
-    return found
+        results += [Rpc(service, methods[name], make, share) for name, (make, share) in makers.items()]
+    return results
 
 
 def some_metadata(random: Random) -> list[tuple[str, str | bytes]]:

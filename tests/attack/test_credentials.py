@@ -121,8 +121,8 @@ async def test_strangers_are_turned_away_before_anything_is_done(
                 end = await end_of(channel, method, request, metadata)
                 assert (end.code, end.answers) == (grpc.StatusCode.UNAUTHENTICATED, 0)
                 assert end.initial == ()
-                shown = f"{end.details} {end.trailing}"
-                assert not [key for key in (GOOD, BAD, EXPIRED, NOBODY) if key in shown]
+                output = f"{end.details} {end.trailing}"
+                assert not [key for key in (GOOD, BAD, EXPIRED, NOBODY) if key in output]
         assert await commands(client) == before
 
 

@@ -186,8 +186,8 @@ class Victim:
         served = [running.address for running in self._running.values()]
         served += [self._running["gateway"].health_address, *self._metrics.values()]
         ports = {int(address.rpartition(":")[2]) for address in served}
-        found: list[Any] = process.net_connections("tcp")
-        ends = {(one.laddr.port, one.raddr.port) for one in found if one.raddr}
+        results: list[Any] = process.net_connections("tcp")
+        ends = {(one.laddr.port, one.raddr.port) for one in results if one.raddr}
         return sum(port in ports and (peer, port) not in ends for port, peer in ends)
 
 

@@ -133,38 +133,38 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 
 def rows() -> list[Row]:
     """Return combinations of settings in which every possible pair of settings occurs."""
-    wanted = {
+    expected = {
         pair
         for first, second in combinations(SWITCHES, 2)
         for pair in product(_settings(first), _settings(second))
         if possible(dict(pair))
     }
-    found: list[Row] = []
-    while wanted:
-        row = _row(wanted)
-        found.append(row)
-        wanted -= set(combinations(row.items(), 2))
-    return found
+    results: list[Row] = []
+    while expected:
+        row = _row(expected)
+        results.append(row)
+        expected -= set(combinations(row.items(), 2))
+    return results
 
 
 def _settings(name: str) -> list[tuple[str, str]]:
     return [(name, each) for each in SWITCHES[name]]
 
 
-def _row(wanted: set[Pair]) -> Row:
+def _row(expected: set[Pair]) -> Row:
     """Complete an uncovered pair, at each switch with the setting that covers most further pairs."""
-    row: Row = dict(min(wanted))
+    row: Row = dict(min(expected))
     for name, settings in SWITCHES.items():
         if name not in row:
             options = [each for each in settings if possible({**row, name: each})]
-            row[name] = max(options, key=partial(_gain, row, name, wanted))
+            row[name] = max(options, key=partial(_gain, row, name, expected))
     return {name: row[name] for name in SWITCHES}
 
 
-def _gain(row: Row, name: str, wanted: set[Pair], each: str) -> int:
+def _gain(row: Row, name: str, expected: set[Pair], each: str) -> int:
     whole = {**row, name: each}
     ordered = {known: whole[known] for known in SWITCHES if known in whole}
-    return sum(pair in wanted for pair in combinations(ordered.items(), 2))
+    return sum(pair in expected for pair in combinations(ordered.items(), 2))
 
 
 def possible(row: Mapping[str, str]) -> bool:

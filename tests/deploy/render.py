@@ -100,23 +100,23 @@ def component(manifest: Manifest) -> str:
 
 def pod_templates(manifests: list[Manifest]) -> dict[str, Manifest]:
     """Return everything that becomes a pod, with metadata and spec, by a unique name."""
-    found: dict[str, Manifest] = {}
+    result: dict[str, Manifest] = {}
     for manifest in manifests:
         spec = manifest.get("spec", {})
         match manifest["kind"]:
             case "Deployment" | "StatefulSet":
-                found[component(manifest)] = spec["template"]
+                result[component(manifest)] = spec["template"]
             case "LeaderWorkerSet":
-                found["target"] = spec["leaderWorkerTemplate"]["leaderTemplate"]
-                found["target-worker"] = spec["leaderWorkerTemplate"]["workerTemplate"]
+                result["target"] = spec["leaderWorkerTemplate"]["leaderTemplate"]
+                result["target-worker"] = spec["leaderWorkerTemplate"]["workerTemplate"]
             case "RayService":
                 cluster = spec["rayClusterConfig"]
-                found["ray-head"] = cluster["headGroupSpec"]["template"]
+                result["ray-head"] = cluster["headGroupSpec"]["template"]
                 (workers,) = cluster["workerGroupSpecs"]
-                found["target"] = workers["template"]
+                result["target"] = workers["template"]
             case "Pod":
-                found["test"] = manifest
-    return found
+                result["test"] = manifest
+    return result
 
 
 def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
@@ -130,8 +130,8 @@ def pod(workload: Manifest) -> Manifest:
 
 def only_container(spec: Manifest) -> Manifest:
     (only,) = spec["containers"]
-    found: Manifest = only
-    return found
+    result: Manifest = only
+    return result
 
 
 def container(workload: Manifest) -> Manifest:

@@ -16,8 +16,8 @@ def mounted(spec: Manifest) -> dict[str, str]:
         volume["name"]: volume.get("secret", {}).get("secretName") or volume.get("configMap", {}).get("name")
         for volume in spec["volumes"]
     }
-    found = {mount["mountPath"]: sources[mount["name"]] for mount in only_container(spec)["volumeMounts"]}
-    return {path: name for path, name in found.items() if path.startswith("/etc/galley/")}
+    result = {mount["mountPath"]: sources[mount["name"]] for mount in only_container(spec)["volumeMounts"]}
+    return {path: name for path, name in result.items() if path.startswith("/etc/galley/")}
 
 
 def files(spec: Manifest) -> dict[str, str]:
@@ -159,14 +159,14 @@ def test_an_ingress_passes_on_the_one_service(tls: Manifest, backend: str) -> No
     own = {"nginx.ingress.kubernetes.io/proxy-read-timeout": "7200"}
     ingress = {"enabled": True, "host": "g.example.com", "tlsSecretName": "edge", "annotations": own}
     values = {"ingress": {**ingress, "className": "nginx"}, "networkPolicy": FROM_EDGE, "tls": tls}
-    (found,) = of_kind(render(values), "Ingress").values()
-    (rule,) = found["spec"]["rules"]
+    (result,) = of_kind(render(values), "Ingress").values()
+    (rule,) = result["spec"]["rules"]
     assert rule["host"] == "g.example.com"
     (path,) = rule["http"]["paths"]
     assert path["path"] == "/galley.v1.Generation/", "health and reflection stay inside"
     assert path["backend"]["service"] == {"name": "galley-gateway", "port": {"name": "grpc"}}
-    assert found["spec"]["tls"] == [{"hosts": ["g.example.com"], "secretName": "edge"}]
-    annotations = found["metadata"]["annotations"]
+    assert result["spec"]["tls"] == [{"hosts": ["g.example.com"], "secretName": "edge"}]
+    annotations = result["metadata"]["annotations"]
     assert annotations["nginx.ingress.kubernetes.io/backend-protocol"] == backend
     assert own.items() <= annotations.items()
 
@@ -174,10 +174,10 @@ def test_an_ingress_passes_on_the_one_service(tls: Manifest, backend: str) -> No
 def test_a_route_passes_on_the_one_service() -> None:
     parents = [{"name": "public", "namespace": "gateways", "sectionName": "https"}]
     route = {"enabled": True, "parentRefs": parents, "hostnames": ["g.example.com"]}
-    (found,) = of_kind(render({"gatewayApi": route, "networkPolicy": FROM_EDGE}), "GRPCRoute").values()
-    assert found["spec"]["parentRefs"] == parents
-    assert found["spec"]["hostnames"] == ["g.example.com"]
-    (rule,) = found["spec"]["rules"]
+    (result,) = of_kind(render({"gatewayApi": route, "networkPolicy": FROM_EDGE}), "GRPCRoute").values()
+    assert result["spec"]["parentRefs"] == parents
+    assert result["spec"]["hostnames"] == ["g.example.com"]
+    (rule,) = result["spec"]["rules"]
     assert rule["matches"] == [{"method": {"service": "galley.v1.Generation"}}]
     assert rule["backendRefs"] == [{"name": "galley-gateway", "port": 50051}]
 

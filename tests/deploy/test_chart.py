@@ -320,7 +320,7 @@ def test_each_image_can_be_pinned_by_itself() -> None:
         "image": {"registry": "registry.example.com/team", "tag": "1.2.3"},
         "target": {"image": {"repository": "galley-target-cuda", "tag": pinned}},
     }
-    found = {name: only_container(spec)["image"] for name, spec in pods(render(values)).items()}
-    assert found["target"] == f"registry.example.com/team/galley-target-cuda:{pinned}"
-    assert found["gateway"] == found["test"] == "registry.example.com/team/galley-gateway:1.2.3"
-    assert found["draft"] == "registry.example.com/team/galley-draft:1.2.3"
+    result = {name: only_container(spec)["image"] for name, spec in pods(render(values)).items()}
+    assert result["target"] == f"registry.example.com/team/galley-target-cuda:{pinned}"
+    assert result["gateway"] == result["test"] == "registry.example.com/team/galley-gateway:1.2.3"
+    assert result["draft"] == "registry.example.com/team/galley-draft:1.2.3"

@@ -79,13 +79,13 @@ def test_what_is_written_to_is_a_volume(role: str) -> None:
 @pytest.mark.parametrize("role", ROLES)
 def test_installed_packages_are_locked(role: str) -> None:
     text = dockerfile(role)
-    found = re.findall(r"pip (?:--python \S+ )?install ([^&\n]*)", text)
-    installed, own = [words.strip() for words in found], "dist/*.whl"
+    results = re.findall(r"pip (?:--python \S+ )?install ([^&\n]*)", text)
+    installed, own = [words.strip() for words in results], "dist/*.whl"
     assert own in installed
     assert all("--require-hashes" in words for words in installed if words != own)
-    wanted = {"gateway": {"gateway"}, "draft": {"torch-${DEVICE}", "draft"}}
-    wanted["target"] = {"torch-${DEVICE}", "target", "model"}
-    assert set(re.findall(r"-r \"?locks/(\S+?)\.txt", text)) == wanted[role] | {"build"}
+    expected = {"gateway": {"gateway"}, "draft": {"torch-${DEVICE}", "draft"}}
+    expected["target"] = {"torch-${DEVICE}", "target", "model"}
+    assert set(re.findall(r"-r \"?locks/(\S+?)\.txt", text)) == expected[role] | {"build"}
     assert re.search(r"\b(pip|apt-get|gcc|strip)\b", last_stage(role)) is None
 
 

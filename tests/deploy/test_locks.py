@@ -43,13 +43,13 @@ def test_these_are_the_locks() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_locks_hold_the_tested_pins_with_hashes(name: str) -> None:
     text = (LOCKS / f"{name}.txt").read_text()
-    found = entries(name)
-    assert "".join(f"{entry}\n" for entry in found.values()) == text
-    versions = {package: entry.partition("==")[2].split()[0] for package, entry in found.items()}
+    result = entries(name)
+    assert "".join(f"{entry}\n" for entry in result.values()) == text
+    versions = {package: entry.partition("==")[2].split()[0] for package, entry in result.items()}
     assert {package: version.partition("+")[0] for package, version in versions.items()} == {
         package: pinned()[package] for package in versions
     }
-    for entry in found.values():
+    for entry in result.values():
         digests = re.findall(r"--hash=sha256:([0-9a-f]{64})(?: \\)?$", entry, re.MULTILINE)
         assert len(digests) == entry.count("--hash=") > 0
 
@@ -76,12 +76,12 @@ def test_the_gateway_has_no_torch() -> None:
 @pytest.mark.parametrize("role", sorted(EXTRAS))
 def test_all_that_the_extra_asks_for_is_there(role: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
-    asked |= {
+    requests = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    requests |= {
         canonicalize_name(Requirement(line).name) for line in project["optional-dependencies"][EXTRAS[role]]
     }
     there = entries(role).keys() | (set() if role == "gateway" else {"torch"})
-    assert asked - {"galley"} <= there
+    assert requests - {"galley"} <= there
 
 
 def test_another_torch_for_the_cpu_needs_its_wheel(tmp_path: Path) -> None:

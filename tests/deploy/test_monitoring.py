@@ -52,19 +52,19 @@ def test_a_monitor_finds_the_metrics_of_each_role_once(kind: str) -> None:
     rendered = render({"monitoring": {"scrape": scrape, "labels": {"release": "prometheus"}}})
     (monitor,) = of_kind(rendered, kind).values()
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
-    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    expected = monitor["spec"]["selector"]["matchLabels"].items()
     (endpoint,) = monitor["spec"]["podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"]
     assert (endpoint["port"], endpoint["path"]) == ("metrics", "/metrics")
     offering = []
     if kind == "PodMonitor":
         for role, template in pod_templates(rendered).items():
             ports = {port["name"] for port in only_container(template["spec"]).get("ports", [])}
-            if wanted <= template["metadata"]["labels"].items() and "metrics" in ports:
+            if expected <= template["metadata"]["labels"].items() and "metrics" in ports:
                 offering.append(role)
     else:
         for service in services(rendered).values():
             ports = {port["name"] for port in service["spec"]["ports"]}
-            if wanted <= service["metadata"]["labels"].items():
+            if expected <= service["metadata"]["labels"].items():
                 assert "metrics" in ports
                 offering.append(service["spec"]["selector"]["app.kubernetes.io/component"])
     assert sorted(offering) == sorted(ROLES)
@@ -96,12 +96,12 @@ def test_runbooks_may_be_served_elsewhere() -> None:
 
 def test_the_dashboards_are_those_of_the_repository() -> None:
     rendered = render({"monitoring": {"dashboards": {"enabled": True}}})
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for config in of_kind(rendered, "ConfigMap").values():
         assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
-        found |= {name: json.loads(text) for name, text in config["data"].items()}
+        result |= {name: json.loads(text) for name, text in config["data"].items()}
     committed = (CHART / "files" / "dashboards").glob("*.json")
-    assert found == {path.name: json.loads(path.read_text()) for path in committed}
+    assert result == {path.name: json.loads(path.read_text()) for path in committed}
 
 
 @pytest.mark.parametrize(

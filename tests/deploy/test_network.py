@@ -18,11 +18,11 @@ Opening = tuple[str, int]
 def openings(manifests: list[Manifest], role: str, side: str) -> set[Opening]:
     spec = of_kind(manifests, "NetworkPolicy")[f"galley-{role}"]["spec"]
     peers = {"ingress": "from", "egress": "to"}[side]
-    found = set()
+    results = set()
     for rule in spec.get(side, []):
         for port in rule.get("ports", [{"port": 0}]):
-            found |= {(name_of(peer), port["port"]) for peer in rule.get(peers, [{}])}
-    return found
+            results |= {(name_of(peer), port["port"]) for peer in rule.get(peers, [{}])}
+    return results
 
 
 def name_of(peer: dict[str, Any]) -> str:
@@ -169,8 +169,8 @@ def test_the_collector_is_reached_at_its_port(endpoint: str, port: int) -> None:
     ],
 )
 def test_an_issuer_is_reached_at_its_port(jwt: Manifest, ports: set[int]) -> None:
-    found = openings(render({"auth": {"jwt": {**JWT, **jwt}}}), "gateway", "egress")
-    assert {port for peer, port in found if peer == "0.0.0.0/0"} == ports
+    result = openings(render({"auth": {"jwt": {**JWT, **jwt}}}), "gateway", "egress")
+    assert {port for peer, port in result if peer == "0.0.0.0/0"} == ports
 
 
 def test_without_scraping_metrics_are_closed() -> None:

@@ -25,8 +25,8 @@ TRIGGERS = {
 
 
 def scaled_objects(values: Manifest | None = None) -> dict[str, Manifest]:
-    found = of_kind(render({"keda": KEDA, **(values or {})}), "ScaledObject")
-    return {name.removeprefix("galley-"): scaled["spec"] for name, scaled in found.items()}
+    result = of_kind(render({"keda": KEDA, **(values or {})}), "ScaledObject")
+    return {name.removeprefix("galley-"): scaled["spec"] for name, scaled in result.items()}
 
 
 def queries(matchers: str = "") -> dict[str, str]:
@@ -58,14 +58,14 @@ def test_without_being_asked_nothing_scales() -> None:
 
 
 def test_pools_scale_by_who_waits_for_them() -> None:
-    found = scaled_objects()
-    actual = {role: [trigger["name"] for trigger in spec["triggers"]] for role, spec in found.items()}
+    result = scaled_objects()
+    actual = {role: [trigger["name"] for trigger in spec["triggers"]] for role, spec in result.items()}
     assert actual == TRIGGERS
-    for spec in found.values():
+    for spec in result.values():
         for trigger in spec["triggers"]:
             assert trigger["type"] == "prometheus"
             assert trigger["metadata"]["serverAddress"] == KEDA["prometheus"]["serverAddress"]
-    thresholds = [float(trigger["metadata"]["threshold"]) for trigger in found["draft"]["triggers"]]
+    thresholds = [float(trigger["metadata"]["threshold"]) for trigger in result["draft"]["triggers"]]
     defaults = default_values()["keda"]["draft"]
     assert thresholds == [defaults["waitShare"], defaults["queueAgeSeconds"]]
 
@@ -115,8 +115,8 @@ def test_what_tells_a_release_apart_is_for_the_values_to_say() -> None:
 
 
 def metric(prometheus: str) -> Metric:
-    (found,) = (metric for metric in METRICS if metric.prometheus == prometheus)
-    return found
+    (result,) = (metric for metric in METRICS if metric.prometheus == prometheus)
+    return result
 
 
 def series(name: str, values: str, **labels: str) -> dict[str, str]:
@@ -136,20 +136,20 @@ def histogram(prometheus: str, per_minute: dict[float, int], pod: str) -> list[d
 
 def busy() -> list[dict[str, str]]:
     """Two drafts and two targets: all queue, and drafts take a quarter of the rounds' time."""
-    found = [
+    results = [
         series("galley_verify_draft_wait_seconds_sum", "0+15x10", pod="gateway"),
         series("galley_round_duration_seconds_sum", "0+60x10", pod="gateway"),
     ]
     for pod in ("a", "b"):
-        found += histogram("galley_draft_queue_age_seconds", {0.1: 100}, pod)
-        found += histogram("galley_queue_age_seconds", {1.0: 100}, pod)
-        found += [series("galley_draft_queue_depth", "3x10", pod=pod)]
-        found += [series("galley_queue_depth", "3x10", pod=pod)]
-        found += [
+        results += histogram("galley_draft_queue_age_seconds", {0.1: 100}, pod)
+        results += histogram("galley_queue_age_seconds", {1.0: 100}, pod)
+        results += [series("galley_draft_queue_depth", "3x10", pod=pod)]
+        results += [series("galley_queue_depth", "3x10", pod=pod)]
+        results += [
             series("galley_kv_blocks", f"{blocks}x10", pod=pod, state=state)
             for state, blocks in {"used": 90, "cached": 8, "free": 2}.items()
         ]
-    return found
+    return results
 
 
 def idle() -> list[dict[str, str]]:
@@ -160,7 +160,7 @@ def idle() -> list[dict[str, str]]:
 def answers(tmp_path: Path, given: list[dict[str, str]], expected: dict[str, list[float]]) -> None:
     if shutil.which("promtool") is None:
         pytest.skip(NOT_INSTALLED)
-    asked: list[dict[str, Any]] = [
+    requests: list[dict[str, Any]] = [
         {
             "expr": f"round({query}, 0.001)",
             "eval_time": "8m",
@@ -169,7 +169,7 @@ def answers(tmp_path: Path, given: list[dict[str, str]], expected: dict[str, lis
         for name, query in queries().items()
     ]
     file = tmp_path / "tests.yaml"
-    test = {"interval": "1m", "input_series": given, "promql_expr_test": asked}
+    test = {"interval": "1m", "input_series": given, "promql_expr_test": requests}
     file.write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
     done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()

@@ -79,21 +79,21 @@ class FakeGateway(rpc.GenerationServicer):
             started=pb.Started(session_id=SESSION, seed=2**63, prompt_tokens=5, model="tiny")
         )
         index = 0
-        for number, said in enumerate(self.script):
+        for number, output in enumerate(self.script):
             self._maybe_fail(number, context)
-            size = len(said.token_ids)
+            size = len(output.token_ids)
             if index >= next_index:
                 yield pb.StreamEvent(
                     chunk=pb.Chunk(
                         index=index,
-                        token_ids=said.token_ids,
-                        text=said.text,
-                        from_draft=[said.from_draft] * size,
+                        token_ids=output.token_ids,
+                        text=output.text,
+                        from_draft=[output.from_draft] * size,
                         logprobs=[
                             pb.PositionLogprobs(
                                 logprob=logprob, top=[pb.TokenLogprob(token_id=token_id, logprob=logprob)]
                             )
-                            for token_id, logprob in zip(said.token_ids, said.logprobs, strict=False)
+                            for token_id, logprob in zip(output.token_ids, output.logprobs, strict=False)
                         ],
                     )
                 )

@@ -31,14 +31,22 @@ def ec_key(curve: ec.EllipticCurve | None = None) -> ec.EllipticCurvePrivateKey:
 
 
 def jwk(private: Any, algorithm: str, **more: Any) -> dict[str, Any]:
-    found: dict[str, Any] = get_default_algorithms()[algorithm].to_jwk(private.public_key(), as_dict=True)
-    return {**found, **more}
+    result: dict[str, Any] = get_default_algorithms()[algorithm].to_jwk(private.public_key(), as_dict=True)
+    return {**result, **more}
 
 
 def claims(**more: Any) -> dict[str, Any]:
     now = int(time.time())
-    told = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "iat": now, "nbf": now, "exp": now + 600, **more}
-    return {name: value for name, value in told.items() if value is not None}
+    fields = {
+        "iss": ISSUER,
+        "aud": AUDIENCE,
+        "sub": "alice",
+        "iat": now,
+        "nbf": now,
+        "exp": now + 600,
+        **more,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 @dataclass
@@ -52,8 +60,8 @@ class TokenIssuer:
         return jwk(self.private, self.algorithm, kid=self.key_id, use="sig")
 
     def token(self, header: dict[str, Any] | None = None, **more: Any) -> str:
-        told = {"kid": self.key_id, **(header or {})}
-        named = {name: value for name, value in told.items() if value is not None}
+        fields = {"kid": self.key_id, **(header or {})}
+        named = {name: value for name, value in fields.items() if value is not None}
         return jwt.encode(claims(**more), self.private, algorithm=self.algorithm, headers=named)
 
 

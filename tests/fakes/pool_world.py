@@ -121,23 +121,23 @@ class _Stream:
             self.pool.draft(job)
 
     def guess(self, job: _Job) -> int:
-        asked = job.asked
-        known = [*asked.slice.tokens, *job.tokens]
-        position = asked.slice.start + len(known)
+        request = job.asked
+        known = [*request.slice.tokens, *job.tokens]
+        position = request.slice.start + len(known)
         if position >= len(self.truth):
             return 0
-        whole = self.pool.scenario.copies or known == self.truth[asked.slice.start : position]
+        whole = self.pool.scenario.copies or known == self.truth[request.slice.start : position]
         return self.truth[position] if whole and self.right[position] else 0
 
     def proposed(self, job: _Job) -> None:
         if job is not self.job:
             return
         self.job = None
-        asked = job.asked
-        tokens = [*self.truth[: asked.slice.start], *asked.slice.tokens]
+        request = job.asked
+        tokens = [*self.truth[: request.slice.start], *request.slice.tokens]
         self.tell(
             ev.Proposed(
-                request_id=asked.request_id,
+                request_id=request.request_id,
                 position=len(tokens),
                 prefix_hash=prefix_hash(tokens),
                 tokens=tuple(job.tokens),
@@ -218,21 +218,21 @@ class Pool:
         self._plan()
 
     @staticmethod
-    def _request(stream: _Stream, asked: ev.Verify) -> VerifyRequest:
+    def _request(stream: _Stream, request: ev.Verify) -> VerifyRequest:
         spec = stream.session.spec
         return VerifyRequest(
             key=(b"", spec.session_id),
-            start=asked.slice.start,
-            tokens=asked.slice.tokens,
-            prefix_hash=asked.slice.prefix_hash,
+            start=request.slice.start,
+            tokens=request.slice.tokens,
+            prefix_hash=request.slice.prefix_hash,
             prompt_len=_PROMPT,
             max_position=spec.max_position,
             sampling=spec.sampling,
-            draft_tokens=asked.draft_tokens,
-            survival=asked.survival,
-            credit=asked.credit,
-            hint_due=asked.hint_due,
-            max_verified=asked.max_verified,
+            draft_tokens=request.draft_tokens,
+            survival=request.survival,
+            credit=request.credit,
+            hint_due=request.hint_due,
+            max_verified=request.max_verified,
         )
 
     def _plan(self) -> None:

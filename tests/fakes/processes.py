@@ -36,8 +36,8 @@ async def gateway_process(
         "credit": str(settings.credit),
         **more,
     }
-    async with service_process(module, log, environment, flags) as told:
-        yield told["address"]
+    async with service_process(module, log, environment, flags) as reported:
+        yield reported["address"]
 
 
 @asynccontextmanager
@@ -70,6 +70,6 @@ async def service_process(
 def _ready(read_fd: int) -> Mapping[str, str]:
     with os.fdopen(read_fd) as lines:
         for line in lines:
-            if (told := json.loads(line))["stage"] == "ready":
-                return {str(name): str(value) for name, value in told.items()}
+            if (reported := json.loads(line))["stage"] == "ready":
+                return {str(name): str(value) for name, value in reported.items()}
     raise RuntimeError("the process did not start")

@@ -134,8 +134,8 @@ class Cluster:
         await self._attach_replicas()
 
     async def _is_well(self, node: TcpServer) -> bool:
-        told = (await node.command("CLUSTER", "INFO")).decode().split()
-        return {"cluster_state:ok", f"cluster_known_nodes:{len(self.nodes)}"} <= set(told)
+        info = (await node.command("CLUSTER", "INFO")).decode().split()
+        return {"cluster_state:ok", f"cluster_known_nodes:{len(self.nodes)}"} <= set(info)
 
     async def _attach_replicas(self) -> None:
         for at, replica in enumerate(self.replicas):
@@ -149,8 +149,8 @@ class Cluster:
 
 
 async def follows(replica: Server) -> bool:
-    told = await replica.command("INFO", "replication")
-    return bool(told["role"] == "slave" and told["master_link_status"] == "up")
+    info = await replica.command("INFO", "replication")
+    return bool(info["role"] == "slave" and info["master_link_status"] == "up")
 
 
 @contextmanager
@@ -216,8 +216,8 @@ class ReplicaSet:
         await until(self._is_watched)
 
     async def _is_followed(self) -> bool:
-        told = await self.master.command("INFO", "replication")
-        return await follows(self.replica) and told.get("slave0", {}).get("state") == "online"
+        info = await self.master.command("INFO", "replication")
+        return await follows(self.replica) and info.get("slave0", {}).get("state") == "online"
 
     async def _is_watched(self) -> bool:
         return bool(await self.sentinel.command("SENTINEL", "REPLICAS", SERVICE))

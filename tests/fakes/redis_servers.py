@@ -26,10 +26,10 @@ _LOG_FILES = "appendonlydir"
 def binary(kind: str) -> str:
     if kind == VALKEY:
         return str(get_binary_path())
-    found = shutil.which("redis-server")
-    if found is None:
+    result = shutil.which("redis-server")
+    if result is None:
         pytest.skip(NOT_INSTALLED)
-    return found
+    return result
 
 
 class Server:

@@ -130,8 +130,8 @@ class Replica:
 
     def _admit(self, part: pb.SessionSlice) -> Miss | list[int]:
         held = self._held.get(part.session_id, [])
-        found = look_up(held, part.start, part.tokens, part.prefix_hash)
-        return found if isinstance(found, Miss) else [*held[: part.start], *part.tokens]
+        result = look_up(held, part.start, part.tokens, part.prefix_hash)
+        return result if isinstance(result, Miss) else [*held[: part.start], *part.tokens]
 
 
 class _OpenRequest:

@@ -96,8 +96,8 @@ class Bench:
     def submit(self, request: VerifyRequest) -> int:
         return self.scheduler.submit(request, self.now)
 
-    def extend(self, item: int, **told: object) -> None:
-        self.scheduler.extend(item, Extend(**told), self.now)  # type: ignore[arg-type]  # the test's own
+    def extend(self, item: int, **reported: object) -> None:
+        self.scheduler.extend(item, Extend(**reported), self.now)  # type: ignore[arg-type]  # the test's own
 
     def begin(self) -> StepPlan:
         plan = self.scheduler.plan(self.now)
@@ -168,7 +168,7 @@ class Gateway:
         credit = rng.choice([0, 0, 1, 3, 10])
         start = rng.randint(0, min(self.held, len(self.tokens) - 1))
         drafts = self.draft(len(self.tokens), rng)
-        asked = request(
+        message = request(
             self.tokens,
             start=start,
             session=self.name,
@@ -181,10 +181,10 @@ class Gateway:
             arrival_ns=self.arrival_ns,
         )
         try:
-            self.item = self.bench.submit(asked)
+            self.item = self.bench.submit(message)
         except Overloaded:
             self.item = None
-        self.limit = asked.limit
+        self.limit = message.limit
 
     def draft(self, position: int, rng: random.Random) -> tuple[int, ...]:
         true = self.true[position : position + rng.choice([0, 1, 2, 4, 8])]
@@ -204,7 +204,7 @@ class Gateway:
             hint_due=rng.random() < 0.5,
         )
 
-    def hear(self, answer: Response) -> None:
+    def handle(self, answer: Response) -> None:
         outcome = answer.outcome
         if answer.is_last:
             self.item = None
@@ -298,7 +298,7 @@ class Load:
         for answer in self.bench.scheduler.take_responses():
             for gateway in self.gateways:
                 if gateway.item == answer.request_id:
-                    gateway.hear(answer)
+                    gateway.handle(answer)
 
     def settle(self) -> None:
         for gateway in self.gateways:

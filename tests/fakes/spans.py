@@ -49,8 +49,8 @@ class KeptSpans(SpanExporter):
         return [span for span in self.spans if span.name == name]
 
     def of_session(self, name: str, session_id: str) -> ReadableSpan:
-        (found,) = [span for span in self.named(name) if attributes_of(span)[names.SESSION_ID] == session_id]
-        return found
+        (result,) = [span for span in self.named(name) if attributes_of(span)[names.SESSION_ID] == session_id]
+        return result
 
     async def has(self, name: str, count: int) -> None:
         await self._watch.until(lambda: len(self.named(name)) >= count)
@@ -63,17 +63,17 @@ class KeptSpans(SpanExporter):
         return [span for span in self.spans if names.PROVIDER in attributes_of(span)]
 
     def rounds(self, request: ReadableSpan) -> list[ReadableSpan]:
-        found = [span for span in self.below(request) if span.name == names.ROUND]
-        return sorted(found, key=lambda span: attributes_of(span)[names.ROUND_INDEX])
+        results = [span for span in self.below(request) if span.name == names.ROUND]
+        return sorted(results, key=lambda span: attributes_of(span)[names.ROUND_INDEX])
 
     def below(self, request: ReadableSpan) -> list[ReadableSpan]:
-        found = [span for span in self.spans if span.context.trace_id == request.context.trace_id]
-        return [span for span in found if span is not request]
+        results = [span for span in self.spans if span.context.trace_id == request.context.trace_id]
+        return [span for span in results if span is not request]
 
     def events(self, request: ReadableSpan, name: str) -> list[dict[str, Any]]:
-        found = [event for span in (request, *self.below(request)) for event in span.events]
-        found.sort(key=lambda event: event.timestamp)
-        return [dict(event.attributes or {}) for event in found if event.name == name]
+        results = [event for span in (request, *self.below(request)) for event in span.events]
+        results.sort(key=lambda event: event.timestamp)
+        return [dict(event.attributes or {}) for event in results if event.name == name]
 
     def must_hang_together(self, request: ReadableSpan) -> None:
         known = {span.context.span_id for span in self.spans}
@@ -129,10 +129,10 @@ def parent_of(trace_id: int, *, sampled: bool = True) -> str:
 
 
 def links_of(span: ReadableSpan) -> set[tuple[int, int]]:
-    found = [(link.context.trace_id, link.context.span_id) for link in span.links]
-    assert len(set(found)) == len(found)
+    results = [(link.context.trace_id, link.context.span_id) for link in span.links]
+    assert len(set(results)) == len(results)
     assert all((link.attributes or {})["galley.link"] == "item" for link in span.links)
-    return set(found)
+    return set(results)
 
 
 def context_of(span: ReadableSpan) -> tuple[int, int]:

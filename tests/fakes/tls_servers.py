@@ -29,8 +29,8 @@ def files_of(files: Mounted | None, *, own: bool = True) -> TlsFiles:
 
 
 def tls_settings(files: Mounted, *, mutual: bool) -> dict[str, str]:
-    told = {"tls_cert_file": files.cert, "tls_key_file": files.key}
-    return {**told, "tls_client_ca_file": files.ca} if mutual else told
+    fields = {"tls_cert_file": files.cert, "tls_key_file": files.key}
+    return {**fields, "tls_client_ca_file": files.ca} if mutual else fields
 
 
 def credentials_of(files: Mounted, *, mutual: bool) -> grpc.ServerCredentials | None:

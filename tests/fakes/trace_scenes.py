@@ -86,8 +86,8 @@ def resumed() -> Scene:
 def hostile() -> Scene:
     scene = Scene(skew_ms={Process(HOSTILE, HOSTILE): 3})
     other = scene.request(session=HOSTILE * 2).round().end()
-    told = dict.fromkeys(("pool", "source", "to", "reason"), HOSTILE)
-    moved = event(names.SESSION_MOVED, BEGAN_NS + 1, **told)
+    reported = dict.fromkeys(("pool", "source", "to", "reason"), HOSTILE)
+    moved = event(names.SESSION_MOVED, BEGAN_NS + 1, **reported)
     own = event(HOSTILE, BEGAN_NS + 2, have=HOSTILE)
     request = scene.request(session=SESSION, attributes={names.WORKLOAD: HOSTILE, names.ERROR_TYPE: HOSTILE})
     request.round(

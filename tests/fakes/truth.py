@@ -26,9 +26,9 @@ _END_CHANCE = 2  # in 256
 
 
 def true_next(tokens: Sequence[int], seed: int = SEED, banned: Set[int] = frozenset()) -> int:
-    begun = _rest_of_character(tokens)
-    if begun is not None and begun not in banned:
-        return begun
+    started = _rest_of_character(tokens)
+    if started is not None and started not in banned:
+        return started
     data = token_bytes(tokens)
     for attempt in count():
         digest = blake2b(

@@ -89,7 +89,7 @@ class Stream:
         assert isinstance(response, pb.VerifyStreamResponse), "the stream has ended"
         self._read += response.answers
 
-    async def heard(self) -> None:
+    async def received(self) -> None:
         await self.send(pb.VerifyItem(slice=pb.SessionSlice(session_id=_NOBODY)))
         while not any(answer.session_id == _NOBODY for answer in self._read):
             await self._receive()

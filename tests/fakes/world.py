@@ -33,7 +33,7 @@ any_credit = pytest.mark.parametrize("credit", [0, 32], ids=["round by round", "
 
 
 @dataclass
-class Heard:
+class Received:
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Heard:
         assert self.finished is not None
         return self.finished
 
-    def hear(self, event: pb.StreamEvent) -> None:
+    def receive(self, event: pb.StreamEvent) -> None:
         match event.WhichOneof("event"):
             case "started":
                 self.started = event.started
@@ -72,18 +72,18 @@ class Heard:
             case "finished":
                 self.finished = event.finished
 
-    async def listen(self, stream: TokenStream, until: int | None = None) -> Heard:
+    async def listen(self, stream: TokenStream, until: int | None = None) -> Received:
         async with asyncio.timeout(PATIENCE_S):
             while until is None or len(self.tokens) < until:
                 try:
-                    self.hear(await anext(stream))
+                    self.receive(await anext(stream))
                 except StopAsyncIteration:
                     break
         return self
 
 
-async def hear(stream: TokenStream, until: int | None = None, first_index: int = 0) -> Heard:
-    return await Heard(first_index=first_index).listen(stream, until)
+async def receive(stream: TokenStream, until: int | None = None, first_index: int = 0) -> Received:
+    return await Received(first_index=first_index).listen(stream, until)
 
 
 async def refused(answer: Awaitable[object]) -> GalleyRpcError:
@@ -92,11 +92,11 @@ async def refused(answer: Awaitable[object]) -> GalleyRpcError:
     return caught.value
 
 
-def must_be_true(heard: Heard, max_tokens: int = MAX_TOKENS, seed: int = SEED) -> None:
+def must_be_true(received: Received, max_tokens: int = MAX_TOKENS, seed: int = SEED) -> None:
     truth = true_output(PROMPT_TOKENS, max_tokens, seed)
-    assert heard.tokens == truth
-    assert heard.text == text_of(truth)
-    assert heard.finished is not None
+    assert received.tokens == truth
+    assert received.text == text_of(truth)
+    assert received.finished is not None
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Gateway:
         return self.running.address
 
     def ask(self, prompt: Prompt = PROMPT, **options: Any) -> TokenStream:
-        asked = {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True, **options}
-        return self.client.generate(prompt, **asked)
+        fields = {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True, **options}
+        return self.client.generate(prompt, **fields)
 
     async def has_places(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -194,10 +194,10 @@ class World:
         *,
         until: int | None = None,
         **options: Any,
-    ) -> tuple[TokenStream, Heard]:
+    ) -> tuple[TokenStream, Received]:
         self.target.gate.close_after(passes)
         stream = gateway.ask(prompt, **options)
-        return stream, await hear(stream, until=passes if until is None else until)
+        return stream, await receive(stream, until=passes if until is None else until)
 
     async def __aenter__(self) -> World:
         asyncio.get_running_loop().set_exception_handler(lambda _, what: self._unhandled.append(what))

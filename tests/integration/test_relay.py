@@ -141,12 +141,12 @@ async def test_a_link_is_used_while_a_server_is_at_the_other_end() -> None:
         return waiting.done() or not waiting.cancel()
 
     link = Link()
-    told: dict[str, str] = {}
-    async with Relay(lambda: told["address"], link) as relay:
+    fields: dict[str, str] = {}
+    async with Relay(lambda: fields["address"], link) as relay:
         _, writer = await connect(relay.address)
         assert not await is_used()
         async with serving(echo) as server:
-            told["address"] = server.address
+            fields["address"] = server.address
             _, other = await connect(relay.address)
             await link.used()
             other.write_eof()

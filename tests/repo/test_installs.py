@@ -15,7 +15,7 @@ import pytest
 from tests.fakes import tokenizer_files
 from tests.fakes.redis_servers import VALKEY, running
 from tests.fakes.truth import SEED
-from tests.fakes.world import PROMPT, Heard, World, must_be_true
+from tests.fakes.world import PROMPT, Received, World, must_be_true
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = {
@@ -119,9 +119,9 @@ async def test_stream_beside_another_services_folder(base: Path, project: Path) 
             )
             out, err = await ended.communicate()
             assert ended.returncode == 0, err.decode()
-            heard = await Heard().listen(gateway.ask())
-    must_be_true(heard)
-    assert [int(token) for token in out.decode().split(",")] == heard.tokens
+            received = await Received().listen(gateway.ask())
+    must_be_true(received)
+    assert [int(token) for token in out.decode().split(",")] == received.tokens
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "x"]])

@@ -43,8 +43,8 @@ def test_paths_are_there(page: Path) -> None:
         # The wire's stubs go by a name that only protoc knows (decision 002).
         if path in _MADE or path.endswith(".proto"):
             continue
-        found = [path, f"tests/{path}", f"{path}-*.md"]
-        assert any(list(ROOT.glob(pattern)) for pattern in found), path
+        results = [path, f"tests/{path}", f"{path}-*.md"]
+        assert any(list(ROOT.glob(pattern)) for pattern in results), path
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=name_of)

@@ -17,12 +17,12 @@ _NAMED = re.compile(r"`([^`]+)`")
 def claims() -> dict[str, list[tuple[str, str]]]:
     page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     table = page.partition("| claim | tests |\n|---|---|\n")[2]
-    found = {}
+    result = {}
     for line in table.splitlines():
         claim, proof = (cell.strip() for cell in line.strip("|").split(" | ", 1))
         if proof.strip(" |"):
-            found[claim] = _pairs(proof)
-    return found
+            result[claim] = _pairs(proof)
+    return result
 
 
 def _pairs(proof: str) -> list[tuple[str, str]]:

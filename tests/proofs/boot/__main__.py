@@ -136,7 +136,7 @@ def _outcome(name: str, each: Plan, folder: Path, end: float) -> dict[str, Any]:
         "connections": len(record["made"]),
         "openings": len(record["openings"]),
         "doors": len(record.get("doors", ())),
-        "problems": {check: found for check, found in problems.items() if found},
+        "problems": {check: result for check, result in problems.items() if result},
     }
     print({key: value for key, value in outcome.items() if key not in ("phases", "probes")}, flush=True)
     return outcome

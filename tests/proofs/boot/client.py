@@ -25,9 +25,9 @@ _CONFIG = "load"
 
 def gateway_service(objects: Objects) -> Manifest:
     """Return the gateway's Service for clients: the one with an address of its own, if any has."""
-    found = [service for service in objects.of("Service") if component(service) == "gateway"]
-    with_address = [service for service in found if service["spec"].get("clusterIP") != "None"]
-    return (with_address or found)[0]
+    results = [service for service in objects.of("Service") if component(service) == "gateway"]
+    with_address = [service for service in results if service["spec"].get("clusterIP") != "None"]
+    return (with_address or results)[0]
 
 
 def gateway_address(objects: Objects) -> str:
@@ -69,9 +69,9 @@ class Client:
             }
         )
         for name in plan.client_secrets.values():
-            found = cluster.objects.find("Secret", cluster.objects.namespace, name)
-            if found is not None:
-                cluster.objects.add({**found, "metadata": {"name": name, "namespace": self._namespace}})
+            result = cluster.objects.find("Secret", cluster.objects.namespace, name)
+            if result is not None:
+                cluster.objects.add({**result, "metadata": {"name": name, "namespace": self._namespace}})
 
     async def reference(self) -> dict[str, Any]:
         pod = await self._start("reference", "--streams", "2", "--answers", "4")

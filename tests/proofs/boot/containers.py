@@ -178,12 +178,12 @@ def config(launch: Launch, root: Path, netns: Path) -> dict[str, Any]:
 
 def _mounts(launch: Launch) -> list[dict[str, Any]]:
     """Return the image's binds and the volumes, nested ones after those that contain them."""
-    found = {path: _bind(path, source, read_only=True) for path, source in launch.image.binds.items()}
-    found |= {
+    result = {path: _bind(path, source, read_only=True) for path, source in launch.image.binds.items()}
+    result |= {
         mount.destination: _bind(mount.destination, mount.source, read_only=mount.read_only)
         for mount in launch.mounts
     }
-    return [found[path] for path in sorted(found, key=lambda path: Path(path).parts)]
+    return [result[path] for path in sorted(result, key=lambda path: Path(path).parts)]
 
 
 def _bind(path: str, source: Path, *, read_only: bool) -> dict[str, Any]:

@@ -83,14 +83,14 @@ class PodFacts:
 def environment_of(
     container: Manifest, pod: PodFacts, objects: Objects, image: Mapping[str, str]
 ) -> dict[str, str]:
-    found = dict(image)
+    result = dict(image)
     for source in container.get("envFrom") or []:
-        found |= _all_of(source, pod.namespace, objects)
+        result |= _all_of(source, pod.namespace, objects)
     for entry in container.get("env") or []:
         value = _value(entry, container, pod, objects)
         if value is not None:
-            found[entry["name"]] = expand(value, found) if "value" in entry else value
-    return found
+            result[entry["name"]] = expand(value, result) if "value" in entry else value
+    return result
 
 
 def expand(text: str, environment: Mapping[str, str]) -> str:

@@ -89,7 +89,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _filled(text: str, known: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda found: known.get(found[1] or found[3], found[2] or ""), text)
+    return _VARIABLE.sub(lambda result: known.get(result[1] or result[3], result[2] or ""), text)
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:

@@ -59,10 +59,10 @@ async def _run(given: argparse.Namespace) -> None:
 
 async def _stream(given: argparse.Namespace, first: int, over: asyncio.Event) -> None:
     number = first
-    asked = 0
-    while not over.is_set() and (not given.answers or asked < given.answers):
+    request = 0
+    while not over.is_set() and (not given.answers or request < given.answers):
         _say(await _answer(given, number % (len(PROMPTS) * len(TEMPERATURES))))
-        asked += 1
+        request += 1
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), given.pause_s)
         number += given.streams

@@ -87,14 +87,14 @@ def target_port(port: Manifest, pod: Endpoint) -> int:
 
 
 def addresses_of(services: Sequence[Service], pods: Sequence[Served]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for service in services:
         behind = service.behind(pods)
-        found[service.host] = [service.ip] if service.ip else [pod.end.ip for pod in behind]
+        result[service.host] = [service.ip] if service.ip else [pod.end.ip for pod in behind]
         for pod in behind:
             if pod.hostname and pod.subdomain == service.name:
-                found[f"{pod.hostname}.{service.host}"] = [pod.end.ip]
-    return found
+                result[f"{pod.hostname}.{service.host}"] = [pod.end.ip]
+    return result
 
 
 class NameServer(BaseResolver):  # type: ignore[misc]  # is untyped

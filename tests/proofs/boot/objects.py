@@ -34,13 +34,13 @@ class PodTemplate:
 
     @property
     def containers(self) -> list[Manifest]:
-        found: list[Manifest] = self.spec["containers"]
-        return found
+        results: list[Manifest] = self.spec["containers"]
+        return results
 
     @property
     def init_containers(self) -> list[Manifest]:
-        found: list[Manifest] = self.spec.get("initContainers") or []
-        return found
+        results: list[Manifest] = self.spec.get("initContainers") or []
+        return results
 
     @property
     def grace_s(self) -> float:
@@ -65,8 +65,8 @@ class Workload:
 
     @property
     def claims(self) -> list[Manifest]:
-        found: list[Manifest] = self.spec.get("volumeClaimTemplates") or []
-        return found
+        results: list[Manifest] = self.spec.get("volumeClaimTemplates") or []
+        return results
 
 
 class Objects:
@@ -87,8 +87,8 @@ class Objects:
 
     def of(self, kind: str) -> Iterator[Manifest]:
         """Yield the installed objects of a kind, without hooks."""
-        for (found, _, _), manifest in list(self._by_key.items()):
-            if found == kind and not hook_of(manifest):
+        for (result, _, _), manifest in list(self._by_key.items()):
+            if result == kind and not hook_of(manifest):
                 yield manifest
 
     def hooks(self, event: str) -> list[Manifest]:
@@ -102,8 +102,8 @@ class Objects:
         for kind in UNKNOWN_KINDS:
             for manifest in self.of(kind):
                 raise NoSuchObject(f"{kind} {manifest['metadata']['name']}: its pods cannot be made here")
-        found = [manifest for kind in WORKLOAD_KINDS for manifest in self.of(kind)]
-        return {manifest["metadata"]["name"]: self._workload(manifest) for manifest in found}
+        results = [manifest for kind in WORKLOAD_KINDS for manifest in self.of(kind)]
+        return {manifest["metadata"]["name"]: self._workload(manifest) for manifest in results}
 
     def _workload(self, manifest: Manifest) -> Workload:
         name, spec = manifest["metadata"]["name"], manifest["spec"]

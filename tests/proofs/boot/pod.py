@@ -98,7 +98,7 @@ class Kept:
     ) -> str | None:
         passed = failed = 0
         while kind == "readiness" or not self._pod.ending:
-            asked = time.monotonic()
+            request = time.monotonic()
             problem = await problem_of(probe, self._pod.ip, self._ports, self._running.execute)
             passed, failed = (passed + 1, 0) if problem is None else (0, failed + 1)
             self._count(kind, passed=problem is None)
@@ -106,7 +106,7 @@ class Kept:
                 return None
             if not for_ever and failed >= probe.failures:
                 return problem
-            await asyncio.sleep(max(0.0, asked + probe.period_s - time.monotonic()))
+            await asyncio.sleep(max(0.0, request + probe.period_s - time.monotonic()))
         return None
 
     async def _stop_when(self, ending: asyncio.Event) -> None:

@@ -94,13 +94,13 @@ class Opening:
         """Return the indices of the peers and of the ports that a connection uses."""
         peers = [place for place, given in enumerate(self.peers) if self._is(given, peer, spaces)]
         ranges = [(place, given.numbers(destination)) for place, given in enumerate(self.ports)]
-        return peers, [place for place, found in ranges if found and found[0] <= port <= found[1]]
+        return peers, [place for place, result in ranges if result and result[0] <= port <= result[1]]
 
     def opens(self, destination: Endpoint, protocol: str, port: int) -> bool:
         if not self.ports:
             return True
         ranges = [given.numbers(destination) for given in self.ports if given.protocol == protocol]
-        return any(found and found[0] <= port <= found[1] for found in ranges)
+        return any(result and result[0] <= port <= result[1] for result in ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +179,16 @@ def in_block(block: Manifest, address: str) -> bool:
 def labels_for(selector: Manifest | None) -> dict[str, str]:
     """Return the fewest labels that a selector matches."""
     selector = selector or {}
-    found = dict(selector.get("matchLabels") or {})
+    result = dict(selector.get("matchLabels") or {})
     for expression in selector.get("matchExpressions") or ():
         match expression["operator"]:
             case "In":
-                found[expression["key"]] = expression["values"][0]
+                result[expression["key"]] = expression["values"][0]
             case "Exists":
-                found.setdefault(expression["key"], "any")
+                result.setdefault(expression["key"], "any")
             case _:
                 pass
-    return found
+    return result
 
 
 def _directions(spec: Manifest) -> Sequence[str]:

@@ -88,20 +88,20 @@ def test_addresses_but_for_their_exceptions(ip: str, opened: bool) -> None:
 
 
 def test_an_empty_rule_opens_to_everyone_and_no_rule_to_nobody() -> None:
-    told: Any = yaml.safe_load(TO_SERVER)
-    told["spec"]["ingress"] = [{}]
-    assert may(read_policies([told], SPACES), OTHER, SERVER, 7)
-    told["spec"]["ingress"] = []
-    assert not may(read_policies([told], SPACES), OTHER, SERVER, 7)
+    reported: Any = yaml.safe_load(TO_SERVER)
+    reported["spec"]["ingress"] = [{}]
+    assert may(read_policies([reported], SPACES), OTHER, SERVER, 7)
+    reported["spec"]["ingress"] = []
+    assert not may(read_policies([reported], SPACES), OTHER, SERVER, 7)
 
 
 def test_without_policy_types_egress_is_guarded_only_where_there_are_rules_for_it() -> None:
-    told: Any = yaml.safe_load(FROM_CLIENT)
-    del told["spec"]["policyTypes"]
-    assert not may(read_policies([told], SPACES), CLIENT, OTHER, 5000)
-    assert not may(read_policies([told], SPACES), OTHER, CLIENT, 5000), "ingress is always guarded"
-    del told["spec"]["egress"]
-    assert may(read_policies([told], SPACES), CLIENT, OTHER, 5000)
+    reported: Any = yaml.safe_load(FROM_CLIENT)
+    del reported["spec"]["policyTypes"]
+    assert not may(read_policies([reported], SPACES), CLIENT, OTHER, 5000)
+    assert not may(read_policies([reported], SPACES), OTHER, CLIENT, 5000), "ingress is always guarded"
+    del reported["spec"]["egress"]
+    assert may(read_policies([reported], SPACES), CLIENT, OTHER, 5000)
 
 
 def test_the_filter_is_what_the_policies_say() -> None:

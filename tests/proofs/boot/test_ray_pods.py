@@ -33,9 +33,9 @@ def record(four_heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Record
     subprocess.run(
         [*OWN_NAMESPACES, *trial], cwd=ROOT, env=trial_environment(), timeout=_TRIAL_S, check=False
     )
-    told: Record = json.loads(file.read_text())
-    assert "failed" not in told, told
-    return told
+    reported: Record = json.loads(file.read_text())
+    assert "failed" not in reported, reported
+    return reported
 
 
 def test_only_who_has_the_token_says_what_is_served(record: Record) -> None:

@@ -16,18 +16,18 @@ _REVERSE = ".in-addr.arpa"
 
 
 def lost_or_other_answers(record: Record) -> list[str]:
-    found = []
+    results = []
     for answer in [*record["reference"].values(), *record.get("answers", ())]:
         reference = record["reference"].get(str(answer["question"]))
         if reference is None:
-            found.append(f"question {answer['question']}: no answer to compare with")
+            results.append(f"question {answer['question']}: no answer to compare with")
             continue
         expected = reference["tokens"][: answer["max_tokens"]]
         if answer["error"] or not answer["finished"]:
-            found.append(f"question {answer['question']}: {answer['error'] or 'no end'}")
+            results.append(f"question {answer['question']}: {answer['error'] or 'no end'}")
         elif answer["tokens"] != expected or answer["numerics_changed"]:
-            found.append(f"question {answer['question']}: {answer['tokens']}, not {expected}")
-    return found
+            results.append(f"question {answer['question']}: {answer['tokens']}, not {expected}")
+    return results
 
 
 def cut_calls(record: Record) -> list[str]:
@@ -79,7 +79,7 @@ def failed_scrapes(record: Record) -> list[str]:
 
 def loose_containers(record: Record) -> list[str]:
     """Containers of the chart with needless privileges, or above their memory limit."""
-    found = []
+    results = []
     for container in record["census"]:
         chart = container["namespace"] == record["namespace"]
         if not chart or record["owners"][container["pod"]] not in record["workloads"]:
@@ -88,8 +88,8 @@ def loose_containers(record: Record) -> list[str]:
         peak, limit = sum(each["peak_bytes"] for each in container["processes"]), container["limit_bytes"]
         if limit is not None and peak > limit:
             wrong.add(f"holds {peak} bytes of {limit:.0f}")
-        found += [f"{container['pod']}/{container['container']}: {each}" for each in sorted(wrong)]
-    return found
+        results += [f"{container['pod']}/{container['container']}: {each}" for each in sorted(wrong)]
+    return results
 
 
 def _liberties(record: Record, process: Mapping[str, Any]) -> Iterator[str]:
@@ -113,8 +113,8 @@ def needless_restarts(record: Record) -> list[str]:
 
 def failed_clients(record: Record) -> list[str]:
     """Clients of the trial that failed, and missing reference answers."""
-    found = [f"{name}: exit {status}" for name, status in record["clients"].items() if status != 0]
-    return found if record["reference"] else [*found, "no answers"]
+    results = [f"{name}: exit {status}" for name, status in record["clients"].items() if status != 0]
+    return results if record["reference"] else [*results, "no answers"]
 
 
 def wrong_doors(record: Record) -> list[str]:
@@ -156,7 +156,7 @@ def without_a_ready_pod(record: Record) -> list[str]:
     """Workloads of several replicas that had no ready pod at some time from the boot to the first fault."""
     ready: dict[str, set[str]] = defaultdict(set)
     up: set[str] = set()
-    found = []
+    results = []
     for event in _of_workloads(record):
         owner = record["owners"][event["pod"]]
         if event["what"] == "fault":
@@ -169,13 +169,13 @@ def without_a_ready_pod(record: Record) -> list[str]:
             ready[owner].discard(event["pod"])
             if owner in up and not ready[owner]:
                 up.discard(owner)
-                found.append(f"{owner} at {event['at_s']} s")
-    return found
+                results.append(f"{owner} at {event['at_s']} s")
+    return results
 
 
 def unnoticed_faults(record: Record) -> list[str]:
     """Faults that no probe noticed, or after which the pod was not ready again."""
-    found = []
+    results = []
     events = record["events"]
     for number, event in enumerate(events):
         if event["what"] != "fault" or event["signal"] not in _PROBED:
@@ -183,15 +183,15 @@ def unnoticed_faults(record: Record) -> list[str]:
         after = [later["what"] for later in events[number + 1 :] if later["pod"] == event["pod"]]
         noticed = _PROBED[event["signal"]]
         if noticed not in after or "ready" not in after[after.index(noticed) :]:
-            found.append(f"{event['pod']} {event['signal']}: then {after[:6]}")
-    return found
+            results.append(f"{event['pod']} {event['signal']}: then {after[:6]}")
+    return results
 
 
 def foreign_names(record: Record) -> list[str]:
     """Names outside the chart that pods looked up; reverse lookups, which torch makes, do not count."""
     known = {*record["services"], *record["owners"]}
-    asked = [name for name in record["unknown_names"] if not name.endswith(_REVERSE)]
-    return [name for name in asked if name.split(".")[0] not in known]
+    requests = [name for name in record["unknown_names"] if not name.endswith(_REVERSE)]
+    return [name for name in requests if name.split(".")[0] not in known]
 
 
 def missing_observations(record: Record) -> list[str]:

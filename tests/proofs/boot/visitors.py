@@ -107,11 +107,11 @@ async def knock(cluster: Cluster) -> list[dict[str, Any]]:
     ]
     await cluster.until(lambda: all(visitor.ready for visitor in visitors), "the visitors are there")
     opened = await asyncio.gather(*(_try(cluster, visitor, doors) for visitor in visitors))
-    found = []
+    results = []
     for visitor, open_to in zip(visitors, opened, strict=True):
         for pod, port in doors:
             may = _may(cluster, visitor, pod, port)
-            found.append(
+            results.append(
                 {
                     "visitor": visitor.identity.name,
                     "namespace": visitor.template.namespace,
@@ -122,18 +122,18 @@ async def knock(cluster: Cluster) -> list[dict[str, Any]]:
                     "may": may,
                 }
             )
-    return found
+    return results
 
 
 def _visitors(cluster: Cluster) -> dict[Place, str]:
-    found = {Place(cluster.space_for({})): "stranger-outside"}
-    found.setdefault(Place(cluster.objects.namespace), "stranger-inside")
+    result = {Place(cluster.space_for({})): "stranger-outside"}
+    result.setdefault(Place(cluster.objects.namespace), "stranger-inside")
     for opening in cluster.policies.openings:
         for number, peer in enumerate(opening.peers):
             if opening.direction == INGRESS and "ipBlock" not in peer:
                 name = f"visitor-{opening.name.replace('.', '-')}-{number}"
-                found.setdefault(_place_of(cluster, opening, peer), name)
-    return found
+                result.setdefault(_place_of(cluster, opening, peer), name)
+    return result
 
 
 def _may(cluster: Cluster, visitor: Pod, pod: Pod, port: int) -> bool:
@@ -159,17 +159,17 @@ for url in json.loads(sys.argv[1]):
 
 
 async def scrape(cluster: Cluster) -> list[dict[str, Any]]:
-    wanted = {f"http://{pod.ip}:{port}{path}": (pod, port) for pod, port, path in _wanted(cluster)}
-    found = []
-    for place in {admitted_at(cluster, pod.end, port) for pod, port in wanted.values()}:
-        urls = [url for url, (pod, port) in wanted.items() if admitted_at(cluster, pod.end, port) == place]
+    expected = {f"http://{pod.ip}:{port}{path}": (pod, port) for pod, port, path in _wanted(cluster)}
+    results = []
+    for place in {admitted_at(cluster, pod.end, port) for pod, port in expected.values()}:
+        urls = [url for url, (pod, port) in expected.items() if admitted_at(cluster, pod.end, port) == place]
         prometheus = await cluster.start(place.idle_pod(cluster), Identity("prometheus", "prometheus"))
         await cluster.until(lambda prometheus=prometheus: prometheus.ready, "Prometheus is there")  # type: ignore[misc]
         for url, status, samples in await _execute(prometheus, _FETCH, urls):
-            pod, port = wanted[url]
-            found.append({"pod": pod.identity.name, "port": port, "status": status, "samples": samples})
+            pod, port = expected[url]
+            results.append({"pod": pod.identity.name, "port": port, "status": status, "samples": samples})
         await cluster.delete(prometheus)
-    return found
+    return results
 
 
 def _wanted(cluster: Cluster) -> Iterator[tuple[Pod, int, str]]:

@@ -123,10 +123,10 @@ class Volumes:
         if "projected" in volume:
             projected = volume["projected"]
             mode = projected.get("defaultMode", 0o644)
-            found: dict[str, _File] = {}
+            result: dict[str, _File] = {}
             for source in projected["sources"]:
-                found |= dict(self._of_source(source, mode))
-            return found
+                result |= dict(self._of_source(source, mode))
+            return result
         (kind,) = set(volume) & {"secret", "configMap", "downwardAPI"}
         return dict(self._of_source({kind: volume[kind]}, volume[kind].get("defaultMode", 0o644)))
 

@@ -15,8 +15,8 @@ STAND_IN = Path(__file__).with_name("stand_in.py")
 
 def stand_in(name: str, *flags: str, after: tuple[str, ...] = ()) -> PartSpec:
     def command(facts: Facts) -> list[str]:
-        heard = [f"--say={part} at {facts[part]['address']}" for part in after]
-        return [sys.executable, str(STAND_IN), *flags, *heard]
+        received = [f"--say={part} at {facts[part]['address']}" for part in after]
+        return [sys.executable, str(STAND_IN), *flags, *received]
 
     return PartSpec(name, command, after=after)
 

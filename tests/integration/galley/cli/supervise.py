@@ -20,8 +20,8 @@ async def keep_up() -> None:
     async with shown_stack(
         StackOptions(), console, lambda options, dirs: [valkey(options, dirs), *specs]
     ) as stack:
-        told = {"pids": [stack.pid(part) for part in stack.parts], "run": str(stack.dirs.run)}
-        sys.stdout.write(f"{json.dumps(told)}\n")
+        fields = {"pids": [stack.pid(part) for part in stack.parts], "run": str(stack.dirs.run)}
+        sys.stdout.write(f"{json.dumps(fields)}\n")
         sys.stdout.flush()
         await stack.run(asyncio.Event().wait())
 

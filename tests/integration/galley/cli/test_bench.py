@@ -44,14 +44,14 @@ def test_all_strategies_that_the_gateway_offers_are_measured_and_one_sentence_en
 
 def test_measured_again_a_gateway_is_asked_nothing_that_it_knows() -> None:
     gateway = FakeGateway()
-    asked = []
+    calls = []
     with serving(gateway) as address:
         for _ in range(2):
             gateway.requests.clear()
             assert run("--endpoint", address, *SHORT, "--strategies=auto").exit_code == 0
             requests = asked_of(gateway)
-            asked.append(({r.workload for r in requests}, {r.messages.SerializeToString() for r in requests}))
-    (labels, prompts), (labels_again, prompts_again) = asked
+            calls.append(({r.workload for r in requests}, {r.messages.SerializeToString() for r in requests}))
+    (labels, prompts), (labels_again, prompts_again) = calls
     assert not labels & labels_again
     assert not prompts & prompts_again
 
@@ -60,14 +60,14 @@ def test_json_is_one_object_and_nothing_else_on_standard_output() -> None:
     with serving(FakeGateway()) as address:
         result = run("--endpoint", address, *SHORT, "--strategies=auto", "--temperature=0,0.7", "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["asked"]["arms"] == ["off", "auto"]
-    assert list(found["asked"]["prompt_sha256"]) == ["chat"]
-    cells = [(row["streams"], row["temperature"], row["arm"]) for row in found["rows"]]
+    actual = json.loads(result.stdout)
+    assert actual["asked"]["arms"] == ["off", "auto"]
+    assert list(actual["asked"]["prompt_sha256"]) == ["chat"]
+    cells = [(row["streams"], row["temperature"], row["arm"]) for row in actual["rows"]]
     assert sorted(cells) == sorted((n, t, arm) for n in (1, 2) for t in (0.0, 0.7) for arm in ("off", "auto"))
-    assert all(row["speculation"]["verified"] for row in found["rows"])
-    assert {row["streams"] for row in found["rows"]} == {1, 2}
-    assert found["conclusion"]
+    assert all(row["speculation"]["verified"] for row in actual["rows"])
+    assert {row["streams"] for row in actual["rows"]} == {1, 2}
+    assert actual["conclusion"]
 
 
 def test_the_user_s_own_prompts_are_asked(tmp_path: Path) -> None:

@@ -33,11 +33,11 @@ async def _compare(gateway: FakeGateway) -> tuple[bool, str]:
 
 async def test_the_answer_and_what_was_measured_are_shown() -> None:
     gateway = FakeGateway()
-    same, shown = await _compare(gateway)
+    same, output = await _compare(gateway)
     assert same
-    assert "Say hello" in shown
-    assert "Hello[, wor]ld!" in shown
-    rows = {cells[0]: cells[1:] for line in shown.splitlines() if len(cells := _cells(line)) == 3}
+    assert "Say hello" in output
+    assert "Hello[, wor]ld!" in output
+    rows = {cells[0]: cells[1:] for line in output.splitlines() if len(cells := _cells(line)) == 3}
     assert rows["prompt tokens"] == ["5", "5"]
     assert rows["output tokens"] == ["4", "4"]
     assert rows["rounds"] == ["2", "2"]
@@ -48,7 +48,7 @@ async def test_the_answer_and_what_was_measured_are_shown() -> None:
     assert float(rows["tokens/s"][0]) > 0
     assert float(rows["tokens/s"][1]) > 0
     assert rows["same tokens"][0] == "yes"
-    assert f"session {SESSION}, plain {SESSION}" in shown
+    assert f"session {SESSION}, plain {SESSION}" in output
 
 
 def _cells(line: str) -> list[str]:
@@ -58,16 +58,16 @@ def _cells(line: str) -> list[str]:
 async def test_both_ways_are_warmed_up_before_either_is_measured() -> None:
     gateway = FakeGateway()
     await _compare(gateway)
-    asked = [
+    calls = [
         (request.speculation.mode, request.max_tokens)
         for request in gateway.requests
         if isinstance(request, pb.GenerateRequest)
     ]
     auto, off = pb.Speculation.MODE_AUTO, pb.Speculation.MODE_OFF
-    assert asked == [(auto, 8), (off, 8), (auto, 32), (off, 32)]
+    assert calls == [(auto, 8), (off, 8), (auto, 32), (off, 32)]
 
 
 async def test_other_tokens_without_speculation_are_told() -> None:
-    same, shown = await _compare(Liar())
+    same, output = await _compare(Liar())
     assert not same
-    assert "NO" in shown
+    assert "NO" in output

@@ -72,8 +72,15 @@ def test_commands_take_flags_or_the_environment(
 
 
 def test_bench_speaks_tls_too(files: Mounted, address: str) -> None:
-    asked = ("--strategies=off", "--workloads=chat", "--concurrency=1", "--repeats=1", "--endpoint", address)
-    assert galley("bench", *asked, **told(files)).exit_code == 0
+    arguments = (
+        "--strategies=off",
+        "--workloads=chat",
+        "--concurrency=1",
+        "--repeats=1",
+        "--endpoint",
+        address,
+    )
+    assert galley("bench", *arguments, **told(files)).exit_code == 0
 
 
 @pytest.mark.parametrize(

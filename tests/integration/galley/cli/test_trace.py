@@ -89,8 +89,8 @@ def test_a_trace_of_several_sessions_is_shown_whole_and_has_no_page(tmp_path: Pa
     first = scene.request().round().end()
     scene.request(session="b" * 32, trace_id=first.trace_id).round().end()
     path = str(write(scene, tmp_path / "t.jsonl"))
-    shown = galley_trace(first.trace_id, "--file", path)
-    assert shown.stdout.count("Slowest") == 2
+    output = galley_trace(first.trace_id, "--file", path)
+    assert output.stdout.count("Slowest") == 2
     refused = galley_trace(first.trace_id, "--file", path, "--html", str(tmp_path / "page.html"))
     assert refused.exit_code == 1
     assert refused.stderr == "error: this trace has 2 sessions; name one of them\n"

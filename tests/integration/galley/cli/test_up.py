@@ -46,8 +46,8 @@ def _until_up(up: subprocess.Popen[str]) -> tuple[list[str], Path]:
     for line in up.stdout:
         lines.append(line)
         if "Ctrl-C stops it" in line:
-            gateways = [said.split()[-1] for said in lines if said.startswith("gateway at ")]
-            (file,) = [said.split()[3].rstrip(";") for said in lines if said.startswith("traces go to ")]
+            gateways = [text.split()[-1] for text in lines if text.startswith("gateway at ")]
+            (file,) = [text.split()[3].rstrip(";") for text in lines if text.startswith("traces go to ")]
             return gateways, Path(file)
     raise AssertionError("".join(lines))
 
@@ -88,11 +88,11 @@ def test_a_stack_answers_resumes_at_its_other_gateway_and_leaves_no_process(
     listed = _galley(env, "trace", "--list")
     assert listed.returncode == 0, listed.stderr
     assert session_id[:8] in listed.stdout
-    told = _galley(env, "trace", session_id, "--all")
-    assert told.returncode == 0, told.stderr
-    assert session_id in told.stdout
-    assert "resumed" in told.stdout
-    assert len(re.findall(r"^>? +\d+ +[\d,.]+ +\d", told.stdout, re.MULTILINE)) >= 4, told.stdout
+    output = _galley(env, "trace", session_id, "--all")
+    assert output.returncode == 0, output.stderr
+    assert session_id in output.stdout
+    assert "resumed" in output.stdout
+    assert len(re.findall(r"^>? +\d+ +[\d,.]+ +\d", output.stdout, re.MULTILINE)) >= 4, output.stdout
 
     children = psutil.Process(stack.pid).children(recursive=True)
     assert len(children) == 6

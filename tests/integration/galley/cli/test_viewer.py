@@ -51,21 +51,21 @@ def traced_stack(*specs: PartSpec) -> tuple[Stack, str]:
 
 
 async def test_the_services_send_their_spans_to_a_file(trace_dir: Path) -> None:
-    stack, told = traced_stack(once("model", "print('/m')"), stand_in("gateway", "--span=hello"))
+    stack, reported = traced_stack(once("model", "print('/m')"), stand_in("gateway", "--span=hello"))
     async with stack:
         assert set(stack.running) == {"traces", "gateway"}
     path = newest_file(trace_dir)
     assert path is not None
-    assert told == f"traces go to {path}; galley trace --list shows them"
+    assert reported == f"traces go to {path}; galley trace --list shows them"
     spans = [span for line in Lines(path) for span in spans_in(line.document())]
     assert [(span.name, span.process.service) for span in spans] == [("hello", "stand-in")]
 
 
 async def test_with_phoenix_they_send_them_there(phoenix: None, trace_dir: Path) -> None:
-    stack, told = traced_stack(stand_in("gateway", "--span=hello"))
+    stack, reported = traced_stack(stand_in("gateway", "--span=hello"))
     async with stack:
-        link = told.split()[2]
-        assert told == f"traces at {link} (Arize Phoenix)"
+        link = reported.split()[2]
+        assert reported == f"traces at {link} (Arize Phoenix)"
         assert link.startswith("http://127.0.0.1:")
         with urllib.request.urlopen(link) as page:  # noqa: ASYNC210  # it answers at once
             assert page.read() == b"Phoenix"
@@ -99,14 +99,14 @@ def test_all_services_are_told_and_the_store_is_not(tmp_path: Path) -> None:
     options = StackOptions(gateways=2, drafts=2, replicas=2, viewer=viewer)
     parts = stack_parts(options, StackDirs(tmp_path, tmp_path, tmp_path))
     facts = {"traces": {"address": "127.0.0.1:4711"}}
-    told = {part.name for part in parts if endpoint(part.environment, facts) == "http://127.0.0.1:4711"}
-    assert told == {"target", "target-2", "draft", "draft-2", "gateway", "gateway-2"}
-    assert {part.name for part in parts if "traces" in part.after} == told
+    reported = {part.name for part in parts if endpoint(part.environment, facts) == "http://127.0.0.1:4711"}
+    assert reported == {"target", "target-2", "draft", "draft-2", "gateway", "gateway-2"}
+    assert {part.name for part in parts if "traces" in part.after} == reported
 
 
 def endpoint(
     environment: Callable[[dict[str, dict[str, str]]], object], facts: dict[str, dict[str, str]]
 ) -> str:
-    found = environment(facts)
-    assert isinstance(found, dict)
-    return str(found.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", ""))
+    result = environment(facts)
+    assert isinstance(result, dict)
+    return str(result.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", ""))

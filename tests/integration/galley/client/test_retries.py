@@ -124,12 +124,12 @@ async def test_unstarted_stream_is_requested_again_with_its_key(
         assert (await read(client.generate("x")))[1] == "Hello, world!\n"
         assert (await read(client.generate("x")))[1] == "Hello, world!\n"
     assert len(first.requests) == 1, "who failed is not asked first again"
-    [asked, repeated, other] = [*first.requests, *second.requests]
-    assert isinstance(asked, pb.GenerateRequest)
+    [request, repeated, other] = [*first.requests, *second.requests]
+    assert isinstance(request, pb.GenerateRequest)
     assert isinstance(other, pb.GenerateRequest)
-    assert asked == repeated
-    assert len(asked.idempotency_key) >= 16
-    assert other.idempotency_key != asked.idempotency_key
+    assert request == repeated
+    assert len(request.idempotency_key) >= 16
+    assert other.idempotency_key != request.idempotency_key
 
 
 async def test_single_address_is_retried() -> None:
@@ -270,8 +270,8 @@ async def test_no_trace_context_without_a_trace() -> None:
             await read(client.generate("x"))
             with trace.use_span(trace.NonRecordingSpan(CALLER)):
                 await read(client.resume(SESSION, 0))
-    asked, resumed = gateway.metadata
-    assert not {"traceparent", "x-galley-trace"} & asked.keys()
+    request, resumed = gateway.metadata
+    assert not {"traceparent", "x-galley-trace"} & request.keys()
     assert "x-galley-trace" not in resumed
     assert "traceparent" in resumed
 
@@ -289,5 +289,5 @@ async def test_spans_of_the_client(
         await read(stream)
     spans = kept.get_finished_spans()
     assert [span.parent and span.parent.span_id for span in spans] == [CALLER.span_id] * 2
-    told = [metadata["traceparent"] for metadata in (*leaving.metadata, *staying.metadata)]
-    assert told == [traceparent_of(span.context) for span in spans]
+    reported = [metadata["traceparent"] for metadata in (*leaving.metadata, *staying.metadata)]
+    assert reported == [traceparent_of(span.context) for span in spans]

@@ -115,8 +115,8 @@ async def test_a_crowd_is_kept_out_and_leaves_the_port_as_it_was(running: Runnin
             await late.ends()
         assert await asyncio.to_thread(problem_of, running.health_address) is not None
     async with probing(running.health_address) as health:
-        told = await health.Check(health_pb2.HealthCheckRequest(), timeout=10, wait_for_ready=True)
-        assert told.status == SERVING
+        response = await health.Check(health_pb2.HealthCheckRequest(), timeout=10, wait_for_ready=True)
+        assert response.status == SERVING
 
 
 async def test_it_says_that_a_server_starts_and_that_it_drains(files: Mounted) -> None:
@@ -131,8 +131,8 @@ async def test_it_says_that_a_server_starts_and_that_it_drains(files: Mounted) -
     given = settings(health_port=port, **tls_settings(files, mutual=True))
     starting = asyncio.create_task(start_server(given, build))
     async with probing(f"127.0.0.1:{port}") as health:
-        told = await health.Check(health_pb2.HealthCheckRequest(), timeout=10, wait_for_ready=True)
-        assert told.status == NOT_SERVING
+        response = await health.Check(health_pb2.HealthCheckRequest(), timeout=10, wait_for_ready=True)
+        assert response.status == NOT_SERVING
         built.set()
         running = await starting
         assert running.health_address == f"127.0.0.1:{port}"

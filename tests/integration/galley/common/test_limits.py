@@ -79,13 +79,13 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 
 def test_every_option_is_one_that_grpc_knows() -> None:
-    found = find_spec("grpc._cython.cygrpc")
-    assert found is not None
-    assert found.origin is not None
-    library = Path(found.origin).read_bytes()
-    told = server_options(ServerLimits(max_connection_age_s=1, max_connection_idle_s=1))
-    assert len(told) == 18
-    assert [name for name, _ in told if name.encode() + b"\0" not in library] == []
+    result = find_spec("grpc._cython.cygrpc")
+    assert result is not None
+    assert result.origin is not None
+    library = Path(result.origin).read_bytes()
+    reported = server_options(ServerLimits(max_connection_age_s=1, max_connection_idle_s=1))
+    assert len(reported) == 18
+    assert [name for name, _ in reported if name.encode() + b"\0" not in library] == []
 
 
 async def test_metadata_is_bounded() -> None:
@@ -213,19 +213,19 @@ async def test_nobody_is_told_off_who_leaves_before_it_has_asked(caplog: pytest.
 async def test_health_is_bounded_for_each_kind_of_call() -> None:
     async with serving() as running, grpc.aio.insecure_channel(running.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        asked = health_pb2.HealthCheckRequest()
-        watches = [health.Watch(asked) for _ in range(MAX_OPEN_CALLS)]
+        request = health_pb2.HealthCheckRequest()
+        watches = [health.Watch(request) for _ in range(MAX_OPEN_CALLS)]
         for watch in watches:
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        refused = health.Watch(asked)
+        refused = health.Watch(request)
         assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (await health.Check(asked)).status == health_pb2.HealthCheckResponse.SERVING
+        assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
         statuses = (await health.List(health_pb2.HealthListRequest())).statuses
         assert set(statuses) == {"", SERVICE}
         watches[0].cancel()
-        again = health.Watch(asked)
+        again = health.Watch(request)
         while await again.read() is grpc.aio.EOF:
-            again = health.Watch(asked)
+            again = health.Watch(request)
         unknown = health_pb2.HealthCheckRequest(service="none")
         assert (await failure(health.Check(unknown))).code() is grpc.StatusCode.NOT_FOUND
         watches[1].cancel()
@@ -269,6 +269,6 @@ async def test_who_watches_without_reading_keeps_no_server_from_stopping() -> No
 
 async def test_reflection_can_be_switched_off() -> None:
     async with serving(reflection=False) as running, grpc.aio.insecure_channel(running.address) as channel:
-        asked = reflection_pb2.ServerReflectionRequest(list_services="")
-        listing = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]))
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        listing = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
         assert await listing.code() is grpc.StatusCode.UNIMPLEMENTED

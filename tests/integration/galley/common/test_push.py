@@ -94,11 +94,11 @@ async def test_they_are_sent_as_often_as_told(collector: Collector, monkeypatch:
     await metering.close()
 
 
-@pytest.mark.parametrize("told", ["0", "-1", "nan"])
+@pytest.mark.parametrize("reported", ["0", "-1", "nan"])
 async def test_an_interval_that_is_none_is_refused(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch, told: str
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, reported: str
 ) -> None:
-    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", told)
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", reported)
     with pytest.raises(ValueError, match="OTEL_METRIC_EXPORT_INTERVAL: must be > 0"):
         await pushing()
 

@@ -49,9 +49,9 @@ async def calls() -> AsyncIterator[RedisCalls]:
 
 
 async def connections_made(calls: RedisCalls) -> int:
-    told = await calls.command("INFO", "stats")
-    assert isinstance(told, bytes)
-    [line] = [line for line in told.splitlines() if line.startswith(b"total_connections_received")]
+    info = await calls.command("INFO", "stats")
+    assert isinstance(info, bytes)
+    [line] = [line for line in info.splitlines() if line.startswith(b"total_connections_received")]
     return int(line.partition(b":")[2])
 
 

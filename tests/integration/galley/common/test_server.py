@@ -138,9 +138,9 @@ async def test_an_unreadable_message_is_the_callers_fault(payload: bytes, field:
             (unary(payload), "ProposeRequest"),
             (last(stream(iter([payload]))), "ProposeStreamRequest"),
         ):
-            told = rpc_error(await failure(call))
-            assert told.code is grpc.StatusCode.INVALID_ARGUMENT
-            ((named, why),) = told.violations
+            reported = rpc_error(await failure(call))
+            assert reported.code is grpc.StatusCode.INVALID_ARGUMENT
+            ((named, why),) = reported.violations
             assert named == field.format(kind)
             assert problem in why
 
@@ -148,8 +148,8 @@ async def test_an_unreadable_message_is_the_callers_fault(payload: bytes, field:
 async def test_far_too_large_is_refused_by_grpc_itself() -> None:
     async with serving(EchoService()) as (_, channel):
         call: Any = channel.unary_unary(f"/{SERVICE}/Propose")
-        told = rpc_error(await failure(call(b"\x00" * 17 * 1024)))
-    assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        reported = rpc_error(await failure(call(b"\x00" * 17 * 1024)))
+    assert reported.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_health_and_reflection() -> None:

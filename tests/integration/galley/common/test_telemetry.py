@@ -196,8 +196,8 @@ def test_a_library_that_repeats_itself_is_heard_once(capsys: pytest.CaptureFixtu
         logging.getLogger("opentelemetry.exporter").error("cannot export, try %s", number)
         logging.getLogger("another").error("try %s", number)
     logging.getLogger("opentelemetry.exporter").error("another thing")
-    said = [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()]
-    assert said == ["cannot export, try 0", "try 0", "try 1", "try 2", "another thing"]
+    text = [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()]
+    assert text == ["cannot export, try 0", "try 0", "try 1", "try 2", "another thing"]
 
 
 def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

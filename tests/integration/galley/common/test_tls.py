@@ -92,9 +92,9 @@ async def test_a_certificate_that_has_expired_is_not_trusted(parties: Parties) -
     await server.start()
     credentials = channel_credentials(files_of(parties.client).read())
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
-        told = await refusal(channel)
+        response = await refusal(channel)
     await server.stop(None)
-    assert "certificate has expired" in told
+    assert "certificate has expired" in response
 
 
 @pytest.mark.parametrize("who", ["plain", "without a certificate", "of another authority"])
@@ -105,23 +105,23 @@ async def test_who_does_not_show_a_certificate_of_the_authority_is_turned_away(
     async with serving(service, parties.server) as running:
         match who:
             case "plain":
-                told = await asked_anew(running, None)
+                response = await asked_anew(running, None)
             case "without a certificate":
-                told = await asked_anew(running, parties.client, own=False)
+                response = await asked_anew(running, parties.client, own=False)
             case _:
-                told = await asked_anew(running, parties.stranger)
-        assert told
+                response = await asked_anew(running, parties.stranger)
+        assert response
         assert await asked_anew(running, parties.client) == ""
     assert service.callers == ["client"]
 
 
 async def test_a_certificate_for_servers_alone_lets_nobody_call(parties: Parties) -> None:
     pair = parties.authority.issue("server", usages=(ExtendedKeyUsageOID.SERVER_AUTH,))
-    shown = Material(parties.authority.ca.read_bytes(), pair.cert.read_bytes(), pair.key.read_bytes())
+    output = Material(parties.authority.ca.read_bytes(), pair.cert.read_bytes(), pair.key.read_bytes())
     service = EchoService()
     async with serving(service, parties.server) as running:
         # Our own channels refuse such files at once.
-        credentials = channel_credentials(shown)
+        credentials = channel_credentials(output)
         async with grpc.aio.secure_channel(running.address, credentials) as channel:
             assert await refusal(channel)
     assert not service.entered.is_set()

@@ -20,29 +20,29 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n"
 
 @pytest.mark.parametrize("at", range(4))
 async def test_a_scrape_is_what_the_exposition_says(at: int) -> None:
-    told = text(services()[at], 1)
-    with telling(told) as address:
+    reported = text(services()[at], 1)
+    with telling(reported) as address:
         samples = await scrape(address)
-    assert samples == read_samples(told)
-    lines = [line for line in told.splitlines() if not line.startswith("#")]
+    assert samples == read_samples(reported)
+    lines = [line for line in reported.splitlines() if not line.startswith("#")]
     assert sum(map(len, samples.values())) == len(lines) > 30
 
 
 def test_openmetrics_with_exemplars_is_read_too() -> None:
-    told = (
+    output = (
         "# TYPE galley_round_duration_seconds histogram\n"
         'galley_round_duration_seconds_bucket{le="1.0"} 7 # {trace_id="ab",span_id="cd"} 0.3 1.7e9\n'
         "galley_rounds_total 3.0\n# EOF\n"
     )
-    assert read_samples(told) == {
+    assert read_samples(output) == {
         "galley_round_duration_seconds_bucket": {(("le", "1.0"),): 7},
         "galley_rounds_total": {(): 3},
     }
 
 
 def test_numbers_that_are_none_and_metrics_of_others_are_left_out() -> None:
-    told = 'galley_a 1\ngalley_b NaN\ngalley_c +Inf\npython_info 3\ngalley_d{w="x"} -2e3\n'
-    assert read_samples(told) == {"galley_a": {(): 1}, "galley_d": {(("w", "x"),): -2000}}
+    output = 'galley_a 1\ngalley_b NaN\ngalley_c +Inf\npython_info 3\ngalley_d{w="x"} -2e3\n'
+    assert read_samples(output) == {"galley_a": {(): 1}, "galley_d": {(("w", "x"),): -2000}}
 
 
 def test_what_a_terminal_would_obey_is_replaced() -> None:
@@ -53,12 +53,12 @@ def test_what_a_terminal_would_obey_is_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     ["galley_a{", "galley_a", "galley_a x", 'galley_a{w="x} 1', "galley_a " + "9" * 400, 'galley_{=","} 1'],
 )
-def test_what_cannot_be_read_is_told(told: str) -> None:
+def test_what_cannot_be_read_is_told(reported: str) -> None:
     with pytest.raises(Away, match="unreadable"):
-        read_samples(told)
+        read_samples(reported)
 
 
 @settings(max_examples=300)

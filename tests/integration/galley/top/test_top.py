@@ -63,9 +63,9 @@ def galley(*args: str) -> Result:
 
 def test_once_as_a_process_prints_one_frame_without_control_codes() -> None:
     with the_sample() as services:
-        told = ["--metrics", addresses([*services, Service("x", nobody())])]
+        reported = ["--metrics", addresses([*services, Service("x", nobody())])]
         done = subprocess.run(
-            [*GALLEY, "--once", *SOON, *told], capture_output=True, timeout=60, check=False, text=True
+            [*GALLEY, "--once", *SOON, *reported], capture_output=True, timeout=60, check=False, text=True
         )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -80,10 +80,10 @@ def test_once_as_a_process_prints_one_frame_without_control_codes() -> None:
 def test_without_arguments_the_stack_that_runs_here_is_found() -> None:
     with the_sample() as services, endpoint.Endpoint() as stack:
         stack.announce("127.0.0.1:1", services)
-        shown = galley("--once", *SOON)
-    assert shown.exit_code == 0, shown.output
-    assert "4 of 4 up" in shown.stdout
-    assert "target-2" in shown.stdout
+        displayed = galley("--once", *SOON)
+    assert displayed.exit_code == 0, displayed.output
+    assert "4 of 4 up" in displayed.stdout
+    assert "target-2" in displayed.stdout
     gone = galley("--once", *SOON)
     assert gone.exit_code == 1
     assert "error: no stack runs here" in gone.stderr
@@ -93,10 +93,10 @@ def test_the_store_of_the_stack_that_runs_here_is_asked_too() -> None:
     with endpoint.Endpoint() as stack:
         with the_sample() as services, running(VALKEY) as server:
             stack.announce("127.0.0.1:1", services, server.url)
-            found = endpoint.find_stack()
-            assert (found.services, found.store) == (tuple(services), server.url)
-            told = galley("--once", *SOON)
-            assert "registry" not in told.stdout
+            result = endpoint.find_stack()
+            assert (result.services, result.store) == (tuple(services), server.url)
+            output = galley("--once", *SOON)
+            assert "registry" not in output.stdout
         away = galley("--once", *SOON)
     assert away.exit_code == 1
     assert "registry away" in away.stdout
@@ -109,10 +109,10 @@ def test_a_stack_that_tells_no_metrics_is_said_to_be_none() -> None:
 
 
 def test_nobody_is_a_frame_and_an_error() -> None:
-    shown = galley("--once", *SOON, "--metrics", nobody())
-    assert shown.exit_code == 1
-    assert "0 of 1 up" in shown.stdout
-    assert "error: no service answers" in shown.stderr
+    output = galley("--once", *SOON, "--metrics", nobody())
+    assert output.exit_code == 1
+    assert "0 of 1 up" in output.stdout
+    assert "error: no service answers" in output.stderr
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ async def test_registered_replicas_are_shown_and_a_store_that_goes_away_is_told(
             address="10.0.0.8:5\x1b[2J", incarnation="1", model="m", tokenizer_hash="h", vocab_size=9
         )
         await registry.publish(DRAFT_POOL, lease)
-        told = await read_leases(registry)
-        assert [one.address for one in told.drafts] == ["10.0.0.8:5\ufffd[2J"]
-        assert (list(told.targets), told.problem) == ([], "")
+        response = await read_leases(registry)
+        assert [one.address for one in response.drafts] == ["10.0.0.8:5\ufffd[2J"]
+        assert (list(response.targets), response.problem) == ([], "")
     away = await read_leases(registry)
     await registry.close()
     assert away.problem
@@ -195,7 +195,7 @@ def test_on_a_terminal_it_is_live_until_q_and_leaves_it_as_it_was() -> None:
     with the_sample() as services, Terminal("--metrics", addresses(services), *SOON) as terminal:
         terminal.until(OTHER_SCREEN)
         terminal.until(b"4 of 4 up")
-        assert terminal.modes != terminal.before, "keys are heard at once, and not shown"
+        assert terminal.modes != terminal.before, "keys are received at once, and not shown"
         terminal.press(b"x")
         terminal.until(b"rewrite")
         terminal.press(b"q")

@@ -63,11 +63,11 @@ async def test_spans_of_the_sdks_exporter_arrive_in_the_file(tmp_path: Path) -> 
         await asyncio.to_thread(provider.shutdown)
     spans = read(path)
     assert len(spans) == 701
-    (told,) = [span for span in spans if span.name == "outer"]
-    assert told.process == Process("galley-test", "one")
-    assert told.attributes == {"a": (1, 2)}
-    assert [event.name for event in told.events] == ["happened"]
-    assert {span.parent_id for span in spans if span.name == "inner"} == {told.span_id}
+    (reported,) = [span for span in spans if span.name == "outer"]
+    assert reported.process == Process("galley-test", "one")
+    assert reported.attributes == {"a": (1, 2)}
+    assert [event.name for event in reported.events] == ["happened"]
+    assert {span.parent_id for span in spans if span.name == "inner"} == {reported.span_id}
 
 
 async def test_what_cannot_be_read_or_is_too_large_is_refused_and_not_written(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def story_of(scene: Scene) -> Story:
 def test_nothing_in_the_page_can_run_or_be_fetched(name: str) -> None:
     seen = Seen(page(story_of(getattr(scenes, name)())))
     assert {tag for tag, _ in seen.elements}.isdisjoint(_ACTIVE)
-    attributes = [(key, value or "") for _, found in seen.elements for key, value in found.items()]
+    attributes = [(key, value or "") for _, result in seen.elements for key, value in result.items()]
     assert not [key for key, _ in attributes if key.startswith("on") or key in ("style", "src", "srcset")]
     assert all(value.startswith("#round-") for key, value in attributes if key in ("href", "xlink:href"))
 
@@ -50,7 +50,7 @@ def test_the_policy_forbids_all_but_the_pages_own_style() -> None:
     style = re.search("<style>(.*?)</style>", text, re.DOTALL)
     assert style is not None
     digest = b64encode(sha256(style.group(1).encode()).digest()).decode()
-    policy = next(found["content"] for tag, found in Seen(text).elements if "http-equiv" in found)
+    policy = next(result["content"] for tag, result in Seen(text).elements if "http-equiv" in result)
     assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     assert "url(" not in style.group(1)
     assert "@import" not in style.group(1)
@@ -185,8 +185,8 @@ def test_it_can_be_read_in_the_light_and_in_the_dark(browser: Browser, tmp_path:
 
 
 def _colour(browser: Browser, selector: str, which: str) -> tuple[int, ...]:
-    told = browser.value(f"getComputedStyle(document.querySelector('{selector}')).{which}")
-    return tuple(map(int, re.findall(r"\d+", told)[:3]))
+    reported = browser.value(f"getComputedStyle(document.querySelector('{selector}')).{which}")
+    return tuple(map(int, re.findall(r"\d+", reported)[:3]))
 
 
 def contrast(one: tuple[int, ...], other: tuple[int, ...]) -> float:

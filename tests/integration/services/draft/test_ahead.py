@@ -29,14 +29,14 @@ async def draft(tiny: Path) -> AsyncIterator[tuple[Serving, Gated]]:
         yield serves, gated
 
 
-async def proposed(draft: Serving, asked: pb.ProposeItem) -> pb.ProposeResult:
-    (answer,) = (await draft.stub.Propose(pb.ProposeRequest(items=[asked]))).answers
+async def proposed(draft: Serving, request: pb.ProposeItem) -> pb.ProposeResult:
+    (answer,) = (await draft.stub.Propose(pb.ProposeRequest(items=[request]))).answers
     assert answer.HasField("result"), answer
     return answer.result
 
 
-async def proposals(draft: Serving, asked: pb.ProposeItem) -> list[int]:
-    return list((await proposed(draft, asked)).draft_tokens)
+async def proposals(draft: Serving, request: pb.ProposeItem) -> list[int]:
+    return list((await proposed(draft, request)).draft_tokens)
 
 
 @either
@@ -88,9 +88,9 @@ async def test_a_session_drafts_the_same_whatever_went_before_and_beside(
         trace = []
         for _ in range(12):
             ahead = chance.randrange(len(tokens))
-            asked = item(tokens, chance.randrange(7), name, ahead=ahead, prompt_len=1, sampling=sampling)
-            came = await proposals(serves, asked)
-            trace.append((asked, came))
+            request = item(tokens, chance.randrange(7), name, ahead=ahead, prompt_len=1, sampling=sampling)
+            came = await proposals(serves, request)
+            trace.append((request, came))
             tokens = tokens + came[: chance.randrange(8)]
             if chance.random() < 0.4:
                 tokens = [*tokens, chance.randrange(2, VOCAB - 1)]
@@ -99,9 +99,9 @@ async def test_a_session_drafts_the_same_whatever_went_before_and_beside(
         return trace
 
     traces = await asyncio.gather(*(wander(f"{seed} {i}") for i in range(5)))
-    for i, (asked, came) in enumerate(one for trace in traces for one in trace):
-        asked.slice.session_id, asked.ahead = f"alone {seed} {i}", 0
-        assert await proposals(serves, asked) == came
+    for i, (request, came) in enumerate(one for trace in traces for one in trace):
+        request.slice.session_id, request.ahead = f"alone {seed} {i}", 0
+        assert await proposals(serves, request) == came
 
 
 @either
@@ -111,14 +111,14 @@ async def test_survival_follows_what_is_confirmed(
     serves, _ = draft
 
     async def first_survival(name: str, right: bool, ahead: int = 0) -> float:
-        asked = item(PROMPT, 6, name, sampling=sampling)
-        asked.workload = "w"
-        before = await proposed(serves, asked)
+        request = item(PROMPT, 6, name, sampling=sampling)
+        request.workload = "w"
+        before = await proposed(serves, request)
         assert len(before.survival) == len(before.draft_tokens) == 6
         assert list(before.survival) == sorted(before.survival, reverse=True)
         assert all(0 <= chance <= 1 for chance in before.survival)
-        told = list(before.draft_tokens)[:1] if right else [(before.draft_tokens[0] + 1) % (VOCAB - 1)]
-        again = item(PROMPT + told, 1, name, ahead=ahead, sampling=sampling)
+        reported = list(before.draft_tokens)[:1] if right else [(before.draft_tokens[0] + 1) % (VOCAB - 1)]
+        again = item(PROMPT + reported, 1, name, ahead=ahead, sampling=sampling)
         again.workload = "w"
         await proposed(serves, again)
         return before.survival[0]
@@ -140,9 +140,9 @@ async def test_tenants_learn_apart_and_new_workloads_begin_as_the_others(
     serves, _ = draft
 
     async def survival(name: str, workload: str, salt: bytes) -> float:
-        asked = item(PROMPT, 1, name, tenant_salt=salt)
-        asked.workload = workload
-        return (await proposed(serves, asked)).survival[0]
+        request = item(PROMPT, 1, name, tenant_salt=salt)
+        request.workload = workload
+        return (await proposed(serves, request)).survival[0]
 
     begin = await survival("first", "w", b"a")
     for i in range(10):

@@ -27,7 +27,7 @@ def test_every_guess_is_judged_once_and_rightly(
     fed: list[int] = []
     judged: dict[int, bool] = {}
     confirmed = 1
-    for more, ahead, asked in items:
+    for more, ahead, request in items:
         confirmed = min(30, confirmed + more)
         tokens = truth[:confirmed]
         for _ in range(ahead):
@@ -37,15 +37,15 @@ def test_every_guess_is_judged_once_and_rightly(
             assert position < confirmed
             assert position not in judged
             judged[position] = guessed == right
-        ready = history.ready(len(tokens), asked, "rules")
+        ready = history.ready(len(tokens), request, "rules")
         grown = list(tokens)
         for token, position in ready:
             assert (token, position) == (proposal(grown), len(grown))
             grown.append(token)
-        while len(grown) < len(tokens) + asked:
+        while len(grown) < len(tokens) + request:
             history.append(proposal(grown), len(grown))
             grown.append(proposal(grown))
-        if asked:
+        if request:
             fed = grown[:-1]
     assert all(accepted == (favoured[position] == truth[position]) for position, accepted in judged.items())
 

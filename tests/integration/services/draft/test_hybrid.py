@@ -145,10 +145,10 @@ def test_tenants_are_told_apart_and_a_new_workload_begins_as_its_tenants_others(
     new = ask(hybrid, DraftSession(), [1, 2, 3], salt=b"third").survival[0]
     teach(hybrid, 2)
     taught = ask(hybrid, DraftSession(), [1, 2, 3]).survival[0]
-    asked = ask(hybrid, DraftSession(), [1, 2, 3], salt=salt, workload=workload).survival[0]
+    request = ask(hybrid, DraftSession(), [1, 2, 3], salt=salt, workload=workload).survival[0]
     assert taught < new / 2
-    assert (asked < new / 2) == same
-    assert same or asked == new
+    assert (request < new / 2) == same
+    assert same or request == new
 
 
 def test_what_was_guessed_already_needs_no_step(hybrid: HybridStrategy, model: Counting) -> None:

@@ -179,8 +179,8 @@ def test_a_long_prompt_is_followed_a_piece_a_step() -> None:
         steps += 1
     assert (proposal.tokens, steps) == ([3, 4, 5], 2)
     other = DraftSession()
-    begun = [strategy.begin([job_of(other, tokens, 3)])[0] for _ in range(3)]
-    assert [again.tokens for again in begun] == [[], [], [3, 4, 5]]
+    started = [strategy.begin([job_of(other, tokens, 3)])[0] for _ in range(3)]
+    assert [again.tokens for again in started] == [[], [], [3, 4, 5]]
 
 
 def test_a_long_session_takes_no_longer() -> None:
@@ -189,8 +189,8 @@ def test_a_long_session_takes_no_longer() -> None:
         talk.ask()
     times = []
     for i in range(51):
-        begun = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns()
         talk.ask(i * 7 % 1009)
-        times.append(time.perf_counter_ns() - begun)
+        times.append(time.perf_counter_ns() - start_ns)
     # The least, because this measures the code and not the machine's other work.
     assert min(times) < 1_000_000

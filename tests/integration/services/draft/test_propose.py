@@ -51,9 +51,9 @@ async def test_a_tenant_is_proposed_nothing_of_anothers_answers() -> None:
     async with drafting() as draft:
         answer = item([1, 50, 51, 52, 53], session_id="a", tenant_salt=b"one", prompt_len=1)
         await propose(draft, answer)
-        for salt, found in ((b"one", [52, 53]), (b"two", []), (b"", [])):
-            asked = item([2, 50, 51], session_id="b", tenant_salt=salt, prompt_len=1)
-            assert await proposals(draft, asked) == [found]
+        for salt, result in ((b"one", [52, 53]), (b"two", []), (b"", [])):
+            request = item([2, 50, 51], session_id="b", tenant_salt=salt, prompt_len=1)
+            assert await proposals(draft, request) == [result]
 
 
 async def test_nothing_is_proposed_where_the_target_can_take_nothing() -> None:

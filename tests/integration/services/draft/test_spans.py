@@ -28,9 +28,9 @@ def model_of(tiny: Path) -> ModelStrategy:
 
 async def test_a_request_has_a_span_and_its_batch_links_to_it(tiny: Path) -> None:
     kept = KeptSpans()
-    asked = [traced([5, 9, 2], k, name) for name, k in (("a", 3), ("b", 1))]
+    requests = [traced([5, 9, 2], k, name) for name, k in (("a", 3), ("b", 1))]
     async with serving(model_of(tiny), spans=kept.scope) as draft:
-        answers = (await draft.stub.Propose(pb.ProposeRequest(items=asked))).answers
+        answers = (await draft.stub.Propose(pb.ProposeRequest(items=requests))).answers
     for name, k, answer in zip("ab", (3, 1), answers, strict=True):
         span = kept.of_session(ITEM, name)
         assert span.kind is SpanKind.SERVER
@@ -84,8 +84,8 @@ async def test_a_new_request_begins_another_batch(tiny: Path) -> None:
 @pytest.mark.parametrize("parent", ["", parent_of(1, sampled=False)])
 async def test_untraced_requests_make_no_span(tiny: Path, parent: str) -> None:
     asked_for = NotedScope()
-    asked = [item([5, 9, 2], 3, "a", traceparent=parent), item([], 3, "b", traceparent=parent)]
+    requests = [item([5, 9, 2], 3, "a", traceparent=parent), item([], 3, "b", traceparent=parent)]
     async with serving(model_of(tiny), spans=asked_for.scope) as draft:
-        answers = (await draft.stub.Propose(pb.ProposeRequest(items=asked))).answers
+        answers = (await draft.stub.Propose(pb.ProposeRequest(items=requests))).answers
     assert [answer.WhichOneof("outcome") for answer in answers] == ["result", "status"]
     assert asked_for.names == []

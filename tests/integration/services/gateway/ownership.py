@@ -25,7 +25,7 @@ from tests.fakes.processes import gateway_process
 from tests.fakes.replicas import FakeTarget
 from tests.fakes.truth import SEED
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import PROMPT, PROMPT_TOKENS, Heard, World
+from tests.fakes.world import PROMPT, PROMPT_TOKENS, Received, World
 
 LETTERS = b"ab"
 LENGTH = 64
@@ -75,34 +75,34 @@ class Arena:
             calls = [client.resume(stream.session_id, 0) for client in self.clients]
         else:
             calls = [self._ask(index, key) for index in (0, 1)]
-        told = await asyncio.gather(*map(_listen, calls), *before)
+        response = await asyncio.gather(*map(_listen, calls), *before)
         session_id = next(stream.session_id for stream in calls if stream.session_id)
-        self._judge(tally, told, await self._output(session_id))
+        self._judge(tally, response, await self._output(session_id))
 
     def _ask(self, index: int, key: str) -> TokenStream:
-        asked = {"max_tokens": LENGTH, "seed": SEED, "ignore_eos": True, "idempotency_key": key}
-        return self.clients[index].generate(PROMPT, **asked)  # type: ignore[arg-type]  # as a dict
+        options = {"max_tokens": LENGTH, "seed": SEED, "ignore_eos": True, "idempotency_key": key}
+        return self.clients[index].generate(PROMPT, **options)  # type: ignore[arg-type]  # as a dict
 
     async def _output(self, session_id: str) -> list[int]:
         log = await self.store.get(f"galley:{{{session_id}}}:log")
         assert isinstance(log, bytes)
         return tokens_from_bytes(log)[len(PROMPT_TOKENS) :]
 
-    def _judge(self, tally: Tally, told: list[_Told], log: list[int]) -> None:
+    def _judge(self, tally: Tally, reported: list[_Told], log: list[int]) -> None:
         tally.rounds += 1
         tally.handed_over += len(set(log)) > 1
-        tally.outcomes.update(one.outcome for one in told)
+        tally.outcomes.update(one.outcome for one in reported)
         faults = []
         if len(log) != LENGTH or set(log) - set(LETTERS):
             faults.append("the log is not the answer")
-        if sum(a != b for a, b in pairwise(log)) > len(told) - 1:
+        if sum(a != b for a, b in pairwise(log)) > len(reported) - 1:
             faults.append("the log is interleaved")
-        if not any(one.outcome == "finished" for one in told):
+        if not any(one.outcome == "finished" for one in reported):
             faults.append("nobody was told the end")
-        if any(one.tokens != log[: len(one.tokens)] for one in told):
+        if any(one.tokens != log[: len(one.tokens)] for one in reported):
             faults.append("a client was told what the log does not hold")
-        if any(one.outcome not in {"finished", "fenced"} for one in told):
-            faults.append(f"a stream ended otherwise: {[one.outcome for one in told]}")
+        if any(one.outcome not in {"finished", "fenced"} for one in reported):
+            faults.append(f"a stream ended otherwise: {[one.outcome for one in reported]}")
         tally.faults += [f"{fault}: {bytes(log)!r}" for fault in faults]
 
 
@@ -113,13 +113,13 @@ class _Told:
 
 
 async def _listen(stream: TokenStream) -> _Told:
-    heard = Heard()
+    received = Received()
     try:
-        await heard.listen(stream)
+        await received.listen(stream)
     except GalleyRpcError as error:
         fenced = error.code is grpc.StatusCode.FAILED_PRECONDITION
-        return _Told(heard.tokens, "fenced" if fenced else error.code.name)
-    return _Told(heard.tokens, "finished" if heard.finished else "cut")
+        return _Told(received.tokens, "fenced" if fenced else error.code.name)
+    return _Told(received.tokens, "finished" if received.finished else "cut")
 
 
 @asynccontextmanager

@@ -112,8 +112,8 @@ class Real:
         self.gateway: Gateway
 
     def ask(self, prompt: Sequence[int], **options: Any) -> TokenStream:
-        asked = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **options}
-        return self.gateway.client.generate(list(prompt), **asked)
+        fields = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **options}
+        return self.gateway.client.generate(list(prompt), **fields)
 
     def total(self, metric: Metric, *labels: str) -> float:
         registries = [registry for name in metric.services for registry in self._registries[name]]
@@ -126,8 +126,8 @@ class Real:
         file = OtlpFile(self._file)
         file.append(encode_spans(self.kept.spans))
         file.close()
-        found = find(Lines(self._file), stream.session_id)
-        [story] = stories_of(found.spans, found.session_id, found.index.sessions_of, cut=found.cut)
+        result = find(Lines(self._file), stream.session_id)
+        [story] = stories_of(result.spans, result.session_id, result.index.sessions_of, cut=result.cut)
         return story
 
     async def __aenter__(self) -> Self:

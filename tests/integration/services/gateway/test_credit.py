@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.fakes.world import MAX_TOKENS, Gateway, World, hear, must_be_true
+from tests.fakes.world import MAX_TOKENS, Gateway, World, must_be_true, receive
 
 
 async def gateway_with_credit(world: World, credit: int = 32, **given: object) -> Gateway:
@@ -20,26 +20,26 @@ async def test_the_same_tokens_with_any_credit_and_draft(
 ) -> None:
     world.draft.spoil_rate = spoil_rate
     gateway = await gateway_with_credit(world, credit)
-    for heard in await asyncio.gather(*(hear(gateway.ask(logprobs=1)) for _ in range(4))):
-        must_be_true(heard)
-        assert len(heard.logprobs) == MAX_TOKENS
+    for received in await asyncio.gather(*(receive(gateway.ask(logprobs=1)) for _ in range(4))):
+        must_be_true(received)
+        assert len(received.logprobs) == MAX_TOKENS
 
 
 async def test_plain_decoding_sends_one_request(world: World) -> None:
     world.target.pass_s = 0.002
     gateway = await gateway_with_credit(world, draft="none")
-    heard = await hear(gateway.ask())
-    must_be_true(heard)
+    received = await receive(gateway.ask())
+    must_be_true(received)
     [item] = world.target.calls
     assert (item.credit, item.hint_due) == (32, False)
     assert len(world.target.extensions) <= MAX_TOKENS // 8
-    assert heard.end.speculation.rounds == MAX_TOKENS
+    assert received.end.speculation.rounds == MAX_TOKENS
 
 
 async def test_plain_decoding_needs_few_extensions(world: World) -> None:
     world.target.pass_s = 0.002
     gateway = await gateway_with_credit(world, draft="none", window=64, buffer=256)
-    must_be_true(await hear(gateway.ask(max_tokens=256)), max_tokens=256)
+    must_be_true(await receive(gateway.ask(max_tokens=256)), max_tokens=256)
     assert len(world.target.calls) + len(world.target.extensions) <= 256 // 16
 
 
@@ -52,27 +52,29 @@ async def test_hints_reach_a_target_that_is_under_way(world: World) -> None:
     await world.target.extended(lambda extension: extension.HasField("hint"))
     world.target.gate.permit(1)
     prompt = world.target.calls[0].slice.prompt_len
-    await world.target.extended(lambda told: told.hint.position + len(told.hint.draft_tokens) > prompt + 5)
+    await world.target.extended(
+        lambda reported: reported.hint.position + len(reported.hint.draft_tokens) > prompt + 5
+    )
     world.target.gate.open()
-    heard = await hear(stream)
-    must_be_true(heard)
-    assert heard.end.speculation.accepted > 0
-    assert heard.end.speculation.accepted == sum(heard.from_draft)
+    received = await receive(stream)
+    must_be_true(received)
+    assert received.end.speculation.accepted > 0
+    assert received.end.speculation.accepted == sum(received.from_draft)
 
 
 async def test_a_silent_draft_delays_no_token(world: World) -> None:
     world.draft.gate.close()
     gateway = await gateway_with_credit(world)
-    heard = await hear(gateway.ask())
-    must_be_true(heard)
-    assert heard.end.speculation.drafted == 0
+    received = await receive(gateway.ask())
+    must_be_true(received)
+    assert received.end.speculation.drafted == 0
 
 
 @pytest.mark.parametrize("draft", [True, False])
 async def test_a_session_that_is_preempted_goes_on(world: World, draft: bool) -> None:
     world.target.preemptions_left = 5
     gateway = await gateway_with_credit(world, draft=world.draft.address if draft else "none")
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
     assert world.target.preemptions_left == 0
     assert any(call.slice.start > 0 for call in world.target.calls[1:]), "what it kept was not sent again"
 
@@ -83,23 +85,23 @@ async def test_a_target_silent_mid_request_times_out(world: World) -> None:
     stream = gateway.ask()
     await world.target.was_given_up()
     world.target.gate.open()
-    must_be_true(await hear(stream))
+    must_be_true(await receive(stream))
     assert world.target.cancelled == 1
 
 
 async def test_the_timeout_is_per_response(world: World) -> None:
     world.target.pass_s = 0.06
     gateway = await gateway_with_credit(world, draft="none", verify_timeout_s=2)
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
     assert len(world.target.calls) == 1
 
 
 async def test_a_stop_string_cancels_the_request(world: World) -> None:
-    plain = await hear((await world.gateway()).ask())
+    plain = await receive((await world.gateway()).ask())
     gateway = await gateway_with_credit(world, draft="none")
     stop = plain.text[10:14]
     world.target.pass_s = 0.005
-    heard = await hear(gateway.ask(stop=[stop]))
-    assert heard.end.stop == stop
-    assert heard.text == plain.text[: plain.text.index(stop)]
+    received = await receive(gateway.ask(stop=[stop]))
+    assert received.end.stop == stop
+    assert received.text == plain.text[: plain.text.index(stop)]
     await world.target.was_given_up()

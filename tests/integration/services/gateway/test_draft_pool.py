@@ -11,7 +11,7 @@ from galley.client.options import Speculation
 from galley.core.errors import TokenizerMismatch
 from tests.fakes.fleet import DraftFleet, FleetDraft
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import Gateway, World, any_credit, hear, must_be_true
+from tests.fakes.world import Gateway, World, any_credit, must_be_true, receive
 
 FIXED = Speculation(k=4)
 _ENOUGH = 300
@@ -27,9 +27,9 @@ async def fleet(world: World) -> AsyncIterator[DraftFleet]:
 async def test_a_gateway_finds_its_drafts_in_the_registry(world: World, fleet: DraftFleet) -> None:
     gateway = await world.gateway(draft="")
     for _ in range(2):
-        heard = await hear(gateway.ask(speculation=FIXED))
-        must_be_true(heard)
-        assert any(heard.from_draft)
+        received = await receive(gateway.ask(speculation=FIXED))
+        must_be_true(received)
+        assert any(received.from_draft)
     assert all(draft.fake.calls for draft in fleet.members)
     assert not world.draft.calls
 
@@ -37,12 +37,12 @@ async def test_a_gateway_finds_its_drafts_in_the_registry(world: World, fleet: D
 async def test_a_gateway_uses_a_list_of_drafts(world: World) -> None:
     async with DraftFleet(world) as fleet:
         gateway = await world.gateway(draft=fleet.addresses)
-        must_be_true(await hear(gateway.ask(speculation=FIXED)))
+        must_be_true(await receive(gateway.ask(speculation=FIXED)))
         home, other = fleet.holder()
         await home.fake.stop()
-        heard = await hear(gateway.ask(speculation=FIXED))
-        must_be_true(heard)
-        assert any(heard.from_draft)
+        received = await receive(gateway.ask(speculation=FIXED))
+        must_be_true(received)
+        assert any(received.from_draft)
         assert other.fake.calls
 
 
@@ -51,31 +51,31 @@ async def test_two_gateways_share_one_draft(world: World) -> None:
         await fleet.register()
         gateways = [await world.gateway(draft="") for _ in range(2)]
         streams = [gateway.ask(speculation=FIXED) for gateway in gateways for _ in range(2)]
-        for heard in await asyncio.gather(*(hear(stream) for stream in streams)):
-            must_be_true(heard)
-            assert any(heard.from_draft)
+        for received in await asyncio.gather(*(receive(stream) for stream in streams)):
+            must_be_true(received)
+            assert any(received.from_draft)
         assert len(fleet.members[0].sessions) == 4
 
 
 async def test_a_resumed_session_goes_where_its_tokens_are(world: World, fleet: DraftFleet) -> None:
     first = await world.gateway(draft="")
-    stream, heard = await world.held(first, 2, until=6, speculation=FIXED)
+    stream, received = await world.held(first, 2, until=6, speculation=FIXED)
     home, other = fleet.holder()
     stream.cancel()
     await first.idle()
     await home.publish(busy=9)
     world.target.gate.open()
     second = await world.gateway(draft="")
-    must_be_true(await heard.listen(second.client.resume_stream(stream)))
+    must_be_true(await received.listen(second.client.resume_stream(stream)))
     assert not other.fake.calls
 
 
 async def test_a_gateway_without_drafts_decodes_plainly(world: World) -> None:
     for draft in ("none", ""):
         gateway = await world.gateway(draft=draft)
-        heard = await hear(gateway.ask(speculation=FIXED))
-        must_be_true(heard)
-        assert not any(heard.from_draft)
+        received = await receive(gateway.ask(speculation=FIXED))
+        must_be_true(received)
+        assert not any(received.from_draft)
 
 
 @any_credit
@@ -91,18 +91,18 @@ async def test_lookup_replaces_a_missing_draft(world: World) -> None:
                 await drafted_for(gateway, draft)
             else:
                 await draft.leave()
-            asked = len(draft.fake.calls)
-            heard = await hear(gateway.ask(max_tokens=_ENOUGH, speculation=FIXED))
-            must_be_true(heard, _ENOUGH)
-            assert any(heard.from_draft)
-            assert (len(draft.fake.calls) > asked) == there
+            call_count = len(draft.fake.calls)
+            received = await receive(gateway.ask(max_tokens=_ENOUGH, speculation=FIXED))
+            must_be_true(received, _ENOUGH)
+            assert any(received.from_draft)
+            assert (len(draft.fake.calls) > call_count) == there
 
 
 async def drafted_for(gateway: Gateway, draft: FleetDraft) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        asked = len(draft.fake.calls)
-        while len(draft.fake.calls) == asked:
-            await hear(gateway.ask(speculation=FIXED))
+        call_count = len(draft.fake.calls)
+        while len(draft.fake.calls) == call_count:
+            await receive(gateway.ask(speculation=FIXED))
 
 
 async def test_a_gateway_refuses_drafts_of_another_tokenizer(world: World) -> None:
@@ -113,4 +113,4 @@ async def test_a_gateway_refuses_drafts_of_another_tokenizer(world: World) -> No
             await world.gateway(draft=fleet.addresses)
         fleet.members[1].fake.tokenizer_hash = world.tokenizer_hash
         gateway = await world.gateway(draft=fleet.addresses)
-        assert any((await hear(gateway.ask(speculation=FIXED))).from_draft)
+        assert any((await receive(gateway.ask(speculation=FIXED))).from_draft)

@@ -135,10 +135,10 @@ async def test_a_frozen_draft_costs_each_session_one_timeout(here: Here) -> None
     frozen.fake.freeze()
     for _ in range(2):
         await asyncio.gather(*(here.ask(session, named(name)) for name, session in sessions.items()))
-    asked = len(frozen.fake.calls)
+    call_count = len(frozen.fake.calls)
     for name, session in sessions.items():
         await here.proposed(session, named(name))
-    assert len(frozen.fake.calls) == asked
+    assert len(frozen.fake.calls) == call_count
     assert other.sessions == set(sessions)
 
 
@@ -375,11 +375,11 @@ async def test_late_proposals_open_the_breaker(here: Here) -> None:
     slow.fake.gate.close()
     asking = [here.ask(DraftSession(here.drafts), named(str(number))) for number in range(FAILURES)]
     await asyncio.gather(*asking)
-    asked = len(slow.fake.calls)
+    call_count = len(slow.fake.calls)
     failed = await here.ask(DraftSession(here.drafts))
     assert isinstance(failed, ev.Failed)
     assert failed.message != TIMED_OUT
-    assert len(slow.fake.calls) == asked
+    assert len(slow.fake.calls) == call_count
 
 
 async def test_a_session_degrades_by_steps_and_recovers(

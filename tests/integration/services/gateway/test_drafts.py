@@ -14,7 +14,7 @@ from galley.client.options import Speculation
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.truth import VOCAB
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import MAX_TOKENS, Gateway, World, any_credit, hear, must_be_true
+from tests.fakes.world import MAX_TOKENS, Gateway, World, any_credit, must_be_true, receive
 
 COOLDOWN_S = 0.25  # galley.core.session.machine.SessionLimits.draft_cooldown_ns
 
@@ -98,10 +98,10 @@ INVALID_PROPOSALS: list[Callable[[pb.ProposeItem, pb.ProposeAnswer], None]] = [
 async def test_acceptance_changes_no_token(world: World, spoil_rate: float) -> None:
     world.draft.spoil_rate = spoil_rate
     gateway = await world.gateway()
-    heard = await hear(gateway.ask(speculation=Speculation(k=4)))
-    must_be_true(heard)
-    stats = heard.end.speculation
-    assert stats.accepted == sum(heard.from_draft)
+    received = await receive(gateway.ask(speculation=Speculation(k=4)))
+    must_be_true(received)
+    stats = received.end.speculation
+    assert stats.accepted == sum(received.from_draft)
     assert (stats.accepted > 0) == (spoil_rate < 1)
     if spoil_rate == 0:
         # 4 draft tokens and the target's own; or fewer, where more of them were not ready yet.
@@ -115,7 +115,7 @@ async def test_an_invalid_proposal_is_harmless(
 ) -> None:
     world.draft.corrupt = corrupt
     gateway = await world.gateway(draft_timeout_s=0.1)
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
     assert world.draft.calls
 
 
@@ -123,7 +123,7 @@ async def test_an_invalid_proposal_is_harmless(
 async def test_draft_calls_that_fail_are_harmless(world: World) -> None:
     world.draft.fail(grpc.StatusCode.INTERNAL, times=1000)
     gateway = await world.gateway()
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
     assert world.draft.calls
 
 
@@ -131,23 +131,23 @@ async def test_a_silent_draft_costs_a_timeout_and_a_pause(world: World) -> None:
     timeout_s = 0.05
     world.draft.gate.close()
     gateway = await world.gateway(draft_timeout_s=timeout_s)
-    heard = await hear(gateway.ask())
-    must_be_true(heard)
-    asked, stats = len(world.draft.calls), heard.end.speculation
+    received = await receive(gateway.ask())
+    must_be_true(received)
+    request, stats = len(world.draft.calls), received.end.speculation
     assert stats.drafted == 0
-    assert 1 <= asked <= 1 + stats.round_ns / 1e9 / COOLDOWN_S
+    assert 1 <= request <= 1 + stats.round_ns / 1e9 / COOLDOWN_S
     # The draft never answers, so any bound shows that nothing waits for it.
-    assert stats.draft_ns / 1e9 <= asked * timeout_s + 10
+    assert stats.draft_ns / 1e9 <= request * timeout_s + 10
 
 
 async def test_a_draft_that_answers_late_is_harmless(world: World) -> None:
     async def wait_for_target() -> None:
-        await world.target.called(asked + 1)
+        await world.target.called(call_count + 1)
 
     gateway = await world.gateway(draft_timeout_s=0.05)
-    asked = len(world.target.calls)
+    call_count = len(world.target.calls)
     world.draft.before_answering = wait_for_target
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
     assert world.draft.calls
 
 
@@ -159,31 +159,31 @@ async def test_a_draft_killed_mid_stream_does_not_end_the_stream(world: World, g
     await world.target.waits_after(2)
     await world.draft.stop()
     world.target.gate.open()
-    must_be_true(await hear(stream))
+    must_be_true(await receive(stream))
 
 
 async def test_a_gateway_starts_without_its_draft_and_pairs_later(world: World) -> None:
     await world.draft.stop()
     gateway = await world.gateway()
-    heard = await hear(gateway.ask())
-    must_be_true(heard)
+    received = await receive(gateway.ask())
+    must_be_true(received)
     await world.draft.start()
     async with asyncio.timeout(PATIENCE_S):
-        while not any(heard.from_draft):
-            heard = await hear(gateway.ask())
+        while not any(received.from_draft):
+            received = await receive(gateway.ask())
 
 
 async def test_a_draft_that_changes_its_tokenizer_is_not_used(world: World, gateway: Gateway) -> None:
     await world.draft.stop()
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
     world.draft.tokenizer_hash = "another"
     await world.draft.start()
     with capture_logs() as logs:
         async with asyncio.timeout(PATIENCE_S):
             while not any("another" in str(line.get("reason")) for line in logs):
-                heard = await hear(gateway.ask())
-                must_be_true(heard)
-                assert not any(heard.from_draft)
+                received = await receive(gateway.ask())
+                must_be_true(received)
+                assert not any(received.from_draft)
     [*_, line] = [line for line in logs if "another" in str(line.get("reason"))]
     assert world.tokenizer_hash in line["reason"]
     assert not world.draft.calls

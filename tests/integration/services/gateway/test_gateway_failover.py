@@ -16,11 +16,11 @@ from tests.fakes.world import (
     MAX_TOKENS,
     PROMPT,
     Gateway,
-    Heard,
+    Received,
     World,
     any_credit,
-    hear,
     must_be_true,
+    receive,
     refused,
 )
 
@@ -42,16 +42,16 @@ async def test_a_gateway_that_stops_is_a_pause(world: World, drain_timeout_s: fl
     leaving, staying = await world.gateway(drain_timeout_s=drain_timeout_s), await world.gateway()
     world.draft.spoil_rate = 0.5
     async with client_of(staying) as client:
-        whole = await hear(ask(client))
+        whole = await receive(ask(client))
     must_be_true(whole)
     world.target.pass_s = 0.05
     async with client_of(leaving, staying) as client:
         streams = [ask(client) for _ in range(STREAMS)]
-        heard = await asyncio.gather(*(hear(stream, until=1) for stream in streams))
+        received = await asyncio.gather(*(receive(stream, until=1) for stream in streams))
         stopping = asyncio.create_task(leaving.running.stop())
-        await asyncio.gather(*(one.listen(stream) for one, stream in zip(heard, streams, strict=True)))
+        await asyncio.gather(*(one.listen(stream) for one, stream in zip(received, streams, strict=True)))
         await stopping
-    for one in heard:
+    for one in received:
         must_be_true(one)
         assert one.logprobs == whole.logprobs
         assert not one.changes
@@ -62,13 +62,13 @@ async def test_a_stream_survives_gateways_that_stop_in_turn(world: World) -> Non
     world.target.gate.close()
     async with client_of(*gateways) as client:
         stream = ask(client)
-        heard = Heard()
+        received = Received()
         for count, gateway in enumerate(gateways[:-1], start=1):
             world.target.gate.permit(1)
-            await heard.listen(stream, until=count)
+            await received.listen(stream, until=count)
             await gateway.running.stop()
         world.target.gate.open()
-        must_be_true(await heard.listen(stream))
+        must_be_true(await received.listen(stream))
 
 
 async def test_a_superseded_client_does_not_retry(world: World) -> None:
@@ -79,12 +79,12 @@ async def test_a_superseded_client_does_not_retry(world: World) -> None:
         other = await opened.enter_async_context(client_of(second, first))
         stream = ask(one)
         world.target.gate.permit(1)
-        heard = await hear(stream, until=1)
+        received = await receive(stream, until=1)
         taken = other.resume_stream(stream)
-        hearing = asyncio.ensure_future(hear(taken, first_index=len(heard.tokens)))
+        hearing = asyncio.ensure_future(receive(taken, first_index=len(received.tokens)))
         await world.target.waits_after(1)
         world.target.gate.open()
-        error = await refused(heard.listen(stream))
+        error = await refused(received.listen(stream))
         assert error.code is grpc.StatusCode.FAILED_PRECONDITION
         assert "claimed by another owner" in error.message
         rest = await hearing
@@ -96,7 +96,7 @@ async def test_a_repeated_request_joins_its_first_try(world: World) -> None:
     world.target.gate.close()
     async with client_of(doomed, staying) as client:
         stream = ask(client)
-        hearing = asyncio.ensure_future(hear(stream))
+        hearing = asyncio.ensure_future(receive(stream))
         await world.target.called(1)
         await doomed.running.stop()
         world.target.gate.open()

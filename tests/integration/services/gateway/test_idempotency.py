@@ -10,12 +10,12 @@ import pytest
 
 from galley.client.client import GalleyRpcError, TokenStream
 from tests.fakes.truth import logprobs_of
-from tests.fakes.world import Gateway, Heard, World, any_credit, hear, must_be_true, refused
+from tests.fakes.world import Gateway, Received, World, any_credit, must_be_true, receive, refused
 
 
-async def outcome(stream: TokenStream) -> Heard | grpc.StatusCode:
+async def outcome(stream: TokenStream) -> Received | grpc.StatusCode:
     try:
-        return await hear(stream)
+        return await receive(stream)
     except GalleyRpcError as error:
         return error.code
 
@@ -25,23 +25,23 @@ async def test_one_of_two_concurrent_calls_is_superseded(world: World, gateway: 
     for number in range(10):
         key = f"key-{id(world)}-{number}"
         both = await asyncio.gather(*(outcome(gateway.ask(idempotency_key=key)) for _ in range(2)))
-        answers = [one for one in both if isinstance(one, Heard)]
+        answers = [one for one in both if isinstance(one, Received)]
         assert answers
         for answer in answers:
             must_be_true(answer)
-        assert {one for one in both if not isinstance(one, Heard)} <= {grpc.StatusCode.FAILED_PRECONDITION}
+        assert {one for one in both if not isinstance(one, Received)} <= {grpc.StatusCode.FAILED_PRECONDITION}
     await gateway.idle()
 
 
 async def test_a_newer_call_ends_the_older_at_once(world: World, gateway: Gateway) -> None:
     key = f"key-{id(world)}-older"
-    older, heard = await world.held(gateway, 1, idempotency_key=key)
+    older, received = await world.held(gateway, 1, idempotency_key=key)
     newer = gateway.ask(idempotency_key=key)
     await anext(newer)
-    error = await refused(heard.listen(older))
+    error = await refused(received.listen(older))
     assert error.code is grpc.StatusCode.FAILED_PRECONDITION
     world.target.gate.open()
-    must_be_true(await hear(newer))
+    must_be_true(await receive(newer))
 
 
 @any_credit
@@ -54,7 +54,7 @@ async def test_a_repeated_call_has_the_whole_answer(world: World, elsewhere: boo
     await first.idle()
     calls = len(world.target.calls)
     world.target.gate.open()
-    again = await hear((second if elsewhere else first).ask(idempotency_key=key, logprobs=2, seed=None))
+    again = await receive((second if elsewhere else first).ask(idempotency_key=key, logprobs=2, seed=None))
     assert before.started is not None
     assert again.started == before.started
     must_be_true(again, seed=before.started.seed)
@@ -72,5 +72,5 @@ async def test_a_key_is_usable_after_a_cancelled_claim(world: World, gateway: Ga
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(anext(stream), 0.001)
         stream.cancel()
-    must_be_true(await hear(gateway.ask(idempotency_key=key)))
+    must_be_true(await receive(gateway.ask(idempotency_key=key)))
     await gateway.idle()

@@ -27,8 +27,8 @@ async def server(tmp_path: Path) -> AsyncIterator[IssuerServer]:
 
 
 def configure(server: IssuerServer, **more: object) -> None:
-    told = {"issuer": server.url, "jwks_uri": server.url + KEYS, **more}
-    server.publish(CONFIGURATION, json.dumps(told).encode())
+    fields = {"issuer": server.url, "jwks_uri": server.url + KEYS, **more}
+    server.publish(CONFIGURATION, json.dumps(fields).encode())
 
 
 async def ids(issuer: JwksClient) -> list[str | None]:
@@ -54,7 +54,7 @@ async def test_a_slash_at_the_end_belongs_to_the_name(server: IssuerServer) -> N
 
 
 @pytest.mark.parametrize(
-    ("told", "problem"),
+    ("reported", "problem"),
     [
         ({"issuer": "https://other.test"}, "is of another issuer"),
         ({"issuer": None}, "is of another issuer"),
@@ -66,9 +66,9 @@ async def test_a_slash_at_the_end_belongs_to_the_name(server: IssuerServer) -> N
     ],
 )
 async def test_a_bad_configuration_is_refused(
-    server: IssuerServer, told: dict[str, object], problem: str
+    server: IssuerServer, reported: dict[str, object], problem: str
 ) -> None:
-    configure(server, **told)
+    configure(server, **reported)
     with pytest.raises(ValueError, match=problem) as caught:
         await JwksClient(server.url, "", server.ca_file).fetch()
     assert CONFIGURATION in str(caught.value)

@@ -16,11 +16,11 @@ from tests.fakes.world import (
     PROMPT,
     PROMPT_TOKENS,
     Gateway,
-    Heard,
+    Received,
     World,
     any_credit,
-    hear,
     must_be_true,
+    receive,
     refused,
 )
 
@@ -29,24 +29,24 @@ LONG = 50_000
 
 @any_credit
 async def test_a_cancelled_stream_stops_the_target(world: World, gateway: Gateway) -> None:
-    stream, heard = await world.held(gateway, 1)
+    stream, received = await world.held(gateway, 1)
     await world.target.waits_after(1)
-    asked = len(world.target.calls)
+    call_count = len(world.target.calls)
     stream.cancel()
     await world.target.was_given_up()
     await gateway.idle()
-    assert len(world.target.calls) == asked
+    assert len(world.target.calls) == call_count
     assert world.target.answered == 1
 
     world.target.gate.open()
-    must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
+    must_be_true(await received.listen(gateway.client.resume_stream(stream)))
 
 
 async def test_a_cancelled_stream_stops_the_draft(world: World, gateway: Gateway) -> None:
     world.draft.gate.close()
     stream = gateway.ask()
-    heard = Heard()
-    heard.hear(await anext(stream))
+    received = Received()
+    received.receive(await anext(stream))
     await world.draft.called(1)
     stream.cancel()
     await world.draft.was_given_up()
@@ -54,20 +54,20 @@ async def test_a_cancelled_stream_stops_the_draft(world: World, gateway: Gateway
     assert not world.target.calls
 
     world.draft.gate.open()
-    must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
+    must_be_true(await received.listen(gateway.client.resume_stream(stream)))
 
 
 @any_credit
 async def test_streams_cancelled_at_any_point_leave_nothing(world: World, gateway: Gateway) -> None:
     for count in range(10):
         stream = gateway.ask(max_tokens=LONG)
-        await hear(stream, until=count * 3)
+        await receive(stream, until=count * 3)
         stream.cancel()
     await gateway.idle()
     stream = gateway.ask()
-    must_be_true(await hear(stream))
-    asked = [call.slice for call in world.target.calls if call.slice.session_id == stream.session_id]
-    assert asked[0].start == 0
+    must_be_true(await receive(stream))
+    requests = [call.slice for call in world.target.calls if call.slice.session_id == stream.session_id]
+    assert requests[0].start == 0
 
 
 @any_credit
@@ -77,20 +77,20 @@ async def test_an_aborted_session_ends_its_stream(world: World) -> None:
         world.target.gate.close()
         stream = first.ask()
         world.target.gate.permit(1)
-        heard = await hear(stream, until=1)
+        received = await receive(stream, until=1)
         await aborter.client.abort(stream.session_id)
         if aborter is second:
             world.target.gate.open()
-        await heard.listen(stream)
-        assert heard.end.reason == pb.Finished.REASON_ABORTED
-        logged = len(heard.tokens)
-        assert heard.end.usage.output_tokens == logged < MAX_TOKENS
+        await received.listen(stream)
+        assert received.end.reason == pb.Finished.REASON_ABORTED
+        logged = len(received.tokens)
+        assert received.end.usage.output_tokens == logged < MAX_TOKENS
         await first.idle()
 
         calls = len(world.target.calls)
         for gateway in (first, second):
-            again = await hear(gateway.client.resume(stream.session_id, 0))
-            assert again.tokens == heard.tokens
+            again = await receive(gateway.client.resume(stream.session_id, 0))
+            assert again.tokens == received.tokens
             assert again.end.reason == pb.Finished.REASON_ABORTED
         assert len(world.target.calls) == calls
         await second.client.abort(stream.session_id)
@@ -98,9 +98,9 @@ async def test_an_aborted_session_ends_its_stream(world: World) -> None:
 
 async def test_aborting_a_finished_session_changes_nothing(gateway: Gateway) -> None:
     stream = gateway.ask()
-    whole = await hear(stream)
+    whole = await receive(stream)
     await gateway.client.abort(stream.session_id)
-    again = await hear(gateway.client.resume(stream.session_id, 0))
+    again = await receive(gateway.client.resume(stream.session_id, 0))
     assert again.end.reason == whole.end.reason == pb.Finished.REASON_LENGTH
     assert again.tokens == whole.tokens
 
@@ -108,7 +108,7 @@ async def test_aborting_a_finished_session_changes_nothing(gateway: Gateway) -> 
 @any_credit
 async def test_a_draining_gateway_finishes_its_streams(world: World) -> None:
     gateway = await world.gateway(drain_timeout_s=20)
-    stream, heard = await world.held(gateway, 1)
+    stream, received = await world.held(gateway, 1)
     stopping = asyncio.create_task(gateway.running.stop())
     async with asyncio.timeout(PATIENCE_S):
         while (error := await refused_or_held(gateway.ask())) is None:
@@ -116,7 +116,7 @@ async def test_a_draining_gateway_finishes_its_streams(world: World) -> None:
     assert error == grpc.StatusCode.UNAVAILABLE
     assert await refused_or_held(gateway.client.resume(stream.session_id, 0)) == grpc.StatusCode.UNAVAILABLE
     world.target.gate.open()
-    must_be_true(await heard.listen(stream))
+    must_be_true(await received.listen(stream))
     await stopping
     await gateway.idle()
 
@@ -133,19 +133,19 @@ async def refused_or_held(stream: TokenStream) -> grpc.StatusCode | None:
 async def test_a_draining_gateway_hands_over_long_streams(world: World) -> None:
     leaving, staying = await world.gateway(drain_timeout_s=1), await world.gateway()
     stream = leaving.ask(max_tokens=LONG)
-    heard = await hear(stream, until=1)
+    received = await receive(stream, until=1)
     stopping = asyncio.create_task(leaving.running.stop())
-    error = await refused(heard.listen(stream))
+    error = await refused(received.listen(stream))
     assert error.code is grpc.StatusCode.UNAVAILABLE
     assert "shutting down" in error.message
     await stopping
     await leaving.idle()
     assert not world.target.cancelled, "a round under way is finished"
 
-    enough = len(heard.tokens) + 50
+    enough = len(received.tokens) + 50
     resumed = staying.client.resume_stream(stream)
-    await heard.listen(resumed, until=enough)
-    assert heard.tokens[:enough] == true_output(PROMPT_TOKENS, enough, SEED)
+    await received.listen(resumed, until=enough)
+    assert received.tokens[:enough] == true_output(PROMPT_TOKENS, enough, SEED)
     resumed.cancel()
     await staying.idle()
 
@@ -156,17 +156,17 @@ async def test_a_gateway_stops_in_time_while_a_pool_hangs(world: World, hung: st
     pool = world.draft if hung == "draft" else world.target
     pool.gate.close()
     stream = gateway.ask()
-    heard = Heard()
-    heard.hear(await anext(stream))
+    received = Received()
+    received.receive(await anext(stream))
     await pool.called(1)
     async with asyncio.timeout(PATIENCE_S):
         await gateway.running.stop()
-    error = await refused(heard.listen(stream))
+    error = await refused(received.listen(stream))
     assert error.code is grpc.StatusCode.UNAVAILABLE
     assert "shutting down" in error.message
     await pool.was_given_up()
     pool.gate.open()
-    must_be_true(await heard.listen(other.client.resume_stream(stream)))
+    must_be_true(await received.listen(other.client.resume_stream(stream)))
 
 
 @any_credit
@@ -178,7 +178,7 @@ async def test_a_session_may_go_on_without_its_client(world: World) -> None:
         stream = client.generate(
             PROMPT, max_tokens=256, seed=SEED, ignore_eos=True, continue_without_client=True
         )
-        heard = await hear(stream, until=2)
+        received = await receive(stream, until=2)
         if leave == "cancel":
             stream.cancel()
         await client.__aexit__(None, None, None)
@@ -186,7 +186,7 @@ async def test_a_session_may_go_on_without_its_client(world: World) -> None:
         await world.target.watch.until(lambda: world.target.confirmed[stream.session_id] == 256)  # noqa: B023
         await first.idle()
         calls = len(world.target.calls)
-        must_be_true(await heard.listen(second.client.resume_stream(stream)), max_tokens=256)
+        must_be_true(await received.listen(second.client.resume_stream(stream)), max_tokens=256)
         assert len(world.target.calls) == calls, "it was all there"
 
 
@@ -201,7 +201,7 @@ async def test_a_session_without_client_keeps_its_place(world: World) -> None:
         pass
     world.target.gate.open()
     await gateway.idle()
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
 
 
 async def test_a_session_without_client_joins_aborts_and_drains(
@@ -210,22 +210,22 @@ async def test_a_session_without_client_joins_aborts_and_drains(
     gateway, other = await world.gateway(drain_timeout_s=0.5), await world.gateway()
     streams = []
     for _ in range(3):
-        asked = len(world.target.calls)
+        call_count = len(world.target.calls)
         world.target.gate.close()
         stream = gateway.ask(max_tokens=500, continue_without_client=True)
         await anext(stream)
-        await world.target.called(asked + 1)
+        await world.target.called(call_count + 1)
         stream.cancel()
         streams.append(stream)
     joined, aborted, drained = streams
     await gateway.client.abort(aborted.session_id)
     taken = other.client.resume_stream(joined)
-    heard = Heard()
-    heard.hear(await anext(taken))
+    received = Received()
+    received.receive(await anext(taken))
     async with asyncio.timeout(PATIENCE_S):
         await gateway.running.stop()
     world.target.gate.open()
-    must_be_true(await heard.listen(taken), max_tokens=500)
-    over = await hear(other.client.resume(aborted.session_id, 0))
+    must_be_true(await received.listen(taken), max_tokens=500)
+    over = await receive(other.client.resume(aborted.session_id, 0))
     assert over.end.reason == pb.Finished.REASON_ABORTED
-    must_be_true(await hear(other.client.resume(drained.session_id, 0)), max_tokens=500)
+    must_be_true(await receive(other.client.resume(drained.session_id, 0)), max_tokens=500)

@@ -9,7 +9,7 @@ import grpc
 
 from galley.client.client import GalleyRpcError, TokenStream
 from tests.fakes.redis_servers import Server
-from tests.fakes.world import Heard, World, any_credit, hear, must_be_true, refused
+from tests.fakes.world import Received, World, any_credit, must_be_true, receive, refused
 
 PLACES = 4
 CALLS = 20 * PLACES
@@ -38,15 +38,15 @@ async def test_an_overload_is_refused_at_once(world: World) -> None:
     assert len(set(waits)) == len(waits), "they do not all come back at once"
     assert len({call.slice.session_id for call in [*world.target.calls, *world.draft.calls]}) <= PLACES
 
-    resumed = await refused(hear(gateway.client.resume("0" * 32, 0)))
+    resumed = await refused(receive(gateway.client.resume("0" * 32, 0)))
     assert resumed.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert f"{PLACES} streams" in resumed.message
 
     world.target.gate.open()
-    for heard in await asyncio.gather(*(Heard().listen(stream) for stream in streams)):
-        assert heard.finished is not None
+    for received in await asyncio.gather(*(Received().listen(stream) for stream in streams)):
+        assert received.finished is not None
     await gateway.idle()
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
 
 
 async def test_calls_to_abort_have_places_of_their_own(frail_world: World, own_store: Server) -> None:
@@ -60,4 +60,4 @@ async def test_calls_to_abort_have_places_of_their_own(frail_world: World, own_s
     own_store.go_on()
     assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED: CALLS - 1, grpc.StatusCode.UNAVAILABLE: 1}
     await gateway.client.abort(stream.session_id)
-    assert (await Heard().listen(stream)).finished is not None
+    assert (await Received().listen(stream)).finished is not None

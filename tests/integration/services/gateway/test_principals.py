@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from galley.core.admission.principal import Principal
 from tests.fakes.redis_servers import Server
 from tests.fakes.truth import true_output
-from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, field_of, hear, must_be_true, refused
+from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, field_of, must_be_true, receive, refused
 from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile, calling
 
 UNKNOWN = "0" * 32
@@ -46,8 +46,8 @@ async def test_no_call_is_served_without_a_known_key(world: World, gateway: Gate
     for key in ("", ALICE + "x"):
         async with calling(gateway, key) as caller:
             calls = (
-                hear(caller.ask()),
-                hear(caller.client.resume(UNKNOWN, 0)),
+                receive(caller.ask()),
+                receive(caller.client.resume(UNKNOWN, 0)),
                 caller.client.abort(UNKNOWN),
                 caller.client.model_info(),
             )
@@ -62,58 +62,58 @@ async def test_health_and_reflection_stay_open(gateway: Gateway) -> None:
     async with grpc.aio.insecure_channel(gateway.address) as channel:
         checked = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
-        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        [told] = [answer async for answer in stub.ServerReflectionInfo(iter([asked]))]
-        assert told.list_services_response.service
+        [reported] = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
+        assert reported.list_services_response.service
 
 
 async def test_anothers_session_is_not_found(world: World, alice: Gateway, bob: Gateway) -> None:
-    stream, heard = await world.held(alice, 1)
+    stream, received = await world.held(alice, 1)
     for session_id in (stream.session_id, UNKNOWN):
-        for call in (hear(bob.client.resume(session_id, 1)), bob.client.abort(session_id)):
+        for call in (receive(bob.client.resume(session_id, 1)), bob.client.abort(session_id)):
             error = await refused(call)
             assert error.code is grpc.StatusCode.NOT_FOUND
             assert error.message == f"session_id: no session {session_id!r}"
     world.target.gate.open()
-    must_be_true(await heard.listen(stream))
-    error = await refused(hear(bob.client.resume(stream.session_id, 0)))
+    must_be_true(await received.listen(stream))
+    error = await refused(receive(bob.client.resume(stream.session_id, 0)))
     assert error.code is grpc.StatusCode.NOT_FOUND
-    must_be_true(await hear(alice.client.resume(stream.session_id, 0)))
+    must_be_true(await receive(alice.client.resume(stream.session_id, 0)))
 
 
 async def asked_of(store: Server) -> dict[str, int]:
     stats: dict[bytes | str, dict[str, int]] = await store.command("INFO", "commandstats")
-    return {str(name): told["calls"] for name, told in stats.items() if "info" not in str(name)}
+    return {str(name): reported["calls"] for name, reported in stats.items() if "info" not in str(name)}
 
 
 async def test_anothers_session_costs_the_store_the_same(
     world: World, shared_store: Server, alice: Gateway, bob: Gateway
 ) -> None:
     stream = alice.ask()
-    must_be_true(await hear(stream))
+    must_be_true(await receive(stream))
     await alice.idle()
-    for call in (lambda of: hear(bob.client.resume(of, 0)), bob.client.abort):
-        asked = []
+    for call in (lambda of: receive(bob.client.resume(of, 0)), bob.client.abort):
+        requests = []
         for session_id in (UNKNOWN, stream.session_id, UNKNOWN, stream.session_id):
             before = await asked_of(shared_store)
             assert (await refused(call(session_id))).code is grpc.StatusCode.NOT_FOUND
             after = await asked_of(shared_store)
-            asked.append({name: after[name] - before.get(name, 0) for name in after})
-        assert asked[0] == asked[1] == asked[2] == asked[3]
-        assert sum(asked[0].values()) > 0
+            requests.append({name: after[name] - before.get(name, 0) for name in after})
+        assert requests[0] == requests[1] == requests[2] == requests[3]
+        assert sum(requests[0].values()) > 0
     calls = len(world.target.calls)
-    must_be_true(await hear(alice.client.resume(stream.session_id, 0)))
+    must_be_true(await receive(alice.client.resume(stream.session_id, 0)))
     assert len(world.target.calls) == calls
 
 
 async def test_anothers_idempotency_key_looks_unused(world: World, alice: Gateway, bob: Gateway) -> None:
     key = f"key-{id(world)}-anothers"
-    must_be_true(await hear(alice.ask(idempotency_key=key)))
+    must_be_true(await receive(alice.ask(idempotency_key=key)))
     stream = bob.ask("Another body.", idempotency_key=key)
-    await hear(stream)
+    await receive(stream)
     assert stream.session_id
-    assert (await refused(hear(alice.ask("A third.", idempotency_key=key)))).code is (
+    assert (await refused(receive(alice.ask("A third.", idempotency_key=key)))).code is (
         grpc.StatusCode.ALREADY_EXISTS
     )
 
@@ -123,7 +123,7 @@ async def test_an_idempotency_key_belongs_to_its_caller(world: World, alice: Gat
     ids = []
     for caller in (alice, bob, alice):
         stream = caller.ask(idempotency_key=key)
-        must_be_true(await hear(stream))
+        must_be_true(await receive(stream))
         ids.append(stream.session_id)
     assert ids[0] == ids[2] != ids[1]
 
@@ -136,7 +136,7 @@ async def test_the_pools_receive_the_callers_salt(world: World, alice: Gateway, 
         (plain, b""),
     ):
         before = len(world.target.calls), len(world.draft.calls)
-        must_be_true(await hear(caller.ask()))
+        must_be_true(await receive(caller.ask()))
         for pool, seen in zip((world.target, world.draft), before, strict=True):
             assert {call.slice.tenant_salt for call in pool.calls[seen:]} == {salt}
     assert len({Principal(name).tenant_salt for name in ("alice", "bob", "anonymous")}) == 3
@@ -145,11 +145,11 @@ async def test_the_pools_receive_the_callers_salt(world: World, alice: Gateway, 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="max_priority = 2")])
 async def test_a_priority_above_the_callers_is_refused(world: World, alice: Gateway, bob: Gateway) -> None:
     for caller, most in ((alice, 2), (bob, 0)):
-        error = await refused(hear(caller.ask(priority=most + 1)))
+        error = await refused(receive(caller.ask(priority=most + 1)))
         assert (error.code, field_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "priority")
         assert not world.target.calls
     for caller, priority in ((alice, 2), (bob, 0), (bob, -5)):
-        must_be_true(await hear(caller.ask(priority=priority)))
+        must_be_true(await receive(caller.ask(priority=priority)))
         assert world.target.calls[-1].slice.priority == priority
         world.target.calls.clear()
 
@@ -159,42 +159,42 @@ async def test_the_callers_own_streams_are_bounded(world: World, alice: Gateway,
     world.target.gate.close()
     stream = alice.ask()
     await anext(stream)
-    error = await refused(hear(alice.ask()))
+    error = await refused(receive(alice.ask()))
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert error.retry_after_s
     assert "1 streams of alice" in error.message
     world.target.gate.open()
-    must_be_true(await hear(bob.ask()))
+    must_be_true(await receive(bob.ask()))
     stream.cancel()
     await alice.idle()
-    must_be_true(await hear(alice.ask()))
+    must_be_true(await receive(alice.ask()))
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 20\nburst_tokens = 60")])
 async def test_a_caller_out_of_tokens_learns_when_to_retry(
     world: World, alice: Gateway, bob: Gateway
 ) -> None:
-    must_be_true(await hear(alice.ask()))
+    must_be_true(await receive(alice.ask()))
     calls = len(world.target.calls)
-    error = await refused(hear(alice.ask()))
+    error = await refused(receive(alice.ask()))
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "20 tokens per second" in error.message
     assert len(world.target.calls) == calls, "nothing was done"
-    must_be_true(await hear(bob.ask()))
+    must_be_true(await receive(bob.ask()))
     assert error.retry_after_s is not None
     await asyncio.sleep(error.retry_after_s)
-    must_be_true(await hear(alice.ask()))
+    must_be_true(await receive(alice.ask()))
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
 async def test_replaying_an_answer_costs_no_tokens(world: World, alice: Gateway) -> None:
     key = f"key-{id(world)}-told-again"
     stream = alice.ask(idempotency_key=key)
-    must_be_true(await hear(stream))
+    must_be_true(await receive(stream))
     for _ in range(3):
-        must_be_true(await hear(alice.ask(idempotency_key=key)))
-        must_be_true(await hear(alice.client.resume(stream.session_id, 0)))
-    assert (await refused(hear(alice.ask(max_tokens=60)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        must_be_true(await receive(alice.ask(idempotency_key=key)))
+        must_be_true(await receive(alice.client.resume(stream.session_id, 0)))
+    assert (await refused(receive(alice.ask(max_tokens=60)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
@@ -205,23 +205,23 @@ async def test_a_joined_session_costs_its_prompt_once(world: World, alice: Gatew
     await anext(first)
     second = alice.ask(idempotency_key=key)
     await anext(second)
-    assert (await refused(hear(first))).code is grpc.StatusCode.FAILED_PRECONDITION
+    assert (await refused(receive(first))).code is grpc.StatusCode.FAILED_PRECONDITION
     world.target.gate.open()
-    must_be_true(await hear(second))
+    must_be_true(await receive(second))
     await alice.idle()
-    must_be_true(await hear(alice.ask(max_tokens=100 - 53)), 100 - 53)
+    must_be_true(await receive(alice.ask(max_tokens=100 - 53)), 100 - 53)
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 60")])
 async def test_a_session_resumes_while_its_caller_is_in_debt(world: World, alice: Gateway) -> None:
     prompt = "x" * 80
-    stream, heard = await world.held(alice, 1, prompt)
+    stream, received = await world.held(alice, 1, prompt)
     stream.cancel()
     await alice.idle()
     world.target.gate.open()
-    await heard.listen(alice.client.resume_stream(stream))
-    assert heard.tokens == true_output(list(prompt.encode()), MAX_TOKENS)
-    assert (await refused(hear(alice.ask(max_tokens=1)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await received.listen(alice.client.resume_stream(stream))
+    assert received.tokens == true_output(list(prompt.encode()), MAX_TOKENS)
+    assert (await refused(receive(alice.ask(max_tokens=1)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_a_waiting_caller_gets_the_next_place(world: World, alice: Gateway, bob: Gateway) -> None:
@@ -231,10 +231,10 @@ async def test_a_waiting_caller_gets_the_next_place(world: World, alice: Gateway
         for stream in streams:
             held.callback(stream.cancel)
             await anext(stream)
-        assert "4 streams of this gateway" in (await refused(hear(bob.ask()))).message
+        assert "4 streams of this gateway" in (await refused(receive(bob.ask()))).message
         streams[0].cancel()
-        waiting = Heard()
-        while "its share of 2" not in (error := await refused(hear(alice.ask()))).message:
+        waiting = Received()
+        while "its share of 2" not in (error := await refused(receive(alice.ask()))).message:
             assert "4 streams of this gateway" in error.message, "it has noticed nothing yet"
         assert error.retry_after_s
         theirs = bob.ask()

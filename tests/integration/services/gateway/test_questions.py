@@ -26,7 +26,7 @@ from tests.fakes.narrow_client import narrow
 from tests.fakes.promql import named_by
 from tests.fakes.redis_servers import VALKEY, Server, running
 from tests.fakes.tiny_model import CONTEXT, save_tiny_model
-from tests.fakes.world import hear
+from tests.fakes.world import receive
 from tests.integration.services.gateway.real import Real
 
 HELD_S = 0.4
@@ -48,11 +48,11 @@ def real(tmp_path: Path, tiny: Path, shared_store: Server) -> Callable[..., Real
 
 
 def answer(story: Story) -> tuple[Explanation, Span]:
-    found = explain(story)
-    assert found.is_slow, found.sentence
-    assert found.round is not None
-    assert "\n" not in found.sentence
-    return found, found.round.span
+    result = explain(story)
+    assert result.is_slow, result.sentence
+    assert result.round is not None
+    assert "\n" not in result.sentence
+    return result, result.round.span
 
 
 def signs_of(story: Story) -> set[str]:
@@ -88,15 +88,15 @@ async def test_the_slow_draft(real: Callable[..., Real]) -> None:
     async with real(drafts=True, credit=0) as it:
         it.strategy.stumbles_at, it.strategy.stumble_s = 20, HELD_S
         stream = it.ask(PROMPT, max_tokens=60, speculation=Speculation(k=4))
-        await hear(stream)
+        await receive(stream)
         waited_s = it.total(catalogue.DRAFT_WAIT)
     story = it.story(stream)
-    found, one = answer(story)
+    result, one = answer(story)
     waited_ns, computed_ns = one.integer(names.DRAFT_PART), one.integer(names.DRAFT_COMPUTE_NS)
     assert 0.9 * HELD_NS < waited_ns <= one.duration_ns
     assert computed_ns >= HELD_NS
-    said = f"it waited {ms(waited_ns)} ms for draft {it.draft_address}"
-    assert f"{said}, which computed for {ms(computed_ns)} ms" in found.sentence
+    text = f"it waited {ms(waited_ns)} ms for draft {it.draft_address}"
+    assert f"{text}, which computed for {ms(computed_ns)} ms" in result.sentence
     assert waited_s >= waited_ns / 1e9
     must_be_seen("GalleySpeculationNotPaying", story, catalogue.DRAFT_WAIT, names.DRAFT_PART)
 
@@ -106,21 +106,21 @@ async def test_the_full_batch(real: Callable[..., Real]) -> None:
         [target] = it.targets
         target.engine.pass_s, target.engine.company_s = 0.001, 0.03
         stream = it.ask(PROMPT, max_tokens=LONG, speculation=PLAIN)
-        heard = await hear(stream, until=20)
+        received = await receive(stream, until=20)
         others = [it.ask([token], max_tokens=5, speculation=PLAIN) for token in range(2, 9)]
-        await asyncio.gather(heard.listen(stream), *map(hear, others))
+        await asyncio.gather(received.listen(stream), *map(receive, others))
     story = it.story(stream)
-    found, one = answer(story)
+    result, one = answer(story)
     sessions = one.integer(names.BATCH_SESSIONS)
     assert 4 <= sessions <= 8
     computed_ns = one.integer(names.COMPUTE_PART)
     assert computed_ns >= 0.03e9 * (sessions - 1)
-    said = f"it computed for {ms(computed_ns)} ms in a step of {sessions} sessions and {sessions} rows"
-    assert said in found.sentence
-    assert target.address in found.sentence
-    assert found.round is not None
-    assert found.round.batch is not None
-    company = set(story.company(found.round.batch))
+    text = f"it computed for {ms(computed_ns)} ms in a step of {sessions} sessions and {sessions} rows"
+    assert text in result.sentence
+    assert target.address in result.sentence
+    assert result.round is not None
+    assert result.round.batch is not None
+    company = set(story.company(result.round.batch))
     assert len(company) == sessions - 1
     assert company <= {other.session_id for other in others}
 
@@ -131,21 +131,21 @@ async def test_the_cold_cache(real: Callable[..., Real]) -> None:
         prompt = [7, *PROMPT, *PROMPT]
         left = it.ask(prompt, max_tokens=80, speculation=PLAIN)
         target.engine.pass_s = 0.01
-        heard = await hear(left, until=8)
+        received = await receive(left, until=8)
         left.cancel()
         await it.gateway.idle()
         target.engine.pass_s = 0.0
         others = [it.ask([token] * 150, max_tokens=1, speculation=PLAIN) for token in range(10, 17)]
-        await asyncio.gather(*map(hear, others))
+        await asyncio.gather(*map(receive, others))
         target.engine.row_s = HELD_S / 100
         stream = it.gateway.client.resume_stream(left)
-        await heard.listen(stream, until=30)
+        await received.listen(stream, until=30)
         stream.cancel()
         await it.gateway.idle()
         evicted = it.total(catalogue.EVICTIONS)
     story = it.story(left)
     assert [request.resumed for request in story.requests] == [False, True]
-    found, one = answer(story)
+    result, one = answer(story)
     position, reused = one.integer(names.ROUND_POSITION), one.integer(names.KV_REUSED)
     assert position >= len(prompt) + 8
     assert reused < position - 32
@@ -154,8 +154,8 @@ async def test_the_cold_cache(real: Callable[..., Real]) -> None:
         "after other sessions had taken the session's KV blocks, "
         f"the target's cache held {reused} of {position} tokens, "
         f"and recomputing the other {position - reused} took {ms(computed_ns)} ms"
-    ) in found.sentence
-    assert target.address in found.sentence
+    ) in result.sentence
+    assert target.address in result.sentence
     assert evicted > 0
     must_be_seen("GalleyTargetOutOfBlocks", story, catalogue.EVICTIONS, names.KV_EVICTED, names.FREE_BLOCKS)
 
@@ -165,24 +165,24 @@ async def test_the_moved_session(real: Callable[..., Real]) -> None:
         for target in it.targets:
             target.engine.pass_s = 0.005
         stream = it.ask(PROMPT, max_tokens=LONG, speculation=PLAIN)
-        heard = await hear(stream, until=10)
+        received = await receive(stream, until=10)
         doomed, other = sorted(it.targets, key=lambda target: not target.engine.passes)
         doomed.engine.gate.clear()
         await asyncio.sleep(HELD_S)
         await doomed.die()
-        await heard.listen(stream)
-        assert len(heard.tokens) == LONG
+        await received.listen(stream)
+        assert len(received.tokens) == LONG
         failovers = it.total(catalogue.FAILOVERS, "target", "failed")
     story = it.story(stream)
-    found, one = answer(story)
+    result, one = answer(story)
     lost_ns = one.integer(names.WIRE_PART)
     assert lost_ns > 0.9 * HELD_NS
     position, computed_ns = one.integer(names.ROUND_POSITION), one.integer(names.COMPUTE_PART)
     assert (
         f"{ms(lost_ns)} ms passed until the session moved from target {doomed.address} to target "
         f"{other.address} (failed), which recomputed {position} tokens in {ms(computed_ns)} ms"
-    ) in found.sentence
-    assert f"It moved from target {doomed.address} to {other.address} (failed)." in summary(story, found)
+    ) in result.sentence
+    assert f"It moved from target {doomed.address} to {other.address} (failed)." in summary(story, result)
     assert {one.target for one in story.rounds} == {doomed.address, other.address}
     assert failovers == 1
     must_be_seen(
@@ -199,18 +199,18 @@ async def test_the_slow_redis(real: Callable[..., Real]) -> None:
             [target] = it.targets
             target.engine.pass_s = 0.005
             stream = it.ask(PROMPT, max_tokens=LONG, speculation=PLAIN)
-            heard = await hear(stream, until=10)
+            received = await receive(stream, until=10)
             store.pause()
             await asyncio.sleep(HELD_S)
             store.go_on()
-            await heard.listen(stream)
+            await received.listen(stream)
             committed_s = it.total(catalogue.COMMIT_DURATION, "ok")
     story = it.story(stream)
-    found, _ = answer(story)
+    result, _ = answer(story)
     slowest_ns = max(one.commit_ns for one in story.rounds)
     assert slowest_ns > 0.8 * HELD_NS
-    assert "the session store" in found.sentence
-    assert f"took {ms(slowest_ns)} ms" in found.sentence
+    assert "the session store" in result.sentence
+    assert f"took {ms(slowest_ns)} ms" in result.sentence
     assert story.requests[0].integer(names.SLOWEST_COMMIT_NS) == slowest_ns
     commits = [call for call in story.requests[0].all_calls if call.operation == "commit"]
     assert max(call.span.duration_ns for call in commits) > 0.8 * HELD_NS
@@ -224,23 +224,23 @@ async def test_the_slow_redis(real: Callable[..., Real]) -> None:
 
 
 async def test_the_stalled_client(real: Callable[..., Real]) -> None:
-    asked = generate_request(
+    request = generate_request(
         PROMPT,
         {"max_tokens": LONG, "temperature": 0.0, "ignore_eos": True, "logprobs": 20, "speculation": PLAIN},
     )
     async with real(buffer=4) as it, narrow(it.gateway.address, 1024) as stub:
-        stream = TokenStream(stub.Generate(asked))
-        heard = await hear(stream, until=4)
+        stream = TokenStream(stub.Generate(request))
+        received = await receive(stream, until=4)
         await asyncio.sleep(1 + HELD_S)
-        await heard.listen(stream)
-        assert len(heard.tokens) == LONG
+        await received.listen(stream)
+        assert len(received.tokens) == LONG
         stalls = it.total(catalogue.CLIENT_STALLS)
     story = it.story(stream)
-    found, _ = answer(story)
-    assert re.search(r": the client read nothing for [1-9],\d{3} ms of it", found.sentence)
+    result, _ = answer(story)
+    assert re.search(r": the client read nothing for [1-9],\d{3} ms of it", result.sentence)
     stalled_ns = story.requests[0].integer(names.CLIENT_STALLED_NS)
     assert 1e9 < stalled_ns < 10e9
-    assert f"Its client left the stream unread for {duration(stalled_ns)} in all." in summary(story, found)
+    assert f"Its client left the stream unread for {duration(stalled_ns)} in all." in summary(story, result)
     assert stalls == 1
     must_be_seen(
         "GalleyTimePerTokenBudgetBurn",

@@ -15,7 +15,17 @@ from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.truth import CONTEXT, VOCAB
-from tests.fakes.world import MAX_TOKENS, PROMPT, Gateway, Heard, World, field_of, hear, must_be_true, refused
+from tests.fakes.world import (
+    MAX_TOKENS,
+    PROMPT,
+    Gateway,
+    Received,
+    World,
+    field_of,
+    must_be_true,
+    receive,
+    refused,
+)
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 MAX_BYTES = 1 << 16
@@ -63,19 +73,19 @@ class Bystander:
     def __init__(self, world: World, gateway: Gateway) -> None:
         self._world = world
         self._gateway = gateway
-        self.heard = Heard()
+        self.received = Received()
 
     async def __aenter__(self) -> None:
         self._world.target.gate.close_after(2)
         self._stream = self._gateway.ask(speculation=Speculation(off=True))
-        await self.heard.listen(self._stream, until=1)
+        await self.received.listen(self._stream, until=1)
         await self._world.target.called(3)
         self._calls = len(self._world.target.calls), len(self._world.draft.calls)
 
     async def __aexit__(self, *_: object) -> None:
         assert (len(self._world.target.calls), len(self._world.draft.calls)) == self._calls
         self._world.target.gate.open()
-        must_be_true(await self.heard.listen(self._stream))
+        must_be_true(await self.received.listen(self._stream))
 
 
 async def generate(gateway: Gateway, request: pb.GenerateRequest | bytes) -> list[pb.StreamEvent]:
@@ -108,8 +118,8 @@ async def test_bad_input_names_its_field_and_bound(
 
 async def test_structured_output_is_unimplemented_by_name(world: World, gateway: Gateway) -> None:
     async with Bystander(world, gateway):
-        asked = pb.GenerateRequest(text=PROMPT, structured_output=pb.StructuredOutput(regex="a*"))
-        error = await refused(generate(gateway, asked))
+        request = pb.GenerateRequest(text=PROMPT, structured_output=pb.StructuredOutput(regex="a*"))
+        error = await refused(generate(gateway, request))
         assert error.code is grpc.StatusCode.UNIMPLEMENTED
         assert "structured_output" in error.message
 
@@ -135,7 +145,7 @@ async def test_invalid_utf8_names_the_message(world: World, gateway: Gateway, da
 async def test_an_unknown_session_is_not_found(world: World, gateway: Gateway) -> None:
     async with Bystander(world, gateway):
         for session_id in (UNKNOWN, "no id at all", "g" * 32):
-            error = await refused(hear(gateway.client.resume(session_id, 0)))
+            error = await refused(receive(gateway.client.resume(session_id, 0)))
             assert error.code is grpc.StatusCode.NOT_FOUND
             assert "session_id" in error.message
             assert (await refused(gateway.client.abort(session_id))).code is grpc.StatusCode.NOT_FOUND
@@ -143,9 +153,9 @@ async def test_an_unknown_session_is_not_found(world: World, gateway: Gateway) -
 
 async def test_resume_needs_a_session_id_and_a_whole_hash(world: World, gateway: Gateway) -> None:
     async with Bystander(world, gateway):
-        error = await refused(hear(gateway.client.resume("", 0)))
+        error = await refused(receive(gateway.client.resume("", 0)))
         assert (error.code, field_of(error)) == (INVALID, "session_id")
-        error = await refused(hear(gateway.client.resume(UNKNOWN, 1, b"short")))
+        error = await refused(receive(gateway.client.resume(UNKNOWN, 1, b"short")))
         assert (error.code, field_of(error)) == (INVALID, "seen_hash")
         assert "16 bytes" in error.message
 
@@ -153,10 +163,10 @@ async def test_resume_needs_a_session_id_and_a_whole_hash(world: World, gateway:
 async def test_the_same_key_with_another_body_already_exists(world: World) -> None:
     gateways = await world.gateway(), await world.gateway()
     key = f"key-{id(world)}-body"
-    must_be_true(await hear(gateways[0].ask(idempotency_key=key)))
+    must_be_true(await receive(gateways[0].ask(idempotency_key=key)))
     for gateway in gateways:
         calls = len(world.target.calls)
-        error = await refused(hear(gateway.ask(idempotency_key=key, max_tokens=MAX_TOKENS + 1)))
+        error = await refused(receive(gateway.ask(idempotency_key=key, max_tokens=MAX_TOKENS + 1)))
         assert error.code is grpc.StatusCode.ALREADY_EXISTS
         assert "idempotency_key" in error.message
         assert len(world.target.calls) == calls
@@ -165,25 +175,25 @@ async def test_the_same_key_with_another_body_already_exists(world: World) -> No
 async def test_a_session_is_resumable_after_its_deadline(world: World, gateway: Gateway) -> None:
     world.target.gate.close_after(2)
     stream = gateway.ask(timeout_s=1.5)
-    heard = Heard()
-    error = await refused(heard.listen(stream))
+    received = Received()
+    error = await refused(received.listen(stream))
     assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await world.target.was_given_up()
     await gateway.idle()
     world.target.gate.open()
-    must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
+    must_be_true(await received.listen(gateway.client.resume_stream(stream)))
 
 
 async def test_a_resume_with_other_tokens_seen_is_data_loss(gateway: Gateway) -> None:
     stream = gateway.ask()
-    heard = await hear(stream)
+    received = await receive(stream)
     for index in (1, MAX_TOKENS):
-        seen = [*heard.tokens[: index - 1], heard.tokens[index - 1] + 1]
-        error = await refused(hear(gateway.client.resume(stream.session_id, index, prefix_hash(seen))))
+        seen = [*received.tokens[: index - 1], received.tokens[index - 1] + 1]
+        error = await refused(receive(gateway.client.resume(stream.session_id, index, prefix_hash(seen))))
         assert error.code is grpc.StatusCode.DATA_LOSS
-    right = prefix_hash(heard.tokens[:1])
-    rest = await hear(gateway.client.resume(stream.session_id, 1, right), first_index=1)
-    assert rest.tokens == heard.tokens[1:]
+    right = prefix_hash(received.tokens[:1])
+    rest = await receive(gateway.client.resume(stream.session_id, 1, right), first_index=1)
+    assert rest.tokens == received.tokens[1:]
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "under way"])
@@ -191,12 +201,12 @@ async def test_a_resume_beyond_any_possible_end_is_refused(world: World, finishe
     gateway = await world.gateway()
     stream = gateway.ask()
     if finished:
-        must_be_true(await hear(stream))
+        must_be_true(await receive(stream))
     else:
         world.target.gate.close()
         await anext(stream)
     resumed = gateway.client.resume(stream.session_id, MAX_TOKENS + 1)
-    error = await refused(hear(resumed))
+    error = await refused(receive(resumed))
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     ((field, problem),) = error.violations
     assert field == "next_index"
@@ -207,9 +217,9 @@ async def test_the_largest_request_that_fits_is_served(world: World) -> None:
     gateway = await world.gateway(max_message_bytes=MAX_BYTES)
     text = "x" * (CONTEXT - 64)
     for prompt in (text, list(text.encode())):
-        heard = await hear(gateway.ask(prompt, max_tokens=64))
-        assert heard.finished is not None
-        assert len(heard.tokens) == 64
+        received = await receive(gateway.ask(prompt, max_tokens=64))
+        assert received.finished is not None
+        assert len(received.tokens) == 64
 
 
 async def test_model_info_tells_the_bounds(world: World) -> None:

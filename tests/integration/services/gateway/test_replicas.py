@@ -14,7 +14,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.fleet import Fleet
 from tests.fakes.redis_servers import Server
 from tests.fakes.replicas import FakeTarget
-from tests.fakes.world import PROMPT_TOKENS, Gateway, Heard, World, hear, must_be_true, refused
+from tests.fakes.world import PROMPT_TOKENS, Gateway, Received, World, must_be_true, receive, refused
 
 STREAMS = 4
 
@@ -38,7 +38,7 @@ async def test_a_session_goes_where_its_prompt_is_cached(world: World, fleet: Fl
     await here.publish(cached=PROMPT_TOKENS)
     await other.publish(free=90)
     gateway = await gateway_of(world, fleet)
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
     assert here.fake.calls
     assert not other.fake.calls
 
@@ -47,12 +47,12 @@ async def test_concurrent_sessions_are_spread(world: World, fleet: Fleet) -> Non
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(0)
     streams = [gateway.ask() for _ in range(STREAMS)]
-    listening = [asyncio.ensure_future(hear(stream)) for stream in streams]
+    listening = [asyncio.ensure_future(receive(stream)) for stream in streams]
     for target in fleet.members:
         await target.fake.called(STREAMS // 2)
         target.fake.gate.open()
-    for heard in await asyncio.gather(*listening):
-        must_be_true(heard)
+    for received in await asyncio.gather(*listening):
+        must_be_true(received)
     first, second = (target.sessions for target in fleet.members)
     assert (len(first), len(second)) == (STREAMS // 2, STREAMS // 2)
     assert not first & second, "a session has one replica"
@@ -62,28 +62,28 @@ async def test_another_build_serves_if_no_other_is_up(world: World, fleet: Fleet
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(1)
     stream = gateway.ask()
-    heard = await hear(stream, until=1)
+    received = await receive(stream, until=1)
     doomed, other = fleet.holder()
     other.fake.fingerprint = "build-2"
     await other.publish()
     await doomed.fake.stop()
     other.fake.gate.open()
-    must_be_true(await heard.listen(stream))
-    assert [fingerprint for _, fingerprint in heard.changes] == ["build-2"]
+    must_be_true(await received.listen(stream))
+    assert [fingerprint for _, fingerprint in received.changes] == ["build-2"]
 
 
 async def test_a_drain_moves_only_new_sessions(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(1)
     live = gateway.ask()
-    heard = await hear(live, until=1)
+    received = await receive(live, until=1)
     draining, other = fleet.holder()
     await draining.drain()
     second = await gateway_of(world, fleet)
     other.fake.gate.open()
-    must_be_true(await hear(second.ask()))
+    must_be_true(await receive(second.ask()))
     draining.fake.gate.open()
-    must_be_true(await heard.listen(live))
+    must_be_true(await received.listen(live))
     assert len(draining.sessions) == 1
     assert not draining.sessions & other.sessions
 
@@ -92,14 +92,14 @@ async def test_a_resumed_session_goes_where_its_kv_is(world: World, fleet: Fleet
     first = await gateway_of(world, fleet)
     fleet.hold_after(2)
     stream = first.ask()
-    heard = await hear(stream, until=2)
+    received = await receive(stream, until=2)
     home, other = fleet.holder()
     stream.cancel()
     await first.idle()
     await other.publish(free=99)
     home.fake.gate.open()
     second = await gateway_of(world, fleet)
-    must_be_true(await heard.listen(second.client.resume_stream(stream)))
+    must_be_true(await received.listen(second.client.resume_stream(stream)))
     assert not other.fake.calls
 
 
@@ -110,11 +110,11 @@ async def test_a_hanging_replica_loses_its_sessions(
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(1)
     stream = gateway.ask()
-    heard = await hear(stream, until=1)
+    received = await receive(stream, until=1)
     hung, other = fleet.holder()
     other.fake.gate.open()
     await hung.withdraw()
-    must_be_true(await heard.listen(stream))
+    must_be_true(await received.listen(stream))
     assert other.sessions == hung.sessions
 
 
@@ -124,31 +124,31 @@ async def test_a_replica_of_another_tokenizer_is_refused_alone(world: World) -> 
         wrong.fake.tokenizer_hash, wrong.free = "another", 90
         await fleet.register()
         gateway = await gateway_of(world, fleet)
-        must_be_true(await hear(gateway.ask()))
+        must_be_true(await receive(gateway.ask()))
         assert right.fake.calls
         assert not wrong.fake.calls
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told", "registered"])
-async def test_a_gateway_refuses_replicas_of_another_tokenizer(world: World, told: bool) -> None:
+@pytest.mark.parametrize("reported", [True, False], ids=["told", "registered"])
+async def test_a_gateway_refuses_replicas_of_another_tokenizer(world: World, reported: bool) -> None:
     async with Fleet(world) as fleet:
         for target in fleet.members:
             target.fake.tokenizer_hash = "another"
-        if not told:
+        if not reported:
             await fleet.register()
         with pytest.raises(TokenizerMismatch, match=f"{world.tokenizer_hash}.*another"):
-            await world.gateway(target=fleet.addresses if told else "")
+            await world.gateway(target=fleet.addresses if reported else "")
 
 
 async def test_listed_addresses_need_no_registry(world: World) -> None:
     async with Fleet(world) as fleet:
         gateway = await world.gateway(target=fleet.addresses)
         stream = gateway.ask()
-        heard = await hear(stream, until=1)
+        received = await receive(stream, until=1)
         doomed, _ = fleet.holder()
         await doomed.fake.stop()
-        must_be_true(await heard.listen(stream))
-        must_be_true(await hear(gateway.ask()))
+        must_be_true(await received.listen(stream))
+        must_be_true(await receive(gateway.ask()))
 
 
 async def test_without_a_replica_a_gateway_does_not_start(world: World) -> None:
@@ -163,22 +163,22 @@ async def test_a_stream_resumes_at_the_next_replica(world: World) -> None:
         gateway = await gateway_of(world, fleet, target_timeout_s=0.5)
         await first.leave()
         stream = gateway.ask()
-        heard = Heard()
-        error = await refused(heard.listen(stream))
+        received = Received()
+        error = await refused(received.listen(stream))
         assert error.code is grpc.StatusCode.UNAVAILABLE
         assert "target" in error.message
         await second.register()
-        must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
+        must_be_true(await received.listen(gateway.client.resume_stream(stream)))
 
 
 async def test_model_info_holds_for_every_replica(world: World) -> None:
     async with Fleet(world, "abc", make=Lesser) as fleet:
         await fleet.register()
         gateway = await gateway_of(world, fleet)
-        told = await gateway.client.model_info()
-        assert not told.deterministic
-        assert told.max_draft_tokens == told.context_window // 8 == 8
-        assert told.fingerprint == "build-1", "that of most"
+        response = await gateway.client.model_info()
+        assert not response.deterministic
+        assert response.max_draft_tokens == response.context_window // 8 == 8
+        assert response.fingerprint == "build-1", "that of most"
 
 
 class Lesser(FakeTarget):
@@ -196,10 +196,10 @@ async def test_replicas_stay_known_while_the_registry_is_away(frail_world: World
         gateway = await gateway_of(frail_world, fleet)
         fleet.hold_after(1)
         stream = gateway.ask()
-        heard = await hear(stream, until=1)
+        received = await receive(stream, until=1)
         home, other = fleet.holder()
         own_store.kill()
         own_store.start()
         home.fake.gate.open()
-        must_be_true(await heard.listen(stream))
+        must_be_true(await received.listen(stream))
         assert not other.fake.calls

@@ -23,7 +23,7 @@ from tests.fakes.fleet import Fleet
 from tests.fakes.readings import count
 from tests.fakes.spans import KeptSpans, attributes_of, error_of
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import MAX_TOKENS, PROMPT, Heard, World, any_credit, hear, must_be_true, refused
+from tests.fakes.world import MAX_TOKENS, PROMPT, Received, World, any_credit, must_be_true, receive, refused
 from tests.integration.services.gateway.callers import ALICE, KeyFile, calling
 
 
@@ -38,26 +38,26 @@ async def test_an_unauthenticated_caller_cannot_force_a_trace(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     gateway = await world.gateway_of(kept.parts(), api_keys_file=KeyFile().write(world))
-    await refused(hear(gateway.ask(force_trace=True)))
+    await refused(receive(gateway.ask(force_trace=True)))
     async with calling(gateway, ALICE) as alice:
-        must_be_true(await hear(alice.ask(force_trace=True)))
+        must_be_true(await receive(alice.ask(force_trace=True)))
     [request] = await kept.requests()
     assert error_of(request) is None
 
 
 async def test_a_refused_call_is_traced_with_its_reason(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts(), api_keys_file=KeyFile().write(world), max_sessions=1)
-    await refused(hear(gateway.ask()))
+    await refused(receive(gateway.ask()))
     async with calling(gateway, ALICE) as alice:
-        await refused(hear(alice.ask(max_tokens=0)))
-        await refused(hear(alice.ask(model="x" * 1000)))
-        await refused(hear(alice.client.resume("0" * 32, 0)))
+        await refused(receive(alice.ask(max_tokens=0)))
+        await refused(receive(alice.ask(model="x" * 1000)))
+        await refused(receive(alice.client.resume("0" * 32, 0)))
         world.target.gate.close()
         stream = alice.ask()
         await world.target.called(1)
-        await refused(hear(alice.ask()))
+        await refused(receive(alice.ask()))
         world.target.gate.open()
-        must_be_true(await hear(stream))
+        must_be_true(await receive(stream))
     requests = await kept.requests(6)
     assert [error_of(span) for span in requests] == [
         "unauthenticated",
@@ -85,12 +85,12 @@ async def test_a_refused_call_is_traced_with_its_reason(world: World, kept: Kept
 
 async def test_a_resumed_stream_links_to_the_one_before(world: World, kept: KeptSpans) -> None:
     first, second = await world.gateway_of(kept.parts()), await world.gateway_of(kept.parts())
-    stream, heard = await world.held(first, 3)
+    stream, received = await world.held(first, 3)
     stream.cancel()
     [left] = await kept.requests()
     index = stream.resume_from().next_index
     world.target.gate.open()
-    must_be_true(await heard.listen(second.client.resume_stream(stream)))
+    must_be_true(await received.listen(second.client.resume_stream(stream)))
     [_, resumed] = await kept.requests(2)
     assert error_of(left) == "cancelled"
     assert error_of(resumed) is None
@@ -113,11 +113,11 @@ def must_continue(resumed: ReadableSpan, before: ReadableSpan) -> None:
 async def test_a_resumed_chat_is_still_a_chat(world: World, kept: KeptSpans) -> None:
     registry = Registry(GATEWAY)
     first, second = await world.gateway_of(Parts()), await world.gateway_of(kept.parts(metrics=registry))
-    stream, heard = await world.held(first, 3, (Message("user", PROMPT),))
+    stream, received = await world.held(first, 3, (Message("user", PROMPT),))
     stream.cancel()
     world.target.gate.open()
-    await heard.listen(second.client.resume_stream(stream))
-    assert heard.finished is not None
+    await received.listen(second.client.resume_stream(stream))
+    assert received.finished is not None
     [resumed] = await kept.requests()
     assert (resumed.name, attributes_of(resumed)[names.OPERATION]) == ("chat tiny", names.CHAT)
     await second.idle()
@@ -131,13 +131,13 @@ async def test_a_fenced_owner_and_its_successor_are_both_traced(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     first, second = await world.gateway_of(kept.parts()), await world.gateway_of(kept.parts())
-    stream, heard = await world.held(first, 3, force_trace=True)
+    stream, received = await world.held(first, 3, force_trace=True)
     resumed_stream = second.client.resume_stream(stream)
-    heard.hear(await anext(resumed_stream))
+    received.receive(await anext(resumed_stream))
     world.target.gate.open()
-    must_be_true(await heard.listen(resumed_stream))
+    must_be_true(await received.listen(resumed_stream))
     assert (
-        await refused(hear(stream, first_index=len(stream.token_ids)))
+        await refused(receive(stream, first_index=len(stream.token_ids)))
     ).code is grpc.StatusCode.FAILED_PRECONDITION
     requests = await kept.requests(2)
     [fenced] = [span for span in requests if not span.links]
@@ -154,7 +154,7 @@ async def test_a_fenced_owner_and_its_successor_are_both_traced(
 async def test_a_call_with_the_same_key_links_to_the_one_before(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts())
     for _ in range(2):
-        must_be_true(await hear(gateway.ask(idempotency_key="again")))
+        must_be_true(await receive(gateway.ask(idempotency_key="again")))
     [before, joined] = await kept.requests(2)
     must_continue(joined, before)
     assert attributes_of(joined)[names.ROUNDS] == 0, "the answer was there"
@@ -168,7 +168,7 @@ async def test_a_retried_request_is_traced(world: World, kept: KeptSpans, credit
     await world.target.waits_after(2)
     world.target.fail(grpc.StatusCode.UNAVAILABLE, times=1)
     world.target.gate.open()
-    must_be_true(await hear(stream))
+    must_be_true(await receive(stream))
     [request] = await kept.requests()
     kept.must_hang_together(request)
     [retried] = kept.events(request, names.REQUEST_RETRIED)
@@ -187,16 +187,16 @@ async def test_a_move_to_another_target_is_traced(world: World, kept: KeptSpans)
         fleet.hold_after(0)
         stream = gateway.ask()
         first, second = fleet.members
-        asked = [asyncio.ensure_future(target.fake.called(1)) for target in fleet.members]
-        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        for waiting in asked:
+        queries = [asyncio.ensure_future(target.fake.called(1)) for target in fleet.members]
+        await asyncio.wait(queries, return_when=asyncio.FIRST_COMPLETED)
+        for waiting in queries:
             waiting.cancel()
         doomed, other = (first, second) if first.fake.calls else (second, first)
         doomed.fake.gate.permit(1)
-        heard = await Heard().listen(stream, until=1)
+        received = await Received().listen(stream, until=1)
         await doomed.fake.stop()
         other.fake.gate.open()
-        must_be_true(await heard.listen(stream))
+        must_be_true(await received.listen(stream))
     [request] = await kept.requests()
     kept.must_hang_together(request)
     [moved] = kept.events(request, names.SESSION_MOVED)
@@ -222,7 +222,7 @@ async def test_a_change_of_drafting_is_traced(world: World, kept: KeptSpans) -> 
         while not (await gateway.client.model_info()).strategies:
             pass
     world.target.gate.open()
-    must_be_true(await hear(stream))
+    must_be_true(await receive(stream))
     [request] = await kept.requests()
     changes = kept.events(request, names.DRAFT_DEGRADED)
     assert [change[names.TO] for change in changes] == ["ngram", "draft"]
@@ -235,7 +235,7 @@ async def test_a_change_of_drafting_is_traced(world: World, kept: KeptSpans) -> 
 async def test_a_late_draft_is_traced(world: World, kept: KeptSpans) -> None:
     world.draft.gate.close()
     gateway = await world.gateway_of(kept.parts(), draft_timeout_s=0.2)
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
     [request] = await kept.requests()
     [late] = kept.events(request, names.DRAFT_DEGRADED)
     assert late == {names.TO: "plain", names.REASON: "late"}
@@ -247,7 +247,7 @@ async def test_a_late_draft_is_traced(world: World, kept: KeptSpans) -> None:
 async def test_an_abort_is_traced_with_its_store_call(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts())
     stream = gateway.ask()
-    must_be_true(await hear(stream))
+    must_be_true(await receive(stream))
     await gateway.client.abort(stream.session_id)
     await refused(gateway.client.abort("0" * 32))
     name = "/galley.v1.Generation/Abort"
@@ -284,8 +284,8 @@ async def test_a_failing_exporter_harms_no_stream(
     )
     traces = telemetry_to(processor, "galley-gateway")
     gateway = await world.gateway_of(Parts(telemetry=traces))
-    for heard in await asyncio.gather(*(hear(gateway.ask()) for _ in range(3))):
-        must_be_true(heard)
+    for received in await asyncio.gather(*(receive(gateway.ask()) for _ in range(3))):
+        must_be_true(received)
     assert await asyncio.to_thread(exporter.asked.wait, 10)
     monkeypatch.setattr(telemetry, "FLUSH_S", 0.05)
     await asyncio.to_thread(traces.shutdown)

@@ -16,7 +16,16 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.spans import SLOW_COMMIT_NS
 from tests.fakes.spans import MS, KeptSpans, attributes_of, error_of, lasted_ns
 from tests.fakes.truth import SEED
-from tests.fakes.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, Heard, World, any_credit, hear, must_be_true
+from tests.fakes.world import (
+    MAX_TOKENS,
+    PROMPT,
+    PROMPT_TOKENS,
+    Received,
+    World,
+    any_credit,
+    must_be_true,
+    receive,
+)
 
 REQUIRED = {names.OPERATION, names.PROVIDER, names.REQUEST_MODEL, names.SERVER_PORT}
 """By the conventions, some of them where other attributes are there, which they are."""
@@ -50,11 +59,11 @@ def kept() -> KeptSpans:
 async def test_a_request_and_its_rounds_are_one_trace(world: World, kept: KeptSpans, credit: int) -> None:
     world.draft.spoil_rate = 0.2
     gateway = await world.gateway_of(kept.parts(), credit=credit)
-    heard = await hear(gateway.ask(workload="tests", stop=["never said"]))
-    must_be_true(heard)
+    received = await receive(gateway.ask(workload="tests", stop=["never said"]))
+    must_be_true(received)
     [request] = await kept.requests()
     kept.must_hang_together(request)
-    must_tell_of_the_answer(request, heard)
+    must_tell_of_the_answer(request, received)
     rounds = kept.rounds(request)
     must_be_its_rounds(request, rounds)
     calls = [span for span in kept.below(request) if span.kind is SpanKind.CLIENT]
@@ -73,9 +82,9 @@ async def test_a_request_and_its_rounds_are_one_trace(world: World, kept: KeptSp
     assert sum(names.KV_REUSED in attributes_of(span) for span in rounds) == len(world.target.calls)
 
 
-def must_tell_of_the_answer(request: ReadableSpan, heard: Heard) -> None:
+def must_tell_of_the_answer(request: ReadableSpan, received: Received) -> None:
     facts = attributes_of(request)
-    assert heard.started is not None
+    assert received.started is not None
     assert (request.name, request.kind, request.parent) == ("text_completion tiny", SpanKind.SERVER, None)
     assert error_of(request) is None
     assert facts.keys() >= REQUIRED | RECOMMENDED
@@ -84,15 +93,15 @@ def must_tell_of_the_answer(request: ReadableSpan, heard: Heard) -> None:
     assert facts[names.FINISH_REASONS] == ("length",)
     assert facts[names.INPUT_TOKENS] == len(PROMPT_TOKENS)
     assert facts[names.OUTPUT_TOKENS] == facts[names.MAX_TOKENS] == MAX_TOKENS
-    assert facts[names.SESSION_ID] == facts[names.RESPONSE_ID] == heard.started.session_id
+    assert facts[names.SESSION_ID] == facts[names.RESPONSE_ID] == received.started.session_id
     assert (facts[names.SEED], facts[names.REQUEST_SEED]) == (str(SEED), SEED)
     assert (facts[names.WORKLOAD], facts[names.SPECULATION_MODE]) == ("tests", "auto")
     assert (facts[names.RESUMED], facts[names.EPOCH]) == (False, 1)
     assert (facts[names.STOP_COUNT], facts[names.MOVES], facts[names.RPC_STATUS]) == (1, 0, 0)
     assert facts[names.FINGERPRINT] == "build-1"
-    said: pb.SpeculationStats = heard.end.speculation
+    text: pb.SpeculationStats = received.end.speculation
     counted = (names.ROUNDS, names.DRAFTED, names.VERIFIED, names.ACCEPTED)
-    assert [facts[name] for name in counted] == [said.rounds, said.drafted, said.verified, said.accepted]
+    assert [facts[name] for name in counted] == [text.rounds, text.drafted, text.verified, text.accepted]
     assert 0 < facts[names.TTFT_NS] <= lasted_ns(request)
 
 
@@ -162,7 +171,7 @@ async def test_a_round_links_to_its_verify_batch(world: World, kept: KeptSpans) 
         result.batch_span, result.batch_sessions, result.kv_reused = BATCH, 3, 5
 
     world.target.spoil = in_company
-    must_be_true(await hear((await world.gateway_of(kept.parts())).ask()))
+    must_be_true(await receive((await world.gateway_of(kept.parts())).ask()))
     [request] = await kept.requests()
     for span in kept.rounds(request):
         [link] = span.links
@@ -176,15 +185,15 @@ CHAT = (Message("user", PROMPT),)
 
 
 async def test_traces_hold_no_content(world: World, kept: KeptSpans) -> None:
-    heard = await hear(
+    received = await receive(
         (await world.gateway_of(kept.parts())).ask(CHAT, stop=["a stop string"], max_tokens=60)
     )
     [request] = await kept.requests()
     assert request.name == "chat tiny"
     everything = " ".join(span.to_json() for span in kept.spans)
-    said = [PROMPT, "a stop string", *(heard.text[at : at + 8] for at in range(0, 52, 8))]
-    assert len(heard.text) > 8
-    assert [text for text in said if len(text) > 7 and text in everything] == []
+    output = [PROMPT, "a stop string", *(received.text[at : at + 8] for at in range(0, 52, 8))]
+    assert len(received.text) > 8
+    assert [text for text in output if len(text) > 7 and text in everything] == []
     assert not any(
         name in everything for name in (names.ROUND_TEXT, names.INPUT_MESSAGES, names.OUTPUT_MESSAGES)
     )
@@ -192,18 +201,18 @@ async def test_traces_hold_no_content(world: World, kept: KeptSpans) -> None:
 
 async def test_traces_hold_content_if_enabled(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts(), trace_content=True)
-    heard = await hear(gateway.ask(CHAT, stop=["never said"], max_tokens=60))
+    received = await receive(gateway.ask(CHAT, stop=["never said"], max_tokens=60))
     [request] = await kept.requests()
     facts = attributes_of(request)
-    asked = [{"role": turn.role, "parts": [{"type": "text", "content": turn.content}]} for turn in CHAT]
-    assert json.loads(facts[names.INPUT_MESSAGES]) == asked
+    calls = [{"role": turn.role, "parts": [{"type": "text", "content": turn.content}]} for turn in CHAT]
+    assert json.loads(facts[names.INPUT_MESSAGES]) == calls
     [answer] = json.loads(facts[names.OUTPUT_MESSAGES])
-    assert answer["parts"] == [{"type": "text", "content": heard.text}]
+    assert answer["parts"] == [{"type": "text", "content": received.text}]
     assert answer["finish_reason"] == facts[names.FINISH_REASONS][0]
     assert facts[names.STOP_SEQUENCES] == ("never said",)
     texts = [text for span in kept.rounds(request) for text in attributes_of(span)[names.ROUND_TEXT]]
-    assert len(texts) == len(heard.tokens)
-    assert "".join(texts) == heard.text
+    assert len(texts) == len(received.tokens)
+    assert "".join(texts) == received.text
 
 
 @pytest.mark.parametrize(
@@ -220,7 +229,7 @@ async def test_round_spans_follow_the_setting(
 ) -> None:
     gateway = await world.gateway_of(kept.parts(), credit=32, **given)
     world.target.preemptions_left = 1
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
     [request] = await kept.requests()
     kept.must_hang_together(request)
     facts = attributes_of(request)
@@ -242,14 +251,14 @@ async def test_a_forced_request_is_traced(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     gateway = await world.gateway_of(kept.parts())
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
     await gateway.idle()
     assert kept.spans == []
     plain = {item.slice.traceparent for item in [*world.target.calls, *world.draft.calls]}
     assert len(plain) == 1, "the replicas are told that nobody wants to know"
     assert plain.pop().endswith("-00")
     world.target.calls.clear()
-    must_be_true(await hear(gateway.ask(force_trace=True)))
+    must_be_true(await receive(gateway.ask(force_trace=True)))
     [request] = await kept.requests()
     assert attributes_of(request)[names.FORCED] is True
     assert len(kept.rounds(request)) == attributes_of(request)[names.ROUNDS]
@@ -263,7 +272,7 @@ async def test_a_request_belongs_to_its_callers_trace(world: World, kept: KeptSp
     gateway = await world.gateway_of(kept.parts())
     with trace.use_span(trace.NonRecordingSpan(CALLER)):
         stream = gateway.ask()
-    must_be_true(await hear(stream))
+    must_be_true(await receive(stream))
     [request] = await kept.requests()
     assert request.parent is not None
     assert (request.context.trace_id, request.parent.span_id) == (CALLER.trace_id, CALLER.span_id)
@@ -277,7 +286,7 @@ async def test_an_invalid_traceparent_begins_a_new_trace(
     world: World, kept: KeptSpans, metadata: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("galley.client.tracing.w3c_metadata", lambda: (metadata,))
-    must_be_true(await hear((await world.gateway_of(kept.parts())).ask()))
+    must_be_true(await receive((await world.gateway_of(kept.parts())).ask()))
     [request] = await kept.requests()
     assert request.parent is None
     assert request.context.is_valid

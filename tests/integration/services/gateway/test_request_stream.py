@@ -105,20 +105,20 @@ async def test_a_large_request_is_sent_alone(pool: Pool, stream: Stream) -> None
 
 async def test_a_cancelled_request_is_sent_as_cancelled(pool: Pool, stream: Stream) -> None:
     pool.hold = True
-    asked = asyncio.create_task(stream.send(item("s")))
+    request = asyncio.create_task(stream.send(item("s")))
     sent = (await pool.arrived.get()).items[0].slice
-    asked.cancel()
-    await asyncio.wait({asked})
+    request.cancel()
+    await asyncio.wait({request})
     (named,) = (await pool.arrived.get()).cancelled
     assert (named.session_id, named.request_id) == ("s", sent.request_id)
 
 
 async def test_a_request_cancelled_early_is_not_sent(pool: Pool, stream: Stream) -> None:
     # Each too large to be joined: the last waits for the messages of all the others.
-    asked = [asyncio.create_task(stream.send(item(f"s{number}", tokens=30_000))) for number in range(10)]
+    requests = [asyncio.create_task(stream.send(item(f"s{number}", tokens=30_000))) for number in range(10)]
     await asyncio.sleep(0)
-    asked[-1].cancel()
-    await asyncio.gather(*asked[:-1])
+    requests[-1].cancel()
+    await asyncio.gather(*requests[:-1])
     assert (await stream.send(item("after"))).session_id == "after"
     sent = {item.slice.session_id for message in pool.messages for item in message.items}
     assert sent == {*(f"s{number}" for number in range(9)), "after"}
@@ -229,11 +229,11 @@ async def test_a_renewed_stream_ends_after_its_requests(pool: Pool, stream: Stre
 
 async def test_a_broken_renewed_stream_fails_its_own_requests(pool: Pool, stream: Stream) -> None:
     pool.hold = True
-    asked = asyncio.create_task(stream.send(item("old")))
+    request = asyncio.create_task(stream.send(item("old")))
     await pool.arrived.get()
     stream.reconnect()
     pool.hold = False
     assert (await stream.send(item("new"))).session_id == "new"
     await stream.close()
     with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
-        await asked
+        await request

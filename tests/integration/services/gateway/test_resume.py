@@ -8,65 +8,65 @@ import pytest
 
 from galley.core.content import prefix_hash
 from tests.fakes.truth import logprobs_of, text_of
-from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, hear, must_be_true
+from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, must_be_true, receive
 
 
-def summary(heard: Heard) -> tuple[object, ...]:
+def summary(received: Received) -> tuple[object, ...]:
     """Return what a resumed stream has in common with an uninterrupted one; origins of tokens may differ."""
-    assert len(heard.from_draft) == len(heard.tokens)
+    assert len(received.from_draft) == len(received.tokens)
     return (
-        heard.tokens,
-        heard.text,
-        heard.logprobs,
-        heard.end.reason,
-        heard.end.WhichOneof("matched_stop"),
-        heard.end.stop,
-        heard.end.usage,
+        received.tokens,
+        received.text,
+        received.logprobs,
+        received.end.reason,
+        received.end.WhichOneof("matched_stop"),
+        received.end.stop,
+        received.end.usage,
     )
 
 
-async def cut_off(world: World, gateway: Gateway, other: Gateway, at: int, **options: Any) -> Heard:
+async def cut_off(world: World, gateway: Gateway, other: Gateway, at: int, **options: Any) -> Received:
     stream = gateway.ask(logprobs=2, **options)
-    heard = Heard()
-    heard.hear(await anext(stream))
-    await heard.listen(stream, until=at)
+    received = Received()
+    received.receive(await anext(stream))
+    await received.listen(stream, until=at)
     stream.cancel()
-    return await heard.listen(other.client.resume_stream(stream))
+    return await received.listen(other.client.resume_stream(stream))
 
 
 @pytest.mark.parametrize(("spoil_rate", "credit"), [(0.0, 0), (0.3, 0), (0.3, 32)])
 async def test_a_stream_resumes_at_another_gateway(world: World, spoil_rate: float, credit: int) -> None:
     world.draft.spoil_rate = spoil_rate
     first, second = await world.gateway(), await world.gateway()
-    whole = await hear(first.ask(logprobs=2))
+    whole = await receive(first.ask(logprobs=2))
     must_be_true(whole)
     assert whole.logprobs == [logprobs_of(token, 2) for token in whole.tokens]
     assert credit or {True, False} == set(whole.from_draft)
     for at in range(0, MAX_TOKENS, 4 if credit else 1):
-        heard = await cut_off(world, first, second, at)
-        assert summary(heard) == summary(whole), at
+        received = await cut_off(world, first, second, at)
+        assert summary(received) == summary(whole), at
 
 
 async def test_a_stream_resumes_before_a_split_stop_string(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
-    text = (await hear(first.ask())).text
+    text = (await receive(first.ask())).text
     stop = text[17:24]
-    whole = await hear(first.ask(logprobs=2, stop=[stop]))
+    whole = await receive(first.ask(logprobs=2, stop=[stop]))
     assert whole.end.stop == stop
     assert whole.text == text[: text.index(stop)]
     for at in range(0, len(whole.tokens), 2):
-        heard = await cut_off(world, first, second, at, stop=[stop])
-        assert summary(heard) == summary(whole), at
+        received = await cut_off(world, first, second, at, stop=[stop])
+        assert summary(received) == summary(whole), at
 
 
 async def test_a_finished_session_is_replayed_from_any_index(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
     stream = first.ask(logprobs=1)
-    whole = await hear(stream)
+    whole = await receive(stream)
     calls = len(world.target.calls), len(world.draft.calls)
     for index in range(MAX_TOKENS + 1):
         seen = prefix_hash(whole.tokens[:index])
-        rest = await hear(second.client.resume(stream.session_id, index, seen), first_index=index)
+        rest = await receive(second.client.resume(stream.session_id, index, seen), first_index=index)
         assert rest.tokens == whole.tokens[index:]
         assert rest.from_draft == whole.from_draft[index:]
         assert rest.logprobs == whole.logprobs[index:]
@@ -79,40 +79,40 @@ async def test_the_text_does_not_depend_on_the_chunks(world: World) -> None:
     gateway = await world.gateway(draft="none")
     world.target.gate.close()
     stream = gateway.ask()
-    heard = Heard()
+    received = Received()
     for count in range(1, MAX_TOKENS + 1):
         world.target.gate.permit()
-        await heard.listen(stream, until=count)
-    await heard.listen(stream)
-    must_be_true(heard)
-    assert len(heard.texts) == MAX_TOKENS
-    assert "" in heard.texts, "no character of several bytes in the answer: the test shows nothing"
+        await received.listen(stream, until=count)
+    await received.listen(stream)
+    must_be_true(received)
+    assert len(received.texts) == MAX_TOKENS
+    assert "" in received.texts, "no character of several bytes in the answer: the test shows nothing"
     for index in range(MAX_TOKENS + 1):
-        rest = await hear(gateway.client.resume(stream.session_id, index), first_index=index)
-        assert rest.text == "".join(heard.texts[index:])
+        rest = await receive(gateway.client.resume(stream.session_id, index), first_index=index)
+        assert rest.text == "".join(received.texts[index:])
 
 
 async def test_a_session_resumes_where_its_log_ends(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
-    stream, heard = await world.held(first, 3)
+    stream, received = await world.held(first, 3)
     stream.cancel()
     await first.idle()
-    resumed = second.client.resume(stream.session_id, 2, prefix_hash(heard.tokens[:2]))
-    known = len(heard.tokens) - 2
-    rest = await hear(resumed, until=known, first_index=2)
-    assert rest.tokens[:known] == heard.tokens[2:]
+    resumed = second.client.resume(stream.session_id, 2, prefix_hash(received.tokens[:2]))
+    known = len(received.tokens) - 2
+    rest = await receive(resumed, until=known, first_index=2)
+    assert rest.tokens[:known] == received.tokens[2:]
     world.target.gate.open()
     await rest.listen(resumed)
-    assert [*heard.tokens[:2], *rest.tokens] == (whole := await hear(first.ask())).tokens
-    assert text_of(heard.tokens[:2]) + rest.text == whole.text
+    assert [*received.tokens[:2], *rest.tokens] == (whole := await receive(first.ask())).tokens
+    assert text_of(received.tokens[:2]) + rest.text == whole.text
 
 
 async def test_a_session_resumes_without_drafts(world: World) -> None:
     first, second = await world.gateway(), await world.gateway(draft="none")
-    stream, heard = await world.held(first, 2, until=6)
+    stream, received = await world.held(first, 2, until=6)
     stream.cancel()
     await first.idle()
     world.target.gate.open()
-    asked = len(world.draft.calls)
-    must_be_true(await heard.listen(second.client.resume_stream(stream)))
-    assert len(world.draft.calls) == asked
+    call_count = len(world.draft.calls)
+    must_be_true(await received.listen(second.client.resume_stream(stream)))
+    assert len(world.draft.calls) == call_count

@@ -142,12 +142,12 @@ async def test_a_session_stays_after_a_finished_request(here: Here) -> None:
     assert sorted(here.request_counts()) == [0, 2]
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told", "registered"])
-async def test_a_dead_replica_gets_no_new_sessions(here: Here, told: bool) -> None:
+@pytest.mark.parametrize("reported", [True, False], ids=["told", "registered"])
+async def test_a_dead_replica_gets_no_new_sessions(here: Here, reported: bool) -> None:
     await here.ask(TargetSession(here.targets), confirmed(0))
     home, other = here.home()
     await home.stop()
-    if told:
+    if reported:
         here.leases.leases = dict.fromkeys(here.leases.leases)
     else:
         home.incarnations += 1
@@ -405,7 +405,7 @@ async def hedging(here: Here, *, warm: bool) -> tuple[TargetSession, FakeTarget,
 async def test_a_slow_first_verdict_is_hedged(here: Here, credit: int) -> None:
     target, home, other = await hedging(here, warm=True)
     home.gate.close()
-    asked = len(other.calls)
+    call_count = len(other.calls)
     item = target.verify(SPEC, here.request(confirmed(0), credit), None)
     answers = []
     async with asyncio.timeout(PATIENCE_S):
@@ -416,11 +416,11 @@ async def test_a_slow_first_verdict_is_hedged(here: Here, credit: int) -> None:
     assert tokens == true_output(PROMPT_TOKENS, credit + 1, SEED)
     assert item.replica is not None
     assert item.replica.address == other.address
-    assert len(other.calls) == asked + 1
+    assert len(other.calls) == call_count + 1
     await home.was_given_up()
     await item.aclose()
     await here.ask(target, confirmed(credit + 1))
-    assert len(other.calls) == asked + 2, "it stays where it was answered"
+    assert len(other.calls) == call_count + 2, "it stays where it was answered"
     assert [it.open_requests for it in here.targets._replicas.values()] == [0, 0]
     assert [member.rows_ahead for member in here.targets._replicas.values()] == [0, 0]
 
@@ -498,13 +498,13 @@ async def test_a_cancelled_hedge_is_not_counted(here: Here) -> None:
 async def test_a_cold_replica_is_no_hedge(here: Here) -> None:
     target, home, other = await hedging(here, warm=False)
     home.gate.close()
-    asked = len(other.calls)
+    call_count = len(other.calls)
     asking = asyncio.ensure_future(here.ask(target, confirmed(0)))
     await asyncio.sleep(0.3)
     home.gate.open()
     [answer] = await asking
     assert isinstance(answer, ev.Verified)
-    assert len(other.calls) == asked
+    assert len(other.calls) == call_count
 
 
 class LateTarget(FakeTarget):

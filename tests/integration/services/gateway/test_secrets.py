@@ -23,7 +23,7 @@ from tests.fakes.processes import service_process
 from tests.fakes.redis_servers import Server
 from tests.fakes.tiny_model import save_tiny_model
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import World, hear
+from tests.fakes.world import World, receive
 from tests.integration.services.gateway.callers import ALICE, KeyFile
 
 PASSWORD, ID_SECRET, UNKNOWN_KEY = "canary-password-71f0", "canary-secret-22ab", "canary-key-90de"
@@ -92,16 +92,16 @@ class Mesh:
             "OTEL_BSP_SCHEDULE_DELAY": "50",
         }
         all_flags = {**self._served, **self._store, **flags}
-        told = await self._opened.enter_async_context(
+        response = await self._opened.enter_async_context(
             service_process(f"services.{role}", self.logs[role], environment, all_flags)
         )
-        self.metrics.append(f"http://{told['metrics']}/metrics")
-        return told["address"]
+        self.metrics.append(f"http://{response['metrics']}/metrics")
+        return response["address"]
 
     async def generate(self, gateway: str, key: str) -> str:
         async with AsyncClient(gateway, retries=NO_RETRIES, api_key=key, tls=self.tls) as client:
             try:
-                await hear(client.generate([5, 9, 2, 33], max_tokens=8, temperature=0, ignore_eos=True))
+                await receive(client.generate([5, 9, 2, 33], max_tokens=8, temperature=0, ignore_eos=True))
             except GalleyRpcError as error:
                 return str(error)
         return ""
@@ -125,7 +125,7 @@ def _get(url: str) -> bytes:
 async def test_no_service_shows_a_secret(own_store: Server, tmp_path: Path) -> None:
     # Made now, as they expire: a whole run of the tests takes longer than they last.
     good, bad = EC.token(sub="carol"), OTHER.token(sub="canary-mallory-3a")
-    shown = Shown()
+    output = Shown()
     await allow(own_store)
     with tempfile.TemporaryDirectory(prefix="galley-") as folder:
         async with Collector(Path(folder)) as collector, AsyncExitStack() as opened:
@@ -148,31 +148,31 @@ async def test_no_service_shows_a_secret(own_store: Server, tmp_path: Path) -> N
                     **mesh.shown_to_peers(),
                 },
             )
-            shown.command_lines()
+            output.command_lines()
             for key in (ALICE, good):
                 assert await mesh.generate(gateway, key) == ""
             for key in (UNKNOWN_KEY, bad, good[:-2]):
                 error = await mesh.generate(gateway, key)
                 assert error.startswith("UNAUTHENTICATED")
-                shown.texts.append(error.encode())
-            shown.texts += await mesh.scraped()
+                output.texts.append(error.encode())
+            output.texts += await mesh.scraped()
             own_store.kill()
             own_store.start()
             for key in (ALICE, good):
                 error = await mesh.generate(gateway, key)
                 assert error.startswith("UNAVAILABLE")
-                shown.texts.append(error.encode())
+                output.texts.append(error.encode())
             await mesh.have_missed_the_store()
-            shown.texts += await mesh.scraped()
+            output.texts += await mesh.scraped()
         for role, log in mesh.logs.items():
             assert f"galley-{role}".encode() in collector.exported
-            assert any(f'service="{role}"'.encode() in text for text in shown.texts), "its metrics"
-            assert any(f"services.{role}".encode() in text for text in shown.texts), "its command line"
+            assert any(f'service="{role}"'.encode() in text for text in output.texts), "its metrics"
+            assert any(f"services.{role}".encode() in text for text in output.texts), "its command line"
             assert b"WRONGPASS" in log.read_bytes() or b"password" in log.read_bytes()
-            shown.texts.append(log.read_bytes())
-        shown.texts.append(collector.exported)
-    shown.holds_no(PASSWORD, ID_SECRET, ALICE, UNKNOWN_KEY, OTLP_TOKEN, mesh.private)
-    shown.holds_no(*bad.split("."), *good.split(".")[1:])
+            output.texts.append(log.read_bytes())
+        output.texts.append(collector.exported)
+    output.holds_no(PASSWORD, ID_SECRET, ALICE, UNKNOWN_KEY, OTLP_TOKEN, mesh.private)
+    output.holds_no(*bad.split("."), *good.split(".")[1:])
 
 
 async def test_every_bad_bearer_gets_the_same_error(world: World) -> None:
@@ -181,11 +181,11 @@ async def test_every_bad_bearer_gets_the_same_error(world: World) -> None:
         jwt_audience=AUDIENCE,
         jwt_jwks_file=str(write_jwks(world.directory / "jwks.json", EC)),
     )
-    told = set()
-    for shown in ("canary", "a.b.c", "." * 8000, "eyJ" + "A" * 9000, OTHER.token(sub="canary-mallory-3a")):
-        async with AsyncClient(gateway.address, api_key=shown) as client:
+    reported = set()
+    for output in ("canary", "a.b.c", "." * 8000, "eyJ" + "A" * 9000, OTHER.token(sub="canary-mallory-3a")):
+        async with AsyncClient(gateway.address, api_key=output) as client:
             with pytest.raises(GalleyRpcError) as caught:
                 await client.model_info()
         assert caught.value.code is grpc.StatusCode.UNAUTHENTICATED
-        told.add(caught.value.message)
-    assert len(told) == 1
+        reported.add(caught.value.message)
+    assert len(reported) == 1

@@ -7,7 +7,7 @@ import pytest
 from galley.client.options import Message, Speculation
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.truth import ASSISTANT, END, SEED, USER, logprobs_of, text_of, true_output
-from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, Gateway, World, any_credit, hear, must_be_true
+from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, Gateway, World, any_credit, must_be_true, receive
 
 SPECULATIONS = [
     Speculation(off=True),
@@ -29,13 +29,13 @@ def seed_with_end(after: int, before: int) -> int:
 @pytest.mark.parametrize("speculation", SPECULATIONS, ids=str)
 async def test_an_answer_is_the_same_with_every_speculation(world: World, speculation: Speculation) -> None:
     gateway = await world.gateway()
-    heard = await hear(gateway.ask(speculation=speculation))
-    must_be_true(heard)
-    assert any(heard.from_draft) != speculation.off
+    received = await receive(gateway.ask(speculation=speculation))
+    must_be_true(received)
+    assert any(received.from_draft) != speculation.off
     assert {call.strategy for call in world.draft.calls} <= {speculation.strategy}
     k = 0 if speculation.off else speculation.k or 16
     assert {call.max_verified for call in world.target.calls} == {k}
-    assert len(heard.end.speculation.verified_at) <= k
+    assert len(received.end.speculation.verified_at) <= k
 
 
 @any_credit
@@ -45,19 +45,21 @@ async def test_a_stop_string_ends_the_answer(gateway: Gateway, speculation: Spec
     for size in (1, 2, 5):
         stop = text[12 : 12 + size]
         at = text.index(stop)
-        heard = await hear(gateway.ask(speculation=speculation, stop=["never said", stop]))
-        assert heard.text == text[:at]
-        assert (heard.end.reason, heard.end.stop) == (pb.Finished.REASON_STOP, stop)
-        assert text_of(heard.tokens) == text[: at + len(stop)], "the tokens go to the end of the stop string"
-        assert heard.end.usage.output_tokens == len(heard.tokens)
+        received = await receive(gateway.ask(speculation=speculation, stop=["never said", stop]))
+        assert received.text == text[:at]
+        assert (received.end.reason, received.end.stop) == (pb.Finished.REASON_STOP, stop)
+        assert text_of(received.tokens) == text[: at + len(stop)], (
+            "the tokens go to the end of the stop string"
+        )
+        assert received.end.usage.output_tokens == len(received.tokens)
 
 
 @any_credit
 async def test_held_back_text_is_sent_at_the_end(gateway: Gateway) -> None:
     text = text_of(output())
-    heard = await hear(gateway.ask(stop=[text[-3:] + "!?"]))
-    assert heard.text == text
-    assert heard.end.reason == pb.Finished.REASON_LENGTH
+    received = await receive(gateway.ask(stop=[text[-3:] + "!?"]))
+    assert received.text == text
+    assert received.end.reason == pb.Finished.REASON_LENGTH
 
 
 @any_credit
@@ -65,66 +67,68 @@ async def test_held_back_text_is_sent_at_the_end(gateway: Gateway) -> None:
 async def test_a_stop_token_ends_the_answer(gateway: Gateway, speculation: Speculation) -> None:
     stop = output()[20]
     expected = output(stops=frozenset({stop}))
-    heard = await hear(gateway.ask(speculation=speculation, stop_token_ids=[stop]))
-    assert heard.tokens == expected
-    assert heard.text == text_of(expected[:-1])
-    assert (heard.end.reason, heard.end.stop_token_id) == (pb.Finished.REASON_STOP, stop)
+    received = await receive(gateway.ask(speculation=speculation, stop_token_ids=[stop]))
+    assert received.tokens == expected
+    assert received.text == text_of(expected[:-1])
+    assert (received.end.reason, received.end.stop_token_id) == (pb.Finished.REASON_STOP, stop)
 
 
 @any_credit
 async def test_the_eos_token_stops_unless_ignored(gateway: Gateway) -> None:
     seed = seed_with_end(3, 30)
-    heard = await hear(gateway.ask(seed=seed, ignore_eos=False))
-    assert heard.tokens == output(seed=seed, stops=frozenset({END}))
-    assert (heard.end.reason, heard.end.stop_token_id) == (pb.Finished.REASON_STOP, END)
+    received = await receive(gateway.ask(seed=seed, ignore_eos=False))
+    assert received.tokens == output(seed=seed, stops=frozenset({END}))
+    assert (received.end.reason, received.end.stop_token_id) == (pb.Finished.REASON_STOP, END)
 
-    heard = await hear(gateway.ask(seed=seed, ignore_eos=True))
-    must_be_true(heard, seed=seed)
-    assert END in heard.tokens
-    assert heard.end.reason == pb.Finished.REASON_LENGTH
+    received = await receive(gateway.ask(seed=seed, ignore_eos=True))
+    must_be_true(received, seed=seed)
+    assert END in received.tokens
+    assert received.end.reason == pb.Finished.REASON_LENGTH
 
 
 @any_credit
 async def test_min_tokens_delays_stops(gateway: Gateway) -> None:
     seed = seed_with_end(3, 30)
-    heard = await hear(gateway.ask(seed=seed, ignore_eos=False, min_tokens=35))
-    assert heard.tokens == output(seed=seed, stops=frozenset({END}), min_tokens=35)
-    assert END not in heard.tokens[:35]
+    received = await receive(gateway.ask(seed=seed, ignore_eos=False, min_tokens=35))
+    assert received.tokens == output(seed=seed, stops=frozenset({END}), min_tokens=35)
+    assert END not in received.tokens[:35]
 
     text = text_of(output())
-    heard = await hear(gateway.ask(stop=[text[2]], min_tokens=10))
-    assert len(heard.tokens) > 10
-    if heard.end.reason == pb.Finished.REASON_STOP:
-        assert heard.end.stop == text[2]
+    received = await receive(gateway.ask(stop=[text[2]], min_tokens=10))
+    assert len(received.tokens) > 10
+    if received.end.reason == pb.Finished.REASON_STOP:
+        assert received.end.stop == text[2]
 
 
 @any_credit
 async def test_max_tokens_of_one_asks_no_draft(world: World, gateway: Gateway) -> None:
-    heard = await hear(gateway.ask(max_tokens=1))
-    assert heard.tokens == output(1)
-    assert heard.end.reason == pb.Finished.REASON_LENGTH
+    received = await receive(gateway.ask(max_tokens=1))
+    assert received.tokens == output(1)
+    assert received.end.reason == pb.Finished.REASON_LENGTH
     assert not world.draft.calls
 
 
 @any_credit
 @pytest.mark.parametrize("top", [None, 0, 3])
 async def test_logprobs_are_those_of_the_target(gateway: Gateway, top: int | None) -> None:
-    heard = await hear(gateway.ask(logprobs=top))
-    must_be_true(heard)
-    assert heard.logprobs == ([] if top is None else [logprobs_of(token, top) for token in heard.tokens])
+    received = await receive(gateway.ask(logprobs=top))
+    must_be_true(received)
+    assert received.logprobs == (
+        [] if top is None else [logprobs_of(token, top) for token in received.tokens]
+    )
 
 
 async def test_a_chat_goes_through_the_models_template(gateway: Gateway) -> None:
     stream = gateway.client.generate([Message("user", "hé")], max_tokens=8, seed=SEED, ignore_eos=True)
-    heard = await hear(stream)
+    received = await receive(stream)
     prompt = [USER, *"hé".encode(), ASSISTANT]
-    assert heard.tokens == true_output(prompt, 8, SEED)
-    assert heard.started is not None
-    assert heard.started.prompt_tokens == len(prompt)
+    assert received.tokens == true_output(prompt, 8, SEED)
+    assert received.started is not None
+    assert received.started.prompt_tokens == len(prompt)
 
 
 async def test_the_pools_receive_the_request_unchanged(world: World, gateway: Gateway) -> None:
-    await hear(
+    await receive(
         gateway.ask(
             temperature=0.5,
             top_p=0.25,
@@ -142,8 +146,8 @@ async def test_the_pools_receive_the_request_unchanged(world: World, gateway: Ga
         )
     )
     for item in (world.target.calls[0], world.draft.calls[0]):
-        asked = item.slice
-        assert asked.sampling == pb.SamplingParams(
+        request = item.slice
+        assert request.sampling == pb.SamplingParams(
             temperature=0.5,
             top_p=0.25,
             top_k=7,
@@ -154,11 +158,14 @@ async def test_the_pools_receive_the_request_unchanged(world: World, gateway: Ga
             logit_bias={3: -2.0},
             seed=SEED,
         )
-        assert list(asked.stop_token_ids) == [9, END]
-        assert (asked.min_tokens, asked.priority) == (2, -3)
-        assert (asked.prompt_len, asked.max_position) == (len(PROMPT_TOKENS), len(PROMPT_TOKENS) + MAX_TOKENS)
-        assert asked.remaining_ns > 0
-        assert asked.arrival_ns > 0
+        assert list(request.stop_token_ids) == [9, END]
+        assert (request.min_tokens, request.priority) == (2, -3)
+        assert (request.prompt_len, request.max_position) == (
+            len(PROMPT_TOKENS),
+            len(PROMPT_TOKENS) + MAX_TOKENS,
+        )
+        assert request.remaining_ns > 0
+        assert request.arrival_ns > 0
     assert world.draft.calls[0].workload == "tests"
 
 
@@ -170,7 +177,7 @@ ROUNDED_UP = 1.005
 @any_credit
 async def test_every_request_carries_the_remaining_time(world: World) -> None:
     gateway = await world.gateway(draft_timeout_s=100)
-    must_be_true(await hear(gateway.ask(timeout_s=20)))
+    must_be_true(await receive(gateway.ask(timeout_s=20)))
     for calls in (world.draft.calls, world.target.calls):
         left = [call.slice.remaining_ns for call in calls]
         assert left
@@ -181,6 +188,6 @@ async def test_every_request_carries_the_remaining_time(world: World) -> None:
 async def test_without_a_deadline_requests_have_default_bounds(world: World, credit: int) -> None:
     assert credit == 0
     gateway = await world.gateway(draft_timeout_s=10, verify_timeout_s=30)
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
     assert {call.slice.remaining_ns for call in world.target.calls} == {30 * SECOND}
     assert {call.slice.remaining_ns for call in world.draft.calls} == {8 * SECOND}

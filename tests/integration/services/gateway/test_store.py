@@ -11,7 +11,7 @@ from galley.client.client import TokenStream
 from galley.core.content import prefix_hash
 from tests.fakes.redis_servers import Server
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import MAX_TOKENS, Gateway, Heard, World, any_credit, hear, must_be_true, refused
+from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, any_credit, must_be_true, receive, refused
 
 KEPT, HEARD = 4, 15
 """Tokens that the store still has when it comes back, and that the client has seen."""
@@ -30,8 +30,8 @@ async def test_nothing_is_streamed_before_it_is_logged(world: World, own_store: 
     gateway = await world.gateway(window=window, draft="none")
     world.target.gate.close()
     stream = gateway.ask()
-    heard = Heard()
-    heard.hear(await anext(stream))
+    received = Received()
+    received.receive(await anext(stream))
     await world.target.called(1)
 
     own_store.pause()
@@ -43,38 +43,38 @@ async def test_nothing_is_streamed_before_it_is_logged(world: World, own_store: 
     assert world.target.answered == window, "worked on beyond the window"
 
     own_store.go_on()
-    heard.hear(await chunk)
-    must_be_true(await heard.listen(stream))
+    received.receive(await chunk)
+    must_be_true(await received.listen(stream))
 
 
 @pytest.mark.parametrize("how", ["hangs", "dies"])
 async def test_a_store_away_for_too_long_is_unavailable(world: World, own_store: Server, how: str) -> None:
     gateway = await world.gateway(store_timeout_s=0.2)
-    stream, heard = await world.held(gateway, 1)
+    stream, received = await world.held(gateway, 1)
     await world.target.waits_after(1)
 
     own_store.pause() if how == "hangs" else own_store.kill()
     world.target.gate.open()
-    error = await refused(heard.listen(stream))
+    error = await refused(received.listen(stream))
     assert error.code is grpc.StatusCode.UNAVAILABLE
     assert "store" in error.message
-    assert (await refused(hear(gateway.ask()))).code is grpc.StatusCode.UNAVAILABLE
+    assert (await refused(receive(gateway.ask()))).code is grpc.StatusCode.UNAVAILABLE
     resumed = gateway.client.resume_stream(stream)
-    assert (await refused(hear(resumed))).code is grpc.StatusCode.UNAVAILABLE
+    assert (await refused(receive(resumed))).code is grpc.StatusCode.UNAVAILABLE
 
     own_store.go_on() if how == "hangs" else own_store.start()
-    must_be_true(await heard.listen(gateway.client.resume_stream(stream)))
+    must_be_true(await received.listen(gateway.client.resume_stream(stream)))
 
 
 @any_credit
 async def test_a_store_that_restarts_is_a_pause(world: World, gateway: Gateway, own_store: Server) -> None:
-    stream, heard = await world.held(gateway, 2, until=1)
+    stream, received = await world.held(gateway, 2, until=1)
     await world.target.waits_after(2)
     own_store.kill()
     world.target.gate.open()
     await world.target.has_answered(3)
     own_store.start()
-    must_be_true(await heard.listen(stream))
+    must_be_true(await received.listen(stream))
 
 
 async def test_a_clients_deadline_comes_before_the_stores(world: World, own_store: Server) -> None:
@@ -85,7 +85,7 @@ async def test_a_clients_deadline_comes_before_the_stores(world: World, own_stor
     own_store.pause()
     world.target.gate.open()
     async with asyncio.timeout(PATIENCE_S):
-        error = await refused(hear(stream))
+        error = await refused(receive(stream))
     assert error.code in {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
     own_store.go_on()
 
@@ -104,34 +104,34 @@ async def test_cancelling_while_the_store_hangs_is_harmless(world: World, own_st
     starting.cancel()
     await gateway.idle()
     own_store.go_on()
-    must_be_true(await hear(gateway.ask()))
-    must_be_true(await hear(gateway.client.resume(stream.session_id, 0)))
+    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.client.resume(stream.session_id, 0)))
 
 
-async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[TokenStream, Heard]:
+async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[TokenStream, Received]:
     world.target.gate.close()
     stream = gateway.ask()
-    heard = Heard()
+    received = Received()
     for until in (KEPT, HEARD):
-        world.target.gate.permit(until - len(heard.tokens))
-        await heard.listen(stream, until)
+        world.target.gate.permit(until - len(received.tokens))
+        await received.listen(stream, until)
         if until == KEPT:
             store.keep()
-    return stream, heard
+    return stream, received
 
 
 async def log_must_be_true(gateway: Gateway, stream: TokenStream) -> None:
-    must_be_true(await hear(gateway.client.resume(stream.session_id, 0)))
+    must_be_true(await receive(gateway.client.resume(stream.session_id, 0)))
 
 
 @any_credit
 async def test_an_owner_repairs_a_log_that_was_rolled_back(world: World, own_store: Server) -> None:
     gateway = await world.gateway(draft="none")
-    stream, heard = await stream_beyond(world, own_store, gateway)
+    stream, received = await stream_beyond(world, own_store, gateway)
     own_store.roll_back()
     answered = world.target.answered
     world.target.gate.open()
-    must_be_true(await heard.listen(stream))
+    must_be_true(await received.listen(stream))
     assert world.target.answered - answered == MAX_TOKENS - HEARD, "from memory, not computed again"
     await log_must_be_true(gateway, stream)
     assert world.target.answered - answered == MAX_TOKENS - HEARD, "all of it is in the log"
@@ -140,14 +140,14 @@ async def test_an_owner_repairs_a_log_that_was_rolled_back(world: World, own_sto
 @any_credit
 async def test_lost_tokens_are_computed_again_on_resume(world: World, own_store: Server) -> None:
     first, second = await world.gateway(draft="none"), await world.gateway(draft="none")
-    stream, heard = await stream_beyond(world, own_store, first)
+    stream, received = await stream_beyond(world, own_store, first)
     stream.cancel()
     await first.idle()
     own_store.roll_back()
     answered = world.target.answered
     resumed = second.client.resume_stream(stream)
     world.target.gate.open()
-    must_be_true(await heard.listen(resumed))
+    must_be_true(await received.listen(resumed))
     assert world.target.answered - answered >= MAX_TOKENS - KEPT
     await log_must_be_true(first, resumed)
 
@@ -155,65 +155,65 @@ async def test_lost_tokens_are_computed_again_on_resume(world: World, own_store:
 @any_credit
 async def test_a_client_may_have_more_than_the_log(world: World, own_store: Server) -> None:
     first, second = await world.gateway(draft="none"), await world.gateway(draft="none")
-    stream, heard = await stream_beyond(world, own_store, first)
+    stream, received = await stream_beyond(world, own_store, first)
     world.target.gate.open()
-    must_be_true(await heard.listen(stream))
+    must_be_true(await received.listen(stream))
     own_store.roll_back()
-    again = await hear(second.client.resume_stream(stream), first_index=MAX_TOKENS)
+    again = await receive(second.client.resume_stream(stream), first_index=MAX_TOKENS)
     assert not again.tokens
-    assert again.end.reason == heard.end.reason
+    assert again.end.reason == received.end.reason
     await log_must_be_true(first, stream)
 
 
 @any_credit
 async def test_recomputed_tokens_are_checked_against_the_client(world: World, own_store: Server) -> None:
     first, second = await world.gateway(draft="none"), await world.gateway(draft="none")
-    stream, heard = await stream_beyond(world, own_store, first)
+    stream, received = await stream_beyond(world, own_store, first)
     stream.cancel()
     await first.idle()
     own_store.roll_back()
     world.target.gate.open()
-    other = [*heard.tokens[: HEARD - 1], heard.tokens[HEARD - 1] + 1]
-    told = Heard(first_index=HEARD)
-    error = await refused(told.listen(second.client.resume(stream.session_id, HEARD, prefix_hash(other))))
+    other = [*received.tokens[: HEARD - 1], received.tokens[HEARD - 1] + 1]
+    reported = Received(first_index=HEARD)
+    error = await refused(reported.listen(second.client.resume(stream.session_id, HEARD, prefix_hash(other))))
     assert error.code is grpc.StatusCode.DATA_LOSS
-    assert not told.tokens
-    must_be_true(await heard.listen(second.client.resume_stream(stream)))
+    assert not reported.tokens
+    must_be_true(await received.listen(second.client.resume_stream(stream)))
 
 
 @any_credit
 async def test_an_owner_whose_claim_was_lost_is_unavailable(world: World, own_store: Server) -> None:
     first, second = await world.gateway(draft="none"), await world.gateway(draft="none")
-    stream, heard = await stream_beyond(world, own_store, first)
+    stream, received = await stream_beyond(world, own_store, first)
     stream.cancel()
     await world.target.was_given_up()
     await first.idle()
     world.target.gate.permit(1)
     resumed = second.client.resume_stream(stream)
-    await heard.listen(resumed, HEARD + 1)
+    await received.listen(resumed, HEARD + 1)
     own_store.roll_back()
     world.target.gate.open()
-    error = await refused(heard.listen(resumed))
+    error = await refused(received.listen(resumed))
     assert error.code is grpc.StatusCode.UNAVAILABLE
     assert "resume" in error.message
-    must_be_true(await heard.listen(second.client.resume_stream(resumed)))
+    must_be_true(await received.listen(second.client.resume_stream(resumed)))
     await log_must_be_true(first, stream)
 
 
 class Lost:
-    def __init__(self, gateway: Gateway, stream: TokenStream, heard: Heard) -> None:
+    def __init__(self, gateway: Gateway, stream: TokenStream, received: Received) -> None:
         self.gateway = gateway
         self.stream = stream
-        self.heard = heard
+        self.received = received
 
 
 async def about_to_be_lost(world: World, store: Server) -> Lost:
     gateway = await world.gateway(draft="none")
-    must_be_true(await hear(gateway.ask()))
+    must_be_true(await receive(gateway.ask()))
     store.keep()
     world.target.gate.close_after(HEARD)
     stream = gateway.ask(idempotency_key="key")
-    return Lost(gateway, stream, await hear(stream, until=HEARD))
+    return Lost(gateway, stream, await receive(stream, until=HEARD))
 
 
 @any_credit
@@ -222,7 +222,7 @@ async def test_an_owner_recreates_its_lost_session(world: World, own_store: Serv
     own_store.roll_back()
     answered = world.target.answered
     world.target.gate.open()
-    must_be_true(await lost.heard.listen(lost.stream))
+    must_be_true(await lost.received.listen(lost.stream))
     assert world.target.answered - answered == MAX_TOKENS - HEARD, "from memory, not computed again"
     await log_must_be_true(await world.gateway(draft="none"), lost.stream)
 
@@ -234,6 +234,6 @@ async def test_a_lost_session_without_owner_is_gone(world: World, own_store: Ser
     await lost.gateway.idle()
     own_store.roll_back()
     world.target.gate.open()
-    gone = await refused(hear(lost.gateway.client.resume_stream(lost.stream)))
+    gone = await refused(receive(lost.gateway.client.resume_stream(lost.stream)))
     assert gone.code is grpc.StatusCode.NOT_FOUND
-    must_be_true(await hear(lost.gateway.ask()))
+    must_be_true(await receive(lost.gateway.ask()))

@@ -25,7 +25,7 @@ from tests.fakes.readings import number, total
 from tests.fakes.replicas import Replica
 from tests.fakes.tls_servers import credentials_of, tls_settings
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import Gateway, Heard, World, any_credit, hear, must_be_true, refused
+from tests.fakes.world import Gateway, Received, World, any_credit, must_be_true, receive, refused
 
 LONG = 400
 """Tokens of an answer that takes as long as it takes to replace files."""
@@ -57,8 +57,8 @@ class Mesh:
 
     def peers(self, **given: str) -> dict[str, str]:
         files = self["peer"]
-        told = {"peer_ca_file": files.ca, "peer_cert_file": files.cert, "peer_key_file": files.key}
-        return {**told, "target_tls_name": "target", "draft_tls_name": "draft", **given}
+        fields = {"peer_ca_file": files.ca, "peer_cert_file": files.cert, "peer_key_file": files.key}
+        return {**fields, "target_tls_name": "target", "draft_tls_name": "draft", **given}
 
     async def start_gateway(self, **given: object) -> Gateway:
         return await self.world.gateway(**self.peers(), **tls_settings(self["gateway"], mutual=True), **given)
@@ -86,8 +86,8 @@ async def test_an_answer_comes_over_tls_on_every_hop(mesh: Mesh) -> None:
     await mesh.secure_both()
     gateway = await mesh.start_gateway()
     async with mesh.calling(gateway) as seen:
-        heard = await hear(seen.ask())
-    must_be_true(heard)
+        received = await receive(seen.ask())
+    must_be_true(received)
     assert mesh.world.draft.answered
     assert (mesh.world.target.streams, mesh.world.draft.streams) == (["peer"], ["peer"])
 
@@ -142,9 +142,9 @@ async def test_a_draft_that_is_not_trusted_is_not_used(mesh: Mesh) -> None:
     mesh["draft"].put_pair(mesh.authority.ca, mesh.other.issue("draft"))
     gateway = await mesh.start_gateway()
     async with mesh.calling(gateway) as seen:
-        heard = await hear(seen.ask())
-    must_be_true(heard)
-    assert not any(heard.from_draft)
+        received = await receive(seen.ask())
+    must_be_true(received)
+    assert not any(received.from_draft)
     assert not mesh.world.draft.calls
 
 
@@ -154,7 +154,7 @@ async def test_a_client_needs_a_certificate(mesh: Mesh) -> None:
     ours, foreign = mesh["client"], mounted(mesh.directory / "x", mesh.authority.ca, mesh.other.issue("x"))
     for tls in (None, Tls(ours.ca), Tls(foreign.ca, foreign.cert, foreign.key)):
         async with AsyncClient(gateway.address, retries=NO_RETRIES, tls=tls) as client:
-            assert (await refused(hear(replace(gateway, client=client).ask()))).code.name == "UNAVAILABLE"
+            assert (await refused(receive(replace(gateway, client=client).ask()))).code.name == "UNAVAILABLE"
     assert not mesh.world.target.calls
 
 
@@ -177,7 +177,7 @@ class Answering:
         self._gate = mesh.world.target.gate
         self._gate.close()
         self._stream = gateway.ask(max_tokens=LONG, speculation=Speculation(k=1))
-        self._heard = Heard()
+        self._heard = Received()
 
     async def goes_on(self) -> None:
         self._gate.permit()
@@ -210,7 +210,7 @@ async def test_authorities_and_certificates_are_replaced_under_a_stream(mesh: Me
         await answering.until_spoken_to_by(mesh, "peer-4")
         await answering.ends_as_it_must()
     async with mesh.calling(gateway) as newer:
-        must_be_true(await hear(newer.ask()))
+        must_be_true(await receive(newer.ask()))
     mesh["client"].put_pair(mesh.authority.ca, mesh.authority.issue("client"))
     async with mesh.calling(gateway) as older:
-        assert (await refused(hear(older.ask()))).code.name == "UNAVAILABLE"
+        assert (await refused(receive(older.ask()))).code.name == "UNAVAILABLE"

@@ -23,7 +23,7 @@ def files(tmp_path: Path) -> Mounted:
 
 
 @pytest.mark.parametrize(
-    ("role", "flags", "told"),
+    ("role", "flags", "reported"),
     [
         (
             "draft",
@@ -43,7 +43,7 @@ def files(tmp_path: Path) -> Mounted:
     ],
 )
 async def test_an_unusable_file_ends_the_process(
-    role: str, flags: tuple[str, ...], told: str, files: Mounted
+    role: str, flags: tuple[str, ...], reported: str, files: Mounted
 ) -> None:
     paths = {"ca": files.ca, "cert": files.cert, "key": files.key}
     command = (sys.executable, "-m", f"services.{role}", *(flag.format(**paths) for flag in flags))
@@ -52,7 +52,7 @@ async def test_an_unusable_file_ends_the_process(
     )
     assert process.returncode == 2
     [line] = process.stderr.decode().splitlines()
-    assert line.startswith(f"galley {role}: error: {told.format(**paths)}")
+    assert line.startswith(f"galley {role}: error: {reported.format(**paths)}")
 
 
 async def test_a_process_reports_its_health_port(files: Mounted, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from services.gateway.auth.jwks import MIN_FETCH_INTERVAL_S
 from services.gateway.auth.jwt import JWT_EXPIRED, JWT_REFUSED
 from tests.fakes.http2 import opening, wire
 from tests.fakes.issuers import AUDIENCE, ISSUER, IssuerServer, TokenIssuer, issuer_server, jwks, write_jwks
-from tests.fakes.world import MAX_TOKENS, World, hear, must_be_true, refused
+from tests.fakes.world import MAX_TOKENS, World, must_be_true, receive, refused
 from tests.integration.services.gateway.callers import ALICE, KeyFile, calling
 
 EC = TokenIssuer()
@@ -37,31 +37,31 @@ async def test_a_token_names_a_principal_of_its_own(world: World) -> None:
     gateway = await world.gateway(**tokens(world, api_keys_file=KeyFile().write(world)))
     idempotent = f"key-{id(world)}"
     ids = []
-    for shown in (ALICE, EC.token(sub="alice"), EC.token(sub="alice", exp=int(time.time()) + 60)):
-        async with calling(gateway, shown) as caller:
+    for output in (ALICE, EC.token(sub="alice"), EC.token(sub="alice", exp=int(time.time()) + 60)):
+        async with calling(gateway, output) as caller:
             stream = caller.ask(idempotency_key=idempotent)
-            must_be_true(await hear(stream))
+            must_be_true(await receive(stream))
             ids.append(stream.session_id)
     assert ids[0] != ids[1] == ids[2]
     async with calling(gateway, EC.token(sub="alice")) as caller:
-        assert (await refused(hear(caller.client.resume(ids[0], 0)))).code is grpc.StatusCode.NOT_FOUND
-        must_be_true(await hear(caller.client.resume(ids[1], 0)))
+        assert (await refused(receive(caller.client.resume(ids[0], 0)))).code is grpc.StatusCode.NOT_FOUND
+        must_be_true(await receive(caller.client.resume(ids[1], 0)))
 
 
 async def test_a_bad_token_is_refused_before_any_work(world: World) -> None:
     gateway = await world.gateway(**tokens(world))
-    for shown, told in (
+    for output, reported in (
         (TokenIssuer().token(), JWT_REFUSED),
         (EC.token(aud="other"), JWT_REFUSED),
         (EC.token(exp=int(time.time()) - 60), JWT_EXPIRED),
         ("", "needed"),
     ):
-        async with calling(gateway, shown) as caller:
+        async with calling(gateway, output) as caller:
             client = caller.client
-            for call in (hear(caller.ask()), hear(client.resume("0" * 32, 0)), client.model_info()):
+            for call in (receive(caller.ask()), receive(client.resume("0" * 32, 0)), client.model_info()):
                 error = await refused(call)
                 assert error.code is grpc.StatusCode.UNAUTHENTICATED
-                assert told in error.message
+                assert reported in error.message
     assert not world.target.calls
     assert not world.draft.calls
 
@@ -80,21 +80,21 @@ async def test_a_stream_outlives_its_token(world: World) -> None:
     expires = int(time.time()) + 2
     async with calling(gateway, EC.token(exp=expires)) as caller:
         stream = caller.ask()
-        heard = await hear(stream, until=1)
+        received = await receive(stream, until=1)
         await asyncio.sleep(expires + 0.1 - time.time())
         assert JWT_EXPIRED in (await refused(caller.client.model_info())).message
         world.target.gate.open()
-        must_be_true(await heard.listen(stream))
+        must_be_true(await received.listen(stream))
     async with calling(gateway, EC.token()) as caller:
-        must_be_true(await hear(caller.client.resume(stream.session_id, 0)))
+        must_be_true(await receive(caller.client.resume(stream.session_id, 0)))
 
 
 async def test_a_client_brings_a_fresh_token_with_each_call(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = await world.gateway(**tokens(world))
-    shown = [EC.token(), "stale", EC.token()]
-    async with AsyncClient(gateway.address, api_key=lambda: shown.pop(0)) as client:
+    output = [EC.token(), "stale", EC.token()]
+    async with AsyncClient(gateway.address, api_key=lambda: output.pop(0)) as client:
         await client.model_info()
         assert (await refused(client.model_info())).code is grpc.StatusCode.UNAUTHENTICATED
         await client.model_info()
@@ -120,7 +120,7 @@ async def test_unknown_key_ids_do_not_flood_the_issuer(world: World, issuer: Iss
         jwt_ca_file=issuer.ca_file,
     )
     async with calling(gateway, EC.token()) as caller:
-        must_be_true(await hear(caller.ask()))
+        must_be_true(await receive(caller.ask()))
     assert issuer.requests == ["/keys"]
     for number in range(50):
         async with calling(gateway, EC.token({"kid": f"made-up-{number}"})) as caller:
@@ -141,4 +141,4 @@ async def test_tokens_are_unavailable_while_the_issuer_is_away(world: World, iss
         assert "issuer cannot be fetched" in error.message
         assert issuer.url not in error.message
     async with calling(gateway, ALICE) as caller:
-        must_be_true(await hear(caller.ask(max_tokens=MAX_TOKENS)))
+        must_be_true(await receive(caller.ask(max_tokens=MAX_TOKENS)))

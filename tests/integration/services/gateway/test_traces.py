@@ -17,7 +17,7 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.collector import Collector
 from tests.fakes.processes import gateway_process
 from tests.fakes.truth import SEED, text_of, true_output
-from tests.fakes.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, World, hear, must_be_true
+from tests.fakes.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, World, must_be_true, receive
 
 TRACE = bytes(range(1, 17))
 PARENT = bytes(range(1, 9))
@@ -89,4 +89,4 @@ async def ask_within_a_trace(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub: rpc.GenerationAsyncStub = rpc.GenerationStub(channel)
         metadata = (("traceparent", f"00-{TRACE.hex()}-{PARENT.hex()}-01"),)
-        must_be_true(await hear(TokenStream(stub.Generate(request, metadata=metadata))))
+        must_be_true(await receive(TokenStream(stub.Generate(request, metadata=metadata))))

@@ -16,11 +16,11 @@ from tests.fakes.world import (
     PROMPT,
     PROMPT_TOKENS,
     Gateway,
-    Heard,
+    Received,
     World,
     any_credit,
-    hear,
     must_be_true,
+    receive,
     refused,
 )
 
@@ -33,10 +33,10 @@ SHORT = 900
 
 @asynccontextmanager
 async def left_unread(gateway: Gateway, max_tokens: int, count: int) -> AsyncIterator[list[TokenStream]]:
-    asked = {"max_tokens": max_tokens, "seed": SEED, "ignore_eos": True, "logprobs": 20}
+    options = {"max_tokens": max_tokens, "seed": SEED, "ignore_eos": True, "logprobs": 20}
     async with narrow(gateway.address) as stub:
         streams = [
-            TokenStream(stub.Generate(generate_request(PROMPT, asked)))  # type: ignore[arg-type]  # as a dict
+            TokenStream(stub.Generate(generate_request(PROMPT, options)))  # type: ignore[arg-type]  # as a dict
             for _ in range(count)
         ]
         for stream in streams:
@@ -47,7 +47,7 @@ async def left_unread(gateway: Gateway, max_tokens: int, count: int) -> AsyncIte
 async def held_up(world: World, gateway: Gateway, stream: TokenStream) -> int:
     before = -1
     while before != (before := world.target.confirmed[stream.session_id]):
-        must_be_true(await hear(gateway.ask()))
+        must_be_true(await receive(gateway.ask()))
     return before
 
 
@@ -59,17 +59,17 @@ async def test_unread_streams_end_and_stay_resumable(world: World) -> None:
         await gateway.has_places()
         confirmed = dict(world.target.confirmed)
         for _ in range(STREAMS):
-            must_be_true(await hear(gateway.ask()))
+            must_be_true(await receive(gateway.ask()))
         assert {session_id: world.target.confirmed[session_id] for session_id in confirmed} == confirmed
         for stream in streams:
-            heard = Heard()
-            error = await refused(heard.listen(stream))
+            received = Received()
+            error = await refused(received.listen(stream))
             assert error.code is grpc.StatusCode.UNAVAILABLE
             assert "left unread for 1 s; resume" in error.message
-            enough = len(heard.tokens) + 3 * BUFFER
+            enough = len(received.tokens) + 3 * BUFFER
             resumed = other.client.resume_stream(stream)
-            await heard.listen(resumed, until=enough)
-            assert heard.tokens[:enough] == true_output(PROMPT_TOKENS, enough)
+            await received.listen(resumed, until=enough)
+            assert received.tokens[:enough] == true_output(PROMPT_TOKENS, enough)
             resumed.cancel()
 
 
@@ -79,13 +79,13 @@ async def test_an_unread_finished_answer_frees_its_place(world: World) -> None:
     async with left_unread(gateway, SHORT, 1) as [stream]:
         await gateway.has_places()
         assert world.target.confirmed[stream.session_id] == SHORT, "it was worked on to its end"
-        must_be_true(await hear(gateway.ask()))
-        heard = Heard()
-        error = await refused(heard.listen(stream))
+        must_be_true(await receive(gateway.ask()))
+        received = Received()
+        error = await refused(received.listen(stream))
         assert error.code is grpc.StatusCode.UNAVAILABLE
-        asked = len(world.target.calls)
-        must_be_true(await heard.listen(gateway.client.resume_stream(stream)), SHORT)
-        assert len(world.target.calls) == asked
+        call_count = len(world.target.calls)
+        must_be_true(await received.listen(gateway.client.resume_stream(stream)), SHORT)
+        assert len(world.target.calls) == call_count
 
 
 @any_credit
@@ -93,7 +93,7 @@ async def test_a_slow_client_that_reads_in_time_loses_nothing(world: World) -> N
     gateway = await world.gateway(client_timeout_s=20, buffer=BUFFER)
     async with left_unread(gateway, SHORT, 1) as [stream]:
         assert await held_up(world, gateway, stream) < SHORT
-        must_be_true(await hear(stream), SHORT)
+        must_be_true(await receive(stream), SHORT)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ async def test_the_end_of_a_session_ends_its_unread_stream(
         await held_up(world, gateway, stream)
         if fate == "claimed":
             resumed = gateway.client.resume(stream.session_id, 0)
-            await hear(resumed, until=1)
+            await receive(resumed, until=1)
             resumed.cancel()
         else:
             await gateway.client.abort(stream.session_id)
         await gateway.has_places()
-        assert (await refused(hear(stream))).code is code
+        assert (await refused(receive(stream))).code is code

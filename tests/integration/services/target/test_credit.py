@@ -81,7 +81,7 @@ async def test_an_extension_raises_the_limit(
 ) -> None:
     async with first_pass_held(target, engine, item(credit=1)) as stream:
         await stream.send(extensions=[extension(PROMPT, limit=len(PROMPT) + 6)])
-        await stream.heard()
+        await stream.received()
         engine.gate.set()
         answers = await stream.until_last()
         await stream.send(extensions=[extension(PROMPT, limit=len(PROMPT) + 9)])
@@ -105,7 +105,7 @@ async def test_a_hint_keeps_its_worth_when_it_comes_late(
         await stream.send(pb.VerifyItem(slice=slice_of(tokens), credit=20))
         await started(engine)
         await stream.send(extensions=[extension(known, answer[3 - late : 7])])
-        await stream.heard()
+        await stream.received()
         engine.gate.set()
         first, second = await stream.next(), await stream.next()
     assert list(first.result.tokens) == answer[2:3]
@@ -119,7 +119,7 @@ async def test_a_hint_of_other_content_is_not_used(
     async with first_pass_held(target, engine, item(credit=5)) as stream:
         other = extension([*PROMPT[:4], 3, answer[0]], answer[1:5])
         await stream.send(extensions=[other])
-        await stream.heard()
+        await stream.received()
         engine.gate.set()
         answers = await stream.until_last()
     assert [one.result.verified for one in answers] == [0] * 6
@@ -154,7 +154,7 @@ async def test_a_newer_item_overtakes_one_that_stands_on_credit(
 ) -> None:
     async with first_pass_held(target, engine, item(credit=50)) as stream:
         await stream.send(item(credit=1, request_id=8))
-        await stream.heard()
+        await stream.received()
         engine.gate.set()
         first, over = await stream.next(), await stream.next()
         answers = await stream.until_last()

@@ -47,7 +47,7 @@ async def test_the_others_go_on_beside_it(target: rpc.TargetAsyncStub, engine: R
     short = asyncio.ensure_future(verify(target, item(SHORT, "short", arrival_ns=3)))
     await until_here(target, 3)
     engine.gate.set()
-    answers = [(await asked)[0].result for asked in (long, other, short)]
+    answers = [(await request)[0].result for request in (long, other, short)]
 
     assert [answer.tokens[0] for answer in answers] == [
         greedy(tiny, prompt, 1)[0] for prompt in (LONG, OTHER, SHORT)
@@ -62,10 +62,10 @@ async def test_a_prompt_given_up_midway_is_taken_up_where_it_stands(
     target: rpc.TargetAsyncStub, engine: Recording, tiny: Path
 ) -> None:
     engine.gate.clear()
-    asked = asyncio.ensure_future(verify(target, item(LONG, "long")))
+    request = asyncio.ensure_future(verify(target, item(LONG, "long")))
     assert await asyncio.to_thread(engine.started.acquire, timeout=10)
-    asked.cancel()
-    await asyncio.wait({asked})
+    request.cancel()
+    await asyncio.wait({request})
     # A short item behind it shows that the cancelled one is out of the queue.
     short = asyncio.ensure_future(verify(target, item(SHORT, "short")))
     await until_here(target, 1)

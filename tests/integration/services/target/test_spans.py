@@ -161,7 +161,7 @@ async def test_superseded_and_cancelled_requests_are_recorded(
         await stream.send(item_of(PROMPT, session_id="a"), item_of([*PROMPT, 1], session_id="a"))
         await stream.send(item_of(PROMPT, session_id="b"))
         await stream.send(cancelled=[pb.ItemRef(session_id="b", request_id=7)])
-        await stream.heard()
+        await stream.received()
         engine.gate.set()
         while (await stream.next()).WhichOneof("outcome") != "result":
             pass
@@ -183,7 +183,7 @@ async def test_a_preempted_session_is_recorded(
         await stream.send(young)
         assert await asyncio.to_thread(engine.started.acquire, timeout=10)
         await stream.send(item_of(PROMPT[:2], session_id="old", arrival_ns=1))
-        await stream.heard()
+        await stream.received()
         engine.gate.set()
         seen = await until(stream, "old")
     (lost,) = [answer.cache_miss for answer in seen if answer.HasField("cache_miss")]

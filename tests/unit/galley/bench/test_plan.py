@@ -107,8 +107,8 @@ def test_a_file_of_the_user_s_is_a_workload(tmp_path: Path) -> None:
     assert [prompt.text for prompt in own_workload(lines).prompts] == ["First?", "Second?"]
     objects = tmp_path / "theirs.jsonl"
     objects.write_text('{"prompt": "One?", "id": "a"}\n{"prompt": "Two?"}\n', encoding="utf-8")
-    found = own_workload(objects)
-    assert (found.name, [prompt.id for prompt in found.prompts]) == ("theirs", ["a", "theirs-2"])
+    result = own_workload(objects)
+    assert (result.name, [prompt.id for prompt in result.prompts]) == ("theirs", ["a", "theirs-2"])
 
 
 def test_a_line_separator_within_a_prompt_ends_no_line(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from galley.bench.stats import median_interval, percentile, ratio_interval
 @settings(max_examples=30)
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=24))
 def test_the_interval_lies_around_the_median_and_within_the_values(values: list[float]) -> None:
-    found = median_interval(values)
-    assert found.median == pytest.approx(float(np.median(values)))
-    assert min(values) - 1e-9 <= found.low <= found.median <= found.high <= max(values) + 1e-9
-    assert found.count == len(values)
+    result = median_interval(values)
+    assert result.median == pytest.approx(float(np.median(values)))
+    assert min(values) - 1e-9 <= result.low <= result.median <= result.high <= max(values) + 1e-9
+    assert result.count == len(values)
 
 
 def test_it_is_a_function_of_the_values_and_the_seed() -> None:
@@ -26,14 +26,14 @@ def test_it_is_a_function_of_the_values_and_the_seed() -> None:
 
 def test_the_interval_covers_the_true_median_about_as_often_as_it_says() -> None:
     draws = np.random.default_rng(7).normal(2.0, 0.3, (60, 24))
-    found = [median_interval(list(row)) for row in draws]
-    covered = sum(interval.low <= 2.0 <= interval.high for interval in found)
+    results = [median_interval(list(row)) for row in draws]
+    covered = sum(interval.low <= 2.0 <= interval.high for interval in results)
     assert 52 <= covered <= 60
 
 
 def test_one_pair_says_nothing_about_its_spread() -> None:
-    found = median_interval([1.5])
-    assert (found.low, found.high) == (1.5, 1.5)
+    result = median_interval([1.5])
+    assert (result.low, result.high) == (1.5, 1.5)
 
 
 def test_ratios_are_taken_pair_by_pair() -> None:

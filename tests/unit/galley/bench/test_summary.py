@@ -24,17 +24,17 @@ from tests.unit.galley.bench.blocks import block, rounds_of
 
 
 def a_run(gain_at_8: float = 0.9) -> list[LoopBlock]:
-    found = []
+    results = []
     for pair in range(3):
         slow = 1 + pair / 10
         for workload, gain in (("chat", 2.0), ("rewrite", 4.0)):
-            found += [
+            results += [
                 block("off", 0.04 * slow, workload=workload, pair=pair, rounds=rounds_of(0, 0)),
                 block("auto", 0.04 * slow / gain, workload=workload, pair=pair, rounds=rounds_of(40, 30)),
                 block("off", 0.08 * slow, workload=workload, streams=8, pair=pair),
                 block("auto", 0.08 * slow / gain_at_8, workload=workload, streams=8, pair=pair),
             ]
-    return found
+    return results
 
 
 def test_rows_are_ratios_of_pairs_and_the_baseline_stands_first() -> None:
@@ -124,7 +124,7 @@ def at(streams: int, ratio: float, arm: str = "auto") -> AtLoad:
 
 
 @pytest.mark.parametrize(
-    ("loads", "said"),
+    ("loads", "text"),
     [
         (
             [at(1, 1.6), at(8, 1.1), at(16, 1.01)],
@@ -151,14 +151,14 @@ def at(streams: int, ratio: float, arm: str = "auto") -> AtLoad:
         ([], "Whether speculation pays for m is unknown: nothing was measured."),
     ],
 )
-def test_one_sentence_says_whether_it_pays_and_up_to_which_load(loads: list[AtLoad], said: str) -> None:
-    assert sentence(loads, "m") == said
+def test_one_sentence_says_whether_it_pays_and_up_to_which_load(loads: list[AtLoad], text: str) -> None:
+    assert sentence(loads, "m") == text
 
 
 def test_the_best_arm_at_each_load_is_judged() -> None:
     blocks = [*a_run(), *(block("ngram-4", 0.07, streams=8, workload=w) for w in ("chat", "rewrite"))]
     loads = best_at_loads(blocks, "off")
-    assert [(found.streams, found.arm, found.pays) for found in loads] == [
+    assert [(result.streams, result.arm, result.pays) for result in loads] == [
         (1, "auto", True),
         (8, "auto", False),
     ]
@@ -167,7 +167,7 @@ def test_the_best_arm_at_each_load_is_judged() -> None:
 def test_fewer_than_three_pairs_tell_nothing() -> None:
     two = [b for b in a_run() if b.load.pair < 2]
     loads = best_at_loads(two, "off")
-    assert not any(found.pays for found in loads)
+    assert not any(result.pays for result in loads)
     assert "too few pairs to tell" in sentence(loads, "m")
     mixed = [at(1, 1.6), replace(at(8, 1.2), ratio=Interval(1.2, 1.2, 1.2, 1))]
     assert sentence(mixed, "m").endswith("Too few pairs to tell: auto 1.20× at 8 streams.")
@@ -175,9 +175,9 @@ def test_fewer_than_three_pairs_tell_nothing() -> None:
 
 def test_a_report_is_json() -> None:
     report = report_of(a_run(), "off", "m and its draft")
-    found = json.loads(json.dumps(as_dict(report)))
-    assert len(found["rows"]) == 8
-    alone = next(row for row in found["rows"] if (row["streams"], row["arm"]) == (1, "auto"))
+    result = json.loads(json.dumps(as_dict(report)))
+    assert len(result["rows"]) == 8
+    alone = next(row for row in result["rows"] if (row["streams"], row["arm"]) == (1, "auto"))
     assert alone["speculation"]["accepted_by_position"] == [0.75]
     assert alone["predicted_ratio"] == pytest.approx(4.0)
-    assert found["conclusion"].startswith("Speculation pays for m and its draft up to 1 stream")
+    assert result["conclusion"].startswith("Speculation pays for m and its draft up to 1 stream")

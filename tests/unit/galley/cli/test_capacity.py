@@ -37,10 +37,10 @@ def written(tmp_path: Path, text: str) -> str:
 
 
 def test_the_numbers_of_a_file(tmp_path: Path) -> None:
-    found = json_of(written(tmp_path, PLAIN))
-    assert (found["targets"], found["drafts"], found["gateways"]) == (2, 0, 1)
-    assert found["kv_blocks_a_target"] == 16
-    assert "target_gpus" not in found
+    result = json_of(written(tmp_path, PLAIN))
+    assert (result["targets"], result["drafts"], result["gateways"]) == (2, 0, 1)
+    assert result["kv_blocks_a_target"] == 16
+    assert "target_gpus" not in result
 
 
 def test_it_says_what_bounds_a_replica(tmp_path: Path) -> None:
@@ -66,12 +66,12 @@ def test_the_example_is_a_target_that_the_chart_can_run() -> None:
 
 
 def test_gpus_are_counted_where_memory_is_given() -> None:
-    found = json_of(f"--capacity={EXAMPLE}")
-    assert found["target_gpus"] == 4 * int(str(found["targets"]))
+    result = json_of(f"--capacity={EXAMPLE}")
+    assert result["target_gpus"] == 4 * int(str(result["targets"]))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "line"),
     [
         ("= 3", "must be TOML"),
         ("[loads]", "loads: must be one of load, target, draft, spares"),
@@ -84,11 +84,11 @@ def test_gpus_are_counted_where_memory_is_given() -> None:
         (PLAIN.replace("busy = 1", "busy = 1\nbored = 1"), "spares.bored"),
     ],
 )
-def test_a_file_that_cannot_be_is_refused_by_its_key(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_cannot_be_is_refused_by_its_key(tmp_path: Path, text: str, line: str) -> None:
     result = run(written(tmp_path, text))
     assert result.exit_code == 2
     words = " ".join((result.output + result.stderr).replace("│", " ").split())
-    assert said in words
+    assert line in words
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -46,13 +46,13 @@ def _console(*, terminal: bool, no_color: bool = False) -> Console:
 
 
 def test_tokens_of_the_draft_are_green_and_nothing_is_wrapped_or_taken_for_markup() -> None:
-    shown = _shown(_console(terminal=True))
-    assert shown == f"The{GREEN} cat{RESET}{GREEN} [b]sat{RESET} down\n"
+    output = _shown(_console(terminal=True))
+    assert output == f"The{GREEN} cat{RESET}{GREEN} [b]sat{RESET} down\n"
 
 
 def test_without_colours_they_are_underlined() -> None:
-    shown = _shown(_console(terminal=True, no_color=True))
-    assert shown == f"The{UNDERLINE} cat{RESET}{UNDERLINE} [b]sat{RESET} down\n"
+    output = _shown(_console(terminal=True, no_color=True))
+    assert output == f"The{UNDERLINE} cat{RESET}{UNDERLINE} [b]sat{RESET} down\n"
 
 
 def test_without_a_terminal_they_are_in_brackets() -> None:

@@ -25,9 +25,9 @@ def output_of(*arguments: str) -> str:
 
 
 def json_of(*arguments: str) -> dict[str, object]:
-    found = json.loads(output_of(*arguments, "--json"))
-    assert isinstance(found, dict)
-    return found
+    result = json.loads(output_of(*arguments, "--json"))
+    assert isinstance(result, dict)
+    return result
 
 
 def test_the_textbook_case_is_printed_exactly() -> None:
@@ -73,16 +73,16 @@ def test_where_nothing_pays_it_says_so() -> None:
 
 
 def test_json_is_one_object_with_the_same_numbers() -> None:
-    found = json_of("--alpha=0.8", "--max-k=8", "--row-costs=1:1,5:1.02,16:1.3", "--confirmed-per-round=3")
-    assert (found["passes"], found["draft_steps"]) == (4, 16)
-    assert found["cost"] == pytest.approx(20 / 3)
-    by_k = found["by_k"]
+    result = json_of("--alpha=0.8", "--max-k=8", "--row-costs=1:1,5:1.02,16:1.3", "--confirmed-per-round=3")
+    assert (result["passes"], result["draft_steps"]) == (4, 16)
+    assert result["cost"] == pytest.approx(20 / 3)
+    by_k = result["by_k"]
     assert isinstance(by_k, list)
     gains = [row["gain"] for row in by_k]
     assert gains[0] == 1
-    assert found["best_k"] == gains.index(max(gains))
-    assert found["best_gain"] == max(gains)
-    assert found["row_costs"] == [[1, 1.0], [5, 1.02], [16, 1.3]]
+    assert result["best_k"] == gains.index(max(gains))
+    assert result["best_gain"] == max(gains)
+    assert result["row_costs"] == [[1, 1.0], [5, 1.02], [16, 1.3]]
 
 
 def test_free_drafts_are_null_in_json_and_words_for_people() -> None:
@@ -121,6 +121,6 @@ def test_bad_input_is_refused_with_the_option_and_its_bound(
 ) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
-    said = result.output + result.stderr
-    assert option in said
-    assert bound in said
+    text = result.output + result.stderr
+    assert option in text
+    assert bound in text

@@ -179,8 +179,8 @@ def test_a_series_that_has_gone_is_written_no_more() -> None:
     registry.observe(catalogue.BREAKER_STATE, lambda: [(("draft", it), 0) for it in there])
     for there[:] in (["a:1"], ["b:2"], ["a:1", "b:2"], []):
         body, _ = render(registry.read(), "")
-        told = re.findall(r'replica="([^"]*)"', body.decode())
-        assert told == there
+        reported = re.findall(r'replica="([^"]*)"', body.decode())
+        assert reported == there
 
 
 def test_readings_of_tests_agree_with_the_cells() -> None:

@@ -46,9 +46,9 @@ def test_what_is_given_is_read(authority: Authority) -> None:
 
 
 def test_it_is_known_when_a_certificate_ends(authority: Authority) -> None:
-    told = files("", authority.issue("one", until=dt.timedelta(hours=3))).read().expires
-    assert told is not None
-    assert abs(told - dt.datetime.now(dt.UTC) - dt.timedelta(hours=3)) < dt.timedelta(minutes=1)
+    reported = files("", authority.issue("one", until=dt.timedelta(hours=3))).read().expires
+    assert reported is not None
+    assert abs(reported - dt.datetime.now(dt.UTC) - dt.timedelta(hours=3)) < dt.timedelta(minutes=1)
 
 
 @pytest.mark.parametrize("usages", [(CLIENT,), (CLIENT, SERVER), (ANY,), ()])

@@ -29,29 +29,29 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as ended:
         parse_settings(GatewaySettings, argv, "test", "")
     assert ended.value.code == 2
-    shown = capsys.readouterr()
-    assert CANARY not in shown.out + shown.err
-    return shown.err
+    output = capsys.readouterr()
+    assert CANARY not in output.out + output.err
+    return output.err
 
 
 def test_a_secret_is_read_from_its_file(file: Path, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text(CANARY)
-    told = parse_settings(
+    reported = parse_settings(
         GatewaySettings, ["--redis-url-file", str(file), "--id-secret-file", str(key)], "test", ""
     )
-    assert told.redis_url.get_secret_value() == URL
-    assert told.id_secret.get_secret_value() == CANARY
-    assert CANARY not in repr(told)
+    assert reported.redis_url.get_secret_value() == URL
+    assert reported.id_secret.get_secret_value() == CANARY
+    assert CANARY not in repr(reported)
     with patch.dict(os.environ, {"GALLEY_DRAFT_REDIS_URL_FILE": str(file)}):
         assert parse_settings(DraftSettings, [], "test", "").redis_url.get_secret_value() == URL
 
 
 def test_a_secret_is_read_from_the_environment() -> None:
     with patch.dict(os.environ, {"GALLEY_GATEWAY_REDIS_URL": URL, "GALLEY_GATEWAY_ID_SECRET": CANARY}):
-        told = parse_settings(GatewaySettings, [], "test", "")
-    assert told.redis_url.get_secret_value() == URL
-    assert told.id_secret.get_secret_value() == CANARY
+        reported = parse_settings(GatewaySettings, [], "test", "")
+    assert reported.redis_url.get_secret_value() == URL
+    assert reported.id_secret.get_secret_value() == CANARY
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_is_no_secret_may_stand_there(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         (None, "No such file"),
         (b"", "holds no line of text"),
@@ -90,13 +90,13 @@ def test_what_is_no_secret_may_stand_there(file: Path) -> None:
     ids=["none", "empty", "a line break", "no text", "zero", "large", "no URL"],
 )
 def test_a_file_that_holds_none_is_named(
-    tmp_path: Path, content: bytes | None, told: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, content: bytes | None, reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "url"
     if content is not None:
         path.write_bytes(content)
     error = refusal(capsys, "--redis-url-file", str(path))
-    assert told in error
+    assert reported in error
     assert str(path) in error or "no URL" in error
 
 
@@ -115,5 +115,5 @@ class Listed(BaseSettings):
 
 
 def test_only_secrets_have_files_that_hold_them(tmp_path: Path) -> None:
-    told = {"names": 2, "names_file": str(tmp_path / "names")}
-    assert load_secret_files(Listed, told) == told
+    fields = {"names": 2, "names_file": str(tmp_path / "names")}
+    assert load_secret_files(Listed, fields) == fields

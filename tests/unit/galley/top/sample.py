@@ -44,19 +44,19 @@ def samples(service: Service, scrape: int) -> Samples:
 
 
 def fleet(*, without: str = "", why: str = "refused") -> tuple[Fleet, float]:
-    told, end_s = Fleet(services(), 0.0), 100.0 + seconds()
+    reported, end_s = Fleet(services(), 0.0), 100.0 + seconds()
     for service in services():
-        told.add(service, 100.0, samples(service, 0))
+        reported.add(service, 100.0, samples(service, 0))
         if service.name == without:
-            told.fail(service, end_s, why)
+            reported.fail(service, end_s, why)
         else:
-            told.add(service, end_s, samples(service, 1))
-    return told, end_s
+            reported.add(service, end_s, samples(service, 1))
+    return reported, end_s
 
 
 def screen(*, without: str = "", why: str = "refused") -> Screen:
-    told, now_s = fleet(without=without, why=why)
-    return next_screen(told, now_s)
+    reported, now_s = fleet(without=without, why=why)
+    return next_screen(reported, now_s)
 
 
 async def _record(of: Sequence[Service]) -> None:
@@ -65,8 +65,8 @@ async def _record(of: Sequence[Service]) -> None:
         for service, raw in zip(of, bodies, strict=True):
             (FOLDER / f"{service.name}.{scrape}.prom").write_text(body_of(raw))
         await asyncio.sleep(0 if scrape else _SECONDS)
-    told = {"seconds": _SECONDS, "services": [dataclasses.asdict(one) for one in of]}
-    _SERVICES.write_text(json.dumps(told, indent=1) + "\n")
+    fields = {"seconds": _SECONDS, "services": [dataclasses.asdict(one) for one in of]}
+    _SERVICES.write_text(json.dumps(fields, indent=1) + "\n")
 
 
 def _main(argv: Sequence[str]) -> None:

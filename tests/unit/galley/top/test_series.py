@@ -59,8 +59,8 @@ def test_a_ratio_of_nothing_is_not_known(
 
 
 def test_a_mean_is_sum_over_count() -> None:
-    told = read_samples("galley_h_sum 6\ngalley_h_count 4\n")
-    assert mean(told, "galley_h") == 1.5
+    output = read_samples("galley_h_sum 6\ngalley_h_count 4\n")
+    assert mean(output, "galley_h") == 1.5
     assert mean(read_samples("galley_h_sum 0\ngalley_h_count 0\n"), "galley_h") is None
 
 
@@ -75,12 +75,12 @@ def test_a_mean_is_sum_over_count() -> None:
     ],
 )
 def test_quantiles_are_those_of_prometheus(share: float, expected: float) -> None:
-    told = read_samples(histogram(le_1=40, le_2=60, **{"le_+Inf": 80}))
-    assert quantile(told, "galley_h", share) == pytest.approx(expected)
+    reported = read_samples(histogram(le_1=40, le_2=60, **{"le_+Inf": 80}))
+    assert quantile(reported, "galley_h", share) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [
         "",
         histogram(le_1=0, **{"le_+Inf": 0}),
@@ -90,8 +90,8 @@ def test_quantiles_are_those_of_prometheus(share: float, expected: float) -> Non
         "galley_h_bucket 3\n",
     ],
 )
-def test_no_quantile_without_observations_or_bounds(told: str) -> None:
-    assert quantile(read_samples(told), "galley_h", 0.5) is None
+def test_no_quantile_without_observations_or_bounds(reported: str) -> None:
+    assert quantile(read_samples(reported), "galley_h", 0.5) is None
 
 
 @settings(max_examples=100)
@@ -105,11 +105,11 @@ def test_a_quantile_lies_in_the_bucket_of_the_observation(
 ) -> None:
     counts = {str(bound): sum(value <= bound for value in observed) for bound in sorted(bounds)}
     lines = [f'galley_h_bucket{{le="{bound}"}} {count}' for bound, count in counts.items()]
-    found = quantile(
+    result = quantile(
         read_samples("\n".join([*lines, f'galley_h_bucket{{le="+Inf"}} {len(observed)}'])), "galley_h", share
     )
     exact = sorted(observed)[math.ceil(share * len(observed)) - 1]
     above = min((bound for bound in bounds if exact <= bound), default=max(bounds))
     below = max((bound for bound in bounds if bound < exact), default=0.0)
-    assert found is not None
-    assert min(below, above) - 1e-9 <= found <= above + 1e-9
+    assert result is not None
+    assert min(below, above) - 1e-9 <= result <= above + 1e-9

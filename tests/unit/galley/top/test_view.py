@@ -18,44 +18,44 @@ from tests.unit.galley.top.shown import plain
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def golden(name: str, shown: str) -> None:
+def golden(name: str, output: str) -> None:
     path = GOLDEN / name
     if os.environ.get("GALLEY_REWRITE_GOLDEN"):
         path.parent.mkdir(exist_ok=True)
-        path.write_text(shown)
-    assert shown == path.read_text()
+        path.write_text(output)
+    assert output == path.read_text()
 
 
 @pytest.mark.parametrize(("name", "width", "height"), [("80x24.txt", 80, 24), ("140x40.txt", 140, 40)])
 def test_a_frame(name: str, width: int, height: int) -> None:
-    shown = plain(render(screen(), width, height), width)
-    golden(name, shown)
-    assert len(shown.splitlines()) <= height
-    assert max(map(len, shown.splitlines())) <= width
+    output = plain(render(screen(), width, height), width)
+    golden(name, output)
+    assert len(output.splitlines()) <= height
+    assert max(map(len, output.splitlines())) <= width
 
 
 def test_a_replica_that_is_away() -> None:
-    shown = plain(render(screen(without="target-2", why="no answer in 2 s"), 80, 24), 80)
-    golden("away.txt", shown)
-    assert "3 of 4 up" in shown
+    output = plain(render(screen(without="target-2", why="no answer in 2 s"), 80, 24), 80)
+    golden("away.txt", output)
+    assert "3 of 4 up" in output
 
 
 def test_many_replicas_and_workloads_keep_to_the_screen_and_say_what_is_left_out() -> None:
     full = screen()
     rows = [Replica("target", f"10.0.0.{n}:9464", "", "up") for n in range(40)]
     many = replace(full, replicas=rows, workloads=full.workloads[:4] * 8)
-    shown = plain(render(many, 80, 24), 80).splitlines()
-    assert len(shown) <= 24
-    assert sum("10.0.0." in line for line in shown) == 7
-    assert "and 33 more" in shown
-    assert "and 25 more" in shown
+    output = plain(render(many, 80, 24), 80).splitlines()
+    assert len(output) <= 24
+    assert sum("10.0.0." in line for line in output) == 7
+    assert "and 33 more" in output
+    assert "and 25 more" in output
     whole = plain(render(many, 80), 80)
     assert "more" not in whole, "where lines are not bounded, all are shown"
     assert sum("10.0.0." in line for line in whole.splitlines()) == 40
 
 
 @pytest.mark.parametrize(
-    ("room", "first", "second", "shown"),
+    ("room", "first", "second", "output"),
     [
         (None, 99, 99, (99, 99)),
         (16, 8, 8, (8, 8)),
@@ -65,15 +65,15 @@ def test_many_replicas_and_workloads_keep_to_the_screen_and_say_what_is_left_out
         (-5, 9, 9, (1, 1)),
     ],
 )
-def test_room_is_shared(room: int | None, first: int, second: int, shown: tuple[int, int]) -> None:
-    assert share(room, first, second) == shown
+def test_room_is_shared(room: int | None, first: int, second: int, output: tuple[int, int]) -> None:
+    assert share(room, first, second) == output
 
 
 def test_names_are_no_markup() -> None:
     strange = replace(screen(), replicas=[Replica("target", "[bold]x[/]", "", "away", "[red]gone")])
-    shown = plain(render(strange, 80, 24), 80)
-    assert "[bold]x[/]" in shown
-    assert "[red]gone" in shown
+    output = plain(render(strange, 80, 24), 80)
+    assert "[bold]x[/]" in output
+    assert "[red]gone" in output
 
 
 def test_the_picture_in_the_docs_is_of_the_sample() -> None:

@@ -101,10 +101,10 @@ class Browser:
         return answer["result"].get("value")
 
     def texts(self, selector: str) -> list[str]:
-        found: list[str] = self.value(
+        results: list[str] = self.value(
             f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)"
         )
-        return found
+        return results
 
     def press(self, key: str) -> None:
         codes = {"Tab": 9, "Enter": 13}
@@ -133,11 +133,11 @@ class Browser:
             message["sessionId"] = self._session
         os.write(self._commands, json.dumps(message).encode() + b"\0")
         while True:
-            heard = self._hear()
-            if heard.get("id") == message["id"]:
-                if "error" in heard:
-                    raise AssertionError(f"{method}: {heard['error']}")
-                return heard["result"]
+            received = self._hear()
+            if received.get("id") == message["id"]:
+                if "error" in received:
+                    raise AssertionError(f"{method}: {received['error']}")
+                return received["result"]
 
     def _hear(self) -> dict[str, Any]:
         deadline = time.monotonic() + _PATIENCE_S
@@ -149,9 +149,9 @@ class Browser:
                 raise ConnectionError("the browser has ended")
             self._unread += read
         line, self._unread = self._unread.split(b"\0", 1)
-        heard: dict[str, Any] = json.loads(line)
-        self._note(heard.get("method", ""), heard.get("params", {}))
-        return heard
+        received: dict[str, Any] = json.loads(line)
+        self._note(received.get("method", ""), received.get("params", {}))
+        return received
 
     def _note(self, method: str, params: dict[str, Any]) -> None:
         match method:

@@ -26,8 +26,8 @@ PICTURE = Path(__file__).parents[4] / "docs" / "images" / "trace.png"
 
 def sample() -> Story:
     lines = Lines(SAMPLE)
-    found = [find(lines, entry.session_id) for entry in index_of(lines).entries]
-    stories = [stories_of(one.spans, one.session_id, one.index.sessions_of) for one in found]
+    results = [find(lines, entry.session_id) for entry in index_of(lines).entries]
+    stories = [stories_of(one.spans, one.session_id, one.index.sessions_of) for one in results]
     return max((story for (story,) in stories), key=lambda story: len(story.rounds))
 
 
@@ -47,12 +47,12 @@ def draw() -> None:
 
 
 def take_sample(file: Path, session_id: str) -> None:
-    found = find(Lines(file), session_id).spans
-    traces = {span.trace_id for span in found} | {link.trace_id for span in found for link in span.links}
+    result = find(Lines(file), session_id).spans
+    traces = {span.trace_id for span in result} | {link.trace_id for span in result for link in span.links}
     everything = (span for line in Lines(file) for span in spans_in(line.document()))
     company = [span for span in everything if span.is_request and span.trace_id in traces]
     SAMPLE.unlink(missing_ok=True)
-    write(Scene(spans=list({span.key: span for span in (*found, *company)}.values())), SAMPLE)
+    write(Scene(spans=list({span.key: span for span in (*result, *company)}.values())), SAMPLE)
 
 
 def main() -> None:

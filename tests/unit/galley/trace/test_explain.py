@@ -51,8 +51,8 @@ def moved(request: RequestMaker, reason: str = "late") -> tuple[Event, ...]:
 
 
 def test_a_slow_draft() -> None:
-    found = explained(lambda request: request.round(draft=180, draft_compute_ns=ns(171)))
-    assert found.sentence == (
+    result = explained(lambda request: request.round(draft=180, draft_compute_ns=ns(171)))
+    assert result.sentence == (
         f"Round 6 (token 18, position 118, target {TARGET_AT}) took 210 ms (6.8 times the median of 31.0): "
         f"it waited 180 ms for draft {DRAFT_AT}, which computed for 171 ms."
     )
@@ -60,27 +60,28 @@ def test_a_slow_draft() -> None:
 
 def test_draft_that_waited_and_degraded() -> None:
     degraded = event(names.DRAFT_DEGRADED, 0, to="ngram", reason="breaker open")
-    found = explained(lambda r: r.round(draft=180, draft_compute_ns=ns(9), events=[degraded]))
-    assert "computed for only 9.0 ms; the rest is its queue or the network" in found.sentence
-    assert "drafting then fell back to ngram (breaker open)" in found.sentence
+    result = explained(lambda r: r.round(draft=180, draft_compute_ns=ns(9), events=[degraded]))
+    assert "computed for only 9.0 ms; the rest is its queue or the network" in result.sentence
+    assert "drafting then fell back to ngram (breaker open)" in result.sentence
 
 
 def test_a_full_batch() -> None:
-    found = explained(lambda r: r.round(compute=142, batch={"sessions": 16, "rows": 71}))
-    assert f"target {TARGET_AT}" in found.sentence
-    assert "it computed for 142 ms in a step of 16 sessions and 71 rows" in found.sentence
+    result = explained(lambda r: r.round(compute=142, batch={"sessions": 16, "rows": 71}))
+    assert f"target {TARGET_AT}" in result.sentence
+    assert "it computed for 142 ms in a step of 16 sessions and 71 rows" in result.sentence
 
 
 def test_prefill_of_others() -> None:
     batch = {"sessions": 5, "rows": 200, "prefill_rows": 180}
-    found = explained(lambda r: r.round(compute=300, batch=batch))
-    assert "with prompts of other sessions: 180 of its 200 rows (90 %)" in found.sentence
+    result = explained(lambda r: r.round(compute=300, batch=batch))
+    assert "with prompts of other sessions: 180 of its 200 rows (90 %)" in result.sentence
 
 
 def test_a_cold_cache() -> None:
-    found = explained(lambda r: r.round(compute=260, kv_reused=32))
+    result = explained(lambda r: r.round(compute=260, kv_reused=32))
     assert (
-        "the target's cache held 32 of 118 tokens, and recomputing the other 86 took 260 ms" in found.sentence
+        "the target's cache held 32 of 118 tokens, and recomputing the other 86 took 260 ms"
+        in result.sentence
     )
 
 
@@ -88,43 +89,43 @@ def test_uncached_prompt() -> None:
     scene = Scene()
     request = scene.request(prompt=182).round(compute=240, kv_reused=0)
     usual_rounds(request).end()
-    found = explain(scene.story())
-    assert found.sentence.startswith("Round 0 (token 0, position 182, target ")
-    assert "it read the prompt, of which the cache held 0 of 182 tokens" in found.sentence
+    result = explain(scene.story())
+    assert result.sentence.startswith("Round 0 (token 0, position 182, target ")
+    assert "it read the prompt, of which the cache held 0 of 182 tokens" in result.sentence
 
 
 def test_cold_cache_after_a_move() -> None:
-    found = explained(lambda r: r.round(compute=260, kv_reused=0, target=OTHER_TARGET_AT, events=moved(r)))
-    assert f"target {OTHER_TARGET_AT}) took 262 ms" in found.sentence
+    result = explained(lambda r: r.round(compute=260, kv_reused=0, target=OTHER_TARGET_AT, events=moved(r)))
+    assert f"target {OTHER_TARGET_AT}) took 262 ms" in result.sentence
     assert f"after the session moved from target {TARGET_AT} (late), the target's cache held 0 of 118" in (
-        found.sentence
+        result.sentence
     )
 
 
 def test_lost_replica() -> None:
-    found = explained(
+    result = explained(
         lambda r: r.round(wire=900, compute=60, kv_reused=0, target=OTHER_TARGET_AT, events=moved(r, "late"))
     )
     assert (
         f"900 ms passed until the session moved from target {TARGET_AT} to target {OTHER_TARGET_AT} (late)"
-        in (found.sentence)
+        in (result.sentence)
     )
-    assert "which recomputed 118 tokens in 60.0 ms" in found.sentence
+    assert "which recomputed 118 tokens in 60.0 ms" in result.sentence
 
 
 def test_retried_request() -> None:
     again = event(names.REQUEST_RETRIED, 0, pool="target", reason="unavailable")
-    found = explained(lambda r: r.round(wire=450, events=[again]))
-    assert "450 ms passed until the request to the target was retried (unavailable)" in found.sentence
+    result = explained(lambda r: r.round(wire=450, events=[again]))
+    assert "450 ms passed until the request to the target was retried (unavailable)" in result.sentence
 
 
 def test_slow_commit() -> None:
-    found = explained(lambda r: r.round(commit=640, events=[event(names.STORE_RETRIED, r.at_ns)]))
-    assert found.sentence.startswith(
+    result = explained(lambda r: r.round(commit=640, events=[event(names.STORE_RETRIED, r.at_ns)]))
+    assert result.sentence.startswith(
         f"The tokens of round 6 (token 18, position 118, target {TARGET_AT}) were "
     )
-    assert "were logged 640 ms after they were confirmed" in found.sentence
-    assert "the session store took 640 ms for the commit after a retry" in found.sentence
+    assert "were logged 640 ms after they were confirmed" in result.sentence
+    assert "the session store took 640 ms for the commit after a retry" in result.sentence
 
 
 @pytest.mark.parametrize("part", ["queue", "wire"])
@@ -134,14 +135,14 @@ def test_slow_commit_delays_the_next_round(part: str) -> None:
         held_up: dict[str, Any] = {part: 900, "kv_reused": 118}
         request.round(**held_up)
 
-    found = explained(make)
-    assert "a commit to the session store was under way for 800 ms of it (it took 800 ms)" in found.sentence
+    result = explained(make)
+    assert "a commit to the session store was under way for 800 ms of it (it took 800 ms)" in result.sentence
 
 
 def test_slow_commit_by_its_span() -> None:
-    found = explained(lambda r: r.store("commit", 700, passes=False).round(queue=710))
-    assert "a commit to the session store was under way" in found.sentence
-    assert "(it took 700 ms)" in found.sentence
+    result = explained(lambda r: r.store("commit", 700, passes=False).round(queue=710))
+    assert "a commit to the session store was under way" in result.sentence
+    assert "(it took 700 ms)" in result.sentence
 
 
 @pytest.mark.parametrize("part", ["queue", "wire"])
@@ -151,20 +152,22 @@ def test_a_stalled_client(part: str) -> None:
         request.round(**held_up)
         request.event(names.CLIENT_STALLED, stalled_ns=ns(1100))
 
-    found = explained(make)
-    assert "took 1,229 ms" in found.sentence
-    assert "the client read nothing for 1,100 ms of it" in found.sentence
+    result = explained(make)
+    assert "took 1,229 ms" in result.sentence
+    assert "the client read nothing for 1,100 ms of it" in result.sentence
 
 
 def test_stalled_client_between_rounds() -> None:
-    found = explained(lambda r: r.idle(900).event(names.CLIENT_STALLED, stalled_ns=ns(880)))
-    assert found.sentence.startswith("Round 6 (token 18, position 118, target ")
-    assert "began 900 ms after the round before it" in found.sentence
+    result = explained(lambda r: r.idle(900).event(names.CLIENT_STALLED, stalled_ns=ns(880)))
+    assert result.sentence.startswith("Round 6 (token 18, position 118, target ")
+    assert "began 900 ms after the round before it" in result.sentence
 
 
 def test_no_free_blocks() -> None:
-    found = explained(lambda r: r.round(queue=330, batch={"free_blocks": 0, "queue_depth": 3}))
-    assert "it queued for 330 ms at the target because KV blocks were short (0 were free)" in (found.sentence)
+    result = explained(lambda r: r.round(queue=330, batch={"free_blocks": 0, "queue_depth": 3}))
+    assert "it queued for 330 ms at the target because KV blocks were short (0 were free)" in (
+        result.sentence
+    )
 
 
 def test_a_preempted_session() -> None:
@@ -172,28 +175,28 @@ def test_a_preempted_session() -> None:
         at_ns = request.at_ns + ns(200)
         request.round(queue=330, calls=True, served_events=[event(names.KV_PREEMPTED, at_ns)])
 
-    found = explained(make)
-    assert "an older session had taken its KV blocks" in found.sentence
+    result = explained(make)
+    assert "an older session had taken its KV blocks" in result.sentence
 
 
 def test_a_plain_queue() -> None:
-    found = explained(lambda r: r.round(queue=90, batch={"queue_depth": 7}))
-    assert "it queued for 90.0 ms at the target with 6 other requests" in found.sentence
+    result = explained(lambda r: r.round(queue=90, batch={"queue_depth": 7}))
+    assert "it queued for 90.0 ms at the target with 6 other requests" in result.sentence
 
 
 def test_a_slow_rank() -> None:
-    found = explained(lambda r: r.round(compute=200, batch={"ranks": (40, 198, 41)}))
-    assert "rank 1 took 198 ms for its part of the step, the others 40.5 ms" in found.sentence
+    result = explained(lambda r: r.round(compute=200, batch={"ranks": (40, 198, 41)}))
+    assert "rank 1 took 198 ms for its part of the step, the others 40.5 ms" in result.sentence
 
 
 def test_a_slow_wire() -> None:
-    found = explained(lambda r: r.round(wire=77))
-    assert "77.0 ms of it passed on the network to the target, or in the gateway" in found.sentence
+    result = explained(lambda r: r.round(wire=77))
+    assert "77.0 ms of it passed on the network to the target, or in the gateway" in result.sentence
 
 
 def test_slow_step_without_other_cause() -> None:
-    found = explained(lambda r: r.round(compute=120))
-    assert "its step computed for 120 ms, and nothing else delayed it" in found.sentence
+    result = explained(lambda r: r.round(compute=120))
+    assert "its step computed for 120 ms, and nothing else delayed it" in result.sentence
 
 
 def test_slow_round_after_the_prompt() -> None:
@@ -224,9 +227,9 @@ def test_round_without_response() -> None:
     )
     scene.add(cut_off)
     request.idle(10_000).end(error="unavailable")
-    found = explain(scene.story())
-    assert found.sentence.startswith("Round 6 (token 18, position 118) took 10,000 ms")
-    assert found.sentence.endswith(": the target sent no response (unavailable).")
+    result = explain(scene.story())
+    assert result.sentence.startswith("Round 6 (token 18, position 118) took 10,000 ms")
+    assert result.sentence.endswith(": the target sent no response (unavailable).")
 
 
 def test_a_slow_beginning() -> None:
@@ -235,32 +238,32 @@ def test_a_slow_beginning() -> None:
     assert "the request was admitted and tokenized" in explain(scene.story()).sentence
     scene = Scene()
     usual_rounds(scene.request().store("create", 250).store("claim", 30).idle(5)).end()
-    found = explain(scene.story())
-    assert "creating the session in the store took 280 ms of it" in found.sentence
+    result = explain(scene.story())
+    assert "creating the session in the store took 280 ms of it" in result.sentence
 
 
 def test_no_slow_round() -> None:
     scene = Scene()
     usual_rounds(scene.request()).round(compute=30).end()
-    found = explain(scene.story())
-    assert found.sentence.startswith("No round is much slower than the others; round 6 (token 18,")
-    assert "took 32.0 ms (1.1 times the median of 31.0): its step computed for 30.0 ms" in found.sentence
+    result = explain(scene.story())
+    assert result.sentence.startswith("No round is much slower than the others; round 6 (token 18,")
+    assert "took 32.0 ms (1.1 times the median of 31.0): its step computed for 30.0 ms" in result.sentence
 
 
 def test_single_round() -> None:
     scene = Scene()
     scene.request().round(draft=20, compute=90, kv_reused=99).end()
-    found = explain(scene.story())
-    assert "and nothing else delayed it" in found.sentence
-    assert "median" not in found.sentence
+    result = explain(scene.story())
+    assert "and nothing else delayed it" in result.sentence
+    assert "median" not in result.sentence
 
 
 def test_trace_without_rounds() -> None:
     scene = Scene()
     scene.request(attributes={names.SLOWEST_ROUND_NS: ns(212), names.SLOWEST_ROUND_POSITION: 131}).end()
-    found = explain(scene.story())
-    assert found.round is None
-    assert found.sentence == ("The trace has no rounds; the slowest was at position 131 and took 212 ms.")
+    result = explain(scene.story())
+    assert result.round is None
+    assert result.sentence == ("The trace has no rounds; the slowest was at position 131 and took 212 ms.")
 
 
 def test_stall_outside_the_round_is_ignored() -> None:

@@ -30,37 +30,37 @@ def scene() -> Scene:
 
 
 def test_a_session_brings_its_requests_its_passes_and_their_ranks(scene: Scene, tmp_path: Path) -> None:
-    found = find(Lines(write(scene, tmp_path / "t.jsonl")), SESSION)
-    assert found.session_id == SESSION
-    assert {span.name for span in found.spans} >= {"round", names.VERIFY_BATCH, names.RANK_FORWARD}
-    (story,) = stories_of(found.spans, found.session_id, found.index.sessions_of)
+    result = find(Lines(write(scene, tmp_path / "t.jsonl")), SESSION)
+    assert result.session_id == SESSION
+    assert {span.name for span in result.spans} >= {"round", names.VERIFY_BATCH, names.RANK_FORWARD}
+    (story,) = stories_of(result.spans, result.session_id, result.index.sessions_of)
     assert len(story.requests) == 2
     batch = story.rounds[0].batch
     assert batch is not None
     assert [rank.duration_ns for rank in batch.ranks] == [ns(6)]
     assert list(story.company(batch)) == [OTHER]
-    assert not any(span.text(names.SESSION_ID) == OTHER for span in found.spans)
+    assert not any(span.text(names.SESSION_ID) == OTHER for span in result.spans)
 
 
-@pytest.mark.parametrize("wanted", ["5e55a0de5e55a0", "5e", "5e55a0de5e55a0de5e55a0de5e55a0de"])
-def test_the_beginning_of_an_id_will_do(scene: Scene, tmp_path: Path, wanted: str) -> None:
-    assert find(Lines(write(scene, tmp_path / "t.jsonl")), wanted).session_id == SESSION
+@pytest.mark.parametrize("expected", ["5e55a0de5e55a0", "5e", "5e55a0de5e55a0de5e55a0de5e55a0de"])
+def test_the_beginning_of_an_id_will_do(scene: Scene, tmp_path: Path, expected: str) -> None:
+    assert find(Lines(write(scene, tmp_path / "t.jsonl")), expected).session_id == SESSION
 
 
 def test_a_trace_leads_to_its_session(scene: Scene, tmp_path: Path) -> None:
     lines = Lines(write(scene, tmp_path / "t.jsonl"))
     resumed = next(span for span in scene.spans if span.attributes.get(names.RESUMED))
-    for wanted in (resumed.trace_id, resumed.trace_id.upper()):
-        assert find(lines, wanted).session_id == SESSION
+    for expected in (resumed.trace_id, resumed.trace_id.upper()):
+        assert find(lines, expected).session_id == SESSION
 
 
 def test_a_killed_gateways_trace_leads_to_the_session_that_went_on(tmp_path: Path) -> None:
     scene = Scene()
     killed = scene.request(trace_id="abc" + "0" * 29).round()
     scene.request(at_ns=killed.at_ns, position=103, resumed=True, continues=killed.key).round().end()
-    found = find(Lines(write(scene, tmp_path / "t.jsonl")), "abc")
-    assert found.session_id == SESSION
-    assert sum(span.name == names.ROUND for span in found.spans) == 2
+    result = find(Lines(write(scene, tmp_path / "t.jsonl")), "abc")
+    assert result.session_id == SESSION
+    assert sum(span.name == names.ROUND for span in result.spans) == 2
 
 
 def test_a_request_that_was_refused_has_no_session_and_is_found_by_its_trace(tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ def test_a_request_that_was_refused_has_no_session_and_is_found_by_its_trace(tmp
     lines = Lines(write(scene, tmp_path / "t.jsonl"))
     (latest, first) = index_of(lines).latest(2)
     assert latest.error == first.error == "resource_exhausted"
-    found = find(lines, first.trace_id)
-    assert len(found.spans) == 1
-    (story,) = stories_of(found.spans, found.session_id)
+    result = find(lines, first.trace_id)
+    assert len(result.spans) == 1
+    (story,) = stories_of(result.spans, result.session_id)
     assert "ended with resource_exhausted" in summarize(story)
 
 
@@ -80,17 +80,17 @@ def test_a_trace_of_several_sessions_is_all_of_them(tmp_path: Path) -> None:
     scene = Scene()
     first = scene.request().round().end()
     scene.request(session=OTHER, trace_id=first.trace_id).round().end()
-    found = find(Lines(write(scene, tmp_path / "t.jsonl")), first.trace_id)
-    assert found.session_id == ""
-    assert {story.session_id for story in stories_of(found.spans)} == {SESSION, OTHER}
+    result = find(Lines(write(scene, tmp_path / "t.jsonl")), first.trace_id)
+    assert result.session_id == ""
+    assert {story.session_id for story in stories_of(result.spans)} == {SESSION, OTHER}
 
 
 def test_a_trace_of_another_system_is_found_as_it_is(scene: Scene, tmp_path: Path) -> None:
     trace_id = "feed" + "0" * 28
     scene.add(Span(trace_id, scene.span_id(), "", "GET /", BEGAN_NS, BEGAN_NS + 5, Process("web")))
-    found = find(Lines(write(scene, tmp_path / "t.jsonl")), "feed")
-    assert [span.name for span in found.spans] == ["GET /"]
-    assert stories_of(found.spans) == ()
+    result = find(Lines(write(scene, tmp_path / "t.jsonl")), "feed")
+    assert [span.name for span in result.spans] == ["GET /"]
+    assert stories_of(result.spans) == ()
 
 
 def test_what_is_not_there_or_not_one_thing_is_refused(scene: Scene, tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_more_spans_than_may_be_are_cut_off_and_that_is_said(
         request.round()
     request.end()
     scene.spans.insert(0, scene.spans.pop())
-    found = find(Lines(write(scene, tmp_path / "t.jsonl")), SESSION)
-    assert found.cut
-    assert len(found.spans) == 10
-    (story,) = stories_of(found.spans, found.session_id, cut=found.cut)
+    result = find(Lines(write(scene, tmp_path / "t.jsonl")), SESSION)
+    assert result.cut
+    assert len(result.spans) == 10
+    (story,) = stories_of(result.spans, result.session_id, cut=result.cut)
     assert "only part of its spans was read" in summarize(story)
 
 
@@ -159,10 +159,10 @@ def test_a_pass_of_others_that_evicted_the_session_is_brought_along(tmp_path: Pa
         at_ns=others.at_ns + ns(100), position=idle.position, resumed=True, continues=idle.key
     ).round().end()
     lines = Lines(write(scene, tmp_path / "t.jsonl"))
-    found = find(lines, SESSION)
-    (story,) = stories_of(found.spans, found.session_id, found.index.sessions_of)
+    result = find(lines, SESSION)
+    (story,) = stories_of(result.spans, result.session_id, result.index.sessions_of)
     before, after = story.requests
-    assert [told.name for told in before.events] == [names.KV_EVICTED]
+    assert [reported.name for reported in before.events] == [names.KV_EVICTED]
     assert not after.events
     (other,) = stories_of(find(lines, OTHER).spans, OTHER)
     assert not any(request.events for request in other.requests)

@@ -117,8 +117,8 @@ def test_events_of_other_sessions_are_dropped() -> None:
         for span in scene.spans
     ]
     for story in scene.stories():
-        (found,) = story.rounds[0].events
-        assert found.text(names.SESSION_ID) == story.session_id
+        (result,) = story.rounds[0].events
+        assert result.text(names.SESSION_ID) == story.session_id
 
 
 def test_events_outside_rounds_belong_to_the_request() -> None:
@@ -136,12 +136,12 @@ def test_round_has_its_step_ranks_and_company() -> None:
     batch = {"sessions": 4, "rows": 20, "prefill_rows": 5, "ranks": (28, 27, 26), "queue_depth": 6}
     scene.request().round(batch=batch, company=[other.key, anonymous]).end()
     story = next(one for one in scene.stories() if one.session_id == SESSION)
-    found = story.rounds[0].batch
-    assert found is not None
-    assert (found.sessions, found.rows, found.prefill_share, found.waiting) == (4, 20, 0.25, 2)
-    assert found.rank_ns == (ns(28), ns(27), ns(26))
-    assert [rank.process for rank in found.ranks] == [RANK, RANK]
-    assert list(story.company(found)) == ["0" * 32, f"one of trace {'f' * 32}"]
+    result = story.rounds[0].batch
+    assert result is not None
+    assert (result.sessions, result.rows, result.prefill_share, result.waiting) == (4, 20, 0.25, 2)
+    assert result.rank_ns == (ns(28), ns(27), ns(26))
+    assert [rank.process for rank in result.ranks] == [RANK, RANK]
+    assert list(story.company(result)) == ["0" * 32, f"one of trace {'f' * 32}"]
 
 
 def test_resumed_session_is_one_story() -> None:

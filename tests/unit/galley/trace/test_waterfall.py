@@ -115,8 +115,8 @@ def test_what_a_terminal_obeys_is_not_sent_to_it() -> None:
 
 def test_an_answer_without_a_round_is_told_by_its_own_figures() -> None:
     scene = Scene()
-    told = {names.SLOWEST_ROUND_NS: ns(99), names.SLOWEST_ROUND_POSITION: 120, names.ROUNDS: 40}
-    scene.request(attributes=told).event(names.CLIENT_STALLED, stalled_ns=ns(30)).end()
+    fields = {names.SLOWEST_ROUND_NS: ns(99), names.SLOWEST_ROUND_POSITION: 120, names.ROUNDS: 40}
+    scene.request(attributes=fields).event(names.CLIENT_STALLED, stalled_ns=ns(30)).end()
     text = " ".join(shown(scene.story()).split())
     assert "the slowest was at position 120 and took 99.0 ms" in text
     assert "40 rounds of it are not in the trace" in text

@@ -117,7 +117,7 @@ async def test_an_unreadable_new_file_is_ignored(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("", "keys: Field required"),
         ("[[keys]]\nprincipal = 'a'", r"keys\[0\].sha256: Field required"),
@@ -134,8 +134,8 @@ async def test_an_unreadable_new_file_is_ignored(
         ("[[keys]]\nprincipal = a", "line 2"),
     ],
 )
-def test_an_error_in_the_file_is_named(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(BadFile, match=told) as caught:
+def test_an_error_in_the_file_is_named(tmp_path: Path, text: str, reported: str) -> None:
+    with pytest.raises(BadFile, match=reported) as caught:
         Watched(tmp_path, text)
     assert caught.value.setting == "api_keys_file"
     assert "keys.toml" in caught.value.problem

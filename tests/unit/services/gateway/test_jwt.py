@@ -116,8 +116,8 @@ class Gate:
     def __init__(self, path: Path, *issuers: TokenIssuer, content: bytes = b"", **more: object) -> None:
         file = path / "jwks.json"
         file.write_bytes(content or jwks(*(issuers or (RSA, EC))))
-        told = {"jwt_issuer": ISSUER, "jwt_audience": AUDIENCE, "jwt_jwks_file": str(file), **more}
-        self._callers = build_authentication(GatewaySettings.model_validate(told))
+        fields = {"jwt_issuer": ISSUER, "jwt_audience": AUDIENCE, "jwt_jwks_file": str(file), **more}
+        self._callers = build_authentication(GatewaySettings.model_validate(fields))
 
     async def who(self, **metadata: str) -> Principal:
         named = {name.replace("_", "-"): value for name, value in metadata.items()}
@@ -188,7 +188,7 @@ async def test_a_token_without_key_id_needs_a_single_key(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("text", "name"),
     [
         ("anonymous", "jwt:anonymous"),
         ("jwt:alice", "jwt:jwt:alice"),
@@ -196,9 +196,9 @@ async def test_a_token_without_key_id_needs_a_single_key(tmp_path: Path) -> None
         ("a b\0c\n%é", "jwt:a%20b%00c%0A%25%C3%A9"),
     ],
 )
-async def test_names_are_escaped(tmp_path: Path, said: str, name: str) -> None:
+async def test_names_are_escaped(tmp_path: Path, text: str, name: str) -> None:
     gate = Gate(tmp_path, jwt_principal_claim="who")
-    assert (await gate.accept(EC.token(who=said))).name == name
+    assert (await gate.accept(EC.token(who=text))).name == name
 
 
 async def test_keys_are_read_anew_where_their_file_has_changed(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ async def test_limits_alone_need_no_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         (b"\0", "is no JSON object"),
         (b"[]", "is no JSON object"),
@@ -262,8 +262,8 @@ async def test_limits_alone_need_no_key(tmp_path: Path) -> None:
     ],
     ids=["no text", "a list", "deep", "no keys", "none", "many", "large"],
 )
-def test_an_error_in_the_key_file_is_named(tmp_path: Path, content: bytes, told: str) -> None:
-    with pytest.raises(ValueError, match=told) as caught:
+def test_an_error_in_the_key_file_is_named(tmp_path: Path, content: bytes, reported: str) -> None:
+    with pytest.raises(ValueError, match=reported) as caught:
         Gate(tmp_path, content=content)
     assert "jwks.json" in str(caught.value)
 

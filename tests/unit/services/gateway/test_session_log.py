@@ -50,10 +50,10 @@ async def test_a_recently_held_session_is_recreated() -> None:
     assert behind.error.have == 3
     assert await log.commit(commit(3, 3, 4, 5), UNCHANGED) == ev.Committed(6)
     assert await log.finish(ev.StoreFinish(END, 6)) == ev.FinishStored()
-    found = await world.store.claim("s", "me")
-    assert (found.tokens, found.fields) == ([1, 2, 3, 3, 4, 5], {"f": b"v"})
-    assert decode_ending(found.finish) == END
-    assert found.ownership.epoch == log.owner.epoch + 1
+    result = await world.store.claim("s", "me")
+    assert (result.tokens, result.fields) == ([1, 2, 3, 3, 4, 5], {"f": b"v"})
+    assert decode_ending(result.finish) == END
+    assert result.ownership.epoch == log.owner.epoch + 1
 
 
 async def test_an_idle_session_is_recreated_by_a_renewal() -> None:

@@ -15,7 +15,7 @@ def parse(*argv: str) -> GatewaySettings:
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "reported"),
     [
         (("--jwt-audience", "galley"), "jwt_audience: needs jwt_issuer"),
         (("--jwt-jwks-file", "keys.json"), "jwt_jwks_file: needs jwt_issuer"),
@@ -45,12 +45,12 @@ def parse(*argv: str) -> GatewaySettings:
     ],
 )
 def test_incomplete_jwt_settings_are_refused(
-    argv: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+    argv: tuple[str, ...], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(*argv)
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 def test_an_issuer_with_given_keys_may_have_any_name() -> None:
@@ -60,8 +60,8 @@ def test_an_issuer_with_given_keys_may_have_any_name() -> None:
 
 
 def test_connections_have_a_maximum_age() -> None:
-    told = parse()
-    limits = told.server_limits()
+    reported = parse()
+    limits = reported.server_limits()
     assert (limits.max_connection_age_s, limits.max_connection_idle_s) == (600.0, 900.0)
 
 

@@ -280,9 +280,9 @@ def test_the_body_hash_is_of_all_but_the_key() -> None:
 
 
 def test_hashing_leaves_the_request_as_it_was() -> None:
-    asked = request(idempotency_key="key")
-    body_hash(asked)
-    assert asked.idempotency_key == "key"
+    message = request(idempotency_key="key")
+    body_hash(message)
+    assert message.idempotency_key == "key"
 
 
 ID = "0123456789abcdef" * 2
@@ -290,8 +290,8 @@ ID = "0123456789abcdef" * 2
 
 def test_resume() -> None:
     assert parse_resume(pb.ResumeRequest(session_id=ID)) == ResumeSpec(ID, 0, b"")
-    asked = pb.ResumeRequest(session_id=ID, next_index=7, seen_hash=b"h" * 16)
-    assert parse_resume(asked) == ResumeSpec(ID, 7, b"h" * 16)
+    message = pb.ResumeRequest(session_id=ID, next_index=7, seen_hash=b"h" * 16)
+    assert parse_resume(message) == ResumeSpec(ID, 7, b"h" * 16)
     with pytest.raises(InvalidField, match="seen_hash: must be empty or 16 bytes, got 3 bytes"):
         parse_resume(pb.ResumeRequest(session_id=ID, seen_hash=b"abc"))
 
@@ -318,11 +318,11 @@ def test_the_name_of_the_model() -> None:
 @given(st.binary(max_size=60))
 def test_any_message_is_taken_or_refused_by_name(data: bytes) -> None:
     try:
-        asked = pb.GenerateRequest.FromString(data)
+        message = pb.GenerateRequest.FromString(data)
     except DecodeError:
         return
     try:
-        spec = parse_generate(asked, LIMITS, Bytes(), MODEL, lambda: SEED)
+        spec = parse_generate(message, LIMITS, Bytes(), MODEL, lambda: SEED)
     except (InvalidField, Unimplemented):
         return
     assert 0 < len(spec.prompt) < spec.max_position <= MODEL.context_window

@@ -188,10 +188,10 @@ class Silent:
 
 @asynccontextmanager
 async def silent() -> AsyncIterator[tuple[Silent, str]]:
-    found = Silent()
-    async with await asyncio.start_server(found.meet, "127.0.0.1", 0) as server:
-        yield found, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        found.hang_up()
+    result = Silent()
+    async with await asyncio.start_server(result.meet, "127.0.0.1", 0) as server:
+        yield result, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        result.hang_up()
 
 
 @pytest.mark.parametrize("form", ["redis+cluster://{}", "redis+sentinel://{}/0?service=galley"])

@@ -295,8 +295,8 @@ async def change_over(server: TcpServer, authority: Authority) -> None:
 )
 def test_unusable_files_are_refused_before_connecting(options: str, why: str, authority: Authority) -> None:
     mine, other = authority.issue("mine"), authority.issue("other")
-    told = options.format(ca=authority.ca, cert=mine.cert, key=mine.key, other=other.key)
+    reported = options.format(ca=authority.ca, cert=mine.cert, key=mine.key, other=other.key)
     with pytest.raises(BadFile, match=why) as refused:
-        RedisStore(f"rediss://:secret@store?{told}")
+        RedisStore(f"rediss://:secret@store?{reported}")
     assert refused.value.setting == "redis_url"
     assert "secret" not in str(refused.value)
