@@ -109,7 +109,7 @@ UNAUTHENTICATED: dict[str, Metadata] = {
 }
 
 
-async def test_strangers_are_turned_away_before_anything_is_done(
+async def test_unauthenticated_calls_are_refused_before_any_work(
     stack: Attacked, channel: grpc.aio.Channel
 ) -> None:
     async with unharmed(stack):
@@ -148,7 +148,7 @@ async def anothers(stack: Attacked, tokens: int) -> AsyncIterator[TokenStream]:
 
 
 @pytest.mark.parametrize("live", [True, False], ids=["under way", "finished"])
-async def test_anothers_session_is_answered_as_one_that_never_was_metadata_and_all(
+async def test_session_of_another_principal_is_answered_as_unknown(
     stack: Attacked, channel: grpc.aio.Channel, live: bool
 ) -> None:
     async with anothers(stack, 600 if live else 1) as stream:

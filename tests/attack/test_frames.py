@@ -18,7 +18,7 @@ from tests.fakes.http2 import field_of, number, text
 
 
 @pytest.mark.parametrize("service", [*SERVICES, HEALTH])
-async def test_what_is_no_http2_harms_nobody(stack: Attacked, service: str) -> None:
+async def test_invalid_http2_harms_no_other(stack: Attacked, service: str) -> None:
     async with unharmed(stack):
         await nonsense(stack.addresses[service])
 
@@ -29,7 +29,7 @@ async def test_a_flood_of_frames_is_borne_or_cut_off(stack: Attacked, name: str)
         await flood_of(stack.gateway, name, 20_000)
 
 
-async def test_streams_opened_and_reset_at_once_do_not_hold_others_up(stack: Attacked) -> None:
+async def test_rapid_resets_block_no_other(stack: Attacked) -> None:
     async with unharmed(stack):
         await rapid_resets(stack.gateway, 4, 2_500)
 

@@ -44,7 +44,7 @@ async def answer(
             return rpc_error(error)
 
 
-async def test_too_large_is_refused_by_name_and_far_too_large_by_grpc(stack: Attacked) -> None:
+async def test_too_large_request_is_refused(stack: Attacked) -> None:
     async with unharmed(stack):
         for service in SERVICES:
             error = await answer(stack, service, b"\x0a" * (MAX_MESSAGE_BYTES + 1))
@@ -56,7 +56,7 @@ async def test_too_large_is_refused_by_name_and_far_too_large_by_grpc(stack: Att
                 assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_bomb_of_gzip_is_inflated_no_further_than_a_message_may_be(stack: Attacked) -> None:
+async def test_gzip_bomb_is_inflated_up_to_the_message_limit(stack: Attacked) -> None:
     data = gzip_bomb(60 * MIB)
     assert len(data) < MAX_MESSAGE_BYTES
     stack.forget_peak()
@@ -68,7 +68,7 @@ async def test_a_bomb_of_gzip_is_inflated_no_further_than_a_message_may_be(stack
     assert stack.peak_rss() - before.rss < 48 * MIB
 
 
-async def test_what_is_compressed_in_good_faith_is_served_and_by_other_means_refused(stack: Attacked) -> None:
+async def test_gzip_requests_are_served_and_other_compression_refused(stack: Attacked) -> None:
     request = pb.GetModelInfoRequest(model="sim" * 500).SerializeToString()
     async with unharmed(stack):
         plain = await answer(stack, "gateway", request)
@@ -115,7 +115,7 @@ async def test_messages_of_a_wrong_length_end_with_their_connection(stack: Attac
                 assert await attacker.alive()
 
 
-async def test_messages_that_never_end_take_no_more_than_so_much_each(stack: Attacked) -> None:
+async def test_endless_messages_take_bounded_memory_each(stack: Attacked) -> None:
     streams = 60
     stack.forget_peak()
     piece = bytes(16_000)
@@ -130,7 +130,7 @@ async def test_messages_that_never_end_take_no_more_than_so_much_each(stack: Att
     assert stack.peak_rss() - before.rss < 32 * MIB + streams * 2 * MAX_MESSAGE_BYTES
 
 
-async def test_a_message_of_nothing_but_parts_is_refused_cheaply(stack: Attacked) -> None:
+async def test_message_of_many_empty_parts_is_refused_cheaply(stack: Attacked) -> None:
     parts = MAX_MESSAGE_BYTES // 2
     stack.forget_peak()
     async with unharmed(stack) as before:
@@ -142,7 +142,7 @@ async def test_a_message_of_nothing_but_parts_is_refused_cheaply(stack: Attacked
 
 
 @pytest.mark.parametrize("field", ["items", "cancelled", "extensions"])
-async def test_a_streams_message_of_nothing_but_parts_ends_it(stack: Attacked, field: str) -> None:
+async def test_stream_message_of_many_empty_parts_ends_it(stack: Attacked, field: str) -> None:
     tag = bytes([pb.VerifyStreamRequest.DESCRIPTOR.fields_by_name[field].number << 3 | 2, 0])
     parts = MAX_MESSAGE_BYTES // 2
     most = 1024 if field == "items" else 1 << 14
@@ -163,7 +163,7 @@ async def stream_end(address: str, service: str, data: bytes) -> Any:
             return rpc_error(error)
 
 
-async def test_what_is_nested_too_deep_is_the_callers_fault(stack: Attacked) -> None:
+async def test_too_deep_nesting_is_invalid_argument(stack: Attacked) -> None:
     deep = b""
     for _ in range(4000):
         deep = b"\x0a" + _size(len(deep)) + deep  # ArrayValue.values

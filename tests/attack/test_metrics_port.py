@@ -72,7 +72,7 @@ def _mixed(random: Random, lines: list[bytes]) -> bytes:
     return bytes(data)
 
 
-async def test_whatever_is_sent_is_answered_by_a_status_or_not_at_all(stack: Attacked) -> None:
+async def test_any_bytes_get_a_status_or_no_response(stack: Attacked) -> None:
     async with unharmed(stack):
         for address in stack.metrics.values():
             for data in bombs(Random(SEED)):
@@ -87,7 +87,7 @@ async def test_whatever_is_sent_is_answered_by_a_status_or_not_at_all(stack: Att
             assert b"galley_build_info" in await answer_to(address, REQUEST)
 
 
-async def test_a_crowd_is_turned_away_and_leaves_nothing(stack: Attacked) -> None:
+async def test_excess_requests_are_refused_without_leak(stack: Attacked) -> None:
     address = stack.metrics["gateway"]
     async with unharmed(stack):
         response = await asyncio.gather(*(answer_to(address, REQUEST) for _ in range(300)))
@@ -95,7 +95,7 @@ async def test_a_crowd_is_turned_away_and_leaves_nothing(stack: Attacked) -> Non
         assert b"galley_build_info" in await answer_to(address, REQUEST)
 
 
-async def test_who_asks_byte_by_byte_is_cut_off_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_request_is_cut_off_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port, "TIMEOUT_S", 0.4)
     server = port.ScrapeServer(Registry("gateway"))
     address = await server.start("127.0.0.1", 0)
@@ -138,7 +138,7 @@ async def _read(address: str) -> tuple[Samples, str]:
 
 
 @pytest.mark.parametrize("name", LYING)
-async def test_galley_top_believes_nothing_and_waits_for_nobody(name: str) -> None:
+async def test_galley_top_bounds_reads_from_replicas(name: str) -> None:
     async with answering(lambda writer: _send(writer, LYING[name])) as address:
         began_s = time.monotonic()
         samples, problem = await _read(address)

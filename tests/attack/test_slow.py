@@ -33,9 +33,7 @@ GENERATE = "/galley.v1.Generation/Generate"
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain text", "TLS"])
-async def test_a_connection_that_does_not_begin_is_closed_however_slowly_it_goes_about_it(
-    tls: bool, tmp_path: Path
-) -> None:
+async def test_connection_without_handshake_is_closed_in_time(tls: bool, tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
     files = mounted(tmp_path / "files", authority.ca, authority.issue("server"))
     given = service.settings(**(tls_settings(files, mutual=True) if tls else {}))
@@ -65,7 +63,7 @@ async def _drip(attacker: Wire, data: bytes) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_calls_whose_request_never_comes_hold_nobody_up(stack: Attacked) -> None:
+async def test_calls_without_a_request_block_no_other(stack: Attacked) -> None:
     async with unharmed(stack), AsyncExitStack() as opened:
         block, data = head(GENERATE, KEY), message(hello().SerializeToString())
         for _ in range(20):
@@ -81,7 +79,7 @@ async def test_calls_whose_request_never_comes_hold_nobody_up(stack: Attacked) -
             pass
 
 
-async def test_of_a_stranger_not_even_the_request_is_waited_for(stack: Attacked) -> None:
+async def test_unauthenticated_call_is_refused_before_its_request(stack: Attacked) -> None:
     async with unharmed(stack), wire(stack.gateway) as attacker:
         await attacker.begin()
         for stream, brought in (
@@ -93,7 +91,7 @@ async def test_of_a_stranger_not_even_the_request_is_waited_for(stack: Attacked)
             assert await attacker.status(stream) == "16"
 
 
-async def test_answers_that_are_never_read_end_and_hold_nobody_up(stack: Attacked) -> None:
+async def test_unread_answers_end_and_block_no_other(stack: Attacked) -> None:
     async with unharmed(stack), wire(stack.gateway) as attacker:
         await attacker.begin((INITIAL_WINDOW_SIZE, 0))
         request = hello()
@@ -105,7 +103,7 @@ async def test_answers_that_are_never_read_end_and_hold_nobody_up(stack: Attacke
         assert (await stack.after_sessions(1)).sessions <= 1, "but for the bystander's"
 
 
-async def test_10_000_idle_streams_take_bounded_memory_and_hold_nobody_up(stack: Attacked) -> None:
+async def test_10_000_idle_streams_take_bounded_memory_and_block_no_other(stack: Attacked) -> None:
     stack.forget_peak()
     async with unharmed(stack, most_rss=256 * MIB) as before, AsyncExitStack() as opened:
         wires = await idle_streams(stack, opened, before.calls, 9_800)
@@ -118,7 +116,7 @@ async def test_10_000_idle_streams_take_bounded_memory_and_hold_nobody_up(stack:
     assert stack.peak_rss() - before.rss < 700 * MIB
 
 
-async def test_idle_connections_take_bounded_memory_and_hold_nobody_up(stack: Attacked) -> None:
+async def test_idle_connections_take_bounded_memory_and_block_no_other(stack: Attacked) -> None:
     """`make prove-attacks` opens 10,000."""
     stack.forget_peak()
     async with unharmed(stack) as before, AsyncExitStack() as opened:

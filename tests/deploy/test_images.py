@@ -70,7 +70,7 @@ def test_caches_lie_in_mounted_volumes(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_what_is_written_to_is_a_volume(role: str) -> None:
+def test_written_paths_are_volumes(role: str) -> None:
     (line,) = re.findall(r"^VOLUME (.*)$", last_stage(role), re.MULTILINE)
     mounts = {mount["mountPath"] for mount in container(workloads(render())[role])["volumeMounts"]}
     assert set(json.loads(line)) <= mounts

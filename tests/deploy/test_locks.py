@@ -62,7 +62,7 @@ def test_torch_is_a_layer_of_its_own(name: str) -> None:
         assert not entries(name).keys() & entries(f"torch-{device}").keys()
 
 
-def test_torchs_builds_are_told_apart() -> None:
+def test_torch_builds_are_distinguished() -> None:
     assert list(entries("torch-cpu")) == ["torch"]
     assert "+cpu " in entries("torch-cpu")["torch"]
     assert "+" not in entries("torch-cuda")["torch"]

@@ -37,7 +37,7 @@ def test_an_overlay_is_what_the_chart_renders_of_its_values(overlay: str) -> Non
     hold([*manifests, *(manifest for manifest in render(values) if manifest["kind"] == "Pod")])
 
 
-def test_production_lets_nobody_in_unasked() -> None:
+def test_production_refuses_unauthenticated_calls() -> None:
     rendered = built("production")
     gateway = pods(rendered)["gateway"]["containers"][0]
     names = {entry["name"] for entry in gateway["env"]}

@@ -41,7 +41,7 @@ def name_of(peer: dict[str, Any]) -> str:
     )
 
 
-def test_by_default_each_role_reaches_and_is_reached_by_exactly_those_it_works_with() -> None:
+def test_each_role_reaches_exactly_its_peers() -> None:
     rendered = render()
     seen = {
         role: (openings(rendered, role, "ingress"), openings(rendered, role, "egress"))
@@ -60,7 +60,7 @@ def test_by_default_each_role_reaches_and_is_reached_by_exactly_those_it_works_w
     }
 
 
-def test_what_goes_out_comes_in() -> None:
+def test_egress_openings_have_ingress_counterparts() -> None:
     """An opening towards a pod of the release has its counterpart there, and vice versa."""
     for target in SWITCHES["target"].values():
         rendered = render(target)

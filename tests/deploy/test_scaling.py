@@ -51,7 +51,7 @@ def test_autoscaler_uses_cpu_and_added_metrics(role: str) -> None:
     assert spec["behavior"]["scaleDown"]["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 60}]
 
 
-def test_without_being_asked_nothing_scales() -> None:
+def test_scaling_is_off_by_default() -> None:
     rendered = render()
     assert not of_kind(rendered, "HorizontalPodAutoscaler")
     assert not of_kind(rendered, "ScaledObject")
@@ -108,7 +108,7 @@ def test_queries_name_only_metrics_that_there_are() -> None:
         assert query.count("{") == query.count(IN), "of other deployments too"
 
 
-def test_what_tells_a_release_apart_is_for_the_values_to_say() -> None:
+def test_release_labels_come_from_the_values() -> None:
     for query in queries('job="galley"').values():
         assert IN not in query
         assert 'job="galley"' in query

@@ -96,7 +96,7 @@ def test_a_group_lives_and_dies_together() -> None:
     assert group["spec"]["startupPolicy"] == "LeaderCreated"
 
 
-def test_a_group_meets_below_the_service_that_its_controller_makes() -> None:
+def test_group_uses_the_service_of_its_controller() -> None:
     """It has the name of the set and publishes unready pods; the chart must not create it."""
     rendered = render(GROUP)
     (group,) = of_kind(rendered, "LeaderWorkerSet").values()

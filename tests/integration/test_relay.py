@@ -82,7 +82,7 @@ def open_files() -> int:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, DELAY_S])
-async def test_what_is_sent_comes_in_order_and_late_each_way(delay_s: float) -> None:
+async def test_bytes_arrive_delayed_and_in_order(delay_s: float) -> None:
     loop = asyncio.get_running_loop()
     async with serving(echo) as server, Relay(server.address, Link(delay_s)) as relay:
         reader, writer = await connect(relay.address)
@@ -97,7 +97,7 @@ async def test_what_is_sent_comes_in_order_and_late_each_way(delay_s: float) -> 
         assert await server.ended.get() is None
 
 
-async def test_a_server_s_reset_reaches_the_client_after_what_was_said_before() -> None:
+async def test_server_reset_arrives_after_earlier_bytes() -> None:
     async def say_and_reset(reader: Reader, writer: Writer) -> None:
         writer.write(b"last words")
         await reader.readexactly(1)
@@ -179,7 +179,7 @@ async def test_a_delay_may_come_and_go() -> None:
         await closed(writer)
 
 
-async def test_what_is_lost_comes_later_and_keeps_its_place() -> None:
+async def test_lost_bytes_arrive_later_in_order() -> None:
     loop = asyncio.get_running_loop()
     link = Link(seed=3)
     async with serving(echo) as server, Relay(server.address, link) as relay:

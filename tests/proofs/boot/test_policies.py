@@ -104,7 +104,7 @@ def test_without_policy_types_egress_is_guarded_only_where_there_are_rules_for_i
     assert may(read_policies([reported], SPACES), CLIENT, OTHER, 5000)
 
 
-def test_the_filter_is_what_the_policies_say() -> None:
+def test_packet_filter_matches_the_policies() -> None:
     text = ruleset([SERVER, CLIENT, OTHER], policies(DENY_ALL, TO_SERVER, FROM_CLIENT), [])
     assert f"ip saddr {CLIENT.ip} ip daddr {SERVER.ip} tcp dport 5000 return" in text
     assert f"ip daddr {SERVER.ip} ip saddr {CLIENT.ip} tcp dport 5000 return" in text

@@ -38,7 +38,7 @@ def record(four_heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Record
     return reported
 
 
-def test_only_who_has_the_token_says_what_is_served(record: Record) -> None:
+def test_only_the_token_holder_deploys(record: Record) -> None:
     assert (record["without_token"], record["with_token"]) == (REFUSED, 200)
 
 

@@ -106,7 +106,7 @@ def test_waiting_for_the_draft_is_bounded_and_no_rounds_meet_no_goal() -> None:
         assert not any(goal.met for goal in goals if goal.name == "exposed")
 
 
-def test_this_tree_is_held_against_the_base_in_speed_cpu_and_start_up() -> None:
+def test_speed_cpu_and_start_up_are_compared_with_the_base() -> None:
     arms = {arm: 1.0 if arm.startswith(base.BASE) else 1.2 for arm in base.ARMS}
     blocks = _pairs(arms) + _pairs(arms, streams=16)
     options = replace(base.LOOPS.defaults, base="abc", temperatures=(0.0,))
@@ -133,7 +133,7 @@ def test_telemetry_is_compared_with_the_mean_of_two_starts() -> None:
     assert run.facts["added_cpu_us_a_token"][telemetry.MEASURED] == {"gateway": 2000.0, "target": 0.0}
 
 
-def test_what_redis_adds_is_the_difference_of_a_pair() -> None:
+def test_redis_cost_is_the_difference_of_a_pair() -> None:
     commits = [
         {"arm": arm, "pair": pair, "temperature": 0.0, "streams": 1, "median_ms": median_ms + pair}
         for pair in range(7)

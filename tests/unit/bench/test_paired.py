@@ -14,7 +14,7 @@ def test_everything_is_timed_once_a_pair_and_the_first_place_rotates() -> None:
     assert [len(timed.wall_s) for timed in times.values()] == [4, 4]
 
 
-def test_what_is_quick_is_repeated_within_its_block_and_the_mean_counts() -> None:
+def test_fast_calls_are_repeated_and_averaged() -> None:
     calls: Counter[str] = Counter()
 
     def quick() -> None:

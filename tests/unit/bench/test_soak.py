@@ -22,7 +22,7 @@ def test_growth_is_of_the_windows_medians() -> None:
         growth(values[:9])
 
 
-def test_what_a_process_holds_is_seen_to_grow() -> None:
+def test_growth_of_a_process_is_measured() -> None:
     before = held(os.getpid())
     size = 64 << 20
     # Fresh from the system: an allocator may have as much left over.

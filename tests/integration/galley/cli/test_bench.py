@@ -29,7 +29,7 @@ def asked_of(gateway: FakeGateway) -> list[pb.GenerateRequest]:
     return [request for request in gateway.requests if isinstance(request, pb.GenerateRequest)]
 
 
-def test_all_strategies_that_the_gateway_offers_are_measured_and_one_sentence_ends_it(tmp_path: Path) -> None:
+def test_all_offered_strategies_are_measured(tmp_path: Path) -> None:
     gateway = FakeGateway()
     plot = tmp_path / "bench.png"
     with serving(gateway) as address:
@@ -42,7 +42,7 @@ def test_all_strategies_that_the_gateway_offers_are_measured_and_one_sentence_en
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_measured_again_a_gateway_is_asked_nothing_that_it_knows() -> None:
+def test_repeated_run_uses_new_labels_and_prompts() -> None:
     gateway = FakeGateway()
     calls = []
     with serving(gateway) as address:

@@ -67,7 +67,7 @@ async def test_both_ways_are_warmed_up_before_either_is_measured() -> None:
     assert calls == [(auto, 8), (off, 8), (auto, 32), (off, 32)]
 
 
-async def test_other_tokens_without_speculation_are_told() -> None:
+async def test_different_tokens_without_speculation_are_reported() -> None:
     same, output = await _compare(Liar())
     assert not same
     assert "NO" in output

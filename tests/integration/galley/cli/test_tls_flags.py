@@ -88,7 +88,7 @@ def test_bench_speaks_tls_too(files: Mounted, address: str) -> None:
     [{}, {"GALLEY_TLS": "1"}, {"GALLEY_TLS_SERVER_NAME": "another"}],
     ids=["plain", "public authorities", "another name"],
 )
-def test_who_does_not_fit_the_gateway_gets_no_answer(
+def test_client_with_wrong_tls_files_gets_no_answer(
     given: dict[str, str], files: Mounted, address: str
 ) -> None:
     whole = {**told(files), **given} if "GALLEY_TLS_SERVER_NAME" in given else given
@@ -98,9 +98,7 @@ def test_who_does_not_fit_the_gateway_gets_no_answer(
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_a_key_that_is_not_there_is_told_in_a_line(
-    command: tuple[str, ...], files: Mounted, address: str
-) -> None:
+def test_missing_key_is_reported_in_one_line(command: tuple[str, ...], files: Mounted, address: str) -> None:
     result = galley(*command, "--endpoint", address, **told(files), GALLEY_API_KEY_FILE="/nowhere")
     assert "error: GALLEY_API_KEY_FILE: /nowhere: No such file" in result.stderr
     assert not isinstance(result.exception, ValueError)
@@ -114,9 +112,7 @@ def test_a_key_that_is_not_there_is_told_in_a_line(
         (["--tls-cert-file={cert}", "--tls-key-file={ca}"], "--tls-key-file: {ca}: holds no private key"),
     ],
 )
-def test_a_file_of_no_use_is_told_before_anybody_is_asked(
-    flag: list[str], problem: str, files: Mounted
-) -> None:
+def test_unusable_file_is_reported_before_any_request(flag: list[str], problem: str, files: Mounted) -> None:
     paths = {"ca": files.ca, "cert": files.cert}
     result = galley("generate", "x", "--endpoint", "127.0.0.1:1", *(part.format(**paths) for part in flag))
     assert result.exit_code == 2

@@ -72,7 +72,7 @@ def _texts(lines: str) -> str:
 
 
 @pytest.mark.model
-def test_a_stack_answers_resumes_at_its_other_gateway_and_leaves_no_process(
+def test_stack_serves_resumes_and_leaves_no_process(
     stack: subprocess.Popen[str], env: dict[str, str]
 ) -> None:
     (first, second), traces = _until_up(stack)

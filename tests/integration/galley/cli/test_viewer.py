@@ -82,7 +82,7 @@ async def test_a_phoenix_that_cannot_start_is_blamed(phoenix: None, monkeypatch:
     stack.forget()
 
 
-async def test_a_stack_outlives_what_only_takes_its_traces() -> None:
+async def test_stack_survives_the_end_of_its_trace_collector() -> None:
     stack, _ = traced_stack(stand_in("gateway"))
     async with stack:
 
@@ -94,7 +94,7 @@ async def test_a_stack_outlives_what_only_takes_its_traces() -> None:
         assert await stack.run(work()) == ("gateway",)
 
 
-def test_all_services_are_told_and_the_store_is_not(tmp_path: Path) -> None:
+def test_all_services_but_the_store_get_the_endpoint(tmp_path: Path) -> None:
     viewer = PartSpec("traces", lambda _: [])
     options = StackOptions(gateways=2, drafts=2, replicas=2, viewer=viewer)
     parts = stack_parts(options, StackDirs(tmp_path, tmp_path, tmp_path))

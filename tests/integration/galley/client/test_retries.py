@@ -174,7 +174,7 @@ async def test_overloaded_gateway_refuses_new_streams_and_delays_resumed_ones(
 
 
 @pytest.mark.parametrize("silent", [True, False])
-async def test_patience_ends_the_retries(silent: bool) -> None:
+async def test_retries_end_at_the_timeout(silent: bool) -> None:
     gateway = FakeGateway(error=Unavailable("for ever"), fail_at=1, silent=silent)
     with serving(gateway) as address:
         began_s = time.monotonic()

@@ -82,7 +82,7 @@ async def test_it_serves_nothing_else(running: RunningServer) -> None:
             assert await code_of(call) is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_question_that_does_not_come_is_not_waited_for() -> None:
+async def test_missing_health_request_times_out() -> None:
     running = await start_server(
         settings(health_port=0), building(EchoService()), limits=ServerLimits(request_timeout_s=0.2)
     )
@@ -93,7 +93,7 @@ async def test_a_question_that_does_not_come_is_not_waited_for() -> None:
     await running.stop()
 
 
-async def test_what_cannot_be_read_is_the_callers_fault_and_no_line_in_the_log(
+async def test_unreadable_request_is_invalid_and_not_logged(
     running: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with grpc.aio.insecure_channel(running.health_address) as channel:
@@ -102,7 +102,7 @@ async def test_what_cannot_be_read_is_the_callers_fault_and_no_line_in_the_log(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-async def test_a_crowd_is_kept_out_and_leaves_the_port_as_it_was(running: RunningServer) -> None:
+async def test_excess_connections_are_refused_and_port_recovers(running: RunningServer) -> None:
     async with AsyncExitStack() as opened:
         crowd = [
             await opened.enter_async_context(wire(running.health_address)) for _ in range(MAX_CONNECTIONS)
@@ -146,7 +146,7 @@ async def test_it_says_that_a_server_starts_and_that_it_drains(files: Mounted) -
         assert await code_of(status_of(health)) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_port_that_is_taken_is_told_at_once(running: RunningServer) -> None:
+async def test_port_in_use_is_reported_at_once(running: RunningServer) -> None:
     port = int(running.health_address.rpartition(":")[2])
     with pytest.raises(CannotBind, match=str(port)):
         await start_server(settings(health_port=port), building(EchoService()))

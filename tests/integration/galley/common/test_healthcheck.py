@@ -53,7 +53,7 @@ def test_not_serving_is_not(served: Served, capsys: pytest.CaptureFixture[str]) 
     assert "NOT_SERVING" in capsys.readouterr().err
 
 
-def test_nobody_there_is_said() -> None:
+def test_unreachable_service_is_named() -> None:
     problem = problem_of("unix:/nonexistent/socket")
     assert problem is not None
     assert problem.startswith("UNAVAILABLE")
@@ -65,7 +65,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ADDRESS" in capsys.readouterr().err
 
 
-def test_over_tls_it_says_who_it_is_and_whom_it_trusts(
+def test_health_check_uses_its_certificate_and_authority(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority = Authority(tmp_path, "authority")

@@ -133,7 +133,7 @@ async def test_more_connections_than_there_may_be_are_closed() -> None:
         await ask(channel)
 
 
-async def test_who_floods_with_pings_is_turned_away() -> None:
+async def test_ping_flood_is_refused() -> None:
     async with serving() as running, wire(running.address) as flood:
         await flood.begin()
         # At once: data sent after the server closed makes the system drop its last frame.
@@ -156,7 +156,7 @@ async def test_a_connection_that_does_not_become_one_is_closed(words: bytes) -> 
         await silent.ends()
 
 
-async def test_an_idle_connection_is_told_to_go() -> None:
+async def test_idle_connection_is_closed() -> None:
     async with serving(max_connection_idle_s=0.2) as running, wire(running.address) as idle:
         await idle.begin()
         await idle.until(lambda received: received.goaway is not None)
@@ -192,13 +192,13 @@ async def test_a_request_that_does_not_come_ends_its_call() -> None:
         assert await watching.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_call_without_a_request_is_the_callers_fault() -> None:
+async def test_call_without_a_request_is_invalid_argument() -> None:
     async with serving() as running, grpc.aio.insecure_channel(running.address) as channel:
         empty = await failure(channel.stream_unary(PROPOSE)(iter(())))
         assert empty.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_nobody_is_told_off_who_leaves_before_it_has_asked(caplog: pytest.LogCaptureFixture) -> None:
+async def test_client_that_leaves_before_its_request_gets_no_error(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as running:
         async with wire(running.address) as gone:
             await gone.begin()
@@ -253,7 +253,7 @@ async def test_unreadable_standard_requests_are_invalid(path: str, data: bytes, 
         assert problem in (error.details() or "")
 
 
-async def test_who_watches_without_reading_keeps_no_server_from_stopping() -> None:
+async def test_unread_watch_does_not_block_server_stop() -> None:
     async with serving() as running, wire(running.address) as deaf:
         await deaf.begin((http2.INITIAL_WINDOW_SIZE, 0))
         await deaf.send(opening(1, WATCH), frame(Kind.DATA, END_STREAM, 1, message(b"")))

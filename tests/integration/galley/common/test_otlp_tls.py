@@ -53,7 +53,7 @@ def send_span(telemetry: Telemetry) -> None:
     telemetry.processor.force_flush()
 
 
-async def test_files_are_read_anew_where_a_connection_has_to_be_made(
+async def test_files_are_read_again_for_each_new_connection(
     tmp_path: Path, environment: pytest.MonkeyPatch
 ) -> None:
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
@@ -83,7 +83,7 @@ async def test_metrics_go_the_same_way(tmp_path: Path, environment: pytest.Monke
     assert exports.received == [("metrics", "pusher")]
 
 
-async def test_a_file_of_no_use_is_told_at_once_with_its_variable(environment: pytest.MonkeyPatch) -> None:
+async def test_unusable_file_is_reported_at_once_with_its_variable(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "https://127.0.0.1:1")
     environment.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", "/nowhere")
     with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_CERTIFICATE: /nowhere: No such file"):

@@ -115,7 +115,7 @@ def test_without_a_call_for_it_nothing_is_handed_back(monkeypatch: pytest.Monkey
     hand_back_free_memory()
 
 
-def test_readiness_is_told_in_json_lines_and_then_closed() -> None:
+def test_readiness_is_reported_in_json_lines() -> None:
     read, write = os.pipe()
     readiness = Readiness(write)
     readiness.stage("loading model", detail="tiny")
@@ -160,7 +160,7 @@ def test_logprobs_go_over_the_wire_and_back() -> None:
     assert logprobs_from(logprobs_message(given)) == given
 
 
-async def test_a_passing_thread_ends_with_what_it_calls() -> None:
+async def test_passing_thread_ends_with_its_call() -> None:
     thread = await in_passing_thread(threading.current_thread)
     thread.join(timeout=10)
     assert not thread.is_alive()

@@ -22,7 +22,7 @@ MANY = 100
 RESETS = 200
 
 
-async def test_a_connection_that_ends_at_any_moment_is_a_store_that_is_away() -> None:
+async def test_connection_that_ends_at_any_moment_is_store_unavailable() -> None:
     link, over = Link(), threading.Event()
     with running(VALKEY) as server:
         async with Relay(server.url.removeprefix("unix://"), link) as relay:
@@ -55,7 +55,7 @@ async def connections_made(calls: RedisCalls) -> int:
     return int(line.partition(b":")[2])
 
 
-async def test_calls_that_are_made_at_once_share_a_connection_and_each_has_its_own_answer(
+async def test_concurrent_calls_share_a_connection(
     calls: RedisCalls,
 ) -> None:
     before = await connections_made(calls)
@@ -64,7 +64,7 @@ async def test_calls_that_are_made_at_once_share_a_connection_and_each_has_its_o
     assert await connections_made(calls) - before <= 1 + MANY // 64
 
 
-async def test_who_waits_for_replicas_makes_nobody_wait() -> None:
+async def test_waiting_for_replicas_blocks_no_other() -> None:
     with running(VALKEY) as server:
         copies = Copies(replicas=1, timeout_s=0.05)
         calls = RedisCalls(server.url, call_timeout_s=5.0, max_connections=CALLERS, copies=copies)
@@ -96,7 +96,7 @@ async def test_a_script_that_the_server_has_forgotten_is_sent_again_by_each(call
     assert answers == list(range(8))
 
 
-async def test_who_is_cancelled_leaves_the_others_theirs(calls: RedisCalls) -> None:
+async def test_cancelling_one_caller_keeps_the_others(calls: RedisCalls) -> None:
     tasks = [asyncio.create_task(calls.command("ECHO", str(number))) for number in range(8)]
     await asyncio.sleep(0)
     tasks[0].cancel()

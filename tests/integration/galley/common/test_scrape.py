@@ -87,7 +87,7 @@ async def test_nothing_else_is_to_be_had(request_text: str, status: int) -> None
     assert fields["allow"] == "GET, HEAD"
 
 
-async def test_connections_are_bounded_and_a_slow_one_keeps_nobody_waiting(
+async def test_connections_are_bounded_and_a_slow_one_blocks_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scrape, "TIMEOUT_S", 0.2)
@@ -115,7 +115,7 @@ async def test_one_connection_too_many_is_closed_at_once() -> None:
             each.close()
 
 
-async def test_a_taken_port_is_told() -> None:
+async def test_port_in_use_is_reported() -> None:
     async with serving() as address:
         host, _, port = address.rpartition(":")
         with pytest.raises(OSError, match=f"cannot listen on {host}:{port} for metrics"):

@@ -93,7 +93,7 @@ async def test_a_bad_field_and_a_retry_time_reach_the_client() -> None:
 
 
 @pytest.mark.parametrize("error", [grpc.aio.InternalError("gone"), grpc.aio.AbortError("told")])
-async def test_what_grpc_raises_itself_is_neither_logged_nor_told_once_more(
+async def test_grpc_errors_are_neither_logged_nor_sent_again(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def failing(_request: object, _context: object) -> None:
@@ -130,7 +130,7 @@ BAD_UTF8 = b"\x0a\x05\x0a\x03\x0a\x01s" + b"\x0a\x05\x0a\x03\x0a\x01\xff"
     ],
     ids=["utf8", "garbage", "oversize"],
 )
-async def test_an_unreadable_message_is_the_callers_fault(payload: bytes, field: str, problem: str) -> None:
+async def test_unreadable_message_is_invalid_argument(payload: bytes, field: str, problem: str) -> None:
     async with serving(EchoService()) as (_, channel):
         unary: Any = channel.unary_unary(f"/{SERVICE}/Propose")
         stream: Any = channel.stream_stream(f"/{SERVICE}/ProposeStream")
@@ -190,7 +190,7 @@ async def _await(call: Any) -> Any:
     return await call
 
 
-async def test_a_taken_port_is_told_at_once() -> None:
+async def test_taken_port_is_reported_at_once() -> None:
     async with serving(EchoService()) as (running, _):
         port = int(running.address.rsplit(":", 1)[1])
         with pytest.raises(CannotBind, match=str(port)):

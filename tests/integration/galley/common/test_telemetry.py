@@ -190,7 +190,7 @@ def test_a_span_keeps_its_last_events_and_links(collector: Collector) -> None:
     assert [link.span_id for link in sent.links[-2:]] == [(999).to_bytes(8), (1000).to_bytes(8)]
 
 
-def test_a_library_that_repeats_itself_is_heard_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_library_warning_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     start_logging("galley-test")
     for number in range(3):
         logging.getLogger("opentelemetry.exporter").error("cannot export, try %s", number)

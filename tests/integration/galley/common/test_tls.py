@@ -62,20 +62,20 @@ def parties(tmp_path: Path) -> Parties:
     return Parties(tmp_path)
 
 
-async def test_a_server_with_a_certificate_is_spoken_to_over_tls(parties: Parties) -> None:
+async def test_server_with_a_certificate_is_reached_over_tls(parties: Parties) -> None:
     async with serving(EchoService(), parties.server, mutual=False) as running:
         assert await asked_anew(running, parties.client, own=False) == ""
         assert await asked_anew(running, parties.client, name="server") == ""
 
 
-async def test_a_server_that_asks_for_certificates_knows_who_calls(parties: Parties) -> None:
+async def test_server_that_requires_certificates_identifies_its_callers(parties: Parties) -> None:
     service = EchoService()
     async with serving(service, parties.server) as running:
         assert await asked_anew(running, parties.client) == ""
     assert service.callers == ["client"]
 
 
-async def test_whom_a_client_does_not_trust_it_does_not_ask(parties: Parties) -> None:
+async def test_client_sends_nothing_to_an_untrusted_server(parties: Parties) -> None:
     service = EchoService()
     async with serving(service, parties.server, mutual=False) as running:
         mistrustful = parties.trusting(parties.other, parties.authority)
@@ -98,9 +98,7 @@ async def test_a_certificate_that_has_expired_is_not_trusted(parties: Parties) -
 
 
 @pytest.mark.parametrize("who", ["plain", "without a certificate", "of another authority"])
-async def test_who_does_not_show_a_certificate_of_the_authority_is_turned_away(
-    parties: Parties, who: str
-) -> None:
+async def test_caller_without_a_trusted_certificate_is_refused(parties: Parties, who: str) -> None:
     service = EchoService()
     async with serving(service, parties.server) as running:
         match who:
@@ -115,7 +113,7 @@ async def test_who_does_not_show_a_certificate_of_the_authority_is_turned_away(
     assert service.callers == ["client"]
 
 
-async def test_a_certificate_for_servers_alone_lets_nobody_call(parties: Parties) -> None:
+async def test_server_only_certificate_is_refused_for_clients(parties: Parties) -> None:
     pair = parties.authority.issue("server", usages=(ExtendedKeyUsageOID.SERVER_AUTH,))
     output = Material(parties.authority.ca.read_bytes(), pair.cert.read_bytes(), pair.key.read_bytes())
     service = EchoService()
@@ -135,7 +133,7 @@ async def test_nothing_is_sent_in_plain_text_to_a_server_that_speaks_no_tls(part
         assert await asked_anew(running, None) == ""
 
 
-async def test_a_file_of_no_use_keeps_a_server_from_starting(parties: Parties) -> None:
+async def test_unusable_file_prevents_server_start(parties: Parties) -> None:
     parties.server.put(ca=parties.authority.ca, cert=parties.authority.issue("x").cert, key=b"no key")
     built = EchoService()
     with pytest.raises(BadFile) as refused:
@@ -156,7 +154,7 @@ def test_half_of_what_tls_needs_is_refused(given: dict[str, str], problem: str) 
         settings(**given)
 
 
-async def test_a_server_shows_its_new_certificate_to_who_comes_and_keeps_the_streams_that_it_has(
+async def test_server_uses_new_certificate_for_new_connections_only(
     parties: Parties,
 ) -> None:
     newer = parties.trusting(parties.other, parties.authority)
@@ -186,7 +184,7 @@ async def test_a_server_asks_for_certificates_of_its_new_authority(parties: Part
     assert service.callers == ["stranger"]
 
 
-async def test_a_server_keeps_its_certificate_while_the_new_one_is_of_no_use(parties: Parties) -> None:
+async def test_server_keeps_its_certificate_while_the_new_one_is_unusable(parties: Parties) -> None:
     async with serving(EchoService(), parties.server) as running:
         assert await asked_anew(running, parties.client) == ""
         newer = parties.other.issue("server")
@@ -209,7 +207,7 @@ async def test_a_server_keeps_its_certificate_while_the_new_one_is_of_no_use(par
     ],
     ids=["for clients", "too early", "too late"],
 )
-async def test_a_certificate_that_every_client_would_turn_away_does_not_replace_a_good_one(
+async def test_unusable_certificate_does_not_replace_a_good_one(
     parties: Parties, how: dict[str, Any], why: str
 ) -> None:
     async with serving(EchoService(), parties.server) as running:
@@ -219,7 +217,7 @@ async def test_a_certificate_that_every_client_would_turn_away_does_not_replace_
         assert [why in line["error"] for line in logs] == [True]
 
 
-async def test_it_is_told_when_the_certificate_ends_that_is_shown(parties: Parties) -> None:
+async def test_expiry_of_the_served_certificate_is_reported(parties: Parties) -> None:
     registry = Registry("draft")
     given = settings(**tls_settings(parties.server, mutual=True))
     running = await start_server(given, building(EchoService()), Parts(metrics=registry))
@@ -286,7 +284,7 @@ async def test_calls_go_by_the_new_certificate_once_a_connection_with_it_stands(
     assert len(reloading.opened) == 2
 
 
-async def test_a_connection_that_stands_is_used_while_none_can_be_made_with_the_new_files(
+async def test_old_connection_is_used_while_new_files_fail(
     parties: Parties, service: EchoService, reloading: Reloading
 ) -> None:
     await ask(reloading.channel)
@@ -318,7 +316,7 @@ async def test_a_connection_that_breaks_is_not_made_again_with_the_files_of_befo
             assert not again.entered.is_set()
 
 
-async def test_files_of_no_use_leave_a_channel_as_it_is(
+async def test_unusable_files_leave_a_channel_unchanged(
     parties: Parties, service: EchoService, reloading: Reloading
 ) -> None:
     await ask(reloading.channel)
@@ -329,7 +327,7 @@ async def test_files_of_no_use_leave_a_channel_as_it_is(
     assert len(reloading.opened) == 1
 
 
-async def test_files_that_change_again_before_they_were_of_use_are_followed(
+async def test_files_that_change_twice_are_followed(
     parties: Parties, service: EchoService, reloading: Reloading
 ) -> None:
     await ask(reloading.channel)

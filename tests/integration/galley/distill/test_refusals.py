@@ -243,9 +243,7 @@ def test_a_run_that_was_refused_for_its_prompts_may_begin_again(options: Options
 
 
 @pytest.mark.parametrize(("field", "value"), [("layers", 3), ("against", Path("nowhere"))])
-def test_what_does_not_fit_the_target_is_refused_before_any_work(
-    options: Options, field: str, value: Any
-) -> None:
+def test_mismatched_draft_is_refused_before_any_work(options: Options, field: str, value: Any) -> None:
     collected = Collected()
     with pytest.raises(InvalidField) as refused:
         distil(replace(options, **{**SHORT, field: value}), collected)
@@ -272,9 +270,7 @@ def test_the_command_names_the_flag(target_dir: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "draft").exists()
 
 
-def test_the_command_writes_a_draft_and_a_plot_from_prompts_that_the_target_makes_up(
-    target_dir: Path, tmp_path: Path
-) -> None:
+def test_command_writes_a_draft_and_a_plot(target_dir: Path, tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(distill)
     given = {

@@ -280,7 +280,7 @@ def check_tokens_are_plain(rule: Verify, params: SamplingParams) -> Counter[tupl
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_tokens_are_those_of_plain_decoding_whatever_the_draft(name: str) -> None:
+def test_tokens_equal_plain_decoding_with_any_draft(name: str) -> None:
     seen = check_tokens_are_plain(verify, SETTINGS[name])
     assert {(k, count) for k in (1, 4, 8) for count in range(k + 1)} <= seen.keys()
 
@@ -298,7 +298,7 @@ def test_mutant_position_off_by_one_is_caught(mutant: Verify, name: str) -> None
         check_tokens_are_plain(mutant, SETTINGS[name])
 
 
-def test_the_row_by_row_form_of_the_mutants_is_right_but_for_the_mutation() -> None:
+def test_row_by_row_mutants_differ_only_by_their_mutation() -> None:
     def unmutated(logits: torch.Tensor, context: Draw, guesses: Sequence[int]) -> Verdict:
         return _row_by_row(
             logits, guesses, lambda i: replace(context, history=[*context.history, *guesses[:i]])

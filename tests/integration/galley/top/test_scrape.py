@@ -45,7 +45,7 @@ def test_numbers_that_are_none_and_metrics_of_others_are_left_out() -> None:
     assert read_samples(output) == {"galley_a": {(): 1}, "galley_d": {(("w", "x"),): -2000}}
 
 
-def test_what_a_terminal_would_obey_is_replaced() -> None:
+def test_control_codes_are_replaced() -> None:
     (labels,) = read_samples('galley_a{w="\x1b[2J[red]\u202e"} 1\n')["galley_a"]
     assert labels == (("w", "\ufffd[2J[red]\ufffd"),)
     (labels,) = read_samples(f'galley_a{{w="{"x" * 500}"}} 1\n')["galley_a"]
@@ -56,14 +56,14 @@ def test_what_a_terminal_would_obey_is_replaced() -> None:
     "reported",
     ["galley_a{", "galley_a", "galley_a x", 'galley_a{w="x} 1', "galley_a " + "9" * 400, 'galley_{=","} 1'],
 )
-def test_what_cannot_be_read_is_told(reported: str) -> None:
+def test_unreadable_line_is_reported(reported: str) -> None:
     with pytest.raises(Away, match="unreadable"):
         read_samples(reported)
 
 
 @settings(max_examples=300)
 @given(st.text(alphabet='{}=,"\\ abé#\t019.eE+-_NInf', max_size=60))
-def test_no_line_whatever_it_is_does_more_than_that(told: str) -> None:
+def test_arbitrary_lines_parse_or_raise(told: str) -> None:
     try:
         read_samples("galley_" + told)
     except Away:
@@ -78,12 +78,12 @@ def test_the_number_and_the_length_of_lines_are_bounded() -> None:
         read_samples('galley_a{w="' + '"' * scraping.MAX_LINE + '"} 1')
 
 
-async def test_nobody_there_is_told_at_once() -> None:
+async def test_unreachable_service_is_reported_at_once() -> None:
     with pytest.raises(Away, match="refused"):
         await scrape(nobody())
 
 
-async def test_another_status_is_told() -> None:
+async def test_other_http_status_is_reported() -> None:
     with telling("galley_a 1\n", status=503) as address, pytest.raises(Away, match="HTTP 503"):
         await scrape(address)
 
@@ -91,7 +91,7 @@ async def test_another_status_is_told() -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"\x00\x01 nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Le", b"\r\n" * 9]
 )
-async def test_what_is_no_http_is_told(sent: bytes) -> None:
+async def test_invalid_http_is_reported(sent: bytes) -> None:
     def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(sent)
         writer.close()
@@ -117,7 +117,7 @@ async def test_an_answer_without_end_is_cut_off() -> None:
     "address",
     ["", "host", "host:", ":1", "host:0", "host:65536", "host:1x", "::1:9", "[::1]", "host:" + "9" * 5000],
 )
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="must be host:port"):
         host_and_port(address)
 

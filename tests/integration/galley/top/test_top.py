@@ -89,7 +89,7 @@ def test_without_arguments_the_stack_that_runs_here_is_found() -> None:
     assert "error: no stack runs here" in gone.stderr
 
 
-def test_the_store_of_the_stack_that_runs_here_is_asked_too() -> None:
+def test_store_of_the_local_stack_is_read() -> None:
     with endpoint.Endpoint() as stack:
         with the_sample() as services, running(VALKEY) as server:
             stack.announce("127.0.0.1:1", services, server.url)
@@ -102,13 +102,13 @@ def test_the_store_of_the_stack_that_runs_here_is_asked_too() -> None:
     assert "registry away" in away.stdout
 
 
-def test_a_stack_that_tells_no_metrics_is_said_to_be_none() -> None:
+def test_stack_without_metrics_is_reported() -> None:
     with endpoint.Endpoint() as stack:
         stack.announce("127.0.0.1:1")
         assert "name services with --metrics" in galley("--once").stderr
 
 
-def test_nobody_is_a_frame_and_an_error() -> None:
+def test_unreachable_service_is_a_frame_and_an_error() -> None:
     output = galley("--once", *SOON, "--metrics", nobody())
     assert output.exit_code == 1
     assert "0 of 1 up" in output.stdout
@@ -131,7 +131,7 @@ def test_a_wrong_flag_is_a_usage_error(wrong: tuple[str, ...]) -> None:
     assert galley("--once", *wrong).exit_code == 2
 
 
-async def test_registered_replicas_are_shown_and_a_store_that_goes_away_is_told() -> None:
+async def test_registered_replicas_and_a_lost_store_are_shown() -> None:
     from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry  # noqa: PLC0415
     from galley.top.registry import read_leases  # noqa: PLC0415
 

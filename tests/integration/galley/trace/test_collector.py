@@ -70,7 +70,7 @@ async def test_spans_of_the_sdks_exporter_arrive_in_the_file(tmp_path: Path) -> 
     assert {span.parent_id for span in spans if span.name == "inner"} == {reported.span_id}
 
 
-async def test_what_cannot_be_read_or_is_too_large_is_refused_and_not_written(tmp_path: Path) -> None:
+async def test_unreadable_or_too_large_spans_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
     async with (
         collecting(path, max_message_bytes=1024) as address,
@@ -84,7 +84,7 @@ async def test_what_cannot_be_read_or_is_too_large_is_refused_and_not_written(tm
     assert read(path) == []
 
 
-async def test_too_much_at_once_is_sent_away_with_a_time_to_come_back(tmp_path: Path) -> None:
+async def test_excess_requests_are_refused_with_a_retry_delay(tmp_path: Path) -> None:
     entered, release = threading.Event(), threading.Event()
 
     class SlowFile(OtlpFile):
@@ -123,7 +123,7 @@ async def test_spans_whose_ids_are_none_are_rejected_and_spoil_no_file(tmp_path:
     assert len(read(path)) == before
 
 
-async def test_spans_that_no_line_can_hold_are_said_to_be_rejected(
+async def test_too_large_spans_are_reported_as_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(otlp_file, "MAX_LINE_BYTES", 200)
@@ -137,7 +137,7 @@ async def test_spans_that_no_line_can_hold_are_said_to_be_rejected(
     assert answer.partial_success.error_message
 
 
-async def test_a_file_that_cannot_be_written_is_our_fault_and_not_tried_again(tmp_path: Path) -> None:
+async def test_unwritable_file_is_an_internal_error_without_retry(tmp_path: Path) -> None:
     class FullDisk(OtlpFile):
         def append(self, request: otlp_pb.ExportTraceServiceRequest) -> int:
             raise OSError("no space left on device")

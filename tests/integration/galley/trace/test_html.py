@@ -153,7 +153,7 @@ def test_hostile_words_are_only_words(browser: Browser, tmp_path: Path) -> None:
     assert len(browser.requests) == 1
 
 
-def test_even_what_is_not_escaped_cannot_run(browser: Browser, tmp_path: Path) -> None:
+def test_unescaped_markup_cannot_run(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     text = page(story_of(scenes.eventful()))
     path.write_text(text.replace("<main>", f"<main>{scenes.HOSTILE}"), encoding="utf-8")

@@ -54,7 +54,7 @@ async def test_drafting_on_from_guesses_is_drafting_all_at_once(
 
 
 @either
-async def test_what_was_guessed_already_needs_no_step(
+async def test_known_draft_tokens_need_no_step(
     draft: tuple[Serving, Gated], sampling: pb.SamplingParams
 ) -> None:
     serves, gated = draft
@@ -76,9 +76,7 @@ async def test_other_sampling_is_other_guesses(draft: tuple[Serving, Gated]) -> 
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_session_drafts_the_same_whatever_went_before_and_beside(
-    draft: tuple[Serving, Gated], seed: int
-) -> None:
+async def test_proposals_do_not_depend_on_history_or_batch(draft: tuple[Serving, Gated], seed: int) -> None:
     serves, _ = draft
     chance = random.Random(seed)
 

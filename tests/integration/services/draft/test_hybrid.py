@@ -69,7 +69,7 @@ def teach(strategy: HybridStrategy, above: int, salt: bytes = b"") -> None:
         tokens.append(tokens[-1] + above)
 
 
-def test_what_a_long_match_says_is_taken_without_a_step(hybrid: HybridStrategy, model: Counting) -> None:
+def test_long_match_needs_no_model_step(hybrid: HybridStrategy, model: Counting) -> None:
     proposal = ask(hybrid, DraftSession(), [*range(30), *range(20)])
     assert proposal.tokens == [20, 21, 22, 23]
     assert proposal.done
@@ -85,7 +85,7 @@ def test_the_model_drafts_where_there_is_no_match_or_a_short_one(
     assert model.steps == 8
 
 
-def test_a_token_that_both_say_is_surer_than_one_that_one_says(hybrid: HybridStrategy) -> None:
+def test_agreed_token_has_higher_survival(hybrid: HybridStrategy) -> None:
     both = ask(hybrid, DraftSession(), [50, 51, 52, 7, 50, 51], salt=b"a")
     alone = ask(hybrid, DraftSession(), [50, 51], salt=b"b")
     against = ask(hybrid, DraftSession(), [51, 80, 7, 51], salt=b"c")
@@ -139,7 +139,7 @@ def test_nothing_is_learnt_of_drafts_after_a_wrong_guess(hybrid: HybridStrategy)
 
 
 @pytest.mark.parametrize(("salt", "workload", "same"), [(b"other", "", False), (b"", "chat", True)])
-def test_tenants_are_told_apart_and_a_new_workload_begins_as_its_tenants_others(
+def test_new_workload_inherits_acceptance_of_its_tenant(
     hybrid: HybridStrategy, salt: bytes, workload: str, same: bool
 ) -> None:
     new = ask(hybrid, DraftSession(), [1, 2, 3], salt=b"third").survival[0]
@@ -151,7 +151,7 @@ def test_tenants_are_told_apart_and_a_new_workload_begins_as_its_tenants_others(
     assert same or request == new
 
 
-def test_what_was_guessed_already_needs_no_step(hybrid: HybridStrategy, model: Counting) -> None:
+def test_known_draft_tokens_need_no_step(hybrid: HybridStrategy, model: Counting) -> None:
     session = DraftSession()
     whole = ask(hybrid, session, [1, 2, 3]).tokens
     model.steps = 0

@@ -46,7 +46,7 @@ async def test_items_and_steps_are_counted_by_what_became_of_them(tiny: Path) ->
     assert number(registry, catalogue.WASTED_DRAFT_TOKENS, "cancelled") == 0
 
 
-async def test_what_is_given_up_is_cancelled_and_its_tokens_are_wasted(tiny: Path) -> None:
+async def test_abandoned_proposal_is_cancelled_and_counted_as_wasted(tiny: Path) -> None:
     registry = Registry(DRAFT)
     async with gating(tiny, metrics=registry) as (gated, stream, _):
         await stream.send(item([5, 9, 2], 8, "a"))

@@ -51,7 +51,7 @@ def test_it_guesses_what_followed_and_says_how_likely_that_is() -> None:
     assert proposal.survival == pytest.approx([1 / 2, 3 / 10, 1 / 5, 1 / 7])
 
 
-def test_nothing_is_guessed_of_what_never_was() -> None:
+def test_unseen_tokens_give_no_proposal() -> None:
     assert Talk(NgramStrategy(Lookups()), [1, 2, 3, 4]).proposal.tokens == []
     assert Talk(NgramStrategy(Lookups()), [5, 6, 5]).ask(k=0).tokens == []
 
@@ -62,7 +62,7 @@ def test_guesses_end_after_a_stop_token() -> None:
     assert NgramStrategy(Lookups()).begin([job])[0].tokens == [6, 2]
 
 
-def test_what_is_ahead_is_followed_and_forgotten() -> None:
+def test_tokens_ahead_are_followed_and_forgotten() -> None:
     talk = Talk(NgramStrategy(Lookups()), [5, 6, 7, 8, 9, 1, 5])
     assert talk.proposal.tokens == [6, 7, 8, 9]
     assert talk.ask(ahead=(6, 7), k=2).tokens == [8, 9]
@@ -90,7 +90,7 @@ def test_being_wrong_lowers_survival() -> None:
     assert 0 < Talk(strategy, [5, 6, 8, 9, 5]).proposal.survival[0] < before / 2
 
 
-def test_what_hardly_survives_is_not_proposed() -> None:
+def test_unlikely_tokens_are_not_proposed() -> None:
     strategy = NgramStrategy(Lookups())
     talk = Talk(strategy, [0])
     for i in range(400):
@@ -122,7 +122,7 @@ def test_other_sessions_learn_from_an_answer_of_their_kind() -> None:
     st.lists(st.tuples(st.booleans(), st.booleans(), st.lists(st.integers(0, 3), min_size=1)), max_size=20),
     st.sampled_from([b"", b"own"]),
 )
-def test_nothing_of_a_tenant_surfaces_in_what_another_is_proposed(
+def test_tenants_do_not_affect_each_others_proposals(
     said: list[tuple[bool, bool, list[int]]], own_salt: bytes
 ) -> None:
     shared, alone = NgramStrategy(Lookups()), NgramStrategy(Lookups())
@@ -138,7 +138,7 @@ def test_nothing_of_a_tenant_surfaces_in_what_another_is_proposed(
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 12), TOKENS, TOKENS), max_size=8))
-def test_a_session_whose_tokens_changed_is_begun_anew(
+def test_session_with_changed_tokens_starts_over(
     changes: list[tuple[int, list[int], list[int]]],
 ) -> None:
     strategy, session, tokens = NgramStrategy(Lookups()), DraftSession(), [0]

@@ -47,7 +47,7 @@ async def test_ngram_and_none_need_no_model() -> None:
         ]
 
 
-async def test_a_tenant_is_proposed_nothing_of_anothers_answers() -> None:
+async def test_proposals_do_not_use_other_tenants_answers() -> None:
     async with drafting() as draft:
         answer = item([1, 50, 51, 52, 53], session_id="a", tenant_salt=b"one", prompt_len=1)
         await propose(draft, answer)
@@ -113,7 +113,7 @@ async def test_a_stream_answers_the_same() -> None:
     }
 
 
-async def test_the_model_guesses_what_the_same_model_says(tiny: Path) -> None:
+async def test_model_proposes_its_own_tokens(tiny: Path) -> None:
     prompt = [5, 9, 2, 33, 17]
     answer = greedy(tiny, prompt, 12)
     async with drafting(model=str(tiny), dtype="float32", default_strategy="model") as draft:

@@ -82,7 +82,7 @@ async def test_of_two_that_wait_for_the_same_step_the_newer_counts(tiny: Path) -
     assert gated.steps == ["b", "a"]
 
 
-async def test_a_miss_overtakes_too_and_says_what_is_held(tiny: Path) -> None:
+async def test_cache_miss_supersedes_and_reports_what_is_held(tiny: Path) -> None:
     async with gating(tiny) as (gated, stream, _):
         await stream.send(item(PROMPTS["a"], 3, "a"))
         await gated.begun()
@@ -110,7 +110,7 @@ async def test_at_its_deadline_an_item_is_answered_with_what_is_ready(tiny: Path
     assert (draft.drafter.counts.drafted, draft.drafter.counts.wasted) == (3, 1)
 
 
-async def test_an_item_that_has_not_begun_by_its_deadline_is_refused(tiny: Path) -> None:
+async def test_request_not_started_by_its_deadline_is_refused(tiny: Path) -> None:
     async with gating(tiny) as (gated, stream, _):
         await stream.send(item(PROMPTS["a"], 1, "a"))
         await gated.begun()
@@ -122,7 +122,7 @@ async def test_an_item_that_has_not_begun_by_its_deadline_is_refused(tiny: Path)
     assert gated.steps == ["a"]
 
 
-async def test_one_whose_first_step_is_not_over_by_its_deadline_has_nothing(tiny: Path) -> None:
+async def test_request_without_a_step_by_its_deadline_has_no_tokens(tiny: Path) -> None:
     async with gating(tiny) as (gated, stream, _):
         await stream.send(item(PROMPTS["a"], 6, "a", remaining_ns=200_000_000))
         await gated.begun()
@@ -131,7 +131,7 @@ async def test_one_whose_first_step_is_not_over_by_its_deadline_has_nothing(tiny
     assert not cut.result.draft_tokens
 
 
-async def test_what_is_given_up_is_drafted_no_further_and_makes_room(tiny: Path) -> None:
+async def test_cancelled_draft_request_frees_its_place(tiny: Path) -> None:
     async with gating(tiny, max_sessions=1) as (gated, stream, draft):
         await stream.send(item(PROMPTS["a"], 6, "a"))
         await gated.begun()
@@ -176,7 +176,7 @@ async def test_a_step_that_fails_fails_its_items_alone(tiny: Path) -> None:
     assert list(served.result.draft_tokens) == greedy(tiny, PROMPTS["a"], 2)
 
 
-async def test_a_long_prompt_holds_up_nobody(tiny: Path) -> None:
+async def test_long_prompt_does_not_delay_other_sessions(tiny: Path) -> None:
     prompt = [2 + i % 90 for i in range(150)]
     async with gating(tiny) as (gated, stream, _):
         await stream.send(item(prompt, 1, "a"), item(PROMPTS["b"], 1, "b"))

@@ -68,7 +68,7 @@ async def test_health_and_reflection_stay_open(gateway: Gateway) -> None:
         assert reported.list_services_response.service
 
 
-async def test_anothers_session_is_not_found(world: World, alice: Gateway, bob: Gateway) -> None:
+async def test_session_of_another_principal_is_not_found(world: World, alice: Gateway, bob: Gateway) -> None:
     stream, received = await world.held(alice, 1)
     for session_id in (stream.session_id, UNKNOWN):
         for call in (receive(bob.client.resume(session_id, 1)), bob.client.abort(session_id)):
@@ -87,7 +87,7 @@ async def asked_of(store: Server) -> dict[str, int]:
     return {str(name): reported["calls"] for name, reported in stats.items() if "info" not in str(name)}
 
 
-async def test_anothers_session_costs_the_store_the_same(
+async def test_session_of_another_principal_costs_the_store_the_same(
     world: World, shared_store: Server, alice: Gateway, bob: Gateway
 ) -> None:
     stream = alice.ask()
@@ -107,7 +107,9 @@ async def test_anothers_session_costs_the_store_the_same(
     assert len(world.target.calls) == calls
 
 
-async def test_anothers_idempotency_key_looks_unused(world: World, alice: Gateway, bob: Gateway) -> None:
+async def test_idempotency_key_of_another_principal_looks_unused(
+    world: World, alice: Gateway, bob: Gateway
+) -> None:
     key = f"key-{id(world)}-anothers"
     must_be_true(await receive(alice.ask(idempotency_key=key)))
     stream = bob.ask("Another body.", idempotency_key=key)

@@ -67,7 +67,7 @@ def test_the_charts_pods_drain_as_long_as_serve_lets_a_replica_go(drain: int) ->
         assert rendered[name]["terminationGracePeriodSeconds"] > goes_within, name
 
 
-def test_ray_is_not_told_the_stores_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_does_not_get_the_store_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, file = "redis://galley:canary-5c1e@store.test:6379", tmp_path / "url"
     file.write_text(url)
     settings = DeploySettings.model_validate({"redis_url_file": str(file)})

@@ -41,7 +41,7 @@ def deployment(folder: Path) -> Deployment:
     )
 
 
-async def test_a_dead_head_ends_it_and_is_not_asked_to_stop(
+async def test_dead_head_ends_the_deployment_without_a_stop_request(
     stopped: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dead() -> None:

@@ -59,7 +59,7 @@ def test_a_plan_cut_short_is_refused(
 
 
 @pytest.mark.parametrize("numbers", [[7], [1, 0, 0, 5]])
-def test_what_is_no_plan_is_refused(numbers: list[int]) -> None:
+def test_invalid_plan_is_refused(numbers: list[int]) -> None:
     with pytest.raises(Broken):
         decode(numbers)
 
@@ -94,7 +94,7 @@ def test_numbers_of_any_count_arrive(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 2**24 + 1, 2**31 - 1])
-def test_a_count_that_no_plan_has_is_refused_before_there_is_room_for_it(count: int) -> None:
+def test_invalid_plan_count_is_refused_before_allocation(count: int) -> None:
     wire = Wire()
     wire.sent.append(torch.full((1024,), count, dtype=torch.int32))
     with pytest.raises(Broken, match=f"at most .* values, got {count}"):

@@ -108,6 +108,6 @@ def test_ranks_that_do_not_divide_are_refused_with_the_numbers(default_model_dir
         ),
     ],
 )
-def test_what_cannot_be_cut_is_refused(config: Any, size: int, problem: str) -> None:
+def test_unsplittable_shape_is_refused(config: Any, size: int, problem: str) -> None:
     with pytest.raises(UnsupportedModel, match=problem):
         refuse_ranks(config, size)

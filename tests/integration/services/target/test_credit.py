@@ -149,7 +149,7 @@ async def test_a_bad_extension_closes_its_item_alone(
     assert tokens_of(answers) == answer[:3]
 
 
-async def test_a_newer_item_overtakes_one_that_stands_on_credit(
+async def test_newer_request_supersedes_one_on_credit(
     target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
 ) -> None:
     async with first_pass_held(target, engine, item(credit=50)) as stream:
@@ -165,7 +165,7 @@ async def test_a_newer_item_overtakes_one_that_stands_on_credit(
     assert tokens_of(answers) == answer[:2]
 
 
-async def test_what_is_cancelled_ends_and_keeps_its_cache(
+async def test_cancelled_request_ends_and_keeps_its_cache(
     target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
 ) -> None:
     async with stream_of(target) as stream:
@@ -206,7 +206,7 @@ async def test_a_failed_pass_costs_its_sessions_that_pass_and_no_more(
     assert list(retried.result.tokens) == answer[1:2]
 
 
-async def test_a_fault_of_the_scheduler_costs_all_items_and_the_replica_goes_on(
+async def test_scheduler_error_fails_open_requests_and_replica_continues(
     target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
 ) -> None:
     engine.missing = 1

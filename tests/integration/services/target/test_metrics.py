@@ -60,7 +60,7 @@ async def test_a_prompt_that_is_cached_is_reused_and_a_prefix_that_is_not_is_a_m
     assert number(registry, catalogue.KV_MISSES) == 1
 
 
-async def test_a_pool_that_is_too_small_preempts_evicts_and_says_so(
+async def test_too_small_pool_preempts_evicts_and_counts_it(
     target: rpc.TargetAsyncStub, registry: Registry
 ) -> None:
     long = [token % 100 for token in range(KV_BLOCKS // 4 * 20)]

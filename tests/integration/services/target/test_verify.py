@@ -167,7 +167,7 @@ async def test_sessions_share_a_step_and_each_gets_its_own_tokens(
     assert answers[0].result.batch_sessions == 8
 
 
-async def test_a_newer_item_of_a_session_overtakes_the_one_that_waits(
+async def test_newer_request_supersedes_the_waiting_one(
     target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
 ) -> None:
     longer = [*PROMPT, answer[0]]
@@ -247,7 +247,7 @@ async def test_a_bad_item_is_named_and_harms_no_other(
 
 
 @pytest.mark.parametrize(("field", "value"), [("parents", [0]), ("want_features", True)])
-async def test_what_is_not_served_yet_is_refused_by_name(
+async def test_unsupported_option_is_refused_by_name(
     target: rpc.TargetAsyncStub, field: str, value: Any
 ) -> None:
     (refused,) = await verify(target, pb.VerifyItem(slice=slice_of(PROMPT), **{field: value}))

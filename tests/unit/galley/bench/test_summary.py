@@ -71,7 +71,7 @@ def looping(arm: str, loop_s: float, streams: int = 1) -> LoopBlock:
     return LoopBlock(load, (answer,) * streams, at_s[-1], 0.0)
 
 
-def test_who_is_faster_through_a_loop_gains_nothing_by_it_at_one_stream() -> None:
+def test_faster_loops_gain_nothing_at_one_stream() -> None:
     slow, fast = looping("off", 0.1), looping("auto", 0.02)
     counted = slow.answers[0].counted
     assert 40 < counted < 80
@@ -96,7 +96,7 @@ def test_rounds_are_summed_over_all_answers() -> None:
     assert (of.wasted_draft, of.wasted_verify) == (480 - 180, 60)
 
 
-def test_the_model_foretells_tokens_a_round_over_what_the_round_takes() -> None:
+def test_model_predicts_tokens_per_round_time() -> None:
     """Leviathan et al., arXiv 2211.17192, section 3.3: 4 tokens in (40 + 10) ms against 30 ms each."""
     blocks = [
         block("off", 0.03, rounds=rounds_of(0, 0, target_ms=30)),

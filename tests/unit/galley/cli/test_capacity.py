@@ -49,7 +49,7 @@ def test_it_says_what_bounds_a_replica(tmp_path: Path) -> None:
     assert "no draft token pays" in output
 
 
-def test_the_worked_example_of_the_documentation_is_what_is_printed() -> None:
+def test_documented_example_is_printed() -> None:
     page = SCALING.read_text()
     for line in output_of(f"--capacity={EXAMPLE}").splitlines():
         assert line.rstrip() in page

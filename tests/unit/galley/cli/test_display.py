@@ -45,7 +45,7 @@ def _console(*, terminal: bool, no_color: bool = False) -> Console:
     )
 
 
-def test_tokens_of_the_draft_are_green_and_nothing_is_wrapped_or_taken_for_markup() -> None:
+def test_draft_tokens_are_green_without_wrapping_or_markup() -> None:
     output = _shown(_console(terminal=True))
     assert output == f"The{GREEN} cat{RESET}{GREEN} [b]sat{RESET} down\n"
 
@@ -76,7 +76,7 @@ def test_why_an_answer_ended() -> None:
     assert reason(pb.Finished(reason=pb.Finished.REASON_STOP, stop_token_id=2)) == "stop token 2"
 
 
-def test_a_start_is_told_in_plain_lines_without_a_terminal() -> None:
+def test_start_is_logged_in_plain_lines_without_a_terminal() -> None:
     console = _console(terminal=False)
     progress = StackProgress(console)
     progress.expect(["target"])

@@ -43,7 +43,7 @@ def watched(tmp_path: Path) -> Watched:
     return Watched(tmp_path)
 
 
-def test_what_does_not_change_is_read_once(watched: Watched) -> None:
+def test_unchanged_file_is_read_once(watched: Watched) -> None:
     files = WatchedFiles(watched.named, watched.read)
     assert files.current() == ["old"]
     assert files.current() is files.current()
@@ -58,7 +58,7 @@ def test_a_change_is_read_at_the_next_look_and_no_sooner(watched: Watched) -> No
     assert files.current() == ["new"]
 
 
-def test_what_is_of_no_use_is_logged_once_and_what_was_read_stays(watched: Watched) -> None:
+def test_unusable_file_is_logged_once_and_old_content_stays(watched: Watched) -> None:
     files = WatchedFiles(watched.named, watched.read)
     replace(watched.paths[0], "torn")
     with logged(files_module) as logs:
@@ -81,7 +81,7 @@ def test_a_file_that_goes_and_comes_back_is_read_when_it_is_back(watched: Watche
     assert files.current() == ["new"]
 
 
-def test_a_file_that_is_allowed_by_now_is_read_though_nobody_has_written_to_it(tmp_path: Path) -> None:
+def test_file_is_read_after_its_permissions_change(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("key")
     path.chmod(0o600)
@@ -91,7 +91,7 @@ def test_a_file_that_is_allowed_by_now_is_read_though_nobody_has_written_to_it(t
     assert files.current() == "0o640"
 
 
-def test_what_could_not_be_read_is_tried_again_and_told_once(watched: Watched) -> None:
+def test_unreadable_file_is_retried_and_logged_once(watched: Watched) -> None:
     now_s, crowded = [0.0], [False]
 
     def read() -> list[str]:
@@ -113,7 +113,7 @@ def test_what_could_not_be_read_is_tried_again_and_told_once(watched: Watched) -
     assert [line.get("error") for line in logs] == ["one: Too many open files", None]
 
 
-def test_what_only_another_file_can_mend_is_read_once(watched: Watched) -> None:
+def test_permanently_bad_file_is_read_once(watched: Watched) -> None:
     now_s, reads = [0.0], [0]
 
     def read() -> list[str]:
@@ -127,7 +127,7 @@ def test_what_only_another_file_can_mend_is_read_once(watched: Watched) -> None:
     assert reads == [2]
 
 
-def test_what_is_written_anew_as_it_was_is_no_change(watched: Watched) -> None:
+def test_rewriting_equal_content_is_no_change(watched: Watched) -> None:
     files = WatchedFiles(watched.named, watched.read)
     before = files.current()
     watched.write("old")
@@ -145,7 +145,7 @@ def test_files_that_are_replaced_while_they_are_read_are_read_again(watched: Wat
     assert WatchedFiles(watched.named, watched.read).current() == ["new"]
 
 
-def test_files_that_never_rest_are_not_waited_for_for_ever(watched: Watched) -> None:
+def test_wait_for_changing_files_is_bounded(watched: Watched) -> None:
     rounds = iter(range(100))
     watched.after_one = lambda: watched.write(f"version {next(rounds)}")
     with pytest.raises(BadFile, match="is another than the first"):
@@ -161,7 +161,7 @@ def test_files_that_never_rest_are_not_waited_for_for_ever(watched: Watched) -> 
     ],
     ids=["missing", "directory", "large"],
 )
-def test_what_cannot_be_read_is_named_with_its_setting(
+def test_unreadable_file_is_named_with_its_setting(
     tmp_path: Path, make: Callable[[Path], object], why: str
 ) -> None:
     path = tmp_path / "file"

@@ -36,14 +36,14 @@ async def test_it_is_the_result_of_the_work() -> None:
     assert_nothing_runs()
 
 
-async def test_work_that_is_done_counts_also_when_told_to_stop_at_once() -> None:
+async def test_finished_work_counts_despite_a_stop() -> None:
     stopped, work = asyncio.Event(), Work()
     stopped.set()
     work.go.set()
     assert await run_unless(stopped, work.run()) == "done"
 
 
-async def test_what_the_work_raises_is_raised() -> None:
+async def test_error_of_the_work_is_raised() -> None:
     async def fail() -> None:
         raise OSError("no such thing")
 
@@ -52,7 +52,7 @@ async def test_what_the_work_raises_is_raised() -> None:
     assert_nothing_runs()
 
 
-async def test_work_that_cancels_itself_is_not_taken_for_given_up() -> None:
+async def test_work_that_cancels_itself_raises_cancelled_error() -> None:
     async def give_up() -> None:
         raise asyncio.CancelledError
 
@@ -60,7 +60,7 @@ async def test_work_that_cancels_itself_is_not_taken_for_given_up() -> None:
         await run_unless(asyncio.Event(), give_up())
 
 
-async def test_told_to_stop_it_is_nothing_and_the_work_has_ended() -> None:
+async def test_stop_ends_the_work_and_returns_none() -> None:
     stopped, work = asyncio.Event(), Work()
     waiting = asyncio.create_task(run_unless(stopped, work.run()))
     await work.begun.wait()
@@ -70,7 +70,7 @@ async def test_told_to_stop_it_is_nothing_and_the_work_has_ended() -> None:
     assert_nothing_runs()
 
 
-async def test_work_that_fails_at_its_end_is_heard() -> None:
+async def test_error_at_the_end_of_work_is_raised() -> None:
     stopped, work = asyncio.Event(), Work(OSError("cannot end"))
     waiting = asyncio.create_task(run_unless(stopped, work.run()))
     await work.begun.wait()

@@ -87,7 +87,7 @@ def test_an_exemplar_is_the_last_of_its_bucket_that_is_sampled() -> None:
     assert {bucket: (it.value, it.span) for bucket, it in exemplars.items()} == {0: (0.2, (TRACE, SPAN))}
 
 
-def test_an_open_label_keeps_the_first_values_and_calls_all_others_other() -> None:
+def test_open_label_keeps_the_first_values_and_folds_the_rest() -> None:
     bound = Bound(WORKLOAD)
     names = [f"w{number}" for number in range(2 * WORKLOAD.most)]
     fitted = [bound.fit(name) for name in names]
@@ -108,7 +108,7 @@ def test_series_of_known_labels_are_there_from_the_start() -> None:
     assert series.at("hit") is series.at("hit")
 
 
-def test_what_others_count_is_asked_for_at_each_reading_and_bounded_too() -> None:
+def test_collected_values_are_read_at_each_scrape_and_bounded() -> None:
     registry, there = Registry("gateway"), ["a:1"]
     registry.observe(
         catalogue.BREAKER_STATE, lambda: [(("draft", it), index) for index, it in enumerate(there)]

@@ -35,7 +35,7 @@ def files(ca: Path | str, pair: Certificate | None, *, serves: bool = False) -> 
     )
 
 
-def test_what_is_given_is_read(authority: Authority) -> None:
+def test_given_options_are_read(authority: Authority) -> None:
     pair = authority.issue("one")
     assert files("", None).read() == Material()
     assert files(authority.ca, None).read() == Material(authority.ca.read_bytes())
@@ -135,7 +135,7 @@ def _half(authority: Authority) -> TlsFiles:
         (_half, "key_file", "required with cert_file"),
     ],
 )
-def test_what_is_of_no_use_is_refused(
+def test_unusable_files_are_refused_with_their_setting(
     authority: Authority, make: Callable[[Authority], TlsFiles], setting: str, why: str
 ) -> None:
     with pytest.raises(BadFile) as refused:

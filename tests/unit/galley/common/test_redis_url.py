@@ -41,7 +41,7 @@ from services.gateway.settings import GatewaySettings
         ),
     ],
 )
-def test_what_a_url_means(url: str, meant: RedisUrl) -> None:
+def test_url_parsing(url: str, meant: RedisUrl) -> None:
     assert parse_redis_url(url) == meant
 
 
@@ -65,7 +65,7 @@ def test_what_a_url_means(url: str, meant: RedisUrl) -> None:
         ("redis://:secret@a?timeout=3", "timeout"),
     ],
 )
-def test_what_no_url_is_told_without_secrets(url: str, problem: str) -> None:
+def test_invalid_url_is_reported_without_secrets(url: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem) as refused:
         parse_redis_url(url)
     assert "secret" not in str(refused.value)

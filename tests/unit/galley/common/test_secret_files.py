@@ -69,7 +69,7 @@ def test_a_secret_on_the_command_line_is_refused(
     assert f"{flag}: must not hold a secret" in refusal(capsys, *argv)
 
 
-def test_what_is_no_secret_may_stand_there(file: Path) -> None:
+def test_url_without_password_may_be_a_flag(file: Path) -> None:
     for url in ("redis://store.test:6379/0", "unix:///run/s", "redis://user@store.test/0"):
         assert parse_settings(GatewaySettings, ["--redis-url", url], "test", "").redis_url
     with patch.dict(os.environ, {"GALLEY_GATEWAY_ID_SECRET": CANARY}):

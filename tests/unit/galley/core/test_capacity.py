@@ -72,7 +72,7 @@ def test_rows_beyond_the_budget_take_further_steps() -> None:
     assert point(cold, small, NO_DRAFT, 4).pass_ms == pytest.approx(4 * 10 * (4 - 3 * 30 / 39))
 
 
-def test_a_full_target_gives_no_more_however_many_sessions_it_has() -> None:
+def test_full_target_gains_no_throughput_from_more_sessions() -> None:
     cold = dataclasses.replace(LOAD, cached_share=0)
     full = dataclasses.replace(TARGET, row_costs=RowCostCurve(((1, 1.0), (40, 4.0))), max_rows=10)
     few, many = (point(cold, full, NO_DRAFT, sessions) for sessions in (4, 40))

@@ -140,7 +140,7 @@ def test_lingers_for_the_rest_when_some_hints_have_arrived() -> None:
     assert until(8, 9 * MS) is None
 
 
-def test_the_step_begins_once_all_awaited_hints_have_arrived() -> None:
+def test_step_starts_once_all_awaited_hints_have_arrived() -> None:
     bench, first = bench_of()
     count = teach(bench, first, 2 * MS)
     plan = bench.scheduler.plan(bench.now)

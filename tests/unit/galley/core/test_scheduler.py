@@ -278,7 +278,7 @@ def test_a_newer_request_supersedes_an_older_one() -> None:
     assert result.request_id == new
 
 
-def test_the_slice_is_the_truth_even_against_what_was_confirmed() -> None:
+def test_slice_replaces_confirmed_tokens() -> None:
     bench = Bench()
     bench.submit(request(PROMPT, credit=9))
     bench.step()

@@ -99,7 +99,7 @@ def test_one_scrape_tells_no_rate() -> None:
     assert whole.sessions == 3
 
 
-def test_a_gateway_that_began_anew_counts_from_nothing() -> None:
+def test_restarted_gateway_counts_from_zero() -> None:
     whole = a_screen((5, GATEWAY, rounds(1000)), (7, GATEWAY, rounds(8))).overview
     assert whole.rounds_per_s == 4
 
@@ -189,7 +189,7 @@ def test_a_service_that_is_away_says_nothing_of_now_and_comes_back() -> None:
     assert (row.state, row.queue, row.kv) == (UP, 4, Kv(1, None, 3))
 
 
-def test_before_it_was_heard_a_service_is_away() -> None:
+def test_service_is_away_before_its_first_scrape() -> None:
     screen = a_screen((5, GATEWAY, None))
     assert {row.state for row in screen.replicas} == {AWAY}
     assert not screen.has_live_process
@@ -207,7 +207,7 @@ def test_rows_are_by_pool_and_known_by_what_they_say() -> None:
     ]
 
 
-def test_a_lease_goes_to_the_scraped_replica_on_its_host_and_others_have_rows_of_their_own() -> None:
+def test_lease_matches_the_scraped_replica_on_its_host() -> None:
     registered = Registered(
         [target_lease("10.0.0.1:5", draining=True), target_lease("10.0.0.7:5")], [draft_lease("10.0.0.8:5")]
     )
@@ -260,7 +260,7 @@ def test_the_sample_is_understood_whole() -> None:
 
 @settings(max_examples=30)
 @given(st.data())
-def test_no_numbers_whatever_they_are_break_a_frame(data: st.DataObject) -> None:
+def test_arbitrary_numbers_break_no_frame(data: st.DataObject) -> None:
     fleet = Fleet(sample.services(), 0.0)
     numbers = st.floats(allow_nan=False, allow_infinity=False) | st.just(0.0) | st.just(1.7e308)
     for at_s in (1.0, 2.0, 3.0):
@@ -274,7 +274,7 @@ def test_no_numbers_whatever_they_are_break_a_frame(data: st.DataObject) -> None
     assert plain(render(screen, width, height), width)
 
 
-def test_a_registry_that_is_away_is_told() -> None:
+def test_unavailable_registry_is_reported() -> None:
     screen = a_screen((5, GATEWAY, rounds(1)), registered=Registered(problem="no answer"))
     assert screen.problem == "no answer"
     assert replicas_of([], Registered(problem="no answer")) == []

@@ -19,7 +19,7 @@ def histogram(**counts: float) -> str:
     return "".join(f'galley_h_bucket{{le="{bound}"}} {count}\n' for bound, count in bounds.items())
 
 
-def test_what_grew_is_the_difference_and_what_is_new_began_at_nothing() -> None:
+def test_growth_counts_new_entries_from_zero() -> None:
     after = read_samples('galley_a_total{w="x"} 7\ngalley_a_total{w="z"} 3\ngalley_b_total 100\ngalley_g 2\n')
     grown = growth(BEFORE, after)
     assert by(grown, "galley_a_total", "w") == {"x": 2, "z": 3}
@@ -27,7 +27,7 @@ def test_what_grew_is_the_difference_and_what_is_new_began_at_nothing() -> None:
     assert "galley_g" not in grown, "a gauge does not grow"
 
 
-def test_a_counter_that_fell_tells_that_all_began_anew() -> None:
+def test_decreased_counter_means_a_restart() -> None:
     after = read_samples('galley_a_total{w="x"} 2\ngalley_b_total 130\n')
     grown = growth(BEFORE, after)
     assert total(grown, "galley_a_total") == 2

@@ -40,7 +40,7 @@ def test_a_replica_that_is_away() -> None:
     assert "3 of 4 up" in output
 
 
-def test_many_replicas_and_workloads_keep_to_the_screen_and_say_what_is_left_out() -> None:
+def test_rows_that_do_not_fit_are_counted() -> None:
     full = screen()
     rows = [Replica("target", f"10.0.0.{n}:9464", "", "up") for n in range(40)]
     many = replace(full, replicas=rows, workloads=full.workloads[:4] * 8)

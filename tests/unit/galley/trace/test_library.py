@@ -93,7 +93,7 @@ def test_a_trace_of_another_system_is_found_as_it_is(scene: Scene, tmp_path: Pat
     assert stories_of(result.spans) == ()
 
 
-def test_what_is_not_there_or_not_one_thing_is_refused(scene: Scene, tmp_path: Path) -> None:
+def test_missing_or_ambiguous_id_is_refused(scene: Scene, tmp_path: Path) -> None:
     scene.request(session="5e99" + "0" * 28).round().end()
     lines = Lines(write(scene, tmp_path / "t.jsonl"))
     with pytest.raises(NotFound, match=r"no session or trace 'dead' in .*t\.jsonl"):
@@ -104,7 +104,7 @@ def test_what_is_not_there_or_not_one_thing_is_refused(scene: Scene, tmp_path: P
         find(lines, ".*")
 
 
-def test_the_latest_come_first_and_say_what_they_were_like(scene: Scene, tmp_path: Path) -> None:
+def test_latest_sessions_come_first_with_their_summary(scene: Scene, tmp_path: Path) -> None:
     scene.request(session="f" * 32, at_ns=BEGAN_NS + ns(9000)).round(draft=70).end(error="unavailable")
     latest = index_of(Lines(write(scene, tmp_path / "t.jsonl"))).latest(2)
     assert [entry.session_id for entry in latest] == ["f" * 32, SESSION]
@@ -115,9 +115,7 @@ def test_the_latest_come_first_and_say_what_they_were_like(scene: Scene, tmp_pat
     )
 
 
-def test_more_spans_than_may_be_are_cut_off_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_excess_spans_are_cut_off_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "MAX_SPANS", 10)
     scene = Scene()
     request = scene.request()
@@ -147,7 +145,7 @@ def test_only_a_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert directory.stat().st_mode & 0o077 == 0
 
 
-def test_a_pass_of_others_that_evicted_the_session_is_brought_along(tmp_path: Path) -> None:
+def test_step_that_evicted_the_session_is_included(tmp_path: Path) -> None:
     scene = Scene()
     idle = scene.request().round().end()
     evicted = event(names.KV_EVICTED, idle.at_ns + ns(50), session_id=SESSION)

@@ -118,7 +118,7 @@ def test_it_is_protobufs_own_mapping_once_the_ids_are_put_back() -> None:
     assert again.SerializeToString(deterministic=True) == full_request().SerializeToString(deterministic=True)
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_written_records_are_read_back() -> None:
     scene = Scene()
     scene.request().round(calls=True, batch={"ranks": (3, 4)}).end(error="unavailable", problem="gone")
     document = json.loads(json.dumps(document_of(otlp(scene.spans))))
@@ -167,7 +167,7 @@ def test_numbers_may_be_strings_or_numbers_and_ids_of_either_case() -> None:
         ("links", [{"traceId": TRACE}]),
     ],
 )
-def test_what_is_no_span_is_refused(field: str, value: object) -> None:
+def test_invalid_span_is_refused(field: str, value: object) -> None:
     span = {"traceId": TRACE, "spanId": SPAN, field: value}
     with pytest.raises(Malformed):
         list(spans_in({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}))
@@ -188,7 +188,7 @@ def test_a_request_a_line_private_to_its_user(tmp_path: Path) -> None:
     assert _documents(path) == [document_of(full_request())] * 2
 
 
-def test_a_torn_last_line_is_passed_over_and_cut_off_by_the_next_writer(tmp_path: Path) -> None:
+def test_torn_last_line_is_skipped_and_truncated(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
     file = OtlpFile(path)
     file.append(full_request())
@@ -249,7 +249,7 @@ def _no_room(_path: Path) -> FileIO:
     raise OSError("no room")
 
 
-def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half_of_it(tmp_path: Path) -> None:
+def test_line_on_a_full_disk_is_not_written_partially(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
     file = OtlpFile(path)
     file.append(full_request())
@@ -266,7 +266,7 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half_of_it(tmp_path: Pat
     assert path.read_bytes() == _line() * 2
 
 
-def test_a_request_longer_than_a_line_is_split_and_a_span_longer_than_one_is_counted(
+def test_long_export_is_split_and_long_span_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(otlp_file, "MAX_LINE_BYTES", 3000)

@@ -54,7 +54,7 @@ def test_as_committed(name: str) -> None:
     assert text == golden.read_text(encoding="utf-8")
 
 
-def test_the_page_that_explains_it_shows_what_is_shown() -> None:
+def test_documented_screen_is_current() -> None:
     page = Path(__file__).parents[4] / "docs" / "observe" / "tracing.md"
     assert (GOLDEN / "eventful.txt").read_text(encoding="utf-8") in page.read_text(encoding="utf-8")
 
@@ -84,7 +84,7 @@ def test_a_bar_shows_each_part_in_proportion() -> None:
     assert bar == "D" * 10 + "Q" * 20 + "C" * 30 + "W" * 15 + "L" * 5
 
 
-def test_a_long_answer_is_shortened_in_the_middle_unless_all_is_asked_for() -> None:
+def test_long_answer_is_shortened_unless_all_is_set() -> None:
     story = story_of(scenes.long(400))
     short, whole = shown(story), shown(story, everything=True)
     assert len(short.splitlines()) < 60
@@ -105,7 +105,7 @@ def test_of_very_many_events_the_first_are_shown() -> None:
     assert shown(scene.story(), everything=True).count("! store.retried") == 50
 
 
-def test_what_a_terminal_obeys_is_not_sent_to_it() -> None:
+def test_control_codes_are_not_sent_to_the_terminal() -> None:
     text = shown(story_of(scenes.hostile()), colours=True)
     assert "script" in text
     left = _ESCAPES.sub("", text)
@@ -113,7 +113,7 @@ def test_what_a_terminal_obeys_is_not_sent_to_it() -> None:
     assert "\x1b[31m\x07" not in text
 
 
-def test_an_answer_without_a_round_is_told_by_its_own_figures() -> None:
+def test_answer_without_rounds_is_explained_by_its_totals() -> None:
     scene = Scene()
     fields = {names.SLOWEST_ROUND_NS: ns(99), names.SLOWEST_ROUND_POSITION: 120, names.ROUNDS: 40}
     scene.request(attributes=fields).event(names.CLIENT_STALLED, stalled_ns=ns(30)).end()

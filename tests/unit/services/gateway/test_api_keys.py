@@ -90,7 +90,7 @@ async def test_limits_are_the_principals_and_else_the_defaults(tmp_path: Path) -
     assert (await watched.who(x_api_key="b")).limits == PrincipalLimits(4, None, None, 0)
 
 
-async def test_the_file_is_read_anew_where_it_has_changed(tmp_path: Path) -> None:
+async def test_changed_file_is_read_again(tmp_path: Path) -> None:
     watched = Watched(tmp_path, entry(KEY, "team-a"))
     watched.path.write_text(entry("new", "team-a"))
     await watched.who(x_api_key=KEY)

@@ -55,7 +55,7 @@ async def test_the_first_call_waits_for_the_keys_and_the_others_with_it() -> Non
     assert issuer.asked == 1
 
 
-async def test_old_keys_are_fetched_anew_while_they_serve(issuer: Issuer) -> None:
+async def test_old_keys_are_refreshed_while_in_use(issuer: Issuer) -> None:
     issuer.now_s += REFRESH_S
     assert await issuer.keys.current() is OLD
     assert issuer.asked == 1
@@ -123,7 +123,7 @@ async def test_old_keys_serve_while_the_issuer_is_away(issuer: Issuer) -> None:
     assert await issuer.keys.current() is NEW
 
 
-async def test_without_keys_nobody_is_authenticated() -> None:
+async def test_without_keys_no_call_is_authenticated() -> None:
     issuer = Issuer()
     issuer.told = None
     issuer.keys.start()

@@ -145,7 +145,9 @@ async def test_a_token_names_its_principal(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize(("make", "reason"), BAD.values(), ids=BAD)
-async def test_the_fault_of_a_token_is_only_logged(gate: Gate, make: Callable[[], str], reason: str) -> None:
+async def test_reason_of_a_refused_token_is_only_logged(
+    gate: Gate, make: Callable[[], str], reason: str
+) -> None:
     with capture_logs() as logs:
         assert await gate.refusal(authorization=f"Bearer {make()}") == JWT_REFUSED
     assert logs == [
@@ -153,7 +155,7 @@ async def test_the_fault_of_a_token_is_only_logged(gate: Gate, make: Callable[[]
     ]
 
 
-async def test_strangers_do_not_fill_the_log(gate: Gate) -> None:
+async def test_unauthenticated_calls_do_not_fill_the_log(gate: Gate) -> None:
     with capture_logs() as logs:
         for _ in range(50):
             for token in (OTHER.token(), "a.b.c"):
@@ -201,7 +203,7 @@ async def test_names_are_escaped(tmp_path: Path, text: str, name: str) -> None:
     assert (await gate.accept(EC.token(who=text))).name == name
 
 
-async def test_keys_are_read_anew_where_their_file_has_changed(tmp_path: Path) -> None:
+async def test_keys_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
     clock_s = 0.0
     path = write_jwks(tmp_path / "jwks.json", EC)
     named = NamedFile("jwt_jwks_file", str(path))
@@ -227,7 +229,7 @@ async def test_keys_are_read_anew_where_their_file_has_changed(tmp_path: Path) -
     assert [log["log_level"] for log in logs] == ["error"]
 
 
-async def test_a_token_and_a_key_each_say_who_calls(tmp_path: Path) -> None:
+async def test_token_and_key_each_identify_the_caller(tmp_path: Path) -> None:
     limits = '[defaults]\nmax_sessions = 5\n[principals."jwt:alice"]\nmax_sessions = 2\nmax_priority = 3\n'
     keys = tmp_path / "keys.toml"
     keys.write_text(entry(KEY, "alice") + limits)
@@ -307,5 +309,5 @@ async def test_other_algorithms_are_accepted_if_allowed(tmp_path: Path, algorith
     assert await Gate(tmp_path, issuer).refusal(authorization=f"Bearer {issuer.token()}") == JWT_REFUSED
 
 
-def test_the_tests_tokens_are_what_jwt_says_they_are() -> None:
+def test_test_tokens_are_valid_jwts() -> None:
     assert jwt.get_unverified_header(signed_by_public_key())["alg"] == "HS256"

@@ -53,7 +53,7 @@ async def test_a_verification_is_closed_if_its_client_left_before_its_task_began
     assert verification.closed
 
 
-async def test_the_directory_names_the_replica_whose_answer_it_was() -> None:
+async def test_directory_names_the_answering_replica() -> None:
     targets, store = PortTarget(moves=True), FaultyStore()
     await run(await runner_of(targets, store))
     named = [(of.target.replica, of.target.kv_len) for of in store.directories if of.target is not None]
@@ -61,7 +61,7 @@ async def test_the_directory_names_the_replica_whose_answer_it_was() -> None:
     assert len(targets.verifications) == 3
 
 
-async def test_what_is_left_of_the_deadline_goes_with_each_verification() -> None:
+async def test_verification_carries_the_remaining_deadline() -> None:
     for left_ns in (5 * SECOND, 0, -SECOND):
         targets = PortTarget()
         runner = await runner_of(targets, FaultyStore(), MonotonicClock().now_ns() + left_ns)

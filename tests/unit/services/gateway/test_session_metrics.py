@@ -72,7 +72,7 @@ def test_a_failed_commit_is_counted_with_its_status(registry: Registry, counts: 
         assert count(registry, catalogue.COMMIT_DURATION, outcome) == 1
 
 
-def test_what_was_proposed_and_never_verified_is_wasted(registry: Registry, sessions: SessionMetrics) -> None:
+def test_unverified_proposals_count_as_wasted(registry: Registry, sessions: SessionMetrics) -> None:
     observer = RequestObserver(sessions=sessions)
     for stats in (SpeculationStats(proposed=9, verified=4), SpeculationStats(proposed=0, verified=0)):
         observer.stopped(cast("Any", SimpleNamespace(stats=stats)), None)

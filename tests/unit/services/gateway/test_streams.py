@@ -129,7 +129,7 @@ async def test_an_unread_end_sets_the_status_of_the_call(
     assert error is None or line["error"] == str(error)
 
 
-async def test_an_end_waits_for_a_client_that_reads_each_message_in_time() -> None:
+async def test_stream_end_waits_for_a_reading_client() -> None:
     served = Served(DONE, client_s=1.0)
     assert await asyncio.wait_for(served.read(pause_s=0.45), 10) == len(CHUNKS) + 1
     assert served.call.status is None

@@ -242,7 +242,7 @@ def test_no_input_at_all() -> None:
         parse_generate(pb.GenerateRequest(), LIMITS, Bytes(), MODEL, lambda: SEED)
 
 
-def test_what_is_not_served_yet_is_refused_by_name() -> None:
+def test_unsupported_option_is_refused_by_name() -> None:
     with pytest.raises(Unimplemented, match="structured_output"):
         parse(structured_output=pb.StructuredOutput())
 
@@ -297,7 +297,7 @@ def test_resume() -> None:
 
 
 @pytest.mark.parametrize("bad", [ID.upper(), ID[1:], ID + "0", "x}{y", ID + "\n", "9" * 10_000])
-def test_what_cannot_be_a_session_is_unknown(bad: str) -> None:
+def test_invalid_session_id_is_unknown(bad: str) -> None:
     with pytest.raises(UnknownSession) as caught:
         parse_session_id(bad)
     assert len(str(caught.value)) < 200

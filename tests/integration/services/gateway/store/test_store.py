@@ -594,6 +594,6 @@ def test_session_ids() -> None:
     assert {len(each) for each in others} == {32}
 
 
-def test_a_fenced_owner_is_told_apart_from_an_ended_session() -> None:
+def test_fenced_owner_and_ended_session_are_distinguished() -> None:
     assert issubclass(SessionEnded, Fenced)
     assert issubclass(Fenced, CallerFault)
