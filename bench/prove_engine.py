@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
-from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.files import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
 from galley.engine.model import CausalModel
 from tests.integration.services.ray.program import Work

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
-from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.files import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
 from tests.e2e.ray_trial import RANKS, REPLICAS, Trial
 from tests.integration.services.ray import autoscale_trial

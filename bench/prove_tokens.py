@@ -29,7 +29,7 @@ from typing import Any
 
 from bench.harness import commit, machine, result_path, write_record
 from galley.client.options import GenerateOptions
-from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.files import DEFAULT_MODEL
 from galley.common.models.tokenizer import Tokenizer
 from galley.engine.load.resolve import resolve_model
 from tests.e2e.matrix import Answer, Case, accepted_per_round, all_cases, ask_all, pairwise_cases

@@ -12,7 +12,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.files import DEFAULT_MODEL
 
 # Derandomized, and without deadlines for slow machines.
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -26,7 +26,7 @@ from bench.loops.peers import encoder
 from galley.bench.gateway import GatewayLoop
 from galley.bench.workloads import PROMPT_SETS, fixed_workload, mixed_workload
 from galley.client.client import AsyncClient
-from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.files import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
 from galley.stack.parts import draft_model_of
 from galley.stack.stack import Stack, StackOptions

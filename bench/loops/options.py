@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.harness import MIN_PAIRS, RESULTS
 from galley.bench.workloads import PROMPT_SETS
-from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.files import DEFAULT_MODEL
 
 # All prompt sets in turn, as one workload.
 MIXED = "mixed"

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 
-from galley.common.server.lifecycle import Readiness
+from galley.common.server.process import Readiness
 
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 COUNTS = "/galley.bench.Sink/Counts"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness import BENCH, MIN_PAIRS
-from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.files import DEFAULT_MODEL
 
 _LEAST_MINUTES = 5.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from galley.common.config.defaults import DEFAULT_MODEL
+from galley.common.models.files import DEFAULT_MODEL
 from galley.distill.data.corpus import Corpus
 from galley.distill.export import SHARPENING
 from galley.distill.options import Options

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from galley.common.config.defaults import DEFAULT_MODEL, shipped_draft
+from galley.common.models.files import DEFAULT_MODEL, shipped_draft
 from galley.core import names
 from galley.stack.options import StackDirs, StackOptions, drafts_register, targets_register, threads_of
 from galley.stack.part import Facts, PartSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from galley.common.logs import get_logger
-from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.models.files import tokenizer_hash
 from galley.common.server.process import limit_threads
 from galley.core import names
 from galley.core.kv.blocks import BLOCK_TOKENS

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 
-from galley.common.config.defaults import DEFAULT_MODEL
 from galley.common.config.settings import ServerLimits, ServiceSettings, settings_config
+from galley.common.models.files import DEFAULT_MODEL
 from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
 from galley.core.store import FINISHED_TTL_S, SESSION_TTL_S
 

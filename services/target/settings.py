@@ -6,9 +6,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from galley.common.config.defaults import DEFAULT_MODEL
 from galley.common.config.settings import settings_config
-from galley.common.registry.settings import ReplicaSettings
+from galley.common.models.files import DEFAULT_MODEL
+from galley.common.registry.registration import ReplicaSettings
 
 
 class TargetSettings(ReplicaSettings):

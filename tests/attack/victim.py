@@ -28,7 +28,7 @@ import uvloop
 from galley.common.config.settings import ServiceSettings
 from galley.common.logs import start_logging
 from galley.common.metrics.metering import start_metering
-from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.models.files import tokenizer_hash
 from galley.common.server.process import die_with_parent, hand_back_free_memory
 from galley.common.server.server import Interceptors, Parts, RunningServer, start_server
 from galley.common.tracing.telemetry import start_telemetry

@@ -14,7 +14,7 @@ import pytest
 
 from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
 from galley.client.options import Prompt
-from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.models.files import tokenizer_hash
 from galley.common.server.server import Parts, RunningServer, start_server
 from galley.core.records import PositionLogprobs
 from galley.pb.galley.v1 import galley_pb2 as pb

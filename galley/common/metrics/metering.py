@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from galley.common.metrics.registry import Registry
 from galley.common.tls.channels import Material
 from galley.common.tls.files import WatchedFiles
 from galley.common.tracing.otlp import exports
+from galley.common.tracing.telemetry import Telemetry
 
 OFF = -1
 """Port value that disables the scrape server."""
@@ -61,3 +63,8 @@ def observe_expiry(registry: Registry, metric: Metric, files: WatchedFiles[Mater
         return [] if expires is None else [((), expires.timestamp())]
 
     registry.observe(metric, read)
+
+
+async def flush_telemetry(telemetry: Telemetry, metering: Metering) -> None:
+    """Send the remaining traces and metrics at the same time; a second call sends nothing."""
+    await asyncio.gather(metering.close(), asyncio.to_thread(telemetry.shutdown))

@@ -1,4 +1,4 @@
-"""Check which files of a model's directory may be read: files inside it, and no code.
+"""The files of a model: which may be read (those in its directory, and no code), and its tokenizer's hash.
 
 Models are untrusted. A link out of the directory would disclose the file that it points to. The hub's cache
 consists of links from a snapshot to its blobs, which are allowed.
@@ -6,11 +6,28 @@ consists of links from a snapshot to its blobs, which are allowed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from galley.core.errors import CallerFault
+
+# The model that is served where none is named: it comes with the installation, as a GGUF of 4 bits.
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+HASH_BYTES = 16
+
+# Drafts that come with the installation, each in a directory called as its target.
+_DRAFTS = Path(__file__).parents[3] / "services" / "draft" / "models"
+
+
+def shipped_draft(model: str) -> Path | None:
+    """Return the directory of the draft that was trained for the default model, if `model` names that one."""
+    directory = _DRAFTS / DEFAULT_MODEL
+    return directory if model in {"", DEFAULT_MODEL} and directory.is_dir() else None
 
 
 def foreign_file(directory: Path, patterns: Iterable[str]) -> str | None:
@@ -46,3 +63,37 @@ def hub_model(spec: str) -> tuple[str, str | None]:
     """
     name, _, revision = spec.partition("@")
     return name, revision or None
+
+
+class NoTokenizer(CallerFault):
+    """The model's directory has no tokenizer.json that can be read."""
+
+
+def tokenizer_hash(directory: Path) -> str:
+    """Return the blake2b-128, in hex, of the text of each token id, added tokens included.
+
+    Draft and target agree on tokens exactly if they agree on this table; how text is cut is the gateway's
+    business alone. Raise NoTokenizer.
+    """
+    if (reason := foreign_file(directory, ("tokenizer.json",))) is not None:
+        raise NoTokenizer(reason)
+    table = sorted(_token_table(directory / "tokenizer.json").items())
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":"))
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).hexdigest()
+
+
+def _token_table(path: Path) -> dict[int, str]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        added = content.get("added_tokens") or []
+        # Unigram lists [token, score] in the order of ids; BPE, WordPiece and WordLevel map token to id.
+        if isinstance(vocabulary, list):
+            table = {token_id: entry[0] for token_id, entry in enumerate(vocabulary)}
+        else:
+            table = {token_id: token for token, token_id in vocabulary.items()}
+        return table | {entry["id"]: entry["content"] for entry in added}
+    except FileNotFoundError:
+        raise NoTokenizer(f"{path.parent} has no tokenizer.json; a fast tokenizer is needed") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise NoTokenizer(f"{path} is not a tokenizer that can be read: {error!r}") from error

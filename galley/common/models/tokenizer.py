@@ -12,10 +12,8 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from galley.common.config.defaults import DEFAULT_MODEL
 from galley.common.models.chat_template import ChatTemplate
-from galley.common.models.files import code_asked_for, foreign_file, hub_model
-from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.models.files import DEFAULT_MODEL, code_asked_for, foreign_file, hub_model, tokenizer_hash
 from galley.core.errors import InvalidField
 
 FILES = (

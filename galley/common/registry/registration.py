@@ -9,11 +9,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Generic
+from typing import Any, Generic, Literal
 
+from pydantic import Field, SecretStr
+
+from galley.common.config.settings import ServiceSettings
 from galley.common.logs import get_logger
+from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
 from galley.common.registry.leases import DEFAULT_LEASE_S, LeasePool, LeaseT, Replaced, ReplicaRegistry
-from galley.common.registry.settings import ReplicaSettings
 from galley.common.server.server import Service
 from galley.core.errors import GalleyError
 
@@ -21,6 +24,30 @@ _SHARE_OF_LEASE = 1 / 3
 _CALL_TIMEOUT_S = 1.0
 
 _LOG = get_logger(__name__)
+
+
+class ReplicaSettings(ServiceSettings):
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description="Type of weights and KV. auto is bfloat16 where the device computes in it, else float32.",
+    )
+    device: str = Field(default="cpu", min_length=1, description="Torch device, such as cpu or cuda:0.")
+    threads: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Threads of the CPU kernels. More than one is slow beside other busy processes.",
+    )
+    redis_url: RedisUrlSetting = Field(
+        default=SecretStr(""),
+        description="URL of the Redis to register with (docs/operate/redis.md). Empty registers nowhere. "
+        "Must come by environment or file if it has a password.",
+    )
+    redis_url_file: str = Field(default="", description="File that holds the value of --redis-url.")
+    advertise: str = Field(
+        default="",
+        description="Address of this replica for gateways, host:port. Empty uses the listening address.",
+    )
 
 
 class Registration(Generic[LeaseT]):

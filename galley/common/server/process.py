@@ -1,16 +1,18 @@
-"""Set up a process: its end with its parent, its threads, its memory."""
+"""Set up a process: its end with its parent, its threads, its memory, the reports of its start."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,3 +83,47 @@ async def in_passing_thread(function: Callable[P, R], *args: P.args, **kwargs: P
         return await asyncio.get_running_loop().run_in_executor(thread, partial(function, *args, **kwargs))
     finally:
         thread.shutdown(wait=False)
+
+
+class Readiness:
+    """Report the start as JSON lines on the file descriptor `fd`, or nowhere if it is None."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def stage(self, stage: str, **facts: object) -> None:
+        self._write({"stage": stage, **facts})
+
+    def ready(self, address: str, **facts: object) -> None:
+        self._write({"stage": "ready", "address": address, **facts})
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; a reader that has not read "ready" knows that the start failed."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with suppress(OSError):
+                os.close(fd)
+
+    def _write(self, line: dict[str, object]) -> None:
+        if self._fd is None:
+            return
+        # A reader that has gone away must not keep a server from serving.
+        with suppress(BrokenPipeError):
+            os.write(self._fd, json.dumps(line).encode() + b"\n")
+
+
+async def run_unless(stopped: asyncio.Event, work: Coroutine[Any, Any, R]) -> R | None:
+    """Return the result of `work`, or None if `stopped` was set first, which cancels `work`.
+
+    `work` has ended when this returns or raises. Exceptions of `work` pass.
+    """
+    task, stop = asyncio.create_task(work), asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        given_up = not task.done()
+    finally:
+        for each in (task, stop):
+            each.cancel()
+        await asyncio.wait({task, stop})
+    return None if given_up and task.cancelled() else task.result()

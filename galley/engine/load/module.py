@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.models.files import tokenizer_hash
 from galley.engine import attention
 from galley.engine.cpu import packing
 from galley.engine.errors import UnsupportedModel

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from galley.common.config.defaults import DEFAULT_MODEL
-from galley.common.models.files import hub_model
+from galley.common.models.files import DEFAULT_MODEL, hub_model
 from galley.core.errors import GalleyError
 from galley.engine.errors import UnsupportedModel
 from galley.engine.load.cache_directory import cache_dir, file_digest

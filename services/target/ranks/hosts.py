@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from galley.common.logs import get_logger, start_logging
-from galley.common.server.lifecycle import run_unless
-from galley.common.server.process import limit_threads
+from galley.common.server.process import limit_threads, run_unless
 from galley.core.errors import Unavailable
 from services.target.ranks.rank import start_followers
 from services.target.settings import TargetSettings

@@ -24,8 +24,7 @@ from pydantic import Field, model_validator
 from galley.common.config.settings import parse_settings, settings_config
 from galley.common.logs import get_logger, start_logging
 from galley.common.registry.leases import TARGET_POOL, ReplicaRegistry
-from galley.common.server.lifecycle import Readiness, run_unless
-from galley.common.server.process import die_with_parent
+from galley.common.server.process import Readiness, die_with_parent, run_unless
 from galley.core.errors import GalleyError, StoreUnavailable
 from galley.core.routing.choice import TargetLease
 from services.target.loading import refuse_model

@@ -24,9 +24,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from galley.common.config.secrets import read_secret
 from galley.common.logs import get_logger, start_logging
 from galley.common.metrics.labels import TARGET
-from galley.common.metrics.metering import ANY_PORT, OFF, Metering, start_metering
+from galley.common.metrics.metering import ANY_PORT, OFF, Metering, flush_telemetry, start_metering
 from galley.common.registry.registration import Registered
-from galley.common.server.lifecycle import flush_telemetry
 from galley.common.server.listen import CannotBind
 from galley.common.server.process import in_passing_thread, limit_threads
 from galley.common.server.server import Parts, RunningServer, Service, start_server

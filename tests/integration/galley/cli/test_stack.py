@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from galley.common.config.defaults import DEFAULT_MODEL, shipped_draft
+from galley.common.models.files import DEFAULT_MODEL, shipped_draft
 from galley.stack import guard
 from galley.stack.options import environment_of
 from galley.stack.part import PartFailed, PartSpec, PartStatus, State

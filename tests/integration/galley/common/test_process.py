@@ -12,8 +12,7 @@ import threading
 import pytest
 
 from galley.common.config.settings import parse_settings
-from galley.common.server.lifecycle import Readiness
-from galley.common.server.process import hand_back_free_memory, in_passing_thread
+from galley.common.server.process import Readiness, hand_back_free_memory, in_passing_thread
 from galley.common.wire.codec import logprobs_from, logprobs_message, sampling_from, sampling_message
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams

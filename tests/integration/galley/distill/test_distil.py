@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.models.files import tokenizer_hash
 from galley.core.errors import InvalidField
 from galley.distill.data.corpus import read_corpus
 from galley.distill.data.labels import head_tokens

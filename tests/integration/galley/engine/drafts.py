@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.models.files import tokenizer_hash
 from galley.engine.load.draft_directory import embeddings_sha256, read_embedding
 from galley.engine.model import CausalModel
 from tests.fakes.model_configs import CONFIGS, save_random

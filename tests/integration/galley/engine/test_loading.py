@@ -17,8 +17,7 @@ import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from galley.common.config.defaults import DEFAULT_MODEL
-from galley.common.models.tokenizer_hash import NoTokenizer, tokenizer_hash
+from galley.common.models.files import DEFAULT_MODEL, NoTokenizer, tokenizer_hash
 from galley.engine.errors import UnsupportedModel
 from galley.engine.load import resolve as prepare
 from galley.engine.load.cache_directory import cache_dir, file_digest

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.models.files import tokenizer_hash
 from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc

@@ -19,7 +19,7 @@ from galley.client.client import NO_RETRIES, AsyncClient, TokenStream
 from galley.common.metrics.labels import DRAFT, GATEWAY, TARGET
 from galley.common.metrics.metric import Metric
 from galley.common.metrics.registry import Registry
-from galley.common.models.tokenizer_hash import tokenizer_hash
+from galley.common.models.files import tokenizer_hash
 from galley.common.server.server import Parts, RunningServer, start_server
 from galley.core.names import MODEL
 from galley.core.step import StepOutcome, StepPlan, StepTrace

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from galley.common.server.lifecycle import run_unless
+from galley.common.server.process import run_unless
 
 
 class Work:
