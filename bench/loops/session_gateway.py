@@ -12,7 +12,8 @@ from pydantic import Field
 from bench.loops.store import InstantStore, TimedStore
 from galley.common.config.settings import settings_config
 from galley.common.server.server import Parts, run_main
-from services.gateway.service import GatewayService, OpenedStore, build, interceptors, open_redis
+from galley.core.store import SessionStore
+from services.gateway.service import GatewayService, build, interceptors, open_redis
 from services.gateway.settings import GatewaySettings
 
 
@@ -30,7 +31,7 @@ def build_measured(
 ) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
     """Return the gateway, with its store behind a TimedStore."""
 
-    def open_store(given: GatewaySettings) -> OpenedStore:
+    def open_store(given: GatewaySettings) -> SessionStore:
         real = settings.bench_store == "redis"
         return TimedStore(open_redis(given) if real else InstantStore(), settings.bench_timings)
 

@@ -8,13 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from galley.core.errors import UnknownSession
 from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership, SessionStore, StoredSession
-
-if TYPE_CHECKING:
-    from services.gateway.service import OpenedStore
 
 _DURATION = struct.Struct("<q")
 _NONCE = bytes(16)
@@ -97,7 +93,7 @@ class TimedStore(SessionStore):
     leave when it is answered.
     """
 
-    def __init__(self, store: OpenedStore, out: Path) -> None:
+    def __init__(self, store: SessionStore, out: Path) -> None:
         self._store = store
         self._out = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 

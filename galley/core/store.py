@@ -128,6 +128,9 @@ class SessionStore(Protocol):
     `nonce` names one attempt to own a session, so that a repeated call does not fence off its first try.
     """
 
+    async def ping(self) -> None:
+        """Raise StoreUnavailable unless the store answers."""
+
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
         """Create the session and own it; if it exists, claim it. Raise KeyReused for another body."""
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
 from galley.common.logs import get_logger
+from galley.common.metrics import catalogue
 from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY
 from galley.common.metrics.metering import observe_expiry
+from galley.common.metrics.registry import Registry
 from galley.common.models.tokenizer import Tokenizer
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
@@ -21,22 +23,25 @@ from galley.common.server.server import Interceptors, Parts
 from galley.common.tls.channels import ChannelTls, open_channel
 from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile
-from galley.core.names import SCHEMA_URL
+from galley.core.names import MOVE_REASONS, SCHEMA_URL
+from galley.core.routing.breaker import State
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import SessionStore, StoredSession
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.gateway.auth.authentication import build_authentication
-from services.gateway.auth.interceptor import PrincipalInterceptor
+from services.gateway.auth.authentication import PrincipalInterceptor, build_authentication
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
-from services.gateway.metrics import observe_gateway
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
-from services.gateway.replicas.membership import AddressSource, RegisteredAddresses, StaticAddresses
+from services.gateway.replicas.membership import (
+    AddressSource,
+    RegisteredAddresses,
+    ReplicaPool,
+    StaticAddresses,
+)
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.validate import Limits
-from services.gateway.served_model import ServedModel
-from services.gateway.servicer import GenerationServicer
+from services.gateway.servicer import GenerationServicer, ServedModel
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import Streams
 from services.gateway.settings import (
@@ -61,6 +66,7 @@ _HAND_OVER_SHARE = 0.6
 _CLOCK = MonotonicClock()
 _COPY_TIMEOUT_S = 1.0
 """Longest time that one commit waits for the store's replicas; it is repeated for `store_timeout_s`."""
+_BREAKER = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
 _UNBOUNDED_MESSAGES = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
@@ -80,11 +86,7 @@ class GatewayService:
         await self._parts.aclose()
 
 
-class OpenedStore(SessionStore, Protocol):
-    async def ping(self) -> None: ...
-
-
-def open_redis(settings: GatewaySettings) -> OpenedStore:
+def open_redis(settings: GatewaySettings) -> SessionStore:
     copies = settings.redis_wait_replicas
     return RedisStore(
         settings.redis_url.get_secret_value(),
@@ -95,7 +97,7 @@ def open_redis(settings: GatewaySettings) -> OpenedStore:
     )
 
 
-StoreOpener: TypeAlias = Callable[[GatewaySettings], OpenedStore]
+StoreOpener: TypeAlias = Callable[[GatewaySettings], SessionStore]
 ChannelOpener: TypeAlias = "Callable[[str], grpc.aio.Channel]"
 
 
@@ -277,3 +279,32 @@ def _served_model(
         default_k=0 if settings.draft == NO_DRAFT else min(settings.k, max_draft_tokens),
         default_strategy=tuning.strategy,
     )
+
+
+def observe_gateway(
+    registry: Registry, streams: Streams, targets: TargetPool, drafts: DraftPool | None
+) -> None:
+    pools: list[ReplicaPool[Any]] = [targets] if drafts is None else [targets, drafts]
+    add = registry.observe
+    add(catalogue.SESSIONS_OPEN, lambda: [((), streams.held)])
+    add(catalogue.REPLICAS, lambda: _replicas(pools))
+    add(catalogue.FAILOVERS, lambda: _failovers(pools))
+    add(catalogue.BREAKER_STATE, lambda: _breakers(drafts))
+
+
+def _replicas(pools: Sequence[ReplicaPool[Any]]) -> Iterator[tuple[tuple[str, str], float]]:
+    for pool in pools:
+        up, down = pool.up_and_down()
+        yield (pool.role, "up"), up
+        yield (pool.role, "down"), down
+
+
+def _failovers(pools: Sequence[ReplicaPool[Any]]) -> Iterator[tuple[tuple[str, str], float]]:
+    for pool in pools:
+        for reason in MOVE_REASONS:
+            yield (pool.role, reason), pool.move_counts[reason]
+
+
+def _breakers(drafts: DraftPool | None) -> Iterator[tuple[tuple[str, str], float]]:
+    for address, state in drafts.breakers() if drafts is not None else ():
+        yield ("draft", address), _BREAKER[state]

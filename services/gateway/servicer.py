@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from structlog.contextvars import bind_contextvars
@@ -18,14 +18,19 @@ from galley.core.admission.admission import AdmissionSlot
 from galley.core.admission.principal import Principal
 from galley.core.answer.answer import Ending, SessionSpec
 from galley.core.errors import Broken
+from galley.core.names import STRATEGIES
 from galley.core.session import events as ev
 from galley.core.session.ports import Clock
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.gateway.auth.interceptor import caller
+from services.gateway.auth.authentication import caller
 from services.gateway.clock import SECOND
+from services.gateway.replicas.drafts import DraftPool
+from services.gateway.replicas.targets import TargetPool
 from services.gateway.request import respond as events_pb
 from services.gateway.request.validate import (
+    Limits,
+    Model,
     body_hash,
     check_model,
     check_priority,
@@ -34,11 +39,58 @@ from services.gateway.request.validate import (
     parse_session_id,
     session_id_for,
 )
-from services.gateway.served_model import ServedModel
 from services.gateway.session.pump import Pump
 from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Streams
 from services.gateway.telemetry.observer import RequestObserver, RequestObservers
+
+if TYPE_CHECKING:
+    from galley.common.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`default_k` is the most draft tokens a round under AUTO, and `default_strategy` its strategy."""
+
+    name: str
+    targets: TargetPool
+    tokenizer: Tokenizer
+    drafts: DraftPool
+    limits: Limits
+    max_sessions: int
+    default_k: int
+    default_strategy: str
+
+    @property
+    def info(self) -> pb.GetTargetInfoResponse:
+        return self.targets.info
+
+    def request_model(self) -> Model:
+        """Return what requests are validated against; all known strategies until a draft was met."""
+        return Model(
+            self.name,
+            self.info.context_window,
+            self.info.vocab_size,
+            self.drafts.strategies or STRATEGIES,
+            tuple(self.info.eos_token_ids),
+            self.default_k,
+            self.default_strategy,
+        )
+
+    def describe(self) -> pb.GetModelInfoResponse:
+        return pb.GetModelInfoResponse(
+            model=self.name,
+            context_window=self.info.context_window,
+            vocab_size=self.info.vocab_size,
+            tokenizer_hash=self.info.tokenizer_hash,
+            fingerprint=self.info.fingerprint,
+            deterministic=self.info.deterministic,
+            max_draft_tokens=self.limits.max_draft_tokens,
+            strategies=self.drafts.strategies,
+            dtype=self.info.dtype,
+            device=self.info.device,
+            max_sessions=self.max_sessions,
+        )
 
 
 @dataclass(frozen=True, slots=True)

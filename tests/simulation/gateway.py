@@ -15,9 +15,8 @@ from services.gateway.clock import SECOND, Timeouts
 from services.gateway.replicas.membership import RegisteredAddresses
 from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.validate import Limits
-from services.gateway.served_model import ServedModel
 from services.gateway.service import GatewayService
-from services.gateway.servicer import GenerationServicer
+from services.gateway.servicer import GenerationServicer, ServedModel
 from services.gateway.session.runner import Ports
 from services.gateway.telemetry.observer import RequestObservers
 from tests.simulation.loop import Process

@@ -20,7 +20,7 @@ from galley.core.errors import Broken, GalleyError, InvalidField
 from galley.core.routing.breaker import LONGEST_PAUSE_NS, Breaker
 from galley.core.session import events as ev
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.auth.interceptor import Credentials, PrincipalInterceptor
+from services.gateway.auth.authentication import Authentication, Credentials, PrincipalInterceptor
 from services.gateway.clock import SECOND
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool, DraftReplica
@@ -48,10 +48,11 @@ def behind(world: World, process: Process, servicer: GenerationServicer) -> Simp
     return SimpleNamespace(**{name: it.unary_stream or it.unary_unary for name, it in handlers.items()})
 
 
-class _Keys:
+class _Keys(Authentication):
     """Authenticates a principal whose key is its name."""
 
     def __init__(self, world: World) -> None:
+        super().__init__()
         self._known = {principal.name: principal for principal in world.schedule.principals}
 
     async def authenticate(self, credentials: Credentials) -> Principal:

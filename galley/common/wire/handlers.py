@@ -35,6 +35,11 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):
         raise NotImplementedError
 
 
+def text_metadata(context: Context) -> dict[str, str]:
+    """Return the metadata of a call by lower-case name; of a repeated name, the last value."""
+    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
 def behavior_of(handler: Handler) -> Behavior:
     return cast(
         "Behavior",

@@ -1,30 +1,59 @@
 """Identify callers as the settings say: by API key, by signed token, by either, or all alike.
 
-The principals file holds the SHA-256 of API keys, never the keys themselves.
+An interceptor hands the principal to the servicer. The principals file holds the SHA-256 of API keys, never
+the keys themselves. Credentials are never logged, traced or repeated in a status.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from structlog.contextvars import bind_contextvars
 
 from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile, WatchedFiles
+from galley.common.wire.handlers import Context, Handler, WrappingInterceptor, run_within, text_metadata
 from galley.core.admission.principal import ANONYMOUS, Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
-from services.gateway.auth.interceptor import Authenticator, Credentials
-from services.gateway.auth.jwks import CachedJwks, JwksClient, JwksFile, read_jwks
-from services.gateway.auth.jwt import JwtAuthenticator
 from services.gateway.auth.principals_file import Principals, read_principals
 from services.gateway.settings import TUNING, GatewaySettings, Tuning
+from services.gateway.telemetry.call import logging_rejection
+
+if TYPE_CHECKING:  # PyJWT and httpx2 are slow to load
+    from services.gateway.auth.jwt import JwtAuthenticator
 
 _T = TypeVar("_T")
+_Log: TypeAlias = Callable[[], AbstractContextManager[None]]
 KEY_NEEDED = "an API key is needed: `authorization: Bearer KEY` or `x-api-key: KEY`"
 KEY_UNKNOWN = "this API key is not known"
 EITHER_NEEDED = "an API key or a token is needed: `authorization: Bearer KEY OR TOKEN`, or `x-api-key: KEY`"
+_BEARER = "bearer "
 
 
-class Authentication(Authenticator):
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The metadata of a call, by lower-case name; of a repeated name, the last value."""
+
+    metadata: Mapping[str, str]
+
+    @property
+    def bearer(self) -> str:
+        authorization = self.metadata.get("authorization", "")
+        if authorization[: len(_BEARER)].lower() == _BEARER:
+            return authorization[len(_BEARER) :].strip()
+        return ""
+
+    @property
+    def key(self) -> str:
+        return self.bearer or self.metadata.get("x-api-key", "")
+
+
+class Authentication:
     """Accept the keys of a principals file, tokens, or both; without either, all callers are ANONYMOUS."""
 
     def __init__(
@@ -39,7 +68,7 @@ class Authentication(Authenticator):
 
     def start(self) -> None:
         """Start to fetch keys, if they come from an issuer. Call it in the event loop."""
-        if self._tokens is not None and isinstance(self._tokens.keys, CachedJwks):
+        if self._tokens is not None:
             self._tokens.keys.start()
 
     async def authenticate(self, credentials: Credentials) -> Principal:
@@ -61,8 +90,13 @@ def build_authentication(settings: GatewaySettings, tuning: Tuning = TUNING) -> 
     principals: WatchedFiles[Principals] | None = None
     if settings.api_keys_file:
         principals = _watched(NamedFile("api_keys_file", settings.api_keys_file), read_principals)
-    if not settings.jwt_issuer:
-        return Authentication(principals)
+    return Authentication(principals, _tokens(settings, tuning, principals) if settings.jwt_issuer else None)
+
+
+def _tokens(
+    settings: GatewaySettings, tuning: Tuning, principals: WatchedFiles[Principals] | None
+) -> JwtAuthenticator:
+    from services.gateway.auth import jwks, jwt  # noqa: PLC0415  # slow, and needed with an issuer only
 
     def principal(name: str) -> Principal:
         """Return the principal with its limits; without a file the only limit is priority 0."""
@@ -70,17 +104,43 @@ def build_authentication(settings: GatewaySettings, tuning: Tuning = TUNING) -> 
             return Principal(name, PrincipalLimits(max_priority=0))
         return principals.current().named(name)
 
-    tokens = JwtAuthenticator(settings, _key_source(settings), principal, tuning.jwt_leeway_s)
-    return Authentication(principals, tokens)
+    if settings.jwt_jwks_file:
+        file = NamedFile("jwt_jwks_file", settings.jwt_jwks_file)
+        keys: jwks.JwksFile | jwks.CachedJwks = jwks.JwksFile(_watched(file, jwks.read_jwks))
+    else:
+        client = jwks.JwksClient(settings.jwt_issuer, settings.jwt_jwks_url, settings.jwt_ca_file)
+        client.ssl_context()  # refuses an unusable CA file at once
+        keys = jwks.CachedJwks(client.fetch)
+    return jwt.JwtAuthenticator(settings, keys, principal, tuning.jwt_leeway_s)
 
 
 def _watched(file: NamedFile, read: Callable[[NamedFile], _T]) -> WatchedFiles[_T]:
     return WatchedFiles([file], lambda: read(file), check_interval_s=CHECK_INTERVAL_S)
 
 
-def _key_source(settings: GatewaySettings) -> JwksFile | CachedJwks:
-    if settings.jwt_jwks_file:
-        return JwksFile(_watched(NamedFile("jwt_jwks_file", settings.jwt_jwks_file), read_jwks))
-    client = JwksClient(settings.jwt_issuer, settings.jwt_jwks_url, settings.jwt_ca_file)
-    client.ssl_context()  # refuses an unusable CA file at once
-    return CachedJwks(client.fetch)
+class PrincipalInterceptor(WrappingInterceptor):
+    """Sets the principal of each call, or refuses the call. Runs inside StatusInterceptor."""
+
+    def __init__(self, authentication: Authentication) -> None:
+        self._authentication = authentication
+
+    def wrap(self, handler: Handler, method: str) -> Handler:  # noqa: ARG002  # the same for all
+        # Streams log their rejections themselves.
+        log: _Log = nullcontext if handler.response_streaming else logging_rejection
+        return run_within(handler, partial(self._identify, log))
+
+    @asynccontextmanager
+    async def _identify(self, log: _Log, context: Context) -> AsyncIterator[None]:
+        with logging_rejection(principal="unknown"):
+            principal = await self._authentication.authenticate(Credentials(text_metadata(context)))
+        _PRINCIPAL.set(principal)
+        bind_contextvars(principal=principal.kind)
+        with log():
+            yield
+
+
+_PRINCIPAL: ContextVar[Principal] = ContextVar("principal")
+
+
+def caller() -> Principal:
+    return _PRINCIPAL.get()

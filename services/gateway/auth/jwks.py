@@ -144,6 +144,9 @@ class JwksFile:
 
     refreshed = current
 
+    def start(self) -> None:
+        pass
+
 
 class CachedJwks:
     """A cache over `fetch`, which raises ValueError or OSError where it fails."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 from typing import Protocol
 
-from galley.common.wire.codec import sampling_from
+from galley.common.wire.codec import check_token_ids, sampling_from
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import HASH_BYTES
 from galley.core.errors import InvalidField, Unimplemented, UnknownSession
@@ -183,13 +183,7 @@ def _check_stop_token_ids(ids: Sequence[int], limits: Limits, vocab_size: int) -
     if len(ids) > limits.max_stop_token_ids:
         bound = limits.max_stop_token_ids
         raise InvalidField("stop_token_ids", f"must have at most {bound} entries, got {len(ids)}")
-    _check_ids("stop_token_ids", ids, vocab_size)
-
-
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    for index, token in enumerate(ids):
-        if token >= vocab_size:
-            raise InvalidField(f"{field}[{index}]", f"token id must be in [0, {vocab_size}), got {token}")
+    check_token_ids("stop_token_ids", ids, vocab_size)
 
 
 def _logprobs(request: pb.GenerateRequest, limits: Limits) -> int | None:
@@ -302,7 +296,7 @@ def _token_prompt(ids: Sequence[int], model: Model) -> Sequence[int]:
     if not ids:
         raise InvalidField("token_ids.ids", "must not be empty")
     if len(ids) < model.context_window:  # a longer one is refused for that
-        _check_ids("token_ids.ids", ids, model.vocab_size)
+        check_token_ids("token_ids.ids", ids, model.vocab_size)
     return ids
 
 

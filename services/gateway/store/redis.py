@@ -90,7 +90,6 @@ class RedisStore(SessionStore):
         self._recreate = _load("recreate")
 
     async def ping(self) -> None:
-        """Raise StoreUnavailable unless the server answers."""
         await self._calls.command("PING")
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:

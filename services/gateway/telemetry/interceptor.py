@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from opentelemetry.util.types import AnyValue
 
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.tracing.telemetry import context_of, fail
-from galley.common.wire.handlers import Behavior, Handler, WrappingInterceptor, wrap_handler
+from galley.common.wire.handlers import Context, Handler, WrappingInterceptor, run_within, text_metadata
 from galley.common.wire.status import code_of, error_type
 from galley.core import names
 from galley.core.errors import AuthenticationUnavailable, Unauthenticated
@@ -37,52 +37,46 @@ class TraceInterceptor(WrappingInterceptor):
 
     def wrap(self, handler: Handler, method: str) -> Handler:
         """Trace streams as requests; unary calls have gRPC's own span."""
-        return wrap_handler(handler, unary=self._unary, stream=partial(self._stream, method=method))
+        return run_within(
+            handler, partial(self._trace_stream, method) if handler.response_streaming else self._trace_unary
+        )
 
-    def _unary(self, behavior: Behavior) -> Behavior:
-        async def traced(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            span = trace.get_current_span()
-            observer = RequestObserver(self._start(span.get_span_context(), None, {}))
-            observer.adopt(span)
-            observe_with(observer)
-            try:
-                return await behavior(request, context)
-            except Exception as error:
-                fail(span, error_type(error))
-                raise
+    @asynccontextmanager
+    async def _trace_unary(self, _: Context) -> AsyncIterator[None]:
+        span = trace.get_current_span()
+        observer = RequestObserver(self._start(span.get_span_context(), None, {}))
+        observer.adopt(span)
+        observe_with(observer)
+        try:
+            yield
+        except Exception as error:
+            fail(span, error_type(error))
+            raise
 
-        return traced
+    @asynccontextmanager
+    async def _trace_stream(self, method: str, context: Context) -> AsyncIterator[None]:
+        observer = self._begin(context, method)
+        observe_with(observer)
+        # gRPC may drop the generator of a client that left without resuming it, but it always calls back.
+        context.add_done_callback(partial(_call_ended, observer))  # type: ignore[arg-type]  # the stubs want a class
+        try:
+            yield
+        except grpc.aio.AbortError:  # its status was noted where it was aborted
+            raise
+        except (Unauthenticated, AuthenticationUnavailable) as error:
+            observer.ended(code_of(error))
+            observer.discard()
+            raise
+        except Exception as error:
+            observer.ended(code_of(error))
+            raise
+        except asyncio.CancelledError:
+            observer.ended(_cancellation(context))
+            raise
+        observer.ended(grpc.StatusCode.OK)
 
-    def _stream(self, behavior: Behavior, method: str) -> Behavior:
-        async def traced(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            observer = self._begin(context, method)
-            observe_with(observer)
-            # gRPC may drop the generator of a client that left without resuming it, but it always calls back.
-            context.add_done_callback(partial(_call_ended, observer))  # type: ignore[arg-type]  # the stubs want a class
-            try:
-                async with aclosing(behavior(request, context)) as responses:
-                    async for response in responses:
-                        yield response
-            except grpc.aio.AbortError:  # its status was noted where it was aborted
-                raise
-            except (Unauthenticated, AuthenticationUnavailable) as error:
-                observer.ended(code_of(error))
-                observer.discard()
-                raise
-            except Exception as error:
-                observer.ended(code_of(error))
-                raise
-            except asyncio.CancelledError:
-                observer.ended(_cancellation(context))
-                raise
-            observer.ended(grpc.StatusCode.OK)
-
-        return traced
-
-    def _begin(self, context: grpc.aio.ServicerContext[Any, Any], method: str) -> RequestObserver:
-        metadata = {
-            name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)
-        }
+    def _begin(self, context: Context, method: str) -> RequestObserver:
+        metadata = text_metadata(context)
         service, _, rpc = method.strip("/").partition("/")
         attributes: dict[str, AnyValue] = {
             names.OPERATION: names.TEXT_COMPLETION,
@@ -111,12 +105,12 @@ class TraceInterceptor(WrappingInterceptor):
         )
 
 
-def _call_ended(observer: RequestObserver, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+def _call_ended(observer: RequestObserver, context: Context) -> None:
     observer.ended(_cancellation(context))  # counts only if the call has no status yet
     observer.release()
 
 
-def _cancellation(context: grpc.aio.ServicerContext[Any, Any]) -> grpc.StatusCode:
+def _cancellation(context: Context) -> grpc.StatusCode:
     remaining_s: Any = context.time_remaining()
     late = remaining_s is not None and remaining_s <= 0
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED

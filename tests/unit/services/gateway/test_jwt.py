@@ -22,8 +22,7 @@ from galley.common.tls import files as files_module
 from galley.common.tls.files import NamedFile, WatchedFiles
 from galley.core.admission.principal import Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
-from services.gateway.auth.authentication import build_authentication
-from services.gateway.auth.interceptor import Credentials
+from services.gateway.auth.authentication import Credentials, build_authentication
 from services.gateway.auth.jwks import JwksFile, read_jwks
 from services.gateway.auth.jwt import (
     JWT_EARLY,
