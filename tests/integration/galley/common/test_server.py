@@ -23,6 +23,7 @@ from galley.core import errors
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.echo_service import SERVICE, EchoService, building, settings
+from tests.fakes.tls_servers import request
 
 
 @asynccontextmanager
@@ -33,10 +34,6 @@ async def serving(service: EchoService) -> AsyncIterator[tuple[RunningServer, gr
             yield running, channel
     finally:
         await running.stop()
-
-
-def request(name: str = "s") -> pb.ProposeRequest:
-    return pb.ProposeRequest(items=[pb.ProposeItem(slice=pb.SessionSlice(session_id=name))])
 
 
 async def failure(call: Any) -> grpc.RpcError:

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 
 from galley.common.server.server import start_server
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.__main__ import build
 from services.draft.settings import DraftSettings
-from tests.fakes.tiny_model import save_tiny_model
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @asynccontextmanager

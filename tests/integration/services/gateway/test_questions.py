@@ -25,7 +25,7 @@ from galley.trace.show.summary import duration, ms
 from tests.fakes.narrow_client import narrow
 from tests.fakes.promql import named_by
 from tests.fakes.redis_servers import VALKEY, Server, running
-from tests.fakes.tiny_model import CONTEXT, save_tiny_model
+from tests.fakes.tiny_model import CONTEXT
 from tests.fakes.world import receive
 from tests.integration.services.gateway.real import Real
 
@@ -35,11 +35,6 @@ HELD_NS = HELD_S * 1e9
 PROMPT = [5, 9, 2, 33] * 10
 LONG = CONTEXT - len(PROMPT)
 PLAIN = Speculation(off=True)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

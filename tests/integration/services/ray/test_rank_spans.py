@@ -24,7 +24,7 @@ from services.target.ranks.sharded import ShardedModel, follow
 from services.target.servicer import Limits
 from services.target.spans import record_rank
 from tests.fakes.spans import KeptSpans, attributes_of, context_of, parent_of
-from tests.fakes.tiny_model import load_tiny_model, save_tiny_model
+from tests.fakes.tiny_model import load_tiny_model
 from tests.fakes.verify_items import slice_of, stream_of
 from tests.integration.services.ray.hub import Hub
 from tests.integration.services.target.conftest import Served
@@ -55,11 +55,6 @@ class Other:
             watch.forward_ns = 2 * self.own_ns
             watch.rank_ns = lambda: (self.own_ns,)
         return torch.empty(0)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ from services.target.settings import TargetSettings
 from tests.fakes.collector import Collector
 from tests.fakes.redis_clusters import free_port
 from tests.fakes.spans import parent_of
-from tests.fakes.tiny_model import greedy, save_tiny_model
+from tests.fakes.tiny_model import greedy
 from tests.fakes.verify_items import generate, slice_of, verify
 
 SIZE = 2
@@ -36,11 +36,6 @@ PROMPT, COUNT = [3, 5, 8, 13, 21], 12
 SOON_S = 30.0
 # The exit code of a process that is to be restarted.
 LOST = 1
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,11 @@ from services.target.engine.paged import PagedEngine
 from services.target.engine.protocol import EngineInfo, TargetEngine
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
-from tests.fakes.tiny_model import load_tiny_model, save_tiny_model
+from tests.fakes.tiny_model import load_tiny_model
 
 # A step costs the same however many rows it has, so that drafts always pay.
 FLAT = StepTimes.measured([(1, 1_000_000), (1024, 1_000_001)])
 KV_BLOCKS = 32
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
