@@ -138,7 +138,7 @@ async def test_no_key_is_let_in_that_differs_in_a_single_character(channel: grpc
 
 
 @asynccontextmanager
-async def anothers(stack: Attacked, tokens: int) -> AsyncIterator[TokenStream]:
+async def foreign_stream(stack: Attacked, tokens: int) -> AsyncIterator[TokenStream]:
     async with AsyncClient(stack.gateway, api_key=GOOD, retries=NO_RETRIES) as client:
         stream = client.generate("a secret", max_tokens=tokens, ignore_eos=True)
         async for event in stream:
@@ -151,7 +151,7 @@ async def anothers(stack: Attacked, tokens: int) -> AsyncIterator[TokenStream]:
 async def test_session_of_another_principal_is_answered_as_unknown(
     stack: Attacked, channel: grpc.aio.Channel, live: bool
 ) -> None:
-    async with anothers(stack, 600 if live else 1) as stream:
+    async with foreign_stream(stack, 600 if live else 1) as stream:
         if not live:
             assert [event async for event in stream][-1].HasField("finished")
         theirs = stream.session_id

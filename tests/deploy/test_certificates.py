@@ -14,7 +14,7 @@ from galley.common.tls.files import BadFile, NamedFile
 from tests.deploy.render import ROOT
 from tests.fakes.certificates import Certificate, mounted
 from tests.fakes.echo_service import EchoService
-from tests.fakes.tls_servers import asked_anew, serving
+from tests.fakes.tls_servers import connection_error, serving
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,6 @@ async def test_a_server_and_a_client_trust_one_another(made: Path, tmp_path: Pat
     client = mounted(tmp_path / "client", made / "ca.crt", pair(made, "galley-gateway"))
     service = EchoService()
     async with serving(service, server) as running:
-        assert await asked_anew(running, client, name="galley-target") == ""
-        assert await asked_anew(running, client, name="galley-draft")
+        assert await connection_error(running, client, name="galley-target") == ""
+        assert await connection_error(running, client, name="galley-draft")
     assert service.callers == ["galley-gateway"]

@@ -18,21 +18,21 @@ SESSION = "session-1"
 
 
 @dataclass(frozen=True)
-class Said:
+class FakeChunk:
     token_ids: tuple[int, ...]
     text: str
     from_draft: bool = False
     logprobs: tuple[float, ...] = ()
 
 
-SCRIPT = (Said((11,), "Hello"), Said((12, 13), ", wor", from_draft=True), Said((14,), "ld!\n"))
+SCRIPT = (FakeChunk((11,), "Hello"), FakeChunk((12, 13), ", wor", from_draft=True), FakeChunk((14,), "ld!\n"))
 
 
 @dataclass
 class FakeGateway(rpc.GenerationServicer):
     """Send `script`; raise `error` or hang before chunk `fail_at`, `failures` times (None: always)."""
 
-    script: tuple[Said, ...] = SCRIPT
+    script: tuple[FakeChunk, ...] = SCRIPT
     error: Exception | None = None
     fail_at: int = 0
     hang: bool = False
@@ -79,21 +79,21 @@ class FakeGateway(rpc.GenerationServicer):
             started=pb.Started(session_id=SESSION, seed=2**63, prompt_tokens=5, model="tiny")
         )
         index = 0
-        for number, output in enumerate(self.script):
+        for number, chunk in enumerate(self.script):
             self._maybe_fail(number, context)
-            size = len(output.token_ids)
+            size = len(chunk.token_ids)
             if index >= next_index:
                 yield pb.StreamEvent(
                     chunk=pb.Chunk(
                         index=index,
-                        token_ids=output.token_ids,
-                        text=output.text,
-                        from_draft=[output.from_draft] * size,
+                        token_ids=chunk.token_ids,
+                        text=chunk.text,
+                        from_draft=[chunk.from_draft] * size,
                         logprobs=[
                             pb.PositionLogprobs(
                                 logprob=logprob, top=[pb.TokenLogprob(token_id=token_id, logprob=logprob)]
                             )
-                            for token_id, logprob in zip(output.token_ids, output.logprobs, strict=False)
+                            for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=False)
                         ],
                     )
                 )

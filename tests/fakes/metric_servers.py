@@ -12,7 +12,7 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @contextlib.contextmanager
-def telling(*texts: str, status: int = 200) -> Iterator[str]:
+def serve_texts(*texts: str, status: int = 200) -> Iterator[str]:
     """Serve the texts in turn, then the last one; yield host:port."""
     left = list(texts)
 
@@ -54,5 +54,5 @@ async def answering(answer: Callable[[asyncio.StreamWriter], None]) -> AsyncIter
             writer.transport.abort()
 
 
-def nobody() -> str:
+def unused_address() -> str:
     return "127.0.0.1:1"

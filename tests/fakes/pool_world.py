@@ -84,7 +84,7 @@ class _Stream:
         self.job: _Job | None = None
         self.ended_ns = 0
 
-    def tell(self, event: ev.Event) -> None:
+    def handle(self, event: ev.Event) -> None:
         self._carry_out(self.session.step(event, self.pool.now))
 
     def start(self) -> None:
@@ -104,13 +104,13 @@ class _Stream:
                     pool.later(pool.scenario.hop_ns, pool.to_target, self, effect)
                 case ev.Commit():
                     length = effect.expected_len + len(effect.tokens)
-                    pool.later(_COMMIT_NS, self.tell, ev.Committed(length))
+                    pool.later(_COMMIT_NS, self.handle, ev.Committed(length))
                 case ev.Emit():
                     last = effect.items[-1]
                     assert isinstance(last, Chunk)
-                    pool.later(0, self.tell, ev.Sent(last.index + len(last.tokens)))
+                    pool.later(0, self.handle, ev.Sent(last.index + len(last.tokens)))
                 case ev.StoreFinish():
-                    pool.later(_COMMIT_NS, self.tell, ev.FinishStored())
+                    pool.later(_COMMIT_NS, self.handle, ev.FinishStored())
                 case ev.End():
                     assert effect.error is None, effect.error
                     assert self.session.answer.tokens == self.truth
@@ -135,7 +135,7 @@ class _Stream:
         self.job = None
         request = job.asked
         tokens = [*self.truth[: request.slice.start], *request.slice.tokens]
-        self.tell(
+        self.handle(
             ev.Proposed(
                 request_id=request.request_id,
                 position=len(tokens),
@@ -280,7 +280,7 @@ class Pool:
                 stream.item = None
             self.later(
                 self.scenario.hop_ns,
-                stream.tell,
+                stream.handle,
                 ev.Verified(
                     request_id=stream.request_id,
                     position=outcome.position,

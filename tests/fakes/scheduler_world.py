@@ -164,7 +164,7 @@ class Gateway:
     def done(self) -> bool:
         return len(self.tokens) >= self.end
 
-    def ask(self, rng: random.Random) -> None:
+    def submit(self, rng: random.Random) -> None:
         credit = rng.choice([0, 0, 1, 3, 10])
         start = rng.randint(0, min(self.held, len(self.tokens) - 1))
         drafts = self.draft(len(self.tokens), rng)
@@ -190,7 +190,7 @@ class Gateway:
         true = self.true[position : position + rng.choice([0, 1, 2, 4, 8])]
         return tuple(token if rng.random() < 0.8 else (token + 1) % VOCAB for token in true)
 
-    def tell(self, rng: random.Random) -> None:
+    def extend(self, rng: random.Random) -> None:
         position = max(1, len(self.tokens) + rng.randint(-4, 3))
         anchor = prefix_hash(self.true[:position]) if rng.random() < 0.8 else prefix_hash([9])
         hint = Hint(position, anchor, self.draft(position, rng))
@@ -275,7 +275,7 @@ class Load:
             if gateway.done:
                 self.leave(gateway)
             elif gateway.item is None:
-                gateway.ask(self.rng)
+                gateway.submit(self.rng)
             else:
                 self.disturb(gateway, faults=faults)
         self.deliver()
@@ -283,11 +283,11 @@ class Load:
     def disturb(self, gateway: Gateway, *, faults: bool) -> None:
         chance = self.rng.random()
         if chance < 0.3:
-            gateway.tell(self.rng)
+            gateway.extend(self.rng)
         elif faults and chance < 0.34:
             self.leave(gateway)
         elif faults and chance < 0.37:
-            gateway.ask(self.rng)
+            gateway.submit(self.rng)
 
     def leave(self, gateway: Gateway) -> None:
         if gateway.item is not None:

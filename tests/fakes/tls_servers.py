@@ -65,7 +65,7 @@ async def ask(channel: grpc.aio.Channel) -> None:
     assert answer.answers[0].session_id == "s"
 
 
-async def asked_anew(running: RunningServer, files: Mounted | None, **how: Any) -> str:
+async def connection_error(running: RunningServer, files: Mounted | None, **how: Any) -> str:
     async with open_to(running, files, **how) as channel:
         return await refusal(channel)
 

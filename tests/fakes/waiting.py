@@ -44,7 +44,7 @@ class Gate:
         self._permits += count
         self._watch.changed()
 
-    async def has_somebody(self) -> None:
+    async def has_waiter(self) -> None:
         await self._watch.until(lambda: self._entering > 0)
 
     async def enter(self) -> None:

@@ -186,12 +186,12 @@ class Cluster:
     async def start(self, template: PodTemplate, identity: Identity) -> Pod:
         """Start a pod. The packet filter knows it before it runs."""
 
-        def tell(what: str, **details: Any) -> None:
+        def report(what: str, **details: Any) -> None:
             self.events.append(Event(self.now_s(), identity.name, what, details))
             self._dirty.set()
             self._changed.changed()
 
-        pod = Pod(self.node, self.objects, template, identity, tell)
+        pod = Pod(self.node, self.objects, template, identity, report)
         self._pods[identity.name] = pod
         self.seen.append(pod.end)
         self.owners[identity.name] = identity.owner
@@ -253,7 +253,7 @@ def _with_claims(workload: Workload, pod: str, objects: Objects) -> PodTemplate:
 
 
 def _members(workload: Workload, index: int) -> Iterator[tuple[PodTemplate, Identity]]:
-    """Yield the pods of a group, the leader first; labels tell their places."""
+    """Yield the pods of a group, the leader first; labels show their places."""
     leader = f"{workload.name}-{index}"
     templates = workload.spec["leaderWorkerTemplate"]
     policy = (workload.spec.get("networkConfig") or {}).get("subdomainPolicy", "Shared")

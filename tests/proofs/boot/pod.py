@@ -33,16 +33,16 @@ from tests.proofs.boot.volumes import Mount, Volumes
 
 _LEAST_GRACE_S = 2.0
 
-Tell = Callable[..., None]
-"""`tell(what, **details)`: something happened to the pod."""
+Report = Callable[..., None]
+"""`report(what, **details)`: something happened to the pod."""
 Count = Callable[..., None]
 """`count(probe, passed=)`: a probe was answered."""
 
 
 class Kept:
-    def __init__(self, spec: Manifest, running: Container, pod: Pod, count: Count, tell: Tell) -> None:
+    def __init__(self, spec: Manifest, running: Container, pod: Pod, count: Count, report: Report) -> None:
         self._spec, self._name, self._running, self._pod = spec, spec["name"], running, pod
-        self._count, self._tell = count, tell
+        self._count, self._report = count, report
         self._ports = pod.end.ports or {}
 
     async def until_it_ends(self, ending: asyncio.Event) -> int:
@@ -62,7 +62,7 @@ class Kept:
             if problem is not None:
                 await self._give_up("startup", startup, problem)
                 return
-        self._tell("up", container=self._name)
+        self._report("up", container=self._name)
         readiness, liveness = self._probe("readinessProbe"), self._probe("livenessProbe")
         async with asyncio.TaskGroup() as group:
             if readiness is None:
@@ -90,7 +90,7 @@ class Kept:
 
     async def _give_up(self, kind: str, probe: Probe, problem: str) -> None:
         if not self._pod.ending:
-            self._tell("failed", probe=kind, container=self._name, problem=problem)
+            self._report("failed", probe=kind, container=self._name, problem=problem)
             await self._stop(probe.grace_s)
 
     async def _ask_until(
@@ -120,14 +120,14 @@ class Kept:
         hook = (self._spec.get("lifecycle") or {}).get("preStop")
         if hook is not None:
             problem = await self._pre_stop(hook, grace_s)
-            self._tell("preStop", container=self._name, seconds=_since(began), problem=problem or "")
+            self._report("preStop", container=self._name, seconds=_since(began), problem=problem or "")
         self._running.send(signal.SIGTERM)
-        self._tell("SIGTERM", container=self._name)
+        self._report("SIGTERM", container=self._name)
         try:
             async with asyncio.timeout(max(_LEAST_GRACE_S, grace_s - (time.monotonic() - began))):
                 await self._running.ended()
         except TimeoutError:
-            self._tell("SIGKILL", container=self._name, seconds=_since(began))
+            self._report("SIGKILL", container=self._name, seconds=_since(began))
             await self._running.kill()
 
     async def _pre_stop(self, hook: Manifest, grace_s: float) -> str | None:
@@ -166,10 +166,10 @@ class Identity:
 
 class Pod:
     def __init__(
-        self, node: Node, objects: Objects, template: PodTemplate, identity: Identity, tell: Tell
+        self, node: Node, objects: Objects, template: PodTemplate, identity: Identity, report: Report
     ) -> None:
         self.identity, self.template = identity, template
-        self._node, self._objects, self._tell = node, objects, tell
+        self._node, self._objects, self._report = node, objects, report
         self.ip = next(node.pod_ips)
         self.folder = node.folder / "pods" / f"{identity.name}.{uuid.uuid4().hex[:6]}"
         self.facts = PodFacts(
@@ -219,16 +219,16 @@ class Pod:
         if self._ready[name] != ready:
             self._ready[name] = ready
             self._fruitless = 0 if ready else self._fruitless
-            self._tell("ready" if ready else "unready", container=name, problem=problem)
+            self._report("ready" if ready else "unready", container=name, problem=problem)
 
     def terminate(self) -> None:
         if not self._ending.is_set():
             self._ending.set()
-            self._tell("ending")
+            self._report("ending")
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the first process of its first container: a fault."""
-        self._tell("fault", signal=number.name)
+        self._report("fault", signal=number.name)
         self._running[self.template.containers[0]["name"]].send(number)
 
     async def execute(self, command: Sequence[str], timeout_s: float) -> tuple[int, str]:
@@ -263,13 +263,13 @@ class Pod:
             cleanup.push_async_callback(self._node.wires.detach, self.ip)
             self._volumes.make()
             self._node.warm(self)
-            self._tell("made", ip=self.ip)
+            self._report("made", ip=self.ip)
             for spec in self.template.init_containers:
                 await self._run_once(spec)
             async with asyncio.TaskGroup() as group:
                 for spec in self.template.containers:
                     group.create_task(self._keep(spec))
-        self._tell("gone")
+        self._report("gone")
 
     async def _remove(self) -> None:
         for running in self._running.values():
@@ -288,10 +288,10 @@ class Pod:
         name = spec["name"]
         for attempt in itertools.count():
             running = await self._start(spec)
-            kept = Kept(spec, running, self, self._node.count_probe, self._tell)
+            kept = Kept(spec, running, self, self._node.count_probe, self._report)
             status = await kept.until_it_ends(self._ending)
             self.set_ready(name, ready=False)
-            self._tell("ended", container=name, status=status)
+            self._report("ended", container=name, status=status)
             if self.ending or self.template.spec.get("restartPolicy", "Always") == "Never":
                 self.exit_status = status
                 return
@@ -328,7 +328,7 @@ class Pod:
         launch.folder.mkdir(parents=True)
         running = await self._node.start(launch)
         self._running[spec["name"]] = running
-        self._tell("started", container=spec["name"])
+        self._report("started", container=spec["name"])
         return running
 
     def _own_files(self) -> list[Mount]:

@@ -24,7 +24,7 @@ from galley.core.errors import InvalidField, Unavailable, UnknownSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack import endpoint
 from galley.version import __version__
-from tests.fakes.gateway import SESSION, FakeGateway, Said, serving
+from tests.fakes.gateway import SESSION, FakeChunk, FakeGateway, serving
 
 PLAIN = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200", "GALLEY_ENDPOINT": ""}
 
@@ -201,7 +201,7 @@ def test_chat_continues_after_an_error_and_ends_with_its_input() -> None:
 
 
 def test_ctrl_c_names_the_command_that_resumes() -> None:
-    gateway = FakeGateway(script=(Said((1,), "first\n"), Said((2,), "never")), hang=True, fail_at=1)
+    gateway = FakeGateway(script=(FakeChunk((1,), "first\n"), FakeChunk((2,), "never")), hang=True, fail_at=1)
     with serving(gateway) as address:
         command = [sys.executable, "-m", "galley.cli", "generate", "x", "--endpoint", address]
         with subprocess.Popen(
@@ -384,7 +384,7 @@ def test_input_that_is_not_utf_8_is_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_terminal_that_is_not_utf_8(encoding: str) -> None:
-    script = (Said((1,), "r\u00e9sum\u00e9 \N{ROCKET}"),)
+    script = (FakeChunk((1,), "r\u00e9sum\u00e9 \N{ROCKET}"),)
     with serving(FakeGateway(script=script)) as address:
         command = [sys.executable, "-X", "utf8=0", "-m", "galley.cli"]
         environment = {**os.environ, **PLAIN, "PYTHONIOENCODING": encoding}
@@ -411,13 +411,13 @@ def test_chat_refuses_a_line_that_is_not_utf_8_and_goes_on() -> None:
 
 
 def test_output_ends_with_a_newline_before_the_summary() -> None:
-    result = ask(FakeGateway(script=(Said((1,), "no newline"),)), "generate", "x")
+    result = ask(FakeGateway(script=(FakeChunk((1,), "no newline"),)), "generate", "x")
     assert result.stdout == "no newline\n"
     assert result.output.splitlines()[-1].startswith("session ")
 
 
 def test_logprobs_are_printed_after_the_text() -> None:
-    gateway = FakeGateway(script=(Said((11,), "Hello", logprobs=(-0.25,)),))
+    gateway = FakeGateway(script=(FakeChunk((11,), "Hello", logprobs=(-0.25,)),))
     assert ask(gateway, "generate", "x", "--logprobs=1").stdout.splitlines() == [
         "Hello",
         "",

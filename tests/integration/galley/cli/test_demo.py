@@ -11,7 +11,7 @@ from rich.console import Console
 from galley.cli.demo import compare
 from galley.client.client import AsyncClient
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.fakes.gateway import SCRIPT, SESSION, FakeGateway, Said, serving
+from tests.fakes.gateway import SCRIPT, SESSION, FakeChunk, FakeGateway, serving
 
 
 class Liar(FakeGateway):
@@ -19,7 +19,7 @@ class Liar(FakeGateway):
         self, request: pb.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateResponse]:
         plain = request.speculation.mode == pb.Speculation.MODE_OFF
-        self.script = (Said((99,), "Bye"),) if plain else SCRIPT
+        self.script = (FakeChunk((99,), "Bye"),) if plain else SCRIPT
         return super().Generate(request, context)
 
 

@@ -39,7 +39,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def told(files: Mounted) -> dict[str, str]:
+def tls_environment(files: Mounted) -> dict[str, str]:
     return {
         "GALLEY_TLS_CA_FILE": files.ca,
         "GALLEY_TLS_CERT_FILE": files.cert,
@@ -50,7 +50,8 @@ def told(files: Mounted) -> dict[str, str]:
 
 def flags(files: Mounted) -> list[str]:
     names = {
-        name.removeprefix("GALLEY_").lower().replace("_", "-"): path for name, path in told(files).items()
+        name.removeprefix("GALLEY_").lower().replace("_", "-"): path
+        for name, path in tls_environment(files).items()
     }
     return [f"--{name}={path}" for name, path in names.items()]
 
@@ -66,7 +67,7 @@ def test_commands_take_flags_or_the_environment(
 ) -> None:
     for result in (
         galley(*command, "--endpoint", address, *flags(files)),
-        galley(*command, "--endpoint", address, **told(files)),
+        galley(*command, "--endpoint", address, **tls_environment(files)),
     ):
         assert "Hello, world!" in result.stdout, result.stderr
 
@@ -80,7 +81,7 @@ def test_bench_speaks_tls_too(files: Mounted, address: str) -> None:
         "--endpoint",
         address,
     )
-    assert galley("bench", *arguments, **told(files)).exit_code == 0
+    assert galley("bench", *arguments, **tls_environment(files)).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_bench_speaks_tls_too(files: Mounted, address: str) -> None:
 def test_client_with_wrong_tls_files_gets_no_answer(
     given: dict[str, str], files: Mounted, address: str
 ) -> None:
-    whole = {**told(files), **given} if "GALLEY_TLS_SERVER_NAME" in given else given
+    whole = {**tls_environment(files), **given} if "GALLEY_TLS_SERVER_NAME" in given else given
     result = galley("generate", "x", "--patience", "0", "--endpoint", address, **whole)
     assert result.exit_code == 1
     assert "UNAVAILABLE" in result.stderr
@@ -99,7 +100,7 @@ def test_client_with_wrong_tls_files_gets_no_answer(
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_missing_key_is_reported_in_one_line(command: tuple[str, ...], files: Mounted, address: str) -> None:
-    result = galley(*command, "--endpoint", address, **told(files), GALLEY_API_KEY_FILE="/nowhere")
+    result = galley(*command, "--endpoint", address, **tls_environment(files), GALLEY_API_KEY_FILE="/nowhere")
     assert "error: GALLEY_API_KEY_FILE: /nowhere: No such file" in result.stderr
     assert not isinstance(result.exception, ValueError)
 
@@ -122,4 +123,4 @@ def test_unusable_file_is_reported_before_any_request(flag: list[str], problem: 
 def test_the_stack_that_runs_here_is_spoken_to_plainly(files: Mounted) -> None:
     with serving(FakeGateway()) as plain, endpoint.Endpoint() as stack:
         stack.announce(plain)
-        assert galley("generate", "x", **told(files)).stdout == "Hello, world!\n"
+        assert galley("generate", "x", **tls_environment(files)).stdout == "Hello, world!\n"

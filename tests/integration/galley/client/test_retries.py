@@ -31,7 +31,7 @@ from galley.core.errors import (
     UnknownSession,
 )
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.fakes.gateway import SESSION, FakeGateway, Said, serving
+from tests.fakes.gateway import SESSION, FakeChunk, FakeGateway, serving
 
 NOWHERE = "127.0.0.1:1"
 CALLER, READER = (
@@ -93,7 +93,7 @@ async def test_break_after_the_end_is_ignored(
 
 
 async def test_stream_survives_many_breaks(two: tuple[FakeGateway, FakeGateway, str]) -> None:
-    script = tuple(Said((token,), f"{token} ") for token in range(8))
+    script = tuple(FakeChunk((token,), f"{token} ") for token in range(8))
     for gateway in two[:2]:
         gateway.script, gateway.error = script, Unavailable("again")
     retries = Retries(first_pause_s=0.001)

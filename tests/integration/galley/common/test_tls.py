@@ -28,7 +28,7 @@ from tests.fakes.tls_servers import (
     PATIENCE_S,
     Stream,
     ask,
-    asked_anew,
+    connection_error,
     files_of,
     open_to,
     refusal,
@@ -64,14 +64,14 @@ def parties(tmp_path: Path) -> Parties:
 
 async def test_server_with_a_certificate_is_reached_over_tls(parties: Parties) -> None:
     async with serving(EchoService(), parties.server, mutual=False) as running:
-        assert await asked_anew(running, parties.client, own=False) == ""
-        assert await asked_anew(running, parties.client, name="server") == ""
+        assert await connection_error(running, parties.client, own=False) == ""
+        assert await connection_error(running, parties.client, name="server") == ""
 
 
 async def test_server_that_requires_certificates_identifies_its_callers(parties: Parties) -> None:
     service = EchoService()
     async with serving(service, parties.server) as running:
-        assert await asked_anew(running, parties.client) == ""
+        assert await connection_error(running, parties.client) == ""
     assert service.callers == ["client"]
 
 
@@ -79,8 +79,8 @@ async def test_client_sends_nothing_to_an_untrusted_server(parties: Parties) -> 
     service = EchoService()
     async with serving(service, parties.server, mutual=False) as running:
         mistrustful = parties.trusting(parties.other, parties.authority)
-        assert WRONG_CA in await asked_anew(running, mistrustful)
-        assert WRONG_NAME in await asked_anew(running, parties.client, name="somebody-else")
+        assert WRONG_CA in await connection_error(running, mistrustful)
+        assert WRONG_NAME in await connection_error(running, parties.client, name="somebody-else")
     assert not service.entered.is_set()
 
 
@@ -103,13 +103,13 @@ async def test_caller_without_a_trusted_certificate_is_refused(parties: Parties,
     async with serving(service, parties.server) as running:
         match who:
             case "plain":
-                response = await asked_anew(running, None)
+                response = await connection_error(running, None)
             case "without a certificate":
-                response = await asked_anew(running, parties.client, own=False)
+                response = await connection_error(running, parties.client, own=False)
             case _:
-                response = await asked_anew(running, parties.stranger)
+                response = await connection_error(running, parties.stranger)
         assert response
-        assert await asked_anew(running, parties.client) == ""
+        assert await connection_error(running, parties.client) == ""
     assert service.callers == ["client"]
 
 
@@ -128,9 +128,9 @@ async def test_server_only_certificate_is_refused_for_clients(parties: Parties) 
 async def test_nothing_is_sent_in_plain_text_to_a_server_that_speaks_no_tls(parties: Parties) -> None:
     service = EchoService()
     async with serving(service, None) as running:
-        assert await asked_anew(running, parties.client)
+        assert await connection_error(running, parties.client)
         assert not service.entered.is_set()
-        assert await asked_anew(running, None) == ""
+        assert await connection_error(running, None) == ""
 
 
 async def test_unusable_file_prevents_server_start(parties: Parties) -> None:
@@ -165,8 +165,8 @@ async def test_server_uses_new_certificate_for_new_connections_only(
         stream = Stream(channel)
         await stream.must_live()
         parties.server.put_pair(parties.authority.ca, parties.other.issue("server"))
-        assert WRONG_CA in await asked_anew(running, parties.client)
-        assert await asked_anew(running, newer) == ""
+        assert WRONG_CA in await connection_error(running, parties.client)
+        assert await connection_error(running, newer) == ""
         await stream.must_live()
         await stream.end()
 
@@ -177,8 +177,8 @@ async def test_a_server_asks_for_certificates_of_its_new_authority(parties: Part
         stream = Stream(channel)
         await stream.must_live()
         parties.server.put_pair(parties.other.ca, parties.authority.issue("server"))
-        assert await asked_anew(running, parties.client)
-        assert await asked_anew(running, parties.stranger) == ""
+        assert await connection_error(running, parties.client)
+        assert await connection_error(running, parties.stranger) == ""
         await stream.must_live()
         await stream.end()
     assert service.callers == ["stranger"]
@@ -186,16 +186,16 @@ async def test_a_server_asks_for_certificates_of_its_new_authority(parties: Part
 
 async def test_server_keeps_its_certificate_while_the_new_one_is_unusable(parties: Parties) -> None:
     async with serving(EchoService(), parties.server) as running:
-        assert await asked_anew(running, parties.client) == ""
+        assert await connection_error(running, parties.client) == ""
         newer = parties.other.issue("server")
         parties.server.put(ca=parties.authority.ca, cert=newer.cert, key=b"half written")
         with logged(files) as logs:
-            assert await asked_anew(running, parties.client) == ""
-            assert await asked_anew(running, parties.client) == ""
+            assert await connection_error(running, parties.client) == ""
+            assert await connection_error(running, parties.client) == ""
         [line] = [line for line in logs if line["log_level"] == "error"]
         assert line["error"].startswith("tls_key_file: ")
         parties.server.put_pair(parties.authority.ca, newer)
-        assert WRONG_CA in await asked_anew(running, parties.client)
+        assert WRONG_CA in await connection_error(running, parties.client)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ async def test_unusable_certificate_does_not_replace_a_good_one(
     async with serving(EchoService(), parties.server) as running:
         parties.server.put_pair(parties.authority.ca, parties.authority.issue("server", **how))
         with logged(files) as logs:
-            assert await asked_anew(running, parties.client) == ""
+            assert await connection_error(running, parties.client) == ""
         assert [why in line["error"] for line in logs] == [True]
 
 

@@ -12,7 +12,7 @@ from galley.client.addresses import host_and_port
 from galley.top import scrape as scraping
 from galley.top.scrape import Away, read_samples, scrape
 from galley.top.service import named_by_address
-from tests.fakes.metric_servers import answering, nobody, telling
+from tests.fakes.metric_servers import answering, serve_texts, unused_address
 from tests.unit.galley.top.sample import services, text
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n"
@@ -21,7 +21,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n"
 @pytest.mark.parametrize("at", range(4))
 async def test_a_scrape_is_what_the_exposition_says(at: int) -> None:
     reported = text(services()[at], 1)
-    with telling(reported) as address:
+    with serve_texts(reported) as address:
         samples = await scrape(address)
     assert samples == read_samples(reported)
     lines = [line for line in reported.splitlines() if not line.startswith("#")]
@@ -63,9 +63,9 @@ def test_unreadable_line_is_reported(reported: str) -> None:
 
 @settings(max_examples=300)
 @given(st.text(alphabet='{}=,"\\ abé#\t019.eE+-_NInf', max_size=60))
-def test_arbitrary_lines_parse_or_raise(told: str) -> None:
+def test_arbitrary_lines_parse_or_raise(suffix: str) -> None:
     try:
-        read_samples("galley_" + told)
+        read_samples("galley_" + suffix)
     except Away:
         return
 
@@ -80,11 +80,11 @@ def test_the_number_and_the_length_of_lines_are_bounded() -> None:
 
 async def test_unreachable_service_is_reported_at_once() -> None:
     with pytest.raises(Away, match="refused"):
-        await scrape(nobody())
+        await scrape(unused_address())
 
 
 async def test_other_http_status_is_reported() -> None:
-    with telling("galley_a 1\n", status=503) as address, pytest.raises(Away, match="HTTP 503"):
+    with serve_texts("galley_a 1\n", status=503) as address, pytest.raises(Away, match="HTTP 503"):
         await scrape(address)
 
 

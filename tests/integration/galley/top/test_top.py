@@ -24,7 +24,7 @@ from galley.cli.app import app
 from galley.core.routing.choice import DraftLease
 from galley.stack import endpoint
 from galley.top.service import Service
-from tests.fakes.metric_servers import nobody, telling
+from tests.fakes.metric_servers import serve_texts, unused_address
 from tests.fakes.redis_servers import VALKEY, running
 from tests.unit.galley.top import sample
 
@@ -47,7 +47,9 @@ def the_sample() -> Iterator[list[Service]]:
     with ExitStack() as held:
         yield [
             Service(
-                one.name, held.enter_context(telling(sample.text(one, 0), sample.text(one, 1))), one.address
+                one.name,
+                held.enter_context(serve_texts(sample.text(one, 0), sample.text(one, 1))),
+                one.address,
             )
             for one in sample.services()
         ]
@@ -63,7 +65,7 @@ def galley(*args: str) -> Result:
 
 def test_once_as_a_process_prints_one_frame_without_control_codes() -> None:
     with the_sample() as services:
-        reported = ["--metrics", addresses([*services, Service("x", nobody())])]
+        reported = ["--metrics", addresses([*services, Service("x", unused_address())])]
         done = subprocess.run(
             [*GALLEY, "--once", *SOON, *reported], capture_output=True, timeout=60, check=False, text=True
         )
@@ -109,7 +111,7 @@ def test_stack_without_metrics_is_reported() -> None:
 
 
 def test_unreachable_service_is_a_frame_and_an_error() -> None:
-    output = galley("--once", *SOON, "--metrics", nobody())
+    output = galley("--once", *SOON, "--metrics", unused_address())
     assert output.exit_code == 1
     assert "0 of 1 up" in output.stdout
     assert "error: no service answers" in output.stderr
@@ -164,7 +166,7 @@ class Terminal:
             env={**os.environ, "TERM": "xterm-256color"},
         )
         self._theirs = theirs
-        self.said = b""
+        self.output = b""
 
     def __enter__(self) -> Terminal:
         return self
@@ -177,11 +179,11 @@ class Terminal:
 
     def until(self, words: bytes) -> None:
         end_s = time.monotonic() + PATIENCE_S
-        while words not in self.said:
+        while words not in self.output:
             left_s = end_s - time.monotonic()
-            assert left_s > 0, self.said.decode(errors="replace")
+            assert left_s > 0, self.output.decode(errors="replace")
             if select.select([self._fd], [], [], left_s)[0]:
-                self.said += os.read(self._fd, 65536)
+                self.output += os.read(self._fd, 65536)
 
     def press(self, key: bytes) -> None:
         os.write(self._fd, key)

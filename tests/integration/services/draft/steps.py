@@ -33,7 +33,7 @@ MODEL = "model"
 class Gated:
     def __init__(self, inner: Strategy) -> None:
         self._inner = inner
-        self._begun = threading.Semaphore(0)
+        self._started = threading.Semaphore(0)
         self._allowed = threading.Semaphore(0)
         self._open = False
         self.steps: list[str] = []
@@ -44,20 +44,20 @@ class Gated:
 
     def advance(self, proposals: Sequence[Proposal]) -> None:
         self.steps.append("".join(proposal.job.slice.key[1] for proposal in proposals))
-        self._begun.release()
+        self._started.release()
         if not self._open and not self._allowed.acquire(timeout=PATIENCE_S):
             raise TimeoutError
         if self.fails:
             raise ValueError("secret")
         self._inner.advance(proposals)
 
-    async def begun(self) -> None:
-        if not await asyncio.to_thread(self._begun.acquire, timeout=PATIENCE_S):
+    async def step_started(self) -> None:
+        if not await asyncio.to_thread(self._started.acquire, timeout=PATIENCE_S):
             raise TimeoutError
 
     async def pass_on(self) -> None:
         self._allowed.release()
-        await self.begun()
+        await self.step_started()
 
     def open(self) -> None:
         self._open = True

@@ -50,7 +50,7 @@ async def test_abandoned_proposal_is_cancelled_and_counted_as_wasted(tiny: Path)
     registry = Registry(DRAFT)
     async with gating(tiny, metrics=registry) as (gated, stream, _):
         await stream.send(item([5, 9, 2], 8, "a"))
-        await gated.begun()
+        await gated.step_started()
         await gated.pass_on()
         await stream.cancel("a")
         gated.open()

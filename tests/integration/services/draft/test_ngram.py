@@ -123,12 +123,12 @@ def test_other_sessions_learn_from_an_answer_of_their_kind() -> None:
     st.sampled_from([b"", b"own"]),
 )
 def test_tenants_do_not_affect_each_others_proposals(
-    said: list[tuple[bool, bool, list[int]]], own_salt: bytes
+    observed: list[tuple[bool, bool, list[int]]], own_salt: bytes
 ) -> None:
     shared, alone = NgramStrategy(Lookups()), NgramStrategy(Lookups())
     foreign = [Talk(shared, [0, 1], salt=b"other"), Talk(shared, [1], salt=b"other")]
     pairs = [[Talk(strategy, [2, i], salt=own_salt) for strategy in (shared, alone)] for i in range(2)]
-    for is_foreign, first, tokens in said:
+    for is_foreign, first, tokens in observed:
         if is_foreign:
             foreign[first].ask(*tokens)
         else:

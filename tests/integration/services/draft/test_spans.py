@@ -63,7 +63,7 @@ async def test_a_new_request_begins_another_batch(tiny: Path) -> None:
     kept = KeptSpans()
     async with gating(tiny, spans=kept.scope) as (gated, stream, _):
         await stream.send(traced([5, 9, 2], 4, "a"))
-        await gated.begun()
+        await gated.step_started()
         await stream.send(
             traced([5, 9, 2], 4, "b"), item([5, 9], 4, "c", traceparent=parent_of(7, sampled=False))
         )

@@ -23,7 +23,7 @@ def status(answer: pb.ProposeAnswer) -> grpc.StatusCode:
 async def test_a_short_item_joins_a_long_one_and_is_answered_before_it(tiny: Path) -> None:
     async with gating(tiny) as (gated, stream, _):
         await stream.send(item(PROMPTS["a"], 5, "a"))
-        await gated.begun()
+        await gated.step_started()
         await stream.send(item(PROMPTS["b"], 1, "b"))
         await gated.pass_on()
         await gated.pass_on()
@@ -43,7 +43,7 @@ async def test_a_short_item_joins_a_long_one_and_is_answered_before_it(tiny: Pat
 async def test_of_more_than_a_step_takes_the_oldest_go_first(tiny: Path) -> None:
     async with gating(tiny, max_batch=2) as (gated, stream, _):
         await stream.send(item(PROMPTS["a"], 1, "a"))
-        await gated.begun()
+        await gated.step_started()
         await stream.send(
             *(item(PROMPTS[name], k, name) for name, k in (("b", 2), ("c", 3), ("d", 1), ("e", 1)))
         )
@@ -58,7 +58,7 @@ async def test_a_newer_item_of_a_session_overtakes(tiny: Path) -> None:
     newer = [*PROMPTS["a"], answer[0], answer[1] + 1]
     async with gating(tiny) as (gated, stream, draft):
         await stream.send(item(PROMPTS["a"], 6, "a"))
-        await gated.begun()
+        await gated.step_started()
         await gated.pass_on()
         await stream.send(item(newer, 2, "a", start=5))
         await gated.pass_on()
@@ -73,7 +73,7 @@ async def test_a_newer_item_of_a_session_overtakes(tiny: Path) -> None:
 async def test_of_two_that_wait_for_the_same_step_the_newer_counts(tiny: Path) -> None:
     async with gating(tiny) as (gated, stream, _):
         await stream.send(item(PROMPTS["b"], 1, "b"))
-        await gated.begun()
+        await gated.step_started()
         await stream.send(item(PROMPTS["a"], 1, "a"), item(PROMPTS["a"][:3], 1, "a"))
         gated.open()
         answers = [await stream.next() for _ in range(3)]
@@ -85,7 +85,7 @@ async def test_of_two_that_wait_for_the_same_step_the_newer_counts(tiny: Path) -
 async def test_cache_miss_supersedes_and_reports_what_is_held(tiny: Path) -> None:
     async with gating(tiny) as (gated, stream, _):
         await stream.send(item(PROMPTS["a"], 3, "a"))
-        await gated.begun()
+        await gated.step_started()
         await stream.send(item([1] * 9, 3, "a", start=7))
         gated.open()
         assert (await stream.next()).HasField("superseded")
@@ -96,7 +96,7 @@ async def test_cache_miss_supersedes_and_reports_what_is_held(tiny: Path) -> Non
 async def test_at_its_deadline_an_item_is_answered_with_what_is_ready(tiny: Path) -> None:
     async with gating(tiny) as (gated, stream, draft):
         await stream.send(item(PROMPTS["a"], 6, "a", remaining_ns=200_000_000))
-        await gated.begun()
+        await gated.step_started()
         await gated.pass_on()
         # The second step is under way, and waits; the answer does not.
         cut = await stream.next()
@@ -113,7 +113,7 @@ async def test_at_its_deadline_an_item_is_answered_with_what_is_ready(tiny: Path
 async def test_request_not_started_by_its_deadline_is_refused(tiny: Path) -> None:
     async with gating(tiny) as (gated, stream, _):
         await stream.send(item(PROMPTS["a"], 1, "a"))
-        await gated.begun()
+        await gated.step_started()
         await stream.send(item(PROMPTS["b"], 1, "b", remaining_ns=1))
         late = await stream.next()
         gated.open()
@@ -125,7 +125,7 @@ async def test_request_not_started_by_its_deadline_is_refused(tiny: Path) -> Non
 async def test_request_without_a_step_by_its_deadline_has_no_tokens(tiny: Path) -> None:
     async with gating(tiny) as (gated, stream, _):
         await stream.send(item(PROMPTS["a"], 6, "a", remaining_ns=200_000_000))
-        await gated.begun()
+        await gated.step_started()
         cut = await stream.next()
     assert cut.HasField("result")
     assert not cut.result.draft_tokens
@@ -134,7 +134,7 @@ async def test_request_without_a_step_by_its_deadline_has_no_tokens(tiny: Path) 
 async def test_cancelled_draft_request_frees_its_place(tiny: Path) -> None:
     async with gating(tiny, max_sessions=1) as (gated, stream, draft):
         await stream.send(item(PROMPTS["a"], 6, "a"))
-        await gated.begun()
+        await gated.step_started()
         await gated.pass_on()
         await stream.send(item(PROMPTS["b"], 1, "b"))
         await gated.pass_on()
@@ -152,7 +152,7 @@ async def test_cancelled_draft_request_frees_its_place(tiny: Path) -> None:
 async def test_too_many_waiting_are_refused(tiny: Path) -> None:
     async with gating(tiny, max_waiting=2) as (gated, stream, _):
         await stream.send(item(PROMPTS["a"], 1, "a"))
-        await gated.begun()
+        await gated.step_started()
         await stream.send(*(item(PROMPTS[name], 1, name) for name in "bc"))
         refused = await stream.next()
         gated.open()
@@ -165,7 +165,7 @@ async def test_a_step_that_fails_fails_its_items_alone(tiny: Path) -> None:
     async with gating(tiny) as (gated, stream, _):
         gated.fails = True
         await stream.send(item(PROMPTS["a"], 2, "a"))
-        await gated.begun()
+        await gated.step_started()
         gated.open()
         failed = await stream.next()
         gated.fails = False
@@ -180,7 +180,7 @@ async def test_long_prompt_does_not_delay_other_sessions(tiny: Path) -> None:
     prompt = [2 + i % 90 for i in range(150)]
     async with gating(tiny) as (gated, stream, _):
         await stream.send(item(prompt, 1, "a"), item(PROMPTS["b"], 1, "b"))
-        await gated.begun()
+        await gated.step_started()
         await gated.pass_on()
         short = await stream.next()
         assert gated.steps == ["ab", "a"]
@@ -193,7 +193,7 @@ async def test_long_prompt_does_not_delay_other_sessions(tiny: Path) -> None:
 async def test_a_draft_that_drains_answers_what_is_here(tiny: Path) -> None:
     async with gating(tiny) as (gated, stream, draft):
         await stream.send(item(PROMPTS["a"], 2, "a"))
-        await gated.begun()
+        await gated.step_started()
         draining = asyncio.ensure_future(draft.service.drain())
         await asyncio.sleep(0)
         (refused,) = (await draft.stub.Propose(pb.ProposeRequest(items=[item(PROMPTS["b"], 1, "b")]))).answers
@@ -207,7 +207,7 @@ async def test_a_draft_that_drains_answers_what_is_here(tiny: Path) -> None:
 async def test_a_draft_that_is_closed_leaves_no_one_waiting(tiny: Path) -> None:
     async with gating(tiny) as (gated, stream, draft):
         await stream.send(item(PROMPTS["a"], 2, "a"))
-        await gated.begun()
+        await gated.step_started()
         closing = asyncio.ensure_future(draft.service.close())
         gated.open()
         await closing

@@ -66,7 +66,7 @@ class Arena:
 
     async def contest(self, tally: Tally, *, under_way: bool) -> None:
         key = secrets.token_hex(8)
-        before: list[asyncio.Task[_Told]] = []
+        before: list[asyncio.Task[_Outcome]] = []
         if under_way:
             stream = self._ask(0, key)
             async with asyncio.timeout(PATIENCE_S):
@@ -88,7 +88,7 @@ class Arena:
         assert isinstance(log, bytes)
         return tokens_from_bytes(log)[len(PROMPT_TOKENS) :]
 
-    def _judge(self, tally: Tally, reported: list[_Told], log: list[int]) -> None:
+    def _judge(self, tally: Tally, reported: list[_Outcome], log: list[int]) -> None:
         tally.rounds += 1
         tally.handed_over += len(set(log)) > 1
         tally.outcomes.update(one.outcome for one in reported)
@@ -107,19 +107,19 @@ class Arena:
 
 
 @dataclass
-class _Told:
+class _Outcome:
     tokens: list[int]
     outcome: str
 
 
-async def _listen(stream: TokenStream) -> _Told:
+async def _listen(stream: TokenStream) -> _Outcome:
     received = Received()
     try:
         await received.listen(stream)
     except GalleyRpcError as error:
         fenced = error.code is grpc.StatusCode.FAILED_PRECONDITION
-        return _Told(received.tokens, "fenced" if fenced else error.code.name)
-    return _Told(received.tokens, "finished" if received.finished else "cut")
+        return _Outcome(received.tokens, "fenced" if fenced else error.code.name)
+    return _Outcome(received.tokens, "finished" if received.finished else "cut")
 
 
 @asynccontextmanager

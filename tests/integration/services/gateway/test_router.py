@@ -376,7 +376,7 @@ async def test_a_replica_dropped_while_met_is_sent_nothing(here: Here) -> None:
     client.lost()
     item = target.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
     answers = asyncio.ensure_future(anext(aiter(item)))
-    await home.info_gate.has_somebody()
+    await home.info_gate.has_waiter()
     await client.close()
     home.info_gate.open()
     async with asyncio.timeout(PATIENCE_S):
@@ -433,8 +433,8 @@ async def test_a_hedge_is_traced(here: Here) -> None:
     await here.ask(target, confirmed(0))
     await home.was_given_up()
     request.release()
-    [told_of] = await kept.requests()
-    assert kept.events(told_of, names.HEDGED) == [{names.POOL: "target", names.TO: other.address}]
+    [traced] = await kept.requests()
+    assert kept.events(traced, names.HEDGED) == [{names.POOL: "target", names.TO: other.address}]
     given_up, answered = [span for span in kept.spans if span.name == names.VERIFY]
     assert (attributes_of(given_up)[names.REPLICA], error_of(given_up)) == (home.address, "cancelled")
     assert (attributes_of(answered)[names.REPLICA], error_of(answered)) == (other.address, None)

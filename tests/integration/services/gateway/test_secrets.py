@@ -33,7 +33,7 @@ OTHER = TokenIssuer()
 
 
 @dataclass
-class Shown:
+class Outputs:
     texts: list[bytes] = field(default_factory=list)
 
     def command_lines(self) -> None:
@@ -125,7 +125,7 @@ def _get(url: str) -> bytes:
 async def test_no_service_shows_a_secret(own_store: Server, tmp_path: Path) -> None:
     # Made now, as they expire: a whole run of the tests takes longer than they last.
     good, bad = EC.token(sub="carol"), OTHER.token(sub="canary-mallory-3a")
-    output = Shown()
+    output = Outputs()
     await allow(own_store)
     with tempfile.TemporaryDirectory(prefix="galley-") as folder:
         async with Collector(Path(folder)) as collector, AsyncExitStack() as opened:

@@ -13,7 +13,7 @@ from tests.fakes.redis_servers import Server
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, any_credit, must_be_true, receive, refused
 
-KEPT, HEARD = 4, 15
+KEPT, RECEIVED = 4, 15
 """Tokens that the store still has when it comes back, and that the client has seen."""
 QUIET_S = 0.2
 """How long nothing may happen, where nothing must."""
@@ -112,7 +112,7 @@ async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[
     world.target.gate.close()
     stream = gateway.ask()
     received = Received()
-    for until in (KEPT, HEARD):
+    for until in (KEPT, RECEIVED):
         world.target.gate.permit(until - len(received.tokens))
         await received.listen(stream, until)
         if until == KEPT:
@@ -132,9 +132,9 @@ async def test_an_owner_repairs_a_log_that_was_rolled_back(world: World, own_sto
     answered = world.target.answered
     world.target.gate.open()
     must_be_true(await received.listen(stream))
-    assert world.target.answered - answered == MAX_TOKENS - HEARD, "from memory, not computed again"
+    assert world.target.answered - answered == MAX_TOKENS - RECEIVED, "from memory, not computed again"
     await log_must_be_true(gateway, stream)
-    assert world.target.answered - answered == MAX_TOKENS - HEARD, "all of it is in the log"
+    assert world.target.answered - answered == MAX_TOKENS - RECEIVED, "all of it is in the log"
 
 
 @any_credit
@@ -173,9 +173,11 @@ async def test_recomputed_tokens_are_checked_against_the_client(world: World, ow
     await first.idle()
     own_store.roll_back()
     world.target.gate.open()
-    other = [*received.tokens[: HEARD - 1], received.tokens[HEARD - 1] + 1]
-    reported = Received(first_index=HEARD)
-    error = await refused(reported.listen(second.client.resume(stream.session_id, HEARD, prefix_hash(other))))
+    other = [*received.tokens[: RECEIVED - 1], received.tokens[RECEIVED - 1] + 1]
+    reported = Received(first_index=RECEIVED)
+    error = await refused(
+        reported.listen(second.client.resume(stream.session_id, RECEIVED, prefix_hash(other)))
+    )
     assert error.code is grpc.StatusCode.DATA_LOSS
     assert not reported.tokens
     must_be_true(await received.listen(second.client.resume_stream(stream)))
@@ -190,7 +192,7 @@ async def test_an_owner_whose_claim_was_lost_is_unavailable(world: World, own_st
     await first.idle()
     world.target.gate.permit(1)
     resumed = second.client.resume_stream(stream)
-    await received.listen(resumed, HEARD + 1)
+    await received.listen(resumed, RECEIVED + 1)
     own_store.roll_back()
     world.target.gate.open()
     error = await refused(received.listen(resumed))
@@ -211,9 +213,9 @@ async def about_to_be_lost(world: World, store: Server) -> Lost:
     gateway = await world.gateway(draft="none")
     must_be_true(await receive(gateway.ask()))
     store.keep()
-    world.target.gate.close_after(HEARD)
+    world.target.gate.close_after(RECEIVED)
     stream = gateway.ask(idempotency_key="key")
-    return Lost(gateway, stream, await receive(stream, until=HEARD))
+    return Lost(gateway, stream, await receive(stream, until=RECEIVED))
 
 
 @any_credit
@@ -223,7 +225,7 @@ async def test_an_owner_recreates_its_lost_session(world: World, own_store: Serv
     answered = world.target.answered
     world.target.gate.open()
     must_be_true(await lost.received.listen(lost.stream))
-    assert world.target.answered - answered == MAX_TOKENS - HEARD, "from memory, not computed again"
+    assert world.target.answered - answered == MAX_TOKENS - RECEIVED, "from memory, not computed again"
     await log_must_be_true(await world.gateway(draft="none"), lost.stream)
 
 

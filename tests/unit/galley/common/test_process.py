@@ -11,13 +11,13 @@ from galley.common.server.process import run_unless
 
 class Work:
     def __init__(self, last_words: Exception | None = None) -> None:
-        self.begun, self.go = asyncio.Event(), asyncio.Event()
+        self.started, self.go = asyncio.Event(), asyncio.Event()
         self.ended = False
         self._last_words = last_words
 
     async def run(self) -> str:
         try:
-            self.begun.set()
+            self.started.set()
             await self.go.wait()
         except asyncio.CancelledError:
             await asyncio.sleep(0.01)
@@ -63,7 +63,7 @@ async def test_work_that_cancels_itself_raises_cancelled_error() -> None:
 async def test_stop_ends_the_work_and_returns_none() -> None:
     stopped, work = asyncio.Event(), Work()
     waiting = asyncio.create_task(run_unless(stopped, work.run()))
-    await work.begun.wait()
+    await work.started.wait()
     stopped.set()
     assert await waiting is None
     assert work.ended
@@ -73,7 +73,7 @@ async def test_stop_ends_the_work_and_returns_none() -> None:
 async def test_error_at_the_end_of_work_is_raised() -> None:
     stopped, work = asyncio.Event(), Work(OSError("cannot end"))
     waiting = asyncio.create_task(run_unless(stopped, work.run()))
-    await work.begun.wait()
+    await work.started.wait()
     stopped.set()
     with pytest.raises(OSError, match="cannot end"):
         await waiting
@@ -82,7 +82,7 @@ async def test_error_at_the_end_of_work_is_raised() -> None:
 async def test_cancelled_it_takes_the_work_along_and_stays_cancelled() -> None:
     work = Work()
     waiting = asyncio.create_task(run_unless(asyncio.Event(), work.run()))
-    await work.begun.wait()
+    await work.started.wait()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

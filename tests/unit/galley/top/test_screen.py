@@ -34,15 +34,15 @@ def rounds(count: float, *, accepted: float = 0, workload: str = "chat") -> str:
     )
 
 
-def a_screen(*told: tuple[float, Service, str | None], registered: Registered | None = None) -> Screen:
+def a_screen(*scrapes: tuple[float, Service, str | None], registered: Registered | None = None) -> Screen:
     fleet = Fleet([GATEWAY, OTHER, TARGET, DRAFT], 0.0)
     fleet.registered = registered or Registered()
-    for at_s, service, text in told:
+    for at_s, service, text in scrapes:
         if text is None:
             fleet.fail(service, at_s, "refused")
         else:
             fleet.add(service, at_s, read_samples(text))
-    return next_screen(fleet, told[-1][0])
+    return next_screen(fleet, scrapes[-1][0])
 
 
 def target_lease(address: str, *, draining: bool = False) -> TargetLease:
@@ -112,12 +112,12 @@ def test_missing_series_are_not_known_and_no_error() -> None:
 
 
 def test_rates_forget_after_some_seconds_and_ratios_after_a_minute() -> None:
-    told = [(5.0, GATEWAY, rounds(0)), (6.0, GATEWAY, rounds(100, accepted=70))]
+    scrapes = [(5.0, GATEWAY, rounds(0)), (6.0, GATEWAY, rounds(100, accepted=70))]
     still = [(6.0 + n, GATEWAY, rounds(100, accepted=70)) for n in range(1, int(WINDOW_S) + 1)]
-    later = a_screen(*told, *still[: int(RATE_S)]).overview
+    later = a_screen(*scrapes, *still[: int(RATE_S)]).overview
     assert later.rounds_per_s == 0
     assert later.speculation.acceptance == 0.5
-    assert a_screen(*told, *still).overview.speculation.acceptance is None
+    assert a_screen(*scrapes, *still).overview.speculation.acceptance is None
 
 
 def test_workloads_by_their_speed() -> None:
@@ -156,7 +156,7 @@ def test_times_are_of_what_was_observed_between() -> None:
 
 
 def test_counts_and_what_is_held_against_replicas() -> None:
-    def told(refused: int) -> str:
+    def scrapes(refused: int) -> str:
         return (
             f'galley_admission_rejected_total{{reason="share"}} {refused}\ngalley_sessions_open 1\n'
             'galley_streams_total{outcome="ok",fault="none"} 5\n'
@@ -167,7 +167,7 @@ def test_counts_and_what_is_held_against_replicas() -> None:
         )
 
     screen = a_screen(
-        (5, GATEWAY, told(3)), (5, OTHER, told(1).replace("} 2\n", "} 0\n")), (7, GATEWAY, told(7))
+        (5, GATEWAY, scrapes(3)), (5, OTHER, scrapes(1).replace("} 2\n", "} 0\n")), (7, GATEWAY, scrapes(7))
     )
     whole = screen.overview
     assert (whole.refused.total, whole.refused.lately) == (8, 4)
@@ -181,11 +181,11 @@ def test_a_service_that_is_away_says_nothing_of_now_and_comes_back() -> None:
         IS_TARGET
         + 'galley_queue_depth 4\ngalley_kv_blocks{state="used"} 1\ngalley_kv_blocks{state="free"} 3\n'
     )
-    told = [(5.0, TARGET, target), (7.0, TARGET, None), (9.0, TARGET, None)]
-    row = next(one for one in a_screen(*told).replicas if one.pool == "target")
+    scrapes = [(5.0, TARGET, target), (7.0, TARGET, None), (9.0, TARGET, None)]
+    row = next(one for one in a_screen(*scrapes).replicas if one.pool == "target")
     assert (row.state, row.problem, row.away_s) == (AWAY, "refused", 2)
     assert (row.queue, row.kv) == (None, None)
-    row = next(one for one in a_screen(*told, (11.0, TARGET, target)).replicas if one.pool == "target")
+    row = next(one for one in a_screen(*scrapes, (11.0, TARGET, target)).replicas if one.pool == "target")
     assert (row.state, row.queue, row.kv) == (UP, 4, Kv(1, None, 3))
 
 
@@ -265,9 +265,9 @@ def test_arbitrary_numbers_break_no_frame(data: st.DataObject) -> None:
     numbers = st.floats(allow_nan=False, allow_infinity=False) | st.just(0.0) | st.just(1.7e308)
     for at_s in (1.0, 2.0, 3.0):
         for service in sample.services():
-            told = sample.samples(service, 1)
+            scrapes = sample.samples(service, 1)
             drawn = cycle(data.draw(st.lists(numbers, min_size=1, max_size=11)))
-            wild = {name: {labels: next(drawn) for labels in rows} for name, rows in told.items()}
+            wild = {name: {labels: next(drawn) for labels in rows} for name, rows in scrapes.items()}
             fleet.add(service, at_s, wild)
     screen = next_screen(fleet, 3.0)
     width, height = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 60))

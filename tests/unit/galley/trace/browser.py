@@ -70,10 +70,10 @@ class Browser:
         self._loaded = False
 
     def __enter__(self) -> Self:
-        target = self.tell("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.tell("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
-            self.tell(f"{domain}.enable")
+            self.send(f"{domain}.enable")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,12 +90,12 @@ class Browser:
         self.complaints.clear()
         self.requests.clear()
         self._loaded = False
-        self.tell("Page.navigate", url=path.as_uri())
+        self.send("Page.navigate", url=path.as_uri())
         while not self._loaded:
             self._hear()
 
     def value(self, expression: str) -> Any:
-        answer = self.tell("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
@@ -110,23 +110,23 @@ class Browser:
         codes = {"Tab": 9, "Enter": 13}
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
-            self.tell("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=codes[key], **text)
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=codes[key], **text)
 
     def point_at(self, selector: str) -> None:
         where = self.value(f"({_MIDDLE})(document.querySelector({json.dumps(selector)}))")
-        self.tell("Input.dispatchMouseEvent", type="mouseMoved", x=where[0], y=where[1])
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=where[0], y=where[1])
 
     def in_scheme(self, scheme: str) -> None:
         feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.tell("Emulation.setEmulatedMedia", features=[feature])
+        self.send("Emulation.setEmulatedMedia", features=[feature])
 
     def picture(self, highest: int) -> bytes:
         width, height = self.value("[document.documentElement.clientWidth, document.body.scrollHeight]")
         clip = {"x": 0, "y": 0, "width": width, "height": min(height, highest), "scale": 1}
-        answer = self.tell("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        answer = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         return b64decode(answer["data"])
 
-    def tell(self, method: str, **params: Any) -> Any:
+    def send(self, method: str, **params: Any) -> Any:
         self._last_id += 1
         message = {"id": self._last_id, "method": method, "params": params}
         if self._session:

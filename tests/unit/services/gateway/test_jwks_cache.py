@@ -17,7 +17,7 @@ OLD, NEW = KeySet([]), KeySet([])
 
 class Issuer:
     def __init__(self) -> None:
-        self.told: KeySet | None = OLD
+        self.published: KeySet | None = OLD
         self.asked = 0
         self.gate = Gate()
         self.now_s = 1000.0
@@ -26,9 +26,9 @@ class Issuer:
     async def _fetch(self) -> KeySet:
         self.asked += 1
         await self.gate.enter()
-        if self.told is None:
+        if self.published is None:
             raise OSError("the issuer is away")
-        return self.told
+        return self.published
 
     async def settled(self) -> None:
         for _ in range(10):
@@ -47,7 +47,7 @@ async def test_the_first_call_waits_for_the_keys_and_the_others_with_it() -> Non
     issuer.gate.close()
     issuer.keys.start()
     calls = [asyncio.ensure_future(issuer.keys.current()) for _ in range(5)]
-    await issuer.gate.has_somebody()
+    await issuer.gate.has_waiter()
     assert not any(call.done() for call in calls)
     calls[0].cancel()
     issuer.gate.open()
@@ -60,10 +60,10 @@ async def test_old_keys_are_refreshed_while_in_use(issuer: Issuer) -> None:
     assert await issuer.keys.current() is OLD
     assert issuer.asked == 1
     issuer.now_s += 1
-    issuer.told = NEW
+    issuer.published = NEW
     issuer.gate.close()
     assert await issuer.keys.current() is OLD
-    await issuer.gate.has_somebody()
+    await issuer.gate.has_waiter()
     assert await issuer.keys.current() is OLD
     issuer.gate.open()
     await issuer.settled()
@@ -73,12 +73,12 @@ async def test_old_keys_are_refreshed_while_in_use(issuer: Issuer) -> None:
 
 async def test_keys_that_are_too_old_are_fetched_first(issuer: Issuer) -> None:
     issuer.now_s += 2 * REFRESH_S + 1
-    issuer.told = NEW
+    issuer.published = NEW
     assert await issuer.keys.current() is NEW
 
 
 async def test_an_unknown_id_fetches_the_keys_rarely(issuer: Issuer) -> None:
-    issuer.told = NEW
+    issuer.published = NEW
     for _ in range(1000):
         assert await issuer.keys.refreshed() is OLD
     assert issuer.asked == 1
@@ -90,7 +90,7 @@ async def test_an_unknown_id_fetches_the_keys_rarely(issuer: Issuer) -> None:
 
 
 async def test_a_failing_issuer_is_not_asked_more_often(issuer: Issuer) -> None:
-    issuer.told = None
+    issuer.published = None
     issuer.now_s += REFRESH_S + 1
     with capture_logs() as logs:
         for _ in range(100):
@@ -103,14 +103,14 @@ async def test_a_failing_issuer_is_not_asked_more_often(issuer: Issuer) -> None:
 
 
 async def test_old_keys_serve_while_the_issuer_is_away(issuer: Issuer) -> None:
-    issuer.told = None
+    issuer.published = None
     issuer.now_s += REFRESH_S + 1
     await issuer.keys.current()
     await issuer.settled()
     issuer.now_s += STALE_S - REFRESH_S - 2
     issuer.gate.close()
     assert await issuer.keys.current() is OLD
-    await issuer.gate.has_somebody()
+    await issuer.gate.has_waiter()
     assert await issuer.keys.current() is OLD
     issuer.gate.open()
     await issuer.settled()
@@ -119,18 +119,18 @@ async def test_old_keys_serve_while_the_issuer_is_away(issuer: Issuer) -> None:
         with pytest.raises(AuthenticationUnavailable):
             await ask()
     issuer.now_s += MIN_FETCH_INTERVAL_S
-    issuer.told = NEW
+    issuer.published = NEW
     assert await issuer.keys.current() is NEW
 
 
 async def test_without_keys_no_call_is_authenticated() -> None:
     issuer = Issuer()
-    issuer.told = None
+    issuer.published = None
     issuer.keys.start()
     for _ in range(3):
         with pytest.raises(AuthenticationUnavailable, match="try again"):
             await issuer.keys.current()
     assert issuer.asked == 1
     issuer.now_s += MIN_FETCH_INTERVAL_S
-    issuer.told = OLD
+    issuer.published = OLD
     assert await issuer.keys.current() is OLD

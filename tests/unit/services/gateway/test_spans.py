@@ -160,8 +160,8 @@ async def test_client_stalls_are_traced() -> None:
             await outbox.next()
 
     await stream.run(slowly)
-    told_of = [event for span in stream.kept.spans for event in span.events]
-    stalled = [dict(event.attributes or {}) for event in told_of if event.name == names.CLIENT_STALLED]
+    ended_events = [event for span in stream.kept.spans for event in span.events]
+    stalled = [dict(event.attributes or {}) for event in ended_events if event.name == names.CLIENT_STALLED]
     stalled_ns = [cast("int", facts[names.STALLED_NS]) for facts in stalled]
     assert [ns // SECOND for ns in stalled_ns] == [3, 2]
     assert attributes_of(stream.request)[names.CLIENT_STALLED_NS] == sum(stalled_ns)
