@@ -6,8 +6,8 @@ open request: a newer one supersedes it. If more are open than fit into a step, 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
@@ -15,10 +15,58 @@ from typing import TypeAlias
 from galley.common.logs import log_internal
 from galley.common.wire.codec import Slice
 from galley.core.content import Miss, SessionKey, look_up, prefix_hash
-from galley.core.errors import Broken, GalleyError
+from galley.core.errors import Broken, GalleyError, Overloaded
 from galley.core.scheduler.messages import Superseded
-from services.draft.session_table import SessionTable
-from services.draft.strategies.base import DraftJob, Proposal, Strategy
+from services.draft.strategies.base import DraftJob, DraftSession, Proposal, Strategy
+
+_RETRY_AFTER_S = 1.0
+
+
+class SessionTable:
+    """Sessions by key, each accounted with the number of tokens that it may hold."""
+
+    def __init__(self, max_sessions: int, max_tokens: int) -> None:
+        self._max_sessions = max_sessions
+        self._max_tokens = max_tokens
+        self._sessions: OrderedDict[SessionKey, DraftSession] = OrderedDict()
+        self._tokens = 0
+
+    def peek(self, key: SessionKey) -> DraftSession | None:
+        """Return the session, or None; this does not count as a use."""
+        return self._sessions.get(key)
+
+    def admit(self, key: SessionKey, tokens: int, busy: Container[SessionKey]) -> DraftSession:
+        """Return the session, new or not, with room for `tokens`; evict idle ones that are not `busy`.
+
+        Raises Overloaded, having changed nothing, if that does not make room.
+        """
+        session = self._sessions.get(key)
+        more_tokens = tokens - (session.room if session else 0)
+        for victim in list(self._victims(key, session is None, more_tokens, busy)):
+            self._tokens -= self._sessions.pop(victim).room
+        if session is None:
+            session = self._sessions[key] = DraftSession()
+        self._sessions.move_to_end(key)
+        session.room = tokens
+        self._tokens += more_tokens
+        return session
+
+    def _victims(
+        self, key: SessionKey, more_sessions: int, more_tokens: int, busy: Container[SessionKey]
+    ) -> Iterator[SessionKey]:
+        excess_sessions = len(self._sessions) + more_sessions - self._max_sessions
+        excess_tokens = self._tokens + more_tokens - self._max_tokens
+        for idle, session in self._sessions.items():
+            if excess_sessions <= 0 and excess_tokens <= 0:
+                return
+            if idle != key and idle not in busy:
+                yield idle
+                excess_sessions -= 1
+                excess_tokens -= session.room
+        if excess_sessions > 0:
+            raise Overloaded(f"all {self._max_sessions} sessions are busy", _RETRY_AFTER_S)
+        if excess_tokens > 0:
+            raise Overloaded(f"the caches of busy sessions fill {self._max_tokens} tokens", _RETRY_AFTER_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +104,6 @@ class Stepped:
 
     answers: dict[int, ProposeOutcome] = field(default_factory=dict)
     so_far: dict[int, Proposed] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """Tokens drafted for ended requests; `wasted` of them were in no answer."""
-
-    drafted: int = 0
-    wasted: int = 0
 
 
 @dataclass(slots=True)
@@ -109,7 +149,8 @@ class Drafter:
         self, strategies: Mapping[str, Strategy], *, max_sessions: int, max_tokens: int, max_batch: int
     ) -> None:
         """Keep `max_tokens` tokens of `max_sessions` sessions; a step advances `max_batch` proposals."""
-        self.counts = DraftCounts()
+        # Tokens drafted for ended requests; those wasted were in no answer.
+        self.drafted = self.wasted = 0
         self.strategies = strategies
         self._max_batch = max_batch
         self._sessions = SessionTable(max_sessions, max_tokens)
@@ -138,10 +179,6 @@ class Drafter:
         self._run(taking, self._advance)
         self._conclude(taking, stepped)
         return stepped
-
-    def waste(self, tokens: int) -> None:
-        """Count tokens of an answer that came after its request had ended."""
-        self.counts.wasted += tokens
 
     def _admit(self, item: int, job: ProposeJob, stepped: Stepped) -> None:
         """Open the request and set the tokens of its session, or answer why it cannot be opened."""
@@ -203,5 +240,5 @@ class Drafter:
         del self._open[one.item]
         if self._open_by_session.get(one.job.slice.key) is one:
             del self._open_by_session[one.job.slice.key]
-        self.counts.drafted += len(one.proposal.tokens)
-        self.counts.wasted += max(0, len(one.proposal.tokens) - used)
+        self.drafted += len(one.proposal.tokens)
+        self.wasted += max(0, len(one.proposal.tokens) - used)

@@ -13,8 +13,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.drafter import Drafter
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import NoneStrategy, Strategy
-from services.draft.strategies.lookups import Lookups
-from services.draft.strategies.ngram import NgramStrategy
+from services.draft.strategies.ngram import Lookups, NgramStrategy
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel
@@ -36,8 +35,7 @@ def load_drafter(settings: DraftSettings) -> tuple[Drafter, pb.GetDraftInfoRespo
     model = _load_model(settings)
     if model is not None:
         from services.draft.strategies.hybrid import HybridStrategy  # noqa: PLC0415  # torch, as do these
-        from services.draft.strategies.model import ModelStrategy  # noqa: PLC0415
-        from services.draft.strategies.model_steps import ModelSteps  # noqa: PLC0415
+        from services.draft.strategies.model import ModelSteps, ModelStrategy  # noqa: PLC0415
 
         steps = ModelSteps(model)
         offered |= {names.MODEL: ModelStrategy(steps), names.HYBRID: HybridStrategy(lookups, steps)}

@@ -12,7 +12,7 @@ from galley.common.metrics.registry import Registry
 from galley.common.registry.leases import draft_lease
 from galley.common.server.requests import failure_status, respond_all, respond_stream
 from galley.common.tracing.item_spans import ItemSpan
-from galley.common.tracing.light_spans import SpanScope
+from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.common.wire.codec import read_slice
 from galley.core import names
 from galley.core.content import Miss
@@ -22,9 +22,8 @@ from galley.core.routing.choice import DraftLease
 from galley.core.scheduler.messages import Superseded
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.draft.drafter import Done, Drafter, ProposeJob
+from services.draft.drafter import Done, Drafter, Proposed, ProposeJob
 from services.draft.loop import MAX_WAITING, DraftLoop
-from services.draft.spans import set_request, set_result
 
 # A draft without a model accepts every token id and length of the wire.
 ANY_VOCABULARY = 2**32
@@ -97,10 +96,11 @@ class DraftService(rpc.DraftServicer):
         span, outcome = ItemSpan(self._spans, names.PROPOSE, "draft", item.slice), "cancelled"
         try:
             job = read_item(item, self._info)
-            set_request(span.span, job)
+            if span.span is not None:
+                span.span.attributes |= {names.K: job.k, names.STRATEGY: job.strategy}
             self._recent.add(job.slice.key, time.monotonic_ns())
             done = await self._loop.submit(job, item.slice.remaining_ns, span.span)
-            set_result(span.span, done)
+            _set_result(span.span, done)
             response = answer_of(item, done)
             span.answered(done.outcome)
             outcome = response.WhichOneof("outcome") or "error"
@@ -135,6 +135,22 @@ def read_item(item: pb.ProposeItem, info: pb.GetDraftInfoResponse) -> ProposeJob
     if item.ahead >= read.position:
         raise InvalidField("ahead", f"must be < {read.position} (all tokens), got {item.ahead}")
     return ProposeJob(read, item.k, strategy, item.ahead, item.workload)
+
+
+def _set_result(span: LightSpan | None, done: Done) -> None:
+    """Set what an answered request cost, and the size of its proposal."""
+    if span is None:
+        return
+    span.attributes |= {
+        names.QUEUE_NS: done.queue_ns,
+        names.COMPUTE_NS: done.compute_ns,
+        names.BATCH_SESSIONS: done.sessions,
+    }
+    if isinstance(done.outcome, Proposed):
+        span.attributes |= {
+            names.DRAFTED: len(done.outcome.draft_tokens),
+            names.KV_LEN: done.outcome.kv_len,
+        }
 
 
 def answer_of(item: pb.ProposeItem, done: Done) -> pb.ProposeAnswer:

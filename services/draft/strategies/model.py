@@ -1,24 +1,220 @@
 """Draft with a small model that has the target's tokenizer.
 
 Draft tokens are kept beside the KV cache, so those that the next request of a session still needs cost no
-step.
+step. The model samples with the target's noise: same seed, same position, its own distribution, so that it
+proposes what the target will sample (Daliri et al., arXiv 2408.07978).
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from galley.core.content import common_prefix_len
-from galley.core.lookup.calibration import Calibration
-from services.draft.strategies.base import DraftJob, DraftSession, Proposal
-from services.draft.strategies.history import DraftHistory
-from services.draft.strategies.lookups import ByKind
-from services.draft.strategies.model_steps import CONFIDENCES, ModelProposal, ModelSteps, rules_of
+from torch import Tensor
 
+from galley.common.logs import log_internal
+from galley.common.wire.codec import Slice
+from galley.core.content import common_prefix_len
+from galley.core.errors import GalleyError
+from galley.core.lookup.calibration import Calibration
+from galley.core.step import Draw
+from galley.engine.model import CausalModel, Rows, SessionCache
+from galley.engine.sampler import guess as guess_tokens
+from galley.engine.sampling import draw as sampling
+from galley.engine.sampling import guessing
+from services.draft.strategies.base import DraftJob, DraftSession, Proposal
+from services.draft.strategies.ngram import ByKind
+
+# Tokens of a session in one step, so that a long prompt does not delay the others.
+_PREFILL_ROWS = 128
+# Edges of the confidence buckets, finer near 1, where the probabilities of many tokens are multiplied.
+_EDGES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
+CONFIDENCES = tuple((low + high) / 2 for low, high in pairwise(_EDGES))
+"""The confidence of each bucket of greedy tokens; buckets of sampled tokens follow them."""
 # Weight of the prior, in verdicts; and workloads whose acceptance rate is kept.
 _STRENGTH = 8.0
 _WORKLOADS = 256
+
+
+@dataclass(slots=True)
+class ModelProposal(Proposal):
+    """An unfinished proposal of at most `limit` tokens, `reach` of them within the model's window."""
+
+    cache: SessionCache = field(kw_only=True)
+    reach: int = field(kw_only=True)
+    limit: int = field(kw_only=True)
+
+    @property
+    def draw(self) -> Draw:
+        """Return how the next token is sampled, with the noise of its position."""
+        request = self.job.slice
+        history = [*self.job.session.tokens, *self.tokens]
+        return Draw(request.sampling, history, request.prompt_len, request.stop_token_ids, request.min_tokens)
+
+    @property
+    def missing(self) -> list[int]:
+        """Return the tokens that the cache lacks: at least the last one, whose logits are needed."""
+        known, cached = self.job.session.tokens, len(self.cache.tokens)
+        return [*known[cached:], *self.tokens[max(0, cached - len(known)) :]]
+
+    def add(self, token: int, chance: float) -> None:
+        """Append a token that is accepted with probability `chance` if those before are; then `settle`."""
+        self.tokens.append(token)
+        self.survival.append((self.survival[-1] if self.survival else 1.0) * chance)
+        self.settle()
+
+    def settle(self) -> None:
+        """Set `done` if no further token is needed."""
+        stopped = bool(self.tokens) and self.tokens[-1] in self.job.slice.stop_token_ids
+        self.done = stopped or len(self.tokens) >= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The next token of a proposal, and the bucket of the model's confidence in it."""
+
+    proposal: ModelProposal
+    token: int
+    bucket: int
+
+
+class ModelSteps:
+    """The steps of one model; strategies that share it share its caches."""
+
+    def __init__(self, model: CausalModel) -> None:
+        sampling.warm_up()
+        guessing.warm_up()
+        self._model = model
+        self._caches: WeakKeyDictionary[DraftSession, SessionCache] = WeakKeyDictionary()
+
+    def open(self, job: DraftJob) -> ModelProposal:
+        """Return an empty proposal, not settled yet."""
+        cache = self._caches.get(job.session)
+        if cache is None:
+            cache = self._caches[job.session] = self._model.new_cache()
+        # A token is drawn from the logits of the one before it, so the window must hold only that one.
+        reach = max(0, self._model.info.context_window - len(job.session.tokens) + 1)
+        return ModelProposal(job, cache=cache, reach=reach, limit=min(job.k, reach))
+
+    def cut_back(self, proposal: ModelProposal) -> None:
+        """Truncate the cache to the tokens of the proposal, without its last one."""
+        tokens = [*proposal.job.session.tokens, *proposal.tokens]
+        proposal.cache.truncate(min(common_prefix_len(proposal.cache.tokens, tokens), len(tokens) - 1))
+
+    def advance(self, proposals: Sequence[ModelProposal]) -> list[Drawn]:
+        """Run a step; return the drawn tokens.
+
+        A proposal whose long prompt is still being prefilled gets none. An error ends its proposal only.
+        """
+        fed = [(proposal, proposal.missing) for proposal in proposals]
+        drawing = [proposal for proposal, missing in fed if len(missing) <= _PREFILL_ROWS]
+        logits = self._forward(fed)
+        if not drawing:
+            return []
+        outcomes, confidences = guess_tokens(
+            logits, [proposal.draw for proposal in drawing], self._model.head
+        )
+        drawn = []
+        for proposal, outcome, confidence in zip(drawing, outcomes, confidences, strict=True):
+            if isinstance(outcome, GalleyError):
+                self._fail(proposal, outcome)
+            else:
+                greedy = proposal.job.slice.sampling.greedy
+                drawn.append(Drawn(proposal, outcome.tokens[0], _bucket(confidence, greedy=greedy)))
+        return drawn
+
+    def _forward(self, fed: Sequence[tuple[ModelProposal, list[int]]]) -> Tensor:
+        """Feed the missing tokens, or a part; return logits of the complete ones, [drawing, head]."""
+        rows = [
+            Rows(proposal.cache, missing[:_PREFILL_ROWS], int(len(missing) <= _PREFILL_ROWS))
+            for proposal, missing in fed
+        ]
+        try:
+            return self._model.forward_head(rows)
+        except BaseException:
+            # The state of the caches is unknown.
+            for proposal, _ in fed:
+                self._caches.pop(proposal.job.session, None)
+            raise
+
+    def _fail(self, proposal: ModelProposal, error: GalleyError) -> None:
+        log_internal(error, session_id=proposal.job.slice.key[1])
+        self._caches.pop(proposal.job.session, None)
+        proposal.error = error
+        proposal.done = True
+
+
+def rules_of(request: Slice) -> object:
+    """Return everything but the earlier tokens that determines a drawn token."""
+    return (request.sampling, request.prompt_len, request.stop_token_ids, request.min_tokens)
+
+
+def _bucket(confidence: float, *, greedy: bool) -> int:
+    """Return the bucket of a probability of the likeliest token."""
+    bucket = min(bisect(_EDGES, confidence), len(CONFIDENCES)) - 1
+    return bucket if greedy else bucket + len(CONFIDENCES)
+
+
+E = TypeVar("E")
+
+
+class DraftHistory(Generic[E]):
+    """Consecutive draft tokens from position `first` on, each with its evidence."""
+
+    __slots__ = ("_evidence", "_first", "_rules", "_tokens")
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._tokens: list[int] = []
+        self._evidence: list[E] = []
+        self._rules: object = None
+
+    def append(self, token: int, evidence: E) -> None:
+        """Add the next draft token."""
+        self._tokens.append(token)
+        self._evidence.append(evidence)
+
+    def compare(self, session: DraftSession, agreed: int) -> list[tuple[E, int, int]]:
+        """Return the draft tokens that the session has answered, up to the first wrong one.
+
+        Each is (evidence, draft token, confirmed token).
+        Drops these tokens, and those that the session contradicts or has passed. The session has not changed
+        before position `agreed` since the last call.
+        """
+        verdicts: list[tuple[E, int, int]] = []
+        if agreed >= self._first:
+            confirmed = session.tokens[self._first : session.confirmed]
+            for token, evidence, right in zip(self._tokens, self._evidence, confirmed, strict=False):
+                verdicts.append((evidence, token, right))
+                if token != right:
+                    break
+        ahead = session.tokens[self._first :]
+        if agreed < self._first or common_prefix_len(self._tokens, ahead) < len(ahead):
+            self._first = len(session.tokens)
+            self._cut(self._first)
+        else:
+            answered = max(0, session.confirmed - self._first)
+            self._first += answered
+            del self._tokens[:answered], self._evidence[:answered]
+        return verdicts
+
+    def ready(self, position: int, most: int, rules: object) -> list[tuple[int, E]]:
+        """Return at most `most` kept tokens from `position` on, with their evidence; drop the rest.
+
+        Tokens that were drawn by other `rules` are dropped. Call it after `compare`, with the session's end.
+        """
+        self._cut(position + (most if rules == self._rules else 0))
+        self._rules = rules
+        begin = position - self._first
+        return list(zip(self._tokens[begin:], self._evidence[begin:], strict=True))
+
+    def _cut(self, position: int) -> None:
+        kept = max(0, position - self._first)
+        del self._tokens[kept:], self._evidence[kept:]
 
 
 class ModelStrategy:

@@ -1,30 +1,142 @@
 """Prompt lookup: propose what followed the last tokens before, in the session or in answers of its kind.
 
+A session searches only the answers of its own tenant and workload.
 The survival of its tokens is the acceptance rate of matches of that length in the tenant and workload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Generic, Protocol, Self, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from galley.core.lookup.calibration import Calibration
-from galley.core.lookup.lookup import LookupResult
+from galley.core.lookup.lookup import AnswerLookup, LookupResult, RecentAnswers, SessionLookup
 from galley.core.lookup.proposal_outcomes import ProposalOutcomes
+from galley.core.lru import LruCache
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
-from services.draft.strategies.lookups import (
-    MOST_KINDS,
-    ByKind,
-    Lookups,
-    Match,
-    SessionLookups,
-    class_of,
-    match_calibration,
-)
+
+# The kind of a session: its tenant's salt and its workload.
+Kind: TypeAlias = tuple[bytes, str]
 
 # A token that is less likely to be accepted is not worth its bytes.
 _LEAST_SURVIVAL = 0.02
+# Kinds whose answers are kept: 8 MB each at most.
+MOST_KINDS = 32
+# Tokens of a session that one step indexes, in some milliseconds: a long prompt must not delay the others.
+_MAX_INDEXED = 1024
+# Number of known tokens that are compared again beside those of the slice.
+_TAIL = 32
+
+# The shortest match of each class.
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+# The prior probability of a match of n tokens is n / (n + this), in the session's own tokens and in recent
+# answers.
+_OWN_DOUBT = 2
+_ANSWERS_DOUBT = 4
+STRENGTH = 10.0
+# Classes of matches in the session itself, then in answers.
+PRIOR = tuple(n / (n + doubt) for doubt in (_OWN_DOUBT, _ANSWERS_DOUBT) for n in LENGTHS)
+
+
+def kind_of(job: DraftJob) -> Kind:
+    """Return the kind of the job's session."""
+    return job.slice.key[0], job.workload
+
+
+class Learned(Protocol):
+    """Statistics of verdicts, such as a `Calibration`."""
+
+    def child(self) -> Self:
+        """Return one for a part of the sessions, which starts from this one."""
+
+
+V = TypeVar("V", bound=Learned)
+
+
+class ByKind(Generic[V]):
+    """A value a kind of session, which starts from that of all sessions of its tenant."""
+
+    def __init__(self, make: Callable[[], V], capacity: int) -> None:
+        self._kinds: LruCache[Kind, V] = LruCache(make, capacity)
+        self._tenants: LruCache[bytes, V] = LruCache(make, capacity)
+
+    def of(self, job: DraftJob) -> V:
+        """Return the value of the job's kind."""
+        return self._kinds.get(kind_of(job), self._tenants.get(job.slice.key[0]).child)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Tokens that followed a match before, and whether that was in the session's `own` tokens."""
+
+    found: LookupResult
+    own: bool
+
+
+def class_of(match: Match, further: int = 0) -> int:
+    """Return the class, an index of PRIOR, of a match after `further` accepted tokens."""
+    length = bisect_right(LENGTHS, match.found.matched + further) - 1
+    return length if match.own else length + len(LENGTHS)
+
+
+def match_calibration() -> Calibration:
+    """Return the acceptance rates of matches by class."""
+    return Calibration(PRIOR, STRENGTH)
+
+
+class SessionLookups:
+    """The lookups of one session, over all its confirmed tokens."""
+
+    def __init__(self, own: SessionLookup, answers: AnswerLookup) -> None:
+        self._own = own
+        self._answers = answers
+
+    def find(self, ahead: Sequence[int], count: int) -> Match:
+        """Return at most `count` tokens that followed the longest match of the session's last tokens."""
+        own, answer = self._own.find(ahead, count), self._answers.find(ahead, count)
+        return Match(answer, own=False) if answer.matched > own.matched else Match(own, own=True)
+
+
+class _Answers:
+    """The recent answers of one workload, and the lookups over them."""
+
+    def __init__(self) -> None:
+        self.recent = RecentAnswers()
+        self.lookups: WeakKeyDictionary[DraftSession, AnswerLookup] = WeakKeyDictionary()
+
+
+class Lookups:
+    """The lookups of all sessions of a draft, shared by its strategies."""
+
+    def __init__(self) -> None:
+        self._sessions: WeakKeyDictionary[DraftSession, SessionLookup] = WeakKeyDictionary()
+        self._kinds: LruCache[Kind, _Answers] = LruCache(_Answers, MOST_KINDS)
+
+    def follow(self, job: DraftJob) -> SessionLookups | None:
+        """Advance the session's lookups towards its confirmed tokens; return None until they are complete.
+
+        They start again if earlier tokens have changed.
+        """
+        answers = self._kinds.get(kind_of(job))
+        confirmed = job.session.tokens[: job.session.confirmed]
+        lookup = self._sessions.get(job.session)
+        # The hash of the slice vouches for the tokens before it.
+        if lookup is None or not lookup.is_prefix_of(
+            confirmed, max(0, min(job.slice.start, len(lookup) - _TAIL))
+        ):
+            lookup = self._sessions[job.session] = SessionLookup()
+            answers.lookups.pop(job.session, None)
+        at = len(lookup)
+        lookup.follow(confirmed[at : at + _MAX_INDEXED])
+        among = answers.lookups.get(job.session)
+        if among is None:
+            among = answers.lookups[job.session] = AnswerLookup(answers.recent)
+        among.follow(confirmed, job.slice.prompt_len)
+        return SessionLookups(lookup, among) if len(lookup) == len(confirmed) else None
 
 
 class NgramStrategy:

@@ -21,8 +21,7 @@ from services.draft.drafter import Drafter
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import DraftJob, Proposal, Strategy
-from services.draft.strategies.model import ModelStrategy
-from services.draft.strategies.model_steps import ModelSteps
+from services.draft.strategies.model import ModelSteps, ModelStrategy
 from tests.fakes.tiny_model import VOCAB, load_tiny_model
 from tests.fakes.verify_items import slice_of
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.draft.strategies.model import ModelStrategy
-from services.draft.strategies.model_steps import ModelSteps
+from services.draft.strategies.model import ModelSteps, ModelStrategy
 from tests.fakes.tiny_model import VOCAB, load_tiny_model
 from tests.fakes.verify_items import GREEDY
 from tests.integration.services.draft.steps import Gated, Serving, item, serving

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from galley.core.content import common_prefix_len
 from services.draft.strategies.base import DraftSession
-from services.draft.strategies.history import DraftHistory
+from services.draft.strategies.model import DraftHistory
 
 TRUTH = st.lists(st.integers(0, 2), min_size=40, max_size=40)
 ITEMS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(0, 5)), max_size=12)

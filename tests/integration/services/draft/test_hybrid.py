@@ -10,8 +10,8 @@ import pytest
 from galley.core.errors import Broken
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 from services.draft.strategies.hybrid import HybridStrategy
-from services.draft.strategies.lookups import Lookups
-from services.draft.strategies.model_steps import CONFIDENCES, Drawn, ModelProposal, ModelSteps
+from services.draft.strategies.model import CONFIDENCES, Drawn, ModelProposal, ModelSteps
+from services.draft.strategies.ngram import Lookups
 from tests.fakes.tiny_model import load_tiny_model
 from tests.integration.services.draft.jobs import job_of
 

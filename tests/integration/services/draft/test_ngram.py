@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.draft.strategies.base import DraftSession, Proposal
-from services.draft.strategies.lookups import Lookups
-from services.draft.strategies.ngram import NgramStrategy
+from services.draft.strategies.ngram import Lookups, NgramStrategy
 from tests.integration.services.draft.jobs import job_of
 
 PROMPT = [1, 2, 3]

@@ -8,8 +8,7 @@ import pytest
 from opentelemetry.trace import SpanKind
 
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.draft.strategies.model import ModelStrategy
-from services.draft.strategies.model_steps import ModelSteps
+from services.draft.strategies.model import ModelSteps, ModelStrategy
 from tests.fakes.spans import KeptSpans, NotedScope, attributes_of, context_of, links_of, parent_of
 from tests.fakes.tiny_model import load_tiny_model
 from tests.integration.services.draft.steps import gating, item, serving

@@ -33,8 +33,7 @@ from services.draft.drafter import Drafter
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import DraftJob, Proposal
-from services.draft.strategies.model import ModelStrategy
-from services.draft.strategies.model_steps import ModelSteps
+from services.draft.strategies.model import ModelSteps, ModelStrategy
 from services.gateway.service import build, interceptors
 from services.gateway.settings import GatewaySettings, Tuning
 from services.target.engine.paged import PagedEngine
