@@ -15,8 +15,7 @@ from torch import Tensor
 
 from galley.common.models.files import tokenizer_hash
 from galley.core.errors import InvalidField
-from galley.distill.training.student import Llama
-from galley.distill.training.teacher import Target
+from galley.distill.training.models import Llama, Target
 from galley.distill.work import replacing, write_json
 from galley.engine.load.draft_directory import FORMAT, HEAD_TOKENS, KEY, SCALE, TARGET, WEIGHTS
 

@@ -17,15 +17,23 @@ import torch
 from numpy.typing import NDArray
 
 from galley.distill.data.corpus import Corpus
-from galley.distill.data.labels import Labels, hard_labels, head_rows, head_tokens, score, with_scored
 from galley.distill.data.material import gather
 from galley.distill.export import as_stored, begin_from, read_draft, sharpened, write_draft
 from galley.distill.options import Options
 from galley.distill.record import write_record
 from galley.distill.training.evaluation import Acceptance, Reports, as_table, evaluate, reference_of
-from galley.distill.training.student import Llama
-from galley.distill.training.teacher import Target, read_target
-from galley.distill.training.training import Progress, Schedule, Training
+from galley.distill.training.models import Llama, Target, read_target
+from galley.distill.training.training import (
+    Labels,
+    Progress,
+    Schedule,
+    Training,
+    hard_labels,
+    head_rows,
+    head_tokens,
+    score,
+    with_scored,
+)
 from galley.distill.work import CHECKPOINT, CURVE, claim, kept_lines, origin_of
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from galley.core.errors import InvalidField
 from galley.distill.options import Options
-from galley.distill.training.teacher import Target
+from galley.distill.training.models import Target
 from galley.engine.load.draft_directory import WEIGHTS
 
 ORIGIN = "about.json"

@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from galley.distill.data.corpus import Corpus
-from galley.distill.training.batches import batch_of, grouped
-from galley.distill.training.student import Llama
+from galley.distill.data.corpus import Corpus, batch_of, grouped
+from galley.distill.training.models import Llama
 
 Bools = NDArray[np.bool_]
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from galley.common.models.files import tokenizer_hash
 from galley.core.errors import InvalidField
 from galley.distill.data.corpus import read_corpus
-from galley.distill.data.labels import head_tokens
 from galley.distill.export import SHARPENING, begin_from, read_draft, write_draft
 from galley.distill.options import Options
 from galley.distill.run import Distilled, distil
-from galley.distill.training.teacher import read_target
+from galley.distill.training.models import read_target
+from galley.distill.training.training import head_tokens
 from galley.engine.batch import Rows
 from galley.engine.load.draft_directory import HEAD_TOKENS, KEY, SCALE
 from galley.engine.model import CausalModel

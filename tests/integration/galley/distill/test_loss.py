@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch.nn.functional import log_softmax
 
-from galley.distill.data.labels import Labels
+from galley.distill.data.corpus import epoch_groups
 from galley.distill.export import quantized
-from galley.distill.training.batches import epoch_groups
-from galley.distill.training.training import distilled
+from galley.distill.training.training import Labels, distilled
 
 _FEW = settings(derandomize=True, max_examples=20)
 

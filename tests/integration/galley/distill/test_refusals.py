@@ -20,8 +20,7 @@ from galley.cli.distill import distill
 from galley.common.models.tokenizer import Tokenizer
 from galley.core.errors import InvalidField
 from galley.distill.data.corpus import Corpus, read_corpus, write_corpus
-from galley.distill.data.material import gather
-from galley.distill.data.prompts import read_prompts
+from galley.distill.data.material import gather, read_prompts
 from galley.distill.options import Options
 from galley.distill.run import distil
 from tests.integration.galley.distill.collected import Collected, Killed
