@@ -14,7 +14,7 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Confirmed, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Scheduler
 from galley.core.step import StepPlan
-from services.target.engine.protocol import TargetEngine
+from services.target.engine import TargetEngine
 
 # The curve matters only where drafts are offered; here are none.
 _ANY_TIMES = StepTimes.measured([(1, 1_000_000)])

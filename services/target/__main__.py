@@ -17,9 +17,8 @@ from galley.common.redis.connections import refuse_bad_files
 from galley.common.server.process import in_passing_thread
 from galley.common.server.server import Parts, Service, run_main
 from services.target.loading import load_engine
-from services.target.ranks.hosts import run_host
-from services.target.ranks.ranks import start_ranked_target
-from services.target.serving import add_target, registered_target
+from services.target.ranks.ranks import run_host, start_ranked_target
+from services.target.servicer import add_target, registered_target
 from services.target.settings import TargetSettings
 
 _DESCRIPTION = "A Galley target: verifies draft tokens of many sessions at once with the trusted model."

@@ -11,7 +11,7 @@ from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel
-    from services.target.engine.paged import PagedEngine
+    from services.target.paged import PagedEngine
 
 _LOG = get_logger(__name__)
 _MIB = 2**20
@@ -24,7 +24,7 @@ def load_engine(settings: TargetSettings) -> PagedEngine:
     reduces the window that the replica offers; a warning is logged.
     """
     limit_threads(settings.threads)
-    from services.target.engine.paged import PagedEngine  # noqa: PLC0415  # imports torch
+    from services.target.paged import PagedEngine  # noqa: PLC0415  # imports torch
 
     model, build = load_shard(settings, kv_blocks(settings))
     engine = PagedEngine(model, build)

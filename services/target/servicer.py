@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
+import grpc
+
+from galley.common.logs import get_logger
 from galley.common.metrics.registry import Registry
-from galley.common.registry.leases import target_lease
+from galley.common.registry.leases import TARGET_POOL, target_lease
+from galley.common.registry.registration import registered
+from galley.common.server.process import in_passing_thread
 from galley.common.server.requests import failure_status, respond_all, respond_stream
+from galley.common.server.server import Parts, Service
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.wire.codec import check_token_ids, logprobs_message, read_slice
 from galley.core.content import HASH_BYTES, Miss
@@ -25,10 +32,12 @@ from galley.core.scheduler.messages import Confirmed, Extend, Outcome, Supersede
 from galley.core.scheduler.scheduler import MAX_ROWS, Scheduler
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target.engine.protocol import EngineInfo, TargetEngine
-from services.target.loop import StepLoop, Ticket
-from services.target.metrics import StepMeter
+from services.target.engine import EngineInfo, TargetEngine, measure
+from services.target.loop import StepLoop, StepMeter, Ticket
+from services.target.settings import TargetSettings
 from services.target.spans import VerifySpan
+
+_LOG = get_logger(__name__)
 
 _Tickets: TypeAlias = dict[tuple[str, int], Ticket]
 
@@ -38,6 +47,10 @@ MAX_TOP_LOGPROBS = 128
 _MAX_CACHED_PREFIXES = 512
 # A session without a request for this time has ended, or its gateway will find another replica.
 _QUIET_S = 0.5
+# Longest time that a step waits for a draft that is due; it waits only where that pays.
+_MAX_LINGER_MS = 50.0
+# Share of the drain timeout in which live sessions may end here before they move to another replica.
+_LEAVE_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,3 +307,39 @@ def _result_of(outcome: Confirmed, fingerprint: str) -> pb.VerifyResult:
         kv_reused=outcome.kv_reused,
         batch_span=outcome.batch_span,
     )
+
+
+async def add_target(
+    server: grpc.aio.Server, parts: Parts, engine: TargetEngine, settings: TargetSettings
+) -> TargetService:
+    """Calibrate the engine and serve it on `server`."""
+    parts.readiness.stage("measuring steps")
+    times = await in_passing_thread(measure, engine)
+    # The names are those of the file that `galley plan --capacity` reads.
+    _LOG.info(
+        "steps measured",
+        step_ms=round(times.one_row_ns / 1e6, 3),
+        row_costs=str(times.curve),
+        kv_tokens=engine.info.kv_blocks * engine.info.kv_block_tokens,
+    )
+    limits = Limits(
+        max_draft_tokens=settings.max_draft_tokens,
+        max_sessions=settings.max_sessions,
+        max_rows=settings.max_rows,
+        max_linger_ms=_MAX_LINGER_MS,
+    )
+    service = TargetService(engine, times, parts.telemetry.scope(__name__), limits, parts.metrics)
+    rpc.add_TargetServicer_to_server(service, server)
+    return service
+
+
+def registered_target(service: TargetService, settings: TargetSettings, bound: str) -> Service:
+    """Return the service, registered from now on if there is a registry; `bound` is where it listens."""
+    address = settings.advertise or bound
+
+    async def last_sessions() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(settings.drain_timeout_s * _LEAVE_SHARE):
+                await service.quiet()
+
+    return registered(service, settings, TARGET_POOL, lambda: service.lease(address), last_sessions)

@@ -17,7 +17,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.drafter import Drafter
 from services.draft.servicer import DraftService
 from services.draft.strategies.base import DraftJob, Proposal
-from services.target.engine.protocol import EngineInfo
+from services.target.engine import EngineInfo
 from services.target.servicer import Limits, TargetService
 from tests.simulation.loop import Process
 from tests.simulation.redis import LEASE_S, SimRegistry

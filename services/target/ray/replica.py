@@ -41,8 +41,7 @@ from services.target.ranks.rank import (
 )
 from services.target.ranks.ranks import LossExit, RankZero
 from services.target.ray.autoscaling import KV_FREE_SHARE, QUEUE_DEPTH
-from services.target.servicer import TargetService
-from services.target.serving import add_target, registered_target
+from services.target.servicer import TargetService, add_target, registered_target
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from services.draft.strategies.base import DraftJob, Proposal
 from services.draft.strategies.model import ModelSteps, ModelStrategy
 from services.gateway.service import build, interceptors
 from services.gateway.settings import GatewaySettings, Tuning
-from services.target.engine.paged import PagedEngine
+from services.target.paged import PagedEngine
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
 from tests.fakes.readings import histogram, number

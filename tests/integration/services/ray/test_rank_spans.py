@@ -19,7 +19,7 @@ from galley.core.step import StepChunk, StepTrace
 from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target.engine.paged import PagedEngine
+from services.target.paged import PagedEngine
 from services.target.ranks.sharded import ShardedModel, follow
 from services.target.servicer import Limits
 from services.target.spans import record_rank

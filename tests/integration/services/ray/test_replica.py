@@ -22,7 +22,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target.ranks.hosts import run_host
+from services.target.ranks.ranks import run_host
 from services.target.settings import TargetSettings
 from tests.fakes.collector import Collector
 from tests.fakes.redis_clusters import free_port

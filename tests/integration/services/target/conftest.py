@@ -16,8 +16,8 @@ from galley.core.cost.model import StepTimes
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target.engine.paged import PagedEngine
-from services.target.engine.protocol import EngineInfo, TargetEngine
+from services.target.engine import EngineInfo, TargetEngine
+from services.target.paged import PagedEngine
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
 from tests.fakes.tiny_model import load_tiny_model

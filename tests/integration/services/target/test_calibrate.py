@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from galley.core.step import StepOutcome, StepPlan, StepTrace
-from services.target.engine.calibrate import ROWS, measure
-from services.target.engine.paged import PagedEngine
-from services.target.engine.protocol import EngineInfo
+from services.target.engine import ROWS, EngineInfo, measure
+from services.target.paged import PagedEngine
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel

@@ -12,8 +12,8 @@ from galley.engine.batch import ModelInfo
 from galley.engine.kv_pool import kv_shape
 from galley.engine.load.module import load_config, parse_dtype
 from galley.engine.model import CausalModel
-from services.target.engine.paged import PagedEngine
 from services.target.loading import kv_blocks, load_engine
+from services.target.paged import PagedEngine
 from services.target.ranks.rank import device_environment
 from services.target.settings import TargetSettings
 from tests.fakes.tiny_model import CONTEXT

@@ -1,18 +1,20 @@
-"""Measure what a step costs on this machine, once at start: the curve by which the scheduler decides.
+"""The interface of the target's engine, and the measurement of what a step costs on this machine.
 
-A step of R rows is timed as on a busy replica: several sessions with some context, each with a verify chunk
-of a few rows. The blocks that it writes are still free.
+The engine gets plans of plain values and returns outcomes. Steps are timed once at start; the scheduler
+decides by the curve. A step of R rows is timed as on a busy replica: several sessions with some context, each
+with a verify chunk of a few rows. The blocks that it writes are still free.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from galley.core.cost.model import StepTimes
 from galley.core.sampling_params import SamplingParams
-from galley.core.step import Draw, StepChunk, StepPlan
-from services.target.engine.protocol import EngineInfo, TargetEngine
+from galley.core.step import Draw, StepChunk, StepOutcome, StepPlan, StepTrace
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXT = 128
@@ -22,6 +24,42 @@ _REPEATS = 3
 _SOON_NS = 2_000_000_000
 _ENOUGH_NS = 6_000_000_000
 _GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts of a target; `fingerprint` names the build that its bits depend on.
+
+    Over all `ranks` it has `kv_blocks` blocks of `kv_block_tokens` tokens each, which bound
+    `context_window`.
+    """
+
+    model: str
+    tokenizer_hash: str
+    context_window: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    deterministic: bool
+    dtype: str
+    device: str
+    ranks: int
+    kv_block_tokens: int
+    kv_blocks: int
+
+
+class TargetEngine(Protocol):
+    """An engine; called from one thread, one plan at a time."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Return the engine's facts, which never change."""
+
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
+        """Run one step; return the outcome of each chunk, in order. A `watch` gets the times.
+
+        Raises if the whole step failed; the KV that its chunks were to write is then undefined.
+        """
 
 
 def measure(engine: TargetEngine, clock: Callable[[], int] = time.perf_counter_ns) -> StepTimes:

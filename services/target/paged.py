@@ -1,0 +1,48 @@
+"""The target's engine: one ragged forward pass over a paged KV pool, then all rows sampled in one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from galley.core.step import StepOutcome, StepPlan, StepTrace
+from galley.engine.sampler import draw_all
+from galley.engine.sampling.draw import warm_up
+from services.target.engine import EngineInfo
+
+if TYPE_CHECKING:
+    from galley.engine.model import CausalModel
+    from services.target.ranks.sharded import ShardedModel
+
+
+class PagedEngine:
+    """A `TargetEngine` over a model, which may be sharded over ranks."""
+
+    def __init__(self, model: CausalModel | ShardedModel, fingerprint: str, *, ranks: int = 1) -> None:
+        warm_up()
+        self._model = model
+        info, kv = model.info, model.kv
+        self._info = EngineInfo(
+            model=info.name,
+            tokenizer_hash=info.tokenizer_hash,
+            context_window=min(info.context_window, kv.blocks * kv.block_tokens),
+            vocab_size=info.vocab_size,
+            eos_token_ids=tuple(info.eos_token_ids),
+            fingerprint=fingerprint,
+            deterministic=info.deterministic,
+            dtype=info.dtype,
+            device=info.device,
+            ranks=ranks,
+            kv_block_tokens=kv.block_tokens,
+            kv_blocks=kv.blocks,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        """Return what the model is."""
+        return self._info
+
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
+        """Run one step; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""
+        logits = self._model.run(plan.chunks, plan.copies, watch)  # [logit rows, vocab]
+        drawn = iter(draw_all(logits, [chunk.draw for chunk in plan.chunks if chunk.draw is not None]))
+        return [None if chunk.draw is None else next(drawn) for chunk in plan.chunks]
