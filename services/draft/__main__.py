@@ -27,7 +27,7 @@ _DESCRIPTION = (
 
 
 def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
-    """Return the function that builds the service. Raises BadFile."""
+    """Raise BadFile."""
     refuse_bad_files(settings.redis_url)
 
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:
@@ -43,7 +43,6 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
 
 
 def main() -> None:
-    """Serve until told to stop."""
     run_main(DraftSettings, "draft", _DESCRIPTION, build)
 
 

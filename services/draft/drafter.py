@@ -32,13 +32,13 @@ class SessionTable:
         self._tokens = 0
 
     def peek(self, key: SessionKey) -> DraftSession | None:
-        """Return the session, or None; this does not count as a use."""
+        """Return the session, or None, without counting a use."""
         return self._sessions.get(key)
 
     def admit(self, key: SessionKey, tokens: int, busy: Container[SessionKey]) -> DraftSession:
         """Return the session, new or not, with room for `tokens`; evict idle ones that are not `busy`.
 
-        Raises Overloaded, having changed nothing, if that does not make room.
+        Raise Overloaded, having changed nothing, if that does not make room.
         """
         session = self._sessions.get(key)
         more_tokens = tokens - (session.room if session else 0)
@@ -71,10 +71,7 @@ class SessionTable:
 
 @dataclass(frozen=True, slots=True)
 class ProposeJob:
-    """A validated request: at most `k` tokens by an offered strategy.
-
-    The last `ahead` tokens of the slice are not confirmed yet.
-    """
+    """A validated request: at most `k` tokens. The last `ahead` tokens of the slice are not confirmed yet."""
 
     slice: Slice
     k: int
@@ -100,8 +97,6 @@ ProposeOutcome: TypeAlias = "Proposed | Miss | Superseded | GalleyError"
 
 @dataclass(slots=True)
 class Stepped:
-    """The results of a step by request: answers, and the partial proposals of open ones that took part."""
-
     answers: dict[int, ProposeOutcome] = field(default_factory=dict)
     so_far: dict[int, Proposed] = field(default_factory=dict)
 
@@ -118,12 +113,10 @@ class _Open:
 
     @property
     def ended(self) -> bool:
-        """Return whether the proposal is finished or failed."""
         return self.proposal.done or self.proposal.error is not None
 
     @property
     def so_far(self) -> Proposed:
-        """Return the tokens drafted so far."""
         position, k = self.job.slice.position, self.job.k
         tokens, survival = tuple(self.proposal.tokens[:k]), tuple(self.proposal.survival[:k])
         return Proposed(position, self.hash, tokens, survival, kv_len=position)
@@ -131,10 +124,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The outcome of a request, its time in steps and its time in the queue.
-
-    `sessions` is the mean number of sessions in those steps, weighted by time.
-    """
+    """The outcome of a request; `sessions` is the mean number in its steps, weighted by time."""
 
     outcome: ProposeOutcome
     queue_ns: int
@@ -148,7 +138,7 @@ class Drafter:
     def __init__(
         self, strategies: Mapping[str, Strategy], *, max_sessions: int, max_tokens: int, max_batch: int
     ) -> None:
-        """Keep `max_tokens` tokens of `max_sessions` sessions; a step advances `max_batch` proposals."""
+        """Advance at most `max_batch` proposals a step."""
         # Tokens drafted for ended requests; those wasted were in no answer.
         self.drafted = self.wasted = 0
         self.strategies = strategies
@@ -174,7 +164,6 @@ class Drafter:
         return stepped
 
     def advance(self) -> Stepped:
-        """Run one step of the oldest open requests, as many as fit."""
         stepped, taking = Stepped(), list(islice(self._open.values(), self._max_batch))
         self._run(taking, self._advance)
         self._conclude(taking, stepped)
@@ -227,7 +216,6 @@ class Drafter:
         strategy.advance([one.proposal for one in mine])
 
     def _conclude(self, group: Sequence[_Open], stepped: Stepped) -> None:
-        """Answer the finished requests, and report the partial proposals of the others."""
         for one in group:
             if not one.ended:
                 stepped.so_far[one.item] = one.so_far

@@ -22,10 +22,7 @@ _LOG = get_logger(__name__)
 
 
 def load_drafter(settings: DraftSettings) -> tuple[Drafter, pb.GetDraftInfoResponse]:
-    """Return the drafter that the settings name, and its description; blocks.
-
-    Raises CallerFault if a model or tokenizer cannot be used.
-    """
+    """Block until loaded. Raise CallerFault if a model or tokenizer cannot be used."""
     lookups = Lookups()
     offered: dict[str, Strategy] = {names.NGRAM: NgramStrategy(lookups), names.NO_STRATEGY: NoneStrategy()}
     if settings.oracle_answers is not None:

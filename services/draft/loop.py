@@ -33,7 +33,6 @@ class BatchSpans:
     """The span of the current steps, until requests arrive or none are left."""
 
     def __init__(self, spans: SpanScope | None) -> None:
-        """`spans` is None if traces are off."""
         self._spans = spans
         # The spans of the requests that took part, in order of arrival.
         self._items: dict[LightSpan, None] = {}
@@ -51,7 +50,6 @@ class BatchSpans:
         self._sessions = max(self._sessions, sessions)
 
     def end(self) -> None:
-        """End the batch; later steps are another."""
         if self._spans is None or not self._items:
             return
         # Created at its end, as nothing refers to it, in a trace of its own, as it belongs to several.
@@ -96,10 +94,7 @@ class DraftMeter:
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """A request until it is answered: `ready` is its partial proposal, `used` the tokens of its answer.
-
-    `span` is None unless the request is traced.
-    """
+    """A request until it is answered: `ready` is its partial proposal, `used` the tokens of its answer."""
 
     job: ProposeJob
     future: asyncio.Future[Done]
@@ -124,14 +119,12 @@ class _Ticket:
             self.fail(DeadlinePassed("the deadline passed before the work began"))
 
     def answer(self, outcome: ProposeOutcome) -> None:
-        """Deliver the outcome, unless the request was answered or cancelled."""
         if not self.future.done():
             queue_ns = max(0, time.monotonic_ns() - self.submitted_ns - self.compute_ns)
             sessions = max(1, round(self.session_ns / max(1, self.compute_ns)))
             self.future.set_result(Done(outcome, queue_ns, self.compute_ns, sessions))
 
     def fail(self, error: GalleyError) -> None:
-        """Deliver an error instead of an outcome."""
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -147,7 +140,6 @@ class DraftLoop:
         max_waiting: int,
         metrics: Registry | None = None,
     ) -> None:
-        """`spans` is None where traces are off."""
         self.meter = None if metrics is None else DraftMeter(metrics, lambda: self.queue_depth, drafter)
         self._drafter = drafter
         self._batches = BatchSpans(spans)
@@ -164,7 +156,6 @@ class DraftLoop:
 
     @property
     def queue_depth(self) -> int:
-        """Return the number of requests that are not answered."""
         return len(self._new) + len(self._open)
 
     def submit(
@@ -172,8 +163,8 @@ class DraftLoop:
     ) -> asyncio.Future[Done]:
         """Return the future outcome of `job`; cancel it to cancel the job. `remaining_ns` 0 is no deadline.
 
-        Raises Overloaded if too many wait, Unavailable once draining. The future raises DeadlinePassed if
-        the job has not started in time.
+        Raise Overloaded if too many wait, Unavailable once draining. The future raises DeadlinePassed if the
+        job has not started in time.
         """
         if self.draining.is_set():
             raise Unavailable("the replica is draining")

@@ -79,20 +79,16 @@ class DraftService(rpc.DraftServicer):
         return self._info
 
     def lease(self, address: str) -> DraftLease:
-        """Return the lease of this replica; `address` is where gateways reach it."""
         sessions = self._recent.count(time.monotonic_ns())
         return draft_lease(address, self._info, sessions=sessions, queue_depth=self._loop.queue_depth)
 
     async def drain(self) -> None:
-        """Refuse new requests and answer the open ones."""
         await self._loop.drain()
 
     async def close(self) -> None:
-        """End the loop and its thread."""
         await self._loop.close()
 
     async def _respond(self, item: pb.ProposeItem) -> AsyncGenerator[pb.ProposeAnswer]:
-        """Yield the one response to a request: validate, submit, await."""
         span, outcome = ItemSpan(self._spans, names.PROPOSE, "draft", item.slice), "cancelled"
         try:
             job = read_item(item, self._info)
@@ -119,7 +115,7 @@ class DraftService(rpc.DraftServicer):
 
 
 def read_item(item: pb.ProposeItem, info: pb.GetDraftInfoResponse) -> ProposeJob:
-    """Return the validated request. Raises InvalidField or Unimplemented, which name the field."""
+    """Raise InvalidField or Unimplemented, which name the field."""
     if item.features:
         raise Unimplemented("features")
     read = read_slice(item.slice, vocab_size=info.vocab_size or ANY_VOCABULARY, context_window=_ANY_LENGTH)
@@ -154,7 +150,7 @@ def _set_result(span: LightSpan | None, done: Done) -> None:
 
 
 def answer_of(item: pb.ProposeItem, done: Done) -> pb.ProposeAnswer:
-    """Return the response to `item`. Raises the outcome if it is an error."""
+    """Raise the outcome if it is an error."""
     outcome = done.outcome
     if isinstance(outcome, GalleyError):
         raise outcome

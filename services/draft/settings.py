@@ -13,8 +13,6 @@ from galley.common.registry.registration import ReplicaSettings
 
 
 class DraftSettings(ReplicaSettings):
-    """Settings of a draft replica."""
-
     model_config = settings_config("GALLEY_DRAFT_")
 
     model: str | None = Field(

@@ -11,11 +11,10 @@ from galley.core.errors import GalleyError
 
 
 class DraftSession:
-    """The tokens of one session, from absolute position 0.
+    """Tokens of one session, from position 0: `confirmed` ones, then draft tokens, which may be replaced.
 
-    The target has confirmed the first `confirmed` tokens. The rest are draft tokens that it has not answered,
-    and may be replaced. `room` is how many tokens it may hold. Sessions compare by identity, so a strategy
-    can keep its state in a WeakKeyDictionary that forgets it with the session.
+    `room` is how many tokens it may hold. Sessions compare by identity, so a strategy can keep its state in a
+    WeakKeyDictionary that forgets it with the session.
     """
 
     __slots__ = ("__weakref__", "confirmed", "room", "tokens")
@@ -41,7 +40,7 @@ class Proposal:
     """An unfinished proposal of at most `job.k` tokens, usable at any time.
 
     `survival[i]` estimates the probability that tokens 0 to i are all accepted; it never rises. An error
-    concerns this job only. Strategies subclass it for state of their own.
+    concerns this job only.
     """
 
     job: DraftJob
@@ -68,8 +67,6 @@ class NoneStrategy:
     """Propose nothing: plain decoding through the same calls."""
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """Return empty, finished proposals."""
         return [Proposal(job, done=True) for job in jobs]
 
-    def advance(self, proposals: Sequence[Proposal]) -> None:
-        """Do nothing: no proposal is unfinished."""
+    def advance(self, proposals: Sequence[Proposal]) -> None: ...

@@ -67,12 +67,10 @@ class Ensemble:
     model_against: Calibration = field(default_factory=lambda: Calibration(_BUCKETS, STRENGTH))
 
     def child(self) -> Ensemble:
-        """Return the ensemble of a part of the sessions, which starts from this one."""
         tables = (self.lookup, self.alone, self.both, self.lookup_against, self.model_against)
         return Ensemble(*(table.child() for table in tables))
 
     def is_sure(self, lookup: Candidate) -> bool:
-        """Return whether the lookup is certain enough without the model."""
         return self.lookup.chance(lookup.evidence) >= _SURE
 
     def choose(self, candidates: Candidates) -> tuple[int, float]:
@@ -93,7 +91,6 @@ class Ensemble:
                 table.record(bucket, token == confirmed)
 
     def _evidence(self, candidates: Candidates) -> list[tuple[int, Calibration, int]]:
-        """Return each token with the table and the bucket that tell its probability."""
         lookup, model = candidates.lookup, candidates.model
         if lookup is None:
             return [] if model is None else [(model.token, self.alone, model.evidence)]
@@ -114,10 +111,7 @@ def _agreeing(lookup: Candidate, model: Candidate) -> int:
 
 @dataclass(slots=True)
 class _HybridSession:
-    """The state of a session: `known` are its tokens and draft tokens at the last call.
-
-    `ensemble` is that of its workload; `lookups` is None while a long prompt is still being indexed.
-    """
+    """The state of a session: `known` includes draft tokens; `lookups` is None while a prompt is indexed."""
 
     ensemble: Ensemble
     lookups: SessionLookups | None = None
@@ -135,7 +129,6 @@ class HybridStrategy:
         self._ensembles = ByKind(Ensemble, _WORKLOADS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """Return proposals with what can be reused and copied."""
         return [self._begin(job) for job in jobs]
 
     def advance(self, proposals: Sequence[Proposal]) -> None:
@@ -173,7 +166,6 @@ class HybridStrategy:
         return session
 
     def _lookup_candidate(self, proposal: ModelProposal) -> Candidate | None:
-        """Return the lookup's candidate for the next token."""
         session = proposal.job.session
         lookups = self._sessions[session].lookups
         if lookups is None:

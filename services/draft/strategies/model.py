@@ -50,7 +50,6 @@ class ModelProposal(Proposal):
 
     @property
     def draw(self) -> Draw:
-        """Return how the next token is sampled, with the noise of its position."""
         request = self.job.slice
         history = [*self.job.session.tokens, *self.tokens]
         return Draw(request.sampling, history, request.prompt_len, request.stop_token_ids, request.min_tokens)
@@ -68,7 +67,6 @@ class ModelProposal(Proposal):
         self.settle()
 
     def settle(self) -> None:
-        """Set `done` if no further token is needed."""
         stopped = bool(self.tokens) and self.tokens[-1] in self.job.slice.stop_token_ids
         self.done = stopped or len(self.tokens) >= self.limit
 
@@ -106,10 +104,7 @@ class ModelSteps:
         proposal.cache.truncate(min(common_prefix_len(proposal.cache.tokens, tokens), len(tokens) - 1))
 
     def advance(self, proposals: Sequence[ModelProposal]) -> list[Drawn]:
-        """Run a step; return the drawn tokens.
-
-        A proposal whose long prompt is still being prefilled gets none. An error ends its proposal only.
-        """
+        """Run a step; proposals in a long prefill get no token. An error ends its proposal only."""
         fed = [(proposal, proposal.missing) for proposal in proposals]
         drawing = [proposal for proposal, missing in fed if len(missing) <= _PREFILL_ROWS]
         logits = self._forward(fed)
@@ -154,7 +149,6 @@ def rules_of(request: Slice) -> object:
 
 
 def _bucket(confidence: float, *, greedy: bool) -> int:
-    """Return the bucket of a probability of the likeliest token."""
     bucket = min(bisect(_EDGES, confidence), len(CONFIDENCES)) - 1
     return bucket if greedy else bucket + len(CONFIDENCES)
 
@@ -174,16 +168,14 @@ class DraftHistory(Generic[E]):
         self._rules: object = None
 
     def append(self, token: int, evidence: E) -> None:
-        """Add the next draft token."""
         self._tokens.append(token)
         self._evidence.append(evidence)
 
     def compare(self, session: DraftSession, agreed: int) -> list[tuple[E, int, int]]:
-        """Return the draft tokens that the session has answered, up to the first wrong one.
+        """Return (evidence, draft token, confirmed token) of answered tokens, up to the first wrong one.
 
-        Each is (evidence, draft token, confirmed token).
-        Drops these tokens, and those that the session contradicts or has passed. The session has not changed
-        before position `agreed` since the last call.
+        Drop these tokens, and those that the session contradicts or has passed. The session has not
+        changed before position `agreed` since the last call.
         """
         verdicts: list[tuple[E, int, int]] = []
         if agreed >= self._first:
@@ -205,7 +197,7 @@ class DraftHistory(Generic[E]):
     def ready(self, position: int, most: int, rules: object) -> list[tuple[int, E]]:
         """Return at most `most` kept tokens from `position` on, with their evidence; drop the rest.
 
-        Tokens that were drawn by other `rules` are dropped. Call it after `compare`, with the session's end.
+        Drop tokens that were drawn by other `rules` too. Call it after `compare`, with the session's end.
         """
         self._cut(position + (most if rules == self._rules else 0))
         self._rules = rules
@@ -218,8 +210,6 @@ class DraftHistory(Generic[E]):
 
 
 class ModelStrategy:
-    """Draft with a model, calibrated by tenant and workload."""
-
     def __init__(self, steps: ModelSteps) -> None:
         self._steps = steps
         # Draft tokens of each session, with their confidence buckets.
@@ -227,7 +217,6 @@ class ModelStrategy:
         self._calibrations = ByKind(_calibration, _WORKLOADS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """Return proposals that hold the reusable tokens of earlier ones."""
         return [self._begin(job) for job in jobs]
 
     def advance(self, proposals: Sequence[Proposal]) -> None:

@@ -43,15 +43,13 @@ PRIOR = tuple(n / (n + doubt) for doubt in (_OWN_DOUBT, _ANSWERS_DOUBT) for n in
 
 
 def kind_of(job: DraftJob) -> Kind:
-    """Return the kind of the job's session."""
     return job.slice.key[0], job.workload
 
 
 class Learned(Protocol):
     """Statistics of verdicts, such as a `Calibration`."""
 
-    def child(self) -> Self:
-        """Return one for a part of the sessions, which starts from this one."""
+    def child(self) -> Self: ...
 
 
 V = TypeVar("V", bound=Learned)
@@ -65,7 +63,6 @@ class ByKind(Generic[V]):
         self._tenants: LruCache[bytes, V] = LruCache(make, capacity)
 
     def of(self, job: DraftJob) -> V:
-        """Return the value of the job's kind."""
         return self._kinds.get(kind_of(job), self._tenants.get(job.slice.key[0]).child)
 
 
@@ -84,13 +81,10 @@ def class_of(match: Match, further: int = 0) -> int:
 
 
 def match_calibration() -> Calibration:
-    """Return the acceptance rates of matches by class."""
     return Calibration(PRIOR, STRENGTH)
 
 
 class SessionLookups:
-    """The lookups of one session, over all its confirmed tokens."""
-
     def __init__(self, own: SessionLookup, answers: AnswerLookup) -> None:
         self._own = own
         self._answers = answers
@@ -102,8 +96,6 @@ class SessionLookups:
 
 
 class _Answers:
-    """The recent answers of one workload, and the lookups over them."""
-
     def __init__(self) -> None:
         self.recent = RecentAnswers()
         self.lookups: WeakKeyDictionary[DraftSession, AnswerLookup] = WeakKeyDictionary()
@@ -117,10 +109,7 @@ class Lookups:
         self._kinds: LruCache[Kind, _Answers] = LruCache(_Answers, MOST_KINDS)
 
     def follow(self, job: DraftJob) -> SessionLookups | None:
-        """Advance the session's lookups towards its confirmed tokens; return None until they are complete.
-
-        They start again if earlier tokens have changed.
-        """
+        """Advance the session's lookups towards its confirmed tokens; return None until they are complete."""
         answers = self._kinds.get(kind_of(job))
         confirmed = job.session.tokens[: job.session.confirmed]
         lookup = self._sessions.get(job.session)
@@ -148,13 +137,11 @@ class NgramStrategy:
         self._calibrations = ByKind(match_calibration, MOST_KINDS)
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """Start a proposal; see `Strategy.begin`."""
         proposals = [Proposal(job) for job in jobs]
         self.advance(proposals)
         return proposals
 
     def advance(self, proposals: Sequence[Proposal]) -> None:
-        """Extend the proposals; see `Strategy.advance`."""
         for proposal in proposals:
             session = proposal.job.session
             waiting = self._waiting.setdefault(session, ProposalOutcomes())

@@ -26,11 +26,9 @@ class OracleStrategy:
         self._matched: WeakKeyDictionary[DraftSession, list[int]] = WeakKeyDictionary()
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
-        """Return finished proposals from the known answers."""
         return [self._begin(job) for job in jobs]
 
-    def advance(self, proposals: Sequence[Proposal]) -> None:
-        """Do nothing: no proposal is unfinished."""
+    def advance(self, proposals: Sequence[Proposal]) -> None: ...
 
     def _begin(self, job: DraftJob) -> Proposal:
         # Taken by position, so that wrong draft tokens ahead of the target change nothing.
