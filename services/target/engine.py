@@ -28,11 +28,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts of a target; `fingerprint` names the build that its bits depend on.
-
-    Over all `ranks` it has `kv_blocks` blocks of `kv_block_tokens` tokens each, which bound
-    `context_window`.
-    """
+    """Facts of a target; `fingerprint` names the build of its bits, `kv_blocks` counts all `ranks`."""
 
     model: str
     tokenizer_hash: str
@@ -53,12 +49,12 @@ class TargetEngine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """Return the engine's facts, which never change."""
+        """Return facts that never change."""
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
-        """Run one step; return the outcome of each chunk, in order. A `watch` gets the times.
+        """Return the outcome of each chunk, in order. A `watch` gets the times.
 
-        Raises if the whole step failed; the KV that its chunks were to write is then undefined.
+        Raise if the whole step failed; the KV that its chunks were to write is then undefined.
         """
 
 
@@ -66,7 +62,7 @@ def measure(engine: TargetEngine, clock: Callable[[], int] = time.perf_counter_n
     """Time steps of ROWS rows, the best of three each, in about two seconds in all; blocks.
 
     Call it before anything else runs on the engine. On a slow machine later points are timed once or left
-    out, as are those whose sessions the KV pool does not hold: the curve continues with its last slope.
+    out, as are those whose sessions the KV pool does not hold.
     """
     info = engine.info
     least = _plan(info, 1) or StepPlan((_chunk(info, min(1, info.context_window - 1), 1, range(1)),))

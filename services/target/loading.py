@@ -18,10 +18,10 @@ _MIB = 2**20
 
 
 def load_engine(settings: TargetSettings) -> PagedEngine:
-    """Load the model with a KV pool within the memory bound, and probe it; blocks. Raises UnsupportedModel.
+    """Load the model with a KV pool within the memory bound, and probe it; blocks. Raise UnsupportedModel.
 
-    Raises ValueError if the pool is too small for the probes. A pool that does not hold one context window
-    reduces the window that the replica offers; a warning is logged.
+    Raise ValueError if the pool is too small for the probes. A pool smaller than one context window reduces
+    the window that the replica offers.
     """
     limit_threads(settings.threads)
     from services.target.paged import PagedEngine  # noqa: PLC0415  # imports torch
@@ -41,7 +41,7 @@ def load_engine(settings: TargetSettings) -> PagedEngine:
 def load_shard(settings: TargetSettings, blocks: int, ranks: Ranks = ALONE) -> tuple[CausalModel, str]:
     """Load the model, or one rank's shard; return it and the fingerprint of the build.
 
-    All ranks call it at once, since loading probes the model. Raises UnsupportedModel.
+    All ranks call it at once, since loading probes the model. Raise UnsupportedModel.
     """
     # Late, so that --help and Ray's controller need no torch.
     from galley.engine.fingerprint import fingerprint  # noqa: PLC0415
@@ -69,7 +69,7 @@ def refuse_model(settings: TargetSettings) -> None:
 
 
 def kv_blocks(settings: TargetSettings, ranks: Ranks = ALONE) -> int:
-    """Return how many KV blocks of a rank fit into the memory bound. Raises UnsupportedModel, ValueError."""
+    """Return how many KV blocks of a rank fit into the memory bound. Raise UnsupportedModel or ValueError."""
     from galley.engine.kv_pool import kv_shape  # noqa: PLC0415  # imports torch
     from galley.engine.load.module import load_config, parse_dtype  # noqa: PLC0415
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415

@@ -52,10 +52,7 @@ class StepMeter:
         registry.observe(catalogue.OUT_OF_BLOCKS, lambda: [((), counts.out_of_blocks)])
 
     def count(self, plan: StepPlan, confirmed: int, duration_ns: int, queue_times_ns: Sequence[int]) -> None:
-        """Count a step that confirmed `confirmed` tokens in `duration_ns`.
-
-        `queue_times_ns` are those of the requests that started in it.
-        """
+        """`queue_times_ns` are those of the requests that started in the step."""
         rows, logit_rows = plan.rows, sum(chunk.want_logits for chunk in plan.chunks)
         sampled_chunks = sum(chunk.want_logits > 0 for chunk in plan.chunks)
         self._sessions.observe(len(plan.chunks))
@@ -75,8 +72,6 @@ def _blocks(table: KvTable) -> list[tuple[tuple[str], float]]:
 
 
 class Ticket:
-    """The responses to one request, as they come."""
-
     def __init__(self, item: int) -> None:
         self.item = item
         self._responses: deque[Response] = deque()
@@ -93,7 +88,6 @@ class Ticket:
         return response
 
     def put(self, response: Response) -> None:
-        """Add a response."""
         self._responses.append(response)
         self._ready.set()
 
@@ -108,7 +102,6 @@ class StepLoop:
         spans: SpanScope | None,
         meter: StepMeter | None = None,
     ) -> None:
-        """`spans` is None if traces are off."""
         self._engine = engine
         self._scheduler = scheduler
         self._batches = BatchSpans(spans)
@@ -124,9 +117,9 @@ class StepLoop:
         self.draining = asyncio.Event()
 
     def submit(self, request: VerifyRequest, span: LightSpan | None = None) -> Ticket:
-        """Return the ticket of `request`, which `cancel` gives up. `span` is the request's own, if any.
+        """Queue `request`; `span` is its own, if any.
 
-        Raises Unavailable while draining, Overloaded if too many requests wait, InvalidField if the pool can
+        Raise Unavailable while draining, Overloaded if too many requests wait, InvalidField if the pool can
         never hold it.
         """
         if self._stopped is not None:
@@ -148,13 +141,11 @@ class StepLoop:
         self._changed.set()
 
     def refuse(self, ticket: Ticket, error: GalleyError) -> None:
-        """End the request with a caller's error."""
         if ticket.item in self._tickets:
             self.cancel(ticket)
             ticket.put(Response(ticket.item, error))
 
     def cancel(self, ticket: Ticket) -> None:
-        """Give the request up, if it has not ended."""
         if self._tickets.pop(ticket.item, None) is not None:
             self._batches.leaves(ticket.item)
             self._scheduler.cancel(ticket.item)
@@ -198,7 +189,6 @@ class StepLoop:
                 self._deliver()
 
     async def _step_once(self) -> None:
-        """Expire, plan, and run one step, or wait for work."""
         self._changed.clear()
         now = time.monotonic_ns()
         self._scheduler.expire(now)
@@ -210,7 +200,6 @@ class StepLoop:
             await self._wait(step)
 
     async def _wait(self, step: Linger | None) -> None:
-        """Wait for a change, or until the time to linger is over."""
         if step is None:
             if not self._tickets:
                 self._idle.set()
@@ -251,7 +240,6 @@ class StepLoop:
         return now - began_ns
 
     def _compute(self, plan: StepPlan, batch: Batch | None) -> Sequence[StepOutcome]:
-        """Run one step on the worker thread."""
         if batch is None:
             return self._engine.run(plan)
         outcomes = self._engine.run(plan, batch.watch)

@@ -38,7 +38,6 @@ class PagedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Return what the model is."""
         return self._info
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:

@@ -55,8 +55,6 @@ _LEAVE_SHARE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a replica: draft tokens a request, waiting requests, sessions, rows a step, linger."""
-
     max_draft_tokens: int = 16
     max_waiting: int = 1024
     max_sessions: int = 64
@@ -77,10 +75,7 @@ class TargetService(rpc.TargetServicer):
         limits: Limits,
         metrics: Registry | None = None,
     ) -> None:
-        """Serve `engine`; `times` are its measured step times, `spans` is None if traces are off.
-
-        Make it within the running event loop.
-        """
+        """Make it within the running event loop; `spans` is None if traces are off."""
         info = engine.info
         self._engine = engine
         self._times = times
@@ -121,15 +116,12 @@ class TargetService(rpc.TargetServicer):
         request: pb.GetTargetInfoRequest,  # noqa: ARG002
         context: Any,  # noqa: ARG002
     ) -> pb.GetTargetInfoResponse:
-        """Return what this target serves, its incarnation and its load."""
         return self.describe()
 
     def lease(self, address: str) -> TargetLease:
-        """Return the lease of this replica; `address` is where gateways reach it."""
         return target_lease(address, self.describe(), self._table.cached_prefixes(_MAX_CACHED_PREFIXES))
 
     async def quiet(self) -> None:
-        """Return once the live sessions have ended on their own."""
         await self._loop.quiet(_QUIET_S)
 
     async def drain(self) -> None:
@@ -137,13 +129,12 @@ class TargetService(rpc.TargetServicer):
         await self._loop.drain()
 
     async def close(self) -> None:
-        """End the loop and its thread."""
         await self._loop.close()
 
     async def _respond(
         self, item: pb.VerifyItem, tickets: _Tickets | None = None
     ) -> AsyncGenerator[pb.VerifyAnswer]:
-        """Yield the responses to a request: validate, submit, await.
+        """Yield the responses to a request.
 
         `tickets` holds the running requests of a stream by id; without it there is no credit. Closing the
         generator gives the request up.
@@ -190,7 +181,6 @@ class TargetService(rpc.TargetServicer):
             self._loop.extend(ticket, extension)
 
     def describe(self) -> pb.GetTargetInfoResponse:
-        """Return what this target serves, its incarnation and its load."""
         facts = asdict(self._engine.info)
         return pb.GetTargetInfoResponse(
             kv_blocks_total=facts.pop("kv_blocks"),
@@ -206,7 +196,7 @@ class TargetService(rpc.TargetServicer):
 def read_item(
     item: pb.VerifyItem, info: EngineInfo, max_draft_tokens: int, *, now_ns: int, epoch_ns: int
 ) -> VerifyRequest:
-    """Return the request of an item. Raises InvalidField or Unimplemented, naming the field, before any work.
+    """Return the request of an item. Raise InvalidField or Unimplemented, naming the field, before any work.
 
     `now_ns` is the scheduler's time; `epoch_ns` the time of day, used for a session without arrival time.
     """
@@ -238,7 +228,7 @@ def read_item(
 
 
 def read_extension(message: pb.Extension, info: EngineInfo) -> Extend:
-    """Return an extension's values. Raises InvalidField, naming the field."""
+    """Raise InvalidField, naming the field."""
     hint = None
     if message.HasField("hint"):
         sent = message.hint
@@ -271,7 +261,7 @@ def _check_draft(
 
 
 def answer_of(item: pb.VerifyItem, outcome: Outcome, fingerprint: str) -> pb.VerifyAnswer:
-    """Return the response to `item` with this outcome. Raises the outcome if it is an error."""
+    """Raise the outcome if it is an error."""
     if isinstance(outcome, GalleyError):
         raise outcome
     answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
@@ -312,7 +302,6 @@ def _result_of(outcome: Confirmed, fingerprint: str) -> pb.VerifyResult:
 async def add_target(
     server: grpc.aio.Server, parts: Parts, engine: TargetEngine, settings: TargetSettings
 ) -> TargetService:
-    """Calibrate the engine and serve it on `server`."""
     parts.readiness.stage("measuring steps")
     times = await in_passing_thread(measure, engine)
     # The names are those of the file that `galley plan --capacity` reads.

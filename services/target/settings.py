@@ -12,8 +12,6 @@ from galley.common.registry.registration import ReplicaSettings
 
 
 class TargetSettings(ReplicaSettings):
-    """Settings of a target process."""
-
     model_config = settings_config("GALLEY_TARGET_")
 
     model: str = Field(

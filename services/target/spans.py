@@ -46,7 +46,6 @@ class VerifySpan(ItemSpan):
             self.answered(outcome)
 
     def end(self) -> None:
-        """Set the counts and end the span."""
         if self.span is not None:
             self.span.attributes |= {
                 names.CREDIT: self._credit,
@@ -59,17 +58,14 @@ class BatchSpans:
     """The traced requests that are open, and the spans of the steps that they take part in."""
 
     def __init__(self, spans: SpanScope | None) -> None:
-        """`spans` is None if nothing is traced."""
         self._spans = spans
         self._items: dict[int, LightSpan] = {}
 
     def joins(self, item: int, span: LightSpan | None) -> None:
-        """Add an open request with its span, if it has one."""
         if span is not None:
             self._items[item] = span
 
     def leaves(self, item: int) -> None:
-        """Remove a request that has ended."""
         if self._items:
             self._items.pop(item, None)
 
@@ -87,7 +83,6 @@ class Batch:
     """The span of a step; `packed` names it in messages."""
 
     def __init__(self, span: LightSpan, items: Sequence[LightSpan], facts: BatchInfo) -> None:
-        """`items` are the spans of its traced requests."""
         self.packed = packed(span.trace_id, span.span_id)
         self.watch = StepTrace(self.packed)
         self._span = span

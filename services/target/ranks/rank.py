@@ -52,7 +52,7 @@ def settings_for_ranks(settings: TargetSettings) -> dict[str, Any]:
 def load_rank(settings: TargetSettings, group: ProcessGroup, blocks: int) -> tuple[CausalModel, str]:
     """Load this rank's shard; return it and the fingerprint of the build.
 
-    Raises UnsupportedModel, and RankLost if another rank does not get as far within `ranks_timeout_s`: hosts
+    Raise UnsupportedModel, or RankLost if another rank does not get as far within `ranks_timeout_s`: hosts
     read files and compile kernels at their own pace.
     """
     group.wait_at_most(settings.ranks_timeout_s)
@@ -64,7 +64,7 @@ def load_rank(settings: TargetSettings, group: ProcessGroup, blocks: int) -> tup
 def run_follower(settings: TargetSettings, rank: int, address: str) -> None:
     """Meet the others at rank 0's store, load, and run the steps that rank 0 sends until it stops.
 
-    Raises RankLost when another rank is lost, UnsupportedModel where the model cannot be sharded so.
+    Raise RankLost when another rank is lost, UnsupportedModel where the model cannot be sharded so.
     """
     limit_threads(settings.threads)
     telemetry = start_telemetry("galley-target")
@@ -108,9 +108,9 @@ async def start_followers(settings: TargetSettings, address: str) -> list[asynci
 
 
 def device_environment(device: str, index: int) -> dict[str, str]:
-    """Return the environment in which a process sees only CUDA device `index` of this host.
+    """Return the environment in which a process sees only CUDA device `index`; empty on the CPU.
 
-    Empty for a rank on the CPU. Raises ValueError if the host has fewer devices.
+    Raise ValueError if the host has fewer devices.
     """
     if not device.startswith("cuda"):
         return {}
@@ -122,7 +122,6 @@ def device_environment(device: str, index: int) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the rank that the arguments describe: its number, the store's address, its settings in JSON."""
     rank, address = int(sys.argv[1]), sys.argv[2]
     settings = rank_settings(json.loads(sys.argv[3]))
     die_with_parent()

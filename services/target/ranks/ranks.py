@@ -50,9 +50,9 @@ _FLUSH_S = 4.0
 
 
 async def await_hosts(store: Store, settings: TargetSettings) -> list[int]:
-    """Return which start of each other host was taken, once all have signed in; host 0 calls it.
+    """Wait until all hosts have signed in; return which start of each other one was taken; host 0 calls it.
 
-    Raises Unavailable after `ranks_timeout_s`.
+    Raise Unavailable after `ranks_timeout_s`.
     """
     others = range(1, settings.hosts)
     await _until_set(store.store, [_starts(index) for index in others], settings, "not all hosts came")
@@ -107,7 +107,7 @@ async def _run_host(settings: TargetSettings) -> None:
 async def _sign_in(settings: TargetSettings) -> bool:
     """Return True once all hosts have signed in.
 
-    Raises Unavailable after `ranks_timeout_s`, or if the others began with an earlier start of this host.
+    Raise Unavailable after `ranks_timeout_s`, or if the others began with an earlier start of this host.
     """
     store = await _connected(settings)
     start = await asyncio.to_thread(store.add, _starts(settings.host_index), 1)
@@ -139,7 +139,7 @@ async def _connected(settings: TargetSettings) -> Any:
 
 
 async def _until_set(store: Any, names: Sequence[str], settings: TargetSettings, problem: str) -> None:
-    """Return once the store has `names`; raise Unavailable with `problem` after `ranks_timeout_s`."""
+    """Raise Unavailable with `problem` if the store lacks a name after `ranks_timeout_s`."""
     deadline = time.monotonic() + settings.ranks_timeout_s
     missing = list(names)
     while missing:
@@ -162,7 +162,7 @@ async def _has_lost_rank(ranks: Sequence[asyncio.subprocess.Process]) -> bool:
 
 
 async def end_ranks(ranks: Sequence[asyncio.subprocess.Process], grace_s: float) -> None:
-    """Return once all ranks have ended; kill those still running after `grace_s`."""
+    """Wait for all ranks to end; kill those that still run after `grace_s`."""
     ends = asyncio.gather(*(rank.wait() for rank in ranks))
     try:
         await asyncio.wait_for(asyncio.shield(ends), grace_s)
@@ -203,7 +203,7 @@ class RankZero:
     def load(self, store: Store | None) -> TargetEngine:
         """Meet the other ranks at `store` and load with them; blocks. `store` is None with one rank.
 
-        Raises RankLost if they do not come, UnsupportedModel where the model cannot be sharded so.
+        Raise RankLost if they do not come, UnsupportedModel where the model cannot be sharded so.
         """
         if store is None:
             return load_engine(self._settings)
@@ -238,7 +238,6 @@ class LossExit:
 
     @property
     def has_begun(self) -> bool:
-        """Return True once a rank was lost."""
         return self._task is not None
 
     def begin(self) -> None:
@@ -261,8 +260,6 @@ class LossExit:
 
 
 class RankedTarget:
-    """A replica of several ranks without Ray, as the server serves it."""
-
     grpc_services = TargetService.grpc_services
 
     def __init__(self, settings: TargetSettings) -> None:
@@ -274,7 +271,7 @@ class RankedTarget:
         self._service: Service | None = None
 
     async def start(self, server: grpc.aio.Server, parts: Parts) -> None:
-        """Start the other ranks, load with them, register. Raises UnsupportedModel, Unavailable, OSError."""
+        """Raise UnsupportedModel, Unavailable or OSError."""
         settings = self._settings
         limit_threads(settings.threads)  # before torch is imported
         parts.readiness.stage("checking the model", detail=settings.model)
@@ -295,12 +292,10 @@ class RankedTarget:
         self._service = registered_target(service, settings, parts.address)
 
     async def drain(self) -> None:
-        """Take no new sessions, let the live ones end, and hand over those that are left."""
         if self._service is not None:
             await self._service.drain()
 
     async def close(self) -> None:
-        """Withdraw, stop the other ranks, and release everything."""
         self._exit.disarmed = True
         if self._service is not None:
             await self._service.close()
@@ -310,7 +305,6 @@ class RankedTarget:
             watch.cancel()
 
     async def abort(self) -> None:
-        """End what a failed start has started."""
         self._exit.disarmed = True
         await end_ranks(self._followers, 0)
 
@@ -333,7 +327,7 @@ class RankedTarget:
 
 
 async def start_ranked_target(settings: TargetSettings, server: grpc.aio.Server, parts: Parts) -> Service:
-    """Return the loaded, registered replica. Raises UnsupportedModel, Unavailable, OSError, ValueError."""
+    """Raise UnsupportedModel, Unavailable, OSError or ValueError."""
     target = RankedTarget(settings)
     try:
         await target.start(server, parts)

@@ -47,7 +47,6 @@ class ShardedModel:
 
     @property
     def info(self) -> ModelInfo:
-        """Return what the whole model is."""
         return self._model.info
 
     @property
@@ -61,10 +60,7 @@ class ShardedModel:
         copies: Sequence[tuple[int, int]] = (),
         watch: StepTrace | None = None,
     ) -> Tensor:
-        """Run a step on all ranks; see CausalModel.run. Raises RankLost, from then on always, after a loss.
-
-        With a `watch`, the other ranks report their times while this rank samples.
-        """
+        """Run a step on all ranks. Raise RankLost, from then on always, after a loss."""
         if self._lost:
             raise RankLost("this replica has lost a rank")
         try:
@@ -109,7 +105,7 @@ class ShardedModel:
 
 
 def follow(model: CausalModel, plans: ProcessGroup, report: Callable[[StepTrace], None]) -> None:
-    """Run the steps that rank 0 sends until it stops. Raises RankLost when another rank is lost.
+    """Run the steps that rank 0 sends until it stops. Raise RankLost when another rank is lost.
 
     `report` gets the times of each traced step at once.
     """
@@ -137,7 +133,7 @@ def _run(
 
 
 def send_numbers(plans: ProcessGroup, numbers: Sequence[int]) -> None:
-    """Send up to _MAX_NUMBERS numbers, the count first. Raises RankLost, and Broken for more."""
+    """Send up to _MAX_NUMBERS numbers, the count first. Raise RankLost, and Broken for more."""
     if len(numbers) > _MAX_NUMBERS:
         raise Broken(f"plan: at most {_MAX_NUMBERS} values, got {len(numbers)}")
     head = torch.zeros(_HEAD_NUMBERS, dtype=torch.int32)
@@ -151,7 +147,7 @@ def send_numbers(plans: ProcessGroup, numbers: Sequence[int]) -> None:
 
 
 def receive_numbers(plans: ProcessGroup) -> list[int]:
-    """Return what rank 0 sent. Raises RankLost, and Broken for an impossible count."""
+    """Raise RankLost, and Broken for an impossible count."""
     head = torch.zeros(_HEAD_NUMBERS, dtype=torch.int32)
     plans.receive(head)
     count = int(head[0])
@@ -166,7 +162,7 @@ def receive_numbers(plans: ProcessGroup) -> list[int]:
 
 
 def agree(plans: ProcessGroup, rank: int, value: int) -> int:
-    """Return rank 0's `value` on all ranks. Raises RankLost."""
+    """Return rank 0's `value` on all ranks. Raise RankLost."""
     if rank == 0:
         send_numbers(plans, [value])
         return value
@@ -175,10 +171,7 @@ def agree(plans: ProcessGroup, rank: int, value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """The part of a step that all ranks run; only rank 0 knows how its rows are sampled.
-
-    `span` names the step in a trace, by trace id and span id; empty if it is not traced.
-    """
+    """The part of a step that all ranks run. `span` names it in a trace; empty if it is not traced."""
 
     chunks: tuple[StepChunk, ...]
     copies: tuple[tuple[int, int], ...]

@@ -47,8 +47,6 @@ _SILENCE_S = 30.0
 
 
 class DeploySettings(TargetSettings):
-    """Settings of the deployment, in addition to those of each replica."""
-
     model_config = settings_config("GALLEY_TARGET_")
 
     replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS, description="Number of replicas.")
@@ -116,14 +114,12 @@ async def _run(settings: DeploySettings) -> None:
 
 
 class Deployment:
-    """One deployment, from the start of Ray to its end."""
-
     def __init__(self, settings: DeploySettings) -> None:
         self._settings = settings
         self._readiness = Readiness(settings.ready_fd)
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT. Raises RayLost if Ray ends, Unavailable if nothing can start."""
+        """Raise RayLost if Ray ends, Unavailable if nothing can start."""
         stopped, hung_up = asyncio.Event(), asyncio.Event()
         _listen(stopped, hung_up)
         self._readiness.stage("checking the model", detail=self._settings.model)
@@ -188,7 +184,7 @@ class Deployment:
                 raise ray_cluster.RayLost(f"Serve's controller has not answered for {_SILENCE_S:g} s")
 
     def _replicas(self) -> int:
-        """Return the number of replicas. Raises OSError or ValueError if the file holds none."""
+        """Raise OSError or ValueError if the file holds no number."""
         file = self._settings.replicas_file
         if file is None:
             return self._settings.replicas
@@ -213,7 +209,7 @@ class Deployment:
         }
 
     async def _registered(self) -> list[TargetLease]:
-        """Return all replicas, once they run and are registered. Raises Unavailable if they cannot start."""
+        """Wait until all replicas run and are registered. Raise Unavailable if they cannot start."""
         registry = ReplicaRegistry(self._settings.redis_url.get_secret_value())
         try:
             while True:
@@ -236,7 +232,6 @@ def _args(settings: DeploySettings) -> AppArgs:
 
 
 def _listen(stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
-    """Set the events on signals: `stopped` on SIGTERM and SIGINT, `hung_up` on SIGHUP."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
@@ -244,7 +239,6 @@ def _listen(stopped: asyncio.Event, hung_up: asyncio.Event) -> None:
 
 
 async def _first_of(watching: asyncio.Task[None], work: asyncio.Task[None]) -> None:
-    """Return when `work` is done; raise what `watching` raises."""
     try:
         await asyncio.wait({watching, work}, return_when=asyncio.FIRST_COMPLETED)
         (watching if watching.done() else work).result()

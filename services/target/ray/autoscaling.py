@@ -20,10 +20,10 @@ PLENTY_KV_SHARE = 0.60
 
 
 def replicas_for(loads: Sequence[tuple[float, float]], running: int) -> int:
-    """Return how many replicas a load needs: the queue depth and the free share of KV blocks of each.
+    """Return how many replicas the loads need: the queue depth and the free share of KV blocks of each.
 
-    It is one more where the mean replica is busy or short of KV, one fewer where it idles. A new replica
-    takes seconds to take load, and its share of the load is known only then.
+    Add one where the mean replica is busy or short of KV; remove one where it idles. A new replica takes
+    seconds to take load, and its share of the load is known only then.
     """
     if not loads:
         return running

@@ -81,7 +81,7 @@ def deploy(args: AppArgs, options: Mapping[str, Any]) -> None:
 
 
 def running_replicas() -> int:
-    """Return how many replicas have started. Raises Unavailable if Serve has given up."""
+    """Raise Unavailable if Serve has given up."""
     from ray import serve  # noqa: PLC0415
 
     from services.target.ray.app import APP, DEPLOYMENT  # noqa: PLC0415
@@ -95,7 +95,6 @@ def running_replicas() -> int:
 
 
 def last_line(trace: str) -> str:
-    """Return the line of a stack trace that names the error."""
     return next(
         (line.strip() for line in reversed(trace.splitlines()) if line.strip()), "Serve gave no reason"
     )
@@ -112,17 +111,14 @@ def refuse_dead_head() -> None:
 
 
 def ping_serve() -> None:
-    """Call Serve's controller. Raises what Ray raises if it does not answer; may also hang."""
+    """Raise what Ray raises if Serve's controller does not answer; may also hang."""
     from ray import serve  # noqa: PLC0415
 
     serve.status()
 
 
 def kill_rest() -> None:
-    """Kill the descendants of this process: without a head some would wait for a minute.
-
-    Works on Linux; elsewhere they end when they have waited.
-    """
+    """Kill the descendants of this process on Linux: without a head some would wait for a minute."""
     for pid in _descendants(os.getpid()):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -138,7 +134,6 @@ def _descendants(pid: int) -> list[int]:
 
 
 def stop(*, own: bool) -> None:
-    """Drain and stop the replicas, and with them our own Ray."""
     import ray  # noqa: PLC0415
     from ray import serve  # noqa: PLC0415
 

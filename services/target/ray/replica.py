@@ -63,7 +63,6 @@ class Follower:
     """The actor of a rank other than 0: one call, which lasts as long as the replica."""
 
     def follow(self, settings: Mapping[str, Any], rank: int, address: str) -> None:
-        """Run the rank; the call fails when the rank does."""
         start_logging("galley-target-rank")
         run_follower(rank_settings(settings), rank, address)
 
@@ -100,13 +99,12 @@ class Leader:
         }
 
     async def _withdraw(self) -> None:
-        """End the registration and flush telemetry; open requests are not waited for."""
+        """Withdraw without waiting for open requests."""
         if self._server is not None and isinstance(self._server.service, Registered):
             await self._server.service.withdraw()
         await flush_telemetry(self._telemetry, self._metering)
 
     async def stop(self) -> None:
-        """Drain, withdraw, and stop the other ranks."""
         if self._server is not None:
             await self._server.stop()
         await asyncio.to_thread(self._rank.release)
@@ -135,8 +133,6 @@ class Leader:
 
 
 class TargetReplica:
-    """The deployment's class: Ray Serve holds one instance a replica."""
-
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: Mapping[str, Any], size: int
     ) -> None:
