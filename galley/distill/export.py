@@ -49,7 +49,6 @@ def sharpened(student: Llama) -> Llama:
 
 
 def as_stored(student: Llama) -> Llama:
-    """Return a copy with its matrices quantized as they will be stored."""
     copy = Llama(student.shape, student.embedding, len(student.lm_head.weight))
     state = student.state_dict()
     for name, weight in state.items():
@@ -92,7 +91,7 @@ def write_draft(
 
 
 def read_draft(folder: Path, target: Target, option: str) -> tuple[Llama, NDArray[np.int64]]:
-    """Return a directory's draft of this target, and the tokens of its head. Raises InvalidField(option)."""
+    """Return a directory's draft of this target, and the tokens of its head. Raise InvalidField(option)."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         section, stored = config[KEY], load_file(folder / WEIGHTS)
@@ -116,8 +115,8 @@ def _widened(name: str, stored: dict[str, Tensor]) -> Tensor:
 def begin_from(student: Llama, draft: Llama) -> None:
     """Give the student the draft's weights; layers that the draft lacks add nothing at first.
 
-    Their outputs start at 0, so that the student proposes what the draft does (as residual branches start in
-    Fixup, Zhang et al., arXiv 1901.09321, section 3). Raises InvalidField if the draft does not fit.
+    Their outputs start at 0, as residual branches do in Fixup (Zhang et al., arXiv 1901.09321, section 3).
+    Raise InvalidField if the draft does not fit.
     """
     weights = student.state_dict()
     for name, weight in draft.state_dict().items():

@@ -25,12 +25,10 @@ _BOUNDS = dict.fromkeys(_POSITIVE, (1, math.inf)) | {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a distillation.
+    """Options of a distillation; `target`, `against` and `start` (a draft to continue) are directories.
 
-    `target`, `against` and `start` (a draft to continue from, with its head) are directories; `work` keeps
-    answers, labels and checkpoints of this run. Counts are of tokens unless named otherwise. `tokens` are
-    answer tokens seen in training, `checkpoint_s` seconds between checkpoints. `named` is the target's name,
-    by default its directory's.
+    `work` keeps answers, labels and checkpoints. Counts are of tokens unless named otherwise; `tokens` are
+    answer tokens seen in training. `named` is the target's name, by default its directory's.
     """
 
     target: Path
@@ -60,7 +58,7 @@ class Options:
     named: str = ""
 
     def check(self) -> None:
-        """Raise InvalidField, naming it, for a value out of its bounds."""
+        """Raise InvalidField, naming the option, for a value out of its bounds."""
         if bool(self.corpus) == bool(self.prompts or self.self_prompts):
             raise InvalidField("prompts", "give prompts (or --self-prompts) or a corpus, not both")
         if self.held_out is not None and not self.corpus:

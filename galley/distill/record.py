@@ -98,7 +98,6 @@ def _readme(record: dict[str, Any]) -> str:
 
 
 def acceptance_table(record: dict[str, Any]) -> str:
-    """Return the acceptance by workload, in Markdown."""
     lines = ["| workload | tokens | greedy | accepted a round | sampled |", "|---|---|---|---|---|"]
     for name, one in record["acceptance"].items():
         lines.append(
@@ -111,7 +110,7 @@ def acceptance_table(record: dict[str, Any]) -> str:
 def plot(path: Path, curve: Sequence[dict[str, Any]], against: dict[str, Acceptance] | None) -> None:
     """Draw acceptance over tokens seen into a PNG, a line a workload; the present draft is dashed.
 
-    Raises ImportError without matplotlib, which comes with the extra `all`, and OSError.
+    Raise ImportError without matplotlib, which comes with the extra `all`, or OSError.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # an extra
     from matplotlib.figure import Figure  # noqa: PLC0415

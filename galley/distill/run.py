@@ -48,8 +48,6 @@ class Distilled:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The values that all stages share."""
-
     options: Options
     reports: Reports
     target: Target
@@ -70,7 +68,7 @@ class _Job:
 
 
 def distil(options: Options, reports: Reports) -> Distilled:
-    """Run all stages and write the draft directory. Raises InvalidField naming what cannot be used."""
+    """Run all stages and write the draft directory. Raise InvalidField naming what cannot be used."""
     options.check()
     torch.set_num_threads(options.threads)
     target = read_target(options.target)

@@ -26,7 +26,7 @@ _READABLE = 0o644
 def origin_of(options: Options, target: Target) -> dict[str, Any]:
     """Return what a run must agree on to continue another: options, contents of files, target's embedding.
 
-    Raises InvalidField, naming the option, for a file that cannot be read.
+    Raise InvalidField, naming the option, for a file that cannot be read.
     """
     values = {name: value for name, value in options.as_dict().items() if name not in _MAY_DIFFER}
     held_out = () if options.held_out is None else (options.held_out,)
@@ -51,7 +51,7 @@ def _digests(option: str, files: Sequence[Path]) -> list[str]:
 
 
 def claim(work: Path, origin: dict[str, Any]) -> None:
-    """Make `work` the folder of this run. Raises InvalidField if it holds results of another.
+    """Make `work` the folder of this run. Raise InvalidField if it holds results of another.
 
     A folder without results may be claimed again: a run whose prompts were refused left nothing.
     """
@@ -86,15 +86,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write indented JSON with a newline at the end."""
     with replacing(path) as unfinished:
         unfinished.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def kept_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a JSONL file, none if it does not exist; a last line that a kill cut is removed.
+    """Return the objects in a JSONL file, if it exists; drop a last line that a kill cut.
 
-    Raises InvalidField if a line cannot be read.
+    Raise InvalidField if a line cannot be read.
     """
     if not path.exists():
         return []

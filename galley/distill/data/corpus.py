@@ -68,7 +68,6 @@ class Corpus:
 
     @property
     def answer_len(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each answer."""
         return self.lengths - self.prompt_len
 
     @property
@@ -77,11 +76,9 @@ class Corpus:
         return np.concatenate([[0], np.cumsum(self.answer_len)])
 
     def tokens(self, index: int) -> NDArray[np.int64]:
-        """Return prompt and answer of one conversation."""
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
 
     def refuse_beyond(self, vocab: int) -> None:
-        """Raise InvalidField if a token is not in [0, vocab)."""
         if not 0 <= int(self.ids.min()) <= int(self.ids.max()) < vocab:
             raise InvalidField("corpus", f"tokens must be in [0, {vocab}), the target's vocabulary")
 
@@ -92,7 +89,7 @@ class Corpus:
 
 
 def read_corpus(path: Path) -> Corpus:
-    """Return the corpus in an npz file. Raises InvalidField naming the file and what is wrong with it."""
+    """Raise InvalidField naming the file and what is wrong with it."""
     arrays = _arrays(path)
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in _KINDS.get(name, "iu"):
@@ -129,7 +126,6 @@ def _refuse_broken(corpus: Corpus, path: Path) -> None:
 
 
 def corpus_of(conversations: Sequence[Conversation]) -> Corpus:
-    """Return the corpus of these conversations."""
     tokens, prompt_len, workloads, temperature = zip(*conversations, strict=True)
     names = tuple(sorted(set(workloads)))
     index = {name: place for place, name in enumerate(names)}
@@ -193,7 +189,7 @@ def epoch_groups(lengths: NDArray[np.int64], budget: int, seed: int, epoch: int)
 
 
 def batch_of(corpus: Corpus, group: NDArray[np.int64]) -> Batch:
-    """Return the batch of some conversations; the last token of each is predicted, never fed."""
+    """Predict the last token of each conversation, but never feed it."""
     lengths = corpus.lengths[group]
     longest = int(lengths.max()) - 1
     tokens = np.zeros((len(group), longest), np.int64)

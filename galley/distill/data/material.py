@@ -42,16 +42,15 @@ class Prompt:
     variant: int = 0
 
     def digest(self, seed: int) -> int:
-        """Return a 64-bit hash by which prompts are split and seeded; equal prompts have one."""
+        """Return a 64-bit hash by which prompts are split and seeded."""
         text = f"{seed}:{self.variant}:{','.join(map(str, self.tokens))}".encode()
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
 def read_prompts(files: Sequence[Path], tokenizer: Tokenizer) -> list[Prompt]:
-    """Return each line's `prompt` as one user turn, or its `messages`.
+    """Return each line's `prompt` as one user turn, or its `messages`, without duplicates.
 
-    `workload` defaults to the file's name. Duplicate prompts are used once. Raises InvalidField naming file,
-    line and field.
+    `workload` defaults to the file's name. Raise InvalidField naming file, line and field.
     """
     prompts: dict[tuple[int, ...], Prompt] = {}
     for file in files:
@@ -110,7 +109,7 @@ def _is_message(message: object) -> bool:
 def user_turn_opening(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens before a user's text: fed with them, the target generates a prompt.
 
-    Raises InvalidField if the model has no chat template, or its template begins with the text.
+    Raise InvalidField if the model has no chat template, or its template begins with the text.
     """
     ours = [tokenizer.encode_chat([{"role": "user", "content": mark}]) for mark in (_MARK, "a")]
     common = 0
@@ -124,7 +123,7 @@ def user_turn_opening(tokenizer: Tokenizer) -> tuple[int, ...]:
 def split(prompts: Sequence[Prompt], share: float, seed: int) -> tuple[list[int], list[int]]:
     """Return places of the prompts to train on and of those held out: `share` of them, at least one, by hash.
 
-    Raises InvalidField if there are fewer than two prompts.
+    Raise InvalidField if there are fewer than two prompts.
     """
     if len(prompts) < 2:
         raise InvalidField("prompts", f"must be at least 2, got {len(prompts)}")
@@ -134,9 +133,9 @@ def split(prompts: Sequence[Prompt], share: float, seed: int) -> tuple[list[int]
 
 
 def gather(options: Options, reports: Reports) -> tuple[Corpus, Corpus]:
-    """Return the corpus to train on and the one held out; the target's answers are kept in `work`.
+    """Return the corpora to train on and held out; keep the target's answers in `work`.
 
-    Raises InvalidField naming the option whose file is at fault.
+    Raise InvalidField naming the option whose file is at fault.
     """
     if options.corpus:
         whole = list(chain.from_iterable(read_corpus(path) for path in options.corpus))
@@ -156,13 +155,11 @@ def gather(options: Options, reports: Reports) -> tuple[Corpus, Corpus]:
 def _divided(
     prompts: Sequence[Prompt], conversations: Sequence[Conversation], options: Options
 ) -> tuple[Corpus, Corpus]:
-    """Return the corpora of the conversations to train on and of those held out, by their prompts' hashes."""
     train, held_out = split(prompts, options.held_out_share, options.seed)
     return corpus_of([conversations[i] for i in train]), corpus_of([conversations[i] for i in held_out])
 
 
 def _answered(options: Options, reports: Reports) -> tuple[Corpus, Corpus]:
-    """Return both corpora from the target's answers."""
     try:
         tokenizer = Tokenizer.load(str(options.target))
     except (OSError, ValueError) as error:
@@ -214,7 +211,7 @@ class Answering:
     greedy_share: float = 0.5
 
     def params(self, prompt: Prompt) -> SamplingParams:
-        """Return a prompt's parameters: a function of seed and prompt, so a continued run repeats them."""
+        """Depend on seed and prompt only, so that a continued run repeats them."""
         digest = prompt.digest(self.seed)
         greedy = (digest & 0xFFFF) < self.greedy_share * 0x10000
         return SamplingParams(temperature=0.0 if greedy else self.temperature, seed=digest)
@@ -222,16 +219,12 @@ class Answering:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer's token ids, with its end token if it ended by itself."""
-
     tokens: tuple[int, ...]
     temperature: float
 
 
 @dataclass(slots=True)
 class _Live:
-    """An answer in progress."""
-
     place: int
     prompt: Prompt
     params: SamplingParams
@@ -254,10 +247,9 @@ def answer_all(
     store: Path,
     report: Callable[[int], None],
 ) -> list[Answer]:
-    """Return the target's answers, in order of the prompts; those already in the JSONL `store` are reused.
+    """Return answers in order of the prompts; reuse those already in the JSONL `store`.
 
-    `report` gets how many are done. Raises InvalidField if the store is of other prompts, or a prompt leaves
-    no room for an answer.
+    Raise InvalidField if the store is of other prompts, or a prompt leaves no room for an answer.
     """
     window, longest = model.info.context_window, max(len(prompt.tokens) for prompt in prompts)
     if longest + 2 > window:
@@ -296,7 +288,6 @@ def _room(model: CausalModel, live: Sequence[_Live], prompt: Prompt, answering: 
 
 
 def _step(model: CausalModel, live: Sequence[_Live]) -> None:
-    """Sample one more token for each answer."""
     logits = model.forward([Rows(one.cache, one.unfed, 1) for one in live])
     outcomes = draw_all(torch.cat(logits), [one.draw() for one in live])
     for one, outcome in zip(live, outcomes, strict=True):
@@ -311,7 +302,6 @@ def _ended(one: _Live, model: CausalModel, answering: Answering) -> bool:
 
 
 def _stored(store: Path, prompts: Sequence[Prompt]) -> dict[int, Answer]:
-    """Return the answers of an earlier run."""
     answers: dict[int, Answer] = {}
     for entry in kept_lines(store):
         place = entry["place"]

@@ -56,8 +56,7 @@ class Acceptance:
 class Reports(Protocol):
     """Receives progress, on the thread that works: the command prints it, tests collect it."""
 
-    def stage(self, name: str, total: int) -> None:
-        """Begin a stage of `total` units."""
+    def stage(self, name: str, total: int) -> None: ...
 
     def done(self, units: int, note: str = "") -> None:
         """Set how many units of the stage are done."""
@@ -145,11 +144,9 @@ def _per_round(answers: list[Bools], k: int = ROUND_K) -> float:
 
 
 def _run(hits: Bools) -> int:
-    """Return how many are true before the first that is not."""
     misses = np.flatnonzero(~hits)
     return int(misses[0]) if len(misses) else len(hits)
 
 
 def as_table(acceptance: dict[str, Acceptance]) -> dict[str, dict[str, Any]]:
-    """Return plain values, for JSON."""
     return {name: asdict(one) for name, one in acceptance.items()}

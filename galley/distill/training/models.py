@@ -67,8 +67,6 @@ class Attention(nn.Module):
 
 
 class Feed(nn.Module):
-    """The gated feed-forward part of a layer."""
-
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
@@ -76,7 +74,6 @@ class Feed(nn.Module):
         self.down_proj = nn.Linear(shape.inner, shape.hidden, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return [batch, length, hidden] of the same."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
         return out
 
@@ -151,30 +148,24 @@ def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The parts of the target's directory that a draft is made of."""
-
     config: dict[str, Any]
     shape: LlamaShape
     weights: dict[str, Tensor]
 
     @property
     def embedding(self) -> Tensor:
-        """Return [vocab, hidden], as stored."""
         return self.weights[_EMBEDDING]
 
     @property
     def head(self) -> Tensor:
-        """Return [vocab, hidden]: the embedding itself if they are tied."""
         return self.weights.get(_HEAD, self.embedding)
 
     @property
     def vocab(self) -> int:
-        """Return the number of tokens of the vocabulary."""
         return len(self.embedding)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the model's end tokens."""
         ids = self.config.get("eos_token_id")
         return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
@@ -190,10 +181,9 @@ class Target:
         return model
 
     def student(self, layers: int, head_tokens: Tensor) -> Llama:
-        """Return a draft of the target's first layers; its head is the rows of `head_tokens` [head_rows],
-        rising.
+        """Return a draft of the target's first layers; its head is the rows of `head_tokens`, rising.
 
-        Raises InvalidField if the target has fewer layers.
+        Raise InvalidField if the target has fewer layers.
         """
         self.refuse_layers(layers)
         model = Llama(replace(self.shape, layers=layers), self.embedding, len(head_tokens))
@@ -203,7 +193,6 @@ class Target:
         return model
 
     def refuse_layers(self, layers: int) -> None:
-        """Raise InvalidField if the target has fewer layers."""
         if not 1 <= layers <= self.shape.layers:
             raise InvalidField("layers", f"must be in [1, {self.shape.layers}], got {layers}")
 
@@ -214,7 +203,7 @@ class Target:
 
 
 def read_target(directory: Path) -> Target:
-    """Return the target in `directory`. Raises InvalidField if it is not a Llama that training supports."""
+    """Raise InvalidField if the target is not a Llama that training supports."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         weights = _read_weights(directory)

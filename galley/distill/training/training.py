@@ -112,7 +112,7 @@ def _score_group(
 def with_scored(labels: Labels, shards: Path) -> Labels:
     """Return the labels with those of the shards in place.
 
-    Where the corpus's own token lies outside the head there is no label: the draft cannot propose it.
+    A token outside the head gets no label: the draft cannot propose it.
     """
     ids, probs = labels.ids.copy(), labels.probs.copy()
     for path in sorted(shards.glob("labels-*.npz")):
@@ -146,10 +146,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a training: steps, answer tokens seen, the place of the next batch in its epoch.
-
-    `batch_rows` and `loss` are those of the last batch.
-    """
+    """Steps and answer tokens so far, the place of the next batch, and rows and loss of the last one."""
 
     step: int = 0
     seen: int = 0
@@ -161,8 +158,6 @@ class Progress:
 
 
 class Training:
-    """One student with its optimizer."""
-
     def __init__(self, student: Llama, schedule: Schedule, dtype: torch.dtype = torch.bfloat16) -> None:
         self.student = student
         self.schedule = schedule
@@ -177,7 +172,6 @@ class Training:
         )
 
     def run(self, corpus: Corpus, labels: Labels, report: Callable[[Progress], None]) -> None:
-        """Train from the current progress to the end, calling `report` after each step."""
         at, schedule = self.progress, self.schedule
         if at.seen >= schedule.answer_tokens:
             return
@@ -208,7 +202,7 @@ class Training:
             torch.save({"about": about, "progress": asdict(self.progress), **state}, unfinished)
 
     def load(self, path: Path, about: dict[str, Any]) -> None:
-        """Continue from a checkpoint. Raises InvalidField if it cannot be read or belongs to another run."""
+        """Continue from a checkpoint. Raise InvalidField if it cannot be read or belongs to another run."""
         try:
             stored = torch.load(path, weights_only=True)
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
