@@ -91,7 +91,7 @@ class Replica:
     async def waits_after(self, times: int) -> None:
         await self.watch.until(lambda: self.answered >= times and self._waiting > 0)
 
-    async def was_given_up(self, times: int = 1) -> None:
+    async def was_cancelled(self, times: int = 1) -> None:
         await self.watch.until(lambda: self.cancelled >= times)
 
     @contextmanager

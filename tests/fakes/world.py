@@ -108,7 +108,7 @@ class Gateway:
     def address(self) -> str:
         return self.running.address
 
-    def ask(self, prompt: Prompt = PROMPT, **options: Any) -> TokenStream:
+    def generate(self, prompt: Prompt = PROMPT, **options: Any) -> TokenStream:
         fields = {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True, **options}
         return self.client.generate(prompt, **fields)
 
@@ -196,7 +196,7 @@ class World:
         **options: Any,
     ) -> tuple[TokenStream, Received]:
         self.target.gate.close_after(passes)
-        stream = gateway.ask(prompt, **options)
+        stream = gateway.generate(prompt, **options)
         return stream, await receive(stream, until=passes if until is None else until)
 
     async def __aenter__(self) -> World:

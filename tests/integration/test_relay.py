@@ -98,12 +98,12 @@ async def test_bytes_arrive_delayed_and_in_order(delay_s: float) -> None:
 
 
 async def test_server_reset_arrives_after_earlier_bytes() -> None:
-    async def say_and_reset(reader: Reader, writer: Writer) -> None:
+    async def send_and_reset(reader: Reader, writer: Writer) -> None:
         writer.write(b"last words")
         await reader.readexactly(1)
         reset(writer)
 
-    async with serving(say_and_reset) as server, Relay(server.address, Link(DELAY_S)) as relay:
+    async with serving(send_and_reset) as server, Relay(server.address, Link(DELAY_S)) as relay:
         reader, writer = await connect(relay.address)
         assert await reader.readexactly(10) == b"last words"
         writer.write(b".")

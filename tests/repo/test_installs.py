@@ -119,7 +119,7 @@ async def test_stream_beside_another_services_folder(base: Path, project: Path) 
             )
             out, err = await ended.communicate()
             assert ended.returncode == 0, err.decode()
-            received = await Received().listen(gateway.ask())
+            received = await Received().listen(gateway.generate())
     must_be_true(received)
     assert [int(token) for token in out.decode().split(",")] == received.tokens
 

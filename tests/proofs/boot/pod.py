@@ -58,7 +58,7 @@ class Kept:
     async def _watch(self) -> None:
         startup = self._probe("startupProbe")
         if startup is not None:
-            problem = await self._ask_until("startup", startup, passes=True)
+            problem = await self._probe_until("startup", startup, passes=True)
             if problem is not None:
                 await self._give_up("startup", startup, problem)
                 return
@@ -78,14 +78,14 @@ class Kept:
     async def _watch_readiness(self, probe: Probe) -> None:
         await asyncio.sleep(probe.delay_s)
         while True:
-            await self._ask_until("readiness", probe, passes=True, for_ever=True)
+            await self._probe_until("readiness", probe, passes=True, for_ever=True)
             self._pod.set_ready(self._name, ready=True)
-            problem = await self._ask_until("readiness", probe, passes=False)
+            problem = await self._probe_until("readiness", probe, passes=False)
             self._pod.set_ready(self._name, ready=False, problem=problem or "")
 
     async def _watch_liveness(self, probe: Probe) -> None:
         await asyncio.sleep(probe.delay_s)
-        problem = await self._ask_until("liveness", probe, passes=False)
+        problem = await self._probe_until("liveness", probe, passes=False)
         await self._give_up("liveness", probe, problem or "")
 
     async def _give_up(self, kind: str, probe: Probe, problem: str) -> None:
@@ -93,7 +93,7 @@ class Kept:
             self._report("failed", probe=kind, container=self._name, problem=problem)
             await self._stop(probe.grace_s)
 
-    async def _ask_until(
+    async def _probe_until(
         self, kind: str, probe: Probe, *, passes: bool, for_ever: bool = False
     ) -> str | None:
         passed = failed = 0

@@ -159,7 +159,7 @@ for url in json.loads(sys.argv[1]):
 
 
 async def scrape(cluster: Cluster) -> list[dict[str, Any]]:
-    expected = {f"http://{pod.ip}:{port}{path}": (pod, port) for pod, port, path in _wanted(cluster)}
+    expected = {f"http://{pod.ip}:{port}{path}": (pod, port) for pod, port, path in _scraped_pods(cluster)}
     results = []
     for place in {admitted_at(cluster, pod.end, port) for pod, port in expected.values()}:
         urls = [url for url, (pod, port) in expected.items() if admitted_at(cluster, pod.end, port) == place]
@@ -172,7 +172,7 @@ async def scrape(cluster: Cluster) -> list[dict[str, Any]]:
     return results
 
 
-def _wanted(cluster: Cluster) -> Iterator[tuple[Pod, int, str]]:
+def _scraped_pods(cluster: Cluster) -> Iterator[tuple[Pod, int, str]]:
     for pod in cluster.pods():
         data = pod.template.annotations
         if data.get(f"{_ANNOTATION}/scrape") == "true":

@@ -25,7 +25,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"})
 
 
-def asked_of(gateway: FakeGateway) -> list[pb.GenerateRequest]:
+def requests_of(gateway: FakeGateway) -> list[pb.GenerateRequest]:
     return [request for request in gateway.requests if isinstance(request, pb.GenerateRequest)]
 
 
@@ -35,7 +35,7 @@ def test_all_offered_strategies_are_measured(tmp_path: Path) -> None:
     with serving(gateway) as address:
         result = run("--endpoint", address, *SHORT, "--plot", str(plot))
     assert result.exit_code == 0, result.output
-    modes = {(request.speculation.mode, request.speculation.strategy) for request in asked_of(gateway)}
+    modes = {(request.speculation.mode, request.speculation.strategy) for request in requests_of(gateway)}
     fixed = pb.Speculation.MODE_FIXED
     assert modes == {(pb.Speculation.MODE_OFF, ""), (pb.Speculation.MODE_AUTO, ""), (fixed, "ngram")}
     assert "for tiny and its draft" in result.output.splitlines()[-1]
@@ -49,7 +49,7 @@ def test_repeated_run_uses_new_labels_and_prompts() -> None:
         for _ in range(2):
             gateway.requests.clear()
             assert run("--endpoint", address, *SHORT, "--strategies=auto").exit_code == 0
-            requests = asked_of(gateway)
+            requests = requests_of(gateway)
             calls.append(({r.workload for r in requests}, {r.messages.SerializeToString() for r in requests}))
     (labels, prompts), (labels_again, prompts_again) = calls
     assert not labels & labels_again
@@ -79,9 +79,9 @@ def test_the_user_s_own_prompts_are_asked(tmp_path: Path) -> None:
             "--endpoint", address, f"--prompts={mine}", "--concurrency=1", "--repeats=1", "--strategies=off"
         )
     assert result.exit_code == 0, result.output
-    texts = {request.messages.messages[0].content.partition(" ")[2] for request in asked_of(gateway)}
+    texts = {request.messages.messages[0].content.partition(" ")[2] for request in requests_of(gateway)}
     assert texts == {"Where is the harbour?"}
-    assert all(request.workload.startswith("mine/") for request in asked_of(gateway))
+    assert all(request.workload.startswith("mine/") for request in requests_of(gateway))
 
 
 @pytest.mark.parametrize(

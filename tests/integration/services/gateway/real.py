@@ -110,7 +110,7 @@ class Real:
         self.draft_address = "" if drafts else "none"
         self.gateway: Gateway
 
-    def ask(self, prompt: Sequence[int], **options: Any) -> TokenStream:
+    def generate(self, prompt: Sequence[int], **options: Any) -> TokenStream:
         fields = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **options}
         return self.gateway.client.generate(list(prompt), **fields)
 

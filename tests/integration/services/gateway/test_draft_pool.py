@@ -27,7 +27,7 @@ async def fleet(world: World) -> AsyncIterator[DraftFleet]:
 async def test_a_gateway_finds_its_drafts_in_the_registry(world: World, fleet: DraftFleet) -> None:
     gateway = await world.gateway(draft="")
     for _ in range(2):
-        received = await receive(gateway.ask(speculation=FIXED))
+        received = await receive(gateway.generate(speculation=FIXED))
         must_be_true(received)
         assert any(received.from_draft)
     assert all(draft.fake.calls for draft in fleet.members)
@@ -37,10 +37,10 @@ async def test_a_gateway_finds_its_drafts_in_the_registry(world: World, fleet: D
 async def test_a_gateway_uses_a_list_of_drafts(world: World) -> None:
     async with DraftFleet(world) as fleet:
         gateway = await world.gateway(draft=fleet.addresses)
-        must_be_true(await receive(gateway.ask(speculation=FIXED)))
+        must_be_true(await receive(gateway.generate(speculation=FIXED)))
         home, other = fleet.holder()
         await home.fake.stop()
-        received = await receive(gateway.ask(speculation=FIXED))
+        received = await receive(gateway.generate(speculation=FIXED))
         must_be_true(received)
         assert any(received.from_draft)
         assert other.fake.calls
@@ -50,7 +50,7 @@ async def test_two_gateways_share_one_draft(world: World) -> None:
     async with DraftFleet(world, "a") as fleet:
         await fleet.register()
         gateways = [await world.gateway(draft="") for _ in range(2)]
-        streams = [gateway.ask(speculation=FIXED) for gateway in gateways for _ in range(2)]
+        streams = [gateway.generate(speculation=FIXED) for gateway in gateways for _ in range(2)]
         for received in await asyncio.gather(*(receive(stream) for stream in streams)):
             must_be_true(received)
             assert any(received.from_draft)
@@ -73,7 +73,7 @@ async def test_a_resumed_session_goes_where_its_tokens_are(world: World, fleet: 
 async def test_a_gateway_without_drafts_decodes_plainly(world: World) -> None:
     for draft in ("none", ""):
         gateway = await world.gateway(draft=draft)
-        received = await receive(gateway.ask(speculation=FIXED))
+        received = await receive(gateway.generate(speculation=FIXED))
         must_be_true(received)
         assert not any(received.from_draft)
 
@@ -92,7 +92,7 @@ async def test_lookup_replaces_a_missing_draft(world: World) -> None:
             else:
                 await draft.leave()
             call_count = len(draft.fake.calls)
-            received = await receive(gateway.ask(max_tokens=_ENOUGH, speculation=FIXED))
+            received = await receive(gateway.generate(max_tokens=_ENOUGH, speculation=FIXED))
             must_be_true(received, _ENOUGH)
             assert any(received.from_draft)
             assert (len(draft.fake.calls) > call_count) == there
@@ -102,7 +102,7 @@ async def drafted_for(gateway: Gateway, draft: FleetDraft) -> None:
     async with asyncio.timeout(PATIENCE_S):
         call_count = len(draft.fake.calls)
         while len(draft.fake.calls) == call_count:
-            await receive(gateway.ask(speculation=FIXED))
+            await receive(gateway.generate(speculation=FIXED))
 
 
 async def test_a_gateway_refuses_drafts_of_another_tokenizer(world: World) -> None:
@@ -113,4 +113,4 @@ async def test_a_gateway_refuses_drafts_of_another_tokenizer(world: World) -> No
             await world.gateway(draft=fleet.addresses)
         fleet.members[1].fake.tokenizer_hash = world.tokenizer_hash
         gateway = await world.gateway(draft=fleet.addresses)
-        assert any((await receive(gateway.ask(speculation=FIXED))).from_draft)
+        assert any((await receive(gateway.generate(speculation=FIXED))).from_draft)

@@ -317,7 +317,7 @@ async def test_a_cancelled_proposal_is_cancelled_at_the_draft(here: Here) -> Non
     )
     home, other = here.fleet.holder()
     asking.cancel()
-    await home.fake.was_given_up()
+    await home.fake.was_cancelled()
     for draft in here.fleet.members:
         draft.fake.gate.open()
     must_be_right(await here.ask(session))
@@ -394,7 +394,7 @@ async def test_a_session_degrades_by_steps_and_recovers(
     await here.drafts.refresh()
     session = DraftSession(here.drafts, may_look_up=True)
 
-    async def strategy_asked() -> str:
+    async def requested_strategy() -> str:
         counts = [len(draft.fake.calls) for draft in here.fleet.members]
         answer = await here.ask(session, strategy=MODEL)
         assert isinstance(answer, ev.Proposed)
@@ -405,17 +405,17 @@ async def test_a_session_degrades_by_steps_and_recovers(
         assert session.replica is None, "what is looked up here no draft has"
         return "here"
 
-    assert await strategy_asked() == MODEL
+    assert await requested_strategy() == MODEL
     await model.fake.stop()
-    assert await strategy_asked() == NGRAM
+    assert await requested_strategy() == NGRAM
     await looking_up.fake.stop()
-    assert await strategy_asked() == "here"
+    assert await requested_strategy() == "here"
     await looking_up.fake.start()
     await until_used(here, looking_up.fake.address)
-    assert await strategy_asked() == NGRAM
+    assert await requested_strategy() == NGRAM
     await model.fake.start()
     await until_used(here, model.fake.address)
-    assert await strategy_asked() == MODEL
+    assert await requested_strategy() == MODEL
     assert sum(here.drafts.move_counts.values()) >= 2
 
 

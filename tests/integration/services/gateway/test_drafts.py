@@ -68,7 +68,7 @@ def superseded(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
     answer.superseded.position = 1
 
 
-def nothing_said(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
+def clear_answer(_: pb.ProposeItem, answer: pb.ProposeAnswer) -> None:
     answer.Clear()
 
 
@@ -89,7 +89,7 @@ INVALID_PROPOSALS: list[Callable[[pb.ProposeItem, pb.ProposeAnswer], None]] = [
     misses_forever,
     misses_beyond_the_end,
     superseded,
-    nothing_said,
+    clear_answer,
     another_request,
 ]
 
@@ -98,7 +98,7 @@ INVALID_PROPOSALS: list[Callable[[pb.ProposeItem, pb.ProposeAnswer], None]] = [
 async def test_acceptance_changes_no_token(world: World, spoil_rate: float) -> None:
     world.draft.spoil_rate = spoil_rate
     gateway = await world.gateway()
-    received = await receive(gateway.ask(speculation=Speculation(k=4)))
+    received = await receive(gateway.generate(speculation=Speculation(k=4)))
     must_be_true(received)
     stats = received.end.speculation
     assert stats.accepted == sum(received.from_draft)
@@ -115,7 +115,7 @@ async def test_an_invalid_proposal_is_harmless(
 ) -> None:
     world.draft.corrupt = corrupt
     gateway = await world.gateway(draft_timeout_s=0.1)
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     assert world.draft.calls
 
 
@@ -123,7 +123,7 @@ async def test_an_invalid_proposal_is_harmless(
 async def test_draft_calls_that_fail_are_harmless(world: World) -> None:
     world.draft.fail(grpc.StatusCode.INTERNAL, times=1000)
     gateway = await world.gateway()
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     assert world.draft.calls
 
 
@@ -131,7 +131,7 @@ async def test_a_silent_draft_costs_a_timeout_and_a_pause(world: World) -> None:
     timeout_s = 0.05
     world.draft.gate.close()
     gateway = await world.gateway(draft_timeout_s=timeout_s)
-    received = await receive(gateway.ask())
+    received = await receive(gateway.generate())
     must_be_true(received)
     request, stats = len(world.draft.calls), received.end.speculation
     assert stats.drafted == 0
@@ -147,14 +147,14 @@ async def test_a_draft_that_answers_late_is_harmless(world: World) -> None:
     gateway = await world.gateway(draft_timeout_s=0.05)
     call_count = len(world.target.calls)
     world.draft.before_answering = wait_for_target
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     assert world.draft.calls
 
 
 @any_credit
 async def test_a_draft_killed_mid_stream_does_not_end_the_stream(world: World, gateway: Gateway) -> None:
     world.target.gate.close()
-    stream = gateway.ask()
+    stream = gateway.generate()
     world.target.gate.permit(2)
     await world.target.waits_after(2)
     await world.draft.stop()
@@ -165,23 +165,23 @@ async def test_a_draft_killed_mid_stream_does_not_end_the_stream(world: World, g
 async def test_a_gateway_starts_without_its_draft_and_pairs_later(world: World) -> None:
     await world.draft.stop()
     gateway = await world.gateway()
-    received = await receive(gateway.ask())
+    received = await receive(gateway.generate())
     must_be_true(received)
     await world.draft.start()
     async with asyncio.timeout(PATIENCE_S):
         while not any(received.from_draft):
-            received = await receive(gateway.ask())
+            received = await receive(gateway.generate())
 
 
 async def test_a_draft_that_changes_its_tokenizer_is_not_used(world: World, gateway: Gateway) -> None:
     await world.draft.stop()
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     world.draft.tokenizer_hash = "another"
     await world.draft.start()
     with capture_logs() as logs:
         async with asyncio.timeout(PATIENCE_S):
             while not any("another" in str(line.get("reason")) for line in logs):
-                received = await receive(gateway.ask())
+                received = await receive(gateway.generate())
                 must_be_true(received)
                 assert not any(received.from_draft)
     [*_, line] = [line for line in logs if "another" in str(line.get("reason"))]

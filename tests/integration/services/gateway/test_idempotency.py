@@ -24,7 +24,7 @@ async def outcome(stream: TokenStream) -> Received | grpc.StatusCode:
 async def test_one_of_two_concurrent_calls_is_superseded(world: World, gateway: Gateway) -> None:
     for number in range(10):
         key = f"key-{id(world)}-{number}"
-        both = await asyncio.gather(*(outcome(gateway.ask(idempotency_key=key)) for _ in range(2)))
+        both = await asyncio.gather(*(outcome(gateway.generate(idempotency_key=key)) for _ in range(2)))
         answers = [one for one in both if isinstance(one, Received)]
         assert answers
         for answer in answers:
@@ -36,7 +36,7 @@ async def test_one_of_two_concurrent_calls_is_superseded(world: World, gateway: 
 async def test_a_newer_call_ends_the_older_at_once(world: World, gateway: Gateway) -> None:
     key = f"key-{id(world)}-older"
     older, received = await world.held(gateway, 1, idempotency_key=key)
-    newer = gateway.ask(idempotency_key=key)
+    newer = gateway.generate(idempotency_key=key)
     await anext(newer)
     error = await refused(received.listen(older))
     assert error.code is grpc.StatusCode.FAILED_PRECONDITION
@@ -54,7 +54,9 @@ async def test_a_repeated_call_has_the_whole_answer(world: World, elsewhere: boo
     await first.idle()
     calls = len(world.target.calls)
     world.target.gate.open()
-    again = await receive((second if elsewhere else first).ask(idempotency_key=key, logprobs=2, seed=None))
+    again = await receive(
+        (second if elsewhere else first).generate(idempotency_key=key, logprobs=2, seed=None)
+    )
     assert before.started is not None
     assert again.started == before.started
     must_be_true(again, seed=before.started.seed)
@@ -68,9 +70,9 @@ async def test_a_repeated_call_has_the_whole_answer(world: World, elsewhere: boo
 async def test_a_key_is_usable_after_a_cancelled_claim(world: World, gateway: Gateway) -> None:
     key = f"key-{id(world)}-gone"
     for _ in range(5):
-        stream = gateway.ask(idempotency_key=key)
+        stream = gateway.generate(idempotency_key=key)
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(anext(stream), 0.001)
         stream.cancel()
-    must_be_true(await receive(gateway.ask(idempotency_key=key)))
+    must_be_true(await receive(gateway.generate(idempotency_key=key)))
     await gateway.idle()

@@ -33,7 +33,7 @@ async def test_a_cancelled_stream_stops_the_target(world: World, gateway: Gatewa
     await world.target.waits_after(1)
     call_count = len(world.target.calls)
     stream.cancel()
-    await world.target.was_given_up()
+    await world.target.was_cancelled()
     await gateway.idle()
     assert len(world.target.calls) == call_count
     assert world.target.answered == 1
@@ -44,12 +44,12 @@ async def test_a_cancelled_stream_stops_the_target(world: World, gateway: Gatewa
 
 async def test_a_cancelled_stream_stops_the_draft(world: World, gateway: Gateway) -> None:
     world.draft.gate.close()
-    stream = gateway.ask()
+    stream = gateway.generate()
     received = Received()
     received.receive(await anext(stream))
     await world.draft.called(1)
     stream.cancel()
-    await world.draft.was_given_up()
+    await world.draft.was_cancelled()
     await gateway.idle()
     assert not world.target.calls
 
@@ -60,11 +60,11 @@ async def test_a_cancelled_stream_stops_the_draft(world: World, gateway: Gateway
 @any_credit
 async def test_streams_cancelled_at_any_point_leave_nothing(world: World, gateway: Gateway) -> None:
     for count in range(10):
-        stream = gateway.ask(max_tokens=LONG)
+        stream = gateway.generate(max_tokens=LONG)
         await receive(stream, until=count * 3)
         stream.cancel()
     await gateway.idle()
-    stream = gateway.ask()
+    stream = gateway.generate()
     must_be_true(await receive(stream))
     requests = [call.slice for call in world.target.calls if call.slice.session_id == stream.session_id]
     assert requests[0].start == 0
@@ -75,7 +75,7 @@ async def test_an_aborted_session_ends_its_stream(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
     for aborter in (first, second):
         world.target.gate.close()
-        stream = first.ask()
+        stream = first.generate()
         world.target.gate.permit(1)
         received = await receive(stream, until=1)
         await aborter.client.abort(stream.session_id)
@@ -97,7 +97,7 @@ async def test_an_aborted_session_ends_its_stream(world: World) -> None:
 
 
 async def test_aborting_a_finished_session_changes_nothing(gateway: Gateway) -> None:
-    stream = gateway.ask()
+    stream = gateway.generate()
     whole = await receive(stream)
     await gateway.client.abort(stream.session_id)
     again = await receive(gateway.client.resume(stream.session_id, 0))
@@ -111,7 +111,7 @@ async def test_a_draining_gateway_finishes_its_streams(world: World) -> None:
     stream, received = await world.held(gateway, 1)
     stopping = asyncio.create_task(gateway.running.stop())
     async with asyncio.timeout(PATIENCE_S):
-        while (error := await refused_or_held(gateway.ask())) is None:
+        while (error := await refused_or_held(gateway.generate())) is None:
             pass
     assert error == grpc.StatusCode.UNAVAILABLE
     assert await refused_or_held(gateway.client.resume(stream.session_id, 0)) == grpc.StatusCode.UNAVAILABLE
@@ -132,7 +132,7 @@ async def refused_or_held(stream: TokenStream) -> grpc.StatusCode | None:
 
 async def test_a_draining_gateway_hands_over_long_streams(world: World) -> None:
     leaving, staying = await world.gateway(drain_timeout_s=1), await world.gateway()
-    stream = leaving.ask(max_tokens=LONG)
+    stream = leaving.generate(max_tokens=LONG)
     received = await receive(stream, until=1)
     stopping = asyncio.create_task(leaving.running.stop())
     error = await refused(received.listen(stream))
@@ -155,7 +155,7 @@ async def test_a_gateway_stops_in_time_while_a_pool_hangs(world: World, hung: st
     gateway, other = await world.gateway(drain_timeout_s=0.5), await world.gateway()
     pool = world.draft if hung == "draft" else world.target
     pool.gate.close()
-    stream = gateway.ask()
+    stream = gateway.generate()
     received = Received()
     received.receive(await anext(stream))
     await pool.called(1)
@@ -164,7 +164,7 @@ async def test_a_gateway_stops_in_time_while_a_pool_hangs(world: World, hung: st
     error = await refused(received.listen(stream))
     assert error.code is grpc.StatusCode.UNAVAILABLE
     assert "shutting down" in error.message
-    await pool.was_given_up()
+    await pool.was_cancelled()
     pool.gate.open()
     must_be_true(await received.listen(other.client.resume_stream(stream)))
 
@@ -193,15 +193,15 @@ async def test_a_session_may_go_on_without_its_client(world: World) -> None:
 async def test_a_session_without_client_keeps_its_place(world: World) -> None:
     gateway = await world.gateway(max_sessions=1)
     world.target.gate.close()
-    stream = gateway.ask(continue_without_client=True)
+    stream = gateway.generate(continue_without_client=True)
     await anext(stream)
     await world.target.called(1)
     stream.cancel()
-    while await refused_or_held(gateway.ask()) is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+    while await refused_or_held(gateway.generate()) is not grpc.StatusCode.RESOURCE_EXHAUSTED:
         pass
     world.target.gate.open()
     await gateway.idle()
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
 
 
 async def test_a_session_without_client_joins_aborts_and_drains(
@@ -212,7 +212,7 @@ async def test_a_session_without_client_joins_aborts_and_drains(
     for _ in range(3):
         call_count = len(world.target.calls)
         world.target.gate.close()
-        stream = gateway.ask(max_tokens=500, continue_without_client=True)
+        stream = gateway.generate(max_tokens=500, continue_without_client=True)
         await anext(stream)
         await world.target.called(call_count + 1)
         stream.cancel()

@@ -59,7 +59,7 @@ async def test_counted_tokens_are_those_of_the_stream(world: World) -> None:
     world.draft.spoil_rate = 0.3
     world.target.pass_s = 0.02
     it = await counted(world)
-    received = await receive(it.gateway.ask(speculation=FIXED, workload="w"))
+    received = await receive(it.gateway.generate(speculation=FIXED, workload="w"))
     must_be_true(received)
     await it.gateway.idle()
 
@@ -92,7 +92,7 @@ async def test_counted_tokens_are_those_of_the_stream(world: World) -> None:
 @any_credit
 async def test_plain_decoding_has_no_speed_up(world: World) -> None:
     it = await counted(world)
-    must_be_true(await receive(it.gateway.ask(speculation=Speculation(off=True))))
+    must_be_true(await receive(it.gateway.generate(speculation=Speculation(off=True))))
     plain, real = (it.number(metric, "none") for metric in (catalogue.PLAIN_TIME, catalogue.DECODE_TIME))
     assert real > 0
     assert plain == pytest.approx(real)
@@ -100,7 +100,7 @@ async def test_plain_decoding_has_no_speed_up(world: World) -> None:
 
 async def test_a_call_follows_the_semantic_conventions(world: World) -> None:
     it = await counted(world)
-    must_be_true(await receive(it.gateway.ask()))
+    must_be_true(await receive(it.gateway.generate()))
     await it.gateway.idle()
     assert it.ends() == {("ok", "none"): 1}
     for metric in (catalogue.TIME_TO_FIRST_TOKEN, catalogue.TIME_PER_OUTPUT_TOKEN):
@@ -116,7 +116,7 @@ async def test_exemplars_name_the_trace(world: World) -> None:
     kept, registry = KeptSpans(), Registry(GATEWAY)
     parts = replace(kept.parts(), metrics=registry)
     it = Counted(await world.gateway_of(parts), registry)
-    must_be_true(await receive(it.gateway.ask()))
+    must_be_true(await receive(it.gateway.generate()))
     await it.gateway.idle()
     spans = {
         exemplar.span
@@ -137,16 +137,16 @@ async def test_exemplars_name_the_trace(world: World) -> None:
 
 async def test_caller_faults_are_counted_as_such(world: World) -> None:
     it = await counted(world)
-    await refused(receive(it.gateway.ask(max_tokens=0)))
-    await refused(receive(it.gateway.ask(model="another")))
+    await refused(receive(it.gateway.generate(max_tokens=0)))
+    await refused(receive(it.gateway.generate(model="another")))
     await refused(receive(it.gateway.client.resume("f" * 32, 0)))
     world.target.gate.close()
-    left = it.gateway.ask()
+    left = it.gateway.generate()
     await receive(left, until=0)
     await anext(left)
     left.cancel()
     await it.gateway.idle()
-    late = await refused(receive(it.gateway.ask(timeout_s=1.0)))
+    late = await refused(receive(it.gateway.generate(timeout_s=1.0)))
     assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await it.gateway.idle()
     assert it.ends() == {
@@ -163,17 +163,17 @@ async def test_caller_faults_are_counted_as_such(world: World) -> None:
 async def test_overload_and_drain_are_server_faults(world: World) -> None:
     it = await counted(world, max_sessions=1)
     world.target.gate.close()
-    stream = it.gateway.ask()
+    stream = it.gateway.generate()
     await anext(stream)
     assert it.number(catalogue.SESSIONS_OPEN) == 1
-    assert (await refused(receive(it.gateway.ask()))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await refused(receive(it.gateway.generate()))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert it.number(catalogue.ADMISSION_REJECTED, "streams") == 1
     world.target.gate.open()
     must_be_true(await receive(stream))
     await it.gateway.idle()
     assert it.number(catalogue.SESSIONS_OPEN) == 0
     it.gateway.running.service._streams.refuse_new()  # type: ignore[attr-defined]  # as a drain begins
-    assert (await refused(receive(it.gateway.ask()))).code is grpc.StatusCode.UNAVAILABLE
+    assert (await refused(receive(it.gateway.generate()))).code is grpc.StatusCode.UNAVAILABLE
     assert it.number(catalogue.ADMISSION_REJECTED, "draining") == 1
     assert it.ends() == {
         ("ok", "none"): 1,
@@ -184,7 +184,7 @@ async def test_overload_and_drain_are_server_faults(world: World) -> None:
 
 async def test_a_resumed_session_has_no_first_token(world: World) -> None:
     first, second = await counted(world), await counted(world)
-    stream = first.gateway.ask()
+    stream = first.gateway.generate()
     received = await receive(stream, until=MAX_TOKENS // 2)
     stream.cancel()
     must_be_true(await received.listen(second.gateway.client.resume_stream(stream)))
@@ -201,7 +201,7 @@ async def test_a_resumed_session_has_no_first_token(world: World) -> None:
 async def test_cache_misses_and_failovers_are_counted(world: World) -> None:
     it = await counted(world)
     world.target.gate.close_after(1)
-    stream = it.gateway.ask(speculation=Speculation(off=True))
+    stream = it.gateway.generate(speculation=Speculation(off=True))
     await anext(stream)
     await world.target.waits_after(1)
     world.target.forget()
@@ -211,7 +211,7 @@ async def test_cache_misses_and_failovers_are_counted(world: World) -> None:
     assert it.number(catalogue.CACHE_MISSES, "draft") == 0
 
     world.target.gate.close_after(1)
-    stream = it.gateway.ask(speculation=Speculation(off=True))
+    stream = it.gateway.generate(speculation=Speculation(off=True))
     await anext(stream)
     await world.target.waits_after(1)
     await world.target.stop()
@@ -225,7 +225,7 @@ async def test_a_draft_that_fails_opens_its_breaker(world: World) -> None:
     it = await counted(world)
     world.draft.corrupt = internal
     for _ in range(FAILURES):
-        must_be_true(await receive(it.gateway.ask(speculation=FIXED)))
+        must_be_true(await receive(it.gateway.generate(speculation=FIXED)))
     assert it.number(catalogue.BREAKER_STATE, "draft", world.draft.address) in {1, 2}
 
 
@@ -233,7 +233,7 @@ async def test_without_a_draft_the_gateway_looks_up(world: World) -> None:
     await world.draft.stop()
     it = await counted(world, lookup_fallback=True)
     assert it.number(catalogue.REPLICAS, "draft", "up") == 0
-    await receive(it.gateway.ask([1, 2, 3, 4] * 8, speculation=FIXED))
+    await receive(it.gateway.generate([1, 2, 3, 4] * 8, speculation=FIXED))
     assert it.number(catalogue.ROUNDS, "none", LOOKUP) > 0
     assert it.number(catalogue.DRAFTED_TOKENS, "none", LOOKUP, NAME) > 0
 
@@ -241,7 +241,7 @@ async def test_without_a_draft_the_gateway_looks_up(world: World) -> None:
 async def test_workloads_are_bounded(world: World) -> None:
     it = await counted(world)
     for index in range(WORKLOAD.most + 3):
-        await receive(it.gateway.ask(workload=f"w{index}", max_tokens=1))
+        await receive(it.gateway.generate(workload=f"w{index}", max_tokens=1))
     named = total(it.registry, catalogue.CONFIRMED_TOKENS)
     assert named == WORKLOAD.most + 3
     assert it.number(catalogue.CONFIRMED_TOKENS, "target", "other") == 4

@@ -28,7 +28,7 @@ async def test_an_overload_is_refused_at_once(world: World) -> None:
     gateway = await world.gateway(max_sessions=PLACES)
     world.target.gate.close()
     # The answers would come only once the gate is open: what comes before was refused without waiting.
-    outcomes = await asyncio.gather(*(first_of(gateway.ask()) for _ in range(CALLS)))
+    outcomes = await asyncio.gather(*(first_of(gateway.generate()) for _ in range(CALLS)))
     refusals = [outcome for outcome in outcomes if isinstance(outcome, GalleyRpcError)]
     streams = [outcome for outcome in outcomes if isinstance(outcome, TokenStream)]
     assert len(streams) == PLACES
@@ -46,13 +46,13 @@ async def test_an_overload_is_refused_at_once(world: World) -> None:
     for received in await asyncio.gather(*(Received().listen(stream) for stream in streams)):
         assert received.finished is not None
     await gateway.idle()
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
 
 
 async def test_calls_to_abort_have_places_of_their_own(frail_world: World, own_store: Server) -> None:
     gateway = await frail_world.gateway(max_sessions=1, store_timeout_s=0.2)
     frail_world.target.gate.close()
-    stream = gateway.ask()
+    stream = gateway.generate()
     await anext(stream)
     own_store.pause()
     calls = [refused(gateway.client.abort(stream.session_id)) for _ in range(CALLS)]

@@ -46,7 +46,7 @@ async def test_no_call_is_served_without_a_known_key(world: World, gateway: Gate
     for key in ("", ALICE + "x"):
         async with calling(gateway, key) as caller:
             calls = (
-                receive(caller.ask()),
+                receive(caller.generate()),
                 receive(caller.client.resume(UNKNOWN, 0)),
                 caller.client.abort(UNKNOWN),
                 caller.client.model_info(),
@@ -82,7 +82,7 @@ async def test_session_of_another_principal_is_not_found(world: World, alice: Ga
     must_be_true(await receive(alice.client.resume(stream.session_id, 0)))
 
 
-async def asked_of(store: Server) -> dict[str, int]:
+async def requests_of(store: Server) -> dict[str, int]:
     stats: dict[bytes | str, dict[str, int]] = await store.command("INFO", "commandstats")
     return {str(name): reported["calls"] for name, reported in stats.items() if "info" not in str(name)}
 
@@ -90,15 +90,15 @@ async def asked_of(store: Server) -> dict[str, int]:
 async def test_session_of_another_principal_costs_the_store_the_same(
     world: World, shared_store: Server, alice: Gateway, bob: Gateway
 ) -> None:
-    stream = alice.ask()
+    stream = alice.generate()
     must_be_true(await receive(stream))
     await alice.idle()
     for call in (lambda of: receive(bob.client.resume(of, 0)), bob.client.abort):
         requests = []
         for session_id in (UNKNOWN, stream.session_id, UNKNOWN, stream.session_id):
-            before = await asked_of(shared_store)
+            before = await requests_of(shared_store)
             assert (await refused(call(session_id))).code is grpc.StatusCode.NOT_FOUND
-            after = await asked_of(shared_store)
+            after = await requests_of(shared_store)
             requests.append({name: after[name] - before.get(name, 0) for name in after})
         assert requests[0] == requests[1] == requests[2] == requests[3]
         assert sum(requests[0].values()) > 0
@@ -111,11 +111,11 @@ async def test_idempotency_key_of_another_principal_looks_unused(
     world: World, alice: Gateway, bob: Gateway
 ) -> None:
     key = f"key-{id(world)}-anothers"
-    must_be_true(await receive(alice.ask(idempotency_key=key)))
-    stream = bob.ask("Another body.", idempotency_key=key)
+    must_be_true(await receive(alice.generate(idempotency_key=key)))
+    stream = bob.generate("Another body.", idempotency_key=key)
     await receive(stream)
     assert stream.session_id
-    assert (await refused(receive(alice.ask("A third.", idempotency_key=key)))).code is (
+    assert (await refused(receive(alice.generate("A third.", idempotency_key=key)))).code is (
         grpc.StatusCode.ALREADY_EXISTS
     )
 
@@ -124,7 +124,7 @@ async def test_an_idempotency_key_belongs_to_its_caller(world: World, alice: Gat
     key = f"key-{id(world)}"
     ids = []
     for caller in (alice, bob, alice):
-        stream = caller.ask(idempotency_key=key)
+        stream = caller.generate(idempotency_key=key)
         must_be_true(await receive(stream))
         ids.append(stream.session_id)
     assert ids[0] == ids[2] != ids[1]
@@ -138,7 +138,7 @@ async def test_the_pools_receive_the_callers_salt(world: World, alice: Gateway, 
         (plain, b""),
     ):
         before = len(world.target.calls), len(world.draft.calls)
-        must_be_true(await receive(caller.ask()))
+        must_be_true(await receive(caller.generate()))
         for pool, seen in zip((world.target, world.draft), before, strict=True):
             assert {call.slice.tenant_salt for call in pool.calls[seen:]} == {salt}
     assert len({Principal(name).tenant_salt for name in ("alice", "bob", "anonymous")}) == 3
@@ -147,11 +147,11 @@ async def test_the_pools_receive_the_callers_salt(world: World, alice: Gateway, 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="max_priority = 2")])
 async def test_a_priority_above_the_callers_is_refused(world: World, alice: Gateway, bob: Gateway) -> None:
     for caller, most in ((alice, 2), (bob, 0)):
-        error = await refused(receive(caller.ask(priority=most + 1)))
+        error = await refused(receive(caller.generate(priority=most + 1)))
         assert (error.code, field_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "priority")
         assert not world.target.calls
     for caller, priority in ((alice, 2), (bob, 0), (bob, -5)):
-        must_be_true(await receive(caller.ask(priority=priority)))
+        must_be_true(await receive(caller.generate(priority=priority)))
         assert world.target.calls[-1].slice.priority == priority
         world.target.calls.clear()
 
@@ -159,59 +159,59 @@ async def test_a_priority_above_the_callers_is_refused(world: World, alice: Gate
 @pytest.mark.parametrize("key_file", [KeyFile(alice="max_sessions = 1")])
 async def test_the_callers_own_streams_are_bounded(world: World, alice: Gateway, bob: Gateway) -> None:
     world.target.gate.close()
-    stream = alice.ask()
+    stream = alice.generate()
     await anext(stream)
-    error = await refused(receive(alice.ask()))
+    error = await refused(receive(alice.generate()))
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert error.retry_after_s
     assert "1 streams of alice" in error.message
     world.target.gate.open()
-    must_be_true(await receive(bob.ask()))
+    must_be_true(await receive(bob.generate()))
     stream.cancel()
     await alice.idle()
-    must_be_true(await receive(alice.ask()))
+    must_be_true(await receive(alice.generate()))
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 20\nburst_tokens = 60")])
 async def test_a_caller_out_of_tokens_learns_when_to_retry(
     world: World, alice: Gateway, bob: Gateway
 ) -> None:
-    must_be_true(await receive(alice.ask()))
+    must_be_true(await receive(alice.generate()))
     calls = len(world.target.calls)
-    error = await refused(receive(alice.ask()))
+    error = await refused(receive(alice.generate()))
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "20 tokens per second" in error.message
     assert len(world.target.calls) == calls, "nothing was done"
-    must_be_true(await receive(bob.ask()))
+    must_be_true(await receive(bob.generate()))
     assert error.retry_after_s is not None
     await asyncio.sleep(error.retry_after_s)
-    must_be_true(await receive(alice.ask()))
+    must_be_true(await receive(alice.generate()))
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
 async def test_replaying_an_answer_costs_no_tokens(world: World, alice: Gateway) -> None:
     key = f"key-{id(world)}-told-again"
-    stream = alice.ask(idempotency_key=key)
+    stream = alice.generate(idempotency_key=key)
     must_be_true(await receive(stream))
     for _ in range(3):
-        must_be_true(await receive(alice.ask(idempotency_key=key)))
+        must_be_true(await receive(alice.generate(idempotency_key=key)))
         must_be_true(await receive(alice.client.resume(stream.session_id, 0)))
-    assert (await refused(receive(alice.ask(max_tokens=60)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await refused(receive(alice.generate(max_tokens=60)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
 async def test_a_joined_session_costs_its_prompt_once(world: World, alice: Gateway) -> None:
     key = f"key-{id(world)}-joined"
     world.target.gate.close()
-    first = alice.ask(idempotency_key=key)
+    first = alice.generate(idempotency_key=key)
     await anext(first)
-    second = alice.ask(idempotency_key=key)
+    second = alice.generate(idempotency_key=key)
     await anext(second)
     assert (await refused(receive(first))).code is grpc.StatusCode.FAILED_PRECONDITION
     world.target.gate.open()
     must_be_true(await receive(second))
     await alice.idle()
-    must_be_true(await receive(alice.ask(max_tokens=100 - 53)), 100 - 53)
+    must_be_true(await receive(alice.generate(max_tokens=100 - 53)), 100 - 53)
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 60")])
@@ -223,22 +223,22 @@ async def test_a_session_resumes_while_its_caller_is_in_debt(world: World, alice
     world.target.gate.open()
     await received.listen(alice.client.resume_stream(stream))
     assert received.tokens == true_output(list(prompt.encode()), MAX_TOKENS)
-    assert (await refused(receive(alice.ask(max_tokens=1)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await refused(receive(alice.generate(max_tokens=1)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_a_waiting_caller_gets_the_next_place(world: World, alice: Gateway, bob: Gateway) -> None:
     world.target.gate.close()
     async with AsyncExitStack() as held:
-        streams = [alice.ask() for _ in range(4)]
+        streams = [alice.generate() for _ in range(4)]
         for stream in streams:
             held.callback(stream.cancel)
             await anext(stream)
-        assert "4 streams of this gateway" in (await refused(receive(bob.ask()))).message
+        assert "4 streams of this gateway" in (await refused(receive(bob.generate()))).message
         streams[0].cancel()
         waiting = Received()
-        while "its share of 2" not in (error := await refused(receive(alice.ask()))).message:
+        while "its share of 2" not in (error := await refused(receive(alice.generate()))).message:
             assert "4 streams of this gateway" in error.message, "it has noticed nothing yet"
         assert error.retry_after_s
-        theirs = bob.ask()
+        theirs = bob.generate()
         world.target.gate.open()
         must_be_true(await waiting.listen(theirs))

@@ -82,7 +82,7 @@ def must_be_seen(alert: str, story: Story, metric: Metric, *signs: str) -> None:
 async def test_the_slow_draft(real: Callable[..., Real]) -> None:
     async with real(drafts=True, credit=0) as it:
         it.strategy.stumbles_at, it.strategy.stumble_s = 20, HELD_S
-        stream = it.ask(PROMPT, max_tokens=60, speculation=Speculation(k=4))
+        stream = it.generate(PROMPT, max_tokens=60, speculation=Speculation(k=4))
         await receive(stream)
         waited_s = it.total(catalogue.DRAFT_WAIT)
     story = it.story(stream)
@@ -100,9 +100,9 @@ async def test_the_full_batch(real: Callable[..., Real]) -> None:
     async with real() as it:
         [target] = it.targets
         target.engine.pass_s, target.engine.company_s = 0.001, 0.03
-        stream = it.ask(PROMPT, max_tokens=LONG, speculation=PLAIN)
+        stream = it.generate(PROMPT, max_tokens=LONG, speculation=PLAIN)
         received = await receive(stream, until=20)
-        others = [it.ask([token], max_tokens=5, speculation=PLAIN) for token in range(2, 9)]
+        others = [it.generate([token], max_tokens=5, speculation=PLAIN) for token in range(2, 9)]
         await asyncio.gather(received.listen(stream), *map(receive, others))
     story = it.story(stream)
     result, one = answer(story)
@@ -124,13 +124,13 @@ async def test_the_cold_cache(real: Callable[..., Real]) -> None:
     async with real() as it:
         [target] = it.targets
         prompt = [7, *PROMPT, *PROMPT]
-        left = it.ask(prompt, max_tokens=80, speculation=PLAIN)
+        left = it.generate(prompt, max_tokens=80, speculation=PLAIN)
         target.engine.pass_s = 0.01
         received = await receive(left, until=8)
         left.cancel()
         await it.gateway.idle()
         target.engine.pass_s = 0.0
-        others = [it.ask([token] * 150, max_tokens=1, speculation=PLAIN) for token in range(10, 17)]
+        others = [it.generate([token] * 150, max_tokens=1, speculation=PLAIN) for token in range(10, 17)]
         await asyncio.gather(*map(receive, others))
         target.engine.row_s = HELD_S / 100
         stream = it.gateway.client.resume_stream(left)
@@ -159,7 +159,7 @@ async def test_the_moved_session(real: Callable[..., Real]) -> None:
     async with real(targets=2) as it:
         for target in it.targets:
             target.engine.pass_s = 0.005
-        stream = it.ask(PROMPT, max_tokens=LONG, speculation=PLAIN)
+        stream = it.generate(PROMPT, max_tokens=LONG, speculation=PLAIN)
         received = await receive(stream, until=10)
         doomed, other = sorted(it.targets, key=lambda target: not target.engine.passes)
         doomed.engine.gate.clear()
@@ -193,7 +193,7 @@ async def test_the_slow_redis(real: Callable[..., Real]) -> None:
         async with real(store=store.url) as it:
             [target] = it.targets
             target.engine.pass_s = 0.005
-            stream = it.ask(PROMPT, max_tokens=LONG, speculation=PLAIN)
+            stream = it.generate(PROMPT, max_tokens=LONG, speculation=PLAIN)
             received = await receive(stream, until=10)
             store.pause()
             await asyncio.sleep(HELD_S)

@@ -77,7 +77,7 @@ class Bystander:
 
     async def __aenter__(self) -> None:
         self._world.target.gate.close_after(2)
-        self._stream = self._gateway.ask(speculation=Speculation(off=True))
+        self._stream = self._gateway.generate(speculation=Speculation(off=True))
         await self.received.listen(self._stream, until=1)
         await self._world.target.called(3)
         self._calls = len(self._world.target.calls), len(self._world.draft.calls)
@@ -163,10 +163,10 @@ async def test_resume_needs_a_session_id_and_a_whole_hash(world: World, gateway:
 async def test_the_same_key_with_another_body_already_exists(world: World) -> None:
     gateways = await world.gateway(), await world.gateway()
     key = f"key-{id(world)}-body"
-    must_be_true(await receive(gateways[0].ask(idempotency_key=key)))
+    must_be_true(await receive(gateways[0].generate(idempotency_key=key)))
     for gateway in gateways:
         calls = len(world.target.calls)
-        error = await refused(receive(gateway.ask(idempotency_key=key, max_tokens=MAX_TOKENS + 1)))
+        error = await refused(receive(gateway.generate(idempotency_key=key, max_tokens=MAX_TOKENS + 1)))
         assert error.code is grpc.StatusCode.ALREADY_EXISTS
         assert "idempotency_key" in error.message
         assert len(world.target.calls) == calls
@@ -174,18 +174,18 @@ async def test_the_same_key_with_another_body_already_exists(world: World) -> No
 
 async def test_a_session_is_resumable_after_its_deadline(world: World, gateway: Gateway) -> None:
     world.target.gate.close_after(2)
-    stream = gateway.ask(timeout_s=1.5)
+    stream = gateway.generate(timeout_s=1.5)
     received = Received()
     error = await refused(received.listen(stream))
     assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await world.target.was_given_up()
+    await world.target.was_cancelled()
     await gateway.idle()
     world.target.gate.open()
     must_be_true(await received.listen(gateway.client.resume_stream(stream)))
 
 
 async def test_a_resume_with_other_tokens_seen_is_data_loss(gateway: Gateway) -> None:
-    stream = gateway.ask()
+    stream = gateway.generate()
     received = await receive(stream)
     for index in (1, MAX_TOKENS):
         seen = [*received.tokens[: index - 1], received.tokens[index - 1] + 1]
@@ -199,7 +199,7 @@ async def test_a_resume_with_other_tokens_seen_is_data_loss(gateway: Gateway) ->
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "under way"])
 async def test_a_resume_beyond_any_possible_end_is_refused(world: World, finished: bool) -> None:
     gateway = await world.gateway()
-    stream = gateway.ask()
+    stream = gateway.generate()
     if finished:
         must_be_true(await receive(stream))
     else:
@@ -217,7 +217,7 @@ async def test_the_largest_request_that_fits_is_served(world: World) -> None:
     gateway = await world.gateway(max_message_bytes=MAX_BYTES)
     text = "x" * (CONTEXT - 64)
     for prompt in (text, list(text.encode())):
-        received = await receive(gateway.ask(prompt, max_tokens=64))
+        received = await receive(gateway.generate(prompt, max_tokens=64))
         assert received.finished is not None
         assert len(received.tokens) == 64
 

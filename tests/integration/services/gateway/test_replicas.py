@@ -38,7 +38,7 @@ async def test_a_session_goes_where_its_prompt_is_cached(world: World, fleet: Fl
     await here.publish(cached=PROMPT_TOKENS)
     await other.publish(free=90)
     gateway = await gateway_of(world, fleet)
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     assert here.fake.calls
     assert not other.fake.calls
 
@@ -46,7 +46,7 @@ async def test_a_session_goes_where_its_prompt_is_cached(world: World, fleet: Fl
 async def test_concurrent_sessions_are_spread(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(0)
-    streams = [gateway.ask() for _ in range(STREAMS)]
+    streams = [gateway.generate() for _ in range(STREAMS)]
     listening = [asyncio.ensure_future(receive(stream)) for stream in streams]
     for target in fleet.members:
         await target.fake.called(STREAMS // 2)
@@ -61,7 +61,7 @@ async def test_concurrent_sessions_are_spread(world: World, fleet: Fleet) -> Non
 async def test_another_build_serves_if_no_other_is_up(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(1)
-    stream = gateway.ask()
+    stream = gateway.generate()
     received = await receive(stream, until=1)
     doomed, other = fleet.holder()
     other.fake.fingerprint = "build-2"
@@ -75,13 +75,13 @@ async def test_another_build_serves_if_no_other_is_up(world: World, fleet: Fleet
 async def test_a_drain_moves_only_new_sessions(world: World, fleet: Fleet) -> None:
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(1)
-    live = gateway.ask()
+    live = gateway.generate()
     received = await receive(live, until=1)
     draining, other = fleet.holder()
     await draining.drain()
     second = await gateway_of(world, fleet)
     other.fake.gate.open()
-    must_be_true(await receive(second.ask()))
+    must_be_true(await receive(second.generate()))
     draining.fake.gate.open()
     must_be_true(await received.listen(live))
     assert len(draining.sessions) == 1
@@ -91,7 +91,7 @@ async def test_a_drain_moves_only_new_sessions(world: World, fleet: Fleet) -> No
 async def test_a_resumed_session_goes_where_its_kv_is(world: World, fleet: Fleet) -> None:
     first = await gateway_of(world, fleet)
     fleet.hold_after(2)
-    stream = first.ask()
+    stream = first.generate()
     received = await receive(stream, until=2)
     home, other = fleet.holder()
     stream.cancel()
@@ -109,7 +109,7 @@ async def test_a_hanging_replica_loses_its_sessions(
     monkeypatch.setattr("services.gateway.replicas.membership.LEASE_GRACE_S", 0.1)
     gateway = await gateway_of(world, fleet)
     fleet.hold_after(1)
-    stream = gateway.ask()
+    stream = gateway.generate()
     received = await receive(stream, until=1)
     hung, other = fleet.holder()
     other.fake.gate.open()
@@ -124,7 +124,7 @@ async def test_a_replica_of_another_tokenizer_is_refused_alone(world: World) -> 
         wrong.fake.tokenizer_hash, wrong.free = "another", 90
         await fleet.register()
         gateway = await gateway_of(world, fleet)
-        must_be_true(await receive(gateway.ask()))
+        must_be_true(await receive(gateway.generate()))
         assert right.fake.calls
         assert not wrong.fake.calls
 
@@ -143,12 +143,12 @@ async def test_a_gateway_refuses_replicas_of_another_tokenizer(world: World, rep
 async def test_listed_addresses_need_no_registry(world: World) -> None:
     async with Fleet(world) as fleet:
         gateway = await world.gateway(target=fleet.addresses)
-        stream = gateway.ask()
+        stream = gateway.generate()
         received = await receive(stream, until=1)
         doomed, _ = fleet.holder()
         await doomed.fake.stop()
         must_be_true(await received.listen(stream))
-        must_be_true(await receive(gateway.ask()))
+        must_be_true(await receive(gateway.generate()))
 
 
 async def test_without_a_replica_a_gateway_does_not_start(world: World) -> None:
@@ -162,7 +162,7 @@ async def test_a_stream_resumes_at_the_next_replica(world: World) -> None:
         await first.register()
         gateway = await gateway_of(world, fleet, target_timeout_s=0.5)
         await first.leave()
-        stream = gateway.ask()
+        stream = gateway.generate()
         received = Received()
         error = await refused(received.listen(stream))
         assert error.code is grpc.StatusCode.UNAVAILABLE
@@ -195,7 +195,7 @@ async def test_replicas_stay_known_while_the_registry_is_away(frail_world: World
         await fleet.register()
         gateway = await gateway_of(frail_world, fleet)
         fleet.hold_after(1)
-        stream = gateway.ask()
+        stream = gateway.generate()
         received = await receive(stream, until=1)
         home, other = fleet.holder()
         own_store.kill()

@@ -38,24 +38,24 @@ async def test_an_unauthenticated_caller_cannot_force_a_trace(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     gateway = await world.gateway_of(kept.parts(), api_keys_file=KeyFile().write(world))
-    await refused(receive(gateway.ask(force_trace=True)))
+    await refused(receive(gateway.generate(force_trace=True)))
     async with calling(gateway, ALICE) as alice:
-        must_be_true(await receive(alice.ask(force_trace=True)))
+        must_be_true(await receive(alice.generate(force_trace=True)))
     [request] = await kept.requests()
     assert error_of(request) is None
 
 
 async def test_a_refused_call_is_traced_with_its_reason(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts(), api_keys_file=KeyFile().write(world), max_sessions=1)
-    await refused(receive(gateway.ask()))
+    await refused(receive(gateway.generate()))
     async with calling(gateway, ALICE) as alice:
-        await refused(receive(alice.ask(max_tokens=0)))
-        await refused(receive(alice.ask(model="x" * 1000)))
+        await refused(receive(alice.generate(max_tokens=0)))
+        await refused(receive(alice.generate(model="x" * 1000)))
         await refused(receive(alice.client.resume("0" * 32, 0)))
         world.target.gate.close()
-        stream = alice.ask()
+        stream = alice.generate()
         await world.target.called(1)
-        await refused(receive(alice.ask()))
+        await refused(receive(alice.generate()))
         world.target.gate.open()
         must_be_true(await receive(stream))
     requests = await kept.requests(6)
@@ -154,7 +154,7 @@ async def test_a_fenced_owner_and_its_successor_are_both_traced(
 async def test_a_call_with_the_same_key_links_to_the_one_before(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts())
     for _ in range(2):
-        must_be_true(await receive(gateway.ask(idempotency_key="again")))
+        must_be_true(await receive(gateway.generate(idempotency_key="again")))
     [before, joined] = await kept.requests(2)
     must_continue(joined, before)
     assert attributes_of(joined)[names.ROUNDS] == 0, "the answer was there"
@@ -164,7 +164,7 @@ async def test_a_call_with_the_same_key_links_to_the_one_before(world: World, ke
 async def test_a_retried_request_is_traced(world: World, kept: KeptSpans, credit: int) -> None:
     gateway = await world.gateway_of(kept.parts(), credit=credit)
     world.target.gate.close_after(2)
-    stream = gateway.ask()
+    stream = gateway.generate()
     await world.target.waits_after(2)
     world.target.fail(grpc.StatusCode.UNAVAILABLE, times=1)
     world.target.gate.open()
@@ -185,7 +185,7 @@ async def test_a_move_to_another_target_is_traced(world: World, kept: KeptSpans)
         await fleet.register()
         gateway = await world.gateway_of(kept.parts(), target="", credit=32)
         fleet.hold_after(0)
-        stream = gateway.ask()
+        stream = gateway.generate()
         first, second = fleet.members
         queries = [asyncio.ensure_future(target.fake.called(1)) for target in fleet.members]
         await asyncio.wait(queries, return_when=asyncio.FIRST_COMPLETED)
@@ -215,7 +215,7 @@ async def test_a_change_of_drafting_is_traced(world: World, kept: KeptSpans) -> 
     await world.draft.stop()
     gateway = await world.gateway_of(kept.parts(), lookup_fallback=True, strategy="model")
     world.target.gate.close_after(3)
-    stream = gateway.ask()
+    stream = gateway.generate()
     await world.target.waits_after(3)
     await world.draft.start()
     async with asyncio.timeout(PATIENCE_S):
@@ -235,7 +235,7 @@ async def test_a_change_of_drafting_is_traced(world: World, kept: KeptSpans) -> 
 async def test_a_late_draft_is_traced(world: World, kept: KeptSpans) -> None:
     world.draft.gate.close()
     gateway = await world.gateway_of(kept.parts(), draft_timeout_s=0.2)
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     [request] = await kept.requests()
     [late] = kept.events(request, names.DRAFT_DEGRADED)
     assert late == {names.TO: "plain", names.REASON: "late"}
@@ -246,7 +246,7 @@ async def test_a_late_draft_is_traced(world: World, kept: KeptSpans) -> None:
 
 async def test_an_abort_is_traced_with_its_store_call(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts())
-    stream = gateway.ask()
+    stream = gateway.generate()
     must_be_true(await receive(stream))
     await gateway.client.abort(stream.session_id)
     await refused(gateway.client.abort("0" * 32))
@@ -263,13 +263,13 @@ async def test_an_abort_is_traced_with_its_store_call(world: World, kept: KeptSp
 
 class Hanging(SpanExporter):
     def __init__(self, *, waits: bool) -> None:
-        self.asked = threading.Event()
+        self.called = threading.Event()
         self.may_answer = threading.Event()
         if not waits:
             self.may_answer.set()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.asked.set()
+        self.called.set()
         self.may_answer.wait()
         return SpanExportResult.FAILURE
 
@@ -284,9 +284,9 @@ async def test_a_failing_exporter_harms_no_stream(
     )
     traces = telemetry_to(processor, "galley-gateway")
     gateway = await world.gateway_of(Parts(telemetry=traces))
-    for received in await asyncio.gather(*(receive(gateway.ask()) for _ in range(3))):
+    for received in await asyncio.gather(*(receive(gateway.generate()) for _ in range(3))):
         must_be_true(received)
-    assert await asyncio.to_thread(exporter.asked.wait, 10)
+    assert await asyncio.to_thread(exporter.called.wait, 10)
     monkeypatch.setattr(telemetry, "FLUSH_S", 0.05)
     await asyncio.to_thread(traces.shutdown)
     exporter.may_answer.set()

@@ -51,7 +51,7 @@ def lines() -> Iterator[Lines]:
 
 
 async def test_a_finished_stream_is_logged_with_its_figures(gateway: Gateway, lines: Lines) -> None:
-    stream = gateway.ask()
+    stream = gateway.generate()
     must_be_true(await receive(stream))
     line = await lines.one("stream finished")
     assert line["log_level"] == "info"
@@ -68,7 +68,7 @@ async def test_a_finished_stream_is_logged_with_its_figures(gateway: Gateway, li
 async def test_a_stream_whose_client_left_is_logged_once(world: World, lines: Lines) -> None:
     gateway = await world.gateway()
     world.target.gate.close_after(2)
-    stream = gateway.ask()
+    stream = gateway.generate()
     await Received().listen(stream, until=1)
     stream.cancel()
     await gateway.idle()
@@ -79,7 +79,7 @@ async def test_a_stream_whose_client_left_is_logged_once(world: World, lines: Li
 
 async def test_a_failed_stream_is_logged_with_its_error(world: World, gateway: Gateway, lines: Lines) -> None:
     world.target.gate.close()
-    assert (await refused(receive(gateway.ask(timeout_s=1.0)))).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await refused(receive(gateway.generate(timeout_s=1.0)))).code is grpc.StatusCode.DEADLINE_EXCEEDED
     line = await lines.one("stream finished")
     assert (line["status"], line["error"]) == ("deadline_exceeded", "the deadline of the call has passed")
     assert (line["ttft_ms"], line["output_tokens"]) == (None, 0)
@@ -87,9 +87,9 @@ async def test_a_failed_stream_is_logged_with_its_error(world: World, gateway: G
 
 async def test_rejected_calls_are_logged_without_their_content(world: World, lines: Lines) -> None:
     gateway = await world.gateway(api_keys_file=KeyFile().write(world))
-    await refused(receive(gateway.ask()))
+    await refused(receive(gateway.generate()))
     async with calling(gateway, ALICE) as alice:
-        await refused(receive(alice.ask(max_tokens=0)))
+        await refused(receive(alice.generate(max_tokens=0)))
         await refused(receive(alice.client.resume("0" * 32, 0)))
         await refused(alice.client.abort("no id"))
         await refused(alice.client.model_info("other"))
@@ -109,9 +109,9 @@ async def test_rejected_calls_are_logged_without_their_content(world: World, lin
 async def test_a_call_without_a_place_is_logged_with_the_reason(world: World, lines: Lines) -> None:
     gateway = await world.gateway(max_sessions=1)
     world.target.gate.close()
-    stream = gateway.ask()
+    stream = gateway.generate()
     await world.target.called(1)
-    await refused(receive(gateway.ask()))
+    await refused(receive(gateway.generate()))
     world.target.gate.open()
     must_be_true(await receive(stream))
     line = await lines.one("request rejected")

@@ -59,11 +59,11 @@ def kept() -> KeptSpans:
 async def test_a_request_and_its_rounds_are_one_trace(world: World, kept: KeptSpans, credit: int) -> None:
     world.draft.spoil_rate = 0.2
     gateway = await world.gateway_of(kept.parts(), credit=credit)
-    received = await receive(gateway.ask(workload="tests", stop=["never said"]))
+    received = await receive(gateway.generate(workload="tests", stop=["never said"]))
     must_be_true(received)
     [request] = await kept.requests()
     kept.must_hang_together(request)
-    must_tell_of_the_answer(request, received)
+    must_describe_the_answer(request, received)
     rounds = kept.rounds(request)
     must_be_its_rounds(request, rounds)
     calls = [span for span in kept.below(request) if span.kind is SpanKind.CLIENT]
@@ -82,7 +82,7 @@ async def test_a_request_and_its_rounds_are_one_trace(world: World, kept: KeptSp
     assert sum(names.KV_REUSED in attributes_of(span) for span in rounds) == len(world.target.calls)
 
 
-def must_tell_of_the_answer(request: ReadableSpan, received: Received) -> None:
+def must_describe_the_answer(request: ReadableSpan, received: Received) -> None:
     facts = attributes_of(request)
     assert received.started is not None
     assert (request.name, request.kind, request.parent) == ("text_completion tiny", SpanKind.SERVER, None)
@@ -171,7 +171,7 @@ async def test_a_round_links_to_its_verify_batch(world: World, kept: KeptSpans) 
         result.batch_span, result.batch_sessions, result.kv_reused = BATCH, 3, 5
 
     world.target.spoil = in_company
-    must_be_true(await receive((await world.gateway_of(kept.parts())).ask()))
+    must_be_true(await receive((await world.gateway_of(kept.parts())).generate()))
     [request] = await kept.requests()
     for span in kept.rounds(request):
         [link] = span.links
@@ -186,7 +186,7 @@ CHAT = (Message("user", PROMPT),)
 
 async def test_traces_hold_no_content(world: World, kept: KeptSpans) -> None:
     received = await receive(
-        (await world.gateway_of(kept.parts())).ask(CHAT, stop=["a stop string"], max_tokens=60)
+        (await world.gateway_of(kept.parts())).generate(CHAT, stop=["a stop string"], max_tokens=60)
     )
     [request] = await kept.requests()
     assert request.name == "chat tiny"
@@ -201,7 +201,7 @@ async def test_traces_hold_no_content(world: World, kept: KeptSpans) -> None:
 
 async def test_traces_hold_content_if_enabled(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts(), trace_content=True)
-    received = await receive(gateway.ask(CHAT, stop=["never said"], max_tokens=60))
+    received = await receive(gateway.generate(CHAT, stop=["never said"], max_tokens=60))
     [request] = await kept.requests()
     facts = attributes_of(request)
     calls = [{"role": turn.role, "parts": [{"type": "text", "content": turn.content}]} for turn in CHAT]
@@ -229,7 +229,7 @@ async def test_round_spans_follow_the_setting(
 ) -> None:
     gateway = await world.gateway_of(kept.parts(), credit=32, **given)
     world.target.preemptions_left = 1
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     [request] = await kept.requests()
     kept.must_hang_together(request)
     facts = attributes_of(request)
@@ -251,14 +251,14 @@ async def test_a_forced_request_is_traced(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     gateway = await world.gateway_of(kept.parts())
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     await gateway.idle()
     assert kept.spans == []
     plain = {item.slice.traceparent for item in [*world.target.calls, *world.draft.calls]}
     assert len(plain) == 1, "the replicas are told that nobody wants to know"
     assert plain.pop().endswith("-00")
     world.target.calls.clear()
-    must_be_true(await receive(gateway.ask(force_trace=True)))
+    must_be_true(await receive(gateway.generate(force_trace=True)))
     [request] = await kept.requests()
     assert attributes_of(request)[names.FORCED] is True
     assert len(kept.rounds(request)) == attributes_of(request)[names.ROUNDS]
@@ -271,7 +271,7 @@ CALLER = SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(Trace
 async def test_a_request_belongs_to_its_callers_trace(world: World, kept: KeptSpans) -> None:
     gateway = await world.gateway_of(kept.parts())
     with trace.use_span(trace.NonRecordingSpan(CALLER)):
-        stream = gateway.ask()
+        stream = gateway.generate()
     must_be_true(await receive(stream))
     [request] = await kept.requests()
     assert request.parent is not None
@@ -286,7 +286,7 @@ async def test_an_invalid_traceparent_begins_a_new_trace(
     world: World, kept: KeptSpans, metadata: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("galley.client.tracing.w3c_metadata", lambda: (metadata,))
-    must_be_true(await receive((await world.gateway_of(kept.parts())).ask()))
+    must_be_true(await receive((await world.gateway_of(kept.parts())).generate()))
     [request] = await kept.requests()
     assert request.parent is None
     assert request.context.is_valid

@@ -26,7 +26,7 @@ def summary(received: Received) -> tuple[object, ...]:
 
 
 async def cut_off(world: World, gateway: Gateway, other: Gateway, at: int, **options: Any) -> Received:
-    stream = gateway.ask(logprobs=2, **options)
+    stream = gateway.generate(logprobs=2, **options)
     received = Received()
     received.receive(await anext(stream))
     await received.listen(stream, until=at)
@@ -38,7 +38,7 @@ async def cut_off(world: World, gateway: Gateway, other: Gateway, at: int, **opt
 async def test_a_stream_resumes_at_another_gateway(world: World, spoil_rate: float, credit: int) -> None:
     world.draft.spoil_rate = spoil_rate
     first, second = await world.gateway(), await world.gateway()
-    whole = await receive(first.ask(logprobs=2))
+    whole = await receive(first.generate(logprobs=2))
     must_be_true(whole)
     assert whole.logprobs == [logprobs_of(token, 2) for token in whole.tokens]
     assert credit or {True, False} == set(whole.from_draft)
@@ -49,9 +49,9 @@ async def test_a_stream_resumes_at_another_gateway(world: World, spoil_rate: flo
 
 async def test_a_stream_resumes_before_a_split_stop_string(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
-    text = (await receive(first.ask())).text
+    text = (await receive(first.generate())).text
     stop = text[17:24]
-    whole = await receive(first.ask(logprobs=2, stop=[stop]))
+    whole = await receive(first.generate(logprobs=2, stop=[stop]))
     assert whole.end.stop == stop
     assert whole.text == text[: text.index(stop)]
     for at in range(0, len(whole.tokens), 2):
@@ -61,7 +61,7 @@ async def test_a_stream_resumes_before_a_split_stop_string(world: World) -> None
 
 async def test_a_finished_session_is_replayed_from_any_index(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
-    stream = first.ask(logprobs=1)
+    stream = first.generate(logprobs=1)
     whole = await receive(stream)
     calls = len(world.target.calls), len(world.draft.calls)
     for index in range(MAX_TOKENS + 1):
@@ -78,7 +78,7 @@ async def test_a_finished_session_is_replayed_from_any_index(world: World) -> No
 async def test_the_text_does_not_depend_on_the_chunks(world: World) -> None:
     gateway = await world.gateway(draft="none")
     world.target.gate.close()
-    stream = gateway.ask()
+    stream = gateway.generate()
     received = Received()
     for count in range(1, MAX_TOKENS + 1):
         world.target.gate.permit()
@@ -103,7 +103,7 @@ async def test_a_session_resumes_where_its_log_ends(world: World) -> None:
     assert rest.tokens[:known] == received.tokens[2:]
     world.target.gate.open()
     await rest.listen(resumed)
-    assert [*received.tokens[:2], *rest.tokens] == (whole := await receive(first.ask())).tokens
+    assert [*received.tokens[:2], *rest.tokens] == (whole := await receive(first.generate())).tokens
     assert text_of(received.tokens[:2]) + rest.text == whole.text
 
 

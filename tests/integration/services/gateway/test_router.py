@@ -202,7 +202,7 @@ async def test_a_session_leaves_a_late_replica(here: Here, credit: int) -> None:
     [failed] = answers
     assert isinstance(failed, ev.Failed)
     assert failed.elsewhere
-    await home.was_given_up()
+    await home.was_cancelled()
     answer = await here.verified(target, confirmed(1))
     assert list(answer.tokens) == true_output(PROMPT_TOKENS, 2, SEED)[1:]
     assert (len(home.calls), len(other.calls)) == (2, 1)
@@ -417,7 +417,7 @@ async def test_a_slow_first_verdict_is_hedged(here: Here, credit: int) -> None:
     assert item.replica is not None
     assert item.replica.address == other.address
     assert len(other.calls) == call_count + 1
-    await home.was_given_up()
+    await home.was_cancelled()
     await item.aclose()
     await here.ask(target, confirmed(credit + 1))
     assert len(other.calls) == call_count + 2, "it stays where it was answered"
@@ -431,7 +431,7 @@ async def test_a_hedge_is_traced(here: Here) -> None:
     request = traced_here(kept, MonotonicClock())
     home.gate.close()
     await here.ask(target, confirmed(0))
-    await home.was_given_up()
+    await home.was_cancelled()
     request.release()
     [traced] = await kept.requests()
     assert kept.events(traced, names.HEDGED) == [{names.POOL: "target", names.TO: other.address}]
@@ -449,7 +449,7 @@ async def test_a_hedge_that_loses_is_cancelled(here: Here) -> None:
     home.gate.open()
     [answer] = await asking
     assert isinstance(answer, ev.Verified)
-    await other.was_given_up()
+    await other.was_cancelled()
     assert moves_of(here) == {}
 
 

@@ -79,7 +79,7 @@ class Mesh:
             "tls-client-ca-file": self._files.ca,
         }
 
-    def shown_to_peers(self) -> dict[str, str]:
+    def sent_to_peers(self) -> dict[str, str]:
         files = self._files
         return {"peer-ca-file": files.ca, "peer-cert-file": files.cert, "peer-key-file": files.key}
 
@@ -145,7 +145,7 @@ async def test_no_service_shows_a_secret(own_store: Server, tmp_path: Path) -> N
                     "jwt-audience": AUDIENCE,
                     "jwt-jwks-file": str(write_jwks(tmp_path / "jwks.json", EC)),
                     "store-timeout-s": "0.3",
-                    **mesh.shown_to_peers(),
+                    **mesh.sent_to_peers(),
                 },
             )
             output.command_lines()

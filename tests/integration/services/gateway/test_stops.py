@@ -29,7 +29,7 @@ def seed_with_end(after: int, before: int) -> int:
 @pytest.mark.parametrize("speculation", SPECULATIONS, ids=str)
 async def test_an_answer_is_the_same_with_every_speculation(world: World, speculation: Speculation) -> None:
     gateway = await world.gateway()
-    received = await receive(gateway.ask(speculation=speculation))
+    received = await receive(gateway.generate(speculation=speculation))
     must_be_true(received)
     assert any(received.from_draft) != speculation.off
     assert {call.strategy for call in world.draft.calls} <= {speculation.strategy}
@@ -45,7 +45,7 @@ async def test_a_stop_string_ends_the_answer(gateway: Gateway, speculation: Spec
     for size in (1, 2, 5):
         stop = text[12 : 12 + size]
         at = text.index(stop)
-        received = await receive(gateway.ask(speculation=speculation, stop=["never said", stop]))
+        received = await receive(gateway.generate(speculation=speculation, stop=["never said", stop]))
         assert received.text == text[:at]
         assert (received.end.reason, received.end.stop) == (pb.Finished.REASON_STOP, stop)
         assert text_of(received.tokens) == text[: at + len(stop)], (
@@ -57,7 +57,7 @@ async def test_a_stop_string_ends_the_answer(gateway: Gateway, speculation: Spec
 @any_credit
 async def test_held_back_text_is_sent_at_the_end(gateway: Gateway) -> None:
     text = text_of(output())
-    received = await receive(gateway.ask(stop=[text[-3:] + "!?"]))
+    received = await receive(gateway.generate(stop=[text[-3:] + "!?"]))
     assert received.text == text
     assert received.end.reason == pb.Finished.REASON_LENGTH
 
@@ -67,7 +67,7 @@ async def test_held_back_text_is_sent_at_the_end(gateway: Gateway) -> None:
 async def test_a_stop_token_ends_the_answer(gateway: Gateway, speculation: Speculation) -> None:
     stop = output()[20]
     expected = output(stops=frozenset({stop}))
-    received = await receive(gateway.ask(speculation=speculation, stop_token_ids=[stop]))
+    received = await receive(gateway.generate(speculation=speculation, stop_token_ids=[stop]))
     assert received.tokens == expected
     assert received.text == text_of(expected[:-1])
     assert (received.end.reason, received.end.stop_token_id) == (pb.Finished.REASON_STOP, stop)
@@ -76,11 +76,11 @@ async def test_a_stop_token_ends_the_answer(gateway: Gateway, speculation: Specu
 @any_credit
 async def test_the_eos_token_stops_unless_ignored(gateway: Gateway) -> None:
     seed = seed_with_end(3, 30)
-    received = await receive(gateway.ask(seed=seed, ignore_eos=False))
+    received = await receive(gateway.generate(seed=seed, ignore_eos=False))
     assert received.tokens == output(seed=seed, stops=frozenset({END}))
     assert (received.end.reason, received.end.stop_token_id) == (pb.Finished.REASON_STOP, END)
 
-    received = await receive(gateway.ask(seed=seed, ignore_eos=True))
+    received = await receive(gateway.generate(seed=seed, ignore_eos=True))
     must_be_true(received, seed=seed)
     assert END in received.tokens
     assert received.end.reason == pb.Finished.REASON_LENGTH
@@ -89,12 +89,12 @@ async def test_the_eos_token_stops_unless_ignored(gateway: Gateway) -> None:
 @any_credit
 async def test_min_tokens_delays_stops(gateway: Gateway) -> None:
     seed = seed_with_end(3, 30)
-    received = await receive(gateway.ask(seed=seed, ignore_eos=False, min_tokens=35))
+    received = await receive(gateway.generate(seed=seed, ignore_eos=False, min_tokens=35))
     assert received.tokens == output(seed=seed, stops=frozenset({END}), min_tokens=35)
     assert END not in received.tokens[:35]
 
     text = text_of(output())
-    received = await receive(gateway.ask(stop=[text[2]], min_tokens=10))
+    received = await receive(gateway.generate(stop=[text[2]], min_tokens=10))
     assert len(received.tokens) > 10
     if received.end.reason == pb.Finished.REASON_STOP:
         assert received.end.stop == text[2]
@@ -102,7 +102,7 @@ async def test_min_tokens_delays_stops(gateway: Gateway) -> None:
 
 @any_credit
 async def test_max_tokens_of_one_asks_no_draft(world: World, gateway: Gateway) -> None:
-    received = await receive(gateway.ask(max_tokens=1))
+    received = await receive(gateway.generate(max_tokens=1))
     assert received.tokens == output(1)
     assert received.end.reason == pb.Finished.REASON_LENGTH
     assert not world.draft.calls
@@ -111,7 +111,7 @@ async def test_max_tokens_of_one_asks_no_draft(world: World, gateway: Gateway) -
 @any_credit
 @pytest.mark.parametrize("top", [None, 0, 3])
 async def test_logprobs_are_those_of_the_target(gateway: Gateway, top: int | None) -> None:
-    received = await receive(gateway.ask(logprobs=top))
+    received = await receive(gateway.generate(logprobs=top))
     must_be_true(received)
     assert received.logprobs == (
         [] if top is None else [logprobs_of(token, top) for token in received.tokens]
@@ -129,7 +129,7 @@ async def test_a_chat_goes_through_the_models_template(gateway: Gateway) -> None
 
 async def test_the_pools_receive_the_request_unchanged(world: World, gateway: Gateway) -> None:
     await receive(
-        gateway.ask(
+        gateway.generate(
             temperature=0.5,
             top_p=0.25,
             top_k=7,
@@ -177,7 +177,7 @@ ROUNDED_UP = 1.005
 @any_credit
 async def test_every_request_carries_the_remaining_time(world: World) -> None:
     gateway = await world.gateway(draft_timeout_s=100)
-    must_be_true(await receive(gateway.ask(timeout_s=20)))
+    must_be_true(await receive(gateway.generate(timeout_s=20)))
     for calls in (world.draft.calls, world.target.calls):
         left = [call.slice.remaining_ns for call in calls]
         assert left
@@ -188,6 +188,6 @@ async def test_every_request_carries_the_remaining_time(world: World) -> None:
 async def test_without_a_deadline_requests_have_default_bounds(world: World, credit: int) -> None:
     assert credit == 0
     gateway = await world.gateway(draft_timeout_s=10, verify_timeout_s=30)
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     assert {call.slice.remaining_ns for call in world.target.calls} == {30 * SECOND}
     assert {call.slice.remaining_ns for call in world.draft.calls} == {8 * SECOND}

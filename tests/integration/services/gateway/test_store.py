@@ -29,7 +29,7 @@ async def test_nothing_is_streamed_before_it_is_logged(world: World, own_store: 
     window = 6
     gateway = await world.gateway(window=window, draft="none")
     world.target.gate.close()
-    stream = gateway.ask()
+    stream = gateway.generate()
     received = Received()
     received.receive(await anext(stream))
     await world.target.called(1)
@@ -58,7 +58,7 @@ async def test_a_store_away_for_too_long_is_unavailable(world: World, own_store:
     error = await refused(received.listen(stream))
     assert error.code is grpc.StatusCode.UNAVAILABLE
     assert "store" in error.message
-    assert (await refused(receive(gateway.ask()))).code is grpc.StatusCode.UNAVAILABLE
+    assert (await refused(receive(gateway.generate()))).code is grpc.StatusCode.UNAVAILABLE
     resumed = gateway.client.resume_stream(stream)
     assert (await refused(receive(resumed))).code is grpc.StatusCode.UNAVAILABLE
 
@@ -80,7 +80,7 @@ async def test_a_store_that_restarts_is_a_pause(world: World, gateway: Gateway, 
 async def test_a_clients_deadline_comes_before_the_stores(world: World, own_store: Server) -> None:
     gateway = await world.gateway()
     world.target.gate.close()
-    stream = gateway.ask(timeout_s=1.3)
+    stream = gateway.generate(timeout_s=1.3)
     await anext(stream)
     own_store.pause()
     world.target.gate.open()
@@ -94,23 +94,23 @@ async def test_a_clients_deadline_comes_before_the_stores(world: World, own_stor
 async def test_cancelling_while_the_store_hangs_is_harmless(world: World, own_store: Server) -> None:
     gateway = await world.gateway(draft="none")
     world.target.gate.close()
-    stream = gateway.ask()
+    stream = gateway.generate()
     await anext(stream)
     own_store.pause()
-    starting = gateway.ask()
+    starting = gateway.generate()
     world.target.gate.open()
     await world.target.has_answered(MAX_TOKENS)
     stream.cancel()
     starting.cancel()
     await gateway.idle()
     own_store.go_on()
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     must_be_true(await receive(gateway.client.resume(stream.session_id, 0)))
 
 
 async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[TokenStream, Received]:
     world.target.gate.close()
-    stream = gateway.ask()
+    stream = gateway.generate()
     received = Received()
     for until in (KEPT, RECEIVED):
         world.target.gate.permit(until - len(received.tokens))
@@ -188,7 +188,7 @@ async def test_an_owner_whose_claim_was_lost_is_unavailable(world: World, own_st
     first, second = await world.gateway(draft="none"), await world.gateway(draft="none")
     stream, received = await stream_beyond(world, own_store, first)
     stream.cancel()
-    await world.target.was_given_up()
+    await world.target.was_cancelled()
     await first.idle()
     world.target.gate.permit(1)
     resumed = second.client.resume_stream(stream)
@@ -211,10 +211,10 @@ class Lost:
 
 async def about_to_be_lost(world: World, store: Server) -> Lost:
     gateway = await world.gateway(draft="none")
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     store.keep()
     world.target.gate.close_after(RECEIVED)
-    stream = gateway.ask(idempotency_key="key")
+    stream = gateway.generate(idempotency_key="key")
     return Lost(gateway, stream, await receive(stream, until=RECEIVED))
 
 
@@ -238,4 +238,4 @@ async def test_a_lost_session_without_owner_is_gone(world: World, own_store: Ser
     world.target.gate.open()
     gone = await refused(receive(lost.gateway.client.resume_stream(lost.stream)))
     assert gone.code is grpc.StatusCode.NOT_FOUND
-    must_be_true(await receive(lost.gateway.ask()))
+    must_be_true(await receive(lost.gateway.generate()))

@@ -29,7 +29,7 @@ from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, any_credit, 
 async def test_a_broken_stream_to_the_target_is_a_pause(world: World, code: grpc.StatusCode) -> None:
     gateway = await world.gateway()
     world.target.gate.close()
-    streams = [gateway.ask(), gateway.ask()]
+    streams = [gateway.generate(), gateway.generate()]
     await world.target.called(2)
     world.target.fail(code, times=3)
     world.target.gate.open()
@@ -44,7 +44,7 @@ async def test_a_broken_stream_to_the_target_is_a_pause(world: World, code: grpc
 )
 async def test_a_refused_request_is_sent_again(world: World, gateway: Gateway, code: grpc.StatusCode) -> None:
     world.target.item_failure = code
-    stream = gateway.ask()
+    stream = gateway.generate()
     await world.target.has_answered(2)
     world.target.item_failure = None
     must_be_true(await receive(stream))
@@ -93,15 +93,15 @@ async def test_a_session_is_resumable_after_its_target_died(world: World) -> Non
 async def test_a_hanging_target_times_out(world: World) -> None:
     gateway = await world.gateway(target_timeout_s=0.2, verify_timeout_s=0.2)
     world.target.gate.close()
-    error = await refused(receive(gateway.ask()))
+    error = await refused(receive(gateway.generate()))
     assert error.code is grpc.StatusCode.UNAVAILABLE
-    await world.target.was_given_up()
+    await world.target.was_cancelled()
     assert len(world.target.calls) == 1
 
 
 async def test_invalid_logits_are_an_internal_error(world: World, gateway: Gateway) -> None:
     world.target.item_failure = grpc.StatusCode.INTERNAL
-    stream = gateway.ask()
+    stream = gateway.generate()
     received = Received()
     error = await refused(received.listen(stream))
     assert (error.code, error.message) == (grpc.StatusCode.INTERNAL, "internal error")
@@ -142,14 +142,14 @@ async def test_an_invalid_verdict_reaches_no_client(
     gateway = await world.gateway()
     world.target.spoil = broken
     received = Received()
-    error = await refused(received.listen(gateway.ask()))
+    error = await refused(received.listen(gateway.generate()))
     assert error.code is grpc.StatusCode.INTERNAL
     assert not received.tokens
 
 
 async def test_a_cache_of_other_tokens_is_a_miss(world: World, gateway: Gateway) -> None:
     world.target.gate.close_after(2)
-    stream = gateway.ask()
+    stream = gateway.generate()
     await world.target.called(3)
     for held in world.target._held.values():
         held[3:] = [(token + 1) % 256 for token in held[3:]]
@@ -161,7 +161,7 @@ async def test_a_cache_of_other_tokens_is_a_miss(world: World, gateway: Gateway)
 async def test_a_change_of_build_is_reported_at_its_token(world: World) -> None:
     gateway, other = await world.gateway(draft="none"), await world.gateway(draft="none")
     world.target.gate.close()
-    stream = gateway.ask(logprobs=0)
+    stream = gateway.generate(logprobs=0)
     for index in range(1, 4):
         world.target.gate.permit()
         await world.target.called(index + 1)
@@ -196,18 +196,18 @@ async def test_a_change_of_build_is_reported_on_resume(world: World) -> None:
 @any_credit
 async def test_a_restarted_target_is_identified_before_use(world: World) -> None:
     gateway = await world.gateway(target_timeout_s=3)
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     await world.target.stop()
     world.target.fingerprint = "build-2"
     await world.target.start()
-    must_be_true(await receive(gateway.ask()))
+    must_be_true(await receive(gateway.generate()))
     assert (await gateway.client.model_info()).fingerprint == "build-2"
 
     await world.target.stop()
     world.target.tokenizer_hash = "another"
     await world.target.start()
     calls = len(world.target.calls)
-    error = await refused(receive(gateway.ask()))
+    error = await refused(receive(gateway.generate()))
     assert error.code is grpc.StatusCode.UNAVAILABLE
     assert len(world.target.calls) == calls, "the tokens of one tokenizer mean nothing to another"
 
@@ -218,6 +218,6 @@ async def test_a_failing_tokenizer_is_an_internal_error(world: World) -> None:
 
     gateway = await world.gateway()
     cast("Any", gateway.running.service)._streams._decode = fails
-    error = await refused(receive(gateway.ask()))
+    error = await refused(receive(gateway.generate()))
     assert (error.code, error.message) == (grpc.StatusCode.INTERNAL, "internal error")
     await gateway.idle()

@@ -86,7 +86,7 @@ async def test_an_answer_comes_over_tls_on_every_hop(mesh: Mesh) -> None:
     await mesh.secure_both()
     gateway = await mesh.start_gateway()
     async with mesh.calling(gateway) as seen:
-        received = await receive(seen.ask())
+        received = await receive(seen.generate())
     must_be_true(received)
     assert mesh.world.draft.answered
     assert (mesh.world.target.streams, mesh.world.draft.streams) == (["peer"], ["peer"])
@@ -142,7 +142,7 @@ async def test_a_draft_that_is_not_trusted_is_not_used(mesh: Mesh) -> None:
     mesh["draft"].put_pair(mesh.authority.ca, mesh.other.issue("draft"))
     gateway = await mesh.start_gateway()
     async with mesh.calling(gateway) as seen:
-        received = await receive(seen.ask())
+        received = await receive(seen.generate())
     must_be_true(received)
     assert not any(received.from_draft)
     assert not mesh.world.draft.calls
@@ -154,7 +154,9 @@ async def test_a_client_needs_a_certificate(mesh: Mesh) -> None:
     ours, foreign = mesh["client"], mounted(mesh.directory / "x", mesh.authority.ca, mesh.other.issue("x"))
     for tls in (None, Tls(ours.ca), Tls(foreign.ca, foreign.cert, foreign.key)):
         async with AsyncClient(gateway.address, retries=NO_RETRIES, tls=tls) as client:
-            assert (await refused(receive(replace(gateway, client=client).ask()))).code.name == "UNAVAILABLE"
+            assert (
+                await refused(receive(replace(gateway, client=client).generate()))
+            ).code.name == "UNAVAILABLE"
     assert not mesh.world.target.calls
 
 
@@ -176,17 +178,17 @@ class Answering:
     def __init__(self, mesh: Mesh, gateway: Gateway) -> None:
         self._gate = mesh.world.target.gate
         self._gate.close()
-        self._stream = gateway.ask(max_tokens=LONG, speculation=Speculation(k=1))
-        self._heard = Received()
+        self._stream = gateway.generate(max_tokens=LONG, speculation=Speculation(k=1))
+        self._received = Received()
 
     async def goes_on(self) -> None:
         self._gate.permit()
-        await self._heard.listen(self._stream, until=len(self._heard.tokens) + 1)
-        assert self._heard.finished is None
+        await self._received.listen(self._stream, until=len(self._received.tokens) + 1)
+        assert self._received.finished is None
 
     async def ends_as_it_must(self) -> None:
         self._gate.open()
-        must_be_true(await self._heard.listen(self._stream), max_tokens=LONG)
+        must_be_true(await self._received.listen(self._stream), max_tokens=LONG)
 
     async def until_spoken_to_by(self, mesh: Mesh, caller: str) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -210,7 +212,7 @@ async def test_authorities_and_certificates_are_replaced_under_a_stream(mesh: Me
         await answering.until_spoken_to_by(mesh, "peer-4")
         await answering.ends_as_it_must()
     async with mesh.calling(gateway) as newer:
-        must_be_true(await receive(newer.ask()))
+        must_be_true(await receive(newer.generate()))
     mesh["client"].put_pair(mesh.authority.ca, mesh.authority.issue("client"))
     async with mesh.calling(gateway) as older:
-        assert (await refused(receive(older.ask()))).code.name == "UNAVAILABLE"
+        assert (await refused(receive(older.generate()))).code.name == "UNAVAILABLE"

@@ -39,7 +39,7 @@ async def test_a_token_names_a_principal_of_its_own(world: World) -> None:
     ids = []
     for output in (ALICE, EC.token(sub="alice"), EC.token(sub="alice", exp=int(time.time()) + 60)):
         async with calling(gateway, output) as caller:
-            stream = caller.ask(idempotency_key=idempotent)
+            stream = caller.generate(idempotency_key=idempotent)
             must_be_true(await receive(stream))
             ids.append(stream.session_id)
     assert ids[0] != ids[1] == ids[2]
@@ -58,7 +58,11 @@ async def test_a_bad_token_is_refused_before_any_work(world: World) -> None:
     ):
         async with calling(gateway, output) as caller:
             client = caller.client
-            for call in (receive(caller.ask()), receive(client.resume("0" * 32, 0)), client.model_info()):
+            for call in (
+                receive(caller.generate()),
+                receive(client.resume("0" * 32, 0)),
+                client.model_info(),
+            ):
                 error = await refused(call)
                 assert error.code is grpc.StatusCode.UNAUTHENTICATED
                 assert reported in error.message
@@ -79,7 +83,7 @@ async def test_a_stream_outlives_its_token(world: World) -> None:
     world.target.gate.close_after(1)
     expires = int(time.time()) + 2
     async with calling(gateway, EC.token(exp=expires)) as caller:
-        stream = caller.ask()
+        stream = caller.generate()
         received = await receive(stream, until=1)
         await asyncio.sleep(expires + 0.1 - time.time())
         assert JWT_EXPIRED in (await refused(caller.client.model_info())).message
@@ -120,7 +124,7 @@ async def test_unknown_key_ids_do_not_flood_the_issuer(world: World, issuer: Iss
         jwt_ca_file=issuer.ca_file,
     )
     async with calling(gateway, EC.token()) as caller:
-        must_be_true(await receive(caller.ask()))
+        must_be_true(await receive(caller.generate()))
     assert issuer.requests == ["/keys"]
     for number in range(50):
         async with calling(gateway, EC.token({"kid": f"made-up-{number}"})) as caller:
@@ -141,4 +145,4 @@ async def test_tokens_are_unavailable_while_the_issuer_is_away(world: World, iss
         assert "issuer cannot be fetched" in error.message
         assert issuer.url not in error.message
     async with calling(gateway, ALICE) as caller:
-        must_be_true(await receive(caller.ask(max_tokens=MAX_TOKENS)))
+        must_be_true(await receive(caller.generate(max_tokens=MAX_TOKENS)))

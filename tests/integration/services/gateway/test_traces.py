@@ -30,7 +30,7 @@ async def test_one_trace_holds_a_request_without_content(world: World, tmp_path:
         environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.endpoint
         environment["OTEL_EXPORTER_OTLP_INSECURE"] = "true"
         async with gateway_process(world, log, environment) as address:
-            await ask_within_a_trace(address)
+            await generate_within_a_trace(address)
             await collector.has("text_completion tiny", "round")
         spans = collector.in_trace(TRACE)
         exported = collector.exported
@@ -83,7 +83,7 @@ async def test_one_trace_holds_a_request_without_content(world: World, tmp_path:
     assert (ended["session_id"], ended["level"]) == (session_id.decode(), "info")
 
 
-async def ask_within_a_trace(address: str) -> None:
+async def generate_within_a_trace(address: str) -> None:
     options = GenerateOptions(max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True, speculation=Speculation(k=4))
     request = generate_request(PROMPT, options)
     async with grpc.aio.insecure_channel(address) as channel:

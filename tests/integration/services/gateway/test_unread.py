@@ -47,7 +47,7 @@ async def left_unread(gateway: Gateway, max_tokens: int, count: int) -> AsyncIte
 async def held_up(world: World, gateway: Gateway, stream: TokenStream) -> int:
     before = -1
     while before != (before := world.target.confirmed[stream.session_id]):
-        must_be_true(await receive(gateway.ask()))
+        must_be_true(await receive(gateway.generate()))
     return before
 
 
@@ -59,7 +59,7 @@ async def test_unread_streams_end_and_stay_resumable(world: World) -> None:
         await gateway.has_places()
         confirmed = dict(world.target.confirmed)
         for _ in range(STREAMS):
-            must_be_true(await receive(gateway.ask()))
+            must_be_true(await receive(gateway.generate()))
         assert {session_id: world.target.confirmed[session_id] for session_id in confirmed} == confirmed
         for stream in streams:
             received = Received()
@@ -79,7 +79,7 @@ async def test_an_unread_finished_answer_frees_its_place(world: World) -> None:
     async with left_unread(gateway, SHORT, 1) as [stream]:
         await gateway.has_places()
         assert world.target.confirmed[stream.session_id] == SHORT, "it was worked on to its end"
-        must_be_true(await receive(gateway.ask()))
+        must_be_true(await receive(gateway.generate()))
         received = Received()
         error = await refused(received.listen(stream))
         assert error.code is grpc.StatusCode.UNAVAILABLE

@@ -23,16 +23,16 @@ _SHORT_S, _LONG_S = 0.5, 60.0
 def main() -> None:
     torch.set_num_threads(1)
     parent = os.getpid()
-    over, say_over = os.pipe()
+    over, release = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
         meeting = Meeting(file=str(Path(folder, "meeting")))
         if os.fork() == 0:
             die_with_parent(parent)
-            os.close(say_over)
+            os.close(release)
             _be_late(_join(1, meeting), over)
             os._exit(0)
         results = _wait_for_it(_join(0, meeting))
-        os.close(say_over)
+        os.close(release)
         os.wait()
     sys.stdout.write(json.dumps(results) + "\n")
 

@@ -293,25 +293,25 @@ class FuzzWorld:
         for answer in self._scheduler.take_responses():
             session = self._by_item.get(answer.request_id)
             if session is not None:
-                self._hear(session, answer)
+                self._check_answer(session, answer)
 
-    def _hear(self, session: _Session, answer: Response) -> None:
+    def _check_answer(self, session: _Session, answer: Response) -> None:
         current = session.item == answer.request_id
         if answer.is_last:
             del self._by_item[answer.request_id]
         outcome = answer.outcome
         self.counts.happened[type(outcome).__name__] += 1
         if isinstance(outcome, Confirmed):
-            self._hear_confirmed(session, outcome, current=current)
+            self._check_confirmed(session, outcome, current=current)
         elif isinstance(outcome, Miss):
             agrees = outcome.prefix_hash == prefix_hash(session.tokens[: outcome.have])
             session.held = min(outcome.have, len(session.tokens) - 1) if agrees else 0
         elif isinstance(outcome, GalleyError) and current:
-            self._hear_error(session, outcome)
+            self._check_error(session, outcome)
         if current and answer.is_last:
             session.item, session.request = None, None
 
-    def _hear_confirmed(self, session: _Session, confirmed: Confirmed, *, current: bool) -> None:
+    def _check_confirmed(self, session: _Session, confirmed: Confirmed, *, current: bool) -> None:
         if not current:
             return
         if confirmed.position != len(session.tokens):
@@ -328,7 +328,7 @@ class FuzzWorld:
         if session.request is not None and len(session.tokens) > session.request.max_position:
             raise AssertionError("confirmed beyond max_position")
 
-    def _hear_error(self, session: _Session, error: GalleyError) -> None:
+    def _check_error(self, session: _Session, error: GalleyError) -> None:
         if not isinstance(error, Broken | Overloaded | DeadlinePassed) and type(error) is not ServerFault:
             raise AssertionError(f"an error of another kind: {error!r}") from error
         if isinstance(error, Broken):
@@ -378,12 +378,12 @@ class FuzzWorld:
             return ()
         if kind < 0.5 or (self._size.poison is not None and self._size.poison in tokens):
             return tuple(self._random.randrange(self._size.vocab) for _ in range(count))
-        known = self._said_before(tokens, count)
+        known = self.earlier_tokens(tokens, count)
         if known and kind < 0.65:
             known[-1] = (known[-1] + 1) % self._size.vocab
         return tuple(known)
 
-    def _said_before(self, tokens: Sequence[int], count: int) -> list[int]:
+    def earlier_tokens(self, tokens: Sequence[int], count: int) -> list[int]:
         known: list[int] = []
         while len(known) < min(count, 3) and self._size.poison not in known:
             draw = Draw(SamplingParams(0.0), [*tokens, *known], len(tokens), frozenset(), 0)

@@ -19,7 +19,7 @@ def _chunk(text: str, *, from_draft: bool) -> pb.StreamEvent:
     return pb.StreamEvent(chunk=pb.Chunk(token_ids=[1], text=text, from_draft=[from_draft]))
 
 
-def _shown(console: Console) -> str:
+def _output_of(console: Console) -> str:
     view = TextView(console, origins=True)
     for text, from_draft in (
         ("The", False),
@@ -46,17 +46,17 @@ def _console(*, terminal: bool, no_color: bool = False) -> Console:
 
 
 def test_draft_tokens_are_green_without_wrapping_or_markup() -> None:
-    output = _shown(_console(terminal=True))
+    output = _output_of(_console(terminal=True))
     assert output == f"The{GREEN} cat{RESET}{GREEN} [b]sat{RESET} down\n"
 
 
 def test_without_colours_they_are_underlined() -> None:
-    output = _shown(_console(terminal=True, no_color=True))
+    output = _output_of(_console(terminal=True, no_color=True))
     assert output == f"The{UNDERLINE} cat{RESET}{UNDERLINE} [b]sat{RESET} down\n"
 
 
 def test_without_a_terminal_they_are_in_brackets() -> None:
-    assert _shown(_console(terminal=False)) == "The[ cat [b]sat] down\n"
+    assert _output_of(_console(terminal=False)) == "The[ cat [b]sat] down\n"
 
 
 @pytest.mark.parametrize("terminal", [True, False])

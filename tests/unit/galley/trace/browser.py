@@ -92,7 +92,7 @@ class Browser:
         self._loaded = False
         self.send("Page.navigate", url=path.as_uri())
         while not self._loaded:
-            self._hear()
+            self._receive()
 
     def value(self, expression: str) -> Any:
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -133,13 +133,13 @@ class Browser:
             message["sessionId"] = self._session
         os.write(self._commands, json.dumps(message).encode() + b"\0")
         while True:
-            received = self._hear()
+            received = self._receive()
             if received.get("id") == message["id"]:
                 if "error" in received:
                     raise AssertionError(f"{method}: {received['error']}")
                 return received["result"]
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         deadline = time.monotonic() + _PATIENCE_S
         while b"\0" not in self._unread:
             if not select.select([self._answers], [], [], deadline - time.monotonic())[0]:

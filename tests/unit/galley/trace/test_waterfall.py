@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parent / "golden"
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def shown(story: Story, *, width: int = 80, colours: bool = False, everything: bool = False) -> str:
+def text_of(story: Story, *, width: int = 80, colours: bool = False, everything: bool = False) -> str:
     console = Console(
         file=io.StringIO(),
         width=width,
@@ -46,7 +46,7 @@ def story_of(scene: Scene) -> Story:
 
 @pytest.mark.parametrize("name", ["eventful", "long", "resumed"])
 def test_as_committed(name: str) -> None:
-    text = shown(story_of(getattr(scenes, name)()))
+    text = text_of(story_of(getattr(scenes, name)()))
     golden = GOLDEN / f"{name}.txt"
     if os.environ.get("GALLEY_REWRITE_GOLDEN"):
         golden.parent.mkdir(exist_ok=True)
@@ -62,15 +62,15 @@ def test_documented_screen_is_current() -> None:
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("name", ["eventful", "long", "resumed", "hostile"])
 def test_it_fits_the_width(name: str, width: int) -> None:
-    text = shown(story_of(getattr(scenes, name)()), width=width)
+    text = text_of(story_of(getattr(scenes, name)()), width=width)
     assert max(map(len, text.splitlines())) <= max(width, 60)
 
 
 def test_colours_add_nothing_but_colours() -> None:
     story = story_of(scenes.eventful())
-    coloured = shown(story, colours=True)
+    coloured = text_of(story, colours=True)
     assert "\x1b[33m█" in coloured
-    for plain, bare in zip(shown(story).splitlines(), _ESCAPES.sub("", coloured).splitlines(), strict=True):
+    for plain, bare in zip(text_of(story).splitlines(), _ESCAPES.sub("", coloured).splitlines(), strict=True):
         before_bar = bare.split("█")[0]
         assert plain.startswith(before_bar)
         assert len(plain.rstrip()) == len(bare.rstrip())
@@ -79,14 +79,14 @@ def test_colours_add_nothing_but_colours() -> None:
 def test_a_bar_shows_each_part_in_proportion() -> None:
     scene = Scene()
     scene.request().round(draft=10, queue=20, compute=30, wire=15, commit=5).end()
-    (line,) = [line for line in shown(scene.story(), width=125).splitlines() if line.startswith("> ")]
+    (line,) = [line for line in text_of(scene.story(), width=125).splitlines() if line.startswith("> ")]
     bar = line.split()[-1]
     assert bar == "D" * 10 + "Q" * 20 + "C" * 30 + "W" * 15 + "L" * 5
 
 
 def test_long_answer_is_shortened_unless_all_is_set() -> None:
     story = story_of(scenes.long(400))
-    short, whole = shown(story), shown(story, everything=True)
+    short, whole = text_of(story), text_of(story, everything=True)
     assert len(short.splitlines()) < 60
     assert "> " in short
     assert re.search(r"\.\.\. 1\d\d rounds, .* none above 31\.0 ms", short)
@@ -99,14 +99,14 @@ def test_of_very_many_events_the_first_are_shown() -> None:
     for _ in range(50):
         request.event(names.STORE_RETRIED)
     request.end()
-    text = shown(scene.story())
+    text = text_of(scene.story())
     assert text.count("! store.retried") == 20
     assert "... 30 more events" in text
-    assert shown(scene.story(), everything=True).count("! store.retried") == 50
+    assert text_of(scene.story(), everything=True).count("! store.retried") == 50
 
 
 def test_control_codes_are_not_sent_to_the_terminal() -> None:
-    text = shown(story_of(scenes.hostile()), colours=True)
+    text = text_of(story_of(scenes.hostile()), colours=True)
     assert "script" in text
     left = _ESCAPES.sub("", text)
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", left)
@@ -117,7 +117,7 @@ def test_answer_without_rounds_is_explained_by_its_totals() -> None:
     scene = Scene()
     fields = {names.SLOWEST_ROUND_NS: ns(99), names.SLOWEST_ROUND_POSITION: 120, names.ROUNDS: 40}
     scene.request(attributes=fields).event(names.CLIENT_STALLED, stalled_ns=ns(30)).end()
-    text = " ".join(shown(scene.story()).split())
+    text = " ".join(text_of(scene.story()).split())
     assert "the slowest was at position 120 and took 99.0 ms" in text
     assert "40 rounds of it are not in the trace" in text
     assert "client.stalled: stalled 30.0 ms" in text

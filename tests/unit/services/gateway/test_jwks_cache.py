@@ -18,13 +18,13 @@ OLD, NEW = KeySet([]), KeySet([])
 class Issuer:
     def __init__(self) -> None:
         self.published: KeySet | None = OLD
-        self.asked = 0
+        self.fetches = 0
         self.gate = Gate()
         self.now_s = 1000.0
         self.keys = CachedJwks(self._fetch, REFRESH_S, STALE_S, lambda: self.now_s)
 
     async def _fetch(self) -> KeySet:
-        self.asked += 1
+        self.fetches += 1
         await self.gate.enter()
         if self.published is None:
             raise OSError("the issuer is away")
@@ -52,13 +52,13 @@ async def test_the_first_call_waits_for_the_keys_and_the_others_with_it() -> Non
     calls[0].cancel()
     issuer.gate.open()
     assert set(await asyncio.gather(*calls[1:])) == {OLD}
-    assert issuer.asked == 1
+    assert issuer.fetches == 1
 
 
 async def test_old_keys_are_refreshed_while_in_use(issuer: Issuer) -> None:
     issuer.now_s += REFRESH_S
     assert await issuer.keys.current() is OLD
-    assert issuer.asked == 1
+    assert issuer.fetches == 1
     issuer.now_s += 1
     issuer.published = NEW
     issuer.gate.close()
@@ -68,7 +68,7 @@ async def test_old_keys_are_refreshed_while_in_use(issuer: Issuer) -> None:
     issuer.gate.open()
     await issuer.settled()
     assert await issuer.keys.current() is NEW
-    assert issuer.asked == 2
+    assert issuer.fetches == 2
 
 
 async def test_keys_that_are_too_old_are_fetched_first(issuer: Issuer) -> None:
@@ -81,12 +81,12 @@ async def test_an_unknown_id_fetches_the_keys_rarely(issuer: Issuer) -> None:
     issuer.published = NEW
     for _ in range(1000):
         assert await issuer.keys.refreshed() is OLD
-    assert issuer.asked == 1
+    assert issuer.fetches == 1
     issuer.now_s += MIN_FETCH_INTERVAL_S
     assert await issuer.keys.refreshed() is NEW
     for _ in range(1000):
         assert await issuer.keys.refreshed() is NEW
-    assert issuer.asked == 2
+    assert issuer.fetches == 2
 
 
 async def test_a_failing_issuer_is_not_asked_more_often(issuer: Issuer) -> None:
@@ -97,7 +97,7 @@ async def test_a_failing_issuer_is_not_asked_more_often(issuer: Issuer) -> None:
             assert await issuer.keys.current() is OLD
             await issuer.settled()
             assert await issuer.keys.refreshed() is OLD
-    assert issuer.asked == 2
+    assert issuer.fetches == 2
     [failure] = logs
     assert (failure["log_level"], failure["error"]) == ("error", "the issuer is away")
 
@@ -130,7 +130,7 @@ async def test_without_keys_no_call_is_authenticated() -> None:
     for _ in range(3):
         with pytest.raises(AuthenticationUnavailable, match="try again"):
             await issuer.keys.current()
-    assert issuer.asked == 1
+    assert issuer.fetches == 1
     issuer.now_s += MIN_FETCH_INTERVAL_S
     issuer.published = OLD
     assert await issuer.keys.current() is OLD

@@ -137,9 +137,9 @@ def gate(tmp_path: Path) -> Gate:
 
 
 async def test_a_token_names_its_principal(gate: Gate) -> None:
-    nobodys = PrincipalLimits(max_priority=0)
+    limits = PrincipalLimits(max_priority=0)
     for issuer in (RSA, EC):
-        assert await gate.accept(issuer.token()) == Principal("jwt:alice", nobodys)
+        assert await gate.accept(issuer.token()) == Principal("jwt:alice", limits)
     assert (await gate.who(authorization=f"bearer {EC.token(sub='bob')}")).name == "jwt:bob"
 
 

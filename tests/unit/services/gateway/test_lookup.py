@@ -88,10 +88,10 @@ def test_a_round_of_a_long_session_is_incremental() -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(5, 7), max_size=6), st.integers(0, 3))))
-def test_it_proposes_as_a_fresh_lookup_would(asked: list[tuple[int, list[int], int]]) -> None:
+def test_it_proposes_as_a_fresh_lookup_would(requests: list[tuple[int, list[int], int]]) -> None:
     lookup, tokens = LocalLookup(), [1]
     ask(lookup, tokens)
-    for kept, further, guessed in asked:
+    for kept, further, guessed in requests:
         tokens = [*tokens[:kept], *further]
         start, ahead = len(tokens) - len(further), min(guessed, len(tokens))
         assert ask(lookup, tokens, start=start, ahead=ahead) == ask(LocalLookup(), tokens, ahead=ahead)

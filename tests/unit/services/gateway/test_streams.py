@@ -43,9 +43,6 @@ class Scripted:
         self._chunks = chunks
         self._end = end
 
-    def tell(self, event: ev.Event) -> None:
-        raise AssertionError(event)
-
     async def run(self) -> ev.End:
         try:
             self.outbox.put(self._chunks)
