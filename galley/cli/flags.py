@@ -50,7 +50,7 @@ def not_secret(ctx: typer.Context, param: typer.CallbackParam, value: str | None
     """Refuse a secret on the command line, where everybody can read it."""
     source = ctx.get_parameter_source(param.name or "")
     if value and source is not None and source.name == "COMMANDLINE":
-        from galley.common.config.secrets import is_secret  # noqa: PLC0415  # slow to load
+        from galley.common.config.settings import is_secret  # noqa: PLC0415  # slow to load
 
         if is_secret(value):
             raise typer.BadParameter(

@@ -11,8 +11,10 @@ from operator import add
 
 from opentelemetry import trace
 
-from galley.common.tracing.item_spans import LINK_ITEM, ItemSpan, record_failure
+from galley.common.tracing.item_spans import LINK_ITEM, ItemSpan
 from galley.common.tracing.light_spans import LightSpan, SpanScope, packed, unpacked
+from galley.common.tracing.telemetry import fail
+from galley.common.wire.status import error_type
 from galley.core import names
 from galley.core.errors import GalleyError
 from galley.core.scheduler.messages import BatchInfo, Confirmed, Response
@@ -98,7 +100,7 @@ class Batch:
 
     def failed(self, error: GalleyError) -> trace.Span:
         """Note that the step failed with the error that its sessions get; return the span, for the log."""
-        record_failure(self._span, error)
+        fail(self._span, error_type(error))
         return self._span
 
     def end(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from galley.common.metrics.cells import Distributed
 from galley.common.metrics.metric import Metric
-from galley.common.metrics.registry import Point, Registry
+from galley.common.metrics.registry import Distributed, Point, Registry
 
 
 def _point(registry: Registry, metric: Metric, *labels: str) -> Point:

@@ -21,9 +21,8 @@ from opentelemetry.sdk.metrics import export as sdk
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from galley.common.metrics.cells import Distributed, Exemplar
 from galley.common.metrics.metric import Kind, LabelValues, Metric
-from galley.common.metrics.registry import Reading, Registry
+from galley.common.metrics.registry import Distributed, Exemplar, Reading, Registry
 from galley.common.tracing.exporting import ReloadingExporter, resource_of
 from galley.common.tracing.otlp import FLUSH_S
 from galley.version import __version__

@@ -25,9 +25,8 @@ from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as NamedExemplar
 
-from galley.common.metrics.cells import Distributed, Exemplar
 from galley.common.metrics.metric import Kind, LabelValues
-from galley.common.metrics.registry import Reading, Registry
+from galley.common.metrics.registry import Distributed, Exemplar, Reading, Registry
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"

@@ -1,6 +1,6 @@
 """Call Redis 7.0 or Valkey, and run server-side scripts by their hash.
 
-Calls of the same moment are sent together (`batches.py`). A cancelled caller never leaves a connection with
+Calls of the same moment are sent together (`Batches`). A cancelled caller never leaves a connection with
 an unread reply: each command runs in a shielded task that ends when the reply is read or times out.
 """
 
@@ -14,9 +14,8 @@ from typing import Any, TypeVar, cast
 
 from redis import exceptions as redis_errors
 
-from galley.common.redis.batches import Command
 from galley.common.redis.connections import Connector
-from galley.common.redis.nodes import Node, nodes_of
+from galley.common.redis.nodes import Command, Node, nodes_of
 from galley.common.redis.url import parse_redis_url
 from galley.core.errors import Broken, StoreUnavailable
 

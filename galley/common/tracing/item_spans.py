@@ -67,7 +67,7 @@ class ItemSpan:
     def failed(self, error: BaseException) -> None:
         if self.span is not None:
             self._outcome = _ERROR
-            record_failure(self.span, error)
+            fail(self.span, error_type(error))
 
     def end(self) -> None:
         """End the span; without a response or an error the request was cancelled."""
@@ -99,7 +99,3 @@ def _begin(scope: SpanScope, name: str, parent: str, session_id: str) -> LightSp
 def is_sampled(parent: str) -> bool:
     """Return True if the traceparent is sampled; a cheap check that accepts some invalid ones."""
     return parent[_FLAG : _FLAG + 1] in _ODD
-
-
-def record_failure(span: trace.Span, error: BaseException) -> None:
-    fail(span, error_type(error))

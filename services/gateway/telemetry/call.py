@@ -13,10 +13,9 @@ from opentelemetry.trace import SpanContext
 
 from galley.common.logs import get_logger, level_of
 from galley.common.metrics import catalogue
-from galley.common.metrics.cells import span_ref
 from galley.common.metrics.labels import CALLER_FAULT, ENDS, NO_FAULT, OK, SERVER_FAULT
 from galley.common.metrics.metric import OTHER
-from galley.common.metrics.registry import Registry
+from galley.common.metrics.registry import Registry, span_ref
 from galley.common.wire.status import code_of, error_type
 from galley.core.admission.admission import OWN_STREAMS, OWN_TOKENS
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged

@@ -12,9 +12,8 @@ from functools import partial
 from opentelemetry.trace import SpanContext
 
 from galley.common.metrics import catalogue
-from galley.common.metrics.cells import span_ref
 from galley.common.metrics.labels import NO_WORKLOAD, OK, WORKLOAD
-from galley.common.metrics.registry import Registry
+from galley.common.metrics.registry import Registry, span_ref
 from galley.common.wire.status import error_type
 from galley.core.errors import GalleyError
 from galley.core.session.events import RoundEnded

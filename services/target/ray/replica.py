@@ -21,7 +21,7 @@ import ray
 from pydantic import SecretStr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from galley.common.config.secrets import read_secret
+from galley.common.config.settings import read_secret
 from galley.common.logs import get_logger, start_logging
 from galley.common.metrics.labels import TARGET
 from galley.common.metrics.metering import ANY_PORT, OFF, Metering, flush_telemetry, start_metering

@@ -12,9 +12,8 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
-from galley.common.models.chat_template import ChatTemplate
 from galley.common.models.files import DEFAULT_MODEL, tokenizer_hash
-from galley.common.models.tokenizer import Tokenizer
+from galley.common.models.tokenizer import ChatTemplate, Tokenizer
 from galley.core.errors import InvalidField
 from galley.engine.load.resolve import resolve_model
 

@@ -12,10 +12,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from galley.common.metrics import catalogue
-from galley.common.metrics.cells import Bound, Count, Distribution, Series, span_ref
 from galley.common.metrics.labels import SERVICES, STRATEGY, WORKLOAD
 from galley.common.metrics.metric import OTHER, Kind, Metric
-from galley.common.metrics.registry import Registry
+from galley.common.metrics.registry import Bound, Count, Distribution, Registry, Series, span_ref
 from galley.common.metrics.scrape import OPEN_METRICS, TEXT, render
 from galley.version import __version__
 from tests.fakes.readings import count, histogram, number

@@ -9,8 +9,7 @@ from unittest.mock import patch
 import pytest
 from pydantic_settings import BaseSettings
 
-from galley.common.config.secrets import MAX_SECRET_BYTES, load_secret_files
-from galley.common.config.settings import parse_settings, settings_config
+from galley.common.config.settings import MAX_SECRET_BYTES, load_secret_files, parse_settings, settings_config
 from services.draft.settings import DraftSettings
 from services.gateway.settings import GatewaySettings
 
