@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -107,11 +108,7 @@ def build(
     """Return the function that builds the service; measurements pass another store. Raise BadFile."""
     refuse_bad_files(settings.redis_url)
     tls = {role: _channel_tls(settings, role) for role in ("target", "draft")}
-
-    async def build_gateway(server: grpc.aio.Server, parts: Parts) -> GatewayService:
-        return await _build(settings, tuning, tls, open_store, server, parts)
-
-    return build_gateway
+    return partial(_build, settings, tuning, tls, open_store)
 
 
 def _channel_tls(settings: GatewaySettings, role: str) -> ChannelTls | None:

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 from structlog.contextvars import bind_contextvars
 
+from galley.common.wire.codec import logprobs_message
 from galley.core.admission.admission import AdmissionSlot
 from galley.core.admission.principal import Principal
-from galley.core.answer.answer import Ending, SessionSpec
+from galley.core.answer.answer import Chunk, Ending, NumericsChanged, Reason, SessionSpec
 from galley.core.errors import Broken
 from galley.core.names import STRATEGIES
 from galley.core.session import events as ev
+from galley.core.session.machine import Session
 from galley.core.session.ports import Clock
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -27,7 +29,6 @@ from services.gateway.auth.authentication import caller
 from services.gateway.clock import SECOND
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.targets import TargetPool
-from services.gateway.request import respond as events_pb
 from services.gateway.request.validate import (
     Limits,
     Model,
@@ -39,13 +40,20 @@ from services.gateway.request.validate import (
     parse_session_id,
     session_id_for,
 )
-from services.gateway.session.pump import Pump
 from services.gateway.session.runner import SessionRunner
-from services.gateway.session.streams import Streams
+from services.gateway.session.streams import Pump, Streams
 from services.gateway.telemetry.observer import RequestObserver, RequestObservers
 
 if TYPE_CHECKING:
     from galley.common.models.tokenizer import Tokenizer
+
+
+_REASONS = {
+    Reason.STOP: pb.Finished.REASON_STOP,
+    Reason.LENGTH: pb.Finished.REASON_LENGTH,
+    Reason.ABORTED: pb.Finished.REASON_ABORTED,
+}
+_STATS = tuple(pb.SpeculationStats.DESCRIPTOR.fields_by_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +198,12 @@ class GenerationServicer(rpc.GenerationServicer):
     ) -> AsyncGenerator[pb.StreamEvent, None]:
         pump = Pump(runner, context, self.streams, place)
         try:
-            yield events_pb.started(runner.session, self.model.name)
+            yield _started(runner.session, self.model.name)
             while not isinstance(item := await runner.outbox.next(), ev.End):
                 observer.sending(item)
-                yield events_pb.item(item)
+                yield _item(item)
             observer.sending(item)
-            yield events_pb.finished(runner.session, _ending(item))
+            yield _finished(runner.session, _ending(item))
         finally:
             pump.leave()
 
@@ -209,3 +217,47 @@ def _ending(end: ev.End) -> Ending:
     if end.ending is None:
         raise end.error or Broken("a stream ended without a reason")
     return end.ending
+
+
+def _started(session: Session, model: str) -> pb.StreamEvent:
+    spec = session.spec
+    return pb.StreamEvent(
+        started=pb.Started(
+            session_id=spec.session_id,
+            seed=spec.sampling.seed,
+            prompt_tokens=len(spec.prompt),
+            model=model,
+        )
+    )
+
+
+def _item(value: Chunk | NumericsChanged) -> pb.StreamEvent:
+    if isinstance(value, NumericsChanged):
+        return pb.StreamEvent(
+            numerics_changed=pb.NumericsChanged(index=value.index, fingerprint=value.fingerprint)
+        )
+    return pb.StreamEvent(
+        chunk=pb.Chunk(
+            index=value.index,
+            token_ids=value.tokens,
+            text=value.text,
+            from_draft=[value.from_draft] * len(value.tokens),
+            logprobs=[logprobs_message(entry) for entry in value.logprobs],
+        )
+    )
+
+
+def _finished(session: Session, ending: Ending) -> pb.StreamEvent:
+    message = pb.Finished(
+        reason=_REASONS[ending.reason],
+        usage=pb.Usage(
+            prompt_tokens=len(session.spec.prompt),
+            output_tokens=session.logged_output,
+        ),
+        speculation=pb.SpeculationStats(**{name: getattr(session.stats, name) for name in _STATS}),
+    )
+    if isinstance(ending.matched, str):
+        message.stop = ending.matched
+    elif ending.matched is not None:
+        message.stop_token_id = ending.matched
+    return pb.StreamEvent(finished=message)

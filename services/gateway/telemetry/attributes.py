@@ -20,7 +20,7 @@ from galley.core.answer.answer import Ending, SessionSpec
 from galley.core.names import CHAT, TEXT_COMPLETION
 from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.telemetry.round_spans import RoundSpans
+from services.gateway.telemetry.spans import RoundSpans
 
 _LARGEST_INT = 2**63 - 1
 _MAX_MODEL_NAME = 128

@@ -45,9 +45,8 @@ from services.gateway.telemetry.attributes import (
     stored_trace,
 )
 from services.gateway.telemetry.call import STALL_NS, Call, CallMetrics
-from services.gateway.telemetry.round_spans import RoundSpans
 from services.gateway.telemetry.session_metrics import SessionCounts, SessionMetrics
-from services.gateway.telemetry.spans import CallSpan, RequestSpan, StoreCall, TraceStart
+from services.gateway.telemetry.spans import CallSpan, RequestSpan, RoundSpans, StoreCall, TraceStart
 
 
 class RequestObserver:

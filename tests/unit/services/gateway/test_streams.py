@@ -22,9 +22,8 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.outbox import Outbox
-from services.gateway.session.pump import Pump
 from services.gateway.session.runner import Ports, SessionRunner
-from services.gateway.session.streams import SPEC_FIELD, Streams
+from services.gateway.session.streams import SPEC_FIELD, Pump, Streams
 from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.session_ports import SPEC, NoDraft, PortTarget
 from tests.fakes.store import MemoryStore
