@@ -61,6 +61,9 @@ class MemoryStore(SessionStore):
         self._nonces += 1
         return self._nonces.to_bytes(16, "little")
 
+    async def ping(self) -> None:
+        """Return at once."""
+
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
         if not new.prompt or not new.body_hash:
             raise ValueError("a session needs a prompt and a body hash")

@@ -176,6 +176,9 @@ class SimStore(SessionStore):
         self._caller = caller
         self._ledger = ledger
 
+    async def ping(self) -> None:
+        """Return at once."""
+
     async def _own(self, work: Callable[[], Coroutine[Any, Any, StoredSession]]) -> StoredSession:
         def own() -> StoredSession:
             stored = at_once(work())
