@@ -13,10 +13,9 @@ from itertools import islice
 from typing import TypeAlias
 
 from galley.common.logs import log_internal
-from galley.common.wire.codec import Slice
 from galley.core.content import Miss, SessionKey, look_up, prefix_hash
 from galley.core.errors import Broken, GalleyError, Overloaded
-from galley.core.scheduler.messages import Superseded
+from galley.core.scheduler.messages import Slice, Superseded
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal, Strategy
 
 _RETRY_AFTER_S = 1.0

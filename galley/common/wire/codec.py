@@ -6,13 +6,13 @@ Each request of a pool carries a slice of its session; it is validated here, bef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
-from galley.core.content import HASH_BYTES, SessionKey
+from galley.core.content import HASH_BYTES
 from galley.core.errors import InvalidField
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
+from galley.core.scheduler.messages import Slice
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 MAX_SESSION_ID_BYTES = 256
@@ -57,26 +57,6 @@ def logprobs_from(message: pb.PositionLogprobs) -> PositionLogprobs:
 def logprobs_message(logprobs: PositionLogprobs) -> pb.PositionLogprobs:
     top = [pb.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
     return pb.PositionLogprobs(logprob=logprobs.logprob, top=top)
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Confirmed tokens [start, start + len(tokens)) of a session, and the rules of its next tokens."""
-
-    key: SessionKey
-    start: int
-    tokens: Sequence[int]
-    prefix_hash: bytes
-    prompt_len: int
-    max_position: int
-    sampling: SamplingParams
-    stop_token_ids: frozenset[int]
-    min_tokens: int
-
-    @property
-    def position(self) -> int:
-        """Return n, the position of the first token that is not confirmed yet."""
-        return self.start + len(self.tokens)
 
 
 def read_slice(message: pb.SessionSlice, *, vocab_size: int, context_window: int) -> Slice:

@@ -14,14 +14,8 @@ from galley.core.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyRequest:
-    """A validated request: confirmed `tokens` from position `start` on, and draft tokens for what follows.
-
-    `credit` is how many tokens may be confirmed after the first result without a new request. `hint_due`: a
-    hint is being drafted. At most `max_verified` draft tokens are verified in a step; 0 means as many as pay.
-    `arrival_ns` (Unix epoch) and `priority` order sessions: the higher priority first, then the older.
-    `deadline_ns` is on the scheduler's clock. `logprobs` is how many of the likeliest tokens to return.
-    """
+class Slice:
+    """Confirmed tokens [start, start + len(tokens)) of a session, and the rules of its next tokens."""
 
     key: SessionKey
     start: int
@@ -32,6 +26,23 @@ class VerifyRequest:
     sampling: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+
+    @property
+    def position(self) -> int:
+        """The position of the first token that is not confirmed yet."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRequest(Slice):
+    """A validated request: a slice of a session, and draft tokens for what follows.
+
+    `credit` is how many tokens may be confirmed after the first result without a new request. `hint_due`: a
+    hint is being drafted. At most `max_verified` draft tokens are verified in a step; 0 means as many as pay.
+    `arrival_ns` (Unix epoch) and `priority` order sessions: the higher priority first, then the older.
+    `deadline_ns` is on the scheduler's clock. `logprobs` is how many of the likeliest tokens to return.
+    """
+
     draft_tokens: tuple[int, ...] = ()
     survival: tuple[float, ...] = ()
     credit: int = 0
@@ -41,11 +52,6 @@ class VerifyRequest:
     arrival_ns: int = 0
     priority: int = 0
     deadline_ns: int | None = None
-
-    @property
-    def position(self) -> int:
-        """The position of the first token that is not confirmed yet."""
-        return self.start + len(self.tokens)
 
     @property
     def limit(self) -> int:

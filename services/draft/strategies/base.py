@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from galley.common.wire.codec import Slice
 from galley.core.errors import GalleyError
+from galley.core.scheduler.messages import Slice
 
 
 class DraftSession:

@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from galley.common.logs import log_internal
-from galley.common.wire.codec import Slice
 from galley.core.content import common_prefix_len
 from galley.core.errors import GalleyError
 from galley.core.lookup.calibration import Calibration
+from galley.core.scheduler.messages import Slice
 from galley.core.step import Draw
 from galley.engine.model import CausalModel, Rows, SessionCache
 from galley.engine.sampler import guess as guess_tokens

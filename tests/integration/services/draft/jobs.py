@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from galley.common.wire.codec import Slice
 from galley.core.content import common_prefix_len, prefix_hash
 from galley.core.sampling_params import SamplingParams
+from galley.core.scheduler.messages import Slice
 from services.draft.strategies.base import DraftJob, DraftSession
 
 
