@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from galley.engine.batch import ModelInfo
 from galley.engine.kv_pool import kv_shape
 from galley.engine.load.module import load_config, parse_dtype
 from galley.engine.model import CausalModel
@@ -31,14 +31,8 @@ def test_the_pool_is_as_large_as_it_may_be_and_no_larger(tiny: Path) -> None:
 
 
 def test_the_context_window_is_what_the_pool_holds(loaded: CausalModel) -> None:
-    @dataclass
-    class Small:
-        info: ModelInfo
-        kv: Any
-        run: Any = None
-
     assert PagedEngine(loaded, "f00d").info.context_window == CONTEXT
-    wide = Small(replace(loaded.info, context_window=10**6), loaded.kv)
+    wide: Any = SimpleNamespace(info=replace(loaded.info, context_window=10**6), kv=loaded.kv)
     info = PagedEngine(wide, "f00d").info
     assert info.context_window == info.kv_blocks * info.kv_block_tokens
 
