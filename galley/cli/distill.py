@@ -124,7 +124,7 @@ def distill(  # noqa: PLR0913  # one parameter a flag
         raise typer.Exit(INTERRUPTED) from None
     _show(result, options, console)
     if plot is not None:
-        from galley.distill.record import plot as draw  # noqa: PLC0415  # imports torch
+        from galley.distill.run import plot as draw  # noqa: PLC0415  # imports torch
 
         with usage_of("--plot"):
             draw(plot, result.curve, result.against)
