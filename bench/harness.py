@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from galley.bench.stats import Interval
+from galley.bench.summary import Interval
 
 BENCH = Path(__file__).parent
 RESULTS = BENCH / "results"

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.loops.engine_alone import EngineAlone
-from galley.bench.stats import percentile
+from galley.bench.summary import percentile
 from galley.core.kv.table import KvTable
 from galley.engine.cpu.kernels.compile import Kernels
 from galley.engine.model import MAX_ROWS, CausalModel

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.harness import Goal, at_most
-from galley.bench.stats import Interval, median_interval, ratio_interval
+from galley.bench.summary import Interval, median_interval, ratio_interval
 
 Measured = Mapping[str, Any]
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.engine.summary import BANDS, MS, StepRow, invariance_rows, roofline_ms
-from galley.bench.stats import median_interval
+from galley.bench.summary import median_interval
 
 
 def show(console: Console, rows: Sequence[StepRow], measured: Mapping[int, Mapping[str, Any]]) -> None:

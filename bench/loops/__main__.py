@@ -27,8 +27,8 @@ from bench.loops.sessions import SESSIONS
 from bench.loops.slow_links import SLOW_LINKS
 from bench.loops.speculation import SPECULATION
 from bench.loops.telemetry import TELEMETRY
-from galley.bench import plots, tables
-from galley.bench.report import as_dict, report_of
+from galley.bench import plots
+from galley.bench.report import acceptance_table, as_dict, report_of, speed_table
 from galley.bench.workloads import PROMPT_SETS, fixed_workload
 from galley.engine.load.resolve import resolve_model
 
@@ -45,9 +45,9 @@ def report(
     """Print tables, facts and goals; with `record`, write JSON there and a plot beside it."""
     options = run.options
     found = report_of(run.blocks, scenario.baseline, options.model)
-    console.print(tables.speed_table(found.rows, scenario.baseline))
+    console.print(speed_table(found.rows, scenario.baseline))
     if found.acceptance:
-        console.print(tables.acceptance_table(found.acceptance))
+        console.print(acceptance_table(found.acceptance))
     lines = [f"{key}: {value}" for key, value in run.facts.items()]
     if record is not None:
         figures: dict[str, Any] = {

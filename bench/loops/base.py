@@ -26,10 +26,8 @@ from bench.harness import BENCH, Goal, at_least, at_most
 from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, of_arm
 from bench.loops.sides import Cpu, stop
-from galley.bench.closed_loop import LoopSide
-from galley.bench.gateway import AUTO, OFF, GatewayLoop
-from galley.bench.stats import Interval, median_interval, ratio_interval
-from galley.bench.summary import speed_ratio
+from galley.bench.closed_loop import AUTO, OFF, GatewayLoop, LoopSide
+from galley.bench.summary import Interval, median_interval, ratio_interval, speed_ratio
 from galley.client.client import AsyncClient
 from galley.stack import guard
 from galley.stack.probes import free_ports

@@ -26,8 +26,7 @@ from bench.harness import BENCH, Goal, at_least
 from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, of_arm
 from bench.loops.sides import process_loop, stack_loop
-from galley.bench.closed_loop import LoopSide
-from galley.bench.gateway import OFF
+from galley.bench.closed_loop import OFF, LoopSide
 from galley.bench.summary import speed_ratio
 from galley.client.client import AsyncClient
 from galley.common.models.tokenizer import Tokenizer

@@ -2,7 +2,7 @@
 
 A scenario names its arms, starts their processes, and states its goals. Everything else is the same for all:
 blocks alternate between the arms of a pair, the first arm rotates, and no prompt is asked twice
-(`galley.bench.blocks` says how).
+(`galley.bench.tuning` says how).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from bench.harness import Goal
 from bench.loops.options import MIXED, Options
-from galley.bench.blocks import Cell, Sizes, pair_loads, priming
 from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, run_all
+from galley.bench.tuning import Cell, Sizes, pair_loads, priming
 from galley.bench.workloads import Workload, fixed_workload, mixed_workload
 
 _WARM_UP_TOKENS = 12

@@ -21,10 +21,8 @@ from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, of_arm
 from bench.loops.sides import Cpu
 from bench.loops.store import read_ms
-from galley.bench.closed_loop import Load, LoopBlock, LoopSide
-from galley.bench.gateway import OFF, GatewayLoop
-from galley.bench.stats import Interval, median_interval, percentile
-from galley.bench.summary import speed_ratio
+from galley.bench.closed_loop import OFF, GatewayLoop, Load, LoopBlock, LoopSide
+from galley.bench.summary import Interval, median_interval, percentile, speed_ratio
 from galley.client.client import AsyncClient
 from galley.stack.part import PartSpec
 from galley.stack.parts import python_module

@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 
 from galley.bench.answers import Answer
-from galley.bench.closed_loop import Load, LoopBlock
-from galley.bench.gateway import GatewayLoop
+from galley.bench.closed_loop import GatewayLoop, Load, LoopBlock
 from galley.client.client import AsyncClient
 from galley.stack.stack import Stack
 

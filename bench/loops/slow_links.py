@@ -14,8 +14,7 @@ from bench.harness import Goal, at_least
 from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, of_arm
 from bench.loops.sides import Cpu
-from galley.bench.closed_loop import LoopSide
-from galley.bench.gateway import AUTO, OFF, GatewayLoop
+from galley.bench.closed_loop import AUTO, OFF, GatewayLoop, LoopSide
 from galley.bench.summary import speed_ratio
 from galley.client.client import AsyncClient
 from galley.stack.part import PartSpec

@@ -15,10 +15,8 @@ from bench.harness import Goal, at_least, at_most
 from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, of_arm
 from bench.loops.sides import stack_loop
-from galley.bench.closed_loop import LoopBlock, LoopSide
-from galley.bench.gateway import AUTO, OFF
-from galley.bench.stats import Interval, median_interval
-from galley.bench.summary import mean_ratio, speculated, speed_ratio
+from galley.bench.closed_loop import AUTO, OFF, LoopBlock, LoopSide
+from galley.bench.summary import Interval, mean_ratio, median_interval, speculated, speed_ratio
 from galley.bench.workloads import PROMPT_SETS
 from galley.client.client import AsyncClient
 from galley.stack.stack import Stack, StackOptions

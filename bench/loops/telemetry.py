@@ -35,9 +35,8 @@ from bench.loops.options import Options
 from bench.loops.otlp_sink import COUNTS
 from bench.loops.run import Run, Scenario, of_arm
 from bench.loops.sides import CountedLoop, Spent, stack_pids
-from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide
-from galley.bench.gateway import AUTO, GatewayLoop
-from galley.bench.stats import Interval, median_interval
+from galley.bench.closed_loop import AUTO, WARM_UP, GatewayLoop, Load, LoopBlock, LoopSide
+from galley.bench.summary import Interval, median_interval
 from galley.client.client import AsyncClient
 from galley.stack.part import PartSpec
 from galley.stack.parts import python_module

@@ -9,7 +9,7 @@ from bench.soak.clients import NEVER, SLOW, UNREAD
 from bench.soak.leaks import Left
 from bench.soak.memory import REDIS_MEMORY, Growth, Sample, growth
 from bench.soak.outcome import LEAST_BACK, Outcome, Overload, back_after_s, harm, rate
-from galley.bench.stats import percentile
+from galley.bench.summary import percentile
 
 MOST_GROWTH = 0.05
 MOST_HARM = 1.05

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bench.soak.clients import Arrival, Heard
 from bench.soak.leaks import Left
-from galley.bench.stats import Interval, percentile, ratio_interval
+from galley.bench.summary import Interval, percentile, ratio_interval
 
 if TYPE_CHECKING:
     from bench.soak.memory import Sample

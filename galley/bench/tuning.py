@@ -1,18 +1,119 @@
-"""Run the blocks of `galley bench` against a gateway."""
+"""The blocks of a measurement of speculation, their order, and their run against a gateway.
+
+No arm may gain from earlier blocks. The target caches prefixes, so prompts carry a tag of their pair, and a
+block that does not count puts them into the cache for all arms; all arms of a pair answer the same texts. The
+draft learns from answers under a workload's label, so each arm has labels of its own in each cell and pair.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from galley.bench.blocks import Cell, Sizes, loads
-from galley.bench.closed_loop import LoopBlock, run_all
-from galley.bench.gateway import AUTO, OFF, GatewayLoop
+from galley.bench.answers import Prompt
+from galley.bench.closed_loop import AUTO, OFF, WARM_UP, GatewayLoop, Load, LoopBlock, run_all, tagged
 from galley.bench.workloads import Workload
 from galley.client.client import AsyncClient
 
+_SEEDS_A_PAIR = 1000
+# The characters that labels may not have, and their greatest length.
+_NOT_IN_LABELS = re.compile(r"[^A-Za-z0-9_.:/-]")
+_LABEL_CHARS = 64
+_NAME_CHARS = 24
+_PRIMING = "prime"
+# With several streams, answers are 0.5 to 1.5 times as long as requested, spread by the golden section.
+_SHORTEST = 0.5
+_GOLDEN = 0.6180339887498949
 # The strategies of a run that names none, as far as the gateway has them.
 _DEFAULT = ("ngram", "model", "hybrid")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Work for each of `arms`. The workload's `index` in the run tells apart names cut to one label."""
+
+    workload: Workload
+    streams: int
+    temperature: float
+    arms: tuple[str, ...]
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The size of a block: at least `turns` prompts each of several streams. `nonce` keeps runs apart."""
+
+    prompts: int
+    max_tokens: int
+    seed: int
+    nonce: str = ""
+    turns: int = 2
+
+
+def pair_loads(cell: Cell, pair: int, sizes: Sizes) -> list[Load]:
+    """Return a block an arm, with the same prompts, tags and seeds; the first arm rotates with the pair."""
+    shift = pair % len(cell.arms)
+    return [_load(cell, pair, arm, sizes) for arm in cell.arms[shift:] + cell.arms[:shift]]
+
+
+def priming(cell: Cell, pair: int, sizes: Sizes) -> Load:
+    """Return the block that puts the prompts of a pair into the target's cache, and does not count."""
+    load = _load(cell, pair, _PRIMING, sizes)
+    prompts = tuple(replace(prompt, max_tokens=1) for prompt in load.prompts)
+    return replace(load, pair=WARM_UP, arm=OFF, max_tokens=1, prompts=prompts)
+
+
+def _load(cell: Cell, pair: int, arm: str, sizes: Sizes) -> Load:
+    return Load(
+        pair=pair,
+        arm=arm,
+        streams=cell.streams,
+        temperature=cell.temperature,
+        prompts=_prompts(cell, pair, arm, sizes),
+        max_tokens=sizes.max_tokens,
+        seed=sizes.seed + _SEEDS_A_PAIR * (pair + 1),
+        workload=cell.workload.name,
+    )
+
+
+def _prompts(cell: Cell, pair: int, arm: str, sizes: Sizes) -> tuple[Prompt, ...]:
+    given = cell.workload.prompts
+    count = max(sizes.prompts, cell.streams * sizes.turns if cell.streams > 1 else 1)
+    picked = []
+    for at in range(count):
+        prompt = given[((pair + 1) * count + at) % len(given)]
+        copy = at // len(given)
+        label = _label(cell, f"{arm}/{pair + 1}.{copy}", sizes.nonce)
+        labelled = replace(prompt, label=label, max_tokens=_length(at, cell, sizes))
+        picked.append(tagged(labelled, f"{sizes.nonce}.{pair + 1:02}.{copy}"))
+    return tuple(picked)
+
+
+def _length(at: int, cell: Cell, sizes: Sizes) -> int:
+    # Answers of one length would end together, and their successors would share a prefill.
+    if cell.streams == 1:
+        return sizes.max_tokens
+    return max(1, round(sizes.max_tokens * (_SHORTEST + at * _GOLDEN % 1)))
+
+
+def _label(cell: Cell, of: str, nonce: str) -> str:
+    own = f"/{cell.index}/{cell.streams}/{cell.temperature:g}/{of}/{nonce}"
+    name = _NOT_IN_LABELS.sub("_", cell.workload.name)
+    return name[: max(0, min(_NAME_CHARS, _LABEL_CHARS - len(own)))] + own
+
+
+def loads(cells: Sequence[Cell], pairs: int, sizes: Sizes) -> Iterator[Load]:
+    """Yield a warm-up of every arm in its largest cell, then every cell pair by pair, after its priming."""
+    warm_ups: dict[str, Cell] = {}
+    for cell in sorted(cells, key=lambda cell: cell.streams):
+        warm_ups |= dict.fromkeys(cell.arms, cell)
+    for arm, cell in warm_ups.items():
+        yield from pair_loads(replace(cell, arms=(arm,)), WARM_UP, sizes)
+    for pair in range(pairs):
+        for cell in cells:
+            yield priming(cell, pair, sizes)
+            yield from pair_loads(cell, pair, sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,11 @@ import typer
 from typer.core import TyperGroup
 
 from galley.cli.bench import bench
-from galley.cli.chat import chat
 from galley.cli.demo import demo
 from galley.cli.distill import distill
 from galley.cli.errors import USAGE, fail, require, say
-from galley.cli.generate import generate
+from galley.cli.generate import chat, generate, resume
 from galley.cli.plan import plan
-from galley.cli.resume import resume
 from galley.cli.top import top
 from galley.cli.trace import trace
 from galley.cli.up import up

@@ -84,8 +84,7 @@ def bench(  # noqa: PLR0913  # one parameter a flag
 
     Every strategy answers the same prompts in alternating blocks, at each number of streams.
     """
-    from galley.bench.blocks import Sizes  # noqa: PLC0415  # with grpc and numpy, slow to load
-    from galley.bench.tuning import Tuning  # noqa: PLC0415
+    from galley.bench.tuning import Sizes, Tuning  # noqa: PLC0415  # with grpc and numpy, slow to load
 
     named = _names(strategies)
     with usage_of("--strategies"):
@@ -171,7 +170,7 @@ async def _measure(tuning: Tuning, address: str, tls: Tls | None = None) -> Meas
 
 
 def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: bool) -> None:
-    from galley.bench.gateway import OFF  # noqa: PLC0415  # with grpc and numpy, slow to load
+    from galley.bench.closed_loop import OFF  # noqa: PLC0415  # with grpc and numpy, slow to load
     from galley.bench.report import as_dict, report_of  # noqa: PLC0415
 
     report = report_of(measured.blocks, OFF, f"{measured.model} and its draft")
@@ -202,7 +201,7 @@ def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: boo
 
 
 def _print(report: Report) -> None:
-    from galley.bench.tables import (  # noqa: PLC0415  # after the flags are checked
+    from galley.bench.report import (  # noqa: PLC0415  # after the flags are checked
         acceptance_table,
         prediction_table,
         speed_table,

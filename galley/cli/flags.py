@@ -147,7 +147,7 @@ def tls_options(
     files = (tls_ca_file, tls_cert_file, tls_key_file, tls_server_name)
     if not (tls or any(files)):
         return None
-    from galley.client.channels import tls_to_gateways  # noqa: PLC0415  # grpc is slow to load
+    from galley.client.credentials import tls_to_gateways  # noqa: PLC0415  # grpc is slow to load
     from galley.client.errors import BadTlsFile  # noqa: PLC0415
 
     chosen = Tls(*files)

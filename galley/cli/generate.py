@@ -1,14 +1,19 @@
-"""`galley generate`: stream the answer to one prompt."""
+"""`galley generate`, `chat` and `resume`: stream answers."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from typing import Annotated
 
 import typer
 
-from galley.cli.flags import AsJson, Connection, Origins, with_answer_flags, with_connection_flags
+from galley.cli.errors import say
+from galley.cli.flags import AsJson, Connection, Origins, Timeout, with_answer_flags, with_connection_flags
 from galley.client.options import GenerateOptions, Message, Prompt
+
+_CHAT_HELP = "/quit ends, /reset forgets the conversation, Ctrl-C stops an answer."
 
 
 @with_answer_flags
@@ -44,3 +49,71 @@ def _standard_input() -> str:
     except UnicodeDecodeError as error:
         problem = f"must be UTF-8 text, got the byte 0x{content[error.start]:02x} at offset {error.start}"
         raise typer.BadParameter(problem, param_hint="standard input") from None
+
+
+@with_connection_flags
+def resume(
+    session_id: Annotated[str, typer.Argument(help="The session id that `galley generate` printed.")],
+    *,
+    connection: Connection,
+    next_index: Annotated[
+        int, typer.Option(min=0, help="The first output token to show; 0 shows the whole answer.")
+    ] = 0,
+    timeout: Timeout = None,
+    as_json: AsJson = False,
+    origins: Origins = False,
+) -> None:
+    """Continue an answer that was cut off, at any gateway of the same store."""
+    from galley.cli.answer import show_stream, view_of  # noqa: PLC0415  # grpc is slow to load
+
+    show_stream(
+        connection,
+        lambda client: client.resume(session_id, next_index, timeout_s=timeout),
+        view_of(as_json=as_json, origins=origins),
+        summary=not as_json,
+    )
+
+
+@with_answer_flags
+@with_connection_flags
+def chat(
+    *,
+    options: GenerateOptions,
+    connection: Connection,
+    system: Annotated[str, typer.Option(help="A system message to begin with. Default: none.")] = "",
+    origins: Origins = False,
+) -> None:
+    """Talk with the model, one turn after the other."""
+    from galley.cli.answer import show_stream, view_of  # noqa: PLC0415  # grpc is slow to load
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, PLC0415  # history and line editing for input()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    say(_CHAT_HELP)
+    first = [Message("system", system)] if system else []
+    history = list(first)
+    while (line := _read_line()) is not None:
+        if line == "/reset":
+            history = list(first)
+        elif "\N{REPLACEMENT CHARACTER}" in line:
+            say("error: standard input: must be UTF-8 text", style="red")
+        elif line:
+            turns = [*history, Message("user", line)]
+            view = view_of(as_json=False, origins=origins, logprobs=options.get("logprobs") is not None)
+            with contextlib.suppress(typer.Exit):
+                text = show_stream(
+                    connection,
+                    lambda client: client.generate(turns, **options),  # noqa: B023  # called at once
+                    view,
+                    summary=False,
+                )
+                history = [*turns, Message("assistant", text)]
+
+
+def _read_line() -> str | None:
+    try:
+        line = input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+    return None if line == "/quit" else line

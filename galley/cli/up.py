@@ -7,12 +7,16 @@ import contextlib
 import dataclasses
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
 from rich.text import Text
 
 from galley.cli.errors import fail, require, say, usage_of
@@ -20,12 +24,10 @@ from galley.cli.flags import not_secret
 from galley.core import names
 from galley.stack.endpoint import Endpoint
 from galley.stack.options import PartTable, StackOptions
-from galley.stack.part import PartFailed
-from galley.stack.parts import draft_model_of, stack_parts
+from galley.stack.part import PartFailed, PartStatus, State
+from galley.stack.parts import Viewer, draft_model_of, find_viewer, stack_parts
 from galley.stack.probes import LOOPBACK, unreachable
-from galley.stack.progress import StackProgress
 from galley.stack.stack import Stack
-from galley.stack.viewer import Viewer, find_viewer
 
 T = TypeVar("T")
 _STOP_GRACE_S = 10.0
@@ -34,6 +36,7 @@ _RAY_STOP_GRACE_S = 30.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STORE_RETRY_S = 1.0
 _STORE_REMINDER_S = 10.0
+_MARKS = {State.READY: ("✔", "green"), State.FAILED: ("✘", "red"), State.STOPPED: ("■", "dim")}
 
 Model = Annotated[
     str,
@@ -242,3 +245,58 @@ async def _until_signal(work: Coroutine[object, object, T]) -> T | None:
     finally:
         for sig in _STOP_SIGNALS:
             loop.remove_signal_handler(sig)
+
+
+class StackProgress:
+    """The display of a start: pass `show` to a Stack as `on_status`, and use it as a context meanwhile."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        # The last status of each part, and when it came.
+        self._rows: dict[str, tuple[PartStatus, float]] = {}
+        self._spinner = Spinner("dots")
+        self._live = Live(console=console, get_renderable=self._table, refresh_per_second=10)
+        self._is_open = False
+
+    def expect(self, parts: Sequence[str]) -> None:
+        """Name the parts, in the order in which they are shown."""
+        for name in parts:
+            self._note(PartStatus(name, State.WAITING, "waiting", 0.0))
+
+    def __enter__(self) -> Self:
+        self._is_open = True
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_open = False
+        self._live.stop()
+
+    def show(self, status: PartStatus) -> None:
+        """Show a change of a part. Once the stack is up, nothing more is shown."""
+        if not self._is_open:
+            return
+        self._note(status)
+        if not self._console.is_terminal:
+            self._console.print(Text(_line(status)), soft_wrap=True)
+
+    def _note(self, status: PartStatus) -> None:
+        self._rows[status.name] = status, time.monotonic()
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 1), show_header=False)
+        for status, noted_s in self._rows.values():
+            elapsed_s = status.elapsed_s
+            mark: RenderableType = Text.assemble(_MARKS.get(status.state, ("·", "dim")))
+            if status.state is State.STARTING:
+                mark, elapsed_s = self._spinner, elapsed_s + time.monotonic() - noted_s
+            elapsed = "" if status.state is State.WAITING else f"{elapsed_s:5.1f} s"
+            name, address = Text(status.name, style="bold"), Text(status.address, style="dim")
+            table.add_row(mark, name, Text(status.stage), Text(elapsed, style="dim"), address)
+        return table
+
+
+def _line(status: PartStatus) -> str:
+    elapsed = f" ({status.elapsed_s:.1f} s)" if status.state in (State.READY, State.FAILED) else ""
+    return f"{status.name}: {status.stage}{elapsed} {status.address}".rstrip()

@@ -11,29 +11,32 @@ address if there is only one (a name or a balancer may lead to another gateway).
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Self, TypeAlias, TypeVar, Unpack
+from typing import Any, Self, TypeAlias, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 
 from galley.client.addresses import parse_addresses
-from galley.client.channels import tls_to_gateways
-from galley.client.credentials import Key, environment_key, key_metadata
+from galley.client.credentials import Key, environment_key, key_metadata, tls_to_gateways
 from galley.client.errors import GalleyRpcError, rpc_error
-from galley.client.options import GenerateOptions, Prompt, Retries, Tls
-from galley.client.request import generate_request
+from galley.client.options import GenerateOptions, Message, Prompt, Retries, Speculation, Tls
 from galley.client.streams import NO_RETRIES, Call, Recovery, ResumePoint, TokenStream
-from galley.client.tracing import CallerTrace, Metadata
 from galley.common.tls.channels import open_channel
+from galley.core.names import FORCE_KEY, FORCE_VALUE
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 __all__ = ["NO_RETRIES", "AsyncClient", "GalleyRpcError", "TokenStream"]
 
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Stub: TypeAlias = "rpc.GenerationAsyncStub"
 
 _KEY_BYTES = 16
+# Most options have the name of their field.
+_SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name.keys() & GenerateOptions.__annotations__.keys()
+_REQUEST = pb.GenerateRequest.DESCRIPTOR.fields_by_name.keys() & GenerateOptions.__annotations__.keys()
 _T = TypeVar("_T")
 
 
@@ -187,3 +190,76 @@ class AsyncClient:
                 if not left or error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise rpc_error(error) from error
                 self._current = (self._current + 1) % len(self.addresses)
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """Return the request; the gateway checks its bounds. Raises TypeError if the prompt mixes types."""
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    speculation = _speculation(given.pop("speculation", Speculation()))
+    request = pb.GenerateRequest(
+        sampling=pb.SamplingParams(**{name: given[name] for name in _SAMPLING & given.keys()}),
+        speculation=speculation,
+        **{name: given[name] for name in _REQUEST & given.keys()},
+    )
+    _set_prompt(request, prompt)
+    return request
+
+
+def _speculation(options: Speculation) -> pb.Speculation:
+    if options.off:
+        return pb.Speculation(mode=pb.Speculation.MODE_OFF)
+    if options.k is None and not options.strategy:
+        return pb.Speculation(mode=pb.Speculation.MODE_AUTO)
+    return pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=options.k, strategy=options.strategy)
+
+
+def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+        return
+    messages = [part for part in prompt if isinstance(part, Message)]
+    ids = [part for part in prompt if isinstance(part, int)]
+    if messages and ids:
+        raise TypeError("a prompt is text, messages or token ids, not a mixture")
+    if messages:
+        turns = [pb.ChatMessage(role=turn.role, content=turn.content) for turn in messages]
+        request.messages.CopyFrom(pb.ChatMessages(messages=turns))
+    else:
+        request.token_ids.CopyFrom(pb.TokenIds(ids=ids))
+
+
+class CallerTrace:
+    """The trace context in which a stream was requested; its retries are made in the same context."""
+
+    def __init__(self, *, force: bool) -> None:
+        """Take the current context. `force` makes the gateways trace the request whatever they sample."""
+        # A caller that has never imported OpenTelemetry has no span, and need not wait for the import.
+        self._context = _otel_context().get_current() if "opentelemetry.context" in sys.modules else None
+        self._forced = ((FORCE_KEY, FORCE_VALUE),) if force else ()
+
+    def call(self, make: Callable[[Metadata], _T]) -> _T:
+        """Return `make(metadata)`, called in that context."""
+        if self._context is None:
+            return make(self._forced)
+        token = _otel_context().attach(self._context)
+        try:
+            return make((*w3c_metadata(), *self._forced))
+        finally:
+            _otel_context().detach(token)
+
+
+def w3c_metadata() -> Metadata:
+    """Return the metadata that carries the current trace; empty outside of a trace."""
+    from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415  # may not be installed
+        TraceContextTextMapPropagator,
+    )
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return tuple(carrier.items())
+
+
+def _otel_context() -> Any:
+    from opentelemetry import context  # noqa: PLC0415  # may not be installed
+
+    return context

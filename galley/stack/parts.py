@@ -6,25 +6,29 @@ draft-model, if any ────┴─ draft ──┘
 
 The gateways are given the address of a single target or draft; several (target, target-2, ...) register
 themselves in the store. Target replicas of several ranks are one part, which runs them on a Ray of its own. A
-viewer of traces starts before the parts that send it traces.
+viewer of traces starts before the parts that send it traces: Arize Phoenix if it is installed, else a
+collector that writes a file for `galley trace`.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from galley.common.models.files import DEFAULT_MODEL, shipped_draft
 from galley.core import names
 from galley.stack.options import StackDirs, StackOptions, drafts_register, targets_register, threads_of
 from galley.stack.part import Facts, PartSpec
-from galley.stack.viewer import export_to
+from galley.stack.probes import LOOPBACK, free_ports
+from galley.trace.read.otlp_file import new_file, trace_dir
 
 NO_DRAFT_MODEL = "none"
 # All parts share the machine, and every stream waits for the steps of the target.
 _DRAFT_NICENESS = 10
+_PHOENIX = "arize-phoenix"
 
 
 def stack_parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
@@ -183,3 +187,66 @@ def _model(directory: str, options: StackOptions) -> list[str]:
 def _threads(options: StackOptions) -> list[str]:
     threads = threads_of(options)
     return [] if threads is None else ["--threads", str(threads)]
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    part: PartSpec
+    note: str
+
+
+def find_viewer() -> Viewer:
+    """Return the best viewer that is installed. Raises OSError."""
+    directory = trace_dir()
+    return _phoenix(directory / "phoenix") if _has_phoenix() else _collector(new_file(directory))
+
+
+def export_to(address: str) -> Mapping[str, str]:
+    """Return the environment of a process that sends its traces, and nothing else, to `address`."""
+    return {
+        "OTEL_SDK_DISABLED": "false",
+        "OTEL_TRACES_EXPORTER": "otlp",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://{address}",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
+        "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "true",
+    }
+
+
+def _collector(file: Path) -> Viewer:
+    command = python_module("galley.trace", "--file", str(file))
+    part = PartSpec("traces", lambda _: command, vital=False)
+    return Viewer(part, f"traces go to {file}; galley trace --list shows them")
+
+
+def _has_phoenix() -> bool:
+    # By the distribution's name: importing takes seconds, and other packages are called phoenix, too.
+    try:
+        importlib.metadata.version(_PHOENIX)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _phoenix(directory: Path) -> Viewer:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    grpc_port, http_port = free_ports(2)
+    environment = {
+        "PHOENIX_HOST": LOOPBACK,
+        "PHOENIX_PORT": str(http_port),
+        "PHOENIX_GRPC_PORT": str(grpc_port),
+        "PHOENIX_WORKING_DIR": str(directory),
+        # Do not report each start to its makers, nor load fonts from the network.
+        "PHOENIX_TELEMETRY_ENABLED": "false",
+        "PHOENIX_ALLOW_EXTERNAL_RESOURCES": "false",
+        # An assistant with a shell is not needed to look at traces.
+        "PHOENIX_DISABLE_AGENT_ASSISTANT": "true",
+        "PHOENIX_AGENTS_DISABLE_BASH": "true",
+    }
+    part = PartSpec(
+        "phoenix",
+        lambda _: python_module("phoenix.server.main", "serve"),
+        ports=(grpc_port, http_port),
+        environment=lambda _: environment,
+        vital=False,
+    )
+    return Viewer(part, f"traces at http://{LOOPBACK}:{http_port} (Arize Phoenix)")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 
 from bench.harness import Goal, at_most
-from galley.bench.stats import median_interval
+from galley.bench.summary import median_interval
 from tests.chaos.disturbances import KILL, POOLS, killed
 from tests.chaos.links import STORE
 from tests.chaos.trial import DRAFT_KILL, Measured

@@ -13,10 +13,15 @@ from pathlib import Path
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.client import (
+    NO_RETRIES,
+    AsyncClient,
+    GalleyRpcError,
+    TokenStream,
+    generate_request,
+    w3c_metadata,
+)
 from galley.client.options import GenerateOptions, Speculation
-from galley.client.request import generate_request
-from galley.client.tracing import w3c_metadata
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core import names
 from galley.core.names import NGRAM

@@ -14,7 +14,7 @@ from bench.harness import (
     at_most,
 )
 from galley.bench.answers import LOOP_GRAM, Answer, loop_start
-from galley.bench.stats import Interval
+from galley.bench.summary import Interval
 from galley.bench.workloads import PROMPT_SETS, fixed_workload
 
 

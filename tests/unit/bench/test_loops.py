@@ -14,8 +14,7 @@ from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, loads
 from bench.loops.sides import Spent
 from galley.bench.answers import Rounds
-from galley.bench.closed_loop import WARM_UP, Load, LoopBlock
-from galley.bench.gateway import AUTO, OFF
+from galley.bench.closed_loop import AUTO, OFF, WARM_UP, Load, LoopBlock
 from tests.unit.galley.bench.blocks import block
 
 

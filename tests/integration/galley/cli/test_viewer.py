@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from galley.stack.part import PartFailed, PartSpec
-from galley.stack.parts import stack_parts, traced
+from galley.stack.parts import find_viewer, stack_parts, traced
 from galley.stack.stack import Stack, StackDirs, StackOptions
-from galley.stack.viewer import find_viewer
 from galley.trace.read.otlp_file import Lines, newest_file
 from galley.trace.read.otlp_json import spans_in
 from tests.integration.galley.cli.stand_in_stack import once, stack_of, stand_in

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 
-from galley.client.tracing import w3c_metadata
+from galley.client.client import w3c_metadata
 from galley.common.logs import start_logging
 from galley.common.server.server import Parts, start_server
 from galley.common.tracing.light_spans import LightSpan, packed

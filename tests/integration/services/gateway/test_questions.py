@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from galley.client.client import TokenStream
+from galley.client.client import TokenStream, generate_request
 from galley.client.options import Speculation
-from galley.client.request import generate_request
 from galley.common.metrics import catalogue
 from galley.common.metrics.metric import Metric
 from galley.core import names

@@ -285,7 +285,7 @@ async def test_a_request_belongs_to_its_callers_trace(world: World, kept: KeptSp
 async def test_an_invalid_traceparent_begins_a_new_trace(
     world: World, kept: KeptSpans, metadata: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("galley.client.tracing.w3c_metadata", lambda: (metadata,))
+    monkeypatch.setattr("galley.client.client.w3c_metadata", lambda: (metadata,))
     must_be_true(await receive((await world.gateway_of(kept.parts())).generate()))
     [request] = await kept.requests()
     assert request.parent is None

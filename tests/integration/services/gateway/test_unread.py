@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from galley.client.client import TokenStream
-from galley.client.request import generate_request
+from galley.client.client import TokenStream, generate_request
 from tests.fakes.narrow_client import narrow
 from tests.fakes.truth import SEED, true_output
 from tests.fakes.world import (

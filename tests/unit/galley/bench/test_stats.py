@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galley.bench.stats import median_interval, percentile, ratio_interval
+from galley.bench.summary import median_interval, percentile, ratio_interval
 
 
 @settings(max_examples=30)

@@ -10,8 +10,8 @@ import pytest
 from galley.bench.answers import Answer
 from galley.bench.closed_loop import LoopBlock
 from galley.bench.report import AtLoad, as_dict, best_at_loads, report_of, sentence
-from galley.bench.stats import Interval
 from galley.bench.summary import (
+    Interval,
     mean_ratio,
     pass_times,
     predicted_best_k,

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from galley.cli.answer import TextView, legend, mean_accepted_length, reason
+from galley.cli.up import StackProgress
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack.part import PartStatus, State
-from galley.stack.progress import StackProgress
 
 GREEN, UNDERLINE, RESET = "\x1b[32m", "\x1b[4m", "\x1b[0m"
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from galley.core.routing.choice import DraftLease, TargetLease
 from galley.top.fleet import RATE_S, WINDOW_S, Fleet, Registered
-from galley.top.replicas import AWAY, DRAINING, LEASED, UP, Kv, replicas_of
 from galley.top.scrape import read_samples
-from galley.top.screen import Screen, next_screen
+from galley.top.screen import AWAY, DRAINING, LEASED, UP, Kv, Screen, next_screen, replicas_of
 from galley.top.service import Service
 from galley.top.view import render
 from tests.unit.galley.top import sample

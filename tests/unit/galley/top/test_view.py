@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from galley.top.figures import duration, number, percent, times_of
-from galley.top.replicas import Replica
-from galley.top.view import render, share
+from galley.top.screen import Replica
+from galley.top.view import duration, number, percent, render, share, times_of
 from tests.unit.galley.top import picture
 from tests.unit.galley.top.sample import screen
 from tests.unit.galley.top.shown import plain
