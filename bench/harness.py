@@ -5,7 +5,7 @@ The rules of every benchmark:
 - Two things are compared in alternating blocks of the same run, at least MIN_PAIRS pairs after a warm-up;
   what is reported is the median of the pairs' ratios and its bootstrap interval, never a ratio of two runs.
 - An answer counts up to its first loop (galley/bench/answers.py); the share that was cut is reported.
-- The prompts are fixed (galley/bench/workloads.py), and their hashes stand in every result.
+- The prompts are fixed (galley/bench/answers.py), and their hashes stand in every result.
 - A goal is met if the median reaches its bound and the interval comes within SLACK of it.
 - A run leaves its record as JSON, with machine, versions and seeds; the latest replaces the one before.
 """

@@ -23,8 +23,8 @@ from bench.coupling.full_head import load_assistant
 from bench.coupling.heldout import answers_at_one, guesses, scored
 from bench.harness import RESULTS, Goal, commit, machine, result_path, write_record
 from bench.loops.peers import encoder
+from galley.bench.answers import PROMPT_SETS, fixed_workload, mixed_workload
 from galley.bench.closed_loop import GatewayLoop
-from galley.bench.workloads import PROMPT_SETS, fixed_workload, mixed_workload
 from galley.client.client import AsyncClient
 from galley.common.models.files import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model

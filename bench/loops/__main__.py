@@ -28,8 +28,8 @@ from bench.loops.slow_links import SLOW_LINKS
 from bench.loops.speculation import SPECULATION
 from bench.loops.telemetry import TELEMETRY
 from galley.bench import plots
+from galley.bench.answers import PROMPT_SETS, fixed_workload
 from galley.bench.report import acceptance_table, as_dict, report_of, speed_table
-from galley.bench.workloads import PROMPT_SETS, fixed_workload
 from galley.engine.load.resolve import resolve_model
 
 SCENARIOS = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness import MIN_PAIRS, RESULTS
-from galley.bench.workloads import PROMPT_SETS
+from galley.bench.answers import PROMPT_SETS
 from galley.common.models.files import DEFAULT_MODEL
 
 # All prompt sets in turn, as one workload.

@@ -18,9 +18,9 @@ from typing import Any
 
 from bench.harness import Goal
 from bench.loops.options import MIXED, Options
+from galley.bench.answers import Workload, fixed_workload, mixed_workload
 from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, run_all
 from galley.bench.tuning import Cell, Sizes, pair_loads, priming
-from galley.bench.workloads import Workload, fixed_workload, mixed_workload
 
 _WARM_UP_TOKENS = 12
 

@@ -15,9 +15,9 @@ from bench.harness import Goal, at_least, at_most
 from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, of_arm
 from bench.loops.sides import stack_loop
+from galley.bench.answers import PROMPT_SETS
 from galley.bench.closed_loop import AUTO, OFF, LoopBlock, LoopSide
 from galley.bench.summary import Interval, mean_ratio, median_interval, speculated, speed_ratio
-from galley.bench.workloads import PROMPT_SETS
 from galley.client.client import AsyncClient
 from galley.stack.stack import Stack, StackOptions
 

@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from galley.bench.answers import Prompt
+from galley.bench.answers import Prompt, Workload
 from galley.bench.closed_loop import AUTO, OFF, WARM_UP, GatewayLoop, Load, LoopBlock, run_all, tagged
-from galley.bench.workloads import Workload
 from galley.client.client import AsyncClient
 
 _SEEDS_A_PAIR = 1000

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from galley.bench.workloads import Workload
+from galley.bench.answers import Workload
 from galley.cli.errors import INTERRUPTED, check_plot, fail, say, stderr_console, usage_of
 from galley.cli.flags import connect, with_tls_flags
 from galley.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack, stack_options
@@ -137,7 +137,7 @@ def _numbers(text: str, kind: Callable[[str], T], flag: str, *, least: float) ->
 
 
 def _workloads(named: str, files: list[Path]) -> tuple[Workload, ...]:
-    from galley.bench.workloads import PROMPT_SETS, fixed_workload, own_workload  # noqa: PLC0415
+    from galley.bench.answers import PROMPT_SETS, fixed_workload, own_workload  # noqa: PLC0415
 
     fixed = _names(named) or (() if files else PROMPT_SETS)
     with usage_of("--workloads"):

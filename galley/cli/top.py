@@ -12,7 +12,8 @@ from rich.console import Console
 from galley.cli.errors import fail, usage_of
 from galley.cli.flags import StackName, choose_stack, not_secret
 from galley.cli.up import run_stack
-from galley.top.service import Service, named_by_address
+from galley.client.addresses import host_and_port
+from galley.stack.endpoint import Service
 
 _MIN_S, _DEFAULT_S, _MAX_S = 0.2, 2.0, 60.0
 _MAX_SERVICES = 64
@@ -58,6 +59,16 @@ def top(
     if store:
         _check(store)
     run_stack(_show(services, store, interval, Console(highlight=False), once=once))
+
+
+def named_by_address(addresses: str) -> tuple[Service, ...]:
+    """Return services at comma-separated addresses. Raises ValueError for a bad address or none."""
+    unique = dict.fromkeys(address.strip() for address in addresses.split(",") if address.strip())
+    for address in unique:
+        host_and_port(address)
+    if not unique:
+        raise ValueError("must name at least one address")
+    return tuple(Service(address, address) for address in unique)
 
 
 async def _show(

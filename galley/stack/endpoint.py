@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from galley.top.service import Service
-
 DEFAULT_NAME = "default"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 _SUFFIX = ".stack"
@@ -33,6 +31,15 @@ class SeveralStacks(NoEndpoint):
 
 class NameTaken(ValueError):
     """A stack of this name runs already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A process that exports metrics at `metrics` (host:port); `address` is where it serves, if known."""
+
+    name: str
+    metrics: str
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

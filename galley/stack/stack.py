@@ -17,10 +17,10 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from galley.stack.endpoint import Service
 from galley.stack.options import PartTable, StackDirs, StackOptions, environment_of
 from galley.stack.part import Facts, OnStatus, Part, PartFacts, PartFailed, PartSpec, PartStatus
 from galley.stack.parts import stack_parts
-from galley.top.service import Service
 
 __all__ = ["Facts", "PartSpec", "Stack", "StackDirs", "StackOptions"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from galley.common.metrics import catalogue
 from galley.common.metrics.labels import DRAFT, GATEWAY, SERVICE, TARGET
 from galley.core.routing.choice import DraftLease, TargetLease
+from galley.stack.endpoint import Service
 from galley.top.series import Samples, added, by, growth, rows_of
-from galley.top.service import Service
 
 # Rates cover the last RATE_S seconds; ratios and quantiles need more events and cover WINDOW_S.
 RATE_S = 10.0

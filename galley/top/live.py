@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from rich.console import Console
 from rich.live import Live
 
+from galley.stack.endpoint import Service
 from galley.top.fleet import Fleet, Registered
 from galley.top.scrape import TIMEOUT_S, Away, scrape
 from galley.top.screen import Screen, next_screen
-from galley.top.service import Service
 from galley.top.view import render
 
 ReadRegistry = Callable[[], Awaitable[Registered]]

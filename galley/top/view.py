@@ -13,8 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from galley.top.fleet import RATE_S, WINDOW_S
-from galley.top.frame import CLOSED, Count, Overview, Times, Workload
-from galley.top.screen import AWAY, DRAINING, LEASED, UP, Kv, Replica, Screen
+from galley.top.screen import (
+    AWAY,
+    CLOSED,
+    DRAINING,
+    LEASED,
+    UP,
+    Count,
+    Kv,
+    Overview,
+    Replica,
+    Screen,
+    Times,
+    Workload,
+)
 
 UNKNOWN = "-"
 _TIMES = "×"

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from galley.common.printable import one_line
 from galley.core import names
-from galley.trace.explain.case import Case, Medians, Part, medians_of
-from galley.trace.explain.causes import cause_of
+from galley.trace.explain.causes import Case, Medians, Part, cause_of, medians_of
 from galley.trace.read.model import Request, Round, Story
 from galley.trace.read.spans import Event
 from galley.trace.show.summary import count, duration, ms, percent

@@ -17,7 +17,7 @@ from xml.etree.ElementTree import Element, tostring
 
 from galley.common.printable import one_line, printable
 from galley.core import names
-from galley.trace.explain.case import Part, times_of
+from galley.trace.explain.causes import Part, times_of
 from galley.trace.explain.explain import explain, summary
 from galley.trace.read.model import Batch, Call, Request, Round, Story
 from galley.trace.show.rows import (

@@ -12,7 +12,7 @@ from sys import maxsize
 
 from galley.common.printable import one_line
 from galley.core import names
-from galley.trace.explain.case import Part, times_of
+from galley.trace.explain.causes import Part, times_of
 from galley.trace.explain.explain import drafts_of, moved
 from galley.trace.read.model import Request, Round, Story
 from galley.trace.read.spans import Event, Value

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from galley.common.printable import one_line
-from galley.trace.explain.case import Part
+from galley.trace.explain.causes import Part
 from galley.trace.explain.explain import explain, summary
 from galley.trace.read.library import Entry
 from galley.trace.read.model import Round, Story

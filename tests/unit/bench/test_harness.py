@@ -13,9 +13,8 @@ from bench.harness import (
     at_least,
     at_most,
 )
-from galley.bench.answers import LOOP_GRAM, Answer, loop_start
+from galley.bench.answers import LOOP_GRAM, PROMPT_SETS, Answer, fixed_workload, loop_start
 from galley.bench.summary import Interval
-from galley.bench.workloads import PROMPT_SETS, fixed_workload
 
 
 @pytest.mark.parametrize("name", PROMPT_SETS)

@@ -19,11 +19,11 @@ import redis.asyncio
 
 from galley.common.models.files import DEFAULT_MODEL, shipped_draft
 from galley.stack import guard
+from galley.stack.endpoint import Service
 from galley.stack.options import environment_of
 from galley.stack.part import PartFailed, PartSpec, PartStatus, State
 from galley.stack.parts import stack_parts
 from galley.stack.stack import Stack, StackDirs, StackOptions
-from galley.top.service import Service
 from tests.integration.galley.cli.ends import Ends
 from tests.integration.galley.cli.stand_in_stack import once, stack_of, stand_in
 

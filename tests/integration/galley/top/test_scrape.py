@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from galley.cli.top import named_by_address
 from galley.client.addresses import host_and_port
 from galley.top import scrape as scraping
 from galley.top.scrape import Away, read_samples, scrape
-from galley.top.service import named_by_address
 from tests.fakes.metric_servers import answering, serve_texts, unused_address
 from tests.unit.galley.top.sample import services, text
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 from galley.cli.app import app
 from galley.core.routing.choice import DraftLease
 from galley.stack import endpoint
-from galley.top.service import Service
+from galley.stack.endpoint import Service
 from tests.fakes.metric_servers import serve_texts, unused_address
 from tests.fakes.redis_servers import VALKEY, running
 from tests.unit.galley.top import sample

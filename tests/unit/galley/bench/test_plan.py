@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from galley.bench.answers import Prompt
+from galley.bench.answers import PROMPT_SETS, Prompt, Workload, fixed_workload, own_workload
 from galley.bench.closed_loop import WARM_UP, Load
 from galley.bench.tuning import Cell, Sizes, loads, pair_loads
-from galley.bench.workloads import PROMPT_SETS, Workload, fixed_workload, own_workload
 
 WORKLOAD = Workload("my workload", tuple(Prompt(f"p{at}", f"Prompt {at}?") for at in range(6)), "0")
 ARMS = ("off", "auto", "ngram-4")

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from galley.cli.top import named_by_address
+from galley.stack.endpoint import Service
 from galley.top.fleet import Fleet
 from galley.top.scrape import body_of, fetch, read_samples
 from galley.top.screen import Screen, next_screen
 from galley.top.series import Samples
-from galley.top.service import Service, named_by_address
 
 FOLDER = Path(__file__).parent / "recording"
 _SERVICES = FOLDER / "services.json"

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galley.core.routing.choice import DraftLease, TargetLease
+from galley.stack.endpoint import Service
 from galley.top.fleet import RATE_S, WINDOW_S, Fleet, Registered
 from galley.top.scrape import read_samples
 from galley.top.screen import AWAY, DRAINING, LEASED, UP, Kv, Screen, next_screen, replicas_of
-from galley.top.service import Service
 from galley.top.view import render
 from tests.unit.galley.top import sample
 from tests.unit.galley.top.shown import plain
