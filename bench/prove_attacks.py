@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import BENCH, commit, machine, result_path, write_record
-from galley.trace.read.otlp_file import Lines
-from galley.trace.read.otlp_json import spans_in
+from galley.trace.read.otlp_file import Lines, spans_in
 from tests.attack import floods
 from tests.attack.campaign import Campaign
 from tests.attack.stack import HEALTH, MIB, SERVICES, Attacked, ProcessState, attacked, undisturbed, warmed_up

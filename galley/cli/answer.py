@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from galley.cli.errors import INTERRUPTED, fail, say, stderr_console
-from galley.cli.flags import Connection
+from galley.cli.flags import INTERRUPTED, Connection, fail, say, stderr_console
 from galley.client.client import AsyncClient
 from galley.client.errors import BadKey, GalleyRpcError
 from galley.client.options import Retries

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from galley.cli.bench import bench
 from galley.cli.demo import demo
 from galley.cli.distill import distill
-from galley.cli.errors import USAGE, fail, require, say
+from galley.cli.flags import USAGE, fail, require, say
 from galley.cli.generate import chat, generate, resume
 from galley.cli.plan import plan
 from galley.cli.top import top

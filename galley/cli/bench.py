@@ -14,8 +14,16 @@ from rich.console import Console
 from rich.text import Text
 
 from galley.bench.answers import Workload
-from galley.cli.errors import INTERRUPTED, check_plot, fail, say, stderr_console, usage_of
-from galley.cli.flags import connect, with_tls_flags
+from galley.cli.flags import (
+    INTERRUPTED,
+    check_plot,
+    connect,
+    fail,
+    say,
+    stderr_console,
+    usage_of,
+    with_tls_flags,
+)
 from galley.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack, stack_options
 from galley.client.options import Tls  # Typer reads the annotation
 from galley.stack.options import StackOptions

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from galley.cli.errors import FAILED, INTERRUPTED, fail, say
+from galley.cli.flags import FAILED, INTERRUPTED, fail, say
 from galley.cli.up import (
     DraftModel,
     DType,

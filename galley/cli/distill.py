@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from galley.cli.errors import INTERRUPTED, check_plot, fail, require, say, usage_of
+from galley.cli.flags import INTERRUPTED, check_plot, fail, require, say, usage_of
 from galley.common.models.files import DEFAULT_MODEL
 from galley.core.errors import GalleyError, InvalidField
 from galley.distill.options import Options

@@ -9,8 +9,15 @@ from typing import Annotated
 
 import typer
 
-from galley.cli.errors import say
-from galley.cli.flags import AsJson, Connection, Origins, Timeout, with_answer_flags, with_connection_flags
+from galley.cli.flags import (
+    AsJson,
+    Connection,
+    Origins,
+    Timeout,
+    say,
+    with_answer_flags,
+    with_connection_flags,
+)
 from galley.client.options import GenerateOptions, Message, Prompt
 
 _CHAT_HELP = "/quit ends, /reset forgets the conversation, Ctrl-C stops an answer."

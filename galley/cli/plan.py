@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as checked
 from rich.console import Console
 from rich.table import Table
 
-from galley.cli.errors import check_plot, usage_of
+from galley.cli.flags import check_plot, usage_of
 from galley.core.cost.model import (
     Plan,
     RowCostCurve,

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from galley.cli.errors import fail, usage_of
-from galley.cli.flags import StackName, choose_stack, not_secret
+from galley.cli.flags import StackName, choose_stack, fail, not_secret, usage_of
 from galley.cli.up import run_stack
 from galley.client.addresses import host_and_port
 from galley.stack.endpoint import Service

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from galley.cli.errors import fail
+from galley.cli.flags import fail
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import NotFound, Selection, find, index_of
 from galley.trace.read.model import Story

@@ -19,14 +19,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from galley.cli.errors import fail, require, say, usage_of
-from galley.cli.flags import not_secret
+from galley.cli.flags import fail, not_secret, require, say, usage_of
 from galley.core import names
 from galley.stack.endpoint import Endpoint
 from galley.stack.options import PartTable, StackOptions
-from galley.stack.part import PartFailed, PartStatus, State
+from galley.stack.part import LOOPBACK, PartFailed, PartStatus, State, unreachable
 from galley.stack.parts import Viewer, draft_model_of, find_viewer, stack_parts
-from galley.stack.probes import LOOPBACK, unreachable
 from galley.stack.stack import Stack
 
 T = TypeVar("T")

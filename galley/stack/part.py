@@ -12,22 +12,24 @@ import enum
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from galley.stack import guard
-from galley.stack.probes import LOOPBACK, is_answering, is_listening, lines
 
 PartFacts = Mapping[str, Any]
 """What a part reports when it is ready, such as {"address": "127.0.0.1:4711"}."""
 Facts = Mapping[str, PartFacts]
 """The facts of the ready parts, by part name."""
 
+LOOPBACK = "127.0.0.1"
+_CONNECT_TIMEOUT_S = 1.5
 _TAIL_LINES = 20
 _PING_PERIOD_S = 0.01
 _LOG_FLUSH_S = 5.0
@@ -254,3 +256,74 @@ class Part:
     def _report(self, state: State, stage: str, address: str = "") -> None:
         elapsed_s = time.monotonic() - self._started_at
         self._on_status(PartStatus(self.spec.name, state, stage, elapsed_s, address))
+
+
+@contextlib.asynccontextmanager
+async def lines(pipe: IO[bytes]) -> Any:
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    try:
+        yield reader
+    finally:
+        transport.close()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return different ports of this machine that are free at this moment."""
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind((LOOPBACK, 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+async def is_listening(ports: Sequence[int]) -> bool:
+    return not any([await _problem("", asyncio.open_connection(LOOPBACK, port)) for port in ports])
+
+
+async def is_answering(path: Path) -> bool:
+    """Return True if a Redis server on this unix socket answers a PING."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(path)
+    except OSError:
+        return False
+    try:
+        writer.write(b"PING\r\n")
+        return (await reader.readline()).startswith(b"+PONG")
+    except OSError:
+        return False
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def unreachable(redis_url: str) -> str:
+    """Return why no server of a Redis URL accepts connections; empty if one does. Raises ValueError."""
+    from galley.common.redis.url import parse_redis_url  # noqa: PLC0415  # an extra
+
+    url = parse_redis_url(redis_url)
+    attempts = [_problem(f"{host}:{port}", asyncio.open_connection(host, port)) for host, port in url.hosts]
+    if url.path:
+        attempts.append(_problem(url.path, asyncio.open_unix_connection(url.path)))
+    problems = await asyncio.gather(*attempts)
+    return "; ".join(problems) if all(problems) else ""
+
+
+async def _problem(place: str, connect: Coroutine[Any, Any, tuple[object, asyncio.StreamWriter]]) -> str:
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            _, writer = await connect
+    except OSError as error:  # TimeoutError among them
+        return f"cannot reach {place}: {_reason(error)}"
+    writer.close()
+    return ""
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {_CONNECT_TIMEOUT_S:g} s"
+    # asyncio joins the errors of several addresses of one name into a text without an errno.
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

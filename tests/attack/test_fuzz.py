@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from galley.trace.read.otlp_file import Lines
-from galley.trace.read.otlp_json import spans_in
+from galley.trace.read.otlp_file import Lines, spans_in
 from tests.attack.campaign import Campaign
 from tests.attack.stack import MIB, Attacked, unharmed
 

@@ -26,7 +26,7 @@ from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core import names
 from galley.core.names import NGRAM
 from galley.stack.stack import Stack, StackOptions
-from galley.trace.read.otlp_json import document_of, spans_in
+from galley.trace.read.otlp_file import document_of, spans_in
 from galley.trace.read.spans import Span, SpanKey
 from tests.e2e.test_replicas import told
 from tests.fakes.collector import Collector

@@ -15,8 +15,7 @@ from galley.core import names
 from galley.trace.explain.explain import explain, summary
 from galley.trace.read.build import stories_of
 from galley.trace.read.model import Story
-from galley.trace.read.otlp_file import OtlpFile
-from galley.trace.read.otlp_json import SERVICE_INSTANCE, SERVICE_NAME
+from galley.trace.read.otlp_file import SERVICE_INSTANCE, SERVICE_NAME, OtlpFile
 from galley.trace.read.spans import CLIENT, ERROR, SERVER, Event, Link, Process, Span
 
 GATEWAY, DRAFT, TARGET = (

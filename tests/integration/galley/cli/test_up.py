@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from galley.core import names
-from galley.trace.read.otlp_file import Lines
-from galley.trace.read.otlp_json import spans_in
+from galley.trace.read.otlp_file import Lines, spans_in
 from tests.integration.galley.cli.ends import Ends
 
 GALLEY = [sys.executable, "-m", "galley.cli"]

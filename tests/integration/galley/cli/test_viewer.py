@@ -12,8 +12,7 @@ import pytest
 from galley.stack.part import PartFailed, PartSpec
 from galley.stack.parts import find_viewer, stack_parts, traced
 from galley.stack.stack import Stack, StackDirs, StackOptions
-from galley.trace.read.otlp_file import Lines, newest_file
-from galley.trace.read.otlp_json import spans_in
+from galley.trace.read.otlp_file import Lines, newest_file, spans_in
 from tests.integration.galley.cli.stand_in_stack import once, stack_of, stand_in
 
 STAND_IN = Path(__file__).with_name("stand_in_phoenix.py")

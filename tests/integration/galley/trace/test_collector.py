@@ -23,8 +23,7 @@ from galley.common.server.server import start_server
 from galley.core.errors import Overloaded
 from galley.trace.collector import Collector, CollectorSettings, build
 from galley.trace.read import otlp_file
-from galley.trace.read.otlp_file import Lines, OtlpFile
-from galley.trace.read.otlp_json import document_of, spans_in
+from galley.trace.read.otlp_file import Lines, OtlpFile, document_of, spans_in
 from galley.trace.read.spans import Process, Span
 from tests.fakes.trace_builder import Scene, otlp
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import find, index_of
 from galley.trace.read.model import Story
-from galley.trace.read.otlp_file import Lines
-from galley.trace.read.otlp_json import spans_in
+from galley.trace.read.otlp_file import Lines, spans_in
 from galley.trace.show.html import page
 from tests.fakes.trace_builder import Scene, write
 from tests.unit.galley.trace.browser import Browser, find_browser

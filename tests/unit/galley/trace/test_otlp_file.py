@@ -17,8 +17,15 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from galley.trace.read import otlp_file
-from galley.trace.read.otlp_file import BadTraceFile, Lines, OtlpFile, rotated
-from galley.trace.read.otlp_json import Malformed, document_of, spans_in
+from galley.trace.read.otlp_file import (
+    BadTraceFile,
+    Lines,
+    Malformed,
+    OtlpFile,
+    document_of,
+    rotated,
+    spans_in,
+)
 from galley.trace.read.spans import Process
 from tests.fakes.trace_builder import Scene, otlp
 
