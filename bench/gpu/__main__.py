@@ -33,7 +33,7 @@ from galley.common.models.tokenizer import Tokenizer
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled, StepChunk
-from galley.engine.cuda.options import DeviceOptions
+from galley.engine.cuda.device import DeviceOptions
 from galley.engine.load.resolve import resolve_model
 from galley.engine.model import CausalModel
 from galley.engine.sampler import draw_all

@@ -81,6 +81,10 @@ class ClientStalled(CallerFault):
     """The client did not read its stream for too long; the session can be resumed: UNAVAILABLE."""
 
 
+class UnsupportedModel(CallerFault):
+    """The engine does not serve this kind of model, or cannot get it; the message says why."""
+
+
 class ServerFault(GalleyError):
     """The server failed; the request may be valid."""
 

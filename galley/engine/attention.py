@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from galley.core.errors import Broken
-from galley.engine.errors import UnsupportedModel
+from galley.core.errors import Broken, UnsupportedModel
 from galley.engine.paged import Attention
 from galley.engine.pages import Shape
 

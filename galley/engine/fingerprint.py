@@ -12,9 +12,8 @@ import torch
 import transformers
 
 from galley.engine.cpu import packing
-from galley.engine.load.cache_directory import file_digest
-from galley.engine.model import CausalModel
-from galley.engine.probe import probe_logits
+from galley.engine.load.support import file_digest
+from galley.engine.model import CausalModel, probe_logits
 
 # Increased with every change to the engine that may change a bit of a logit.
 ENGINE_REVISION = 2

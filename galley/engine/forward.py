@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor
 
 from galley.engine.attention import run_module
 from galley.engine.cpu import llama, packing
+from galley.engine.cuda import flex_layout
+from galley.engine.cuda.device import FIXED_ROWS, DeviceOptions
 from galley.engine.cuda.flex import FlexAttention
-from galley.engine.cuda.forward import ROWS, DeviceForward, Shapes
+from galley.engine.cuda.flex_layout import StepShape
 from galley.engine.cuda.graphs import CudaRecorder, Graphs
-from galley.engine.cuda.options import FIXED_ROWS, DeviceOptions
-from galley.engine.kv_pool import KvPool
 from galley.engine.paged import Attention, CompiledAttention, attention_for
-from galley.engine.pages import Pages
+from galley.engine.pages import KvPool, Pages
 from galley.engine.parallel.ranks import Ranks
 
 
@@ -84,3 +85,74 @@ class TransformersForward:
         """Return the values on the device, with as many as a product has rows at least."""
         filler = [0] * (packing.MIN_ROWS - len(values))
         return torch.tensor([*values, *filler], dtype=torch.long, device=self._device)
+
+
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384)
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The shapes that steps are padded to: `rows` of the list, or always `fixed` rows."""
+
+    rows: tuple[int, ...] = ROWS
+    fixed: int | None = None
+
+    def of(self, pages: Pages, logit_rows: int, slots: int) -> StepShape | None:
+        """Return the smallest shape that holds the step, or None. Raises ValueError if it exceeds `fixed`."""
+        own = flex_layout.exact(pages, logit_rows, slots)
+        if self.fixed is not None:
+            return self._fixed(own, self.fixed)
+        rows = _padded(own.rows, self.rows)
+        if rows is None:
+            return None
+        filled = _padded(logit_rows, (0, *self.rows))
+        return flex_layout.StepShape(rows, filled or 0, _power(own.tiles), slots, own.width)
+
+    def _fixed(self, own: StepShape, rows: int) -> StepShape:
+        if own.rows > rows:
+            raise ValueError(f"rows: must be at most {rows} in a step of fixed shape, got {own.rows}")
+        tiles = rows + flex_layout.TILES  # a tile has at least a row; one without rows follows
+        return flex_layout.StepShape(rows, rows if own.logit_rows else 0, tiles, own.slots, own.width)
+
+
+def _padded(count: int, steps: tuple[int, ...]) -> int | None:
+    return next((step for step in steps if step >= count), None)
+
+
+def _power(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+class DeviceForward:
+    """A `Forward` on a CUDA device, where every launch costs: few shapes, and one copy up a step.
+
+    Steps are padded to a short list of shapes, so that kernels recur and, with `graphs`, can be recorded.
+    Padding rows write to the pool's scratch block and attend to nothing. Larger steps run unpadded.
+    """
+
+    kind = "transformers"
+
+    def __init__(self, module: Any, attention: FlexAttention, shapes: Shapes, graphs: Graphs | None) -> None:
+        self.attention = attention
+        self._module = module
+        self._shapes = shapes
+        self._graphs = graphs
+        self._device = attention.pool.keys.device
+
+    def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+        slots = self.attention.slots(pages.spans)
+        listed = self._shapes.of(pages, len(logit_rows), slots)
+        shape = listed or flex_layout.exact(pages, len(logit_rows), slots)
+        packed = self.attention.pack(shape, pages, tokens, logit_rows)
+
+        def body(buffer: Tensor) -> Tensor:
+            placed = self.attention.place(shape, buffer)
+            inputs = placed.inputs
+            rows = inputs.tokens.long()[None], inputs.positions.long()[None]
+            return run_module(self._module, self.attention, placed, *rows, inputs.logit_rows.long())
+
+        if listed is None or self._graphs is None:
+            logits = body(packed.to(self._device, non_blocking=True))
+        else:
+            logits = self._graphs.run(shape, packed, body)
+        return logits[: len(logit_rows)]

@@ -10,23 +10,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from galley.core.errors import Broken
+from galley.common.models.files import hub_model
+from galley.common.server.process import hand_back_free_memory
+from galley.core.errors import Broken, UnsupportedModel
+from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.step import StepChunk, StepTrace
-from galley.engine import probe
+from galley.engine import attention
 from galley.engine.batch import FreeBlocks, ModelInfo, Rows, SessionCache
 from galley.engine.cpu import llama
-from galley.engine.cuda.options import DeviceOptions
+from galley.engine.cuda.device import DeviceOptions
 from galley.engine.forward import Forward, forward_of
-from galley.engine.kv_pool import KvPool, kv_shape
 from galley.engine.load import module as loading
-from galley.engine.load.draft_directory import ReducedHead
+from galley.engine.load.draft_directory import ReducedHead, takes_embeddings
+from galley.engine.load.module import parse_dtype
+from galley.engine.load.resolve import resolve_model
 from galley.engine.paged import pool_for
-from galley.engine.pages import Span
+from galley.engine.pages import KvPool, Span, kv_shape
 from galley.engine.parallel.ranks import ALONE, Ranks
 
 __all__ = ["CausalModel", "KvPool", "ModelInfo", "Rows", "SessionCache"]
@@ -36,6 +42,14 @@ MAX_ROWS = 512
 # The system commits memory as blocks are used.
 DEFAULT_KV_BLOCKS = 2048
 _DEFAULT_OPTIONS = DeviceOptions()
+# Two and a half blocks.
+_PROBE_TOKENS = 80
+# Blocks that the probes need at once: a prompt and another sequence beside it.
+PROBE_BLOCKS = 2 * -(-_PROBE_TOKENS // BLOCK_TOKENS)
+# Relative to the norm of the logits: eager attention rounds differently (SmolLM2-135M in bfloat16: 5 %).
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+_STRIDE = 7919
+_CUTS = (1, 2, 3, 8, 13, 32, 37, 70)
 
 
 class CausalModel:
@@ -96,22 +110,22 @@ class CausalModel:
             deterministic=False,
             ranks=ranks.size,
         )
-        pool = pool_for(shape, max(kv_blocks, probe.BLOCKS), torch.device(device), options)
+        pool = pool_for(shape, max(kv_blocks, PROBE_BLOCKS), torch.device(device), options)
         own = llama.serves(module, pool)
         # Our own forward takes the module apart, so its reference comes first. Otherwise our attention comes
         # first, since its refusals are clearer.
-        theirs = probe.eager_logits(module, probe.prompt_of(info)) if own else None
+        theirs = eager_logits(module, prompt_of(info)) if own else None
         max_rows = options.rows_of_step(device, MAX_ROWS)
         forward = forward_of(module, pool, ranks, max_rows=max_rows, own=own, options=options)
         model = cls(forward, info, loaded.head, max_rows=max_rows, ranks=ranks)
-        logits = probe.probe_logits(model)
+        logits = probe_logits(model)
         ours = logits if loaded.head is None else logits[:, loaded.head.tokens]
         if theirs is None:
-            theirs = probe.eager_logits(module, probe.prompt_of(info))
+            theirs = eager_logits(module, prompt_of(info))
         # Products of int8 weights also round their inputs, whatever the dtype.
         precision = dtype if loaded.head is None else torch.bfloat16
-        probe.refuse_other_attention(config.model_type, ours, theirs, precision)
-        model.info = replace(info, deterministic=probe.keeps_bits(model, logits))
+        refuse_other_attention(config.model_type, ours, theirs, precision)
+        model.info = replace(info, deterministic=keeps_bits(model, logits))
         return model
 
     @property
@@ -255,3 +269,91 @@ def _watched(forward: Callable[[], Tensor], ranks: Ranks, watch: StepTrace) -> T
     own_ns = max(0, watch.forward_ns - waits.ns)
     watch.rank_ns = lambda: (own_ns,)
     return logits
+
+
+def prompt_of(info: ModelInfo) -> list[int]:
+    """Return the probe prompt: token ids from all over the vocabulary, always the same.
+
+    Leaves out the first ids, which round badly in bfloat16, and the last, which may be padding.
+    """
+    length = min(_PROBE_TOKENS, info.context_window)
+    return [_STRIDE * (index + 1) % (info.vocab_size // 2) for index in range(length)]
+
+
+def probe_logits(model: CausalModel) -> Tensor:
+    prompt = prompt_of(model.info)
+    return model.forward([Rows(model.new_cache(), prompt, len(prompt))])[0]
+
+
+@torch.inference_mode()
+def eager_logits(module: Any, prompt: list[int]) -> Tensor:
+    """Return float32 [tokens, vocab_size] of transformers with the model's own eager attention."""
+    module.set_attn_implementation("eager")
+    tokens = torch.tensor([prompt], device=module.device)
+    logits: Tensor = module(input_ids=tokens, use_cache=False).logits[0].float()
+    module.set_attn_implementation(attention.NAME)
+    return logits
+
+
+def refuse_other_attention(name: str, ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModel if `ours` and `theirs` differ by more than rounding on the probe prompt."""
+    error = float((ours - theirs).norm() / theirs.norm())
+    if not error <= _TOLERANCE[dtype]:
+        raise UnsupportedModel(
+            f"{name}: its attention differs from the one served here (logits {error:.1%} apart)"
+        )
+
+
+def keeps_bits(model: CausalModel, whole: Tensor) -> bool:
+    """Return True if splitting the probe prompt, or batching it, leaves every bit of `whole`, its logits."""
+    prompt = prompt_of(model.info)
+    cache, other_cache = model.new_cache(), model.new_cache()
+    edges = [0, *(cut for cut in _CUTS if cut < len(prompt)), len(prompt)]
+    parts = []
+    for first, last in pairwise(edges):
+        mine = Rows(cache, prompt[first:last], last - first)
+        other = Rows(other_cache, prompt[: last - first], 1)
+        other_cache.truncate(0)
+        parts.append(model.forward([other, mine] if first % 2 else [mine])[first % 2])
+    return torch.equal(torch.cat(parts), whole)
+
+
+def load_model(  # noqa: PLR0913
+    spec: str,
+    *,
+    dtype: str,
+    device: str,
+    threads: int,
+    kv_blocks: int = DEFAULT_KV_BLOCKS,
+    ranks: Ranks = ALONE,
+    target_model: str | None = None,
+    invariant: bool = False,
+) -> CausalModel:
+    """Resolve and load the model that `spec` names; blocks, and for long at first. Raises UnsupportedModel.
+
+    `target_model` names the model whose embeddings a trained draft uses. `invariant` asks a CUDA device for
+    the same bits in any step.
+    """
+    directory = resolve_model(spec)
+    target = resolve_model(target_model) if target_model and takes_embeddings(directory) else None
+    model = CausalModel.load(
+        directory,
+        dtype=parse_dtype(dtype, device),
+        device=device,
+        threads=threads,
+        name=_name_of(spec),
+        kv_blocks=kv_blocks,
+        ranks=ranks,
+        target=target,
+        options=DeviceOptions(invariant=invariant),
+    )
+    hand_back_free_memory()
+    return model
+
+
+def _name_of(spec: str) -> str:
+    """Return the model's name: a hub id without its revision, or the last part of a path."""
+    path = Path(spec).expanduser()
+    if path.suffix == ".gguf":
+        return path.stem
+    return path.resolve().name if path.is_dir() else hub_model(spec)[0]

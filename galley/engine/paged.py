@@ -11,15 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from galley.core.errors import UnsupportedModel
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine.cpu.kernels import openmp
 from galley.engine.cpu.kernels.compile import compiled
 from galley.engine.cuda import flex
-from galley.engine.cuda.flat_pool import FlatPool
-from galley.engine.cuda.options import DeviceOptions
-from galley.engine.errors import UnsupportedModel
-from galley.engine.kv_pool import KvPool, KvShape
-from galley.engine.pages import Pages, Shape, Span, lay_out, tile_rows
+from galley.engine.cuda.device import DeviceOptions
+from galley.engine.pages import FlatPool, KvPool, KvShape, Pages, Shape, Span, lay_out, tile_rows
 
 Floats = NDArray[np.float32]
 Stored = NDArray[np.uint16] | NDArray[np.float32]

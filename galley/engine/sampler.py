@@ -13,7 +13,7 @@ from galley.engine.load.draft_directory import ReducedHead
 from galley.engine.sampling import draw as host_sampling
 from galley.engine.sampling import guessing
 from galley.engine.sampling.draw import Outcome
-from galley.engine.sampling.rules import is_plain
+from galley.engine.sampling.layout import is_plain
 
 
 def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:

@@ -57,7 +57,7 @@ def _load_model(settings: DraftSettings) -> CausalModel | None:
     if settings.model is None:
         return None
     limit_threads(settings.threads)
-    from galley.engine.serving import load_model  # noqa: PLC0415  # imports torch
+    from galley.engine.model import load_model  # noqa: PLC0415  # imports torch
 
     # All kept tokens, and of each session a partial block and its draft tokens.
     of_tokens = -(-settings.max_kv_tokens // BLOCK_TOKENS)

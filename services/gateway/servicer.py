@@ -15,14 +15,13 @@ import grpc
 from structlog.contextvars import bind_contextvars
 
 from galley.common.wire.codec import logprobs_message
-from galley.core.admission.admission import AdmissionSlot
-from galley.core.admission.principal import Principal
+from galley.core.admission.admission import AdmissionSlot, Principal
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged, Reason, SessionSpec
 from galley.core.errors import Broken
 from galley.core.names import STRATEGIES
 from galley.core.session import events as ev
+from galley.core.session.events import Clock
 from galley.core.session.machine import Session
-from galley.core.session.ports import Clock
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.auth.authentication import caller

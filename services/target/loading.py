@@ -45,7 +45,7 @@ def load_shard(settings: TargetSettings, blocks: int, ranks: Ranks = ALONE) -> t
     """
     # Late, so that --help and Ray's controller need no torch.
     from galley.engine.fingerprint import fingerprint  # noqa: PLC0415
-    from galley.engine.serving import load_model  # noqa: PLC0415
+    from galley.engine.model import load_model  # noqa: PLC0415
 
     model = load_model(
         settings.model,
@@ -70,16 +70,15 @@ def refuse_model(settings: TargetSettings) -> None:
 
 def kv_blocks(settings: TargetSettings, ranks: Ranks = ALONE) -> int:
     """Return how many KV blocks of a rank fit into the memory bound. Raise UnsupportedModel or ValueError."""
-    from galley.engine.kv_pool import kv_shape  # noqa: PLC0415  # imports torch
     from galley.engine.load.module import load_config, parse_dtype  # noqa: PLC0415
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
-    from galley.engine.probe import BLOCKS  # noqa: PLC0415
+    from galley.engine.model import PROBE_BLOCKS  # noqa: PLC0415
+    from galley.engine.pages import kv_shape  # noqa: PLC0415  # imports torch
 
     config = load_config(resolve_model(settings.model))
     block_bytes = kv_shape(config, parse_dtype(settings.dtype, settings.device), ranks).block_bytes
     blocks = settings.kv_memory_mb * _MIB // block_bytes
-    if blocks < BLOCKS:
-        raise ValueError(
-            f"kv_memory_mb: must hold {BLOCKS} blocks of {block_bytes} bytes, got {settings.kv_memory_mb} MiB"
-        )
+    if blocks < PROBE_BLOCKS:
+        least = f"{PROBE_BLOCKS} blocks of {block_bytes} bytes"
+        raise ValueError(f"kv_memory_mb: must hold {least}, got {settings.kv_memory_mb} MiB")
     return blocks

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from galley.client.errors import rpc_error
-from galley.common.server.interceptors import decompress
+from galley.common.server.deserialize import decompress
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.floods import KEY, gzip_bomb, gzip_bombs
 from tests.attack.stack import MAX_MESSAGE_BYTES, MIB, SERVICES, Attacked, hello, unharmed

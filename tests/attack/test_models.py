@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from galley.common.models.tokenizer import Tokenizer
-from galley.engine.errors import UnsupportedModel
+from galley.core.errors import UnsupportedModel
 from galley.engine.load.resolve import resolve_model
 from tests.fakes import tokenizer_files
 

@@ -11,7 +11,7 @@ from galley.core.answer.answer import SessionSpec
 from galley.core.errors import Fenced, StoreUnavailable
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
-from galley.core.session.ports import Replica
+from galley.core.session.events import Replica
 from galley.core.store import UNCHANGED, KvDirectory, Ownership
 from services.gateway.clock import SECOND
 from services.gateway.telemetry.observer import request_observer

@@ -16,7 +16,7 @@ from galley.common.server.server import Parts
 from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.common.tracing.telemetry import telemetry_to
 from galley.core import names
-from galley.core.session.ports import Clock
+from galley.core.session.events import Clock
 from services.gateway.telemetry.observer import RequestObserver, observe_with
 from services.gateway.telemetry.spans import TraceOptions, TraceStart
 from tests.fakes.waiting import Watch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from galley.engine.errors import UnsupportedModel
+from galley.core.errors import UnsupportedModel
 from galley.engine.load.module import CAUSAL_LM, load_config, silence
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "*.jinja", "vocab.*", "merges.txt")

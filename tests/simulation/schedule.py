@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from galley.client.options import GenerateOptions, Speculation
-from galley.core.admission.principal import Principal
+from galley.core.admission.admission import Principal
 from galley.core.answer.answer import SessionSpec
 from tests.simulation.truth import STOP
 

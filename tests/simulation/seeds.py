@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from galley.core.admission.principal import Principal, PrincipalLimits
+from galley.core.admission.admission import Principal, PrincipalLimits
 from galley.core.answer.answer import SessionSpec
 from galley.core.sampling_params import SamplingParams
 from services.gateway.request.validate import session_id_for

@@ -13,8 +13,7 @@ import grpc
 
 from galley.common.server.interceptors import StatusInterceptor
 from galley.common.wire.handlers import Behavior, Handler, WrappingInterceptor, wrap_handler
-from galley.core.admission.admission import Admission, AdmissionSlot
-from galley.core.admission.principal import Principal
+from galley.core.admission.admission import Admission, AdmissionSlot, Principal
 from galley.core.answer.answer import SessionSpec
 from galley.core.errors import Broken, GalleyError, InvalidField
 from galley.core.routing.breaker import LONGEST_PAUSE_NS, Breaker

@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2
 
-from galley.common.server.interceptors import RequestInterceptor, StatusInterceptor
+from galley.common.server.deserialize import RequestInterceptor
+from galley.common.server.interceptors import StatusInterceptor
 from galley.common.server.listen import bind
 from galley.common.wire.handlers import Context
 

@@ -58,7 +58,7 @@ def server_options(limits: ServerLimits) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", _HARD_LIMIT_FACTOR * limits.max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # gRPC would inflate 64 KiB to 64 MiB; RequestInterceptor inflates within the bound.
+        # gRPC would inflate 64 KiB to 64 MiB; deserialize.py inflates within the bound.
         ("grpc.per_message_decompression", 0),
         ("grpc.compression_enabled_algorithms_bitset", 1 << _IDENTITY | 1 << _GZIP),
         # Between two different bounds gRPC would refuse some calls at random.

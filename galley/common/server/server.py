@@ -23,8 +23,9 @@ from galley.common.logs import get_logger, start_logging
 from galley.common.metrics.catalogue import SERVED_CERTIFICATE_EXPIRY
 from galley.common.metrics.metering import flush_telemetry, observe_expiry, start_metering
 from galley.common.metrics.registry import Registry
+from galley.common.server.deserialize import RequestInterceptor
 from galley.common.server.health import HealthServicer, serve_health_only
-from galley.common.server.interceptors import RequestInterceptor, StandardCallsInterceptor, StatusInterceptor
+from galley.common.server.interceptors import StandardCallsInterceptor, StatusInterceptor
 from galley.common.server.listen import CannotBind, bind, server_files, server_options
 from galley.common.server.process import Readiness, die_with_parent, run_unless
 from galley.common.tls.credentials import server_credentials

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from galley.core.content import block_hashes
-from galley.core.session.ports import Replica
+from galley.core.session.events import Replica
 from galley.core.store import CacheLocation
 
 LOAD_TOKENS = 64

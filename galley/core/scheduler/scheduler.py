@@ -25,11 +25,10 @@ from operator import attrgetter
 
 from galley.core.acceptance import confirm
 from galley.core.content import Miss, SessionKey
-from galley.core.cost.live import LiveStepTimes
-from galley.core.cost.model import StepTimes
+from galley.core.cost.model import LiveStepTimes, StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
 from galley.core.kv.table import KvTable, Reservation
-from galley.core.scheduler.batch import ActiveBatch, BatchTimes, SchedulerCounts
+from galley.core.scheduler.batch import ActiveBatch, BatchTimes, Grant, SchedulerCounts, grant_rows
 from galley.core.scheduler.linger import LingerPolicy
 from galley.core.scheduler.messages import (
     BatchInfo,
@@ -41,7 +40,6 @@ from galley.core.scheduler.messages import (
     VerifyRequest,
 )
 from galley.core.scheduler.request import ActiveRequest, SessionStatistics
-from galley.core.scheduler.rows import Grant, grant_rows
 from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan
 
 MAX_ROWS = 256
@@ -92,8 +90,6 @@ class Scheduler:
         self._last_id = 0
         self._draining = False
 
-    # --------------------------------------------------------------------------------- state --
-
     @property
     def queue_depth(self) -> int:
         return len(self._requests)
@@ -109,8 +105,6 @@ class Scheduler:
     def take_responses(self) -> list[Response]:
         answers, self._responses = self._responses, []
         return answers
-
-    # ---------------------------------------------------------------------------- requests --
 
     def submit(self, message: VerifyRequest, now: int) -> int:
         """Take a request; return the number that names it in responses.
@@ -211,8 +205,6 @@ class Scheduler:
 
     def _takes_part(self, request: ActiveRequest) -> bool:
         return self._is_busy(request.key) and self._active.get(request.key) is request
-
-    # --------------------------------------------------------------------------------- the plan --
 
     def plan(self, now: int) -> StepPlan | Linger | None:
         """Begin and return the next step; or return until when to linger, or None if there is no work."""
@@ -318,8 +310,6 @@ class Scheduler:
         self._batch = ActiveBatch(plan, grants, now, preempted, evicted)
         self._preempted.clear()
         return plan
-
-    # ------------------------------------------------------------------------------ the outcomes --
 
     def conclude(
         self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int, batch_span: bytes = b""

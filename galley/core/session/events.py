@@ -1,4 +1,4 @@
-"""The inputs (events) and outputs (effects) of the session machine.
+"""The inputs (events) and outputs (effects) of the session machine, and the ports of the gateway behind them.
 
 A request to a replica carries a `request_id`, which its responses echo; a response to a request that was
 given up is dropped. A Verify stays open until its response without `more`; ExtendVerify adds to it, and
@@ -8,10 +8,11 @@ CancelVerify ends it. All times are nanoseconds.
 from __future__ import annotations
 
 import enum
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Literal, Self, TypeAlias
+from typing import Literal, Protocol, Self, TypeAlias
 
-from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged
+from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged, SessionSpec
 from galley.core.errors import GalleyError
 from galley.core.hints import Hint
 from galley.core.names import NO_STRATEGY
@@ -21,9 +22,6 @@ from galley.core.records import PositionLogprobs, TokenRecord
 class Pool(enum.Enum):
     DRAFT = "draft"
     TARGET = "target"
-
-
-# --------------------------------------------------------------------------------------- events --
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +147,10 @@ class Aborted:
     """The session was aborted, and the store knows."""
 
 
-Event = (
-    Proposed
-    | Verified
-    | CacheMissed
-    | Failed
-    | Committed
-    | StoreFailed
-    | FinishStored
-    | Sent
-    | TimerFired
-    | Draining
-    | Interrupted
-    | Aborted
+Event: TypeAlias = (
+    "Proposed | Verified | CacheMissed | Failed | Committed | StoreFailed | FinishStored | Sent | TimerFired"
+    " | Draining | Interrupted | Aborted"
 )
-
-# -------------------------------------------------------------------------------------- effects --
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,3 +329,50 @@ Effect: TypeAlias = (
     "Propose | CancelPropose | Verify | ExtendVerify | CancelVerify | Commit | Emit | StoreFinish | SetTimer"
     " | RoundEnded | End"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    address: str
+    incarnation: str
+
+
+class Clock(Protocol):
+    def now_ns(self) -> int: ...
+
+
+class DraftPort(Protocol):
+    """The draft of a session. Raises only CancelledError; failures are returned as Failed."""
+
+    @property
+    def replica(self) -> Replica | None:
+        """The replica that answers, for the KV directory; None if there is none."""
+
+    async def propose(
+        self, spec: SessionSpec, request: Propose, remaining_ns: int | None
+    ) -> Proposed | CacheMissed | Failed:
+        """Request draft tokens; the response is useless after `remaining_ns` (None: never)."""
+
+
+class Verification(Protocol):
+    """One open Verify at a target. Iterate over it, once, for its results.
+
+    Results come in order, with `more` set on all but the last; a CacheMissed or Failed also ends them. Raises
+    only CancelledError. `aclose`, or cancelling the wait for the next result, gives the request up.
+    """
+
+    @property
+    def replica(self) -> Replica | None:
+        """The replica that answers, also after the end; None if there is none."""
+
+    def __aiter__(self) -> AsyncIterator[Verified | CacheMissed | Failed]: ...
+
+    def extend(self, request: ExtendVerify) -> None:
+        """Send more of the request. Never blocks, may be called before it was sent, ignored after its end."""
+
+    async def aclose(self) -> None: ...
+
+
+class TargetPort(Protocol):
+    def verify(self, spec: SessionSpec, request: Verify, remaining_ns: int | None) -> Verification:
+        """Open a Verify at once; its results are useless after `remaining_ns` (None: never)."""

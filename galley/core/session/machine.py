@@ -37,9 +37,8 @@ from galley.core.session import events as ev
 from galley.core.session.delivery import Delivery
 from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.drafting import Drafting, PendingProposal
-from galley.core.session.round import Round
+from galley.core.session.round import Round, SpeculationStats
 from galley.core.session.speculation import Speculation
-from galley.core.session.stats import SpeculationStats
 from galley.core.session.verifying import Verifying
 from galley.core.store import LogBehind, SessionEnded
 
@@ -169,8 +168,6 @@ class Session:
             self._drafting.is_pending(event.request_id) or self._verifying.is_open(event.request_id)
         )
 
-    # ---------------------------------------------------------------------------------- rounds --
-
     def _advance(self, now: int) -> None:
         """Continue after a change: within a round, extend the Verify; between rounds, end or start one."""
         if self.phase is Phase.VERIFYING:
@@ -206,8 +203,6 @@ class Session:
             self._round.overlap = "hit"
         elif self._drafting.pending is not None:
             self._round.overlap = "miss"
-
-    # ------------------------------------------------------------------------------- the draft --
 
     def _tail(self) -> HintTail:
         return self._drafting.tail(self.answer.tokens)
@@ -293,8 +288,6 @@ class Session:
         else:
             self._draft_ahead(now)
             self._advance(now)
-
-    # ------------------------------------------------------------------------------ the target --
 
     def _verify(self, now: int) -> None:
         self._round.verify_ns = now
@@ -431,8 +424,6 @@ class Session:
         else:
             self._verify(now)
 
-    # --------------------------------------------------------------------- the log, the client --
-
     def _commit(self) -> None:
         commit = self._delivery.commit(self._drafting.cache_len, self._verifying.cache_len)
         if commit is not None:
@@ -459,8 +450,6 @@ class Session:
     def _on_sent(self, event: ev.Sent, now: int) -> None:
         self._delivery.sent(event.index)
         self._advance(now)
-
-    # --------------------------------------------------------------------------------- the end --
 
     def _seal(self) -> None:
         """Store the ending once the tail is logged; end once that is stored."""

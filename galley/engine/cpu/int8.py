@@ -15,9 +15,9 @@ from llvmlite import binding
 from torch import Tensor, nn
 
 from galley.engine.cpu.kernels import int8 as int8_kernels
-from galley.engine.cpu.kernels import int8_ops, openmp, ops
+from galley.engine.cpu.kernels import openmp, ops
 from galley.engine.cpu.kernels.compile import compile_kernels
-from galley.engine.cpu.kernels.int8_ops import DEPTH, GROUP, OUTPUTS
+from galley.engine.cpu.kernels.int8 import DEPTH, GROUP, OUTPUTS
 from galley.engine.paged import as_array
 
 # Approximate time of one weight with one row.
@@ -71,4 +71,4 @@ def supported() -> bool:
 
 @cache
 def _compiled() -> Callable[..., None]:
-    return compile_kernels("int8", (int8_kernels.linear,), (int8_kernels, int8_ops, ops, openmp))[0]
+    return compile_kernels("int8", (int8_kernels.linear,), (int8_kernels, ops, openmp))[0]

@@ -20,9 +20,8 @@ from galley.engine.cpu.int8 import Int8Product, int8_product
 from galley.engine.cpu.kernels import openmp
 from galley.engine.cpu.kernels.compile import compiled
 from galley.engine.cpu.packing import MIN_ROWS, Linears, rows_of_product
-from galley.engine.kv_pool import KvPool, declared
 from galley.engine.paged import CompiledAttention, as_array
-from galley.engine.pages import Pages, Shape
+from galley.engine.pages import KvPool, Pages, Shape, declared
 from galley.engine.parallel.ranks import Ranks
 from galley.engine.parallel.sharding import AddedLinear, JoinedLinear
 

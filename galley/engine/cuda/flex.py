@@ -23,11 +23,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from galley.common.logs import get_logger
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine.cuda import flex_layout
-from galley.engine.cuda.flat_pool import FlatPool
+from galley.engine.cuda.device import host_buffer
 from galley.engine.cuda.flex_layout import Inputs, StepShape
-from galley.engine.cuda.transfer import host_buffer
-from galley.engine.kv_pool import KvShape
-from galley.engine.pages import Pages, Shape, Span, lay_out
+from galley.engine.pages import FlatPool, KvShape, Pages, Shape, Span, lay_out
 
 Operator = Callable[..., Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, "Kind"], Tensor]

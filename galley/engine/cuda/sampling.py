@@ -21,10 +21,9 @@ from torch import Tensor
 from galley.common.logs import get_logger
 from galley.core.noise import GUMBEL, LANES, MULTIPLIERS, ROUNDS, WEYL, halves
 from galley.core.step import Draw, Sampled
-from galley.engine.cuda.transfer import host_buffer, to_host
+from galley.engine.cuda.device import host_buffer, to_host
 from galley.engine.sampling.draw import Outcome, draw_rows
-from galley.engine.sampling.layout import NOTHING, Floats
-from galley.engine.sampling.rules import is_plain, kernel_temperature, no_maximum
+from galley.engine.sampling.layout import NOTHING, Floats, is_plain, kernel_temperature, no_maximum
 
 Words = Callable[[Tensor, Tensor, int], Tensor]
 

@@ -26,9 +26,9 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from galley.core.errors import UnsupportedModel
 from galley.engine import attention
 from galley.engine.cpu.int8 import Int8Linear
-from galley.engine.errors import UnsupportedModel
 from galley.engine.load.support import refuse_weights
 
 KEY = "galley_draft"

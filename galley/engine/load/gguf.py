@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, modeling_gguf_pytorch_utils
 
-from galley.engine.errors import UnsupportedModel
+from galley.core.errors import UnsupportedModel
 from galley.engine.load.module import CAUSAL_LM, causal_class, silence
 from galley.engine.load.support import refuse_config
 

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from galley.common.models.files import tokenizer_hash
+from galley.core.errors import UnsupportedModel
 from galley.engine import attention
 from galley.engine.cpu import packing
-from galley.engine.errors import UnsupportedModel
 from galley.engine.load.draft_directory import ReducedHead, draft_format, load_draft
 from galley.engine.load.support import read_weights, refuse_config, refuse_files
 from galley.engine.parallel import sharding

@@ -18,10 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from galley.common.models.files import DEFAULT_MODEL, hub_model
-from galley.core.errors import GalleyError
-from galley.engine.errors import UnsupportedModel
-from galley.engine.load.cache_directory import cache_dir, file_digest
-from galley.engine.load.support import MODEL_FILES, is_pickled, refuse_files, refuse_raw_config
+from galley.core.errors import GalleyError, UnsupportedModel
+from galley.engine.load.support import (
+    MODEL_FILES,
+    cache_dir,
+    file_digest,
+    is_pickled,
+    refuse_files,
+    refuse_raw_config,
+)
 
 _DIGEST_DIGITS = 16
 

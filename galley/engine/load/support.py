@@ -1,4 +1,4 @@
-"""Refuse models that this engine does not serve, and read the weights of those that it does.
+"""Files of models: the cache directory, the models that are refused, and the weights of the others.
 
 Served are decoder-only models whose only sequence state is attention KV. Weights must be safetensors, which
 hold numbers only. A pickle is a program and is never opened.
@@ -6,15 +6,18 @@ hold numbers only. A pickle is a program and is never opened.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from galley.common.models.files import code_asked_for, foreign_file
-from galley.engine.errors import UnsupportedModel
+from galley.core.errors import UnsupportedModel
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 # Files of a model's directory that are read.
@@ -26,6 +29,39 @@ _INDEX = "*.safetensors.index.json"
 _SHIFTING_ROPE = {"dynamic", "longrope"}
 # Weights that an error names.
 _NAMED = 3
+
+
+def cache_dir() -> Path:
+    """Return $GALLEY_CACHE_DIR, else $XDG_CACHE_HOME/galley, else ~/.cache/galley. It may not exist yet."""
+    own = os.environ.get("GALLEY_CACHE_DIR")
+    if own:
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "galley"
+
+
+def file_digest(path: Path) -> str:
+    """Return the blake2b-128 of the file's content, in hex.
+
+    Kept in the cache directory under path, size and modification time, so that a second start reads less.
+    """
+    path = path.resolve()
+    stat = path.stat()
+    key = hashlib.blake2b(f"{path}|{stat.st_size}|{stat.st_mtime_ns}".encode(), digest_size=16).hexdigest()
+    note = cache_dir() / "digests" / key
+    try:
+        return note.read_text(encoding="ascii")
+    except OSError:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        scratch = note.with_name(f"{key}.{os.getpid()}")
+        scratch.write_text(digest, encoding="ascii")
+        scratch.replace(note)
+    except OSError:
+        pass
+    return digest
 
 
 def refuse_raw_config(config: dict[str, Any]) -> None:

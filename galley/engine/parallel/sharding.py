@@ -23,7 +23,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, TensorParallelLayer
 
-from galley.engine.errors import UnsupportedModel
+from galley.core.errors import UnsupportedModel
 from galley.engine.load.support import read_weights
 from galley.engine.parallel.ranks import Ranks
 

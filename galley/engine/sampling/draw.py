@@ -30,9 +30,12 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cpu.kernels import openmp, ops
 from galley.engine.cpu.kernels.compile import compile_kernels
-from galley.engine.sampling import filters, gumbel, kernels, largest, layout
-from galley.engine.sampling.layout import DRAW, Floats, Ids, Scratch
-from galley.engine.sampling.rules import (
+from galley.engine.sampling import gumbel, kernels, largest, layout
+from galley.engine.sampling.layout import (
+    DRAW,
+    Floats,
+    Ids,
+    Scratch,
     has_penalties,
     kernel_temperature,
     least_logit,
@@ -42,7 +45,7 @@ from galley.engine.sampling.rules import (
 
 Outcome = Sampled | GalleyError
 
-SOURCES = (ops, noise, openmp, filters, gumbel, largest, layout)
+SOURCES = (ops, noise, openmp, gumbel, largest, layout)
 
 # Time a logit costs, at least.
 _LOGIT_NS = 0.3
@@ -104,9 +107,6 @@ def _compiled() -> Sequence[Callable[..., None]]:
     return compile_kernels("sampling", functions, (kernels, *SOURCES))
 
 
-# --------------------------------------------------------------------------------- for the kernels --
-
-
 def _scratch(threads: int, vocab: int, *, penalized: bool) -> Scratch:
     blocks = -(-vocab // LANES)
     remembered = vocab if penalized else 0
@@ -160,9 +160,6 @@ def draw_record(draw: Draw) -> tuple[float, ...]:
         params.presence_penalty,
         has_penalties(draw),
     )
-
-
-# --------------------------------------------------------------------------------------- logprobs --
 
 
 def _logprobs(

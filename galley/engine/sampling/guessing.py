@@ -23,11 +23,9 @@ from galley.engine.cpu.kernels import openmp
 from galley.engine.cpu.kernels.compile import compile_kernels
 from galley.engine.cpu.kernels.openmp import shared
 from galley.engine.sampling.draw import SOURCES, Outcome, draw_record
-from galley.engine.sampling.filters import apply_filters
 from galley.engine.sampling.gumbel import OFFSET, SLACK, UNIT, gumbel, philox
-from galley.engine.sampling.largest import any_above, exponentials, likeliest
-from galley.engine.sampling.layout import DRAW, NOTHING, Floats, Ids, part
-from galley.engine.sampling.rules import no_maximum
+from galley.engine.sampling.largest import any_above, apply_filters, exponentials, likeliest
+from galley.engine.sampling.layout import DRAW, NOTHING, Floats, Ids, no_maximum, part
 
 # Time a logit costs, at least.
 _LOGIT_NS = 2.0

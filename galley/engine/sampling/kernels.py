@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galley.engine.cpu.kernels.openmp import shared
-from galley.engine.sampling.filters import apply_filters
 from galley.engine.sampling.gumbel import noisiest
-from galley.engine.sampling.largest import exponentials, likeliest, list_first
+from galley.engine.sampling.largest import apply_filters, exponentials, likeliest, list_first
 from galley.engine.sampling.layout import NOTHING, Floats, Ids, Scratch, of_thread, part
 
 

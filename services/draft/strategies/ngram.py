@@ -13,9 +13,8 @@ from functools import partial
 from typing import Generic, Protocol, Self, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
-from galley.core.lookup.calibration import Calibration
+from galley.core.lookup.calibration import Calibration, ProposalOutcomes
 from galley.core.lookup.lookup import AnswerLookup, LookupResult, RecentAnswers, SessionLookup
-from galley.core.lookup.proposal_outcomes import ProposalOutcomes
 from galley.core.lru import LruCache
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import jwt
 
 from galley.common.logs import get_logger
-from galley.core.admission.principal import TOKEN_PREFIX, Principal
+from galley.core.admission.admission import TOKEN_PREFIX, Principal
 from galley.core.errors import Unauthenticated
 from services.gateway.auth.jwks import CachedJwks, JwksFile
 from services.gateway.settings import JWT_LEEWAY_S, TokenSettings, comma_separated

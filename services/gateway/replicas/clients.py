@@ -21,7 +21,7 @@ import grpc
 
 from galley.common.tls.channels import generation_of
 from galley.core.errors import TokenizerMismatch, Unavailable
-from galley.core.session.ports import Replica
+from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.clock import SECOND

@@ -20,7 +20,7 @@ from galley.core.errors import Unavailable
 from galley.core.lookup.lookup import SessionLookup
 from galley.core.names import HYBRID, LOOKUP, MODEL, MOVE_FAILED, MOVE_LATE, MOVE_LEFT, NGRAM
 from galley.core.session import events as ev
-from galley.core.session.ports import Replica
+from galley.core.session.events import Replica
 from galley.core.store import CacheLocation
 from services.gateway.clock import SECOND
 from services.gateway.replicas import messages

@@ -18,7 +18,7 @@ from galley.core.lru import RecentKeys
 from galley.core.routing.breaker import Breaker, State
 from galley.core.routing.choice import DraftCandidate, DraftLease, choose_draft
 from galley.core.session import events as ev
-from galley.core.session.ports import Clock, Replica
+from galley.core.session.events import Clock, Replica
 from services.gateway.replicas.clients import DraftClient
 from services.gateway.replicas.membership import AddressSource, PoolReplica, ReplicaPool
 from services.gateway.telemetry.observer import request_observer

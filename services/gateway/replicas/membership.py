@@ -20,7 +20,7 @@ from galley.common.registry.leases import LeasePool, LeaseT, ReplicaRegistry
 from galley.core.errors import GalleyError, TokenizerMismatch, Unavailable
 from galley.core.names import MOVE_RESTARTED
 from galley.core.routing.choice import ReplicaLease
-from galley.core.session.ports import Clock, Replica
+from galley.core.session.events import Clock, Replica
 from services.gateway.clock import SECOND
 from services.gateway.replicas.clients import MEET_TIMEOUT_S, ReplicaClient
 from services.gateway.telemetry.observer import request_observer

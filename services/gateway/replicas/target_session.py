@@ -22,7 +22,7 @@ from galley.core.names import MOVE_FAILED, MOVE_HEDGED, MOVE_LATE, MOVE_LEFT
 from galley.core.routing.choice import RoutingRequest, cached_tokens
 from galley.core.routing.lateness import VerdictTimeout
 from galley.core.session import events as ev
-from galley.core.session.ports import Replica, Verification
+from galley.core.session.events import Replica, Verification
 from galley.core.store import CacheLocation
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND

@@ -16,7 +16,7 @@ from galley.common.registry.leases import target_lease
 from galley.core.errors import GalleyError, TargetUnavailable, TokenizerMismatch, Unavailable
 from galley.core.routing.choice import RoutingRequest, TargetCandidate, TargetLease, choose_target
 from galley.core.routing.lateness import ROWS_OF_A_SESSION, SLOW_FACTOR, VerdictTimes
-from galley.core.session.ports import Clock
+from galley.core.session.events import Clock
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.replicas.clients import TargetClient
 from services.gateway.replicas.membership import AddressSource, PoolReplica, ReplicaPool

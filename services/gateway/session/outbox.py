@@ -15,7 +15,7 @@ from typing import TypeAlias
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import ClientStalled
 from galley.core.session import events as ev
-from galley.core.session.ports import Clock
+from galley.core.session.events import Clock
 from services.gateway.clock import SECOND
 from services.gateway.telemetry.observer import request_observer
 

@@ -14,9 +14,8 @@ from functools import partial
 from galley.common.logs import get_logger
 from galley.core.errors import Broken, Cancelled, ClientStalled, DeadlinePassed
 from galley.core.session import events as ev
-from galley.core.session.events import RoundEnded
+from galley.core.session.events import Clock, DraftPort, Replica, RoundEnded, TargetPort, Verification
 from galley.core.session.machine import Session
-from galley.core.session.ports import Clock, DraftPort, Replica, TargetPort, Verification
 from galley.core.store import CacheLocation, KvDirectory
 from services.gateway.clock import SECOND, Timeouts
 from services.gateway.session.outbox import Outbox

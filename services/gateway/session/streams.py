@@ -12,10 +12,17 @@ import grpc
 
 from galley.common.logs import get_logger, level_of, log_internal
 from galley.common.wire import status
-from galley.core.admission.admission import DRAINING, Admission, AdmissionSlot
-from galley.core.admission.principal import Principal
-from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
-from galley.core.answer.codec import decode_ending, decode_spec, encode_ending, encode_spec
+from galley.core.admission.admission import DRAINING, Admission, AdmissionSlot, Principal
+from galley.core.answer.answer import (
+    Answer,
+    Ending,
+    Reason,
+    SessionSpec,
+    decode_ending,
+    decode_spec,
+    encode_ending,
+    encode_spec,
+)
 from galley.core.errors import (
     Broken,
     ClientStalled,
@@ -30,8 +37,8 @@ from galley.core.errors import (
 from galley.core.records import decode_records
 from galley.core.session import events as ev
 from galley.core.session.draft_statistics import SharedStatistics
+from galley.core.session.events import Clock
 from galley.core.session.machine import Session, SessionLimits
-from galley.core.session.ports import Clock
 from galley.core.store import NewSession, SessionStore, StoredSession
 from services.gateway.clock import Timeouts
 from services.gateway.session.runner import Ports, SessionRunner

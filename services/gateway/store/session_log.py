@@ -17,11 +17,11 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from galley.common.logs import get_logger
-from galley.core.answer.codec import encode_ending
+from galley.core.answer.answer import encode_ending
 from galley.core.errors import GalleyError, StoreUnavailable, UnknownSession
 from galley.core.records import encode_records
 from galley.core.session import events as ev
-from galley.core.session.ports import Clock
+from galley.core.session.events import Clock
 from galley.core.store import KvDirectory, LogBehind, SessionStore, StoredSession
 from services.gateway.clock import SECOND, Timeouts
 from services.gateway.telemetry.observer import request_observer

@@ -22,8 +22,8 @@ from galley.core.answer.answer import Chunk, Ending, NumericsChanged
 from galley.core.errors import CallerFault, DeadlinePassed, InvalidField, Overloaded, Unimplemented
 from galley.core.names import GALLEY
 from galley.core.session import events as ev
+from galley.core.session.events import Clock
 from galley.core.session.machine import Session
-from galley.core.session.ports import Clock
 from galley.core.store import StoredSession
 from services.gateway.clock import SECOND
 from services.gateway.telemetry.attributes import stored_operation

@@ -22,7 +22,7 @@ from galley.common.wire.handlers import Context, Handler, WrappingInterceptor, r
 from galley.common.wire.status import code_of, error_type
 from galley.core import names
 from galley.core.errors import AuthenticationUnavailable, Unauthenticated
-from galley.core.session.ports import Clock
+from galley.core.session.events import Clock
 from services.gateway.telemetry.observer import RequestObserver, observe_with
 from services.gateway.telemetry.spans import TraceOptions, TraceStart
 

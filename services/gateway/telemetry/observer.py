@@ -27,9 +27,8 @@ from galley.core import names
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import Fenced, GalleyError, StoreUnavailable
 from galley.core.session import events as ev
-from galley.core.session.events import RoundEnded
+from galley.core.session.events import Clock, Replica, RoundEnded
 from galley.core.session.machine import Session
-from galley.core.session.ports import Clock, Replica
 from galley.core.store import StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.attributes import (

@@ -17,7 +17,7 @@ from galley.common.metrics.registry import Registry, span_ref
 from galley.common.wire.status import error_type
 from galley.core.errors import GalleyError
 from galley.core.session.events import RoundEnded
-from galley.core.session.stats import plain_ns
+from galley.core.session.round import plain_ns
 
 _SECOND = 1e9
 _POSITIONS = 16

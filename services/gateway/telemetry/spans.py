@@ -17,9 +17,8 @@ from galley.common.tracing.telemetry import fail, traceparent_of
 from galley.common.wire.status import error_type
 from galley.core import names
 from galley.core.errors import StoreUnavailable
-from galley.core.session.events import RoundEnded
+from galley.core.session.events import Clock, Replica, RoundEnded
 from galley.core.session.machine import Session
-from galley.core.session.ports import Clock, Replica
 
 COMMIT = "commit"
 RENEW = "renew"

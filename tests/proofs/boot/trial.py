@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from galley.engine.load.cache_directory import cache_dir
+from galley.engine.load.support import cache_dir
 from galley.stack.part import log_tail
 from tests.deploy.render import Manifest, render
 from tests.proofs.boot.client import Client, gateway_address

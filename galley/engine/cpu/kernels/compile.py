@@ -15,7 +15,7 @@ import numba
 from numba.core.caching import FunctionCache as _FunctionCache
 
 from galley.engine.cpu.kernels import attention, layers, openmp, ops
-from galley.engine.load.cache_directory import cache_dir
+from galley.engine.load.support import cache_dir
 
 # numba's own classes are not typed.
 _Base: Any = _FunctionCache

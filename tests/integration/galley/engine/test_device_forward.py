@@ -14,17 +14,13 @@ from torch import Tensor
 
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.step import StepChunk
-from galley.engine import probe
 from galley.engine.cuda import flex_layout
-from galley.engine.cuda.flat_pool import FlatPool
 from galley.engine.cuda.flex import FlexAttention, attend_by
-from galley.engine.cuda.forward import DeviceForward, Shapes
 from galley.engine.cuda.graphs import Graphs
-from galley.engine.forward import TransformersForward
-from galley.engine.kv_pool import kv_shape
+from galley.engine.forward import DeviceForward, Shapes, TransformersForward
 from galley.engine.load.module import load_config, load_module
-from galley.engine.model import CausalModel, ModelInfo
-from galley.engine.pages import Span
+from galley.engine.model import CausalModel, ModelInfo, probe_logits
+from galley.engine.pages import FlatPool, Span, kv_shape
 from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of
 from tests.integration.galley.engine.flex_standin import kernel
 
@@ -109,9 +105,7 @@ def test_padded_and_replayed_steps_equal_plain_ones(kind: str, make_model: Calla
 def test_the_model_equals_the_cpus_own_attention(kind: str, make_model: Callable[[Any], Path]) -> None:
     directory = make_model(CONFIGS[kind]())
     device = _model(directory, Shapes(), Graphs(Again(), CPU, record_at=1))
-    torch.testing.assert_close(
-        probe.probe_logits(device), probe.probe_logits(load(directory)), atol=2e-4, rtol=2e-4
-    )
+    torch.testing.assert_close(probe_logits(device), probe_logits(load(directory)), atol=2e-4, rtol=2e-4)
     assert (device.attention_kind, device.forward_kind) == ("FlexAttention", "transformers")
 
 

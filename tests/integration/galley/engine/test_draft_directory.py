@@ -15,17 +15,16 @@ import transformers
 from safetensors.torch import load_file
 
 from galley.common.models.files import tokenizer_hash
+from galley.core.errors import UnsupportedModel
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cpu import int8
 from galley.engine.cpu.int8 import Int8Linear, int8_product
 from galley.engine.cpu.packing import MIN_ROWS, Linears
-from galley.engine.errors import UnsupportedModel
 from galley.engine.load import draft_directory
 from galley.engine.load.draft_directory import embeddings_sha256
-from galley.engine.model import Rows
+from galley.engine.model import Rows, load_model
 from galley.engine.sampler import draw_all
-from galley.engine.serving import load_model
 from tests.fakes.model_configs import VOCAB, load, save_random, tokens_of, whole
 from tests.integration.galley.engine.drafts import (
     HEAD_TOKENS,

@@ -15,16 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from galley.core.errors import UnsupportedModel
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine import paged
 from galley.engine.cuda import flex, flex_layout
-from galley.engine.cuda.flat_pool import FlatPool
+from galley.engine.cuda.device import DeviceOptions
 from galley.engine.cuda.flex import FlexAttention, attend_by, compiled_flex
-from galley.engine.cuda.options import DeviceOptions
-from galley.engine.errors import UnsupportedModel
-from galley.engine.kv_pool import KvPool, KvShape
 from galley.engine.paged import TorchAttention
-from galley.engine.pages import Shape, Span
+from galley.engine.pages import FlatPool, KvPool, KvShape, Shape, Span
 from tests.integration.galley.engine.flex_standin import kernel
 
 CPU = torch.device("cpu")

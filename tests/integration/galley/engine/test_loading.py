@@ -18,11 +18,11 @@ import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from galley.common.models.files import DEFAULT_MODEL, NoTokenizer, tokenizer_hash
-from galley.engine.errors import UnsupportedModel
+from galley.core.errors import UnsupportedModel
 from galley.engine.load import resolve as prepare
-from galley.engine.load.cache_directory import cache_dir, file_digest
 from galley.engine.load.module import default_dtype, eos_token_ids, load_config, parse_dtype
 from galley.engine.load.resolve import resolve_model
+from galley.engine.load.support import cache_dir, file_digest
 from galley.engine.model import CausalModel, Rows
 from tests.fakes.truncated_model import truncate_model
 

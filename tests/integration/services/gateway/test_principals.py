@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from galley.core.admission.principal import Principal
+from galley.core.admission.admission import Principal
 from tests.fakes.redis_servers import Server
 from tests.fakes.truth import true_output
 from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, field_of, must_be_true, receive, refused

@@ -17,7 +17,7 @@ from galley.core.content import block_hashes, prefix_hash
 from galley.core.routing.choice import TargetLease
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
-from galley.core.session.ports import Replica
+from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.replicas.clients import OpenRequest

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import SecretStr
 
-from galley.engine.errors import UnsupportedModel
+from galley.core.errors import UnsupportedModel
 from services.target.ranks.rank import REDIS_URL, REDIS_URL_FILE, settings_for_ranks
 from services.target.ray import __main__ as deploy
 from services.target.ray import autoscaling

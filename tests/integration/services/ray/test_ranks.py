@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, GPT2Config, LlamaConfig, Phi3Config
 
-from galley.engine.errors import UnsupportedModel
+from galley.core.errors import UnsupportedModel
 from galley.engine.parallel.ranks import ALONE
 from galley.engine.parallel.sharding import refuse_ranks
 from tests.fakes.model_configs import CONFIGS, save_random

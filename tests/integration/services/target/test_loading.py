@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from galley.engine.kv_pool import kv_shape
 from galley.engine.load.module import load_config, parse_dtype
 from galley.engine.model import CausalModel
+from galley.engine.pages import kv_shape
 from services.target.loading import kv_blocks, load_engine
 from services.target.paged import PagedEngine
 from services.target.ranks.rank import device_environment

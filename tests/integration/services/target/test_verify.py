@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from galley.core.admission.principal import Principal
+from galley.core.admission.admission import Principal
 from galley.core.content import prefix_hash
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.pb.galley.v1 import galley_pb2 as pb

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from galley.core.admission.admission import Admission, AdmissionSlot, TokenBucket
-from galley.core.admission.principal import ANONYMOUS, Principal, PrincipalLimits
+from galley.core.admission.admission import (
+    ANONYMOUS,
+    Admission,
+    AdmissionSlot,
+    Principal,
+    PrincipalLimits,
+    TokenBucket,
+)
 from galley.core.errors import Overloaded
 
 SECOND = 1_000_000_000

@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galley.core.answer.answer import MAX_CHUNK_TOKENS, Answer, Chunk, Ending, Reason, SessionSpec
-from galley.core.answer.codec import decode_ending, decode_spec, encode_ending, encode_spec
+from galley.core.answer.answer import (
+    MAX_CHUNK_TOKENS,
+    Answer,
+    Chunk,
+    Ending,
+    Reason,
+    SessionSpec,
+    decode_ending,
+    decode_spec,
+    encode_ending,
+    encode_spec,
+)
 from galley.core.content import Hit, Miss, look_up, prefix_hash, token_bytes, tokens_from_bytes
 from galley.core.records import PositionLogprobs, TokenRecord, decode_records, encode_records
 from galley.core.sampling_params import SamplingParams

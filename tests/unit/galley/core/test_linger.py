@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from galley.core.content import prefix_hash
-from galley.core.cost.live import LiveStepTimes
+from galley.core.cost.model import LiveStepTimes
 from galley.core.hints import Hint
 from galley.core.scheduler.hint_statistics import PRIOR_ALPHA, AcceptanceEstimate, HintTiming
 from galley.core.scheduler.linger import ExpectedHint, linger_until

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from galley.core.lookup.proposal_outcomes import ProposalOutcomes
+from galley.core.lookup.calibration import ProposalOutcomes
 
 
 class Seen(list[tuple[int, bool]]):

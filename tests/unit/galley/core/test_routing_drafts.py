@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galley.core.routing.choice import DraftCandidate, DraftLease, choose_draft
-from galley.core.session.ports import Replica
+from galley.core.session.events import Replica
 
 LEASE = DraftLease(
     address="a",

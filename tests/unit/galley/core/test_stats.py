@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galley.core.session.events import RoundEnded, Timing
-from galley.core.session.stats import plain_ns
+from galley.core.session.round import plain_ns
 
 MS = 1_000_000
 PLAIN = RoundEnded(

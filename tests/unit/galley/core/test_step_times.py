@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galley.core.cost.live import LiveStepTimes
-from galley.core.cost.model import StepTimes, rows_that_pay
+from galley.core.cost.model import LiveStepTimes, StepTimes, rows_that_pay
 from galley.core.errors import InvalidField
 
 CURVE = StepTimes.measured([(1, 10_000), (8, 12_000), (16, 30_000), (64, 60_000)])

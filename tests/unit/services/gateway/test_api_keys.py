@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
-from galley.core.admission.principal import Principal, PrincipalLimits
+from galley.core.admission.admission import Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
-from services.gateway.auth.authentication import Authentication, Credentials, read_principals
+from services.gateway.auth.authentication import Authentication, Credentials
+from services.gateway.auth.principals_file import read_principals
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 KEY = "a-key-of-team-a"

@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 from galley.common.tls import files as files_module
 from galley.common.tls.files import NamedFile, WatchedFiles
-from galley.core.admission.principal import Principal, PrincipalLimits
+from galley.core.admission.admission import Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
 from services.gateway.auth.authentication import Credentials, build_authentication
 from services.gateway.auth.jwks import JwksFile, read_jwks

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from galley.core.answer.answer import Ending, Reason
-from galley.core.answer.codec import decode_ending
+from galley.core.answer.answer import Ending, Reason, decode_ending
 from galley.core.errors import Fenced, StoreUnavailable, UnknownSession
 from galley.core.records import TokenRecord
 from galley.core.session import events as ev

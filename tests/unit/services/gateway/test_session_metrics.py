@@ -26,7 +26,7 @@ from galley.core.errors import (
     TargetUnavailable,
     TokenizerMismatch,
 )
-from galley.core.session.stats import SpeculationStats
+from galley.core.session.round import SpeculationStats
 from galley.core.store import StoredSession
 from services.gateway.telemetry.call import end_of
 from services.gateway.telemetry.observer import RequestObserver, observe_with

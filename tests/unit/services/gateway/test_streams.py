@@ -11,9 +11,8 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from galley.core.admission.principal import ANONYMOUS, ANONYMOUS_NAME
-from galley.core.answer.answer import Answer, Chunk, Ending, Reason
-from galley.core.answer.codec import encode_spec
+from galley.core.admission.admission import ANONYMOUS, ANONYMOUS_NAME
+from galley.core.answer.answer import Answer, Chunk, Ending, Reason, encode_spec
 from galley.core.errors import Fenced, GalleyError, LogLost, Overloaded, UnknownSession
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits

@@ -1,9 +1,29 @@
-"""Transfers between the host and a device: one pinned buffer each way, so that uploads do not block."""
+"""Options of a CUDA device, which change nothing on the CPU, and transfers from and to it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+# Rows of every step if bits must be the same: each product and norm then has one shape.
+FIXED_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """`flex`: attention that reads pages in place, if it can be compiled, instead of plain torch.
+
+    Only with `flex` do `graphs` (one rank only) and `invariant` (a row has the same bits in any step) work.
+    """
+
+    flex: bool = True
+    graphs: bool = True
+    invariant: bool = False
+
+    def rows_of_step(self, device: str, max_rows: int) -> int:
+        return max_rows if device.startswith("cpu") or not self.invariant else FIXED_ROWS
 
 
 def host_buffer(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
