@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from pathlib import Path  # Typer reads the annotation
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -40,9 +40,6 @@ from galley.plan.capacity import (
     TargetSize,
 )
 from galley.plan.capacity import capacity as capacity_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 T = TypeVar("T")
 
@@ -275,34 +272,26 @@ def _draw(peak: _Peak, path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     by_k, by_alpha = figure.subplots(1, 2)
-    _draw_by_k(by_k, peak)
-    _draw_by_alpha(by_alpha, peak)
-    with usage_of("--plot"):
-        figure.savefig(path, format="png", dpi=120)
-
-
-def _draw_by_k(axes: Axes, peak: _Peak) -> None:
     colours = ["tab:orange" if row.k == peak.best_k else "tab:blue" for row in peak.rows]
-    axes.bar([row.k for row in peak.rows], [row.gain for row in peak.rows], color=colours)
-    axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.set(
+    by_k.bar([row.k for row in peak.rows], [row.gain for row in peak.rows], color=colours)
+    by_k.axhline(1.0, color="grey", linewidth=0.8)
+    by_k.set(
         title=f"alpha={peak.alpha:g}: peak at k={peak.best_k}",
         xlabel="k (draft tokens a round)",
         ylabel="gain over plain decoding",
     )
-
-
-def _draw_by_alpha(axes: Axes, peak: _Peak) -> None:
     alphas = [step / 100 for step in range(101)]
     best = [max(peak.gain(k, alpha) for k in range(peak.max_k + 1)) for alpha in alphas]
-    axes.plot(alphas, best)
-    axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.axvline(peak.alpha, color="tab:orange", linewidth=0.8)
+    by_alpha.plot(alphas, best)
+    by_alpha.axhline(1.0, color="grey", linewidth=0.8)
+    by_alpha.axvline(peak.alpha, color="tab:orange", linewidth=0.8)
     title = "never pays"
     if peak.break_even_alpha is not None:
-        axes.axvline(peak.break_even_alpha, color="tab:green", linestyle="--", linewidth=0.8)
+        by_alpha.axvline(peak.break_even_alpha, color="tab:green", linestyle="--", linewidth=0.8)
         title = f"pays from alpha={peak.break_even_alpha:.3f} on"
-    axes.set(title=title, xlabel="alpha (acceptance rate)", ylabel="gain at the best k")
+    by_alpha.set(title=title, xlabel="alpha (acceptance rate)", ylabel="gain at the best k")
+    with usage_of("--plot"):
+        figure.savefig(path, format="png", dpi=120)
 
 
 @dataclass(frozen=True, slots=True)

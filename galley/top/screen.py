@@ -112,7 +112,15 @@ def workloads_of(readings: Iterable[Reading]) -> list[Workload]:
     known = {
         name for one in gateways for name in by(one.now, catalogue.CONFIRMED_TOKENS, WORKLOAD.prometheus)
     }
-    found = [_workload(name, gateways, window) for name in known]
+    found = [
+        Workload(
+            name,
+            rate(gateways, catalogue.CONFIRMED_TOKENS, workload=name),
+            mean(window, catalogue.K.prometheus, workload=name),
+            _speculation(window, workload=name),
+        )
+        for name in known
+    ]
     return sorted(found, key=lambda workload: (-(workload.tokens_per_s or 0.0), workload.name))
 
 
@@ -154,15 +162,6 @@ def _speculation(window: Samples, **labels: str) -> Speculation:
         acceptance=ratio(accepted, grown(catalogue.VERIFIED_TOKENS)),
         tokens_per_round=None if a_round is None else 1 + a_round,
         speed_up=ratio(grown(catalogue.PLAIN_TIME), grown(catalogue.DECODE_TIME)),
-    )
-
-
-def _workload(name: str, gateways: Sequence[Reading], window: Samples) -> Workload:
-    return Workload(
-        name,
-        rate(gateways, catalogue.CONFIRMED_TOKENS, workload=name),
-        mean(window, catalogue.K.prometheus, workload=name),
-        _speculation(window, workload=name),
     )
 
 
