@@ -102,10 +102,11 @@ class SimChannel:
         async def call(
             request: object,
             timeout: float | None = None,  # noqa: ASYNC109  # the shape that grpc has
+            metadata: tuple[tuple[str, str], ...] | None = None,
             *,
             wait_for_ready: bool = False,
         ) -> object:
-            made = self._call(method, Kind.UNARY, timeout)
+            made = self._call(method, Kind.UNARY, timeout, metadata or ())
             made.begin()
             try:
                 async with asyncio.timeout(timeout):
