@@ -32,7 +32,7 @@ from galley.client.options import GenerateOptions
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.models.tokenizer import Tokenizer
 from galley.engine.load.resolve import resolve_model
-from tests.e2e.matrix import Answer, Case, accepted_per_round, all_cases, ask_all, pairwise_cases
+from tests.e2e.matrix import Answer, Case, accepted_per_round, all_cases, pairwise_cases, read_answers
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.reference import Reference
 from tests.e2e.stacks import DRAFT_LAYERS, Clients, running_clients
@@ -158,7 +158,7 @@ class Proof:
         expected: Sequence[Sequence[int]],
     ) -> None:
         began = time.monotonic()
-        answers = await ask_all(clients.of(case), self._prompts, options, case)
+        answers = await read_answers(clients.of(case), self._prompts, options, case)
         for number, (answer, tokens) in enumerate(zip(answers, expected, strict=True)):
             what = f"{kind}, {case}, prompt {number}"
             self._compare(what, number, answer, tokens, exact=kind in BF16_KINDS)
@@ -169,7 +169,9 @@ class Proof:
             length = options["max_tokens"] or 0
             return [self._reference.greedy(prompt, length) for prompt in self._prompt_tokens]
         plain = ALONE if kind in BF16_KINDS else PLAIN
-        return [list(answer.tokens) for answer in await ask_all(clients.main, self._prompts, options, plain)]
+        return [
+            list(answer.tokens) for answer in await read_answers(clients.main, self._prompts, options, plain)
+        ]
 
     def _compare(
         self, what: str, number: int, answer: Answer, expected: Sequence[int], *, exact: bool

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.e2e.matrix import FEW_SPOILS
 from tests.e2e.reference import Reference
 from tests.e2e.stacks import DRAFT_LAYERS, Clients, running_clients
 from tests.fakes.truncated_model import truncate_model
@@ -22,7 +23,7 @@ def draft_model(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def clients(draft_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clients]:
     """The system in float32, with every kind of draft."""
-    async with running_clients(tmp_path_factory.mktemp("stack"), draft_model) as running:
+    async with running_clients(tmp_path_factory.mktemp("stack"), draft_model, spoils=FEW_SPOILS) as running:
         yield running
 
 

@@ -17,13 +17,13 @@ from tests.e2e.matrix import SPOILS, Case
 
 DRAFT_LAYERS = (0, 1, 28, 29)
 
-# The oracle that is always right is asked round by round, where what it says is never too late.
+# With credit 0, a proposal of the oracle that is always right is never late.
 _CREDITS = {0.0: 0, 0.3: 4, 0.7: 32}
 
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """A client for each draft that answers are compared over; `main` is of the first of two like gateways."""
+    """A client for each draft; `main` is the first gateway's, which has every draft but the oracles."""
 
     stack: Stack
     main: AsyncClient
@@ -31,11 +31,11 @@ class Clients:
     answers: Path
 
     def of(self, case: Case) -> AsyncClient:
-        """Whose draft can do what the case asks."""
+        """Return the client whose draft has the strategy of the case."""
         return self.main if case.spoil is None else self.oracles[case.spoil]
 
     def teach(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Tell the oracles what the target will say: prompt and answer."""
+        """Give the oracles prompts with the answers of the target."""
         with self.answers.open("a") as file:
             file.writelines(json.dumps({"tokens": list(tokens)}) + "\n" for tokens in sequences)
 
@@ -49,7 +49,7 @@ async def running_clients(
     gateways: int = 2,
     spoils: Sequence[float] = SPOILS,
 ) -> AsyncIterator[Clients]:
-    """The whole system; oracle drafts, one for each of `spoils`, know what `teach` tells them."""
+    """Start a whole stack, and an oracle draft and gateway for each of `spoils`."""
     answers = folder / "answers.jsonl"
     answers.touch()
     options = StackOptions(
@@ -79,7 +79,7 @@ def _oracle_gateway(spoil: float) -> str:
 
 
 def _oracle_parts(answers: Path, spoil: float) -> list[PartSpec]:
-    """A draft that knows the answers and spoils its tokens at a rate, and a gateway that pairs with it."""
+    """Return a draft that knows the answers and spoils its tokens at a rate, and its gateway."""
     draft = f"draft-oracle-{spoil}"
 
     def draft_command(facts: Facts) -> list[str]:

@@ -1,4 +1,4 @@
-"""What only whole processes show: a gateway that dies mid-stream, and a client that nobody here wrote."""
+"""A gateway that dies during a stream, and a client by reflection: `buf curl`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from galley.core.names import NGRAM
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.e2e.stacks import Clients
 
-pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(300),
+]
 
 PROMPT = [Message("user", "Repeat this list twice: red, green, blue, yellow, purple, orange, brown, black.")]
 OPTIONS = GenerateOptions(
@@ -27,7 +31,7 @@ OPTIONS = GenerateOptions(
 
 @dataclass
 class Seen:
-    """All that a client is told of tokens."""
+    """The tokens of a stream and their facts."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -37,7 +41,7 @@ class Seen:
 
     def take(self, event: pb.StreamEvent) -> None:
         if event.WhichOneof("event") == "chunk":
-            assert event.chunk.index == len(self.tokens), "an index twice or skipped"
+            assert event.chunk.index == len(self.tokens), "an index is repeated or skipped"
             self.tokens += event.chunk.token_ids
             self.text += event.chunk.text
             self.origins += event.chunk.from_draft
@@ -53,7 +57,7 @@ async def read(stream: TokenStream, seen: Seen, until: int | None = None) -> Non
             return
 
 
-async def test_a_killed_gateway_is_a_pause(clients: Clients) -> None:
+async def test_killed_gateway_is_a_pause(clients: Clients) -> None:
     whole = Seen()
     await read(clients.main.generate(PROMPT, **OPTIONS), whole)
     assert whole.finished is not None
@@ -77,7 +81,7 @@ async def test_a_killed_gateway_is_a_pause(clients: Clients) -> None:
     assert cut.finished is not None
     assert cut.finished.reason == whole.finished.reason
 
-    # Which tokens a draft guessed in time differs from run to run; what is told of one session does not.
+    # The origins of tokens differ from run to run, but not within one session.
     again = Seen()
     await read(clients.main.resume(stream.session_id, 0), again)
     assert again.tokens == cut.tokens

@@ -1,11 +1,11 @@
-"""The same tokens in bfloat16, where the reference is this engine alone: no draft, one answer at a time.
+"""The same tokens in bfloat16; the reference is this engine without a draft, one answer at a time.
 
-transformers rounds otherwise, so it is no reference here, and nothing is excused. `make prove-tokens` runs
-more on long answers.
+transformers rounds differently, so it is no reference here. `make prove-tokens` runs more on long answers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,17 +14,21 @@ import pytest_asyncio
 
 from galley.client.options import GenerateOptions
 from galley.common.models.tokenizer import Tokenizer
-from galley.core.names import HYBRID, MODEL, NGRAM, ORACLE
-from tests.e2e.matrix import Case, ask_all, rotated_cases
+from galley.core.names import HYBRID, MODEL, ORACLE
+from tests.e2e.matrix import Case, pairwise_cases, read_answers
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.stacks import Clients, running_clients
 
-pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(300),
+]
 
 ALONE = Case("off", 0, 1)
 SPOIL = 0.3
-SUBSET = PROMPTS[::3]
-TEMPERATURES = (0.0, 0.7, 1.0)
+SUBSET = PROMPTS[::4]
+TEMPERATURES = (0.0, 0.8)
 MAX_TOKENS = 12
 
 
@@ -36,25 +40,25 @@ async def bf16_clients(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
 
 
 @pytest.mark.parametrize("turn", range(len(TEMPERATURES)), ids=lambda turn: f"T{TEMPERATURES[turn]}")
-async def test_no_draft_and_no_company_changes_a_token(
+async def test_draft_and_concurrency_change_no_token(
     turn: int, bf16_clients: Clients, default_model_dir: Path
 ) -> None:
     options = GenerateOptions(temperature=TEMPERATURES[turn], seed=21 + turn, max_tokens=MAX_TOKENS)
-    plain = await ask_all(bf16_clients.main, SUBSET, options, ALONE)
+    plain = await read_answers(bf16_clients.main, SUBSET, options, ALONE)
     assert not any(any(answer.from_draft) for answer in plain)
     prompt_tokens = encode(Tokenizer.load(str(default_model_dir)), SUBSET)
     bf16_clients.teach([[*p, *a.tokens] for p, a in zip(prompt_tokens, plain, strict=True)])
-    accepted = dict.fromkeys((NGRAM, MODEL, HYBRID, ORACLE, "auto", ALONE.strategy), 0)
-    drafted = dict(accepted)
-    for case in rotated_cases(turn, SPOIL):
+    accepted: Counter[str] = Counter()
+    drafted: Counter[str] = Counter()
+    for case in pairwise_cases((SPOIL,), turn):
         prompts = SUBSET if case.concurrency > 1 else SUBSET[-2:]
-        answers = await ask_all(bf16_clients.of(case), prompts, options, case)
+        answers = await read_answers(bf16_clients.of(case), prompts, options, case)
         for answer, expected in zip(answers, plain[-len(prompts) :], strict=True):
             assert answer.tokens == expected.tokens, case
             assert answer.text == expected.text, case
         accepted[case.strategy] += sum(answer.stats.accepted for answer in answers)
         drafted[case.strategy] += sum(answer.stats.drafted for answer in answers)
-    # That drafts were in it at all, the one trained for this target too; on a busy machine that is late.
+    # Every draft took part; on a busy machine the trained one's tokens may be too late to be accepted.
     assert all(drafted[strategy] > 0 for strategy in (MODEL, HYBRID, ORACLE, "auto")), drafted
     assert accepted[ORACLE] > 0
     assert accepted[ALONE.strategy] == 0

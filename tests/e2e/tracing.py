@@ -22,13 +22,13 @@ from galley.client.client import (
     w3c_metadata,
 )
 from galley.client.options import GenerateOptions, Speculation
+from galley.common.redis.calls import RedisCalls
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core import names
 from galley.core.names import NGRAM
 from galley.stack.stack import Stack, StackOptions
 from galley.trace.read.otlp_file import document_of, spans_in
 from galley.trace.read.spans import Span, SpanKey
-from tests.e2e.test_replicas import told
 from tests.fakes.collector import Collector
 from tests.fakes.narrow_client import narrow
 from tests.fakes.waiting import PATIENCE_S
@@ -183,7 +183,7 @@ async def _kill_target(run: Run, stack: Stack, client: _Client) -> None:
         for _ in range(STREAMS):
             streams.create_task(client.cut(run.cut_from_target, stack.address("gateway"), cut))
         await cut.ready()
-        run.killed_target, *_ = await told(stack, cut.streams, "target_replica")
+        run.killed_target, *_ = await stored_field(stack, cut.streams, "target_replica")
         await stack.kill(next(name for name in TARGETS if stack.address(name) == run.killed_target))
         cut.done()
 
@@ -197,3 +197,13 @@ async def _kill_gateway(run: Run, stack: Stack, client: _Client, collector: Coll
         await collector.has(names.ROUND, trace_id=bytes.fromhex(trace_id))
         await stack.kill("gateway-2")
         cut.done()
+
+
+async def stored_field(stack: Stack, streams: list[TokenStream], field: str) -> list[str]:
+    """Return a field of each session in the store; `target_replica` is that of the KV directory."""
+    calls = RedisCalls(f"unix://{stack.address('valkey')}", call_timeout_s=5, max_connections=1)
+    try:
+        values = [await calls.command("HGET", f"galley:{{{one.session_id}}}", field) for one in streams]
+    finally:
+        await calls.close()
+    return [value.decode() for value in values if isinstance(value, bytes)]
