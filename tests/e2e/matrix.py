@@ -40,6 +40,10 @@ class Case:
         return Speculation(k=self.k, strategy=self.strategy)
 
 
+_Kind = tuple[str, int, float | None]
+"""Strategy, k, and the oracle's rate of wrong tokens."""
+
+
 def _drafts(spoils: Sequence[float]) -> list[tuple[str, float | None]]:
     """The strategies, with the rates of the oracle."""
     plain = (names.NO_STRATEGY, names.NGRAM, names.MODEL, names.HYBRID)
@@ -48,14 +52,14 @@ def _drafts(spoils: Sequence[float]) -> list[tuple[str, float | None]]:
 
 def all_cases() -> list[Case]:
     """Return every strategy with every k, alone and eight at a time."""
-    kinds = [("off", 0, None), *(("auto", 0, spoil) for spoil in (None, *SPOILS))]
+    kinds: list[_Kind] = [("off", 0, None), *(("auto", 0, spoil) for spoil in (None, *SPOILS))]
     kinds += [(strategy, k, spoil) for strategy, spoil in _drafts(SPOILS) for k in DRAFT_LENGTHS]
     return [Case(strategy, k, count, spoil) for strategy, k, spoil in kinds for count in CONCURRENCIES]
 
 
 def pairwise_cases(spoils: Sequence[float] = SPOILS, turn: int = 0) -> list[Case]:
     """Return every strategy with every k, alone or in company by turns; two turns have every combination."""
-    kinds = [[("auto", 0, None)], *([("auto", 0, spoil)] for spoil in spoils)]
+    kinds: list[list[_Kind]] = [[("auto", 0, None)], *([("auto", 0, spoil)] for spoil in spoils)]
     kinds += [[(strategy, k, spoil) for k in DRAFT_LENGTHS] for strategy, spoil in _drafts(spoils)]
     return [
         Case("off", 0, CONCURRENCIES[-1]),

@@ -1,4 +1,4 @@
-"""Every query of every dashboard, rule and alert has an answer: a real Prometheus scrapes a real run."""
+"""A real Prometheus scrapes a running stack: every query of every dashboard, rule and alert has a value."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SERVICES = ("target", "draft", "gateway")
 
 @pytest.fixture
 def files(tmp_path: Path) -> Mounted:
-    """What all show one another."""
+    """The certificate of every process."""
     authority = Authority(tmp_path, "authority")
     return mounted(tmp_path / "files", authority.ca, authority.issue("all"))
 
@@ -67,70 +67,68 @@ async def stack(tmp_path: Path, files: Mounted) -> AsyncIterator[Stack]:
 
 
 async def traffic(client: AsyncClient) -> None:
-    """Answers that are drafted and such that are not, one that is resumed, and a request that is refused."""
+    """Request answers with and without drafts, resume one, and have a request refused."""
     # At other temperatures the tiny model may draw the token that poisons it.
     greedy = partial(client.generate, PROMPT, temperature=0.0)
     while True:
-        await heard(
-            greedy(max_tokens=CONTEXT - len(PROMPT), ignore_eos=True, workload="w", speculation=FIXED)
-        )
+        await read(greedy(max_tokens=CONTEXT - len(PROMPT), ignore_eos=True, workload="w", speculation=FIXED))
         plain = greedy(max_tokens=8, ignore_eos=True, speculation=Speculation(off=True))
-        await heard(plain)
-        await heard(client.resume(plain.session_id, 4))
+        await read(plain)
+        await read(client.resume(plain.session_id, 4))
         with pytest.raises(GalleyRpcError):
-            await heard(greedy(max_tokens=0))
+            await read(greedy(max_tokens=0))
 
 
-async def heard(stream: TokenStream) -> None:
+async def read(stream: TokenStream) -> None:
     async for _ in stream:
         pass
 
 
 def queries() -> dict[str, str]:
-    """All that is asked, by where it stands."""
-    asked = {
+    """Return every query, by its place."""
+    exprs = {
         f"{name}: {panel['title']}: {target['legendFormat']}": target["expr"]
         for name, dashboard in dashboards().items()
         for panel in panels(dashboard)
         for target in panel["targets"]
     }
     for rule in rules():
-        asked[f"{rule.name} ({rule.severity})"] = always(rule.expr)
+        exprs[f"{rule.name} ({rule.severity})"] = always(rule.expr)
         if not rule.is_alert:
-            asked[f"{rule.name}, as recorded"] = rule.name
+            exprs[f"{rule.name}, as recorded"] = rule.name
     return {
         where: expr.replace("$namespace", ".*").replace("$__rate_interval", "1m")
-        for where, expr in asked.items()
+        for where, expr in exprs.items()
     }
 
 
-async def has_an_answer(prometheus: Prometheus, expr: str) -> bool:
-    """At least one series, and a number."""
+async def has_value(prometheus: Prometheus, expr: str) -> bool:
+    """Return True if a series has a number."""
     return any(math.isfinite(float(series["value"][1])) for series in await prometheus.query(expr))
 
 
-async def unanswered(prometheus: Prometheus, asked: dict[str, str]) -> dict[str, str]:
-    return {where: expr for where, expr in asked.items() if not await has_an_answer(prometheus, expr)}
+async def without_value(prometheus: Prometheus, exprs: dict[str, str]) -> dict[str, str]:
+    return {where: expr for where, expr in exprs.items() if not await has_value(prometheus, expr)}
 
 
 @pytest.mark.timeout(150)
-async def test_no_panel_rule_or_alert_is_empty(stack: Stack, files: Mounted, tmp_path: Path) -> None:
+async def test_every_query_has_a_value(stack: Stack, files: Mounted, tmp_path: Path) -> None:
     tls = Tls(files.ca)
-    told = {part: str(stack.facts(part)["metrics"]) for part in SERVICES}
+    addresses = {part: str(stack.facts(part)["metrics"]) for part in SERVICES}
     async with (
-        scraping(tmp_path, told, RULES) as prometheus,
+        scraping(tmp_path, addresses, RULES) as prometheus,
         AsyncClient(stack.address("gateway"), retries=NO_RETRIES, tls=tls) as client,
     ):
         async with asyncio.timeout(PATIENCE_S):
-            # What is counted before the first scrape has no rate.
-            while len(await prometheus.query("up == 1")) < len(told):  # noqa: ASYNC110  # it does not call back
+            # Counts before the first scrape have no rate.
+            while len(await prometheus.query("up == 1")) < len(addresses):  # noqa: ASYNC110  # Prometheus is polled
                 await asyncio.sleep(0.1)
         working = asyncio.create_task(traffic(client))
         left = queries()
         assert len(left) > 100
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while left := await unanswered(prometheus, left):  # noqa: ASYNC110  # nor does it here
+                while left := await without_value(prometheus, left):  # noqa: ASYNC110  # as above
                     await asyncio.sleep(0.5)
         except TimeoutError:
             pytest.fail("\n".join(f"{where}\n    {expr}" for where, expr in left.items()))

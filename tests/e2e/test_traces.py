@@ -1,4 +1,4 @@
-"""A run of whole processes, as a collector sees it: a trace a request, whatever was killed meanwhile."""
+"""The traces of a stack whose processes are killed, as a collector receives them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ OF_ALL_ROUNDS = {
     *(names.ROUND_VERIFIED, names.ROUND_ACCEPTED, names.ROUND_STRATEGY, names.ROUND_OVERLAP),
     *(names.LINGER_NS, names.DRAFT_COMPUTE_NS, names.COMMIT_NS, names.BATCH_SESSIONS, names.TARGET_REPLICA),
 }
-# The beginning of an answer that was asked for anew may need none of it.
-NEVER_ASKED = {names.SEED, names.REQUEST_SEED}
+UNSET = {names.SEED, names.REQUEST_SEED}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -46,8 +45,8 @@ def spans_by_name(spans: list[Span]) -> dict[str, list[Span]]:
     return found
 
 
-def must_hang_together(spans: list[Span]) -> None:
-    """All of it beneath the one span that the client asked in."""
+def assert_one_tree(spans: list[Span]) -> None:
+    """Check that all spans descend from the client's."""
     ids = {span.span_id for span in spans}
     [root] = [span for span in spans if not span.parent_id]
     assert (root.name, root.process.service) == (ASK, CLIENT)
@@ -56,7 +55,7 @@ def must_hang_together(spans: list[Span]) -> None:
 
 
 def chains(spans: list[Span]) -> Iterator[tuple[str, ...]]:
-    """The services and names from each span up."""
+    """Yield services and names from each span up to the root."""
     by_id = {span.span_id: span for span in spans}
     for span in spans:
         chain = [span]
@@ -65,16 +64,16 @@ def chains(spans: list[Span]) -> Iterator[tuple[str, ...]]:
         yield tuple(f"{one.process.service.removeprefix('galley-')}: {one.name}" for one in chain)
 
 
-def test_a_request_is_one_trace_over_four_processes(run: Run) -> None:
+def test_request_is_one_trace_of_four_processes(run: Run) -> None:
     assert len(set(run.whole)) == STREAMS
     for trace_id in run.whole:
         spans = run.trace(trace_id)
-        must_hang_together(spans)
+        assert_one_tree(spans)
         assert len({span.process.instance for span in spans}) >= 4
         assert {span.process.service for span in spans} == {CLIENT, GATEWAY, DRAFT, TARGET}
         above = (f"gateway: {REQUEST}", "client: ask")
         beneath = ("gateway: round", *above)
-        must_be = {
+        expected = {
             ("client: ask",),
             above,
             beneath,
@@ -83,7 +82,7 @@ def test_a_request_is_one_trace_over_four_processes(run: Run) -> None:
             (f"draft: {names.PROPOSE}", f"gateway: {names.PROPOSE}", *beneath),
             (f"target: {names.VERIFY}", f"gateway: {names.VERIFY}", *beneath),
         }
-        assert must_be <= set(chains(spans)) <= must_be | {("gateway: EVALSHA commit", *above)}
+        assert expected <= set(chains(spans)) <= expected | {("gateway: EVALSHA commit", *above)}
 
 
 def test_the_parts_of_a_round_sum_to_it(run: Run) -> None:
@@ -137,7 +136,7 @@ def test_rounds_batches_and_items_are_linked_both_ways(run: Run) -> None:
 
 def test_every_request_keeps_the_conventions(run: Run) -> None:
     requests = [span for span in run.spans.values() if span.is_request]
-    assert len(requests) == 2 * STREAMS + 2, "whole, moved, refused and resumed"
+    assert len(requests) == 2 * STREAMS + 2, "not every request has a span"
     for span in requests:
         assert span.kind == SERVER
         assert span.attributes.keys() >= REQUIRED
@@ -146,31 +145,31 @@ def test_every_request_keeps_the_conventions(run: Run) -> None:
             assert span.text(names.ERROR_TYPE) == "invalid_argument"
             continue
         assert span.name == REQUEST
-        assert span.attributes.keys() >= RECOMMENDED - NEVER_ASKED
+        assert span.attributes.keys() >= RECOMMENDED - UNSET
         assert span.integer(names.INPUT_TOKENS) == len(PROMPT)
         assert span.integer(names.OUTPUT_TOKENS) == MAX_TOKENS
         assert span.text(names.RESPONSE_ID) == span.text(names.SESSION_ID)
 
 
-def test_nothing_is_orphaned_where_a_target_was_killed(run: Run) -> None:
+def test_killed_target_orphans_no_span(run: Run) -> None:
     moved = []
     for trace_id in run.cut_from_target:
         spans = run.trace(trace_id)
-        must_hang_together(spans)
+        assert_one_tree(spans)
         moved += [event for span in spans for event in span.events if event.name == names.SESSION_MOVED]
         by_name = spans_by_name(spans)
         [request] = by_name[REQUEST]
         served = {span.text(names.TARGET_REPLICA) for span in by_name[names.ROUND]}
         assert len(served) == 1 + request.integer(names.MOVES)
         assert sum(span.integer(names.ROUND_CONFIRMED) for span in by_name[names.ROUND]) == MAX_TOKENS
-    assert moved, "some were served by the one that was killed"
+    assert moved, "the killed target served none"
     for event in moved:
         assert (event.text(names.POOL), event.text(names.SOURCE)) == ("target", run.killed_target)
         assert event.text(names.TO) not in {"", run.killed_target}
 
 
 def story_of(run: Run, trace_id: str, directory: Path) -> Story:
-    """As `galley trace` has it."""
+    """Return the request as `galley trace` reads it."""
     directory.mkdir(exist_ok=True)
     file = OtlpFile(directory / "traces.jsonl")
     file.append(run.export)
@@ -180,10 +179,8 @@ def story_of(run: Run, trace_id: str, directory: Path) -> Story:
     return story
 
 
-def test_what_a_killed_gateway_left_is_what_the_resumed_request_goes_on_from(
-    run: Run, tmp_path: Path
-) -> None:
-    """Its own span never ended, and neither did calls that were under way: nobody else is missing."""
+def test_resumed_request_continues_the_trace_of_a_killed_gateway(run: Run, tmp_path: Path) -> None:
+    """Only its own span and its calls under way are missing."""
     [trace_id] = run.cut_from_gateway
     spans = run.trace(trace_id)
     [resumed] = [span for span in spans if span.is_request]
@@ -211,12 +208,12 @@ def test_what_a_killed_gateway_left_is_what_the_resumed_request_goes_on_from(
     assert before.rounds[0].position == len(PROMPT)
     ends = [one.position + one.confirmed for one in after.rounds]
     assert max(ends) == len(PROMPT) + MAX_TOKENS
-    assert len(PROMPT) < after.rounds[0].position, "it went on, and did not begin anew"
+    assert len(PROMPT) < after.rounds[0].position, "it started anew"
 
 
 @pytest.mark.parametrize("seconds", [-5, 5])
-def test_a_clock_that_is_off_is_set_right(run: Run, tmp_path: Path, seconds: int) -> None:
-    """The targets' clocks, as another machine's might be."""
+def test_clock_offset_is_corrected(run: Run, tmp_path: Path, seconds: int) -> None:
+    """The targets' clocks are off, as another machine's may be."""
     off_ns = seconds * 1_000_000_000
     skewed = Run()
     skewed.export.CopyFrom(run.export)
@@ -227,13 +224,15 @@ def test_a_clock_that_is_off_is_set_right(run: Run, tmp_path: Path, seconds: int
                 span.start_time_unix_nano += off_ns
                 span.end_time_unix_nano += off_ns
     trace_id = run.whole[0]
-    told, true = (story_of(one, trace_id, tmp_path / name) for one, name in ((skewed, "a"), (run, "b")))
-    # Who has no core for a while may end spans late enough to look as if its clock was off, by so little.
-    assert all(abs(shift.offset_ns) < SLACK_NS for shift in true.shifts)
-    [shift] = [shift for shift in told.shifts if shift.process.service == TARGET]
-    assert abs(shift.offset_ns + off_ns) < true.end_ns - true.start_ns
-    assert [one.parts for one in told.rounds] == [one.parts for one in true.rounds]
-    for call in (call for one in told.rounds for call in one.calls if call.span.name == names.VERIFY):
+    corrected, reference = (
+        story_of(one, trace_id, tmp_path / name) for one, name in ((skewed, "a"), (run, "b"))
+    )
+    # A process that waits for a core ends its spans late, which looks like a small offset.
+    assert all(abs(shift.offset_ns) < SLACK_NS for shift in reference.shifts)
+    [shift] = [shift for shift in corrected.shifts if shift.process.service == TARGET]
+    assert abs(shift.offset_ns + off_ns) < reference.end_ns - reference.start_ns
+    assert [one.parts for one in corrected.rounds] == [one.parts for one in reference.rounds]
+    for call in (call for one in corrected.rounds for call in one.calls if call.span.name == names.VERIFY):
         assert call.span.kind == ASKS
         assert call.served is not None
         assert call.span.start_ns - SLACK_NS < call.served.start_ns

@@ -1,4 +1,4 @@
-"""A whole run of real processes whose traces a collector takes: what they do, and what came of it."""
+"""A run of a whole stack whose traces go to a collector."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ PROMPT = [5, 9, 2, 33, 5, 9, 2, 33, 5, 9]
 STREAMS = 4
 TARGETS = ("target", "target-2")
 MAX_TOKENS = 100
-HEARD = 4
+READ_TOKENS = 4
 OPTIONS = GenerateOptions(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
 FIXED = Speculation(k=4)
 
 
 @dataclass
 class Run:
-    """What came; trace ids of the requests that were answered whole, refused, or cut off by a kill."""
+    """The exported spans; trace ids of the requests that were answered, refused, or cut off by a kill."""
 
     export: ExportTraceServiceRequest = field(default_factory=ExportTraceServiceRequest)
     whole: list[str] = field(default_factory=list)
@@ -66,13 +66,13 @@ class Run:
 
 
 class _Client:
-    """A process that asks, and has traces of its own: the test's."""
+    """A client with spans of its own."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._tracer = telemetry.tracer("test")
 
     async def ask(self, made: list[str], client: AsyncClient, **options: object) -> TokenStream:
-        """Within a span, whose trace is noted; all of the answer is read."""
+        """Read a whole answer within a span; append its trace to `made`."""
         with self._tracer.start_as_current_span(ASK) as span:
             made.append(f"{span.get_span_context().trace_id:032x}")
             stream = client.generate(PROMPT, **{**OPTIONS, **options})  # type: ignore[arg-type]  # as a dict
@@ -80,13 +80,13 @@ class _Client:
         return stream
 
     async def cut(self, made: list[str], address: str, cutting: _Cut) -> None:
-        """The same, but read no further than HEARD before the cut, nor held much further by anybody."""
+        """Read no further than READ_TOKENS before the cut; little more is buffered anywhere."""
         with self._tracer.start_as_current_span(ASK) as span:
             made.append(f"{span.get_span_context().trace_id:032x}")
             async with narrow(address, 1024) as stub:
                 request = generate_request(PROMPT, {**OPTIONS, "logprobs": 20, "speculation": FIXED})
                 stream = TokenStream(stub.Generate(request, metadata=w3c_metadata()))
-                await _read(stream, HEARD)
+                await _read(stream, READ_TOKENS)
                 await cutting.wait(stream)
                 if cutting.other is None:
                     await _read(stream)
@@ -96,22 +96,22 @@ class _Client:
 
 
 class _Cut:
-    """Something that is killed once `count` streams have heard a little; `other` is a gateway to go on at."""
+    """A kill once `count` streams have some tokens; `other` is the gateway at which they are resumed."""
 
     def __init__(self, count: int, other: str | None = None) -> None:
         self.other = other
         self.streams: list[TokenStream] = []
-        self._heard = asyncio.Barrier(count + 1)
+        self._barrier = asyncio.Barrier(count + 1)
         self._done = asyncio.Event()
 
     async def wait(self, stream: TokenStream) -> None:
         self.streams.append(stream)
-        await self._heard.wait()
+        await self._barrier.wait()
         await self._done.wait()
 
     async def ready(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
-            await self._heard.wait()
+            await self._barrier.wait()
 
     def done(self) -> None:
         self._done.set()
@@ -127,7 +127,7 @@ async def _read(stream: TokenStream, until: int = MAX_TOKENS) -> None:
 
 
 async def traced_run(model: Path) -> Run:
-    """Whole answers, a refusal, a target that is killed, a gateway that is."""
+    """Request whole answers, have one refused, kill a target, kill a gateway."""
     run = Run()
     with tempfile.TemporaryDirectory(prefix="galley-") as directory:
         async with Collector(Path(directory)) as collector:
@@ -135,7 +135,7 @@ async def traced_run(model: Path) -> Run:
                 await _ask(run, stack, client)
                 await _kill_target(run, stack, client)
                 await _kill_gateway(run, stack, client, collector)
-            # All that could has sent what it had.
+            # The processes that stopped in order have exported all their spans.
             run.export = ExportTraceServiceRequest.FromString(collector.exported)
     return run
 
