@@ -59,7 +59,7 @@ def all_cases() -> list[Case]:
 
 def pairwise_cases(spoils: Sequence[float] = SPOILS, turn: int = 0) -> list[Case]:
     """Return every strategy with every k, alone or in company by turns; two turns have every combination."""
-    kinds: list[list[_Kind]] = [[("auto", 0, None)], *([("auto", 0, spoil)] for spoil in spoils)]
+    kinds: list[list[_Kind]] = [[("auto", 0, spoil)] for spoil in (None, *spoils)]
     kinds += [[(strategy, k, spoil) for k in DRAFT_LENGTHS] for strategy, spoil in _drafts(spoils)]
     return [
         Case("off", 0, CONCURRENCIES[-1]),

@@ -45,14 +45,16 @@ async def running_clients(
     folder: Path,
     draft_model: Path | None,
     *,
+    model: str = "",
     dtype: str = "float32",
     gateways: int = 2,
     spoils: Sequence[float] = SPOILS,
 ) -> AsyncIterator[Clients]:
-    """Start a whole stack, and an oracle draft and gateway for each of `spoils`."""
+    """Start a whole stack, and an oracle draft and gateway for each of `spoils`; "" is the default model."""
     answers = folder / "answers.jsonl"
     answers.touch()
     options = StackOptions(
+        model=model,
         dtype=dtype,
         gateways=gateways,
         draft_model=None if draft_model is None else str(draft_model),

@@ -1,6 +1,7 @@
 """The same tokens in bfloat16; the reference is this engine without a draft, one answer at a time.
 
-transformers rounds differently, so it is no reference here. `make prove-tokens` runs more on long answers.
+transformers rounds differently, so it is no reference here. The target has six of the default model's layers;
+`make prove-tokens` runs all of them, on long answers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from galley.core.names import HYBRID, MODEL, ORACLE
 from tests.e2e.matrix import Case, pairwise_cases, read_answers
 from tests.e2e.prompts import PROMPTS, encode
 from tests.e2e.stacks import Clients, running_clients
+from tests.fakes.truncated_model import truncate_model
 
 pytestmark = [
     pytest.mark.model,
@@ -26,6 +28,7 @@ pytestmark = [
 ]
 
 ALONE = Case("off", 0, 1)
+LAYERS = (0, 1, 2, 27, 28, 29)
 SPOIL = 0.3
 SUBSET = PROMPTS[::4]
 TEMPERATURES = (0.0, 0.8)
@@ -33,9 +36,14 @@ MAX_TOKENS = 12
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def bf16_clients(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clients]:
+async def bf16_clients(
+    default_model_dir: Path, draft_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Clients]:
     folder = tmp_path_factory.mktemp("bf16")
-    async with running_clients(folder, None, dtype="bfloat16", gateways=1, spoils=(SPOIL,)) as running:
+    target = truncate_model(default_model_dir, LAYERS, folder / "target")
+    async with running_clients(
+        folder, draft_model, model=str(target), dtype="bfloat16", gateways=1, spoils=(SPOIL,)
+    ) as running:
         yield running
 
 
@@ -58,7 +66,7 @@ async def test_draft_and_concurrency_change_no_token(
             assert answer.text == expected.text, case
         accepted[case.strategy] += sum(answer.stats.accepted for answer in answers)
         drafted[case.strategy] += sum(answer.stats.drafted for answer in answers)
-    # Every draft took part; on a busy machine the trained one's tokens may be too late to be accepted.
+    # Every draft took part; on a busy machine the model's tokens may be too late to be accepted.
     assert all(drafted[strategy] > 0 for strategy in (MODEL, HYBRID, ORACLE, "auto")), drafted
     assert accepted[ORACLE] > 0
     assert accepted[ALONE.strategy] == 0
