@@ -38,15 +38,10 @@ _WIDTH = 128
 
 def settings_of(role: str) -> type[ServiceSettings]:
     """Return the settings class in services.<role>.settings."""
-    module = import_module(f"services.{role}.settings")
-    (found,) = (
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, ServiceSettings)
-        and value.__module__ == module.__name__
+    settings: type[ServiceSettings] = getattr(
+        import_module(f"services.{role}.settings"), f"{role.capitalize()}Settings"
     )
-    return found
+    return settings
 
 
 def offered(role: str) -> dict[str, dict[str, Any]]:
