@@ -14,9 +14,9 @@ A real stack, each part its own process, and real clients; the default model unl
    pace of the others is compared between the blocks of a pair.
 3. --fold times as many clients for a minute; those that are refused come back when they were told to.
    Throughput is back from the moment on whose next half minute is at 95 % of before.
-4. What is left when nobody calls any more (bench/soak_leaks.py).
+4. What is left when nobody calls any more (bench/soak/leaks.py).
 
-Memory is judged by process (bench/soak_memory.py), over the soak alone. `--quick` only shows that it runs.
+Memory is judged by process (bench/soak/memory.py), over the soak alone. `--quick` only shows that it runs.
 """
 
 from __future__ import annotations
