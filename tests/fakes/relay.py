@@ -120,7 +120,8 @@ class _End(asyncio.Protocol):
         self._transport = transport
         self._ends.add(self)
         if self._on_made is not None:
-            transport.pause_reading()
+            # Older Pythons begin to read after this call, paused or not.
+            self._loop.call_soon(transport.pause_reading)
             self._on_made(self, transport.get_extra_info("peername")[1])
 
     def data_received(self, data: bytes) -> None:
