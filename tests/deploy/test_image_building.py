@@ -63,6 +63,7 @@ def test_each_reason_is_named(
     module, _, name = attribute.partition(".")
     monkeypatch.setattr(host, "PROGRAMS", ())
     monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0))
     monkeypatch.setattr(getattr(host, module), name, value)
     assert words in str(host.lacking(tmp_path, "cpu"))
 
