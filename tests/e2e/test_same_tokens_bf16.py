@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from galley.client.options import GenerateOptions
+from galley.common.models.files import DEFAULT_MODEL, shipped_draft
 from galley.common.models.tokenizer import Tokenizer
 from galley.core.names import HYBRID, MODEL, ORACLE
 from tests.e2e.matrix import Case, pairwise_cases, read_answers
@@ -37,12 +38,13 @@ MAX_TOKENS = 12
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def bf16_clients(
-    default_model_dir: Path, draft_model: Path, tmp_path_factory: pytest.TempPathFactory
+    default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Clients]:
     folder = tmp_path_factory.mktemp("bf16")
     target = truncate_model(default_model_dir, LAYERS, folder / "target")
+    draft = shipped_draft(DEFAULT_MODEL)
     async with running_clients(
-        folder, draft_model, model=str(target), dtype="bfloat16", gateways=1, spoils=(SPOIL,)
+        folder, draft, model=str(target), dtype="bfloat16", gateways=1, spoils=(SPOIL,)
     ) as running:
         yield running
 
@@ -66,7 +68,7 @@ async def test_draft_and_concurrency_change_no_token(
             assert answer.text == expected.text, case
         accepted[case.strategy] += sum(answer.stats.accepted for answer in answers)
         drafted[case.strategy] += sum(answer.stats.drafted for answer in answers)
-    # Every draft took part; on a busy machine the model's tokens may be too late to be accepted.
+    # Every draft took part; on a busy machine the trained one's tokens may be too late to be accepted.
     assert all(drafted[strategy] > 0 for strategy in (MODEL, HYBRID, ORACLE, "auto")), drafted
     assert accepted[ORACLE] > 0
     assert accepted[ALONE.strategy] == 0
