@@ -37,7 +37,7 @@ _OURS = ("galley_", "gen_ai_server_")
 
 
 class Away(Exception):
-    """A service whose metrics cannot be had; the message says why in a few words."""
+    """The metrics of a service cannot be read; the message gives the reason in a few words."""
 
 
 async def scrape(address: str, timeout_s: float = TIMEOUT_S) -> Samples:
