@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -13,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from redis import asyncio as redis_asyncio
 
+from galley.stack.part import free_ports
 from tests.fakes.redis_servers import BINARIES, REDIS, VALKEY, Server, running
 
 CLUSTER = "cluster"
@@ -32,12 +32,6 @@ ServerT = TypeVar("ServerT", bound=Server)
 
 def either() -> str:
     return REDIS if shutil.which("redis-server") else VALKEY
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 async def until(holds: Callable[[], Awaitable[object]]) -> None:
@@ -60,11 +54,11 @@ class TcpServer(Server):
 
 class ClusterNode(TcpServer):
     def __init__(self, kind: str, directory: Path, timeout_ms: int, tls: Sequence[str]) -> None:
-        self.bus_port = free_port()
+        self.bus_port = free_ports(1)[0]
         super().__init__(
             kind,
             directory,
-            free_port(),
+            free_ports(1)[0],
             *("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port)),
             *("--cluster-node-timeout", str(timeout_ms), "--cluster-replica-validity-factor", "0"),
             tls=(*tls, "--tls-cluster", "yes", "--tls-replication", "yes") if tls else (),
@@ -228,11 +222,11 @@ async def replica_set(kind: str, tls: Sequence[str] = ()) -> AsyncIterator[Repli
     options = (*tls, "--tls-replication", "yes") if tls else ()
     with ExitStack() as held:
         master, replica = (
-            _started(lambda directory: TcpServer(kind, directory, free_port(), tls=options), held)
+            _started(lambda directory: TcpServer(kind, directory, free_ports(1)[0], tls=options), held)
             for _ in range(2)
         )
         directory = held.enter_context(tempfile.TemporaryDirectory(prefix="galley-"))
-        sentinel = Sentinel(kind, Path(directory), free_port(), master.port, options)
+        sentinel = Sentinel(kind, Path(directory), free_ports(1)[0], master.port, options)
         held.callback(sentinel.stop)
         servers = ReplicaSet(master, replica, sentinel)
         await servers.form()

@@ -20,10 +20,10 @@ from galley.common.server.healthcheck import problem_of
 from galley.common.server.listen import CannotBind
 from galley.common.server.server import Parts, RunningServer, start_server
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.stack.part import free_ports
 from tests.fakes.certificates import Authority, Mounted, mounted
 from tests.fakes.echo_service import SERVICE, EchoService, building, settings
 from tests.fakes.http2 import wire
-from tests.fakes.redis_clusters import free_port
 from tests.fakes.tls_servers import request, tls_settings
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -127,7 +127,7 @@ async def test_it_says_that_a_server_starts_and_that_it_drains(files: Mounted) -
         rpc.add_DraftServicer_to_server(service, server)
         return service
 
-    port = free_port()
+    port = free_ports(1)[0]
     given = settings(health_port=port, **tls_settings(files, mutual=True))
     starting = asyncio.create_task(start_server(given, build))
     async with probing(f"127.0.0.1:{port}") as health:

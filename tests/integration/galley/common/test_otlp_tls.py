@@ -11,9 +11,9 @@ import pytest
 
 from galley.common.metrics.metering import OFF, start_metering
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
+from galley.stack.part import free_ports
 from tests.fakes.certificates import Authority, Mounted, caller_of, mounted
 from tests.fakes.otlp_collector import collecting
-from tests.fakes.redis_clusters import free_port
 
 
 class Exports:
@@ -58,7 +58,7 @@ async def test_files_are_read_again_for_each_new_connection(
 ) -> None:
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     files = mounted(tmp_path / "files", old.ca, old.issue("before"))
-    port, exports = free_port(), Exports()
+    port, exports = free_ports(1)[0], Exports()
     environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"https://127.0.0.1:{port}")
     name_files(environment, files)
     telemetry = start_telemetry("galley-test", as_global=False)
@@ -74,7 +74,7 @@ async def test_files_are_read_again_for_each_new_connection(
 async def test_metrics_go_the_same_way(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
     authority = Authority(tmp_path, "authority")
     files = mounted(tmp_path / "files", authority.ca, authority.issue("pusher"))
-    port, exports = free_port(), Exports()
+    port, exports = free_ports(1)[0], Exports()
     environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"https://127.0.0.1:{port}")
     name_files(environment, files)
     with exports.collecting(port, authority):

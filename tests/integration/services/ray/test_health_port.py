@@ -10,9 +10,9 @@ import grpc
 from galley.common.server.healthcheck import problem_of
 from galley.common.server.server import Parts, RunningServer, Service
 from galley.engine.parallel.process_group import Store
+from galley.stack.part import free_ports
 from services.target.settings import TargetSettings
 from tests.fakes.echo_service import EchoService
-from tests.fakes.redis_clusters import free_port
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, against pydantic
@@ -30,7 +30,7 @@ class Quick(Leader):
 
 
 async def test_the_second_replica_of_a_node_tells_its_health_at_another_port() -> None:
-    settings = TargetSettings(health_port=free_port())
+    settings = TargetSettings(health_port=free_ports(1)[0])
     leaders = [Quick(settings) for _ in range(2)]
     for leader in leaders:
         await leader.serve(None)

@@ -22,10 +22,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from galley.stack.part import free_ports
 from services.target.ranks.ranks import run_host
 from services.target.settings import TargetSettings
 from tests.fakes.collector import Collector
-from tests.fakes.redis_clusters import free_port
 from tests.fakes.spans import parent_of
 from tests.fakes.tiny_model import greedy
 from tests.fakes.verify_items import generate, slice_of, verify
@@ -119,7 +119,7 @@ async def test_two_ranks_serve_as_one_process_and_end_together(tiny: Path) -> No
 
 
 async def test_two_hosts_serve_send_spans_and_end_with_their_leader(tiny: Path, tmp_path: Path) -> None:
-    hosts = ("--hosts", "2", "--ranks-address", f"127.0.0.1:{free_port()}")
+    hosts = ("--hosts", "2", "--ranks-address", f"127.0.0.1:{free_ports(1)[0]}")
     async with Collector(tmp_path) as collector:
         environment = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
@@ -168,7 +168,7 @@ def check_spans(span_of: Mapping[str, Span], answer: pb.VerifyAnswer) -> None:
 
 
 async def test_a_restarted_host_is_refused_and_ends_the_idle_leader(tiny: Path) -> None:
-    hosts = ("--hosts", "2", "--ranks-address", f"127.0.0.1:{free_port()}")
+    hosts = ("--hosts", "2", "--ranks-address", f"127.0.0.1:{free_ports(1)[0]}")
     other = again = await start(tiny, *hosts, "--host-index", "1")
     try:
         async with running(tiny, *hosts) as leader:
@@ -191,7 +191,7 @@ def test_a_host_ends_if_its_leader_does_not_come(tiny: Path) -> None:
         tensor_parallel=SIZE,
         hosts=2,
         host_index=1,
-        ranks_address=f"127.0.0.1:{free_port()}",
+        ranks_address=f"127.0.0.1:{free_ports(1)[0]}",
         ranks_timeout_s=0.1,
     )
     with pytest.raises(SystemExit) as end:

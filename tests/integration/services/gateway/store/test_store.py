@@ -33,9 +33,10 @@ from galley.core.store import (
     SessionEnded,
     StoredSession,
 )
+from galley.stack.part import free_ports
 from services.gateway.request.validate import session_id_for
 from services.gateway.store.redis import RedisStore
-from tests.fakes.redis_clusters import Cluster, ReplicaSet, free_port
+from tests.fakes.redis_clusters import Cluster, ReplicaSet
 from tests.fakes.redis_servers import Server
 from tests.fakes.store import MemoryStore
 
@@ -445,7 +446,7 @@ async def test_a_late_reply_of_a_hanging_server_is_dropped(own_store: Server) ->
 
 
 async def test_a_server_that_does_not_listen() -> None:
-    where = f"127.0.0.1:{free_port()}"
+    where = f"127.0.0.1:{free_ports(1)[0]}"
     store = RedisStore(f"redis://{where}")
     with pytest.raises(StoreUnavailable) as away:
         await store.claim(secrets.token_hex(16), ALICE)

@@ -15,6 +15,7 @@ from galley.common.tls.files import BadFile
 from galley.core.errors import Broken, GalleyError, StoreUnavailable
 from galley.core.store import CacheLocation, KvDirectory
 from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.stack.part import free_ports
 from services.gateway.store.redis import RedisStore
 from tests.fakes.certificates import Authority, mounted
 from tests.fakes.log_lines import logged
@@ -24,7 +25,6 @@ from tests.fakes.redis_clusters import (
     TcpServer,
     cluster_servers,
     either,
-    free_port,
     replica_set,
     serving,
 )
@@ -192,7 +192,7 @@ def trusting(url: str, authority: Authority) -> str:
 @pytest.fixture(scope="module")
 def tls_server(authority: Authority) -> Iterator[TcpServer]:
     options = tls_options(authority)
-    with serving(lambda directory: TcpServer(REDIS, directory, free_port(), tls=options)) as server:
+    with serving(lambda directory: TcpServer(REDIS, directory, free_ports(1)[0], tls=options)) as server:
         yield server
 
 
@@ -260,7 +260,7 @@ async def test_new_connections_use_the_current_files(authority: Authority, tmp_p
     other = Authority(tmp_path, "other")
     files = mounted(tmp_path / "client", authority.ca, authority.issue("client"))
     options = tls_options(authority)
-    with serving(lambda directory: TcpServer(REDIS, directory, free_port(), tls=options)) as server:
+    with serving(lambda directory: TcpServer(REDIS, directory, free_ports(1)[0], tls=options)) as server:
         url = f"rediss://{server.address}/0?ca={files.ca}&cert={files.cert}&key={files.key}"
         async with store_at(url) as store:
             await store.ping()
