@@ -27,7 +27,7 @@ _DESCRIPTION = (
 
 
 def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
-    """Raise BadFile."""
+    """Return what builds the service on a server. Raise BadFile if a file is unusable."""
     refuse_bad_files(settings.redis_url)
 
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:

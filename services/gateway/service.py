@@ -112,7 +112,7 @@ def build(
 
 
 def _channel_tls(settings: GatewaySettings, role: str) -> ChannelTls | None:
-    """Raise BadFile. None means plain text."""
+    """Return None for plain text. Raise BadFile if a file is unusable."""
     if not settings.peer_ca_file:
         return None
     files = TlsFiles(

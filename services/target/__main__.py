@@ -25,7 +25,7 @@ _DESCRIPTION = "A Galley target: verifies draft tokens of many sessions at once 
 
 
 def build(settings: TargetSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Service]]:
-    """Raise BadFile."""
+    """Return what builds the service on a server. Raise BadFile if a file is unusable."""
     refuse_bad_files(settings.redis_url)
 
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:

@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tls(arguments: argparse.Namespace) -> Material | None:
-    """Raise BadFile."""
+    """Return None without TLS flags. Raise BadFile if a file is unusable."""
     if not any(getattr(arguments, name) for name in _FLAGS):
         return None
     ca, cert, key = (NamedFile(name, getattr(arguments, name)) for name in _FILES)
