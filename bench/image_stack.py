@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from galley.client.client import AsyncClient
 from galley.client.options import Speculation
 from galley.core.names import NGRAM
-from tests.fakes.redis_clusters import TcpServer, free_port, serving
+from galley.stack.part import free_ports
+from tests.fakes.redis_clusters import TcpServer, serving
 from tests.fakes.redis_servers import VALKEY
 
 if TYPE_CHECKING:
@@ -32,13 +33,13 @@ class Stack:
     def __init__(self, containers: Mapping[str, Container], store: str, logs: Path, held: ExitStack) -> None:
         self._containers, self._logs, self._held = containers, logs, held
         self._running: dict[str, Running] = {}
-        self.ports = {role: free_port() for role in containers}
+        self.ports = {role: free_ports(1)[0] for role in containers}
         self._environments = {role: self._environment(role, store) for role in containers}
 
     def _environment(self, role: str, store: str) -> dict[str, str]:
         prefix = f"GALLEY_{role.upper()}"
         environment = {f"{prefix}_PORT": str(self.ports[role]), f"{prefix}_REDIS_URL": store}
-        environment[f"{prefix}_HEALTH_PORT"] = str(free_port())
+        environment[f"{prefix}_HEALTH_PORT"] = str(free_ports(1)[0])
         if role == "gateway":
             # Nobody starts it again if the target takes longer to load on a busy machine.
             environment[f"{prefix}_STARTUP_TIMEOUT_S"] = str(3 * _START_S)
@@ -83,7 +84,7 @@ def serve(containers: Mapping[str, Container]) -> tuple[dict[str, Any], list[str
     """Run the images together: what came of it, and what of it is wrong."""
     with (
         tempfile.TemporaryDirectory(prefix="galley-images-") as logs,
-        serving(lambda folder: TcpServer(VALKEY, folder, free_port())) as store,
+        serving(lambda folder: TcpServer(VALKEY, folder, free_ports(1)[0])) as store,
         ExitStack() as held,
     ):
         stack = Stack(containers, f"redis://{store.address}/0", Path(logs), held)
