@@ -104,7 +104,7 @@ class BatchTimes:
 class ActiveBatch:
     """The batch of the step in progress; `grants[i]` belongs to chunk i of the plan.
 
-    A token is drawn after each of `drawn_rows` rows: `draft_rows`, and one more per session.
+    A token is drawn after each of `drawn_rows` rows: `draft_rows`, and one for each grant that is final.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ActiveBatch:
     def record(self, times: LiveStepTimes, took_ns: int, batch_span: bytes) -> BatchTimes:
         """Teach `times` what the step took, and return what its results share.
 
-        Rows of prompts cost less because nothing is drawn from them, so steps with any teach nothing.
+        Steps that read prompts teach nothing: their rows cost less, because nothing is drawn after them.
         """
         drafts, drawn, sessions = self.draft_rows, self.drawn_rows, len(self.grants)
         prefill_ns = 0
@@ -162,9 +162,9 @@ class ActiveBatch:
 class SchedulerCounts:
     """Counts of a replica's scheduler since its start.
 
-    `prompt_tokens` came with sessions that held no blocks here; `reused_tokens` of them were cached. `missed`
-    requests named a prefix that is not cached. `preempted` ones lost their blocks; `out_of_blocks` ones were
-    preempted, refused or delayed because no block was left. Steps waited `linger_ns` for hints.
+    `prompt_tokens` counts the tokens of sessions that held no blocks here; `reused_tokens` of them were
+    cached. `missed` counts requests whose prefix is not cached, `preempted` those that lost their blocks, and
+    `out_of_blocks` those preempted or refused for lack of blocks. Steps waited `linger_ns` for hints.
     """
 
     prompt_tokens: int = 0

@@ -10,7 +10,7 @@ PRIOR_ALPHA = 0.7
 # Weight of one token, once many were seen. The first ones form a plain mean with a prior of some tokens.
 _ALPHA_WEIGHT = 0.05
 _PRIOR_TOKENS = 5
-# The highest calibrated chance above the draft's own: the rule of succession, if all of these were right.
+# Calibration raises no chance beyond this: the rule of succession if all tokens in memory were right.
 _SUREST = 1.0 - _ALPHA_WEIGHT / 2
 _PRIOR_RECOVERY = 0.25
 _RECOVERY_WEIGHT = 0.15
@@ -54,7 +54,7 @@ class AcceptanceEstimate:
     def calibrated(self, survival: Sequence[float]) -> list[float]:
         """Return the draft's survival chances corrected by `bias`: falling, in [0, 1].
 
-        None becomes certain, or a step would verify far ahead for one session and leave no row for others.
+        No chance is raised to 1, or a step would verify far ahead for one session and leave others no row.
         """
         chances: list[float] = []
         before = now = 1.0
@@ -83,8 +83,8 @@ class AcceptanceEstimate:
 class HintTiming:
     """Timing of a session's hints: their mean delay after a result, its deviation, and their length.
 
-    Starts with the timing of all sessions, `overall`. The first hint does not count: the draft had to read
-    the prompt first.
+    Starts with the timing of all sessions, `overall`. The delay of the first hint does not count, because
+    the draft had to read the prompt. `trust` is the chance that a hint that is due comes.
     """
 
     __slots__ = ("_first", "_overall", "delay_ns", "deviation_ns", "length", "trust")
@@ -124,7 +124,7 @@ class HintTiming:
         self.trust = max(_MIN_TRUST, self.trust / 2)
 
     def expected_at(self, result_ns: int) -> tuple[float, float]:
-        """Return the mean time of the hint after a result, and when it is late; infinite while unknown."""
+        """Return the mean time of the hint after a result, and when it is late, in ns; inf while unknown."""
         if self.delay_ns is None:
             return math.inf, math.inf
         mean_ns = result_ns + self.delay_ns

@@ -18,7 +18,7 @@ from galley.core.scheduler.request import ActiveRequest
 
 # Tokens of one hint that count when the wait for it is weighed.
 _MOST_ROWS = 16
-# Row counts that are tried, of all.
+# About how many counts of draft rows are tried for a step.
 _TRIED_ROWS = 32
 
 
@@ -102,7 +102,7 @@ def _step(chances: Sequence[float], sessions: int, step_ns: StepNs) -> tuple[flo
 
 
 class LingerPolicy:
-    """Decides from plan to plan whether to wait: once a step, and at most `max_ns` in all.
+    """The decision from plan to plan whether to wait: once a step, and at most `max_ns` in all.
 
     `waited_ns` is how long the step of the last call has been delayed so far.
     """

@@ -72,11 +72,11 @@ class Extend:
 class Confirmed:
     """Tokens from `position` on: `accepted` of the `verified` draft tokens, then at most one of the target's.
 
-    The cache holds `kv_len` tokens. With `more`, further results follow. Times are those since the last
-    result. `linger_ns`, a part of `queue_ns`, went on waiting for hints. One more draft row adds `row_ns` to
-    a step of so many sessions; prompts took `prefill_ns`; `plain_ns` estimates `compute_ns` without draft
-    tokens. `kv_reused`, the cached tokens found when blocks were allocated, is in the first result only.
-    `batch_span` names the step in a trace.
+    The cache holds `kv_len` tokens. With `more`, further results follow. Times count from the last result, or
+    from the arrival. `linger_ns`, a part of `queue_ns`, was spent waiting for hints. Estimates: a draft row
+    adds `row_ns` to a step of `batch_sessions`; rows of prompts took `prefill_ns` of the step; `plain_ns` is
+    `compute_ns` without draft tokens. `kv_reused`, the cached tokens found when blocks were allocated, is in
+    the first result only. `batch_span` names the step in a trace.
     """
 
     position: int
@@ -114,7 +114,8 @@ Outcome: TypeAlias = "Confirmed | Superseded | Miss | GalleyError"
 class Response:
     """An outcome of the request that `Scheduler.submit` numbered `request_id`.
 
-    `preempted`: a cache miss because its blocks went to an older session, or none were left.
+    With `preempted`, it is a cache miss because an older session took its blocks or its place, or none were
+    left.
     """
 
     request_id: int

@@ -38,9 +38,9 @@ class PendingHint:
         self._after_mismatch = False
 
     def follow(self, tokens: Sequence[int], hasher: PrefixHasher) -> HintTail:
-        """Return the part left for these confirmed tokens, which only grow; nothing before the anchor.
+        """Return what is left of the hint after these confirmed tokens, which only grow.
 
-        Set `is_exhausted` once the hint disagrees for good or is used up.
+        Return NOTHING before its anchor, and once it disagrees for good or is used up (`is_exhausted`).
         """
         passed = len(tokens) - self.hint.position
         if self.is_exhausted or passed < 0:
@@ -111,7 +111,7 @@ class ActiveRequest:
 
     @property
     def age(self) -> tuple[int, int, int]:
-        """Orders requests: the higher priority first, then the older session."""
+        """The sort key of requests: the higher priority first, then the older session."""
         return (-self.message.priority, self.message.arrival_ns, self.id)
 
     @property

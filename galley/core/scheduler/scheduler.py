@@ -7,7 +7,7 @@ Pure: it knows tokens, blocks and costs. Time is an argument, in nanoseconds of 
 2. One step runs at a time: `plan` begins it, `conclude` or `fail` ends it. Requests that arrive meanwhile for
    a session of the batch wait for its end; others are admitted at once and join the next step.
 3. In a step, every active session whose KV reaches its position gets one row, and draft rows as far as they
-   pay (`rows.py`). Prompts fill the rest of the row budget, the oldest session first.
+   pay (`batch.py`). Prompts fill the rest of the row budget, the oldest session first.
 4. A higher priority counts as older. Blocks are reserved oldest first, so the oldest session always gets
    them: the youngest loses its own and gets a cache miss that says what is left. Where too many requests
    wait, the youngest of them is refused. Arrival is the caller's and survives retries.
@@ -314,7 +314,7 @@ class Scheduler:
     def conclude(
         self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int, batch_span: bytes = b""
     ) -> None:
-        """End the step: confirm, cut and respond. Raises Broken if it is not the step in progress."""
+        """End the step: confirm, cut and respond. Raise Broken unless `outcomes` fit the step in progress."""
         done = self._end(plan)
         if len(outcomes) != len(plan.chunks):
             raise Broken(f"scheduler: a step of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
@@ -424,7 +424,7 @@ class Scheduler:
 
 
 def _verified(drafts: tuple[int, ...], tokens: tuple[int, ...]) -> int:
-    """Return how many draft tokens were verified: all, except those after which the logits were bad."""
+    """Return how many draft tokens were verified: all, or those before the first bad logits."""
     return len(tokens) if tokens == drafts[: len(tokens)] else len(drafts)
 
 

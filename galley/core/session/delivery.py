@@ -63,7 +63,7 @@ class Delivery:
         self._committing = False
 
     def emit(self) -> Emit | None:
-        """Return what is logged and not emitted. Raise LogLost if it contradicts what the client has."""
+        """Return what is logged and not emitted, or None. Raise LogLost if the client has something else."""
         logged = self.logged_output
         if self._emitted == 0 and logged >= self.stream_from:
             if self._seen_hash and self._answer.output_hash(self.stream_from) != self._seen_hash:

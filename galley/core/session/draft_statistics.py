@@ -46,14 +46,14 @@ class DraftStatistics:
 
     @property
     def deviation_weight(self) -> float:
-        """The share of a session's deviation from its workload that its next token shows, in [0, 1].
+        """The weight of a session's own alpha against that of its workload, in [0, 1].
 
-        The slope of a regression of tokens on deviations: 1 where sessions differ, 0 where it is chance.
+        The slope of a regression of tokens on deviations: 1 if sessions differ, 0 if deviations are chance.
         """
         return min(1.0, max(0.0, self.deviation_explained / self.deviation_squared))
 
     def record_deviation(self, alpha: float, weight: float, *, right: bool) -> None:
-        """Record a session's next token. Call it before `record_token`."""
+        """Record the next token of a session that has this `alpha`. Call it before `record_token`."""
         deviation = alpha - self.alpha
         self.deviation_squared += weight * (deviation * deviation - self.deviation_squared)
         self.deviation_explained += weight * (deviation * (right - self.alpha) - self.deviation_explained)
@@ -68,7 +68,7 @@ class DraftStatistics:
     def record_proposal(
         self, received: int, unread: int, compute_ns: int, sessions: int, weight: float
     ) -> None:
-        """Record a proposal of `received` tokens; if `unread` tokens were more, the time measures reading."""
+        """Record a proposal of `received` tokens. If more were `unread`, its time measures reading."""
         self.nonempty_rate += weight * ((received > 0) - self.nonempty_rate)
         share = 1.0 / max(1, sessions)
         if not received:
@@ -97,9 +97,9 @@ def _mean(before: float, seen: float, weight: float) -> float:
 class SharedStatistics:
     """Statistics that the sessions of a gateway share: drafts by workload, and the load of the target.
 
-    `share_ns` is a session's share of `step_ns`, `row_ns` what one more draft token adds to that.
-    `latency_ns` is the time from requesting a proposal to receiving it; `message_ns` is that time without
-    computing.
+    `step_ns` is the time of a target step, `share_ns` a session's share of it, `row_ns` what one more draft
+    token adds to the step. `confirmed_per_step` counts one session's tokens. `latency_ns` is the time from
+    requesting a proposal to receiving it; `message_ns` is that time without computing.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class SharedStatistics:
         )
 
     def for_workload(self, strategy: str, workload: str) -> DraftStatistics:
-        """Return the statistics of a workload, at first its strategy's; the least recently used goes."""
+        """Return the statistics of a workload, which start as a copy of its strategy's (an LRU cache)."""
         overall = self.for_strategy(strategy)
         return self._drafts.get((strategy, workload), lambda: replace(overall, tokens=0))
 
@@ -122,7 +122,7 @@ class SharedStatistics:
         return self._drafts.get((strategy, None))
 
     def record_step(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
-        """Record a target step of `sessions`: one got `confirmed` tokens. A draft token adds `row_ns`."""
+        """Record a step of `sessions` sessions. One got `confirmed` tokens; a draft row adds `row_ns`."""
         self.step_ns = _mean(self.step_ns, compute_ns, _LOAD)
         self.share_ns = _mean(self.share_ns, compute_ns / max(1, sessions), _LOAD)
         self.row_ns = _mean(self.row_ns, row_ns, _LOAD)

@@ -3,8 +3,8 @@
 1. At most one proposal is pending. It may continue from the current hint instead of from confirmed tokens.
 2. A proposal that continues the current hint is joined to it; any other replaces it.
 3. A hint ends where a confirmed token differs. Where drafts recover after a wrong token, its rest stays.
-4. After a failure or a response to something else, the draft is not asked until a cooldown is over. The
-   cooldown doubles each time, up to a bound.
+4. After a failure or a response that does not fit its request, nothing is requested until a cooldown is
+   over. The cooldown doubles each time, up to a bound.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from galley.core.session.events import CacheMissed, Propose, Proposed, Slice
 from galley.core.session.speculation import Speculation
 
 MAX_MISSES = 3
-"""Cache misses in a row that a replica may answer one request with."""
+"""Most cache misses in a row with which a replica may answer one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Drafting:
     def receive(self, event: Proposed, answer: Answer, alpha: float, now: int) -> int:
         """Take the pending proposal; return how many of its tokens are valid.
 
-        A draft that answers another request cools down. `alpha` stands in for a missing `survival`.
+        A response that does not fit the request starts a cooldown. `alpha` replaces an invalid `survival`.
         """
         pending, self.pending = self.pending, None
         self._misses = 0
@@ -108,9 +108,9 @@ class Drafting:
         return len(received.draft_tokens)
 
     def confirm(self, tokens: Sequence[int]) -> PendingProposal | None:
-        """Advance the hint past the confirmed `tokens`; return the proposal that this made useless.
+        """Advance the hint past the confirmed `tokens`; return the pending proposal if it is useless now.
 
-        It continues from a wrong token, or proposes only tokens that are confirmed already.
+        It is if it continues from a wrong token, or can propose only tokens that are confirmed already.
         """
         if self._recovery is not None and len(tokens) > self._recovery[0]:
             position, proposed = self._recovery
@@ -133,7 +133,7 @@ class Drafting:
         return None
 
     def _refuse(self, hint: Hint, tokens: Sequence[int], agreeing: int) -> PendingProposal | None:
-        """Handle a wrong token: the hint's token `agreeing`."""
+        """Handle a wrong token, the hint's token `agreeing`; return what `confirm` does."""
         wrong, passed = hint.position + agreeing, len(tokens) - hint.position
         self.cache_len = min(self.cache_len, wrong)
         self.hint = None

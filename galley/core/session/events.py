@@ -37,8 +37,9 @@ class Timing:
 class Proposed:
     """Draft tokens for positions [position, position + len(tokens)).
 
-    `survival[i]` is the chance that tokens 0 to i are all accepted; empty if unknown. `sessions` shared the
-    draft's steps. `max_tokens` is the replica's own bound. `strategy` made the tokens; empty if unknown.
+    `survival[i]` is the estimated chance that tokens 0 to i are all accepted; empty if unknown. `sessions` is
+    the mean number of sessions in the draft's steps. `max_tokens` is the most draft tokens that the replica
+    returns for a request; None: no limit. `strategy` says what proposed the tokens; empty if unknown.
     """
 
     request_id: int
@@ -57,8 +58,8 @@ class Proposed:
 class Verified:
     """The target's verdict: `accepted` draft tokens, then at most one token of its own.
 
-    With `more`, further verdicts follow; `sessions` shared the step. The other fields are those of
-    `galley.core.scheduler.messages.Confirmed`.
+    With `more`, further verdicts follow. `sessions` is how many sessions were in the step. The other fields
+    are those of `galley.core.scheduler.messages.Confirmed`.
     """
 
     request_id: int
@@ -81,7 +82,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class CacheMissed:
-    """The replica holds `have` tokens of this hash, and not the prefix that the request named."""
+    """The replica lacks the prefix that the request named; it has `have` tokens with this hash."""
 
     request_id: int
     have: int
@@ -92,7 +93,7 @@ class CacheMissed:
 class Failed:
     """A request failed: no response in time, no connection, or an error status.
 
-    `elsewhere`: another replica, which has not failed this session, can be asked at once.
+    With `elsewhere`, it can be repeated at once, at a replica that has not failed this session.
     """
 
     request_id: int
@@ -200,8 +201,8 @@ class Verify:
 class ExtendVerify:
     """Add to an open Verify: tokens may be confirmed below `limit`, and `hint` replaces the one before.
 
-    `hint_due`: one is being drafted for what follows the last verdict, or will be once `hint` has its
-    verdict.
+    With `hint_due`, another hint is being drafted for what follows the last verdict, or will be once `hint`
+    has its verdict.
     """
 
     request_id: int
@@ -269,12 +270,12 @@ Overlap = Literal["hit", "miss", "none"]
 class RoundEnded:
     """One finished round, for telemetry.
 
-    `drafted` counts the draft tokens sent to the target in this round. `draft_wait_ns` is when in the round
-    its last proposal arrived; with credit it overlaps `verify_wait_ns`. `exposed_draft_ns` is how long the
-    draft held up the target. `orchestration_ns` is what neither replica accounts for: without credit the
-    round less their computing, with credit the wait for the verdict less the target's queueing and computing.
-    `k` was last requested; `strategy` made what was sent ("none" if nothing). With `reads_prompt`, the target
-    read more than the session's last token before this verdict.
+    `drafted` counts the draft tokens sent to the target in this round. `draft_wait_ns` is the time from its
+    start to its last proposal, 0 without one; with credit it overlaps `verify_wait_ns`. `exposed_draft_ns` is
+    how long the draft held up the target. `orchestration_ns` is what neither replica accounts for: without
+    credit the round less their computing, with credit the wait for the verdict less the target's queueing and
+    computing. `k` is the last number of tokens requested. `strategy` is that of the draft tokens ("none"
+    without any). With `reads_prompt`, the target read more than the session's last token before this verdict.
     """
 
     position: int
@@ -368,7 +369,7 @@ class Verification(Protocol):
     def __aiter__(self) -> AsyncIterator[Verified | CacheMissed | Failed]: ...
 
     def extend(self, request: ExtendVerify) -> None:
-        """Send more of the request. Never blocks, may be called before it was sent, ignored after its end."""
+        """Send more of the request, without blocking, also before it was sent; ignored after its end."""
 
     async def aclose(self) -> None: ...
 

@@ -1,6 +1,6 @@
 """The session machine: one answer from its prompt to its end.
 
-Rules (rules 2 and 4 of the design):
+Rules:
 
 1. Without credit, a round is: request up to k draft tokens, have the target verify them, append what it
    confirmed. The next round starts with the last verdict; it does not wait for the log.
@@ -153,7 +153,7 @@ class Session:
         return self._take_effects()
 
     def step(self, event: ev.Event, now: int) -> list[ev.Effect]:
-        """Handle one event. Raise Broken if it cannot occur in this phase."""
+        """Handle one event and return the effects. Raise Broken if it cannot occur in this phase."""
         if self.phase is Phase.ENDED or self._is_stale(event):
             return []
         phases, handler = TRANSITIONS[type(event)]
@@ -472,7 +472,7 @@ class Session:
         """End with `ending`, unless the client has more tokens than the log."""
         client_has = self._delivery.stream_from
         if self.logged_output < client_has:
-            self._end_with(LogLost(f"the client has {client_has} tokens of {self.logged_output}"))
+            self._end_with(LogLost(f"the client has {client_has} tokens, the log only {self.logged_output}"))
         else:
             self._end(ev.End(ending=ending))
 

@@ -1,4 +1,4 @@
-"""A round, from its first request or, with credit, the verdict before, to its verdict; sums over rounds."""
+"""One round, from its first request (with credit: from the last verdict) to its verdict; sums of rounds."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SpeculationStats:
     """Sums over the rounds of one stream; times in nanoseconds.
 
     Draft token i was accepted in `accepted_at[i]` of the `verified_at[i]` rounds in which it was verified.
-    `cancelled` proposals were given up. The target waited `exposed_draft_ns` for drafts.
+    `cancelled` counts the proposals that were given up. The target waited `exposed_draft_ns` for drafts.
     """
 
     rounds: int = 0

@@ -57,7 +57,7 @@ class Speculation:
     def record_proposal(
         self, received: int, unread: int, latency_ns: int, compute_ns: int, sessions: int
     ) -> None:
-        """Record a proposal of `received` tokens; `unread` were read first, `sessions` shared it."""
+        """Record a proposal of `received` tokens, after reading `unread`, in steps of `sessions` sessions."""
         for statistics, weight in self._weighted:
             statistics.record_proposal(received, unread, compute_ns, sessions, weight)
         self.shared.record_proposal(latency_ns, compute_ns)
@@ -82,7 +82,7 @@ class Speculation:
     def alpha(self) -> float:
         """The chance that a draft token is right if all before it were.
 
-        The session's own chance counts as far as sessions of its workload differ.
+        The mean of the session's own chance, with weight `deviation_weight`, and that of its workload.
         """
         workload = self._workload
         return workload.alpha + workload.deviation_weight * (self.statistics.alpha - workload.alpha)
@@ -124,7 +124,7 @@ class Speculation:
         return count
 
     def _probe_after(self, reading_ns: float) -> float:
-        """Return after how many verdicts to try drafts again; at once while as many as a probe were right."""
+        """Return after how many verdicts to try drafts again: 1 once `_PROBE_TOKENS` in a row were right."""
         if self._right_in_a_row >= _PROBE_TOKENS or not self.shared.share_ns:
             return 1
         spared_ns = _PROBE_SHARE * self.shared.share_ns

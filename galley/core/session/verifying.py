@@ -15,7 +15,7 @@ from galley.core.session.events import CacheMissed, CancelVerify, ExtendVerify, 
 
 
 class OpenVerify:
-    """No token may be confirmed at or beyond position `limit`; without credit there is one verdict.
+    """A Verify that may confirm no token at or beyond position `limit`; one verdict without credit.
 
     `prefills` is True until the first verdict if the target has a prompt to read.
     """
@@ -46,13 +46,13 @@ class OpenVerify:
         if not event.tokens:
             return "has no tokens"
         if end > self.limit:
-            return f"goes beyond its limit: {end} of {self.limit}"
+            return f"ends at position {end}, beyond its limit {self.limit}"
         if event.more and (end == self.limit or not self._has_credit):
-            return f"promises more than it may: at {end} of {self.limit}"
+            return f"must be the last (end {end}, limit {self.limit}) but announces more"
         if not 0 <= event.accepted <= len(event.tokens) <= event.accepted + 1:
-            return f"has {len(event.tokens)} tokens for {event.accepted} accepted"
+            return f"has {len(event.tokens)} tokens, with {event.accepted} accepted draft tokens"
         if not event.accepted <= event.verified:
-            return f"accepts {event.accepted} of {event.verified} verified"
+            return f"accepts {event.accepted} draft tokens, but verified only {event.verified}"
         if event.verified and not self._were_hinted(event, answer):
             return "verifies tokens that were not drafted"
         if len(valid_prefix(event.tokens, spec.vocab_size)) < len(event.tokens):
@@ -180,7 +180,7 @@ class Verifying:
         self.cache_len = 0
 
     def next_retry_ns(self, now: int, requested_ns: int) -> int | None:
-        """Return when to retry, or None once the timeout has passed. Count from `requested_ns` at first."""
+        """Return when to retry; None if the timeout, counted from the first failed request, ends before."""
         if self._failing_since is None:
             self._failing_since = requested_ns
         retry_ns = self._retry_ns
