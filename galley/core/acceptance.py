@@ -32,9 +32,9 @@ def confirm(
 ) -> Verdict:
     """Return the accepted draft tokens and one target token, cut after a stop token and at max_position.
 
-    `sampled[i]` is the target's token given `draft_tokens[:i]`; it may end at the first disagreement. A stop
-    token among the first `min_tokens` output tokens, of which `output_len` were confirmed before, ends
-    nothing.
+    `sampled[i]` is the target's token given `draft_tokens[:i]`; `sampled` may end at the first disagreement.
+    A stop token does not cut if it is among the first `min_tokens` output tokens; `output_len` of them were
+    confirmed before.
     """
     accepted = common_prefix_len(draft_tokens, sampled)
     room = max(0, max_position - position)

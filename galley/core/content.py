@@ -47,7 +47,7 @@ def block_hashes(salt: bytes, tokens: Sequence[int], block_tokens: int) -> list[
 
 
 class PrefixHasher:
-    """Computes `prefix_hash` of a growing sequence without hashing from the start each time.
+    """An incremental `prefix_hash`, which does not hash a growing sequence from its start each time.
 
     The owner of the sequence calls `truncate` before it changes tokens that were hashed.
     """
@@ -119,7 +119,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """The cache holds `have` tokens of this hash. The caller decides whether they are its own."""
+    """The cache lacks the prefix. It has `have` tokens with this hash, or 0 if the prefix differs."""
 
     have: int
     prefix_hash: bytes
@@ -134,7 +134,7 @@ def look_up(
 ) -> Hit | Miss:
     """Return how much of `held` serves a request for `tokens` after a prefix [0, start) of hash `prefix`.
 
-    Without the `hasher` of `held`, all of it is hashed.
+    `hasher` is that of `held`; without one, the prefix is hashed from its start.
     """
     hasher = hasher or PrefixHasher()
     if len(held) < start:

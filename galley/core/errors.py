@@ -15,7 +15,7 @@ class GalleyError(Exception):
 
 
 class CallerFault(GalleyError):
-    """The request cannot be served as it is; repeating it will not help."""
+    """The caller, its request or the load is at fault, not the server. Overloaded may be retried."""
 
 
 class InvalidField(CallerFault):
@@ -125,4 +125,4 @@ class TokenizerMismatch(ServerFault):
     """Two replicas do not share a tokenizer: FAILED_PRECONDITION, with both hashes."""
 
     def __init__(self, part_hash: str, target_hash: str, part: str = "draft") -> None:
-        super().__init__(f"the {part}'s tokenizer {part_hash} is not the target's {target_hash}")
+        super().__init__(f"tokenizer: must be the target's ({target_hash}), got {part_hash} at the {part}")

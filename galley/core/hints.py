@@ -2,15 +2,15 @@
 
 A hint for positions [p, p + n) after a prefix of hash h serves a session at position s >= p iff the session's
 tokens [0, p) have that hash and its tokens [p, s) equal the hint's first ones. A draft that copies is often
-wrong in one token alone. So a hint survives one wrong token; `after_mismatch` marks its rest until the next
-token shows whether it has recovered. Hints change only speed, never tokens.
+wrong in one token alone. So a hint survives a wrong token if its next one is right; until that is known,
+`after_mismatch` marks the rest of the hint. Hints change only speed, never tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Draft tokens in one hint: bounds memory. How many a step verifies depends on their cost.
+# Most draft tokens in one hint, to bound memory. A step verifies as many of them as pay.
 MAX_HINT_TOKENS = 256
 
 
@@ -38,10 +38,10 @@ class Hint:
         return min(1.0, self.survival[index] / before) if before > 0.0 else 0.0
 
     def tail(self, passed: int, *, after_mismatch: bool = False) -> HintTail:
-        """Return the part after `passed` confirmed tokens; `after_mismatch`: the last was not the hint's."""
+        """Return the part after `passed` confirmed tokens; `after_mismatch`: the hint had the last wrong."""
         survival = self.survival
         if passed and survival:
-            # The chance of all that is left, given that the first have survived.
+            # The first ones have survived, so the chances of the others are conditional on that.
             sure = survival[passed - 1]
             survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in survival[passed:])
         return HintTail(self.draft_tokens[passed:], survival, after_mismatch)

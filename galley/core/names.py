@@ -1,4 +1,4 @@
-"""Names that more than one part writes or reads: of strategies, of moves, and in traces.
+"""Names that several services write or read: of strategies, reasons for moves, spans and attributes.
 
 `docs/observe/spans.md` explains the names of spans, attributes and events.
 """
@@ -25,7 +25,7 @@ MOVE_HEDGED: Final = "hedged"  # a hedged request was answered first
 MOVE_RESTARTED: Final = "restarted"  # the same address, a new process
 MOVE_REASONS: Final = (MOVE_FAILED, MOVE_LATE, MOVE_LEFT, MOVE_HEDGED, MOVE_RESTARTED)
 
-# What the spans of requests keep to: the last version before GenAI moved to a repository of its own.
+# Version of the semantic conventions that spans of requests follow: the last with those of GenAI.
 GEN_AI_CONVENTIONS: Final = "1.41.1"
 SCHEMA_URL: Final = f"https://opentelemetry.io/schemas/{GEN_AI_CONVENTIONS}"
 
@@ -40,13 +40,13 @@ DRAFT_BATCH: Final = "draft batch"
 RANK_FORWARD: Final = "rank forward"
 EVALSHA: Final = "EVALSHA"
 
-# Of a link: what it is to.
+# Attribute of a link: what the linked span is to this one.
 LINK: Final = "galley.link"
 LINK_BATCH: Final = "batch"
 LINK_ITEM: Final = "item"
 LINK_CONTINUES: Final = "continues"
 
-# Of requests, by the conventions.
+# Attributes of requests and calls that the conventions define.
 OPERATION: Final = "gen_ai.operation.name"
 PROVIDER: Final = "gen_ai.provider.name"
 GALLEY: Final = "galley"
@@ -77,7 +77,7 @@ RPC_METHOD: Final = "rpc.method"
 RPC_STATUS: Final = "rpc.grpc.status_code"
 ERROR_TYPE: Final = "error.type"
 
-# Of requests.
+# Further attributes of requests.
 FORCED: Final = "galley.force"
 SEED: Final = "galley.seed"
 STOP_COUNT: Final = "galley.stop_sequences"
@@ -99,7 +99,7 @@ SLOWEST_COMMIT_NS: Final = "galley.commit.slowest_ns"
 MOVES: Final = "galley.moves"
 CLIENT_STALLED_NS: Final = "galley.client.stalled_ns"
 
-# Of rounds; the four `_PART`s sum to the span.
+# Attributes of rounds. The four `_PART`s sum to the duration of the span.
 ROUND_INDEX: Final = "galley.round.index"
 ROUND_POSITION: Final = "galley.round.position"
 ROUND_K: Final = "galley.round.k"
@@ -121,7 +121,7 @@ DRAFT_REPLICA: Final = "galley.draft.replica"
 TARGET_REPLICA: Final = "galley.target.replica"
 KV_REUSED: Final = "galley.kv.reused"
 
-# Of items, at the replica.
+# Attributes of requests at a replica.
 OUTCOME: Final = "galley.outcome"
 CREDIT: Final = "galley.credit"
 VERDICTS: Final = "galley.verdicts"
@@ -132,7 +132,7 @@ KV_LEN: Final = "galley.kv.len"
 QUEUE_NS: Final = "galley.queue_ns"
 COMPUTE_NS: Final = "galley.compute_ns"
 
-# Of calls and batches.
+# Attributes of calls and batches.
 REPLICA: Final = "galley.replica"
 DB_SYSTEM: Final = "db.system.name"
 DB_OPERATION: Final = "db.operation.name"
@@ -152,7 +152,7 @@ RANK_WAITED_NS: Final = "galley.rank.waited_ns"
 FREE_BLOCKS: Final = "galley.kv.free_blocks"
 QUEUE_DEPTH: Final = "galley.queue.depth"
 
-# Events, and what they carry.
+# Events and their attributes.
 SESSION_MOVED: Final = "session.moved"
 SESSION_FENCED: Final = "session.fenced"
 SESSION_RESUMED: Final = "session.resumed"
@@ -176,6 +176,6 @@ EXPECTED: Final = "galley.expected"
 STALLED_NS: Final = "galley.stalled_ns"
 INDEX: Final = "galley.index"
 
-# The call's metadata that has its request traced whatever the sampling ratio is.
+# Metadata of a call whose request is to be traced whatever the sampling ratio is.
 FORCE_KEY: Final = "x-galley-trace"
 FORCE_VALUE: Final = "force"

@@ -71,7 +71,7 @@ def block_words(
 def words(
     seed: int, position: int, token_ids: Sequence[int] | NDArray[np.integer], domain: int = GUMBEL
 ) -> NDArray[np.uint32]:
-    """Return the word [n] of each of `token_ids` [n] at `position`. Raise ValueError outside [0, 2**34)."""
+    """Return the word [n] of each of `token_ids` [n] at `position`. Raise ValueError for ids >= 2**34."""
     tokens = np.asarray(token_ids, dtype=np.int64)
     if tokens.size and (tokens.min() < 0 or tokens.max() >= LANES << 32):
         raise ValueError(f"token_ids: must be in [0, 2**34), got {tokens.min()} to {tokens.max()}")

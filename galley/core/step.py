@@ -19,8 +19,8 @@ class Draw:
     """Sampling of the tokens after a chunk.
 
     `history` is all confirmed tokens from absolute position 0; the first `prompt_len` are the prompt. Row i
-    of the logits is for position len(history) + i, given draft_tokens[:i]. `logprobs`: how many of the
-    likeliest tokens to return, or None.
+    of the logits is for position len(history) + i, given draft_tokens[:i]. `logprobs` is how many of the
+    likeliest tokens to return with each token's own logprob; None returns no logprobs.
     """
 
     params: SamplingParams
@@ -64,7 +64,8 @@ class StepPlan:
 class Sampled:
     """The model's own tokens, up to and including the first that differs from its draft token; at least one.
 
-    Where the logits after accepted draft tokens are bad, it ends with these.
+    If the logits after accepted draft tokens have no finite maximum, the last of `tokens` is the last of
+    these draft tokens.
     """
 
     tokens: tuple[int, ...]
@@ -75,8 +76,7 @@ class Sampled:
 class StepTrace:
     """Measurements of a traced step; `span` is its span (trace id, span id).
 
-    The engine fills in `forward_ns` and `rank_ns`, which returns after the step what each rank computed
-    itself.
+    The engine fills in both times. `rank_ns()`, called after the step, returns each rank's own compute time.
     """
 
     span: bytes

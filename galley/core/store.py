@@ -23,7 +23,7 @@ State = Literal["live", "finished"]
 
 SESSION_TTL_S = 3600.0
 FINISHED_TTL_S = 900.0
-"""Default time to live: of a live session since its last commit or renewal, and of a finished one."""
+"""Default times to live: of a live session after its last commit or renewal, and of a finished one."""
 
 
 class SessionEnded(Fenced):
@@ -33,7 +33,7 @@ class SessionEnded(Fenced):
 class ClaimLost(Unavailable):
     """The store restarted after a crash without this owner's claim. Claim it again to continue.
 
-    Nobody need have claimed the session since, so this is not fencing.
+    No other owner needs to have claimed the session, so this is not Fenced.
     """
 
     def __init__(self, session_id: str) -> None:
@@ -41,7 +41,7 @@ class ClaimLost(Unavailable):
 
 
 class LogBehind(LogLost):
-    """The log holds fewer tokens than the commit assumed: `have`, which agree with the owner's.
+    """The log holds only the first `have` of the owner's tokens, fewer than the commit assumed.
 
     A store that restarts after a crash may lose its last writes. The owner commits again from `have`.
     """
@@ -125,7 +125,8 @@ class StoredSession:
 class SessionStore(Protocol):
     """The operations of a session store; the module states their rules. Lengths include the prompt.
 
-    `nonce` names one attempt to own a session, so that a repeated call does not fence off its first try.
+    `nonce` names one attempt to own a session, so that a repeated call does not fence off its first try;
+    None makes a new one.
     """
 
     async def ping(self) -> None:

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from galley.core.errors import Overloaded
 
 ANONYMOUS_NAME = "anonymous"
-TOKEN_PREFIX = "jwt:"  # noqa: S105  # of names, no secret
+TOKEN_PREFIX = "jwt:"  # noqa: S105  # a prefix of names, no secret
 """Prefix of the names of principals that are known by a signed token, and of no others."""
 TENANT_SALT_BYTES = 16
 _TENANT_PERSON = b"galley.tenant.v1"
@@ -135,7 +135,7 @@ class TokenBucket:
 
 
 class Turnover:
-    """Estimates how soon one of `places` slots comes free (Little's law), successively for each refusal."""
+    """Estimates of when a slot comes free (Little's law): later for each refusal, so that retries spread."""
 
     def __init__(self) -> None:
         self._length_ns = 0.0
@@ -174,7 +174,7 @@ class _Account:
 
 @dataclass(slots=True)
 class AdmissionSlot:
-    """One call's slot. It reserved `reserved` output tokens and used `used`, None without a session.
+    """One call's slot. It reserves `reserved` output tokens; `used` stays None if no session began.
 
     If `is_kept`, it is held beyond the call, until its session has stopped or finished without a client.
     """

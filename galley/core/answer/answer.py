@@ -30,7 +30,7 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """`matched` is the stop string or the id of the stop token that ended the answer."""
+    """The end of an answer. `matched` is the stop string or stop token id that ended it, else None."""
 
     reason: Reason
     matched: str | int | None = None
@@ -66,7 +66,7 @@ class SessionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive output tokens of one origin; `index` counts output tokens."""
+    """Consecutive output tokens, all of them drafted or none; `index` is that of the first, from 0."""
 
     index: int
     tokens: tuple[int, ...]

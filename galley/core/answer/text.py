@@ -1,4 +1,4 @@
-"""Output tokens to text, one token at a time.
+"""Convert output tokens to text, one token at a time.
 
 What a token adds to the text depends only on the tokens up to it, so a stream resumed anywhere continues
 exactly. Text is held back while it ends in an incomplete UTF-8 character, or may become a stop string.
@@ -58,7 +58,7 @@ class TextStream:
         return self._release(len(self._held)) + text
 
     def _find_stop(self) -> tuple[int, str] | None:
-        """Return (position, stop string) of the one that starts first; of several there, the first listed."""
+        """Return (position, stop string) of the first stop string in the text, the first listed of a tie."""
         hits = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         return min(hits, key=itemgetter(0), default=None)
 

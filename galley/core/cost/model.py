@@ -83,9 +83,9 @@ class RowCostCurve:
 
     def __post_init__(self) -> None:
         if not self.points or self.points[0] != (1, 1.0):
-            raise InvalidField("row_costs", "must start with 1:1, the cost of one row")
+            raise InvalidField("row_costs", f'must start with 1:1, the cost of one row, got "{self}"')
         if any(left[0] >= right[0] for left, right in pairwise(self.points)):
-            raise InvalidField("row_costs", "rows must rise from point to point")
+            raise InvalidField("row_costs", f'rows must rise from point to point, got "{self}"')
         for rows, cost in self.points:
             if not (math.isfinite(cost) and cost > 0):
                 raise InvalidField("row_costs", f"the cost of {rows} rows must be finite and > 0, got {cost}")
@@ -167,9 +167,9 @@ def best_k(
 def break_even_alpha(
     draft_cost_ratio: float, curve: RowCostCurve = FLAT, max_k: int = 16, sessions: int = 1
 ) -> float | None:
-    """Return the alpha above which some k in [1, max_k] beats plain decoding, or None. Raise InvalidField.
+    """Return the alpha above which some k in [1, max_k] beats plain decoding; None if none does at alpha 1.
 
-    The best gain rises with alpha, so bisection finds where it leaves 1.
+    The best gain rises with alpha, so bisection finds where it leaves 1. Raises InvalidField.
     """
     _check("max_k", max_k, low=1, high=MAX_K)
 
@@ -220,7 +220,7 @@ class StepTimes:
         Raises InvalidField unless rows rise from 1 and times are positive.
         """
         if not points or points[0][1] <= 0:
-            raise InvalidField("row_costs", "must start with the time of one row, > 0 ns")
+            raise InvalidField("row_costs", f"must start with the time of one row, > 0 ns, got {points[:1]}")
         one_row_ns = points[0][1]
         rising = accumulate((ns for _, ns in points), max)
         return cls(
@@ -253,9 +253,9 @@ def rows_that_pay(
 ) -> int:
     """Return how many draft rows to add to a step so that it confirms most expected tokens per time.
 
-    `worth` is what each adds, most first; without them the step confirms `tokens` over `rows` >= 1 rows.
-    Every count up to `room` is tried, because the curve has plateaus. `prompts_ns` does not count: next to a
-    long prompt every draft token would pay.
+    `worth` are the expected tokens that each draft row adds, most first; without them the step confirms
+    `tokens` over `rows` >= 1 rows. Every count up to `room` is tried, because the curve has plateaus. The
+    time of prompts, `prompts_ns`, is left out: next to a long prompt every draft token would pay.
     """
     took_ns = step_ns(rows, 0) - prompts_ns
     best, best_rate = 0, tokens / took_ns

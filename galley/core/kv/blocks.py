@@ -109,7 +109,7 @@ class BlockPool:
         self._pinned -= self._pins[block] == 0
 
     def register(self, block_hash: bytes, block: int) -> None:
-        """Register the held `block`, unless another block has this content, which counts as used now.
+        """Register the held `block`. If another block has this content, count that one as used now instead.
 
         Raises Broken if the block is not held or has another hash.
         """

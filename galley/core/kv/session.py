@@ -19,7 +19,7 @@ from galley.core.kv.blocks import BlockPool
 
 
 class KvSession:
-    """Blocks [0, len(hashes)) are full of computed tokens; the others are partly filled, or room."""
+    """A session's blocks: [0, len(hashes)) are full of computed tokens, the others partly filled or empty."""
 
     __slots__ = (
         "_block_table",
@@ -52,7 +52,7 @@ class KvSession:
 
     @property
     def age(self) -> tuple[int, int, SessionKey]:
-        """Orders sessions: smaller is older; no two are equal."""
+        """The sort key of sessions: smaller is older; no two are equal."""
         return -self.priority, self.arrival, self.key
 
     @property
@@ -83,7 +83,7 @@ class KvSession:
                 self._pool.unpin(block)
 
     def roll_back(self) -> None:
-        """Drop what is uncertain: all beyond the computed tokens, and in a block whose copy is open."""
+        """Drop what is uncertain: blocks beyond the computed tokens, and a block that was to be copied."""
         sure = len(self.tokens)
         if self._copied is not None:
             sure = min(sure, self._copied * self._block_tokens)
@@ -91,7 +91,7 @@ class KvSession:
         self.truncate(sure)
 
     def truncate(self, length: int) -> None:
-        """Cut to `length` tokens at most, and return the blocks beyond."""
+        """Cut to `length` tokens at most, and release the blocks beyond."""
         self._release(self._blocks_for(length))
         if length < len(self.tokens):
             self.prefix.truncate(length)
@@ -99,7 +99,7 @@ class KvSession:
             del self.hashes[length // self._block_tokens :]
 
     def restore(self, tokens: Sequence[int]) -> None:
-        """Hold as many of `tokens`, but the last, as the session's own blocks or cached ones have."""
+        """Keep or attach the blocks of the longest cached prefix of `tokens`, never including the last."""
         most = max(0, len(tokens) - 1)
         self.truncate(min(common_prefix_len(self.tokens, tokens), most))
         own = len(self.hashes)
@@ -115,14 +115,14 @@ class KvSession:
         self.hashes.extend(block_hash for block_hash, _ in found[: reach // self._block_tokens - own])
 
     def grow(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Cover [0, length), with blocks of its own from its length on. Return copies (from, to)."""
+        """Get blocks for [0, length), writable from the next position on. Return block copies (from, to)."""
         copies = self._make_own() if length > len(self.tokens) else ()
         while len(self.blocks) < self._blocks_for(length):
             self._append(self._pool.take())
         return copies
 
     def append_computed(self, tokens: Sequence[int]) -> None:
-        """Append computed tokens; register the blocks that got full. Raise Broken without the room."""
+        """Append computed tokens; register the blocks that got full. Raise Broken unless `grow` made room."""
         if tokens:
             self._check_room(len(self.tokens) + len(tokens))
         self._copied = None
@@ -152,7 +152,7 @@ class KvSession:
             self._pool.pin(block)
 
     def _release(self, keep: int) -> None:
-        """Return blocks from the last down to `keep`, so that chains are lost from their ends."""
+        """Release blocks from the last one down to `keep`, so that chains are lost from their ends."""
         while len(self.blocks) > keep:
             block = self.blocks.pop()
             self._block_table = None

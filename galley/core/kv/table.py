@@ -29,7 +29,7 @@ from galley.core.errors import Broken, Overloaded
 from galley.core.kv.blocks import BlockPool
 from galley.core.kv.session import KvSession
 
-# Evicted sessions that are remembered by name.
+# The number of evicted sessions that `take_evicted` reports at most.
 _NAMED = 16
 _RETRY_AFTER_S = 1.0
 
@@ -257,7 +257,7 @@ def _eviction_candidates(
 def _choose_victims(
     session: KvSession, length: int, pool: BlockPool, candidates: Iterator[KvSession]
 ) -> list[KvSession]:
-    """Return the sessions to evict so that `session` can cover `length`. Raise Overloaded if none suffice.
+    """Return the sessions to evict so that `session` can cover `length`. Raise Overloaded if all are too few.
 
     A block that the session must copy counts as gained once nobody else holds it.
     """

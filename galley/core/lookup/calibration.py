@@ -48,7 +48,7 @@ _MOST = 16
 
 @dataclass(slots=True)
 class _Proposal:
-    """The tokens `ahead` start at `start`, then the `proposed` ones; the first `right` of all were right."""
+    """Tokens `ahead` from `start` on, then the `proposed` ones; the first `right` of both were right."""
 
     start: int
     ahead: Sequence[int]

@@ -38,7 +38,7 @@ class SessionLookup:
         return len(self._text.tokens)
 
     def is_prefix_of(self, tokens: Sequence[int], start: int) -> bool:
-        """Return True if `tokens` continue those followed so far; compares those from `start` on."""
+        """Return True if `tokens` continue those followed so far; compare only positions >= `start`."""
         followed = self._text.tokens
         return len(tokens) >= len(followed) and followed[start:].tolist() == tokens[start : len(followed)]
 
@@ -89,7 +89,7 @@ class AnswerLookup:
         if not self._length or self._newer is not self._answers.newer:
             self._begin()
             since -= _CONTEXT_TOKENS
-        # The end is enough of a long answer that comes at once, as to a draft that is new to its session.
+        # A draft that is new to a session gets a long answer at once; the end of it is enough.
         most = min(_MOST_AT_ONCE, self._answers.half)
         for token in tokens[max(0, since, len(tokens) - most) :]:
             self._newer.append(self._text, token)

@@ -77,7 +77,7 @@ class SuffixAutomaton:
         return self._texts[-1]
 
     def append(self, text: Text, token: int) -> None:
-        # Only now, so that a match is never the place that is being followed.
+        # The end of the match is updated only now, so that a match never ends where the text itself does.
         self._end[text.match.state], self._text[text.match.state] = len(text.tokens), text.number
         text.tokens.append(token)
         self._size += 1
@@ -101,7 +101,7 @@ class SuffixAutomaton:
         return Match(to, length + 1)
 
     def place(self, match: Match) -> Place:
-        """Return where a text continues after the match, or after its longest suffix after which one does."""
+        """Return a place where a token follows the match, or its longest such suffix; else NOWHERE."""
         state, length = match.state, match.length
         while state != _ROOT:
             length = min(length, self._length[state])

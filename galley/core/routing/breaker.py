@@ -4,7 +4,8 @@ While closed, everything passes. Once FAILURES of the last WINDOW attempts have 
 passes until its pause is over. Then it is half open: one attempt is the probe, and others wait for its
 outcome. A probe that succeeds closes the breaker; one that fails opens it for twice as long.
 
-`begin` numbers attempts. The outcome of an attempt that began before the last change of state is ignored.
+An outcome is recorded with the number that `begin` returned. It is ignored if the breaker has opened or
+closed since.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Breaker:
         return state is State.CLOSED or (state is State.HALF_OPEN and not self._probing)
 
     def begin(self, now: int) -> int:
-        """Begin an attempt (the probe if half open); return its number, or -1 if it is not allowed."""
+        """Begin an attempt (the probe if half open); return the number for its outcome, -1 if not allowed."""
         if not self.can_begin(now):
             return -1
         self._probing = self.state(now) is State.HALF_OPEN

@@ -67,7 +67,7 @@ class DraftLease(ReplicaLease):
 class TargetCandidate:
     """A target that could serve; `sessions` is how many of the caller's own sessions are there now.
 
-    A lease is some time old: without them, sessions that start together would all choose the same replica.
+    A lease is some time old: without this count, sessions that start together would all choose one replica.
     """
 
     lease: TargetLease

@@ -45,9 +45,9 @@ class VerdictTimes:
                 return  # the replica is not trusted
 
     def predicted_ns(self, rows: int) -> int:
-        """Return the time to a verdict with this many rows to compute before it and for it.
+        """Return the ns to a verdict with `rows` rows to compute before it and for it; 0 without a curve.
 
-        Counts as many of the largest steps as they fill, and the one that runs when the request arrives.
+        Counts the steps that the rows fill, and a largest step that runs when the request arrives.
         """
         if self._times is None:
             return 0
