@@ -147,7 +147,7 @@ class _FlagSource(CliSettingsSource[Any]):
 
 
 def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: str) -> S:
-    """Prefer flags to the environment. Exit 2 if a value is wrong, or a flag holds a secret."""
+    """Return the settings; flags override the environment. Exit 2 for a wrong value or a secret in a flag."""
 
     class Parsed(cls):  # type: ignore[valid-type,misc]  # a settings class is read by subclassing it
         model_config = SettingsConfigDict(cli_prog_name=prog)
@@ -219,20 +219,20 @@ def load_secret_files(cls: type[BaseSettings], given: Mapping[str, Any]) -> dict
 
 
 def read_secret(path: Path) -> str:
-    """Raise ValueError if the file cannot be read, is empty, is not text or exceeds MAX_SECRET_BYTES."""
+    """Return a file's text without final line ends. Raise ValueError if it is unreadable, empty or large."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_SECRET_BYTES + 1)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     if len(content) > MAX_SECRET_BYTES:
-        raise ValueError(f"{path}: is larger than {MAX_SECRET_BYTES} bytes")
+        raise ValueError(f"{path}: must be at most {MAX_SECRET_BYTES} bytes")
     try:
         text = content.decode().rstrip("\r\n")
     except UnicodeDecodeError:
         text = ""
     if not text or "\0" in text:
-        raise ValueError(f"{path}: holds no line of text")
+        raise ValueError(f"{path}: must hold a line of text")
     return text
 
 
@@ -253,7 +253,7 @@ def _values_of(flag: str, argv: Sequence[str]) -> Iterator[str]:
 
 
 def setting_label(name: str, env_prefix: str) -> str:
-    """Return the flag and the environment variable."""
+    """Return the flag and the environment variable of a setting, as errors name it."""
     return f"{_flag(name)} (or {f'{env_prefix}{name}'.upper()})"
 
 

@@ -66,10 +66,10 @@ class Copies:
 
 
 class RedisCalls:
-    """Redis at `url` (`galley.common.redis.url`).
+    """Calls of the Redis at `url` (`galley.common.redis.url`).
 
     Every call is one attempt, bounded by about twice `call_timeout_s` (connecting, then the reply) for each
-    server that has to be asked: one, but for sentinels and clusters after a failure. `max_connections` is
+    server that is called: one, except for sentinels and clusters after a failure. `max_connections` is
     for each server; more callers queue.
     """
 
@@ -93,12 +93,12 @@ class RedisCalls:
         self._running: set[asyncio.Task[Any]] = set()
 
     async def command(self, *command: bytes | str | int, key: str | None = None) -> object:
-        """Raise StoreUnavailable if a retry may help, else Broken. `key` decides the node."""
+        """Return the reply of `key`'s node, or any. Raise Broken, or StoreUnavailable if a retry may help."""
         [reply] = await self._shielded(self._attempt(key, [command]))
         return reply
 
     async def run(self, script: Script, keys: Sequence[str], *args: bytes | str | int) -> object:
-        """Raise as `command` does."""
+        """Run `script` on the node of its first key; return its reply. Raise as `command` does."""
         [reply] = await self._shielded(self._evaluate(script, keys, args))
         return reply
 

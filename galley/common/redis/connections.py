@@ -26,7 +26,7 @@ class _Contexts:
     """The TLS context of redis-py connections; certificates and host names are always checked."""
 
     def __init__(self, tls: Tls) -> None:
-        """Raise BadFile."""
+        """Raise BadFile if a file is missing or of no use."""
         self._tls = tls
         self._named = [NamedFile(_SETTING, path) for path in (tls.ca, tls.cert, tls.key) if path]
         self._files = WatchedFiles(self._named, self._read)
@@ -44,7 +44,7 @@ class _Contexts:
                 context.load_cert_chain(self._tls.cert, self._tls.key or None, password="")
         except (OSError, ValueError) as error:
             why = getattr(error, "reason", None) or error
-            raise BadFile(_SETTING, f"the files of ca=, cert= and key= are of no use: {why}") from None
+            raise BadFile(_SETTING, f"ca=, cert= and key= must name usable files: {why}") from None
         return context
 
 
@@ -63,7 +63,7 @@ class Connector:
         reply_timeout_s: float,
         max_connections: int,
     ) -> None:
-        """`call_timeout_s` bounds connecting, or waiting for a free connection. Raise BadFile."""
+        """Bound connecting, and waiting for a free connection, by `call_timeout_s` each. Raise BadFile."""
         self.url = url
         self._tls = None if url.tls is None else _Contexts(url.tls)
         self._arguments: dict[str, Any] = {
@@ -100,7 +100,7 @@ class Connector:
 
 
 def refuse_bad_files(redis_url: SecretStr) -> None:
-    """Raise BadFile if the URL, which may be empty, names files that are of no use."""
+    """Raise BadFile if the URL, which may be empty, names files that are missing or of no use."""
     url = redis_url.get_secret_value()
     if url and (tls := parse_redis_url(url).tls) is not None:
         _Contexts(tls)

@@ -40,7 +40,7 @@ class _Call:
 
 
 class Batches:
-    """Send commands of the same moment to the server of `pool` in one write; for one event loop.
+    """Batches of commands of the same moment to the server of `pool`, in one write; for one event loop.
 
     A step of the target confirms tokens of many sessions at once, and each is then committed. One at a time,
     a connection and a wait cost several times the work of the server; together, little more than one.
@@ -125,7 +125,7 @@ async def _reply(connection: Any) -> object:  # redis-py's connections have no c
 
 
 class Node:
-    """A server and the connections to it, which stay open while it is `busy`: its calls under way."""
+    """A server and its connections, which stay open while calls are in progress; `busy` counts these."""
 
     def __init__(self, address: Address, client: Redis) -> None:
         self.address = address
@@ -135,7 +135,7 @@ class Node:
 
 
 class _Shared(Generic[T]):
-    """Run work once for all callers that arrive meanwhile; all get its result or error."""
+    """Work that is done once for all callers that arrive meanwhile; all get its result or error."""
 
     def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
         self._work = work
@@ -149,9 +149,9 @@ class _Shared(Generic[T]):
 
 
 class Nodes:
-    """Find the node of a key: the only server of the URL, or as subclasses do.
+    """The nodes of a URL: here one server. Subclasses find the master, or the node of a key in a cluster.
 
-    Raise redis-py's errors or OSError if it cannot be found.
+    `of` raises redis-py's errors or OSError if the node cannot be found.
     """
 
     def __init__(self, connector: Connector) -> None:

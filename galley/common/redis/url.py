@@ -72,23 +72,23 @@ class RedisUrl:
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Raise ValueError with the problem, never with a secret in it."""
+    """Parse a URL. Raise ValueError with the constraint that it violates, never with a secret."""
     scheme, separator, rest = url.partition("://")
     if not separator:
-        raise ValueError(f"is no URL: {FORMS}")
+        raise ValueError(f"must be a URL: {FORMS}")
     rest, _, query = rest.partition("?")
     name, _, suffix = scheme.partition("+")
     if scheme == "unix":
         return _unix(rest, _options(query, frozenset({"db"})))
     if name not in {"redis", "rediss"} or suffix not in _KINDS or scheme.endswith("+"):
-        raise ValueError(f"{scheme}:// is not known: {FORMS}")
+        raise ValueError(f"must be {FORMS}, got {scheme}://")
     return _tcp(_KINDS[suffix], rest, query, tls=name == "rediss")
 
 
 def _unix(rest: str, options: Mapping[str, str]) -> RedisUrl:
     secrets, slash, path = rest.partition("/")
     if not path or (secrets and not secrets.endswith("@")):
-        raise ValueError("unix:// needs the path of a socket: unix:///run/redis.sock")
+        raise ValueError("must have the path of a socket after unix://, as in unix:///run/redis.sock")
     return RedisUrl(
         "server",
         path=unquote(slash + path),
@@ -120,23 +120,23 @@ def _tcp(kind: Kind, rest: str, query: str, *, tls: bool) -> RedisUrl:
 
 def _check(url: RedisUrl) -> None:
     if url.kind == "server" and len(url.hosts) > 1:
-        raise ValueError("names several hosts: use redis+sentinel:// or redis+cluster://")
+        raise ValueError(f"must name one host, got {len(url.hosts)}; or use redis+sentinel, redis+cluster")
     if url.kind == "cluster" and url.database:
-        raise ValueError("a cluster has database 0 only")
+        raise ValueError(f"must name database 0 of a cluster, got {url.database}")
     if url.kind == "sentinel" and not url.service:
-        raise ValueError("?service= is missing: the name of the replica set at its sentinels")
+        raise ValueError("must have ?service=, the name of the replica set at its sentinels")
     if url.tls is not None and url.tls.key and not url.tls.cert:
-        raise ValueError("?key= without ?cert=")
+        raise ValueError("must have ?cert= with ?key=, got only ?key=")
 
 
 def _options(query: str, known: frozenset[str]) -> dict[str, str]:
     pairs = parse_qsl(query, keep_blank_values=True)
     options = dict(pairs)
     if len(options) < len(pairs):
-        raise ValueError("has an option twice after the question mark")
+        raise ValueError("must have each option once after the question mark, got one twice")
     if unknown := sorted(options.keys() - known):
         allowed = f"allowed are {', '.join(sorted(known))}" if known else "none is allowed"
-        raise ValueError(f"has unknown options: {', '.join(unknown)}; in this form of URL, {allowed}")
+        raise ValueError(f"must have no options {', '.join(unknown)}; in this form of URL, {allowed}")
     return options
 
 
@@ -154,13 +154,13 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     elif text.count(":") == 1:
         host, _, port = text.partition(":")
     if not host:
-        raise ValueError("names no host")
+        raise ValueError("must name a host, got none")
     return unquote(host), _number("the port", port) if port else default_port
 
 
 def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{name} is no number")
+        raise ValueError(f"{name} must be a number")
     return int(text)
 
 

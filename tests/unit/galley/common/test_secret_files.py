@@ -79,12 +79,12 @@ def test_url_without_password_may_be_a_flag(file: Path) -> None:
     ("content", "reported"),
     [
         (None, "No such file"),
-        (b"", "holds no line of text"),
-        (b"\r\n", "holds no line of text"),
-        (CANARY.encode() + b"\xff", "holds no line of text"),
-        (CANARY.encode() + b"\0", "holds no line of text"),
-        (CANARY.encode() * MAX_SECRET_BYTES, "is larger than 65536 bytes"),
-        (CANARY.encode(), "--redis-url (or GALLEY_GATEWAY_REDIS_URL): is no URL"),
+        (b"", "must hold a line of text"),
+        (b"\r\n", "must hold a line of text"),
+        (CANARY.encode() + b"\xff", "must hold a line of text"),
+        (CANARY.encode() + b"\0", "must hold a line of text"),
+        (CANARY.encode() * MAX_SECRET_BYTES, "must be at most 65536 bytes"),
+        (CANARY.encode(), "--redis-url (or GALLEY_GATEWAY_REDIS_URL): must be a URL"),
     ],
     ids=["none", "empty", "a line break", "no text", "zero", "large", "no URL"],
 )
@@ -96,7 +96,7 @@ def test_a_file_that_holds_none_is_named(
         path.write_bytes(content)
     error = refusal(capsys, "--redis-url-file", str(path))
     assert reported in error
-    assert str(path) in error or "no URL" in error
+    assert str(path) in error or "must be a URL" in error
 
 
 def test_a_secret_that_is_given_twice_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
