@@ -106,7 +106,7 @@ TARGET_ENGINE = Dashboard(
                 ),
                 Panel(
                     "Out of blocks",
-                    "Requests per second delayed, rejected or preempted because no KV block was free.",
+                    "Requests per second rejected or preempted because no KV block was free.",
                     (Query(rate(of.OUT_OF_BLOCKS, "instance"), "{{instance}}"),),
                     runbook="GalleyTargetOutOfBlocks",
                 ),

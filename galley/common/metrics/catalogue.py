@@ -85,7 +85,7 @@ K = _gateway_histogram(
 PLAIN_TIME = _gateway_counter(
     "galley.plain_time",
     "s",
-    "Estimated time of plain decoding for the tokens of the same rounds.",
+    "Estimated time that plain decoding would take for the rounds of galley.decode_time.",
     (of.WORKLOAD,),
 )
 DECODE_TIME = _gateway_counter(
@@ -246,13 +246,13 @@ KV_MISSES = _target_counter(
     "galley.kv.misses", "{request}", "Requests whose prefix was not cached, answered with a cache miss."
 )
 PREEMPTIONS = _target_counter(
-    "galley.preemptions", "{session}", "Sessions whose request was stopped to free KV blocks."
+    "galley.preemptions", "{session}", "Sessions whose request was stopped for lack of KV blocks or slots."
 )
 EVICTIONS = _target_counter("galley.evictions", "{block}", "Cached blocks that were evicted.")
 OUT_OF_BLOCKS = _target_counter(
     "galley.out_of_blocks",
     "{request}",
-    "Requests that were delayed, rejected or preempted because no KV block was free.",
+    "Requests that were rejected or preempted because no KV block was free.",
 )
 
 # --------------------------------------------------------------------------------------------- all --

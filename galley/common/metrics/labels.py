@@ -25,7 +25,7 @@ POSITION = Label(
     "index of the draft token in its round",
     values=(*(str(position) for position in range(16)), "16+"),
 )
-ORIGIN = Label("origin", "who proposed the token first", values=("draft", "target"))
+ORIGIN = Label("origin", "`draft`: accepted draft tokens; `target`: the others", values=("draft", "target"))
 WASTED = Label(
     "reason",
     "`rejected`: verified and not accepted; `unverified`: never verified (late, or no room); "
@@ -38,7 +38,7 @@ OVERLAP = Label(
     values=("hit", "miss"),
 )
 POOL = Label("pool", "pool of replicas", values=("draft", "target"))
-REPLICA = Label("replica", "address", most=64)
+REPLICA = Label("replica", "address of the replica, host:port", most=64)
 MOVED = Label(
     "reason",
     "`failed`: a request failed; `late`: a response was late; `left`: it drained or its lease ended; "

@@ -34,7 +34,10 @@ class Metering:
 
 
 async def start_metering(service: str, host: str, port: int) -> Metering:
-    """Listen on `port` unless it is OFF. Raise OSError if the port cannot be bound."""
+    """Start the scrape server, unless `port` is OFF, and the push to a collector, if one is configured.
+
+    Raise OSError if the port cannot be bound, ValueError if the settings of the push are invalid.
+    """
     pushed = exports("metrics")
     if service not in SERVICES or (port == OFF and not pushed):
         return Metering()

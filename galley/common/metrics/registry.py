@@ -46,7 +46,7 @@ class Exemplar:
 
 @dataclass(frozen=True, slots=True)
 class Distributed:
-    """A histogram's values: `counts[i]` observations up to `bounds[i]`, the last count above all bounds."""
+    """A histogram's values: `counts[i]` in (bounds[i - 1], bounds[i]], the last above; `total` is the sum."""
 
     bounds: Sequence[float]
     counts: Sequence[int]
@@ -66,7 +66,7 @@ class Distribution:
         self._exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, span: SpanRef | None = None, at_s: float = 0.0) -> None:
-        """`at_s` is the Unix time of the observation, 0 for now."""
+        """Count `value`; `span` is its exemplar. `at_s` is the Unix time of the observation, 0 for now."""
         index = bisect_left(self._bounds, value)
         self._counts[index] += 1
         self._total += value
@@ -78,7 +78,7 @@ class Distribution:
 
 
 class Bound:
-    """Bounds the values of one label; an open label keeps the first ones."""
+    """The bound of the values of one label; an open label keeps the first ones."""
 
     def __init__(self, label: Label) -> None:
         self._label = label
@@ -92,7 +92,7 @@ class Bound:
             return value
         if OTHER in self._label.values:
             return OTHER
-        raise ValueError(f"{self._label.name}: {value!r} is none of {', '.join(self._label.values)}")
+        raise ValueError(f"{self._label.name}: must be one of {', '.join(self._label.values)}, got {value!r}")
 
     def _of_open(self, value: str) -> str:
         if value in self._seen:

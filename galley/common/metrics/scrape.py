@@ -51,7 +51,7 @@ class _Refused(Exception):
 
 
 class ScrapeServer:
-    """Serve a registry; use it in the event loop that counts."""
+    """The server of a registry's metrics; use it in the event loop that counts."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -59,7 +59,7 @@ class ScrapeServer:
         self._open: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> str:
-        """Return the address (host:port). Raise OSError if the port cannot be bound."""
+        """Start serving; return the address (host:port). Raise OSError if the port cannot be bound."""
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
         except OSError as error:

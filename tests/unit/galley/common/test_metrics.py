@@ -97,7 +97,7 @@ def test_open_label_keeps_the_first_values_and_folds_the_rest() -> None:
 def test_a_closed_label_takes_no_other_value() -> None:
     assert Bound(STRATEGY).fit("a draft's invention") == OTHER
     (overlap,) = catalogue.OVERLAPS.labels
-    with pytest.raises(ValueError, match="'perhaps' is none of hit, miss"):
+    with pytest.raises(ValueError, match="must be one of hit, miss, got 'perhaps'"):
         Bound(overlap).fit("perhaps")
 
 
