@@ -38,7 +38,7 @@ _READY = grpc.ChannelConnectivity.READY
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Contents of the files, None where there is no file, and the end of the certificate."""
+    """Contents of the files, None where there is no file. The certificate expires at `expires`."""
 
     ca: bytes | None = None
     cert: bytes | None = None
@@ -79,7 +79,7 @@ def open_channel(
 
 
 def generation_of(channel: grpc.aio.Channel) -> Callable[[], int]:
-    """Return a function of the channel's generation; a plain channel keeps generation 0."""
+    """Return a function that returns the channel's generation; a plain channel keeps generation 0."""
     if isinstance(channel, ReloadingChannel):
         return lambda: channel.generation
     return lambda: 0
@@ -94,7 +94,7 @@ class _Connection:
 
 
 class ReloadingChannel(grpc.aio.Channel):
-    """Stand for a `grpc.aio.Channel` over channels from `open_channel`, one for each reading of `files`."""
+    """A `grpc.aio.Channel` over channels that `open_channel` opens, one for each version of `files`."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The files of authorities, certificate and key; an empty path is no file."""
+    """The files of authorities, certificate and key; an empty path is no file. `serves`: for a server."""
 
     ca: NamedFile
     cert: NamedFile
@@ -36,7 +36,10 @@ class TlsFiles:
 
 
 def server_credentials(files: WatchedFiles[Material] | None) -> grpc.ServerCredentials | None:
-    """Let gRPC ask for changed files before each handshake, from a thread of its own."""
+    """Return credentials that check the files for changes before each handshake; None without files.
+
+    Client certificates are required if the files include authorities.
+    """
     if files is None:
         return None
     used = files.current()

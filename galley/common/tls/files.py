@@ -18,7 +18,7 @@ T = TypeVar("T")
 Version = tuple[int, int, int]
 
 CHECK_INTERVAL_S = 1.0
-"""The time between two checks of files that are asked for all the time."""
+"""The time between two checks of files whose content is needed all the time."""
 
 _MAX_BYTES = 4 * 2**20
 """Far more than any certificate, key, list of keys or bundle of authorities; a device has no end."""
@@ -56,7 +56,7 @@ class NamedFile:
         except OSError as error:
             raise self.bad(error.strerror or "cannot be read", may_pass=True) from None
         if len(content) > _MAX_BYTES:
-            raise self.bad(f"is larger than {_MAX_BYTES} bytes")
+            raise self.bad(f"must be at most {_MAX_BYTES} bytes")
         return content
 
     def version(self) -> Version | None:
@@ -70,7 +70,7 @@ class NamedFile:
 
 
 class WatchedFiles(Generic[T]):
-    """Keep what `read` returns for some files, and read again when one of them changes.
+    """The value that `read` makes of some files, made again when one of them changes.
 
     Files are checked when `current` is called. If the new files cannot be read, the earlier value stays. The
     failure is logged once for each version and reason; a passing one is retried. Safe for several threads.
@@ -84,7 +84,7 @@ class WatchedFiles(Generic[T]):
         check_interval_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Check the files every `check_interval_s` at most. Raise BadFile, as `read` does."""
+        """Check the files at most every `check_interval_s`. Raise BadFile, as `read` does."""
         self._files = files
         self._read = read
         self._check_interval_s = check_interval_s

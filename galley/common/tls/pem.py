@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 def read_authorities(file: NamedFile) -> bytes:
-    """Raise BadFile if the bundle is unusable."""
+    """Return the content of a bundle of authorities. Raise BadFile if it is unusable."""
     content = file.read()
     _certificates(file, content)
     return content
@@ -77,7 +77,7 @@ def _check_purpose(file: NamedFile, own: x509.Certificate, *, serves: bool) -> N
     except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
         return  # names none, or has extensions that cannot be read here: gRPC judges by itself
     if needed not in usages and ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE not in usages:
-        raise file.bad(f"the certificate is for other ends: its extended key usage must have {name}")
+        raise file.bad(f"the extended key usage of the certificate must include {name}")
 
 
 def _public_key_of(file: NamedFile, own: x509.Certificate) -> PublicKeyTypes:
@@ -99,7 +99,7 @@ def _public_key(file: NamedFile, content: bytes) -> PublicKeyTypes:
     try:
         return load_pem_private_key(content, password=None).public_key()
     except TypeError:
-        raise file.bad("the key is encrypted; it must stand there without a password") from None
+        raise file.bad("must hold a key without a password, got an encrypted one") from None
     except (ValueError, UnsupportedAlgorithm):
         raise file.bad("holds no private key in PEM, or a broken one") from None
 

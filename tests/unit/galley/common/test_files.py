@@ -157,7 +157,7 @@ def test_wait_for_changing_files_is_bounded(watched: Watched) -> None:
     [
         (lambda path: None, "No such file or directory"),
         (lambda path: path.mkdir(), "Is a directory"),
-        (lambda path: path.write_bytes(bytes(4 * 2**20 + 1)), "is larger than 4194304 bytes"),
+        (lambda path: path.write_bytes(bytes(4 * 2**20 + 1)), "must be at most 4194304 bytes"),
     ],
     ids=["missing", "directory", "large"],
 )
@@ -173,5 +173,5 @@ def test_unreadable_file_is_named_with_its_setting(
 
 
 def test_a_device_without_end_is_not_read_to_its_end() -> None:
-    with pytest.raises(BadFile, match="larger"):
+    with pytest.raises(BadFile, match="must be at most"):
         NamedFile("tls_key_file", "/dev/zero").read()

@@ -122,10 +122,10 @@ def _half(authority: Authority) -> TlsFiles:
     [
         (_expired, "cert_file", "has expired, at 20"),
         (_too_early, "cert_file", "is not valid before 20"),
-        (_for_servers, "cert_file", "its extended key usage must have clientAuth"),
-        (_for_clients, "cert_file", "its extended key usage must have serverAuth"),
+        (_for_servers, "cert_file", "the extended key usage of the certificate must include clientAuth"),
+        (_for_clients, "cert_file", "the extended key usage of the certificate must include serverAuth"),
         (_of_another, "key_file", "is not the key of the first certificate"),
-        (_encrypted, "key_file", "is encrypted"),
+        (_encrypted, "key_file", "must hold a key without a password"),
         (_edwards, "cert_file", "an RSA key, or of an ECDSA key on P-256 or P-384"),
         (_curve, "cert_file", "an RSA key, or of an ECDSA key on P-256 or P-384"),
         (_swapped, "cert_file", "holds no certificate"),
