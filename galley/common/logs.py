@@ -102,7 +102,7 @@ def withhold_content(_logger: WrappedLogger, _method: str, event: EventDict) -> 
 
 
 class _RepeatFilter(logging.Filter):
-    """Pass a message of a library once a minute: it would repeat each batch while a collector is down."""
+    """A filter that passes each message of `library` once in `interval_s`, not at every failed export."""
 
     def __init__(self, library: str, interval_s: float = 60.0) -> None:
         super().__init__()

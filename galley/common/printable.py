@@ -1,4 +1,4 @@
-"""Remove from text what a terminal would obey."""
+"""Replace the control characters of text, which a terminal would obey."""
 
 from __future__ import annotations
 

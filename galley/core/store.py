@@ -125,8 +125,7 @@ class StoredSession:
 class SessionStore(Protocol):
     """The operations of a session store; the module states their rules. Lengths include the prompt.
 
-    `nonce` names one attempt to own a session, so that a repeated call does not fence off its first try;
-    None makes a new one.
+    `nonce` (None: a random one) names an attempt to own a session, so a repeat does not fence off the first.
     """
 
     async def ping(self) -> None:

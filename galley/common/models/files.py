@@ -25,7 +25,7 @@ _DRAFTS = Path(__file__).parents[3] / "services" / "draft" / "models"
 
 
 def shipped_draft(model: str) -> Path | None:
-    """Return the directory of the draft that was trained for the default model, if `model` names that one."""
+    """Return the directory of the draft for the default model if `model` is that or empty, else None."""
     directory = _DRAFTS / DEFAULT_MODEL
     return directory if model in {"", DEFAULT_MODEL} and directory.is_dir() else None
 
@@ -41,7 +41,7 @@ def foreign_file(directory: Path, patterns: Iterable[str]) -> str | None:
         if not any(real.is_relative_to(home) for home in homes):
             return f"{path}: is a link that leads out of the model's directory"
         if not (real.is_file() or real.is_dir()):
-            return f"{path}: is no file"
+            return f"{path}: must be a file or a directory"
     return None
 
 
@@ -57,7 +57,7 @@ def code_asked_for(config: Mapping[str, Any]) -> str | None:
 
 
 def hub_model(spec: str) -> tuple[str, str | None]:
-    """Split `owner/model`, or `owner/model@revision`, in two.
+    """Split `owner/model@revision` into name and revision, which is None if there is none.
 
     A commit as the revision fixes the files; their owner can move a branch or a tag.
     """

@@ -61,8 +61,8 @@ class Tokenizer:
     def load(cls, model: str) -> Tokenizer:
         """Load from a local directory, or from a hub model, whose tokenizer files are then downloaded.
 
-        Raise FileNotFoundError if there is no tokenizer.json, ValueError if one of the files is broken, lies
-        elsewhere, or asks for code.
+        Raise FileNotFoundError if there is no tokenizer.json, ValueError or NoTokenizer if one of the files
+        is broken, lies elsewhere, or asks for code.
         """
         directory = _directory(model)
         if (reason := foreign_file(directory, FILES)) is not None:
@@ -219,7 +219,7 @@ class ChatTemplate:
             reason = str(error)[:_MAX_REASON_CHARS]
             raise InvalidField("messages", f"the model's chat template refuses them: {reason}") from error
         if prompt.tell() > self._max_chars:
-            raise InvalidField("messages", f"come to more than {self._max_chars} characters as a prompt")
+            raise InvalidField("messages", f"must come to at most {self._max_chars} characters as a prompt")
         return prompt.getvalue()
 
 
@@ -246,7 +246,7 @@ class _GenerationBlock(Extension):
 
 
 class _SafeDict:
-    """`dict`, without the attributes of the type."""
+    """A `dict` for templates, without the attributes of the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -256,7 +256,7 @@ class _SafeDict:
 
 
 class _SafeNamespace(Namespace):
-    """`namespace`, without names that begin with an underscore."""
+    """A `namespace` for templates, without names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=...)` must work
         self, *rest = args
@@ -286,7 +286,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes HTML."""
+    """Return `value` as JSON; jinja's own filter would escape HTML in it."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -100,7 +100,7 @@ class Replaced(ServerFault):
     """A later process has registered at the same address; this one must not update its lease."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(f"another process has registered at {address} since")
+        super().__init__(f"a later process has registered at {address}")
 
 
 class ReplicaRegistry:
@@ -153,7 +153,7 @@ class ReplicaRegistry:
         await self._calls.run(_WITHDRAW, _keys(pool, address), incarnation)
 
     async def read(self, pool: LeasePool[LeaseT]) -> list[LeaseT]:
-        """Return the replicas whose lease has not expired, by address."""
+        """Return the leases that have not expired, in the order of their addresses."""
         members = cast("set[bytes]", await self._calls.command("SMEMBERS", _set(pool), key=_set(pool)))
         if not members:
             return []

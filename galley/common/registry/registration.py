@@ -51,7 +51,7 @@ class ReplicaSettings(ServiceSettings):
 
 
 class Registration(Generic[LeaseT]):
-    """The registration of one replica, from `start` to `close`; it retries while Redis is away.
+    """The registration of one replica, from its creation to `close`; it retries while Redis is away.
 
     Once a later process has replaced it, it stops renewing for good, even if the registry loses its data.
     """
@@ -86,7 +86,7 @@ class Registration(Generic[LeaseT]):
         try:
             await self._registry.withdraw(self._pool, lease.address, lease.incarnation)
         except GalleyError as error:
-            _LOG.warning("could not withdraw; the lease will end", error=str(error))
+            _LOG.warning("lease not withdrawn; it will expire", error=str(error))
         await self._registry.close()
 
     async def _keep(self) -> None:
@@ -154,7 +154,7 @@ def registered(
     lease: Callable[[], LeaseT],
     last_sessions: Callable[[], Awaitable[None]] | None = None,
 ) -> Service:
-    """Return the service, registered if there is a registry (`start_registration`)."""
+    """Return the service, registered at `settings.redis_url` unless that is empty."""
     url = settings.redis_url.get_secret_value()
     if not url:
         return service

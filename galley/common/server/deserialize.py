@@ -29,11 +29,11 @@ _REFLECTION_TIMEOUT_S = 60.0
 
 
 class RequestInterceptor(WrappingInterceptor):
-    """Read requests of at most `max_message_bytes`, and one request of a call within `timeout_s`.
+    """An interceptor that reads a request within `timeout_s` and refuses messages over `max_message_bytes`.
 
     gRPC would wait for a request as long as the connection lives. Place this inside StatusInterceptor and
     the interceptors that refuse callers, whose requests are then never read. Calls that stream requests may
-    be silent for any time.
+    be silent for any time, except those of reflection.
     """
 
     includes_standard = True
@@ -87,7 +87,7 @@ class RequestInterceptor(WrappingInterceptor):
         return call
 
     async def _request(self, context: Context) -> Any:
-        """Raise DeadlinePassed or InvalidField if there is no request."""
+        """Return a call's request. Raise DeadlinePassed if it is late, InvalidField if bad or missing."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 request = await context.read()
@@ -113,7 +113,7 @@ async def _each_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 async def _until(requests: AsyncIterator[Any], timeout_s: float) -> AsyncIterator[Any]:
-    """Raise DeadlinePassed once `timeout_s` is over."""
+    """Yield the requests. Raise DeadlinePassed once `timeout_s` is over."""
     end_s = asyncio.get_running_loop().time() + timeout_s
     while True:
         try:
@@ -122,7 +122,7 @@ async def _until(requests: AsyncIterator[Any], timeout_s: float) -> AsyncIterato
         except StopAsyncIteration:
             return
         except TimeoutError:
-            raise DeadlinePassed(f"reflection calls end after {timeout_s:g} s") from None
+            raise DeadlinePassed(f"a call of reflection must end within {timeout_s:g} s") from None
         yield request
 
 
@@ -135,7 +135,7 @@ def _readable(request: Any) -> Any:
 def decompress(data: bytes, max_bytes: int) -> bytes:
     """Return `data`, or its content if it is gzip, after inflating at most `max_bytes` + 1 bytes.
 
-    Raise ValueError with the problem.
+    Raise ValueError if either is larger than `max_bytes`, or the gzip is broken.
     """
     if len(data) > max_bytes:
         raise ValueError(f"must be at most {max_bytes} bytes, got {len(data)}")

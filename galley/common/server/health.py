@@ -30,7 +30,7 @@ _OPTIONS = (
 
 
 class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
-    """Serve grpc.health.v1, with a watch that cannot hold up a change of status.
+    """A servicer of grpc.health.v1, with a watch that cannot hold up a change of status.
 
     The library writes to a watcher while it holds the lock that `set` needs, so one watcher that does not
     read would keep a server from reporting that it stops. Here the library writes to a queue.
@@ -57,7 +57,7 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]  # ships 
 
 
 class _StatusQueue(asyncio.Queue[Any]):
-    """Stand for the context of a watch; a server changes its status a few times only."""
+    """A queue in place of the context of a watch, unbounded because a status changes only a few times."""
 
     async def write(self, response: Any) -> None:
         self.put_nowait(response)

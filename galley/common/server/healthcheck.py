@@ -70,13 +70,13 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(
             "--" + name.replace("_", "-"),
             default=os.environ.get(variable, ""),
-            help=f"{text}; or {variable}",
+            help=f"{text}. Default: the environment variable {variable}.",
         )
     return parser
 
 
 def _tls(arguments: argparse.Namespace) -> Material | None:
-    """Return None without TLS flags. Raise BadFile if a file is unusable."""
+    """Return the contents of the files, or None without TLS flags. Raise BadFile if a file is unusable."""
     if not any(getattr(arguments, name) for name in _FLAGS):
         return None
     ca, cert, key = (NamedFile(name, getattr(arguments, name)) for name in _FILES)

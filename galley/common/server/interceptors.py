@@ -25,7 +25,7 @@ _GRPC_ERRORS = (grpc.aio.AbortError, grpc.aio.InternalError)
 
 
 class StatusInterceptor(WrappingInterceptor):
-    """Turn what a servicer raises into its status; cancellation and gRPC's own errors pass."""
+    """An interceptor that turns errors of servicers into statuses, but not cancellation and gRPC's own."""
 
     includes_standard = True
 
@@ -47,7 +47,7 @@ async def _guard(context: Context) -> AsyncIterator[None]:
 
 
 class StandardCallsInterceptor(WrappingInterceptor):
-    """Bound the open calls of each method of health and reflection; place it inside StatusInterceptor."""
+    """A bound of open calls for each method of health and reflection; place it inside StatusInterceptor."""
 
     includes_standard = True
 
@@ -61,7 +61,7 @@ class StandardCallsInterceptor(WrappingInterceptor):
     @asynccontextmanager
     async def _count(self, method: str, _: Context) -> AsyncIterator[None]:
         if self._open[method] >= self._max_open:
-            raise Overloaded(f"{method}: {self._max_open} calls are open", _RETRY_AFTER_S)
+            raise Overloaded(f"{method}: all {self._max_open} allowed calls are open", _RETRY_AFTER_S)
         self._open[method] += 1
         try:
             yield

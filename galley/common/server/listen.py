@@ -11,7 +11,7 @@ from galley.common.tls.channels import KEEPALIVE, Material
 from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import NamedFile, WatchedFiles
 
-# gRPC refuses larger messages as RESOURCE_EXHAUSTED; up to here our error names field and bound.
+# gRPC refuses messages above this many times the limit; below, our own error names field and bound.
 _HARD_LIMIT_FACTOR = 2
 _IDENTITY, _GZIP = 0, 2
 # A process that was stopped or starved reads at once the pings of several seconds.
@@ -24,7 +24,7 @@ class CannotBind(Exception): ...
 def bind(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
 ) -> str:
-    """Return the bound address, host:port; the system chooses the port for port 0. Raise CannotBind."""
+    """Bind `server` and return its address, host:port; port 0 lets the system choose. Raise CannotBind."""
     shown_host = f"[{host}]" if ":" in host else host
     address = f"{shown_host}:{port}"
     try:
@@ -40,7 +40,7 @@ def bind(
 
 
 def server_files(settings: ServiceSettings) -> WatchedFiles[Material] | None:
-    """Return None without TLS. Raise BadFile."""
+    """Return the watched TLS files of a server, or None without TLS. Raise BadFile if one is unusable."""
     if not settings.tls_cert_file:
         return None
     return TlsFiles(

@@ -22,10 +22,10 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 I = TypeVar("I")  # noqa: E741  # the message of one request
 A = TypeVar("A")  # the message of one response
 
-# Requests of one stream, and of one message, that are not answered, or whose response is not sent. Beyond it
-# the stream is not read. Messages of a gateway are at most 64 KiB.
+# Most requests of a stream whose responses are not all sent; at this number the stream is not read. Also the
+# most requests of a message.
 MAX_OPEN_REQUESTS = 1024
-# Extensions and cancellations in one message: nothing else is done while they are read.
+# Most extensions, and most cancellations, of a message: nothing else is done while they are read.
 _MAX_NOTICES = 1 << 14
 
 
@@ -38,7 +38,7 @@ def failure_status(error: Exception, session_id: str, span: ItemSpan) -> pb.Item
 
 
 async def respond_all(items: Sequence[I], respond: Callable[[I], AsyncGenerator[A]]) -> list[A]:
-    """Return the first response to each item, in order. Cancelling cancels all. Raise InvalidField."""
+    """Return the first response to each item, in order. Raise InvalidField if there are too many items."""
     _check_count("items", items, MAX_OPEN_REQUESTS)
     return list(await asyncio.gather(*(_first(respond(item)) for item in items)))
 

@@ -60,7 +60,7 @@ class Parts:
 
 
 Interceptors: TypeAlias = Callable[[Parts], Sequence[grpc.aio.ServerInterceptor]]
-"""Make the interceptors of a service, before it is built and before its address is known."""
+"""A function that makes the interceptors of a service, before it is built and its address is known."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ async def start_server(
     interceptors: Interceptors = lambda _: (),
     limits: ServerLimits | None = None,
 ) -> RunningServer:
-    """Serve in the running event loop, without changing the process. Raise CannotBind or BadFile.
+    """Serve in the running event loop; return the server. Raise CannotBind, BadFile, or as `build` does.
 
     Errors of `interceptors`, which run before the request of a call is read, become statuses. `limits`
     replace those of the settings.
@@ -185,7 +185,7 @@ def run_main(
     argv: Sequence[str] | None = None,
     interceptors: Callable[[S], Interceptors] = lambda _: lambda _: (),
 ) -> None:
-    """Return when the service has stopped.
+    """Run the service of `argv` (None: the command line) until SIGTERM or SIGINT has stopped it.
 
     Exit 2 for a setting that is wrong or names a file that cannot be used, else 1 if it cannot start.
     """

@@ -67,7 +67,7 @@ def scope_to(provider: TracerProvider, processor: SpanProcessor, name: str, sche
 
 
 class GalleySampler(Sampler):
-    """Sample forced requests, and others by `inner`: `OTEL_TRACES_SAMPLER`."""
+    """A sampler of all forced requests, and of others as `inner` decides (`OTEL_TRACES_SAMPLER`)."""
 
     def __init__(self, inner: Sampler) -> None:
         self._inner = inner
@@ -101,7 +101,7 @@ class ReloadingExporter(OTLPExporterMixin[Any, Any, Any, Any]):
     signal: Signal
 
     def __init__(self) -> None:
-        """Raise ValueError with the variable that names a bad file."""
+        """Read the TLS files. Raise ValueError, with the name of the variable, if one is unusable."""
         self._files = _tls_files(self.signal)
         super().__init__()  # type: ignore[call-arg]  # the SDK's own exporter comes next, and needs nothing
 

@@ -19,7 +19,7 @@ from galley.core.content import Miss
 from galley.core.scheduler.messages import Superseded
 from galley.pb.galley.v1 import galley_pb2 as pb
 
-# Of a traceparent, 00-<trace id>-<span id>-<flags>: the last digit of the flags, odd where it is sampled.
+# Index of the last digit of a traceparent, 00-<trace id>-<span id>-<flags>. It is odd if it is sampled.
 _FLAG = 54
 _ODD = frozenset("13579bdf")
 _OURS = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-01")

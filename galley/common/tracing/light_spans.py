@@ -28,14 +28,14 @@ if TYPE_CHECKING:  # the SDK is slow to load, and needed only where traces are o
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _UNSAMPLED = TraceFlags(TraceFlags.DEFAULT)
 MAX_EVENTS = 128
-"""Events, and links, of one span: the last ones are kept and the others counted, as in the SDK."""
+"""Most events, and most links, of one span: the last ones are kept and all are counted, as in the SDK."""
 _TRACE_ID_BYTES, _SPAN_ID_BYTES = 16, 8
 _NO_TRACE, _NO_SPAN = bytes(_TRACE_ID_BYTES), bytes(_SPAN_ID_BYTES)
 
 Named: TypeAlias = "LightSpan | SpanContext | bytes"
 """The target of a link; bytes are the packed ids of another process's span."""
 Completer: TypeAlias = "Callable[[LightSpan], None]"
-"""Sets attributes and links of a span that has ended, in the exporting thread."""
+"""A function that sets attributes and links of a span that has ended, in the exporting thread."""
 
 
 def packed(trace_id: int, span_id: int) -> bytes:
@@ -67,7 +67,7 @@ def _is_sampled(result: SamplingResult) -> bool:
 
 
 class SpanScope:
-    """Make the spans of one instrumentation scope; `export` takes those that have ended."""
+    """A maker of the spans of one instrumentation scope; `export` takes those that have ended."""
 
     def __init__(
         self, provider: TracerProvider, scope: InstrumentationScope, export: Callable[[LightSpan], None]

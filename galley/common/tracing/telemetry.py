@@ -57,7 +57,7 @@ class Telemetry:
         return scope_to(self.provider, self.processor, name, schema_url)
 
     def client_interceptors(self) -> list[Any]:
-        """Trace the calls of a channel, except calls that stream requests.
+        """Return interceptors that trace the calls of a channel, except those that stream requests.
 
         Requests in streams have spans of their own, and gRPC does not always release a stream that breaks
         below an interceptor.

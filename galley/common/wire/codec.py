@@ -43,7 +43,7 @@ def sampling_from(message: pb.SamplingParams) -> SamplingParams:
 
 
 def sampling_message(params: SamplingParams) -> pb.SamplingParams:
-    """Include the seed, and each field that differs from its default."""
+    """Return a message with the seed and each field that differs from its default."""
     given = {name: getattr(params, name) for name in _OPTIONAL if name != "seed"}
     changed = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
     return pb.SamplingParams(**changed, seed=params.seed, logit_bias=dict(params.logit_bias))
@@ -60,7 +60,7 @@ def logprobs_message(logprobs: PositionLogprobs) -> pb.PositionLogprobs:
 
 
 def read_slice(message: pb.SessionSlice, *, vocab_size: int, context_window: int) -> Slice:
-    """Raise InvalidField for a slice that no replica of this model can serve."""
+    """Return the slice. Raise InvalidField if no replica of this model can serve it."""
     read = Slice(
         key=(message.tenant_salt, message.session_id),
         start=message.start,

@@ -15,7 +15,7 @@ Behavior: TypeAlias = Callable[..., Any]
 
 
 class WrappingInterceptor(grpc.aio.ServerInterceptor):
-    """Wrap the methods of every service; those of health and reflection only with `includes_standard`."""
+    """An interceptor of every method; of those of health and reflection only with `includes_standard`."""
 
     includes_standard = False
 

@@ -114,8 +114,7 @@ Outcome: TypeAlias = "Confirmed | Superseded | Miss | GalleyError"
 class Response:
     """An outcome of the request that `Scheduler.submit` numbered `request_id`.
 
-    With `preempted`, it is a cache miss because an older session took its blocks or its place, or none were
-    left.
+    With `preempted`, it is a cache miss because blocks or session slots ran out.
     """
 
     request_id: int

@@ -229,7 +229,7 @@ def test_dangling_links_and_fifos_are_refused(tmp_path: Path) -> None:
         resolve_model(str(directory))
     (directory / "tokenizer.json").unlink()
     os.mkfifo(directory / "tokenizer.json")
-    with pytest.raises(UnsupportedModel, match=r"tokenizer\.json: is no file"):
+    with pytest.raises(UnsupportedModel, match=r"tokenizer\.json: must be a file"):
         resolve_model(str(directory))
 
 

@@ -274,5 +274,5 @@ def test_a_template_that_refuses_is_a_bad_message(source: str) -> None:
 
 
 def test_template_output_is_bounded() -> None:
-    with pytest.raises(InvalidField, match="more than 1000 characters"):
+    with pytest.raises(InvalidField, match="at most 1000 characters"):
         rendered("{% for i in range(99999) %}{{ eos_token }}{% endfor %}", max_chars=1000)
