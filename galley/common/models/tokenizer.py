@@ -69,14 +69,14 @@ class Tokenizer:
             raise ValueError(reason)
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise FileNotFoundError(f"{directory} has no tokenizer.json")
+            raise FileNotFoundError(f"{directory}: must have a tokenizer.json")
         config = _read_json(directory / "tokenizer_config.json")
         if (reason := code_asked_for(config)) is not None:
             raise ValueError(f"{directory}/tokenizer_config.json: the tokenizer {reason}")
         try:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises nothing narrower
-            raise ValueError(f"{path} is no tokenizer: {error}") from error
+            raise ValueError(f"{path}: must be a tokenizer: {error}") from error
         _add_missing_tokens(fast, config)
         return cls(fast, _chat_template(directory, config), tokenizer_hash(directory))
 
@@ -96,7 +96,7 @@ class Tokenizer:
         InvalidField("messages") if the model has no chat template or its template refuses.
         """
         if self._template is None:
-            raise InvalidField("messages", "the model has no chat template; send text instead")
+            raise InvalidField("messages", "must be absent: the model has no chat template. Send text")
         rendered = self._template.render(messages)
         return list(self._fast.encode(rendered, add_special_tokens=False).ids)
 
@@ -145,9 +145,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path}: must be JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")  # noqa: TRY004  # the file is at fault, not a type
+        raise ValueError(f"{path}: must hold a JSON object")  # noqa: TRY004  # the file is at fault, not a type
     return value
 
 
