@@ -61,7 +61,7 @@ class Fenced(CallerFault):
 
 
 class Overloaded(CallerFault):
-    """No capacity is left and nothing was done: RESOURCE_EXHAUSTED. Metrics count by `reason`."""
+    """No capacity, or none for this caller, is left, and nothing was done: RESOURCE_EXHAUSTED."""
 
     def __init__(self, what: str, retry_after_s: float, reason: str = "") -> None:
         super().__init__(what)
@@ -70,7 +70,7 @@ class Overloaded(CallerFault):
 
 
 class DeadlinePassed(CallerFault):
-    """The caller's deadline passed: DEADLINE_EXCEEDED."""
+    """The caller's deadline passed, or its request did not arrive in time: DEADLINE_EXCEEDED."""
 
 
 class Cancelled(CallerFault):
@@ -98,7 +98,7 @@ class AuthenticationUnavailable(Unavailable):
 
 
 class StoreUnavailable(Unavailable):
-    """The session store did not respond within store_timeout. `why` names servers, for the log only."""
+    """The session store did not respond, or could not serve now. `why` names servers, for the log only."""
 
     def __init__(self, what: str, why: str = "") -> None:
         super().__init__(f"{what}: {why}" if why else what)

@@ -104,7 +104,7 @@ class Registration(Generic[LeaseT]):
                 await self._registry.publish(self._pool, replace(self._lease(), draining=self._draining))
             except Replaced as error:
                 self._replaced = True
-                _LOG.error("no longer registered; end this process", error=str(error))
+                _LOG.error("replica replaced; end this process", error=str(error))
             except GalleyError as error:
                 if not self._away:
                     _LOG.warning("registration failed", error=str(error))
@@ -122,7 +122,7 @@ class Registered:
         registration: Registration[Any],
         last_sessions: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`last_sessions`, if given, waits for live sessions before the service refuses their requests."""
+        """Wrap `service`. `last_sessions`, if given, waits for live sessions before `service` drains."""
         self.service = service
         self._registration = registration
         self._last_sessions = last_sessions

@@ -90,7 +90,7 @@ DRAINING = "draining"
 
 
 class TokenBucket:
-    """Fills with `per_s` tokens a second up to `burst`; may be overdrawn.
+    """A bucket that fills with `per_s` tokens a second up to `burst`; it may be overdrawn.
 
     A call takes the most that it may use and returns the rest, so the rate holds however long answers turn
     out.

@@ -102,7 +102,7 @@ class BatchTimes:
 
 
 class ActiveBatch:
-    """The batch of the step in progress; `grants[i]` belongs to chunk i of the plan.
+    """The batch of the step in progress; the i-th of `grants` belongs to chunk i of the plan.
 
     A token is drawn after each of `drawn_rows` rows: `draft_rows`, and one for each grant that is final.
     """

@@ -81,7 +81,7 @@ def _gain(
 ) -> float:
     tokens, took_ns = _step([*ready, *_left(due, 0)], sessions, step_ns)
     lingering = tokens / (wait_ns + took_ns)
-    # When going on, a session with a hint has another by the next step.
+    # When going on, the sessions that have a hint are assumed to have another by the next step.
     tokens, took_ns = _step([*ready, *(chance for one in due for chance in one.fallback)], sessions, step_ns)
     late = math.ceil(wait_ns / took_ns)
     last, last_ns = _step([*ready, *_left(due, late)], sessions, step_ns)
