@@ -18,8 +18,9 @@ class MonotonicClock:
 class Timeouts:
     """Timeouts of one session.
 
-    `renew_ns` is the interval at which its expiry is renewed; the store keeps a session, also an ended one,
-    for three times as long. `client_ns` is how long the client may leave its stream unread.
+    `renew_ns` is the interval at which the session's expiry is renewed; the store keeps a session, also a
+    finished one, for at least three times as long. `client_ns` is how long a client may leave its stream
+    unread.
     """
 
     store_ns: int = 10 * SECOND
@@ -30,7 +31,7 @@ class Timeouts:
 
     @property
     def trusted_ns(self) -> int:
-        """Return for how long the store surely keeps what it held; the last third is for calls under way."""
+        """Return how long the store keeps a session that it held; a third is left for calls under way."""
         return 2 * self.renew_ns
 
     def store_deadline_ns(self, now_ns: int, deadline_ns: int | None) -> int:

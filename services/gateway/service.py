@@ -124,7 +124,7 @@ def _channel_tls(settings: GatewaySettings, role: str) -> ChannelTls | None:
 
 
 def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Interceptors:
-    """Raise BadFile if a key file is unusable."""
+    """Return the function that makes the process's interceptors. Raise BadFile if a file is unusable."""
     authentication = build_authentication(settings, tuning)
 
     def of_process(parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
@@ -254,7 +254,7 @@ def _source(settings: GatewaySettings, addresses: str, pool: LeasePool[Any]) -> 
 
 
 async def _meet_drafts(settings: GatewaySettings, drafts: DraftPool) -> None:
-    """Raise TokenizerMismatch if all configured drafts have another tokenizer."""
+    """Start the pool. Raise TokenizerMismatch if all drafts configured by address have another tokenizer."""
     await drafts.start()
     if settings.draft and drafts.mismatch is not None:
         raise drafts.mismatch

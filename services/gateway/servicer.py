@@ -1,4 +1,4 @@
-"""The gRPC service of the gateway. Requests are rejected before any work is done."""
+"""The gRPC service of the gateway. Invalid requests are rejected before any work is done for them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _STATS = tuple(pb.SpeculationStats.DESCRIPTOR.fields_by_name)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`default_k` is the most draft tokens a round under AUTO, and `default_strategy` its strategy."""
+    """The served model, its pools and limits. `default_k` and `default_strategy` hold in mode AUTO."""
 
     name: str
     targets: TargetPool
@@ -73,7 +73,7 @@ class ServedModel:
         return self.targets.info
 
     def request_model(self) -> Model:
-        """Return what requests are validated against; all known strategies until a draft was met."""
+        """Return the model that requests are validated against, with all strategies until a draft was met."""
         return Model(
             self.name,
             self.info.context_window,
@@ -163,7 +163,7 @@ class GenerationServicer(rpc.GenerationServicer):
     async def _begin(
         self, request: pb.GenerateRequest, principal: Principal, deadline_ns: int | None
     ) -> SessionRunner:
-        """Check the request and store its session."""
+        """Check the request and store its session, or join the stored one; return its runner."""
         # In a thread: a long prompt takes the tokenizer longer than other streams should wait.
         spec, hashed = await asyncio.to_thread(self._parse, request)
         session_id = session_id_for(principal.name, request.idempotency_key, self.id_secret)

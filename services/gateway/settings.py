@@ -14,7 +14,7 @@ from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
 from galley.core.store import FINISHED_TTL_S, SESSION_TTL_S
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-"""Asymmetric signatures only: not "none", and no HMAC, which whoever can verify it can forge."""
+"""Asymmetric signatures only: "none" signs nothing, and whoever can verify an HMAC can forge it."""
 
 JWT_LEEWAY_S = 30.0
 _NEEDS_ISSUER = ("jwt_audience", "jwt_jwks_file", "jwt_jwks_url", "jwt_ca_file")
@@ -96,7 +96,7 @@ class TokenSettings(ServiceSettings):
     def _tokens_fit_together(self) -> Self:
         if not self.jwt_issuer:
             if useless := [name for name in _NEEDS_ISSUER if getattr(self, name)]:
-                raise ValueError(f"{useless[0]}: needs jwt_issuer")
+                raise ValueError(f"{useless[0]}: must be empty without jwt_issuer")
             return self
         if not comma_separated(self.jwt_audience):
             raise ValueError(
@@ -144,7 +144,7 @@ class GatewaySettings(TokenSettings):
         "Empty: no TLS.",
     )
     peer_cert_file: str = Field(
-        "", description="PEM file of the certificate that targets and drafts are shown."
+        "", description="PEM file of the certificate that the gateway presents to targets and drafts."
     )
     peer_key_file: str = Field("", description="PEM file of the key of --peer-cert-file.")
     target_tls_name: str = Field(
@@ -164,8 +164,8 @@ class GatewaySettings(TokenSettings):
     max_sessions: int = Field(
         64,
         ge=1,
-        description="Most open streams; further ones are rejected. At most as many as the targets keep "
-        "sessions.",
+        description="Most open streams; further ones are rejected. Should not exceed the sum of the targets' "
+        "--max-sessions.",
     )
     api_keys_file: str = Field(
         "",
@@ -238,8 +238,8 @@ class GatewaySettings(TokenSettings):
     @model_validator(mode="after")
     def _peer_tls_is_whole(self) -> Self:
         if bool(self.peer_cert_file) != bool(self.peer_key_file):
-            raise ValueError("--peer-cert-file and --peer-key-file go together")
+            raise ValueError("--peer-cert-file: must be set together with --peer-key-file, got only one")
         for name in ("peer_cert_file", "target_tls_name", "draft_tls_name"):
             if getattr(self, name) and not self.peer_ca_file:
-                raise ValueError(f"--{name.replace('_', '-')} needs --peer-ca-file")
+                raise ValueError(f"--{name.replace('_', '-')}: must be empty without --peer-ca-file")
         return self

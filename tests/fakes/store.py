@@ -66,7 +66,7 @@ class MemoryStore(SessionStore):
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
         if not new.prompt or not new.body_hash:
-            raise ValueError("a session needs a prompt and a body hash")
+            raise ValueError("prompt and body_hash: must not be empty")
         nonce = nonce or self._new_nonce()
         record = self._find(new.session_id)
         if record is None:

@@ -37,7 +37,7 @@ _BEARER = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The metadata of a call, by lower-case name; of a repeated name, the last value."""
+    """The text metadata of a call, by lower-case name. Of repeated names, the last value is kept."""
 
     metadata: Mapping[str, str]
 
@@ -72,7 +72,7 @@ class Authentication:
             self._tokens.keys.start()
 
     async def authenticate(self, credentials: Credentials) -> Principal:
-        """Check the key, or else the token. Raise Unauthenticated or AuthenticationUnavailable."""
+        """Return the key's or the token's principal. Raise Unauthenticated or AuthenticationUnavailable."""
         tokens = self._tokens
         if self._principals is not None:
             if not credentials.key:
@@ -86,7 +86,7 @@ class Authentication:
 
 
 def build_authentication(settings: GatewaySettings, tuning: Tuning = TUNING) -> Authentication:
-    """Raise BadFile if a file that the settings name is unusable."""
+    """Return the authentication that the settings describe. Raise BadFile if a file of theirs is unusable."""
     principals: WatchedFiles[Principals] | None = None
     if settings.api_keys_file:
         principals = _watched(NamedFile("api_keys_file", settings.api_keys_file), read_principals)
@@ -119,7 +119,7 @@ def _watched(file: NamedFile, read: Callable[[NamedFile], _T]) -> WatchedFiles[_
 
 
 class PrincipalInterceptor(WrappingInterceptor):
-    """Sets the principal of each call, or refuses the call. Runs inside StatusInterceptor."""
+    """Set the principal of each call, or reject the call. Runs inside StatusInterceptor."""
 
     def __init__(self, authentication: Authentication) -> None:
         self._authentication = authentication

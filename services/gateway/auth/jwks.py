@@ -62,7 +62,7 @@ class KeySet:
         self.keys = tuple(keys)
 
     def find(self, key_id: str | None, algorithm: str) -> SigningKey | None:
-        """Return the key with this id; without an id, the only key for the algorithm if there is just one."""
+        """Return the algorithm's key with this id, or without an id its only key; None if none fits."""
         fitting = [key for key in self.keys if algorithm in key.algorithms]
         if key_id is not None:
             return next((key for key in fitting if key.key_id == key_id), None)
@@ -70,7 +70,7 @@ class KeySet:
 
 
 def read_jwks(file: NamedFile) -> KeySet:
-    """Raise BadFile, which names the problem."""
+    """Return the keys in `file`. Raise BadFile, which names the problem."""
     content = file.read()
     try:
         return parse_jwks(content)
@@ -86,23 +86,23 @@ def parse_jwks(content: bytes) -> KeySet:
     """
     entries = parse_object(content).get("keys")
     if not isinstance(entries, list) or len(entries) > _MAX_KEYS:
-        raise ValueError(f"is no JWKS: `keys` must be a list of at most {_MAX_KEYS}")
+        raise ValueError(f"must be a JWKS: `keys` must be a list of at most {_MAX_KEYS} keys")
     keys = [key for entry in entries if isinstance(entry, dict) and (key := _signing_key(entry)) is not None]
     if not keys:
-        raise ValueError("has no public key for RSA (2048 bits or more), ECDSA or EdDSA signatures")
+        raise ValueError("must have a public key for RSA (2048 bits or more), ECDSA or EdDSA signatures")
     return KeySet(keys)
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Raise ValueError if the content is no JSON object, or is larger than MAX_BYTES."""
+    """Return the JSON object in `content`. Raise ValueError if it is none, or larger than MAX_BYTES."""
     if len(content) > MAX_BYTES:
-        raise ValueError(f"is larger than {MAX_BYTES} bytes")
+        raise ValueError(f"must be at most {MAX_BYTES} bytes, is larger")
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ValueError("is no JSON object")  # noqa: TRY004  # the content is at fault, not a type
+        raise ValueError("must be a JSON object")  # noqa: TRY004  # the content is at fault, not a type
     return value
 
 
@@ -170,9 +170,10 @@ class CachedJwks:
         self._fetching: asyncio.Task[None] | None = None
 
     async def current(self) -> KeySet:
-        """Return the cached keys; wait for a fetch if they are missing or long unchecked.
+        """Return the cached keys; start a fetch if they are older than `refresh_s`.
 
-        Raise AuthenticationUnavailable if there are none, or they are too old.
+        Wait for it if they are missing or older than `stale_s`, or older than twice `refresh_s` while the
+        last fetch has not failed. Raise AuthenticationUnavailable if there are still none, or too old ones.
         """
         age_s = self._age_s()
         if age_s > self._refresh_s:
@@ -183,7 +184,7 @@ class CachedJwks:
         return self._keys()
 
     async def refreshed(self) -> KeySet:
-        """Return the keys after a fetch, unless the last one was just now. Raise like `current`."""
+        """Fetch the keys, at most once in MIN_FETCH_INTERVAL_S, and return them. Raise like `current`."""
         self.start()
         await self._wait()
         return self._keys()
@@ -197,7 +198,7 @@ class CachedJwks:
         return float("inf") if self._fetched is None else self._clock() - self._fetched_s
 
     def start(self) -> None:
-        """Start a fetch unless one is running or was started just now. Call it in the event loop."""
+        """Start a fetch unless one runs or started less than MIN_FETCH_INTERVAL_S ago, in the event loop."""
         if self._fetching is not None:
             return
         if self._tried_s is None or self._clock() - self._tried_s >= MIN_FETCH_INTERVAL_S:
@@ -228,7 +229,7 @@ class CachedJwks:
 
 @dataclass(frozen=True, slots=True)
 class JwksClient:
-    """Fetches the keys of an issuer over https, with bounds on size and time, and without redirects.
+    """Fetch the keys of an issuer over https, with bounds on size and time, and without redirects.
 
     An empty `jwks_url` is looked up in the issuer's OpenID configuration. An empty `ca_file` means the
     system's authorities.
@@ -240,11 +241,11 @@ class JwksClient:
     timeout_s: float = FETCH_TIMEOUT_S
 
     async def fetch(self) -> KeySet:
-        """Return the published keys. Raise ValueError or OSError, within `timeout_s` or little more."""
+        """Return the published keys. Raise ValueError or OSError, after `timeout_s` at the latest."""
         url = self.jwks_url
         try:
             async with asyncio.timeout(self.timeout_s):
-                # In a thread: reading the system's authorities takes tens of ms. Each time: they change.
+                # In a thread, because it takes tens of ms; each time, because the authorities may change.
                 context = await asyncio.to_thread(self.ssl_context)
                 async with httpx2.AsyncClient(verify=context, timeout=self.timeout_s) as client:
                     url = url or await _get(client, self._configuration_url, self._jwks_uri)
@@ -268,15 +269,15 @@ class JwksClient:
     def _jwks_uri(self, content: bytes) -> str:
         configuration = parse_object(content)
         if configuration.get("issuer") != self.issuer:
-            raise ValueError("is of another issuer")
+            raise ValueError(f"issuer: must be {self.issuer}, is another")
         jwks_uri = configuration.get("jwks_uri")
         if not isinstance(jwks_uri, str) or not jwks_uri:
-            raise ValueError("names no jwks_uri")
+            raise ValueError("jwks_uri: must be a URL, got none")
         return check_https(jwks_uri)
 
 
 async def _get(client: httpx2.AsyncClient, url: str, parse: Callable[[bytes], _T]) -> _T:
-    """Return what `parse` makes of the body, cut a little after MAX_BYTES. Raise OSError or ValueError."""
+    """Return `parse` of the body, read to little more than MAX_BYTES. Raise OSError or ValueError."""
     # A compressed body could expand to any size.
     headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
     async with client.stream("GET", url, headers=headers) as response:

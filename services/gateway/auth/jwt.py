@@ -43,11 +43,11 @@ _MESSAGES = {"expired": JWT_EXPIRED, "not valid yet": JWT_EARLY}
 
 
 class _Refused(Exception):
-    """A token is refused; the message is the reason in a word or two."""
+    """The reason, in a word or two, for which a token is refused."""
 
 
 class JwtAuthenticator:
-    """Accepts tokens that match the settings and are signed by one of `keys`."""
+    """Accept tokens that match the settings and are signed by one of `keys`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class JwtAuthenticator:
         self._logged_at_s: dict[str, float] = {}
 
     async def authenticate(self, token: str) -> Principal:
-        """Raise Unauthenticated or AuthenticationUnavailable."""
+        """Return the principal that the token names. Raise Unauthenticated or AuthenticationUnavailable."""
         if not token:
             raise Unauthenticated(JWT_NEEDED)
         try:

@@ -5,7 +5,7 @@ principal = "team-a"
 sha256 = "9f86d0…"                # SHA-256 of the key, in hex
 expires = 2027-01-31T00:00:00Z    # optional
 
-[principals.team-a]               # limits of one principal; [defaults] holds those of all others
+[principals.team-a]               # limits of one principal; those not given here come from [defaults]
 max_sessions = 8
 tokens_per_s = 500
 burst_tokens = 20000
@@ -92,7 +92,7 @@ class Principals:
 
 
 def read_principals(file: NamedFile) -> Principals:
-    """Raise BadFile, which names the problem."""
+    """Return the principals in `file`. Raise BadFile, which names the problem."""
     content = file.read()
     try:
         parsed = _File.model_validate(tomllib.loads(content.decode()))
@@ -120,7 +120,7 @@ def _check(file: _File) -> None:
             raise ValueError(f"keys[{index}].expires: must have a time zone, such as Z")
         if first[hashes[index]] != index:
             raise ValueError(
-                f"keys[{index}].sha256: must be unique, is also that of keys[{first[hashes[index]]}]"
+                f"keys[{index}].sha256: must be unique, got that of keys[{first[hashes[index]]}]"
             )
     known = {key.principal for key in file.keys}
     if unused := {name for name in file.principals if not name.startswith(TOKEN_PREFIX)} - known:

@@ -1,6 +1,6 @@
 """The connection to one replica: who serves there, and one stream for the requests of all sessions.
 
-A stream costs less a request than a call does (docs/decisions/007). A request may have several responses, and
+A request costs less on a stream than as a call (docs/decisions/007). It may have several responses, and
 may be extended until the last of them. Whatever comes up while a message is being written goes into the next
 message. Cancelling a request tells the replica. A stream that breaks fails its open requests, and the next
 request opens a new stream. A stream whose TLS files have changed is outdated: after `reconnect` it serves
@@ -59,9 +59,9 @@ class OpenRequest(Generic[ResponseT]):
         return bool(self._responses)
 
     async def next_response(self) -> ResponseT:
-        """Wait for the next response, one call at a time, none after the last.
+        """Return the next response. Call it once at a time, and not after the last response.
 
-        Raise AioRpcError or Unavailable.
+        Raise AioRpcError, Unavailable, or the error given to `fail`.
         """
         while not self._responses:
             if self._error is not None:
@@ -117,7 +117,7 @@ class RequestStream(Generic[RequestT, ResponseT]):
 
     @property
     def is_broken(self) -> bool:
-        """Return True if it has ended since it was opened, so that another process may serve the next."""
+        """Return True if the stream has ended since it was opened: another process may serve the next one."""
         return self._current is not None and self._current.is_broken
 
     @property
@@ -134,7 +134,7 @@ class RequestStream(Generic[RequestT, ResponseT]):
             current.retire()
 
     def open(self, request: RequestT) -> OpenRequest[ResponseT]:
-        """Send `request`; its `request_id` is set here."""
+        """Set the `request_id` of `request`, queue it for sending, and return the open request."""
         request.slice.request_id = next(self._ids)
         connection = self._current
         if connection is None or connection.is_broken:
@@ -143,7 +143,7 @@ class RequestStream(Generic[RequestT, ResponseT]):
         return connection.open(request)
 
     async def send(self, request: RequestT) -> ResponseT:
-        """Return the only response; cancel the request if this is cancelled.
+        """Send `request` and return its only response; cancel the request if this call is cancelled.
 
         Raise AioRpcError or Unavailable.
         """
@@ -181,7 +181,7 @@ class _Connection(Generic[RequestT, ResponseT]):
         self._cancelled: list[pb.ItemRef] = []
         self._extensions: list[pb.Extension] = []
         self._work = asyncio.Event()
-        # Not in the context of the session that came first, which has its own span and log fields.
+        # The tasks must not run in the context of the first session, which has its own span and log fields.
         background = contextvars.Context()
         self._tasks = [
             asyncio.create_task(work, context=background.copy()) for work in (self._write(), self._read())
@@ -310,7 +310,7 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
 
     @abstractmethod
     async def _describe(self, timeout_s: float) -> Any:
-        """Raise as `meet` does."""
+        """Return the replica's description. Raise like `meet`."""
 
     def lost(self) -> None:
         """Meet again before the next request: another process may serve there."""
@@ -348,18 +348,18 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
         return info
 
     async def verify(self, item: pb.VerifyItem) -> OpenRequest[pb.VerifyAnswer]:
-        """Send a request once it is known who serves.
+        """Send a request, after `meet` if the process at the address is not known; return the open request.
 
         Raise like `meet`, or Unavailable if closed meanwhile.
         """
         if self.is_broken:
             self.lost()  # no request was open to notice
         if not self.is_met or self.is_outdated:
-            # However long the request may take: a silent target must not keep it from another one.
+            # A silent target must not keep the request from another one, even if the request has more time.
             remaining_s = item.slice.remaining_ns / SECOND
             closes = self._closes
             await self.meet(min(remaining_s or MEET_TIMEOUT_S, MEET_TIMEOUT_S))
-            if self._closes != closes:  # nobody would end a stream that is opened now
+            if self._closes != closes:  # a stream that is opened now would never be closed
                 raise Unavailable(f"the connection to the target at {self.address} was closed")
             self._on_met()
         return self.open(item)
@@ -371,7 +371,7 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
 
 
 class DraftClient(ReplicaClient[pb.ProposeItem, pb.ProposeAnswer]):
-    """One draft address; send no request without `replica`."""
+    """The connection to one draft; send requests only while `replica` is not None."""
 
     info: pb.GetDraftInfoResponse
 

@@ -31,7 +31,7 @@ from services.gateway.telemetry.observer import request_observer
 _MODEL_STRATEGIES = (MODEL, HYBRID)
 
 _AS_REQUESTED, _PLAIN = "draft", "plain"
-"""How a session is drafted, besides NGRAM in place of the requested strategy."""
+"""Ways to draft a session, in trace events; the third is NGRAM in place of the requested strategy."""
 _UNAVAILABLE, _RESPONDED = "away", "answered"
 
 _MAX_TOKENS_FOLLOWED = 1024
@@ -88,7 +88,7 @@ class DraftSession:
         return self._report(request, await self._try(other, spec, request, left_ns))
 
     def _place(self, strategy: str) -> DraftReplica | None:
-        """Return the session's draft and set `_strategy`; leave one that only looks up for a better one."""
+        """Return the session's draft or None; set `_strategy`. Leave a draft by lookup for a better one."""
         now = self._drafts.now_ns()
         if self._at is None or self._strategy != strategy or not self._at.is_serving(now):
             for offered in (strategy, NGRAM) if strategy in _MODEL_STRATEGIES else (strategy,):
@@ -195,14 +195,14 @@ class LocalLookup:
     """Prompt lookup in the tokens of one session, at the gateway; a draft's also knows other sessions.
 
     It responds as a draft does: it caches the tokens that it was sent, reports a miss by content, and
-    continues draft tokens. A proposal costs what is new since the last one, not what the session holds.
+    continues draft tokens. The time of a proposal depends on the tokens that are new since the last one.
     """
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._hasher = PrefixHasher()
         self._followed = SessionLookup()
-        """The index of the first tokens."""
+        """The index of the confirmed tokens, as far as they are indexed."""
 
     def propose(self, spec: SessionSpec, request: ev.Propose) -> ev.Proposed | ev.CacheMissed:
         """Return draft tokens at once, or none, or a cache miss."""

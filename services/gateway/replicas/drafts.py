@@ -1,7 +1,8 @@
 """The pool of draft replicas: which may be used, and which is best for a session.
 
-A draft is accepted if it has the target's tokenizer. Nobody waits for a missing draft: proposals fail at once
-until it is met again. One that fails often is not used for a while (`galley.core.routing.breaker`).
+A draft is accepted if it has the gateway's tokenizer. Sessions do not wait for a missing draft: the gateway
+drafts by lookup (`draft_session`). One that fails often is not used for a while
+(`galley.core.routing.breaker`).
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class DraftPool(ReplicaPool[DraftReplica]):
         return self._clock.now_ns()
 
     def is_late(self, since_ns: int) -> bool:
-        """Return True if a request that started then and is cancelled now failed because it was late."""
+        """Return True if a request that started at `since_ns` and is cancelled now counts as late."""
         return self._clock.now_ns() - since_ns >= self._late_ns
 
     def begin(self, draft: DraftReplica, breaker: Breaker) -> int:

@@ -27,7 +27,7 @@ from services.gateway.telemetry.observer import request_observer
 
 POLL_S = 0.5
 LEASE_GRACE_S = 3.0
-"""Time for which sessions stay where a lease has expired: a registry that lost its data has it back then."""
+"""Time for which sessions stay at a replica whose lease expired: it renews a lease that the registry lost."""
 
 _log = get_logger(__name__)
 
@@ -78,7 +78,7 @@ ClientT = TypeVar("ClientT", bound=ReplicaClient[Any, Any])
 
 
 class PoolReplica(Generic[ClientT, LeaseT]):
-    """One address of a pool. `is_accepted` once it was met and can serve this gateway."""
+    """One address of a pool. `is_accepted` becomes True once it was met and can serve this gateway."""
 
     def __init__(self, address: str, client: ClientT, channel: grpc.aio.Channel) -> None:
         self.address = address
@@ -115,7 +115,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
     """All replicas of a role. Call `close` at the end."""
 
     probe_timeout_s = MEET_TIMEOUT_S
-    """Time in which a silent replica must answer a probe, which does not wait for its other work."""
+    """Time in which a silent replica must answer a probe; the answer does not wait for its other work."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
 
     @property
     def mismatch(self) -> TokenizerMismatch | None:
-        """Return why all replicas were refused, if one was refused for its tokenizer."""
+        """Return the tokenizer mismatch of a refused replica, None if there is none or replicas are left."""
         if self._replicas:
             return None
         return next((it for it in self._refusals.values() if isinstance(it, TokenizerMismatch)), None)
@@ -281,7 +281,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
             await self._drop(replica.address)
 
     def _refuse(self, address: str, fault: GalleyError) -> None:
-        """Log each reason once."""
+        """Note why a replica is refused; log each reason once."""
         self._problem = str(fault)
         if str(self._refusals.get(address)) != str(fault):
             self._refusals[address] = fault

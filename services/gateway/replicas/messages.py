@@ -149,7 +149,7 @@ def propose_event(
 
 
 def failed_event(request_id: int, error: grpc.aio.AioRpcError | Unavailable, span: CallSpan) -> ev.Failed:
-    """Return the event of a stream that broke; its span has failed too."""
+    """Return the event of a request whose stream broke, and set the status of its span."""
     if isinstance(error, Unavailable):
         span.failed(error_type(error))
         return ev.Failed(request_id, str(error))

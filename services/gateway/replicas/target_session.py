@@ -61,9 +61,9 @@ class TargetSession:
     # ------------------------------------------------------------------------------- placement --
 
     def place(self, spec: SessionSpec, request: ev.Verify) -> TargetReplica | None:
-        """Return the session's replica, chosen anew if it will not do.
+        """Return the session's replica; choose one if it has none, or one that is no longer accepted.
 
-        Return None if there is none, or only one of another build: that needs a refresh first.
+        Return None if there is none, or only one of another build: that needs a refresh first (`find`).
         """
         at = self._at
         if at is None or not at.is_accepted:
@@ -72,14 +72,14 @@ class TargetSession:
         return self._at
 
     async def find(self, spec: SessionSpec, request: ev.Verify) -> TargetReplica | None:
-        """Refresh and place the session; accept a replica of another build if there is no other."""
+        """Refresh the pool; return the session's replica, of another build if there is no other, or None."""
         await self._targets.refresh()
         if self.place(spec, request) is None:
             self._at = self._targets.choose(self._routing(spec, request), self._failed)
         return self._at
 
     def other(self, spec: SessionSpec, request: ev.Verify, at: TargetReplica) -> TargetReplica | None:
-        """Return another replica of the session's build that is up and has not failed it."""
+        """Return another replica of the session's build that is up and has not failed it, or None."""
         fingerprint = self._fingerprint or at.fingerprint
         routing = replace(self._routing(spec, request), fingerprint=fingerprint)
         avoid = {*self._failed, at.address}
@@ -91,7 +91,7 @@ class TargetSession:
     def other_with_prefix(
         self, spec: SessionSpec, request: ev.Verify, at: TargetReplica
     ) -> TargetReplica | None:
-        """Return another replica that caches the prefix but for less than a block."""
+        """Return another replica that caches the prefix, except at most one KV block of it, or None."""
         if request.slice.start:
             return None  # what the others cache of it is not known
         other = self.other(spec, request, at)
@@ -141,9 +141,9 @@ class TargetSession:
         self._why_left = reason
 
     def leave_late(self, spec: SessionSpec, request: ev.Verify, at: TargetReplica, since_s: float) -> bool:
-        """Leave a replica that has sent no response since then, if another is doing better.
+        """Move from `at`, which has sent no response since `since_s`, to a replica that is idle or has.
 
-        Return False if none is, as where all are slow because they share a machine.
+        Return False if there is none, for example if all are slow because they share a machine.
         """
         other = self.other(spec, request, at)
         if other is None or not other.is_responding(since_s):
@@ -156,7 +156,7 @@ class TargetSession:
 
 
 class _Abandoned(Exception):
-    """The gateway waits for this replica no more; `status` is what the span of the call ends with."""
+    """The gateway no longer waits for a replica; `status` becomes that of the call's span."""
 
     def __init__(self, reason: str, status: str) -> None:
         super().__init__(reason)
@@ -164,7 +164,7 @@ class _Abandoned(Exception):
 
 
 class _Attempt:
-    """A verification at one replica. `rows` are still counted there."""
+    """A verification at one replica, among whose outstanding rows `rows` still count."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class _Attempt:
 
 
 class TargetRequest:
-    """A verification wherever its session has it, with a timer and perhaps a hedge."""
+    """A verification at its session's replica, with a timer for late responses and perhaps a hedge."""
 
     def __init__(
         self, session: TargetSession, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None
@@ -244,7 +244,7 @@ class TargetRequest:
         self._remaining_ns = remaining_ns
         self._loop = asyncio.get_running_loop()
         self._extensions: list[ev.ExtendVerify] = []
-        """Those before the first response, for another replica that may get the request too."""
+        """Extensions before the first response; another replica that gets the request later gets them too."""
         self._is_first = True
         self._is_due = True
         self._attempt: _Attempt | None = None
@@ -252,7 +252,7 @@ class TargetRequest:
         self._hedge: _Attempt | None = None
         self._hedge_task: asyncio.Task[None] | None = None
         self._hedge_first: ev.Verified | None = None
-        # The next response: when it was expected to come, when it is late, and the timer for that.
+        # The next response: since when it is awaited, when it is late, and when the timer is to fire.
         self._since_s = self._late_s = self._timer_s = 0.0
         self._predicted_ns = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -327,7 +327,7 @@ class TargetRequest:
         return event
 
     def _close_attempt(self) -> None:
-        """Close it once, though both the reader of the events and the runner come here."""
+        """Close the attempt, once: both the reader of the events and the runner call this."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -378,7 +378,7 @@ class TargetRequest:
             self._set_timer(within_ns)
 
     def _act_on_delay(self) -> int | None:
-        """Hedge, or leave a late replica for a better one. Return how long to wait on, None for no longer."""
+        """Hedge, or leave a late replica for a better one. Return the next wait in ns, None for no more."""
         attempt = self._attempt
         if attempt is None:
             return None

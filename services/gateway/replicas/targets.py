@@ -1,7 +1,7 @@
 """The pool of target replicas: what a replica must be to serve here, and what holds for all of them.
 
-A replica is accepted if it has the gateway's tokenizer, and the vocabulary and draft length of those met
-before.
+A replica is accepted if it has the gateway's tokenizer and the vocabulary size of the replicas met before,
+and takes as many draft tokens as the gateway may send to those.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TargetReplica(PoolReplica[TargetClient, TargetLease]):
         self._rows -= rows
 
     def is_responding(self, since_s: float) -> bool:
-        """Return False if it has open requests and sent no response since then."""
+        """Return False if it has open requests and has sent no response since `since_s`, the loop's time."""
         return not self.open_requests or self._responded_s >= since_s
 
     @property
@@ -145,7 +145,7 @@ class TargetPool(ReplicaPool[TargetReplica]):
         return None
 
     def _update(self) -> None:
-        """Keep the last `info` while no replica is up."""
+        """Set `info` to what holds for the replicas that are up; keep the last one while none is."""
         infos = [it.client.info for it in self._replicas.values() if it.is_accepted and it.is_up]
         if infos:
             self.info = _merged(infos)

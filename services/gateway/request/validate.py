@@ -29,7 +29,7 @@ class PromptTokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Include the turn that opens the answer."""
+        """Return token ids that include the turn that opens the answer."""
         ...
 
 
@@ -68,7 +68,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class ResumeSpec:
-    """The index to resume at; an empty `seen_hash` is not checked."""
+    """The session, the index to resume at, and the hash of the output before it; empty: not checked."""
 
     session_id: str
     next_index: int
@@ -82,10 +82,10 @@ def parse_generate(
     model: Model,
     draw_seed: Callable[[], int],
 ) -> SessionSpec:
-    """Check all of `request`, cheap things first; tokenize its prompt last.
+    """Return the session that `request` describes, without id, arrival and tenant salt.
 
-    The session lacks id, arrival and tenant salt. `draw_seed` gives the seed, in [0, 2**64), of a request
-    that brings none. Raise InvalidField or Unimplemented.
+    All of the request is checked, cheap things first; its prompt is tokenized last. `draw_seed` gives the
+    seed, in [0, 2**64), of a request that brings none. Raise InvalidField or Unimplemented.
     """
     _check_fixed(request, model)
     sampling = _sampling(request.sampling, model.vocab_size, draw_seed)
@@ -126,7 +126,7 @@ def body_hash(request: pb.GenerateRequest) -> bytes:
 
 
 def parse_resume(request: pb.ResumeRequest) -> ResumeSpec:
-    """Raise InvalidField, or UnknownSession for a malformed session id."""
+    """Return the checked request. Raise InvalidField, or UnknownSession for a malformed session id."""
     session_id = parse_session_id(request.session_id)
     if len(request.seen_hash) not in {0, HASH_BYTES}:
         raise InvalidField(
@@ -136,7 +136,7 @@ def parse_resume(request: pb.ResumeRequest) -> ResumeSpec:
 
 
 def parse_session_id(session_id: str) -> str:
-    """Raise InvalidField if it is empty, UnknownSession if it is malformed."""
+    """Return the session id. Raise InvalidField if it is empty, UnknownSession if it is malformed."""
     if not session_id:
         raise InvalidField("session_id", "must not be empty")
     if not _SESSION_ID.fullmatch(session_id):
@@ -175,7 +175,7 @@ def _stop(stop: Sequence[str], limits: Limits) -> tuple[str, ...]:
     for index, text in enumerate(stop):
         size = len(text.encode())
         if not 1 <= size <= limits.max_stop_bytes:
-            raise InvalidField(f"stop[{index}]", f"must be of 1 to {limits.max_stop_bytes} bytes, got {size}")
+            raise InvalidField(f"stop[{index}]", f"must have 1 to {limits.max_stop_bytes} bytes, got {size}")
     return tuple(dict.fromkeys(stop))
 
 
@@ -217,7 +217,7 @@ def _check_labels(request: pb.GenerateRequest, limits: Limits) -> None:
     _check_bytes("workload", request.workload, limits.max_workload_chars)
     if not _WORKLOAD.fullmatch(request.workload):
         raise InvalidField(
-            "workload", f"must be of letters, digits and _.:/- only, got {_quoted(request.workload)}"
+            "workload", f"must have only letters, digits and _.:/-, got {_quoted(request.workload)}"
         )
 
 
@@ -234,7 +234,7 @@ def _check_asked_length(request: pb.GenerateRequest, context_window: int) -> Non
     if not 1 <= request.max_tokens < context_window:
         raise InvalidField(
             "max_tokens",
-            f"must be >= 1 and leave room for a prompt in the context window of {context_window} tokens, "
+            f"must be in [1, {context_window - 1}] (context window: {context_window} tokens), "
             f"got {request.max_tokens}",
         )
     if request.min_tokens > request.max_tokens:
@@ -255,14 +255,14 @@ def _prompt(
         case "token_ids":
             prompt = _token_prompt(request.token_ids.ids, model)
         case _:
-            raise InvalidField("input", "must have one of text, messages, token_ids")
+            raise InvalidField("input", "must have one of text, messages, token_ids, got none")
     if not prompt:
-        raise InvalidField(field, "must come to at least one token")
+        raise InvalidField(field, "must come to at least one token, got 0")
     if len(prompt) >= model.context_window:
         raise InvalidField(
             field,
-            f"prompt of {len(prompt)} tokens leaves no room for an answer in the context window of "
-            f"{model.context_window} tokens",
+            f"must have at most {model.context_window - 1} tokens (context window: {model.context_window}), "
+            f"got {len(prompt)}",
         )
     return tuple(prompt)
 
@@ -308,8 +308,8 @@ def _max_tokens(request: pb.GenerateRequest, prompt_len: int, limits: Limits, co
     if max_tokens > room:
         raise InvalidField(
             "max_tokens",
-            f"prompt of {prompt_len} tokens leaves room for {room} in the context window of "
-            f"{context_window} tokens, got {max_tokens}",
+            f"must be <= {room} after a prompt of {prompt_len} tokens (context window: {context_window}), "
+            f"got {max_tokens}",
         )
     if request.min_tokens > max_tokens:
         raise InvalidField("min_tokens", f"must be <= max_tokens ({max_tokens}), got {request.min_tokens}")
@@ -323,7 +323,7 @@ def _quoted(text: str, most: int = 64) -> str:
 def session_id_for(principal: str, key: str, secret: bytes) -> str:
     """Return a 128-bit session id in hex: random, or an HMAC of (principal, key) if `key` is not empty.
 
-    Repeats of a request thereby meet in `create`, and principals cannot name each other's sessions.
+    A repeat of a request gets the same id and joins its session; principals get different ids for equal keys.
     """
     if not key:
         return secrets.token_hex(SESSION_ID_HEX // 2)

@@ -1,7 +1,7 @@
 """The queue between a session and its client's transport.
 
 The first item counts as sent: the transport takes it as soon as it has room. The session machine bounds how
-many tokens wait behind it. If they wait for as long as a client may take, the client has stalled.
+many tokens wait behind it. If they wait for the client's time limit, the client has stalled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Outbox:
         self._observer = request_observer()
         self._items: deque[tuple[Item | ev.End, int]] = deque()
         self._sent_ns = 0
-        """The time when the first item, or the one before it, became the first."""
+        """The time when the last item counted as sent."""
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._has_reader = True
@@ -58,7 +58,7 @@ class Outbox:
         self.put((end,))
 
     async def next(self) -> Item | ev.End:
-        """Return the next item, to be called once the transport has taken the one before; End is the last."""
+        """Return the next item; End is the last. Call it once the transport has taken the item before."""
         while not self._items:
             await self._change()
         item, _ = self._items.popleft()
@@ -76,7 +76,7 @@ class Outbox:
                     await self._change()
 
     async def left_unread(self) -> None:
-        """Return once nothing was read for as long as a client may take."""
+        """Return once the client has read nothing, and nothing was added, for `stall_s` seconds."""
         with suppress(TimeoutError):
             while True:
                 async with asyncio.timeout(self.stall_s):

@@ -23,10 +23,10 @@ from services.gateway.store.session_log import SessionLog
 from services.gateway.telemetry.observer import request_observer
 
 _SEND_GRACE_S = 5.0
-"""How long a stream that ends with an error waits for a client to read what was confirmed before."""
+"""Longest time that a stream that ends with an error waits for its client to read the confirmed tokens."""
 
 _DRAFT_SHARE = 0.8
-"""Of the time that a proposal is waited for, what the draft is told that it has."""
+"""Share of the draft timeout that the draft gets as the deadline of its proposal."""
 
 _log = get_logger(__name__)
 
@@ -47,7 +47,7 @@ class SessionRunner:
         timeouts: Timeouts,
         deadline_ns: int | None,
     ) -> None:
-        """`deadline_ns` is a time of the clock port, None for none."""
+        """`deadline_ns` is in the time of the clock port; None means no deadline."""
         self.session = session
         self.log = log
         self.outbox = Outbox(ports.clock, timeouts.client_ns, self.post)
@@ -95,7 +95,7 @@ class SessionRunner:
                     self._spawn(self._tell_result(partial(self.log.commit, effect, self._directory(effect))))
                 case ev.StoreFinish():
                     if self._renewal is not None:
-                        self._renewal.cancel()  # of a session that has ended it would be refused
+                        self._renewal.cancel()  # it would be refused once the session has ended
                     self._spawn(self._tell_result(partial(self.log.finish, effect)))
                 case ev.Emit():
                     self._observer.emitted(effect.items)
@@ -125,7 +125,7 @@ class SessionRunner:
 
     async def _propose(self, effect: ev.Propose) -> None:
         timeout_ns = self._timeouts.draft_ns
-        # The draft cuts its proposal in time for what is ready to travel back.
+        # The draft stops early, so that the tokens that are ready arrive within the timeout.
         remaining_ns = self._within(int(_DRAFT_SHARE * timeout_ns))
         reply: ev.Event
         try:
@@ -138,7 +138,7 @@ class SessionRunner:
         self.post(reply)
 
     def _verify(self, effect: ev.Verify) -> None:
-        # One verdict is of no use after its timeout; what goes on, as long as the client wants it.
+        # A single verdict is useless after its timeout; with credit the request may last as long as the call.
         remaining_ns = self._remaining() if effect.credit else self._within(self._timeouts.verify_ns)
         self._observer.target_requested()
         self._verification = self._ports.target.verify(self.session.spec, effect, remaining_ns)
@@ -167,7 +167,7 @@ class SessionRunner:
         self.post(await write())
 
     def _directory(self, effect: ev.Commit) -> KvDirectory:
-        """Return who caches the session; the target is the one whose response gave the cache length."""
+        """Return which replicas cache the session; the target is the one that reported the cache length."""
         return KvDirectory(
             draft=_held(self._ports.draft.replica, effect.draft_cache_len),
             target=_held(self._holder, effect.target_cache_len),
@@ -191,7 +191,7 @@ class SessionRunner:
         self._timers.append(asyncio.get_running_loop().call_later(delay, self.post, event))
 
     async def _flush(self, end: ev.End) -> ev.End:
-        """Return how the stream ends for a client that may stall before it has read the last tokens."""
+        """Let the client read the last tokens, unless `end` forbids it; return how the stream ends."""
         if end.error is None:
             await self.outbox.flush()
             return end if self.outbox.stalled is None else ev.End(error=self.outbox.stalled)

@@ -84,7 +84,7 @@ class Streams:
         """Hold a slot for a stream of at most `tokens` output tokens. Raise Overloaded or Unavailable."""
         if self._draining:
             request_observer().rejected(DRAINING)
-            raise Unavailable("this gateway is shutting down; ask another")
+            raise Unavailable("this gateway is shutting down; send the request to another")
         try:
             place = self._admission.enter(principal, tokens, self._clock.now_ns())
         except Overloaded as error:
@@ -102,7 +102,7 @@ class Streams:
         return self._admission.held
 
     def keep(self, work: asyncio.Task[None], place: AdmissionSlot, used: Callable[[], int]) -> None:
-        """Keep the slot of a session without its client until `work` is done, if only to stop."""
+        """Keep the slot of a session that its client has left until `work` is done; then charge `used()`."""
         place.is_kept = True
 
         def done(_: asyncio.Task[None]) -> None:
@@ -128,7 +128,7 @@ class Streams:
         body_hash: bytes,
         deadline_ns: int | None,
     ) -> SessionRunner:
-        """Store a new session, or join the one of its id and body. Raise KeyReused or StoreUnavailable."""
+        """Return the runner of a stored or joined session. Raise KeyReused, LogLost or StoreUnavailable."""
         observer = request_observer()
         fields = {SPEC_FIELD: encode_spec(spec), **observer.stored_fields()}
         new = NewSession(spec.session_id, principal, body_hash, fields, spec.prompt)
@@ -143,7 +143,7 @@ class Streams:
     async def claim(
         self, session_id: str, principal: str, next_index: int, seen_hash: bytes, deadline_ns: int | None
     ) -> SessionRunner:
-        """Take over a session for a client that has output tokens [0, next_index).
+        """Take over a session for a client that has output tokens [0, next_index); return its runner.
 
         Raise UnknownSession, StoreUnavailable, InvalidField, or LogLost if the record cannot be read.
         """
@@ -155,7 +155,7 @@ class Streams:
         session = self._session(stored, self._answer(stored), next_index, seen_hash)
         longest = session.spec.max_position - stored.prompt_len
         if next_index > longest:
-            raise InvalidField("next_index", f"must be <= the {longest} tokens that the answer may have")
+            raise InvalidField("next_index", f"must be <= {longest} (most output tokens), got {next_index}")
         request_observer().opened(session, stored, called_ns, next_index)
         return self._runner(session, stored, called_ns, deadline_ns)
 
@@ -165,13 +165,13 @@ class Streams:
         Raise UnknownSession, StoreUnavailable or Overloaded.
         """
         record = encode_ending(Ending(Reason.ABORTED))
-        # Not a stream's place: ending sessions must be possible where its principal has none left.
+        # A slot of its own kind: a principal that has no stream slot left must still be able to end sessions.
         place = self._aborts.enter(Principal(principal), 0, self._clock.now_ns())
         try:
             await self._store_call(
                 "abort", lambda: self._store.abort(session_id, principal, record), deadline_ns
             )
-        except UnknownSession:  # one that the store has lost is not to be made anew by its owner here
+        except UnknownSession:  # a session that the store has lost must not be recreated by its owner here
             if not any(runner.log.new.principal == principal for runner in self._of(session_id)):
                 raise
         finally:
@@ -266,9 +266,9 @@ class Streams:
 class Pump:
     """Run a session in a task of its own, while the call's handler reads its outbox.
 
-    gRPC takes no item while what it has is unread. If that lasts for as long as a client may take, the
-    session stops and the call ends, and with it its place; its status waits in gRPC for the client. Once the
-    client has left, the session stops, or continues to its end without a reader.
+    gRPC takes no item while the item before is unread. If that lasts for the client's time limit, the session
+    stops, the call ends and its slot is released; its status waits in gRPC for the client. Once the client
+    has left, the session stops, or continues to its end without a reader.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class Pump:
         context.add_done_callback(self._call_ended)  # type: ignore[arg-type]  # the stubs want a class
 
     def leave(self) -> None:
-        """Note that nobody reads any more. The session keeps the place until it has stopped or is done."""
+        """Note that the client no longer reads. The session keeps the slot until it has stopped or ended."""
         if self._has_left:
             return
         self._has_left = True

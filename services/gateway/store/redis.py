@@ -37,8 +37,8 @@ from galley.core.store import (
 NONCE_BYTES = 16
 DEFAULT_MAX_CONNECTIONS = 32
 
-# hash-max-listpack-value, as servers have it by default. A hash of none but shorter values is kept in one
-# block, a quarter as large; one longer value, and every field of it is an allocation of its own.
+# The default of hash-max-listpack-value. Redis keeps a hash without longer values in one block, a quarter as
+# large; with one longer value, each field is an allocation of its own.
 _COMPACT_BYTES = 64
 _PIECE = "#"
 _SCRIPTS = Path(__file__).parent / "scripts"
@@ -58,8 +58,8 @@ class RedisStore(SessionStore):
 
     `ttl_s` is how long a live session outlasts its last change or renewal, `finished_ttl_s` how long a
     finished one can be resumed. Every call is one attempt, bounded as in `RedisCalls`; `retry` repeats it.
-    With `copies`, a change counts only once so many replicas have it. One that they lack in time raises
-    StoreUnavailable; it may stand in the log or be lost, which its repeat finds out.
+    With `copies`, a change succeeds only once that many replicas have it. Otherwise it raises
+    StoreUnavailable: the change may be in the log or lost, and its repeat finds out which.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RedisStore(SessionStore):
         await self._calls.command("PING")
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        """Raise ValueError for reserved fields."""
+        """Raise also ValueError, for names of fields that the store uses itself."""
         return await self._own(new.session_id, new.principal, nonce, *_content(new))
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
@@ -149,20 +149,20 @@ class RedisStore(SessionStore):
     async def _run(
         self, script: Script, session_id: str, *args: bytes | str | int, epoch: int = 0
     ) -> list[Any]:
-        """Return the script's reply after "ok". Raise the error of a refusal to an owner of `epoch`."""
+        """Return the script's reply after "ok", or raise its refusal; `epoch` is the owner's, 0 for none."""
         key = f"galley:{{{session_id}}}"
         reply, copied = await self._calls.run_copied(script, (key, f"{key}:log", f"{key}:meta"), *args)
         outcome, *rest = cast("list[Any]", reply)
         if outcome != b"ok":  # so nothing was written
             _refuse(session_id, outcome.decode(), rest, epoch)
         if not copied:
-            raise StoreUnavailable("the session store's replicas do not have it yet")
+            raise StoreUnavailable("the session store's replicas do not have the change yet")
         return rest
 
 
 def _content(new: NewSession) -> list[bytes | str | int]:
     if not new.prompt or not new.body_hash:
-        raise ValueError("a session needs a prompt and a body hash")
+        raise ValueError("prompt and body_hash: must not be empty")
     fields = [part for pair in _pieces(new.fields) for part in pair]
     return [new.body_hash, len(new.prompt), token_bytes(new.prompt), *fields]
 
@@ -170,7 +170,7 @@ def _content(new: NewSession) -> list[bytes | str | int]:
 def _pieces(fields: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
     """Yield the fields as stored: a long one in several, named `spec`, `spec#1`, `spec#2` ..."""
     if taken := [name for name in fields if name in _OWN_FIELDS or _PIECE in name]:
-        raise ValueError(f"names of fields that the store uses itself: {sorted(taken)}")
+        raise ValueError(f"fields: must not have names that the store uses itself, got {sorted(taken)}")
     for name, value in fields.items():
         yield name, value[:_COMPACT_BYTES]
         for number, at in enumerate(range(_COMPACT_BYTES, len(value), _COMPACT_BYTES), 1):
@@ -193,7 +193,7 @@ def _refuse(session_id: str, outcome: str, rest: list[Any], epoch: int) -> NoRet
             raise UnknownSession(session_id)
         case "reused":
             raise KeyReused
-        case "fenced":  # epochs only grow, but where a store has lost its last moments
+        case "fenced":  # epochs only grow, unless the store has lost its latest writes
             raise ClaimLost(session_id) if int(rest[0]) < epoch else Fenced(session_id)
         case "ended":
             raise SessionEnded(session_id)

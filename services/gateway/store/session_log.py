@@ -1,13 +1,13 @@
 """The token log of one session as its owner writes it: each change is retried until the store responds.
 
-A store that comes back without its last moments, or without anything, may not hold a session that is served
-here. Its owner holds all of it. It recreates the session with the prompt alone, as the owner that it was; the
-next change then reports how much of the log is missing (`LogBehind`), and the machine commits that again.
+A store that comes back without its latest writes, or empty, may not hold a session that is served here. The
+owner has all of it. It recreates the session with the prompt alone, with its own epoch and nonce; the next
+change then reports how much of the log is missing (`LogBehind`), and the machine commits that again.
 
 Two rules keep that safe. A session is recreated only where there is none: an owner that created or claimed
 the session since is found there, and this owner is fenced. And it is recreated only if the store held it so
-recently that it cannot have expired since, in whatever state: an answer that was ended elsewhere and expired
-does not come back.
+recently that it cannot have expired since, live or finished: a session that was ended elsewhere and has
+expired is not recreated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAST_CALL_S = 0.5
 
 
 class SessionLog:
-    """The log of one session, for one owner. Each change returns the event that the machine gets of it."""
+    """The log of one session, for one owner. Each change returns its event for the session machine."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SessionLog:
         )
 
     async def keep_alive(self) -> ev.StoreFailed:
-        """Renew the session until that fails, however slow its client is."""
+        """Renew the session, however slow its client is, until that fails; return the failure."""
         while True:
             await asyncio.sleep(self._timeouts.renew_ns / SECOND)
             failed = await self.renew()
@@ -103,7 +103,7 @@ class SessionLog:
 
     async def _attempt(self, change: Callable[[], Awaitable[_T]]) -> _T:
         """Try a change once; recreate the session first if the store has lost it."""
-        # A response is true of the time of the request, or of a later one.
+        # The response shows that the store held the session at the time of the request, or later.
         requested_ns = self._clock.now_ns()
         try:
             result = await change()

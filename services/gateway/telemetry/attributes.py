@@ -25,7 +25,7 @@ from services.gateway.telemetry.spans import RoundSpans
 _LARGEST_INT = 2**63 - 1
 _MAX_MODEL_NAME = 128
 _MAX_CONTENT = 65_536
-"""Characters of a prompt or an answer. A collector drops the whole batch of a span that is too large."""
+"""Most characters of one message. A collector drops the whole batch of a span that is too large."""
 
 OPERATION_FIELD = "operation"
 """Field of a stored session: the GenAI operation; absent for a text completion."""

@@ -1,7 +1,4 @@
-"""Starts and ends the span of each stream's call.
-
-It is the first of the gateway's own interceptors, so that rejected calls have spans too.
-"""
+"""Start and end the span of each stream's call, also of calls that are rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from services.gateway.telemetry.spans import TraceOptions, TraceStart
 
 
 class TraceInterceptor(WrappingInterceptor):
-    """Trace calls; goes inside StatusInterceptor and outside all others, whose errors end calls."""
+    """Trace calls. Runs inside StatusInterceptor and outside all others, so that it sees their errors."""
 
     def __init__(self, scope: SpanScope, options: TraceOptions, clock: Clock) -> None:
         self._scope = scope

@@ -211,7 +211,7 @@ class RequestObserver:
             self.sessions.misses[pool.value].value += 1
 
     def stopped(self, session: Session, end: ev.End | None) -> None:
-        """`end` is None if the session was stopped before it ended."""
+        """Report that the session has stopped here; `end` is None if it was stopped before it ended."""
         if self.sessions is not None:
             self.sessions.unverified.value += max(0, session.stats.proposed - session.stats.verified)
         rounds, request = self._rounds, self._request

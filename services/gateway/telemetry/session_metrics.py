@@ -1,6 +1,6 @@
 """Metrics of sessions: rounds, draft tokens, commits.
 
-Rounds and commits are queued and counted many at a time, because that costs a fraction for each.
+Rounds and commits are queued and counted many at a time, which makes each much cheaper.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from galley.core.session.round import plain_ns
 _SECOND = 1e9
 _POSITIONS = 16
 _MAX_QUEUED = 512
-"""Rounds and commits that are counted together."""
+"""Most rounds and commits that are counted together."""
 
 
 class SessionMetrics:

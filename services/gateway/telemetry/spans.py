@@ -24,7 +24,7 @@ COMMIT = "commit"
 RENEW = "renew"
 
 SLOW_COMMIT_NS = 5_000_000
-"""Only slower commits get a span: nearly every round has a commit, and its span has the duration."""
+"""Faster commits that succeed at once get no span: the span of their round has their duration."""
 
 _BATCH_LINK = {names.LINK: names.LINK_BATCH}
 _SPAN_ID_INDEX = len("00-") + 32 + len("-")
@@ -282,7 +282,7 @@ class RoundSpans:
         return self._request.child(names.ROUND, start_ns, span_id=span_id, completer=completer)
 
     def _place_events(self, span: LightSpan | None, start_ns: int) -> None:
-        """Give events from before the round, or from one that is not recorded, to the request."""
+        """Add the pending events to `span`, or to the request if there is none or they precede the round."""
         for name, attributes, at_ns in self._events:
             if span is None or at_ns < start_ns:
                 self._request.event(name, attributes, at_ns)
@@ -303,7 +303,7 @@ def _set_attributes(
     reused: int | None,
     span: LightSpan,
 ) -> None:
-    """`reused` is None unless the round is the first of its request."""
+    """Set the attributes of a round's `span`; `reused` is None unless the round is its request's first."""
     parts, attributes = done.parts, span.attributes
     attributes |= {
         names.ROUND_INDEX: index,

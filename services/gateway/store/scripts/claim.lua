@@ -1,4 +1,4 @@
--- Own a session, making it first where asked to.
+-- Claim a session; with body_hash, create it if there is none.
 -- ARGV: principal, nonce, ttl_ms, finished_ttl_ms, body_hash ('' = must exist), prompt_len, prompt,
 --       then name, value of each field to store.
 
@@ -15,7 +15,7 @@ else
   if creating and (held[1] ~= principal or held[4] ~= body_hash) then return {'reused'} end
   if held[1] ~= principal then return {'unknown'} end
   if not whole() then return {'lost'} end
-  -- The same nonce is a repeat of a claim whose answer was lost.
+  -- A call with the same nonce repeats a claim whose answer was lost.
   if held[2] ~= nonce then
     redis.call('HINCRBY', SESSION, 'epoch', 1)
     redis.call('HSET', SESSION, 'nonce', nonce)

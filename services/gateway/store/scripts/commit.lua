@@ -1,4 +1,4 @@
--- Compare and append.
+-- Append tokens and their records to a log of expected_len tokens.
 -- ARGV: epoch, nonce, expected_len, tokens, meta, ttl_ms, then name, value of each directory field.
 
 local epoch, nonce, tokens, meta, ttl_ms = ARGV[1], ARGV[2], ARGV[4], ARGV[5], ARGV[6]
@@ -15,7 +15,7 @@ if have > from then
   if #tokens == 0 then there = '' end
   if there ~= string.sub(tokens, 1, #there) then return {'lost'} end
   if #there < #tokens then return {'behind', have / TOKEN_BYTES} end
-  -- All of it is there: a repeat of a commit whose answer was lost.
+  -- The log holds all of the tokens: this repeats a commit whose answer was lost.
 else
   redis.call('APPEND', LOG, tokens)
   redis.call('APPEND', META, meta)

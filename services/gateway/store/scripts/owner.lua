@@ -8,18 +8,19 @@ local function touch(ttl_ms)
   for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl_ms) end
 end
 
--- Nothing will be appended any more: give back the room that strings keep for it.
+-- Free the memory that the strings reserve for appending: the session has ended.
 local function trim()
   for _, key in ipairs({LOG, META}) do redis.call('SET', key, redis.call('GET', key)) end
 end
 
--- Is the session whole? All keys change together, so only eviction or a foreign hand makes it not so.
+-- Return true if the log holds the prompt and the meta exists. All keys change together, so only eviction or
+-- another client can cause anything else.
 local function whole()
   local prompt_len = tonumber(redis.call('HGET', SESSION, 'prompt_len'))
   return redis.call('STRLEN', LOG) >= prompt_len * TOKEN_BYTES and redis.call('EXISTS', META) == 1
 end
 
--- Make a session whose log is its prompt; `...` is name, value of each field to store.
+-- Create a session whose log is its prompt; `...` is name, value of each field to store.
 local function make(principal, epoch, nonce, body_hash, prompt_len, prompt, ...)
   local now = redis.call('TIME')
   local created_ms = string.format('%d%03d', now[1], math.floor(now[2] / 1000))
@@ -30,11 +31,12 @@ local function make(principal, epoch, nonce, body_hash, prompt_len, prompt, ...)
   redis.call('SET', META, '')
 end
 
--- nil if (epoch, nonce) is the session's owner and may change it, else the refusal; 'fenced' with its epoch.
+-- Return nil if (epoch, nonce) is the owner and may change the session, else the refusal; 'fenced' comes with
+-- the current epoch.
 local function refusal(epoch, nonce)
   local held = redis.call('HMGET', SESSION, 'epoch', 'nonce', 'state')
   if not held[1] then return {'unknown'} end
-  -- First of all: how a session ended is for its last owner alone to conclude from 'ended'.
+  -- Checked before 'ended', from which only the last owner may conclude how the session ended.
   if held[1] ~= epoch or held[2] ~= nonce then return {'fenced', held[1]} end
   if held[3] == 'finished' then return {'ended'} end
   if not whole() then return {'lost'} end

@@ -1,12 +1,13 @@
--- Make anew, for its owner, a session that the store has lost.
--- ARGV: epoch, nonce, ttl_ms, principal, body_hash, prompt_len, prompt, then name, value of each field to store.
+-- Recreate, for its owner, a session that the store has lost.
+-- ARGV: epoch, nonce, ttl_ms, principal, body_hash, prompt_len, prompt,
+--       then name, value of each field to store.
 
 local epoch, nonce, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
 
 if redis.call('EXISTS', SESSION) == 0 then
   make(ARGV[4], epoch, nonce, unpack(ARGV, 5))
 else
-  -- Its owner's own doing, whose answer was lost; or somebody else's, who has it now.
+  -- This repeats a recreate whose answer was lost, or another owner has created the session since.
   local refused = refusal(epoch, nonce)
   if refused then return refused end
 end

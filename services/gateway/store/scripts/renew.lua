@@ -1,4 +1,4 @@
--- Put off the expiry.
+-- Postpone the expiry of a session.
 -- ARGV: epoch, nonce, ttl_ms.
 
 local refused = refusal(ARGV[1], ARGV[2])

@@ -43,7 +43,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "an answer beyond the context window": (
         {"text": PROMPT, "max_tokens": CONTEXT - len(PROMPT) + 1},
         "max_tokens",
-        f"context window of {CONTEXT}",
+        f"context window: {CONTEXT}",
     ),
     "a temperature that is no number": (
         {"text": PROMPT, "sampling": pb.SamplingParams(temperature=math.nan)},

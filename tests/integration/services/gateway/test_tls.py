@@ -163,10 +163,10 @@ async def test_a_client_needs_a_certificate(mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"peer_ca_file": "/ca", "peer_cert_file": "/c"}, "--peer-cert-file and --peer-key-file go together"),
-        ({"peer_cert_file": "/c", "peer_key_file": "/k"}, "--peer-cert-file needs --peer-ca-file"),
-        ({"target_tls_name": "target"}, "--target-tls-name needs --peer-ca-file"),
-        ({"draft_tls_name": "draft"}, "--draft-tls-name needs --peer-ca-file"),
+        ({"peer_ca_file": "/ca", "peer_cert_file": "/c"}, "must be set together with --peer-key-file"),
+        ({"peer_cert_file": "/c", "peer_key_file": "/k"}, "peer-cert-file: must be empty without"),
+        ({"target_tls_name": "target"}, "--target-tls-name: must be empty without --peer-ca-file"),
+        ({"draft_tls_name": "draft"}, "--draft-tls-name: must be empty without --peer-ca-file"),
     ],
 )
 def test_incomplete_peer_tls_settings_are_refused(given: dict[str, str], problem: str) -> None:

@@ -253,13 +253,13 @@ async def test_limits_alone_need_no_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reported"),
     [
-        (b"\0", "is no JSON object"),
-        (b"[]", "is no JSON object"),
-        (b"[" * 100_000, "is no JSON object"),
+        (b"\0", "must be a JSON object"),
+        (b"[]", "must be a JSON object"),
+        (b"[" * 100_000, "must be a JSON object"),
         (b"{}", "`keys` must be a list"),
-        (b'{"keys": []}', "has no public key"),
+        (b'{"keys": []}', "must have a public key"),
         (json.dumps({"keys": [{}] * 101}).encode(), "at most 100"),
-        (b" " * (256 * 1024 + 1), "larger than 262144 bytes"),
+        (b" " * (256 * 1024 + 1), "must be at most 262144 bytes"),
     ],
     ids=["no text", "a list", "deep", "no keys", "none", "many", "large"],
 )
@@ -291,7 +291,7 @@ def _entry(**more: Any) -> dict[str, Any]:
     ids=["enc", "ops", "alg", "kid", "curve", "point", "private", "oct", "no modulus", "short", "k1"],
 )
 def test_keys_for_other_purposes_are_ignored(tmp_path: Path, useless: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="has no public key"):
+    with pytest.raises(ValueError, match="must have a public key"):
         Gate(tmp_path, content=json.dumps({"keys": [useless, 7]}).encode())
 
 

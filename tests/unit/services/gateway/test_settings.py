@@ -17,8 +17,8 @@ def parse(*argv: str) -> GatewaySettings:
 @pytest.mark.parametrize(
     ("argv", "reported"),
     [
-        (("--jwt-audience", "galley"), "jwt_audience: needs jwt_issuer"),
-        (("--jwt-jwks-file", "keys.json"), "jwt_jwks_file: needs jwt_issuer"),
+        (("--jwt-audience", "galley"), "jwt_audience: must be empty without jwt_issuer"),
+        (("--jwt-jwks-file", "keys.json"), "jwt_jwks_file: must be empty without jwt_issuer"),
         (("--jwt-issuer", "https://issuer.test"), "jwt_audience: required with jwt_issuer"),
         (
             ("--jwt-issuer", "https://issuer.test", "--jwt-audience", " , "),

@@ -174,7 +174,7 @@ def test_modes(fields: dict[str, Any], expected: tuple[int, bool, str]) -> None:
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"text": ""}, "text", "empty"),
-    ({"text": "a" * 64}, "text", "64 tokens"),
+    ({"text": "a" * 64}, "text", "63 tokens"),
     ({"text": "a" * 201}, "text", "200 bytes"),
     ({"text": "é" * 101}, "text", "200 bytes"),
     (chat(), "messages.messages", "1 to 3"),
@@ -185,12 +185,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (ids(), "token_ids.ids", "empty"),
     (ids(1, 2, 3, 300), "token_ids.ids[3]", "[0, 300)"),
     (ids(2**32 - 1), "token_ids.ids[0]", "[0, 300)"),
-    (ids(*[1] * 64), "token_ids", "context window of 64"),
+    (ids(*[1] * 64), "token_ids", "context window: 64"),
     ({"model": "other"}, "model", "'m'"),
     ({"n": 0}, "n", "must be 1"),
     ({"n": 2}, "n", "must be 1"),
-    ({"max_tokens": 0}, "max_tokens", ">= 1"),
-    ({"max_tokens": 62}, "max_tokens", "room for 61"),
+    ({"max_tokens": 0}, "max_tokens", "[1, 63]"),
+    ({"max_tokens": 62}, "max_tokens", "<= 61"),
     ({"max_tokens": 2**32 - 1}, "max_tokens", "64"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "max_tokens (4)"),
     ({"min_tokens": 21}, "min_tokens", "max_tokens (20)"),
@@ -224,7 +224,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-NEEDS_THE_PROMPT = ("room for 61", "max_tokens (20)", "64 tokens")
+NEEDS_THE_PROMPT = ("<= 61", "max_tokens (20)", "63 tokens")
 
 
 @pytest.mark.parametrize(("fields", "field", "bound"), BAD, ids=lambda value: str(value)[:40])
