@@ -63,14 +63,14 @@ class SessionTable:
                 excess_sessions -= 1
                 excess_tokens -= session.room
         if excess_sessions > 0:
-            raise Overloaded(f"all {self._max_sessions} sessions are busy", _RETRY_AFTER_S)
+            raise Overloaded(f"all {self._max_sessions} sessions (--max-sessions) are busy", _RETRY_AFTER_S)
         if excess_tokens > 0:
-            raise Overloaded(f"the caches of busy sessions fill {self._max_tokens} tokens", _RETRY_AFTER_S)
+            raise Overloaded(f"all {self._max_tokens} tokens (--max-kv-tokens) are in use", _RETRY_AFTER_S)
 
 
 @dataclass(frozen=True, slots=True)
 class ProposeJob:
-    """A validated request: at most `k` tokens. The last `ahead` tokens of the slice are not confirmed yet."""
+    """A validated request for at most `k` tokens; the last `ahead` tokens of the slice are not confirmed."""
 
     slice: Slice
     k: int

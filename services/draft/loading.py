@@ -22,7 +22,7 @@ _LOG = get_logger(__name__)
 
 
 def load_drafter(settings: DraftSettings) -> tuple[Drafter, pb.GetDraftInfoResponse]:
-    """Block until loaded. Raise CallerFault if a model or tokenizer cannot be used."""
+    """Return the drafter and its description; blocks. Raise CallerFault if model or tokenizer is unusable."""
     lookups = Lookups()
     offered: dict[str, Strategy] = {names.NGRAM: NgramStrategy(lookups), names.NO_STRATEGY: NoneStrategy()}
     if settings.oracle_answers is not None:

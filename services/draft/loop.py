@@ -65,7 +65,7 @@ class DraftMeter:
     """Count in a registry, which reads `queue_depth` and the drafter's counts when it is scraped."""
 
     def __init__(self, registry: Registry, queue_depth: Callable[[], int], drafter: Drafter) -> None:
-        """Show each outcome of the drafter's strategies from the start."""
+        """Register each outcome of the drafter's strategies, so that it is shown as 0 from the start."""
         self._age = registry.distribute(catalogue.DRAFT_QUEUE_AGE).at()
         self._sessions = registry.distribute(catalogue.DRAFT_BATCH_SESSIONS).at()
         self._duration = registry.distribute(catalogue.DRAFT_STEP_DURATION).at()
@@ -94,7 +94,7 @@ class DraftMeter:
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """A request until it is answered: `ready` is its partial proposal, `used` the tokens of its answer."""
+    """A request until it is answered: `ready` is its proposal so far, `used` the size of an early answer."""
 
     job: ProposeJob
     future: asyncio.Future[Done]
@@ -163,13 +163,13 @@ class DraftLoop:
     ) -> asyncio.Future[Done]:
         """Return the future outcome of `job`; cancel it to cancel the job. `remaining_ns` 0 is no deadline.
 
-        Raise Overloaded if too many wait, Unavailable once draining. The future raises DeadlinePassed if the
-        job has not started in time.
+        Raise Overloaded if `max_waiting` requests wait or run, Unavailable once draining. The future raises
+        DeadlinePassed if the job has not started in time.
         """
         if self.draining.is_set():
             raise Unavailable("the replica is draining")
         if self.queue_depth >= self._max_waiting:
-            raise Overloaded(f"{self._max_waiting} requests are waiting", _RETRY_AFTER_S)
+            raise Overloaded(f"{self._max_waiting} requests are waiting or running", _RETRY_AFTER_S)
         loop, item = asyncio.get_running_loop(), next(self._numbers)
         ticket = _Ticket(job, loop.create_future(), time.monotonic_ns(), span)
         timer = loop.call_later(remaining_ns / 1e9, ticket.expire) if remaining_ns else None

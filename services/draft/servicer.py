@@ -115,7 +115,7 @@ class DraftService(rpc.DraftServicer):
 
 
 def read_item(item: pb.ProposeItem, info: pb.GetDraftInfoResponse) -> ProposeJob:
-    """Raise InvalidField or Unimplemented, which name the field."""
+    """Return the job of `item`, defaults applied. Raise InvalidField or Unimplemented, naming the field."""
     if item.features:
         raise Unimplemented("features")
     read = read_slice(item.slice, vocab_size=info.vocab_size or ANY_VOCABULARY, context_window=_ANY_LENGTH)
@@ -134,7 +134,7 @@ def read_item(item: pb.ProposeItem, info: pb.GetDraftInfoResponse) -> ProposeJob
 
 
 def _set_result(span: LightSpan | None, done: Done) -> None:
-    """Set what an answered request cost, and the size of its proposal."""
+    """Set the times of an answered request on its `span`, and the size of its proposal."""
     if span is None:
         return
     span.attributes |= {
@@ -150,7 +150,7 @@ def _set_result(span: LightSpan | None, done: Done) -> None:
 
 
 def answer_of(item: pb.ProposeItem, done: Done) -> pb.ProposeAnswer:
-    """Raise the outcome if it is an error."""
+    """Return the answer to `item` with the outcome; raise the outcome if it is an error."""
     outcome = done.outcome
     if isinstance(outcome, GalleyError):
         raise outcome

@@ -43,17 +43,17 @@ class DraftSettings(ReplicaSettings):
     max_batch: int = Field(
         default=64,
         ge=1,
-        description="Sessions in one step of the model. If more wait, the oldest requests go first.",
+        description="Most sessions in one step of the model. If more wait, the oldest requests go first.",
     )
     max_sessions: int = Field(
-        default=256, ge=1, le=65536, description="Sessions whose tokens and KV are cached."
+        default=256, ge=1, le=65536, description="Most sessions whose tokens and KV are cached."
     )
-    max_kv_tokens: int = Field(default=65536, ge=1, description="Cached tokens of all sessions together.")
+    max_kv_tokens: int = Field(default=65536, ge=1, description="Most cached tokens, all sessions together.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.default_strategy in ("model", "hybrid") and self.model is None:
-            raise ValueError(f"--default-strategy: {self.default_strategy} requires --model")
+            raise ValueError(f"--default-strategy: must not be {self.default_strategy} without --model")
         if self.default_strategy == "oracle" and self.oracle_answers is None:
-            raise ValueError("--default-strategy: oracle requires --oracle-answers")
+            raise ValueError("--default-strategy: must not be oracle without --oracle-answers")
         return self

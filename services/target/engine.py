@@ -28,7 +28,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts of a target; `fingerprint` names the build of its bits, `kv_blocks` counts all `ranks`."""
+    """Facts of a target. `fingerprint` names its build. Each rank holds its shard of all `kv_blocks`."""
 
     model: str
     tokenizer_hash: str
@@ -59,10 +59,10 @@ class TargetEngine(Protocol):
 
 
 def measure(engine: TargetEngine, clock: Callable[[], int] = time.perf_counter_ns) -> StepTimes:
-    """Time steps of ROWS rows, the best of three each, in about two seconds in all; blocks.
+    """Return the times of steps of ROWS rows, the best of three each; blocks, for about two seconds in all.
 
     Call it before anything else runs on the engine. On a slow machine later points are timed once or left
-    out, as are those whose sessions the KV pool does not hold.
+    out. Points whose sessions do not fit into the KV pool are left out.
     """
     info = engine.info
     least = _plan(info, 1) or StepPlan((_chunk(info, min(1, info.context_window - 1), 1, range(1)),))
@@ -91,7 +91,7 @@ def _best_ns(engine: TargetEngine, plan: StepPlan, clock: Callable[[], int], unt
 
 
 def _plan(info: EngineInfo, rows: int) -> StepPlan | None:
-    """Return a step of so many rows; None if the pool does not hold its sessions."""
+    """Return a step of `rows` rows; None if its sessions do not fit into the KV pool or context window."""
     context = min(_CONTEXT, info.context_window // 2)
     sessions = max(1, rows // _CHUNK_ROWS)
     blocks = -(-(context + _CHUNK_ROWS) // info.kv_block_tokens)

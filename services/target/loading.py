@@ -69,7 +69,7 @@ def refuse_model(settings: TargetSettings) -> None:
 
 
 def kv_blocks(settings: TargetSettings, ranks: Ranks = ALONE) -> int:
-    """Return how many KV blocks of a rank fit into the memory bound. Raise UnsupportedModel or ValueError."""
+    """Return how many KV blocks fit into a rank's memory. Raise UnsupportedModel, ValueError if too few."""
     from galley.engine.load.module import load_config, parse_dtype  # noqa: PLC0415
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
     from galley.engine.model import PROBE_BLOCKS  # noqa: PLC0415
@@ -79,6 +79,6 @@ def kv_blocks(settings: TargetSettings, ranks: Ranks = ALONE) -> int:
     block_bytes = kv_shape(config, parse_dtype(settings.dtype, settings.device), ranks).block_bytes
     blocks = settings.kv_memory_mb * _MIB // block_bytes
     if blocks < PROBE_BLOCKS:
-        least = f"{PROBE_BLOCKS} blocks of {block_bytes} bytes"
-        raise ValueError(f"kv_memory_mb: must hold {least}, got {settings.kv_memory_mb} MiB")
+        least = f"{-(-PROBE_BLOCKS * block_bytes // _MIB)} ({PROBE_BLOCKS} blocks of {block_bytes} bytes)"
+        raise ValueError(f"kv_memory_mb: must be >= {least}, got {settings.kv_memory_mb}")
     return blocks

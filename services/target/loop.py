@@ -52,7 +52,7 @@ class StepMeter:
         registry.observe(catalogue.OUT_OF_BLOCKS, lambda: [((), counts.out_of_blocks)])
 
     def count(self, plan: StepPlan, confirmed: int, duration_ns: int, queue_times_ns: Sequence[int]) -> None:
-        """`queue_times_ns` are those of the requests that started in the step."""
+        """Count a step; `queue_times_ns` are those of the requests that started in it."""
         rows, logit_rows = plan.rows, sum(chunk.want_logits for chunk in plan.chunks)
         sampled_chunks = sum(chunk.want_logits > 0 for chunk in plan.chunks)
         self._sessions.observe(len(plan.chunks))
@@ -117,7 +117,7 @@ class StepLoop:
         self.draining = asyncio.Event()
 
     def submit(self, request: VerifyRequest, span: LightSpan | None = None) -> Ticket:
-        """Queue `request`; `span` is its own, if any.
+        """Queue `request` and return the ticket for its responses; `span` is the request's, if it is traced.
 
         Raise Unavailable while draining, Overloaded if too many requests wait, InvalidField if the pool can
         never hold it.

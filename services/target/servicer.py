@@ -134,10 +134,9 @@ class TargetService(rpc.TargetServicer):
     async def _respond(
         self, item: pb.VerifyItem, tickets: _Tickets | None = None
     ) -> AsyncGenerator[pb.VerifyAnswer]:
-        """Yield the responses to a request.
+        """Yield the responses to a request; cancel it if the generator is closed.
 
-        `tickets` holds the running requests of a stream by id; without it there is no credit. Closing the
-        generator gives the request up.
+        `tickets` has a stream's running requests by (session id, request id); without it there is no credit.
         """
         span, ticket = VerifySpan(self._spans, item), None
         request_key = (item.slice.session_id, item.slice.request_id)
@@ -228,14 +227,14 @@ def read_item(
 
 
 def read_extension(message: pb.Extension, info: EngineInfo) -> Extend:
-    """Raise InvalidField, naming the field."""
+    """Return the extension of a message. Raise InvalidField, naming the field."""
     hint = None
     if message.HasField("hint"):
         sent = message.hint
         _check_draft("hint.", sent.draft_tokens, sent.survival, info.vocab_size, MAX_HINT_TOKENS)
         if len(sent.prefix_hash) != HASH_BYTES:
             raise InvalidField(
-                "hint.prefix_hash", f"must have {HASH_BYTES} bytes, got {len(sent.prefix_hash)}"
+                "hint.prefix_hash", f"must be {HASH_BYTES} bytes, got {len(sent.prefix_hash)} bytes"
             )
         hint = Hint(sent.position, sent.prefix_hash, tuple(sent.draft_tokens), tuple(sent.survival))
     return Extend(limit=message.limit, hint=hint, hint_due=message.hint_due)
@@ -254,14 +253,16 @@ def _check_draft(
         raise InvalidField(f"{prefix}draft_tokens", f"must be at most {max_tokens}, got {len(draft_tokens)}")
     check_token_ids(f"{prefix}draft_tokens", draft_tokens, vocab_size)
     if survival and len(survival) != len(draft_tokens):
-        raise InvalidField(f"{prefix}survival", f"must be empty or {len(draft_tokens)}, got {len(survival)}")
+        raise InvalidField(
+            f"{prefix}survival", f"must have 0 or {len(draft_tokens)} entries, got {len(survival)}"
+        )
     for index, chance in enumerate(survival):
         if not 0.0 <= chance <= 1.0:
             raise InvalidField(f"{prefix}survival[{index}]", f"must be in [0, 1], got {chance:g}")
 
 
 def answer_of(item: pb.VerifyItem, outcome: Outcome, fingerprint: str) -> pb.VerifyAnswer:
-    """Raise the outcome if it is an error."""
+    """Return the answer to `item` with the outcome; raise the outcome if it is an error."""
     if isinstance(outcome, GalleyError):
         raise outcome
     answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
@@ -323,7 +324,7 @@ async def add_target(
 
 
 def registered_target(service: TargetService, settings: TargetSettings, bound: str) -> Service:
-    """Return the service, registered from now on if there is a registry; `bound` is where it listens."""
+    """Return the service, registered from now on if there is a registry; it listens at `bound`."""
     address = settings.advertise or bound
 
     async def last_sessions() -> None:

@@ -30,7 +30,7 @@ _WORKLOADS = 256
 _LEAST_SURVIVAL = 0.03
 # A lookup this likely to be right needs no step of the model.
 _SURE = 0.7
-# Three classes of match lengths where both agree: each begins at one of these.
+# Three classes of match lengths where both agree: each begins at one of these indices of LENGTHS.
 _SHORT = (0, 1, 4)
 # Greedy and sampled tokens have classes of their own.
 _BUCKETS = CONFIDENCES * 2

@@ -55,7 +55,7 @@ V = TypeVar("V", bound=Learned)
 
 
 class ByKind(Generic[V]):
-    """A value a kind of session, which starts from that of all sessions of its tenant."""
+    """A value for each kind of session, which starts from that of all sessions of its tenant."""
 
     def __init__(self, make: Callable[[], V], capacity: int) -> None:
         self._kinds: LruCache[Kind, V] = LruCache(make, capacity)

@@ -62,7 +62,7 @@ class OracleStrategy:
         return next((answer for answer in reversed(self._answers) if _begins(answer, tokens)), None)
 
     def _read_on(self) -> bool:
-        """Read the complete lines that were added; return whether there were any."""
+        """Read the complete lines that were added; return True if there were any."""
         with self._file.open("rb") as file:
             file.seek(self._read_bytes)
             added = file.read()

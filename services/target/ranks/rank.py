@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from galley.engine.parallel.process_group import ProcessGroup
 
 REDIS_URL = "GALLEY_TARGET_REDIS_URL"
-"""Environment variable of the store's URL on Ray, which shows arguments; the URL may hold a password."""
+"""Environment variable of the store's URL on Ray: the URL may hold a password, and Ray shows arguments."""
 REDIS_URL_FILE = f"{REDIS_URL}_FILE"
 """Environment variable that names a file with it on each node."""
 
@@ -35,7 +35,7 @@ _LOG = get_logger(__name__)
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-# Longest wait when ranks meet, and in a step.
+# Longest time that a rank waits for the others when they meet, and in a step.
 STEP_TIMEOUT_S = 30.0
 
 

@@ -50,12 +50,12 @@ _FLUSH_S = 4.0
 
 
 async def await_hosts(store: Store, settings: TargetSettings) -> list[int]:
-    """Wait until all hosts have signed in; return which start of each other one was taken; host 0 calls it.
+    """Wait until all hosts have signed in; return for each other host the number of the start that was taken.
 
-    Raise Unavailable after `ranks_timeout_s`.
+    Host 0 calls it. Raise Unavailable after `ranks_timeout_s`.
     """
     others = range(1, settings.hosts)
-    await _until_set(store.store, [_starts(index) for index in others], settings, "not all hosts came")
+    await _until_set(store.store, [_starts(index) for index in others], settings, "not all hosts signed in")
     starts = _starts_of(store, settings)
     for index, start in zip(others, starts, strict=True):
         store.store.set(_taken(index), str(start))
@@ -112,9 +112,9 @@ async def _sign_in(settings: TargetSettings) -> bool:
     store = await _connected(settings)
     start = await asyncio.to_thread(store.add, _starts(settings.host_index), 1)
     taken = _taken(settings.host_index)
-    await _until_set(store, [taken], settings, "the other hosts did not come")
+    await _until_set(store, [taken], settings, "host 0 did not start the ranks")
     if int(await asyncio.to_thread(store.get, taken)) != start:
-        raise Unavailable("the other hosts began with an earlier start of this host")
+        raise Unavailable("the other hosts began with an earlier start of this host; they must restart too")
     return True
 
 
@@ -182,7 +182,7 @@ def _taken(index: int) -> str:
 
 
 def open_meeting(settings: TargetSettings) -> Store:
-    """Open the store where the ranks meet, those of other hosts included; host 0 calls it. Raises OSError."""
+    """Open the store where the ranks meet, those of other hosts included; host 0 calls it. Raise OSError."""
     from galley.engine.parallel.process_group import open_store  # noqa: PLC0415  # imports torch
 
     if settings.hosts == 1:
@@ -228,7 +228,7 @@ class RankZero:
 
 
 class LossExit:
-    """Exits this process with code 1 when a rank is lost, after `withdraw`; made within the event loop."""
+    """Exit this process with code 1, after `withdraw`, if a rank is lost; create it in the event loop."""
 
     def __init__(self, withdraw: Callable[[], Awaitable[None]]) -> None:
         self._withdraw = withdraw
@@ -271,7 +271,7 @@ class RankedTarget:
         self._service: Service | None = None
 
     async def start(self, server: grpc.aio.Server, parts: Parts) -> None:
-        """Raise UnsupportedModel, Unavailable or OSError."""
+        """Start the ranks, load, and serve on `server`. Raise UnsupportedModel, Unavailable or OSError."""
         settings = self._settings
         limit_threads(settings.threads)  # before torch is imported
         parts.readiness.stage("checking the model", detail=settings.model)
@@ -327,7 +327,7 @@ class RankedTarget:
 
 
 async def start_ranked_target(settings: TargetSettings, server: grpc.aio.Server, parts: Parts) -> Service:
-    """Raise UnsupportedModel, Unavailable, OSError or ValueError."""
+    """Return the started target. Raise UnsupportedModel, Unavailable, OSError or ValueError."""
     target = RankedTarget(settings)
     try:
         await target.start(server, parts)

@@ -147,7 +147,7 @@ def send_numbers(plans: ProcessGroup, numbers: Sequence[int]) -> None:
 
 
 def receive_numbers(plans: ProcessGroup) -> list[int]:
-    """Raise RankLost, and Broken for an impossible count."""
+    """Return the numbers that rank 0 sent. Raise RankLost, and Broken for an impossible count."""
     head = torch.zeros(_HEAD_NUMBERS, dtype=torch.int32)
     plans.receive(head)
     count = int(head[0])
@@ -196,7 +196,7 @@ def encode(chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]], span:
 
 
 def decode(numbers: Sequence[int]) -> RankStep | None:
-    """Return the encoded step; None for a stop. Raises Broken for anything else."""
+    """Return the encoded step; None for a stop. Raise Broken for anything else."""
     left = iter(numbers)
     kind = _take(left, 1)[0]
     if kind == _STOP:
@@ -221,5 +221,5 @@ def _chunk(left: Iterator[int]) -> StepChunk:
 def _take(left: Iterator[int], count: int) -> list[int]:
     taken = [number for _, number in zip(range(count), left, strict=False)]
     if len(taken) < count:
-        raise Broken("plan: must hold all numbers that it counts, is cut short")
+        raise Broken(f"plan: must hold all numbers that it counts, got {len(taken)} of {count}")
     return taken

@@ -1,9 +1,9 @@
 """Run targets on Ray: `python -m services.target.ray --replicas 2 --tensor-parallel 3 --redis-url ...`.
 
-Starts a Ray on this machine, or uses the cluster at --ray-address, deploys the replicas, is ready when all
-of them are registered in Redis, and takes them down when stopped. SIGHUP reads --replicas-file again:
-replicas are added, or drained and stopped; the others go on undisturbed. With --max-replicas the load sets
-the number of replicas, from --replicas up.
+The process starts Ray on this machine, or uses the cluster at --ray-address, and deploys the replicas. It is
+ready when all of them are registered in Redis, and takes them down when stopped. SIGHUP reads --replicas-file
+again: replicas are added, or drained and stopped; the others go on undisturbed. With --max-replicas the load
+sets the number of replicas, from --replicas up.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class DeploySettings(TargetSettings):
         description="Most replicas that the load may scale to. 0: no scaling.",
     )
     upscale_delay_s: float = Field(
-        default=10.0, ge=0, description="How long the load must need one more, in seconds."
+        default=10.0, ge=0, description="Time for which the load must need another replica, in seconds."
     )
     downscale_delay_s: float = Field(
-        default=300.0, ge=0, description="How long the load must need one fewer, in seconds."
+        default=300.0, ge=0, description="Time for which the load must need one replica fewer, in seconds."
     )
     ray_address: str = Field(
         default="", description="Address of a Ray cluster. Empty: start one on this machine."
@@ -119,7 +119,7 @@ class Deployment:
         self._readiness = Readiness(settings.ready_fd)
 
     async def run(self) -> None:
-        """Raise RayLost if Ray ends, Unavailable if nothing can start."""
+        """Deploy and serve until stopped. Raise RayLost if Ray ends, Unavailable if nothing can start."""
         stopped, hung_up = asyncio.Event(), asyncio.Event()
         _listen(stopped, hung_up)
         self._readiness.stage("checking the model", detail=self._settings.model)
@@ -184,7 +184,7 @@ class Deployment:
                 raise ray_cluster.RayLost(f"Serve's controller has not answered for {_SILENCE_S:g} s")
 
     def _replicas(self) -> int:
-        """Raise OSError or ValueError if the file holds no number."""
+        """Return the number of replicas. Raise OSError or ValueError if --replicas-file holds none."""
         file = self._settings.replicas_file
         if file is None:
             return self._settings.replicas

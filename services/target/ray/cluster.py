@@ -60,7 +60,7 @@ def _environment(redis_url: str) -> None:
             "RAY_USAGE_STATS_ENABLED": "0",  # nothing phones home
             "RAY_DEDUP_LOGS": "0",
             "RAY_COLOR_PREFIX": "0",
-            # The user's code runs in the replica's main loop otherwise, beside Serve's own calls.
+            # Otherwise the target's code would run in the replica's main loop, beside Serve's own calls.
             "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "1",
             # How often a replica reports its load, for autoscaling.
             "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
@@ -81,7 +81,7 @@ def deploy(args: AppArgs, options: Mapping[str, Any]) -> None:
 
 
 def running_replicas() -> int:
-    """Raise Unavailable if Serve has given up."""
+    """Return how many replicas run. Raise Unavailable if Serve could not deploy them."""
     from ray import serve  # noqa: PLC0415
 
     from services.target.ray.app import APP, DEPLOYMENT  # noqa: PLC0415

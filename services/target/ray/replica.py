@@ -53,7 +53,7 @@ METRICS_PORTS = 16
 """Ports tried from the configured one upwards; the first free one serves this replica's metrics."""
 
 _PORTS_END = 65536
-# Addresses to listen on that nobody can connect to: the node's own is meant.
+# Addresses to listen on to which nobody can connect; the node's own address replaces them.
 _WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104
 # Time for the ranks to send their spans, at an orderly end.
 _RANKS_END_S = FLUSH_S + 1.0

@@ -80,7 +80,7 @@ async def test_it_reports_ready_and_stops_on_a_signal(
     [
         (["--max-batch", "0"], {}, "--max-batch (or GALLEY_DRAFT_MAX_BATCH): Input should be greater"),
         ([], {"GALLEY_DRAFT_PORT": "99999"}, "--port (or GALLEY_DRAFT_PORT): Input should be less than"),
-        (["--default-strategy", "model"], {}, "--default-strategy: model requires --model"),
+        (["--default-strategy", "model"], {}, "--default-strategy: must not be model without --model"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(
