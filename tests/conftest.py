@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, settings
 
 from galley.common.models.files import DEFAULT_MODEL
 
-# Derandomized, and without deadlines for slow machines.
+# Runs are repeatable, and slow machines miss no deadline.
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
 
 pytest_plugins = ["tests.plugins.skips"]
 
-# A shell's background jobs ignore SIGINT, and hand that down; a process that a test interrupts must not.
+# A shell's background job ignores SIGINT and its processes inherit that; those that tests interrupt must not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -45,7 +45,7 @@ def _logging_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
-    """The default model, converted once into the cache that the services use."""
+    """Return the directory of the default model, converted once into the cache that the services use."""
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415  # transformers takes seconds
 
     return resolve_model(DEFAULT_MODEL)

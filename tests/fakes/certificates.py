@@ -1,4 +1,4 @@
-"""Certificates for tests, made on the spot, and files of them that are replaced as Kubernetes does it."""
+"""Generated certificates for tests, and files of them that are replaced as Kubernetes replaces Secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An OTLP collector: what a process exports, kept."""
+"""An OTLP collector that keeps what a process exports."""
 
 from __future__ import annotations
 

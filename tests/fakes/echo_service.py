@@ -27,7 +27,7 @@ class EchoService(rpc.DraftServicer):
         self.release.set()
         self.cancelled = asyncio.Event()
         self.closed = False
-        # The name in each one's certificate; empty where none was shown.
+        # The name in the certificate of each caller; empty if it presented none.
         self.callers: list[str] = []
 
     async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:

@@ -1,4 +1,4 @@
-"""A gateway that tells a script over real gRPC, for tests of clients."""
+"""A gateway that sends scripted responses over real gRPC, for tests of clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP/2 by hand: frames that no gRPC client would send, whole or broken, and what the server sends back."""
+"""HTTP/2 frame by frame, valid or broken, as no gRPC client would send it, and the server's frames."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Wire:
 
     def half_close(self) -> None:
         self._half_closed = True
-        with suppress(OSError):  # the server may have been quicker
+        with suppress(OSError):  # the server may have closed it first
             self._writer.write_eof()
 
     async def close(self) -> None:

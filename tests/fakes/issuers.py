@@ -1,4 +1,4 @@
-"""Issuers of tokens: keys made on the spot, what they publish, and an https server that does it."""
+"""Token issuers with generated keys, the JWKS that they publish, and an https server that serves it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What becomes of bytes between two processes: a `Relay` asks it of each piece, and it may change any time.
+"""The state of a link between two processes, which a `Relay` reads for each piece of data it forwards.
 
-The disturbances are those that TCP makes of what networks do, at any distance and without privileges:
+The disturbances are what programs see of network faults through TCP; they need no privileges:
 
-- delay: each piece comes later by the same time.
-- loss: TCP sends again what is lost, after a timeout that doubles each time (RFC 6298: no less than a second,
-  on Linux 200 ms), and gives nothing out of order. So a lost piece is late, and all behind it are.
-- a partition (`cut`): nothing passes, neither bytes nor ends of connections; new connections hang. Once
-  mended, what waited is passed on, as TCP then sends it again.
-- `reset`: all connections end at once, as where a middlebox has forgotten them.
+- delay: each piece arrives later by the same time.
+- loss: TCP resends a lost piece after a timeout that doubles each time (RFC 6298: at least a second; on Linux
+  200 ms) and delivers in order. So a lost piece, and all pieces after it, are late.
+- a partition (`cut`): nothing passes, neither bytes nor ends of connections; new connections hang. After
+  `mend`, the waiting bytes are delivered, as TCP resends them.
+- `reset`: all connections end at once, as when a middlebox has dropped its state.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from random import Random
 from typing import Protocol
 
 RESEND_S = 0.2
-"""Linux' least retransmission timeout (TCP_RTO_MIN)."""
+"""Least retransmission timeout of Linux (TCP_RTO_MIN)."""
 _MOST_LOSSES = 4
 
 
 class Connection(Protocol):
     def pass_on(self) -> None:
-        """Pass on what is due; the link was mended."""
+        """Forward what is due, after the link was mended."""
 
     def reset(self) -> None:
-        """End at once, at both ends."""
+        """Close both ends at once."""
 
 
 class Link:
@@ -48,7 +48,7 @@ class Link:
         self._delay_s = delay_s
 
     def lose(self, share: float) -> None:
-        """Lose this share of the pieces at each try; at least 0 and less than 1."""
+        """Lose this share, in [0, 1), of the pieces at each try to send them."""
         self._loss = share
 
     def cut(self) -> None:

@@ -1,4 +1,4 @@
-"""Collect what one module logs, whatever this process did to logging before."""
+"""Collect the log records of one module, whatever logging configuration the process has."""
 
 from __future__ import annotations
 

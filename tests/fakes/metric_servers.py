@@ -1,4 +1,4 @@
-"""Services that tell metrics, well or badly, at free ports of this machine."""
+"""Servers of valid and invalid metrics at free ports of this machine."""
 
 from __future__ import annotations
 

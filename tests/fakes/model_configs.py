@@ -1,4 +1,4 @@
-"""Small models of several families, and what all tests do with them."""
+"""Small models of several families, and functions that all their tests use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that takes little before it is read."""
+"""A client with a small flow-control window: it receives little that its reader has not read."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as tra
 
 TRACES, METRICS = "traces", "metrics"
 Take: TypeAlias = Callable[[str, Any, Any], None]
-"""Is called with the signal, the request and its context, in a thread of the collector."""
+"""A function that gets the signal, the request and its context, on a thread of the collector."""
 
 
 class _Traces(traces_rpc.TraceServiceServicer):

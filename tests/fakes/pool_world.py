@@ -1,8 +1,8 @@
 """Gateway, draft pool and target on virtual time: real session machines, a real scheduler, given costs.
 
-Which draft tokens are right is given beforehand, by session and position, and may drift: nobody is told. What
-follows a wrong token in the same draft is wrong as well. The draft computes beside the target, all its
-sessions a token a step; messages take a given time.
+A scenario determines, by session and position, which draft tokens are right; the machines do not know it, and
+it may drift. Tokens after a wrong one in the same proposal are wrong too. The draft computes in parallel with
+the target, a token of each of its sessions in a step; messages take a given time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_LINGER_NS = 50 * MS
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`alpha(i)` is the chance that output token i is drafted right; `draft_ns(n)` a step of n sessions."""
+    """`alpha(i)` is the chance that output token i is drafted right, `draft_ns(n)` the step of n sessions."""
 
     alpha: Callable[[int], float]
     times: StepTimes

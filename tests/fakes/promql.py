@@ -1,4 +1,4 @@
-"""What queries, rules, dashboards and runbooks name, and what there is to be named."""
+"""The names of metrics and labels that queries, rules, dashboards and runbooks use, and those that exist."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ RULES = ROOT / "helm" / "galley" / "files" / "galley.rules.yaml"
 DASHBOARDS = RULES.parent / "dashboards"
 RUNBOOKS = ROOT / "docs" / "runbooks"
 
-# Set by the scrape, by Prometheus itself, or by histograms.
+# Labels that the scrape, Prometheus or histograms add.
 EVERYWHERE = frozenset({"namespace", "instance", "job", "le", "severity", "alertname"})
 SERIES: dict[str, Metric] = {name: metric for metric in METRICS for name in metric.series}
 FAMILIES: dict[str, Metric] = {metric.prometheus: metric for metric in METRICS}
-"""As people name them; queries cannot."""
+"""Metrics by family name, which documents use and queries cannot."""
 TRACED = frozenset(value for name, value in vars(names).items() if name.isupper())
 
 _NAME = re.compile(r"(?<![\w:.$])((?:galley|gen_ai)[_:][\w:]*)\s*(?:\{([^}]*)\})?")

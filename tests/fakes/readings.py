@@ -1,4 +1,4 @@
-"""What a registry says, for tests."""
+"""The values of a metrics registry, for tests."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from tests.fakes.redis_servers import BINARIES, REDIS, VALKEY, Server, running
 
 CLUSTER = "cluster"
 KINDS = (*BINARIES, CLUSTER)
-"""All that a store may be."""
+"""The kinds of store that tests can start."""
 SERVICE = "galley"
 SLOTS = 16384
 PATIENCE_S = 30.0
 NEVER_MS = 600_000
-"""A time after which a node counts as lost, where none is to be."""
+"""A node timeout that never passes in a test, so that no node counts as lost."""
 _HOST = "127.0.0.1"
 _TRIES = 5
 
@@ -80,7 +80,7 @@ def _started(make: Callable[[Path], ServerT], held: ExitStack) -> ServerT:
         held.callback(server.stop)
         try:
             server.start()
-        except RuntimeError:  # another took the port
+        except RuntimeError:  # another process took the port
             if not left:
                 raise
         else:
@@ -204,7 +204,7 @@ class ReplicaSet:
 
     async def form(self) -> None:
         await self.replica.command("REPLICAOF", _HOST, str(self.master.port))
-        # Sentinels look for replicas at their start and then only every ten seconds.
+        # Sentinels discover replicas at their start and then only every ten seconds.
         await until(self._is_followed)
         self.sentinel.start()
         await until(self._is_watched)

@@ -36,15 +36,15 @@ class Server:
     """A server on a unix socket that syncs its append-only file at every change."""
 
     ready = b"eady to accept connections"
-    """What its log says once it serves."""
+    """The text that the server logs once it serves."""
 
     def __init__(self, kind: str, directory: Path, *options: str) -> None:
         self._command = [
             binary(kind),
             *("--port", "0", "--unixsocket", str(directory / "s"), "--dir", str(directory), "--save", ""),
             *("--appendonly", "yes", "--appendfsync", "always", "--daemonize", "no"),
-            # Asked to end, it would wait for replicas that lag behind (10 s by default); and would not end at
-            # all while it writes its first log of what it took from a master.
+            # By default a server that stops waits 10 s for replicas that lag behind, and does not stop while
+            # it writes the first append-only file of data from its master.
             *("--shutdown-on-sigterm", "now", "force"),
             *options,
         ]
@@ -89,12 +89,12 @@ class Server:
         self._end(signal.SIGKILL)
 
     def keep(self) -> None:
-        """Copy its files for `roll_back`."""
+        """Copy the server's files for `roll_back`."""
         shutil.rmtree(self._directory / "kept", ignore_errors=True)
         shutil.copytree(self._directory / _LOG_FILES, self._directory / "kept")
 
     def roll_back(self) -> None:
-        """Kill it and restart it with the files of `keep`."""
+        """Kill the server and restart it with the files of `keep`."""
         self.kill()
         shutil.rmtree(self._directory / _LOG_FILES)
         shutil.copytree(self._directory / "kept", self._directory / _LOG_FILES)

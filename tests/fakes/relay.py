@@ -1,8 +1,8 @@
 """Relay TCP connections in both directions over a link that may be slow, lossy or cut (tests/fakes/link.py).
 
-Order is kept, and as much may be on the way as its sender sends: a long link, not a narrow one. The end of
-one direction (half-close) and a reset are passed on as bytes are. Connecting itself is not delayed; over a
-link that is cut it hangs, as where SYNs are lost, though to the caller's own system it looks connected.
+Order is kept, and any number of bytes may be in flight: the link limits time, not bandwidth. The end of one
+direction (half-close) and a reset are forwarded like bytes. Connecting is not delayed; over a cut link it
+hangs, as if SYNs were lost, although the caller's system shows the connection as established.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _End(asyncio.Protocol):
         self._transport = transport
         self._ends.add(self)
         if self._on_made is not None:
-            # Older Pythons begin to read after this call, paused or not.
+            # Older Pythons start to read after this call even if reading is paused.
             self._loop.call_soon(transport.pause_reading)
             self._on_made(self, transport.get_extra_info("peername")[1])
 
@@ -163,7 +163,7 @@ class _End(asyncio.Protocol):
             return
         try:
             self._transport.write_eof()
-        except OSError:  # reset by its peer, which we had not read
+        except OSError:  # the peer has reset the connection, which was not read here yet
             self.reset()
 
     def close(self) -> None:

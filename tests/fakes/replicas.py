@@ -26,7 +26,7 @@ from tests.fakes.truth import CONTEXT, END, VOCAB, logprobs_of, true_next
 from tests.fakes.waiting import Gate, Watch
 
 MAX_DRAFT_TOKENS = 16
-# The reported time of a step: as long as a model's, so that drafts pay.
+# The reported time of a step, as long as a real model's, so that speculation pays.
 PASS_NS = 20_000_000
 STRATEGIES: tuple[str, ...] = ("model", "ngram")
 

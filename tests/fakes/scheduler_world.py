@@ -1,4 +1,4 @@
-"""A scheduler, an engine whose tokens are known beforehand, gateways that ask at random: on virtual time."""
+"""A scheduler, an engine with known tokens and gateways with random requests, on virtual time."""
 
 from __future__ import annotations
 

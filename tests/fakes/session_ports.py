@@ -1,4 +1,4 @@
-"""The ports of a session in memory: a target that confirms a token a request, no draft, a faulty store."""
+"""The ports of a session in memory: a target that confirms one token a request, no draft, a faulty store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A world for the session machine without sockets: draft, target, wire, log and client, each under command.
+"""A world for the session machine without sockets: the test controls draft, target, wire, log and client.
 
-The one true answer is a function of the tokens before it, so every replica of the target says the same, and
-whatever the machine does can be compared with it.
+The correct next token is a function of the tokens before it, so all target replicas give the same answer, and
+every action of the machine can be compared with it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TargetItem:
 
 
 class World:
-    """Carries out the machine's effects at the test's command and checks the rules after each."""
+    """Executes the machine's effects when the test says so, and checks the rules after each."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class World:
         self.to_target.append(effect)
 
     def _must_have_room(self, limit: int) -> None:
-        """The target may not go beyond what the log and the client can follow."""
+        """Check that the target may not get further ahead than the log and the client can follow."""
         assert limit <= self.known_logged + self.limits.window
         assert limit <= len(self.spec.prompt) + self.taken + self.limits.buffer
         assert limit <= self.spec.max_position
@@ -217,7 +217,7 @@ class World:
         return bool(self.to_target or self.item or self.answers)
 
     def reply(self, *, spoil_at: int | None = None, lie: str = "", fail: bool = False) -> None:
-        """The draft answers a pending request, else the target; a draft may lie, either may fail."""
+        """Let the draft answer if it has a request, else the target; a draft may lie, either may fail."""
         if "draft" in self.waiting:
             self.draft_answers(spoil_at=spoil_at, lie=lie, fail=fail)
         else:

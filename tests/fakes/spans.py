@@ -1,4 +1,4 @@
-"""Spans that a test reads: kept in memory as an exporter receives them."""
+"""Spans kept in memory, as an exporter receives them, for tests to read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fakes.waiting import Watch
 
 MS = 1_000_000
 OFFSET_NS = 1_700_000_000_000 * MS
-"""Unix time where the clock of a test reads 0."""
+"""Unix time, in ns, at which the clock of a test reads 0."""
 
 
 class KeptSpans(SpanExporter):

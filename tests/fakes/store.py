@@ -1,4 +1,4 @@
-"""`SessionStore` in memory, to the letter of `services.gateway.store.redis`; for simulations and tests."""
+"""`SessionStore` in memory with the exact behaviour of `services.gateway.store.redis`, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of random weights, small enough to be made by the test that wants one."""
+"""Models of random weights, small enough for each test to create its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers and channels that speak TLS, of files that a test replaces."""
+"""TLS servers and channels whose files a test can replace."""
 
 from __future__ import annotations
 

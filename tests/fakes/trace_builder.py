@@ -1,4 +1,4 @@
-"""Traces made by hand: what the services leave of a request, on virtual time and without any of them."""
+"""Handmade traces, as the services would record them for a request, on virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenes that are shown, in the terminal and as pages."""
+"""Traces of typical requests, for tests of the terminal output and of the pages."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "*.jinja", "vocab.*
 
 
 def truncate_model(directory: Path, layers: Sequence[int], out: Path) -> Path:
-    """Copy a model with only these decoder layers, in this order. Raises UnsupportedModel."""
+    """Copy a model with only these layers, in order, to `out` and return it. Raise UnsupportedModel."""
     config = load_config(directory)
     if not layers or not all(0 <= layer < config.num_hidden_layers for layer in layers):
         raise UnsupportedModel(

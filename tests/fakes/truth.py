@@ -1,6 +1,7 @@
-"""What the fake target says: a pure function of all tokens before, and of the seed.
+"""The tokens of the fake target: a pure function of the seed and of all tokens before.
 
-A token below 256 is that byte of UTF-8; characters of several bytes come whole. `END` is the model's own end.
+A token below 256 is that byte of UTF-8; all bytes of a character follow each other. `END` is the model's end
+token.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SEED = 7
 
 _WIDE = tuple(char.encode() for char in ("é", "…", "😀"))
 _FIRST_BYTES = (*b"abcdeghilmnorstu   ,.\n", *(char[0] for char in _WIDE))
-_END_CHANCE = 2  # in 256
+_END_CHANCE = 2  # of 256
 
 
 def true_next(tokens: Sequence[int], seed: int = SEED, banned: Set[int] = frozenset()) -> int:

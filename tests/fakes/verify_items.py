@@ -1,4 +1,4 @@
-"""Verify requests, and clients of `Verify` and `VerifyStream` that send them as the test says."""
+"""Verify requests, and clients of `Verify` and `VerifyStream` that send them step by step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = pb.SamplingParams(temperature=0)
 def slice_of(
     confirmed: Sequence[int], *, start: int = 0, session_id: str = "s", **given: Any
 ) -> pb.SessionSlice:
-    """The `confirmed` tokens of a session from `start` on."""
+    """Return the slice of a session with its `confirmed` tokens from `start` on."""
     fields: dict[str, Any] = {
         "session_id": session_id,
         "request_id": 7,
@@ -64,7 +64,7 @@ async def generate(
 
 
 class Stream:
-    """One VerifyStream; all waiting ends after some seconds."""
+    """One VerifyStream; a wait for a response fails after _TIMEOUT_S."""
 
     def __init__(self, call: Any) -> None:
         self.call = call

@@ -29,7 +29,7 @@ PROMPT_TOKENS = list(PROMPT.encode())
 MAX_TOKENS = 40
 
 any_credit = pytest.mark.parametrize("credit", [0, 32], ids=["round by round", "with credit"])
-"""For tests that hold round by round as well as with credit."""
+"""Runs a test twice: without credit (one request a round) and with it."""
 
 
 @dataclass
@@ -220,7 +220,7 @@ class World:
 
 
 def tuning_of(given: dict[str, Any]) -> Tuning:
-    """Remove from `given` what is no setting."""
+    """Remove the fields of `Tuning` from `given` and return them as one."""
     values = {name: given.pop(name) for name in Tuning._fields if name in given}
     return Tuning(**{"window": 1000, "lookup_fallback": False, **values})
 

@@ -1,7 +1,7 @@
-"""A skip that is not on the written list fails the run.
+"""Fail each skipped test that tests/allowed_skips.txt does not permit.
 
-`tests/allowed_skips.txt` holds one line a permitted skip: `node id pattern | words of the reason`. A pattern
-is a glob over the node id (write `*` for the parameters); the words must occur in the reason it gives.
+The file has one line for each permitted skip: `node id pattern | words of the reason`. The pattern is a glob
+over the node id (write `*` for the parameters); the words must occur in the reason of the skip.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AllowedSkip:
 
 
 def parse(text: str) -> tuple[AllowedSkip, ...]:
-    """Parse the lines. Raises ValueError for one without a reason."""
+    """Return the permitted skips. Raise ValueError for a line without a reason."""
     lines = (line.strip() for line in text.splitlines())
     return tuple(_parse_line(line) for line in lines if line and not line.startswith("#"))
 
@@ -72,7 +72,7 @@ def _judge(report: pytest.TestReport | pytest.CollectReport, config: pytest.Conf
 
 
 def _reason(longrepr: object) -> str:
-    """What a skip gives as its reason: (path, line, "Skipped: reason")."""
+    """Return the reason of a skip, which pytest reports as (path, line, "Skipped: reason")."""
     if isinstance(longrepr, tuple):
         return str(longrepr[2]).removeprefix("Skipped: ")
     return str(longrepr)
