@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.8
 _LONGEST_WAIT_S = 5.0
-"""Longer retry delays are ignored."""
+"""Longest time that the client waits before a retry; longer retry delays are cut to it."""
 _MAY_PASS = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,

@@ -44,7 +44,7 @@ class Faults:
         node.process.crash()
         self._world.ledger.note(f"{name} is dead")
         network = self._world.network
-        if silent:  # a machine that is gone resets nothing
+        if silent:  # a machine that has vanished resets no connections
             self._later(KEEPALIVE_S, network.break_dead, name)
         else:
             network.break_all(name, "connection reset by peer")

@@ -1,4 +1,4 @@
-"""The invariants of every schedule: the log, its owners, what is streamed and what clients see."""
+"""The invariants of every schedule: of logs, owners, streamed tokens and the tokens that clients get."""
 
 from __future__ import annotations
 
@@ -98,21 +98,21 @@ class Ledger:
                 self.violate(f"unhandled: {context.get('message')}: {error!r}")
 
     def rests(self, draft: str, for_s: float) -> None:
-        """A gateway sends no requests to a draft for this time."""
+        """Note that a gateway sends no requests to a draft for `for_s` seconds."""
         self.met["breaker opened"] += 1
         self.note(f"{draft} is left alone for {for_s:.3f} s")
         self.rests_until_s = max(self.rests_until_s, asyncio.get_running_loop().time() + for_s)
 
     def drafted(self, session_id: str) -> None:
-        """A draft got a request for the session."""
+        """Note that a draft got a request for the session."""
         self.drafted_at[session_id] = asyncio.get_running_loop().time()
 
     def opened(self, spec: SessionSpec) -> None:
-        """A session of this request will be created."""
+        """Note that a session with this spec will be created."""
         self._records[spec.session_id] = _SessionRecord(spec)
 
     def rolled_back(self) -> None:
-        """The store has lost its last writes: epochs may repeat."""
+        """Note that the store has lost its latest writes: epochs may repeat."""
         self.roll_backs += 1
         self.met["roll-back"] += 1
         self.note("redis rolled back")
@@ -121,7 +121,7 @@ class Ledger:
             session.latest = 0
 
     def made(self, session_id: str) -> None:
-        """The store creates a session that it does not hold: epochs start again."""
+        """Note that the store creates a session that it does not hold: its epochs start again."""
         session = self._records[session_id]
         if session.epochs or len(session.log) > len(session.spec.prompt):
             self.met["made again"] += 1
@@ -201,7 +201,7 @@ class Ledger:
             self.violate(f"{spec.session_id}: {len(log)} tokens in the log, records of {len(session.log)}")
 
     def streamed(self, session_id: str, index: int, tokens: Sequence[int], *, announced: bool) -> None:
-        """A gateway sends output tokens; `announced`: as those of another build."""
+        """Check output tokens that a gateway sends, `announced` as the first of another build or not."""
         session = self._records[session_id]
         end = index + len(tokens)
         self.was_streamed.add(session_id)

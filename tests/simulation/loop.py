@@ -1,7 +1,7 @@
 """An event loop on virtual time: it never waits, and runs the same calls in the same order each time.
 
-If nothing is ready, time jumps to the next timer. Without a timer nothing can ever happen again: `Deadlock`.
-Work for another thread runs in the loop, once the time that it takes is over.
+If nothing is ready, time jumps to the next timer; without a timer the loop raises `Deadlock`. Work for
+another thread runs in the loop, once the time that it takes is over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unittest import mock
 T = TypeVar("T")
 
 MOST_TURNS = 400_000
-"""Of the loop in one schedule; more is a loop that goes on and on without time passing."""
+"""Most iterations of the loop in one schedule; with more, it runs for ever without time passing."""
 
 
 _CLOCKED = (
@@ -28,7 +28,7 @@ _CLOCKED = (
     "services.gateway.servicer",
     "galley.client.streams",
 )
-"""Modules of the shells that look at the clock by themselves."""
+"""Modules that read the clock of the system rather than a clock port."""
 
 
 class _VirtualTime:
@@ -176,10 +176,10 @@ class SimLoop(asyncio.BaseEventLoop):
         return task
 
     def _process_events(self, event_list: object) -> None:
-        """There are none."""
+        """Do nothing: there are no sockets."""
 
     def _write_to_self(self) -> None:
-        """Nobody waits."""
+        """Do nothing: the loop never waits in a selector."""
 
 
 def _forget(task: SimTask) -> None:

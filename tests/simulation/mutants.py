@@ -30,7 +30,7 @@ _REFUSED = "the commit is refused, as it is there already"
 
 
 class StreamsBeforeCommit(Session):
-    """Emits confirmed tokens before they are logged."""
+    """Emit confirmed tokens before they are logged."""
 
     def _commit(self) -> None:
         super()._commit()
@@ -46,7 +46,7 @@ class StreamsBeforeCommit(Session):
 
 
 class NoFencing(Sessions):
-    """Lets every earlier owner of a session go on changing it."""
+    """Let earlier owners of a session go on changing it."""
 
     def _owned(self, owner: Ownership) -> object:  # type: ignore[override]  # as the record is private
         record = self._find(owner.session_id)
@@ -58,7 +58,7 @@ class NoFencing(Sessions):
 
 
 class AppendsTwice(Sessions):
-    """Appends a repeated commit again."""
+    """Append the tokens of a repeated commit again."""
 
     async def commit(self, owner: Ownership, expected_len: int, *rest: Any, **named: Any) -> int:
         length = len(self._owned(owner).tokens)
@@ -66,7 +66,7 @@ class AppendsTwice(Sessions):
 
 
 class RefusesRepeats(Sessions):
-    """Takes a repeated commit for one of another log."""
+    """Refuse a repeated commit as if the log were another."""
 
     async def commit(self, owner: Ownership, expected_len: int, *rest: Any, **named: Any) -> int:
         if len(self._owned(owner).tokens) > expected_len:
@@ -75,7 +75,7 @@ class RefusesRepeats(Sessions):
 
 
 class NoiseByRound(SimEngine):
-    """Makes the noise of a token depend on the step that draws it."""
+    """Make the noise of a token depend on the step that samples it."""
 
     def token(self, seed: int, position: int, history: Sequence[int]) -> int:
         return true_token(self.info.fingerprint, seed, self.passes, history)
@@ -86,7 +86,7 @@ def _trusting_length(session: KvSession, tokens: Sequence[int]) -> None:
 
 
 class NeverRequestedAgain(Drafting):
-    """Never requests a draft again after its first failure."""
+    """Request no drafts any more after the first failure."""
 
     def _cool_down(self, now: int) -> None:
         super()._cool_down(now)
@@ -94,7 +94,7 @@ class NeverRequestedAgain(Drafting):
 
 
 class NeverCloses(Breaker):
-    """Ignores a successful probe."""
+    """Ignore a successful probe, so that the circuit stays open."""
 
     def record_success(self, attempt: int) -> bool:
         return not self._probing and super().record_success(attempt)

@@ -1,7 +1,7 @@
 """A network between named nodes: delays, partitions, frozen nodes, and connections that break.
 
-Messages on one connection arrive in order, as over TCP; messages on several may overtake each other. A
-message sent into a partition arrives when that heals, unless the connection is given up before.
+Messages on one connection arrive in order, as over TCP; those on different connections may overtake each
+other. A message sent into a partition arrives when it heals, unless the connection is given up before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zlib import crc32
 from tests.simulation.loop import Process
 
 KEEPALIVE_S = 1.5
-"""After so long a partition, connections are given up."""
+"""Time of a partition after which its connections are given up."""
 
 _MEAN_DELAY_S = 0.002
 _TICK_S = 1e-6
@@ -56,7 +56,7 @@ class Connection:
         self._network.connections.pop(id(self), None)
 
     def broke(self, reason: str) -> None:
-        """Both ends learn of it, each as soon as it can."""
+        """Notify both ends, each as soon as it can be reached."""
 
 
 class Network:
@@ -109,7 +109,7 @@ class Network:
                 connection.give_up(reason)
 
     def break_dead(self, node: str) -> None:
-        """End the connections of dead processes of a node: nobody answers pings."""
+        """End the connections of dead processes of a node, which answer no pings."""
         for connection in list(self.connections.values()):
             ends = (connection.near, connection.server)
             if any(it is not None and it.name == node and not it.alive for it in ends):

@@ -1,7 +1,7 @@
 """The simulated Redis: the sessions of a `MemoryStore`, the leases of replicas, and the faults of a server.
 
-It may be away, lose its last writes in a crash, and lose, delay or repeat messages. A call that its caller
-has given up may still be carried out later.
+It may be down, lose its latest writes in a crash, and lose, delay or repeat messages. A call that its caller
+has given up may still be executed later.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class SimStore(SessionStore):
         )
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the store holds no connection."""
 
 
 class SimRegistry:

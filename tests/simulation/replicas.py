@@ -39,7 +39,7 @@ _RIGHT = 0.8
 
 
 class SimEngine:
-    """Keeps tokens in place of KV and reads only its blocks: a wrong block table gives a wrong token."""
+    """Keep tokens in place of KV and read only the blocks: a wrong block table gives a wrong token."""
 
     def __init__(self, build: str) -> None:
         self.info = EngineInfo(
@@ -115,7 +115,7 @@ class HalfRight:
         return [self._guess(job) for job in jobs]
 
     def advance(self, guesses: Sequence[Proposal]) -> None:
-        """No guess stays open."""
+        """Do nothing: `begin` finishes every proposal."""
 
     def _guess(self, job: DraftJob) -> Proposal:
         tokens = list(job.session.tokens)
@@ -191,7 +191,7 @@ class SimDraft:
 
 
 class _NotedDraft(DraftService):
-    """Records in the ledger which session requested a proposal, and when."""
+    """Record in the ledger which session requested a proposal, and when."""
 
     world: World
 

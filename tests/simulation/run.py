@@ -1,6 +1,6 @@
 """Run many schedules: `make simulate`, the long form of `test_simulation.py`.
 
-Each seed is one schedule. Writes how many there were, from which seed on, at which commit and in what time to
+Each seed is one schedule. The number of schedules, the first seed, the commit and the time are written to
 bench/results/simulation/<commit>.json. A seed that fails is run again, shrunk and printed:
 
     python -m tests.simulation.run --seed 4711 --schedules 1
@@ -60,7 +60,7 @@ def part_of(outcomes: list[Outcome]) -> Part:
 
 
 def main() -> int:
-    """Exit status 0 if no rule was broken."""
+    """Return the exit status: 0 if no rule was violated, else 1."""
     options = _options()
     seeds = range(options.seed, options.seed + options.schedules)
     began_s = time.monotonic()
@@ -102,7 +102,7 @@ def _progress(seeds: range, workers: int, began_s: float) -> Iterator[Part]:
 
 
 def explain(seed: int) -> None:
-    """Run a seed that failed again, shrink it, and print what is left and how it ends."""
+    """Run a failed seed again, shrink its schedule, and print the rest and the end of its trace."""
     with quiet():
         whole = run_schedule(schedule_of(seed))
         again = run_schedule(schedule_of(seed))
@@ -133,7 +133,7 @@ def _with_fewer_sessions(schedule: Schedule, fails: Callable[[Schedule], bool]) 
 
 
 def _fewest(items: tuple[T, ...], fails: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """Leave out halves, then quarters, ... of them, as long as it still fails (delta debugging)."""
+    """Return fewer items that still fail: leave out halves, then quarters, ... of them (delta debugging)."""
     size = len(items)
     while size >= 1:
         start = 0

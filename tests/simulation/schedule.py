@@ -11,12 +11,12 @@ from tests.simulation.truth import STOP
 
 ID_SECRET = b"of all gateways"
 MOST_K = 8
-"""Of the target, which the gateways keep to."""
+"""Most draft tokens of a request that the targets accept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault `at_s` seconds after all is ready. `faults.py` gives `amount` its meaning by kind."""
+    """A fault `at_s` seconds after the world is ready. `faults.py` gives `amount` its meaning by kind."""
 
     at_s: float
     kind: str

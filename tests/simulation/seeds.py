@@ -120,7 +120,7 @@ class _Drawer:
         replicas = self._targets + drafts
         nodes = [*gateways, *replicas, "redis"]
         self._killed = gateways + replicas + self._targets
-        # (weight, kind, the groups of its subjects, its longest time, amounts)
+        # (weight, kind, the groups that its subjects come from, its longest time in seconds, amounts)
         self._kinds: list[tuple[int, str, Sequence[Sequence[str]], float, Sequence[float]]] = [
             (6, "kill", (), 0.0, ()),
             (4, "redis-crash", (), 0.0, ()),
@@ -160,7 +160,7 @@ class _Drawer:
         return Fault(at_s, kind, where, for_s, rng.choice(amounts) if amounts else 0.0)
 
     def partings(self) -> list[Fault]:
-        """Freeze the targets in turn: sessions move between them, and caches outlive that."""
+        """Return faults that freeze the targets in turn: sessions move away and come back to their caches."""
         return [
             Fault(
                 1.0 + 4.0 * turn + self._rng.uniform(0.0, 0.4),
@@ -176,7 +176,7 @@ class _Drawer:
 
 
 def _wandering(drawn: Schedule, rng: random.Random) -> Schedule:
-    """Sessions move between targets of two builds."""
+    """Return a schedule in which sessions move between targets of two builds."""
     whole = replace(
         drawn,
         builds=("build-1", "build-2"),
@@ -189,7 +189,7 @@ def _wandering(drawn: Schedule, rng: random.Random) -> Schedule:
 
 
 def _failing_draft(drawn: Schedule, rng: random.Random) -> Schedule:
-    """The only draft fails every request for a time."""
+    """Return a schedule in which the only draft fails every request for a time."""
     whole = replace(
         drawn,
         builds=tuple("build-1" for _ in drawn.builds),
@@ -227,7 +227,7 @@ def _short(spec: SessionSpec) -> SessionSpec:
 
 
 def _orphans(drawn: Schedule, rng: random.Random) -> Schedule:
-    """Clients leave, and their sessions continue without them."""
+    """Return a schedule in which clients leave and their sessions continue without them."""
     planned = [replace(it, spec=replace(it.spec, continue_without_client=True)) for it in drawn.sessions]
     whole = replace(drawn, sessions=tuple(planned))
     leaving = tuple(Fault(it.at_s + rng.uniform(0.1, 0.8), "leave", (it.client,)) for it in planned)
@@ -235,7 +235,7 @@ def _orphans(drawn: Schedule, rng: random.Random) -> Schedule:
 
 
 def _slow_readers(drawn: Schedule, rng: random.Random) -> Schedule:
-    """Clients read just in time. None is `long`: with room for one token a round, nothing is drafted."""
+    """Return a schedule of slow clients. None is `long`: with room for one token, nothing is drafted."""
     short = [
         replace(it, spec=_short(it.spec), within_s=None, pause_s=rng.choice([0.2, 0.6, 1.2]), long=False)
         for it in drawn.sessions
@@ -245,7 +245,7 @@ def _slow_readers(drawn: Schedule, rng: random.Random) -> Schedule:
 
 
 def _taken_over(drawn: Schedule, rng: random.Random) -> Schedule:
-    """Clients leave their streams unread, and others resume their sessions."""
+    """Return a schedule in which clients leave streams unread and others resume the sessions."""
     whole = replace(drawn, client_s=2.0, principals=_without_limits(drawn.principals))
     faults = [
         fault
@@ -259,7 +259,7 @@ def _taken_over(drawn: Schedule, rng: random.Random) -> Schedule:
 
 
 def _standing_still(drawn: Schedule, rng: random.Random) -> Schedule:
-    """Clients read nothing for longer than a session lives without renewal."""
+    """Return a schedule in which clients read nothing for longer than a session lives without renewal."""
     planned = [replace(_lengthened(it), long=False) for it in drawn.sessions]
     whole = replace(
         drawn,
@@ -273,7 +273,7 @@ def _standing_still(drawn: Schedule, rng: random.Random) -> Schedule:
 
 
 def _lost(drawn: Schedule, rng: random.Random) -> Schedule:
-    """The store rolls back to before the start of a session that still streams."""
+    """Return a schedule in which the store rolls back to before the start of a session that still streams."""
     whole = replace(drawn, pass_s=0.1, principals=_without_limits(drawn.principals))
     chosen = rng.choice(whole.sessions)
     since_s = rng.uniform(0.2, 0.8)
@@ -282,7 +282,7 @@ def _lost(drawn: Schedule, rng: random.Random) -> Schedule:
 
 
 def _no_target(drawn: Schedule, rng: random.Random) -> Schedule:
-    """The only target is unreachable for longer than streams wait."""
+    """Return a schedule in which the only target is unreachable for longer than streams wait."""
     away = Fault(rng.uniform(0.3, 1.0), "freeze", ("target-0",), rng.uniform(2.6, 3.4))
     whole = replace(drawn, builds=("build-1",))
     return whole.with_faults((*_faults_of(whole, rng, rng.choice([0, 1, 2])), away))

@@ -37,7 +37,7 @@ def test_tokens_are_the_same_for_any_schedule(seed: int, times: object, linger: 
 @settings(max_examples=40)
 @given(seed=SEEDS, blocks=st.integers(12, 20))
 def test_all_complete_in_a_pool_that_holds_one_of_them(seed: int, blocks: int) -> None:
-    # 40 tokens of prompt and 20 more are up to 15 blocks of 4, one more where a shared one is copied.
+    # 40 prompt and 20 output tokens need up to 15 blocks of 4, and one more if a shared block is copied.
     bench = Bench(blocks=max(blocks, 16), max_rows=16)
     load(seed, bench, sessions=6, longest=40).run(faults=True)
 

@@ -96,7 +96,7 @@ with quiet():
 
 
 def test_a_seed_gives_one_trace_in_any_process() -> None:
-    # The order of sets depends on the hash seed.
+    # The order of sets depends on the hash seed, which differs between processes.
     here = [run_schedule(schedule_of(seed)).trace for seed in range(12)]
     assert len(set(here)) == 12
     for hash_seed in ("1", "2"):

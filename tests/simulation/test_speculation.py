@@ -103,7 +103,7 @@ def test_auto_is_within_a_twentieth_of_the_best_fixed_k(name: str) -> None:
 
 @pytest.mark.parametrize(("k", "auto", "share"), [(4, False, 0.8), (16, True, 0.6)], ids=["k4", "auto"])
 def test_a_copying_draft_keeps_most_of_its_speed_over_slow_links(k: int, auto: bool, share: float) -> None:
-    """AUTO, which is faster on short links, loses more: its first hint is as late."""
+    """Allow AUTO a larger loss: it is faster over short links, but its first hint is late over slow ones."""
     near, far = (
         Pool(
             Scenario(lambda _: 0.95, MEASURED, quick, tokens=256, hop_ns=hop_ns, copies=True), k, auto=auto
@@ -135,7 +135,7 @@ def trained(
     sharing: int = 1,
     row_ms: float = 0,
 ) -> Speculation:
-    """A session of many such steps and drafts."""
+    """Return the speculation of a session that has recorded 400 such steps and proposals."""
     chance = random.Random(1)
     session = session_of(shared)
     for _ in range(400):

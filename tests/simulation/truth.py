@@ -13,7 +13,7 @@ STOP = 47
 
 
 def true_token(build: str, seed: int, position: int, history: Sequence[int]) -> int:
-    """The token at `position`, which follows `history`; every thirtieth or so is the stop token."""
+    """Return the token at `position`, after `history`; about one in 31 is the stop token."""
     word = crc32(token_bytes(history), crc32(f"{build} {seed} {position}".encode()))
     return STOP if word % 31 == 0 else (word >> 8) % STOP
 

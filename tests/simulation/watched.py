@@ -1,4 +1,4 @@
-"""Instruments of a gateway: what it sends and refuses, its slots, and what it counts."""
+"""Instruments of a gateway: they check what it streams, raises, admits and counts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def behind(world: World, process: Process, servicer: GenerationServicer) -> Simp
 
 
 class _Keys(Authentication):
-    """Authenticates a principal whose key is its name."""
+    """Authenticate a principal whose key is its name."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Keys(Authentication):
 
 
 class _Watch(WrappingInterceptor):
-    """Checks what a servicer streams against the log, and what it raises."""
+    """Check the tokens that a servicer streams against the log, and the errors that it raises."""
 
     def __init__(self, world: World, process: Process) -> None:
         self._world = world
@@ -129,7 +129,7 @@ class _Sent:
 
 
 class CheckedAdmission(Admission):
-    """Checks that the sums agree and no slot is released twice."""
+    """Check that the sums of slots agree and that no slot is released twice."""
 
     ledger: Ledger
 

@@ -2,7 +2,7 @@
 
 As in grpc.aio, an exception of a servicer ends the call with its status, cancelling a call or passing its
 deadline cancels its handler, and a process that dies breaks its calls. A response of a server stream waits
-for room in the transport, and a status for all responses before it.
+for room in the transport, and the status waits for all responses before it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.simulation.network import Connection, Network
 
 _REFUSED = "failed to connect to all addresses"
 _ROOM = 2
-"""Responses of a server's stream that the transport takes before its client has."""
+"""Responses of a server stream that the transport takes before the client has read them."""
 
 
 class Kind(enum.Enum):
@@ -72,7 +72,7 @@ class SimContext:
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Iterable[tuple[str, Any]] = ()
     ) -> NoReturn:
-        """End the call with this status; raises UsageError where it has one already."""
+        """End the call with this status and raise AbortError, or UsageError if it has a status already."""
         cancelled = code is grpc.StatusCode.CANCELLED
         end = asyncio.CancelledError() if cancelled else error_of(code, details, trailing_metadata)
         if not self.finish(end):
@@ -151,7 +151,7 @@ class SimChannel:
         return Call(self._network, self._servers, self._client, self._address, name, kind, context)
 
     async def close(self, _grace: float | None = None) -> None:
-        """Nothing is held."""
+        """Do nothing: the channel holds no connection."""
 
 
 class Call(Connection):
@@ -266,7 +266,7 @@ class Call(Connection):
         match self._kind:
             case Kind.UNARY:
                 self._respond(await serve(await self._requests.get(), self._context))
-            case Kind.STREAM:  # the iterator is left as it is when the handler is cancelled
+            case Kind.STREAM:  # cancelling the handler does not close the iterator
                 async for response in serve(await self._requests.get(), self._context):
                     await self._respond_in_turn(response)
             case Kind.BOTH:
@@ -310,7 +310,7 @@ class Call(Connection):
             self.send(lambda: self._ended(status), forth=False)
 
     def _finish(self, status: BaseException) -> bool:
-        """Send a status, if none was sent before; whether it is this one."""
+        """Send the status unless one was sent before; return True if it is this one."""
         if self._status is not None:
             return False
         self._status = status

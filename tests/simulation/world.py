@@ -1,4 +1,4 @@
-"""A whole system in one process: runs one schedule and reports whether every rule held."""
+"""A whole system in one process, which runs one schedule and reports whether every rule held."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _LEAVE_ALONE = _LEAVE_OWNERS - {"stall", "jump"}
 _DELAY_READERS = frozenset({"stall", "cut", "freeze", "slow"})
 _DELAY_RENEWALS = frozenset({"redis-crash", "lossy", "cut", "freeze", "slow", "kill"})
 _FENCED_S = 3.0
-"""A fenced owner notices within this time, because it renews its session more often."""
+"""Time within which a fenced owner notices it, because it renews its session more often."""
 _HEALED_S = 60.0
-"""After the last fault, everything must be done within this time."""
+"""Time after the last fault within which all answers must be complete."""
 _SETTLE_S = 1.0
 _MENDED_S = 1.5
-"""After the last fault, drafts must be in use again within this time."""
+"""Time after the last fault within which drafts must be used again."""
 _LONG_S = 1.5
 
 
@@ -154,7 +154,7 @@ class World:
         )
 
     def _replicas_rest(self) -> bool:
-        """Return True if no replica has a request, or a block of one."""
+        """Return True if no replica has a request, and no target a KV block of a live session."""
         targets = [target.service for target in self.targets.values()]
         return not (
             any(service._scheduler.queue_depth or service._table.live_blocks for service in targets)
@@ -162,7 +162,7 @@ class World:
         )
 
     def data_lost(self, client: SimClient, what: str) -> None:
-        """An answer may be lost only if the store lost tokens, and another build or an abort followed."""
+        """Violate a rule, unless the store lost tokens and builds differ or the session was aborted."""
         mixed = len(set(self.schedule.builds)) > 1
         session_id = client.spec.session_id
         lost = self.ledger.roll_backs or session_id in self.ledger.forgotten
