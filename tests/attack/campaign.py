@@ -1,4 +1,4 @@
-"""A campaign of fuzzed messages against all ports, from a seed, and what came of them."""
+"""A campaign of fuzzed messages against all ports, drawn from a seed, and its outcome."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ DOCUMENTED: Mapping[str, Sequence[str]] = {
     "collector": _ALL,
     HEALTH: ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"),
 }
-"""How a call may end, of those that docs/errors.md names: UNAVAILABLE would be a fault of ours here."""
+"""The statuses of docs/errors.md that a call may end with; UNAVAILABLE would be a fault of the services."""
 
 
 @dataclass
 class Outcome:
-    """`ends` are the statuses of calls by RPC, `items` those of items within answers."""
+    """The outcome of a campaign: `ends` counts the statuses of calls by RPC, `items` those of their items."""
 
     messages: int = 0
     ends: Counter[str] = field(default_factory=Counter)

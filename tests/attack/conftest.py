@@ -1,4 +1,4 @@
-"""All services in a process of their own, which the attacks share: what one leaves behind the next meets."""
+"""All services in one process, which the attacks share: state that one attack leaves reaches the next."""
 
 from __future__ import annotations
 

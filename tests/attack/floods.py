@@ -1,4 +1,4 @@
-"""What an attacker sends by hand, frame by frame: what is no HTTP/2, and too much of what is."""
+"""Attacks written frame by frame: bytes that are not HTTP/2, and floods of valid HTTP/2."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def header_bomb(address: str, name: str) -> str:
 
 
 async def endless_headers(address: str, frames: int) -> None:
-    """A header block of 16 kB a frame (a CONTINUATION flood: CVE-2024-27316 and its like)."""
+    """Send a header block of `frames` frames of 16 kB (a CONTINUATION flood, as in CVE-2024-27316)."""
     piece = frame(Kind.CONTINUATION, 0, 1, field_of("x", "a" * 16_000))
     async with wire(address) as attacker:
         await attacker.begin()

@@ -38,15 +38,15 @@ _TOKENS = 40
 CALL = "_handle_exceptions"
 SERVICES = ("gateway", "target", "draft", "collector")
 HEALTH = "health"
-"""Of the gateway, the port that tells health alone."""
+"""Name of the gateway's health port in addresses."""
 
 
 @dataclass(frozen=True)
 class ProcessState:
     """The state of the process.
 
-    `connections` are connections to it from elsewhere, `sessions` and `items` streams and work under way;
-    `logged` are bytes written to its log, `errors` what it logged as such.
+    `connections` counts connections from other processes, `sessions` open streams, `items` open requests at
+    the target, `logged` the bytes of its log; `errors` are the errors that it logged.
     """
 
     rss: int
@@ -93,7 +93,7 @@ class Attacked:
             if state.task_count <= before.task_count and state.connections <= before.connections:
                 return state
             assert time.monotonic() < until_s, f"left behind: {leftovers(before, state)}"
-            # Connections are closed by threads of gRPC's own, which tell nobody.
+            # Threads of gRPC close connections without an event to wait for.
             await asyncio.sleep(0.02)
 
     async def settled_but_one(self, before: ProcessState, spare: int = 60) -> ProcessState:

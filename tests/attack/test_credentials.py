@@ -1,4 +1,4 @@
-"""Strangers, and those who know more than they should: no key, or the names of what is another's."""
+"""Calls without a valid key, and calls with a valid key for sessions of another principal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no HTTP/2, or too much of it, on the ports of real services, while somebody uses them."""
+"""Invalid HTTP/2 and floods of it at the ports of real services, while a client uses them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_headers_that_never_end_are_not_kept(stack: Attacked) -> None:
 
 
 def test_the_attackers_tools_write_hpack() -> None:
-    """Held against the letter: RFC 7541, C.1 and C.2.1."""
+    """Compare with the examples of RFC 7541, C.1 and C.2.1."""
     assert number(10, 5) == b"\x0a"
     assert number(1337, 5) == b"\x1f\x9a\x0a"
     assert field_of("custom-key", "custom-header", indexed=True) == b"\x40\x0acustom-key\x0dcustom-header"

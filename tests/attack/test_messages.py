@@ -1,4 +1,4 @@
-"""Messages that are too large, cut short, compressed out of all proportion, or made of nothing but parts."""
+"""Messages that are too large, truncated, gzip bombs, deeply nested, or made of many empty parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The port that Prometheus fetches from: noise, drips, bombs and crowds; and whom `galley top` asks."""
+"""Attacks on the metrics port: noise, slow requests, bombs, many clients; and on `galley top` by a server."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Untrusted models: no pickle is opened and no code is run.
 
-Links and pipes: test_loading.py of the engine, test_tokenizer.py of the gateway.
+Tests of links and pipes are in test_loading.py of the engine and test_tokenizer.py of the gateway.
 """
 
 from __future__ import annotations

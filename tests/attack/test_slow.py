@@ -117,7 +117,7 @@ async def test_10_000_idle_streams_take_bounded_memory_and_block_no_other(stack:
 
 
 async def test_idle_connections_take_bounded_memory_and_block_no_other(stack: Attacked) -> None:
-    """`make prove-attacks` opens 10,000."""
+    """Open 2,000 connections; `make prove-attacks` opens 10,000."""
     stack.forget_peak()
     async with unharmed(stack) as before, AsyncExitStack() as opened:
         count = await idle_connections(stack, opened, 2000)

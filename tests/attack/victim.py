@@ -1,7 +1,7 @@
 """The process that is attacked: `python -m tests.attack.victim STORE TOKENIZER DIRECTORY`.
 
-Collector, target, draft and gateway as in production, over an engine of known tokens, with traces and metrics
-on. It writes their addresses to stdout, then answers the commands on stdin, one a line.
+It runs collector, target, draft and gateway as in production, over an engine of known tokens, with traces and
+metrics on. It writes their addresses to stdout, then answers commands on stdin, one on each line.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Victim:
         }[what]
         until_s = time.monotonic() + patience_s
         while (looked_s := time.monotonic()) < until_s and not holds():  # noqa: ASYNC110
-            # Waiting for each of thousands would take minutes.
+            # Counting thousands of tasks is slow, so it takes at most a tenth of the time.
             await asyncio.sleep(max(0.01, 10 * (time.monotonic() - looked_s)))
 
     @property

@@ -1,4 +1,4 @@
-"""What is done to which process or link, in which order: all from a seed."""
+"""Disturbances of processes and links, drawn in an order that a seed determines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ DELAY, LOSS, PARTITION, RESET = "DELAY", "LOSS", "PARTITION", "RESET"
 POOLS = ("gateway", "target", "draft", STORE)
 
 _KILLS = 0.75
-"""Their share: they are what must be survived a certain number of times."""
+"""Share of kills among the disturbances: a run must have a minimum number of them (`goals.KILLS`)."""
 _STOPPED_S = (0.2, 3.0)
 _LINK_S = (0.5, 3.0)
 _PARTITION_S = (0.2, 8.0)
-"""The store's leases end after 3 s, and those who had them are let go 3 s later."""
+"""Leases in the store expire after 3 s, and gateways drop their replicas 3 s later."""
 _DELAY_S = (0.02, 0.2)
 _LOSS = (0.01, 0.2)
 
@@ -27,13 +27,13 @@ Where = tuple[str, ...]
 
 
 def pool_of(part: str) -> str:
-    """Which parts are like it."""
+    """Return the pool of a part: its name without the number."""
     return part.removesuffix("-2")
 
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """`lasts_s` is for how long, of what goes on; `amount` how late (seconds) or how much is lost (share)."""
+    """A disturbance of `where` for `lasts_s` seconds; `amount` is the delay in seconds or the lost share."""
 
     where: Where
     what: str
@@ -42,23 +42,22 @@ class Disturbance:
 
     @property
     def kind(self) -> str:
-        """The same for all processes of a pool."""
+        """Return the kind, which is the same for all processes of a pool."""
         return f"{'->'.join(pool_of(part) for part in self.where)} {self.what}"
 
     @property
     def pools(self) -> frozenset[str]:
-        """Those that must be whole before: then another can stand in."""
+        """Return the pools that must be complete before it, so that another part can stand in."""
         return frozenset(pool_of(part) for part in self.where if part != CLIENT)
 
 
 def killed(part: str) -> Disturbance:
-    """A SIGKILL."""
     return Disturbance((part,), KILL)
 
 
 _Kind = tuple[Where, str]
 
-# Each pool as often as any other, there being one store; targets half as often, for they come back slowest.
+# Gateways, drafts and the store are killed equally often, targets half as often: their restart is slowest.
 _OF_KILLS: list[_Kind] = [
     ((part,), KILL) for part in (*PARTS, *(part for part in PARTS if pool_of(part) != "target"), STORE, STORE)
 ]
@@ -69,7 +68,7 @@ _OTHERS: list[_Kind] = [
 
 
 def disturbances(count: int, seed: int, *, kills_only: bool = False) -> list[Disturbance]:
-    """The same for the same seed; of those that are no kills, each as often as any other."""
+    """Return disturbances, the same for the same seed; those other than kills occur equally often."""
     chance = Random(seed)
     kills = count if kills_only else ceil(_KILLS * count)
     drawn = _drawn(_OF_KILLS, kills, chance) + _drawn(_OTHERS, count - kills, chance)

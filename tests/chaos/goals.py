@@ -1,4 +1,4 @@
-"""What `make chaos` is to show, and whether a run showed it."""
+"""The goals of `make chaos`, and whether a run met them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.chaos.trial import DRAFT_KILL, Measured
 
 KILLS = 500
 SPARED_S = 3.0
-"""Where another can stand in."""
+"""Longest wait for a token after a kill, where another replica or gateway can stand in."""
 STORE_S = 1.0
-"""Beyond the restart of the store."""
+"""Longest wait for a token after a kill of the store, less the time of its restart."""
 _MS = 1000
 _P95 = 94
 
 
 def goals(measured: Sequence[Measured], streams: int, answers: int, problem: str) -> list[Goal]:
-    """A line each."""
+    """Return one line for each goal; `problem` is what ended the run early, or empty."""
     found = [_killed(measured, streams), _unharmed(answers, problem)]
     for pool in ("target", "gateway"):
         waits = [one.worst_s for one in _of(measured, pool)]
@@ -47,22 +47,22 @@ def _killed(measured: Sequence[Measured], streams: int) -> Goal:
 
 
 def _unharmed(answers: int, problem: str) -> Goal:
-    harmed = 1 if problem else 0  # a run ends with the first
+    harmed = 1 if problem else 0  # a run ends with the first problem
     what = "streams that differ from their undisturbed reference, or are lost, or have a token twice"
     return Goal("streams", what, f"{harmed} in {answers} whole answers", "0", not harmed)
 
 
 def _longest(name: str, what: str, waits: Sequence[float], bound_s: float) -> Goal:
-    """Each one counts, not their median."""
+    """Return the goal that every wait, not only their median, is within the bound."""
     said = f"longest {max(waits):.2f} s (median {median(waits):.2f}, p95 {p95(waits):.2f})"
     return Goal(name, what, said, f"<= {bound_s:g} s", max(waits) <= bound_s)
 
 
 def _draft(measured: Sequence[Measured]) -> list[Goal]:
-    """A draft is only a hint: what its end costs is small beside how waits differ anyway, so it is paired.
+    """Return the goal that the kill of a draft lengthens the longest wait by at most a round.
 
-    The longest wait of any of many streams in a second is many rounds long on a busy machine, whatever is
-    done; compared are the second before a kill and the one after it.
+    The effect is small beside the differences between waits on a busy machine, so the second after each kill
+    is compared with the second before it.
     """
     kills = [one for one in measured if one.disturbance.kind == DRAFT_KILL]
     if not kills:
@@ -74,5 +74,5 @@ def _draft(measured: Sequence[Measured]) -> list[Goal]:
 
 
 def p95(values: Sequence[float]) -> float:
-    """No more than the largest."""
+    """Return the 95th percentile, at most the largest value: few values would be extrapolated."""
     return min(quantiles(values, n=100)[_P95], max(values)) if len(values) > 1 else values[0]

@@ -1,7 +1,7 @@
-"""Every link of a stack behind a relay: who calls whom over it may be slow, lossy or cut off, while it runs.
+"""Put every link of a stack behind a relay, so that it can be slow, lossy or cut off while the stack runs.
 
-A replica has one address, which all gateways are told; whose connection it is says the process that has the
-socket at its other end. So one gateway may lose a replica that the other still has.
+All gateways use one address of a replica. The process that holds the other end of a connection tells which
+gateway it belongs to, so one gateway can lose a replica that the other still reaches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PARTS = (*GATEWAYS, *REPLICAS, STORE)
 CLIENT = "client"
 
 Ends = tuple[str, str]
-"""Who calls, and who is called."""
+"""The ends of a link: the calling part and the called one."""
 
 LINKS: tuple[Ends, ...] = (
     *((CLIENT, gateway) for gateway in GATEWAYS),
@@ -35,7 +35,7 @@ LINKS: tuple[Ends, ...] = (
 
 
 class Links:
-    """The relays, from `async with` on; the stack that they are of is told once it is made."""
+    """The relays of all links, open within `async with`; `of` connects them to a stack."""
 
     def __init__(self, seed: int) -> None:
         self._links = {ends: Link(seed=seed + number) for number, ends in enumerate(LINKS)}
@@ -63,7 +63,7 @@ class Links:
         return await self._held.enter_async_context(Relay(lambda: self._at(to), link))
 
     def _at(self, part: str) -> str:
-        """LookupError while it is not there."""
+        """Return the address of a part. Raise LookupError before there is a stack."""
         if self._stack is None:
             raise LookupError(part)
         return self._stack.address(part)
@@ -72,7 +72,7 @@ class Links:
         return lambda port: self[self._gateway_at(port), replica]
 
     def _gateway_at(self, port: int) -> str:
-        """LookupError where it has just died, or the table of sockets changed meanwhile and left it out."""
+        """Return the gateway that connects from `port`. Raise LookupError if none does, or has just died."""
         if (stack := self._stack) is not None:
             for gateway in GATEWAYS:
                 if gateway in stack.running and _has_port(stack.pid(gateway), port):
@@ -80,16 +80,16 @@ class Links:
         raise LookupError(port)
 
     def of(self, stack: Stack) -> None:
-        """From now on they lead to its parts."""
+        """Connect the relays to the parts of `stack`."""
         self._stack = stack
 
     @property
     def fronts(self) -> tuple[str, ...]:
-        """Where clients find the gateways."""
+        """Return the addresses at which clients reach the gateways."""
         return tuple(self._relays[gateway].address for gateway in GATEWAYS)
 
     def parts(self, asked: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
-        """The stack's own, told to use the relays."""
+        """Return the parts of a stack, configured to use the relays."""
         return [
             self._behind(spec) if spec.name in self._to_store else spec for spec in stack_parts(asked, dirs)
         ]
@@ -102,12 +102,12 @@ class Links:
                 words += ["--advertise", self._relays[spec.name].address]
             return words
 
-        # Drafts without a model have little to do: behind all others they would take long to come back.
+        # At a low priority, drafts would take long to restart; without a model they need little CPU.
         return replace(spec, command=command, niceness=0)
 
 
 def _has_port(pid: int, port: int) -> bool:
     try:
         return any(one.laddr.port == port for one in psutil.Process(pid).net_connections("tcp"))
-    except psutil.Error:  # it has just died
+    except psutil.Error:  # the process has just died
         return False

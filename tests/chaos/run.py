@@ -1,10 +1,10 @@
 """Disturb every process and link of a stack under streams, again and again: `make chaos`.
 
-Sixteen streams are compared, token by token, with what they were before anything was disturbed; none may be
-lost, none doubled. How long each kind of disturbance keeps the slowest stream waiting for its next token is
-measured and written to bench/results/chaos/<commit>.json, and a last line per goal says whether it is met.
-The same seed gives the same disturbances in the same order. Exits 1 if a stream differs, is lost, or waits
-for longer than a minute; a missed goal is a finding.
+The tokens of sixteen streams are compared with those of an undisturbed run; none may be lost or doubled. The
+run measures how long the slowest stream waits for its next token after each kind of disturbance, writes it to
+bench/results/chaos/<commit>.json, and prints a line for each goal. The same seed gives the same disturbances
+in the same order. The exit status is 1 if a stream differs, is lost, or waits for longer than a minute; a
+missed goal does not change it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.chaos.goals import goals, p95
 from tests.chaos.trial import Measured, save_model, trial
 
 DEFAULT_COUNT = 680
-"""Three quarters are kills: at least 500."""
+"""Three quarters of the disturbances are kills: at least 500."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 if nothing showed in any stream."""
+    """Return the exit status: 0 if no stream was harmed, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description=__doc__)
     parser.add_argument("--count", type=int, default=DEFAULT_COUNT, help="disturbances")
     parser.add_argument("--kills-only", action="store_true", help="SIGKILL alone")
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """The record of one run."""
+    """Run all disturbances and return the record of the run."""
     (folder / "model").mkdir()
     model = save_model(folder / "model")
     planned = disturbances(given.count, given.seed, kills_only=given.kills_only)
@@ -72,7 +72,7 @@ async def run(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
                 said = f"{number}/{len(planned)} {' -> '.join(disturbance.where)} {disturbance.what}"
                 print(f"{time.monotonic() - began_s:.0f} s: {said}: {measured[-1].worst_s:.2f} s", flush=True)
             await under.finish()
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is the result
+        except Exception as error:  # noqa: BLE001  # any error is the result of the run
             problem = f"after {len(measured)} disturbances: {type(error).__name__}: {error}"
         took_s = time.monotonic() - began_s
         answers = sum(stream.answers for stream in under.streams)

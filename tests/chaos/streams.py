@@ -1,4 +1,4 @@
-"""Streams that never end for long: each asks the same again and again, and knows what the answer must be."""
+"""Streams that request the same answer again and again and compare it with an undisturbed reference."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PATIENCE_S = 60.0
 
 
 class WrongToken(Exception):
-    """A stream is not its undisturbed reference."""
+    """A stream differs from its undisturbed reference."""
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Token ids that the model knows; every other one repeats itself, which is easy to draft for."""
+    """Return prompts as token ids; every other one repeats four tokens, so that drafts are often right."""
     chance = Random(seed)
     made = []
     for number in range(count):
@@ -35,7 +35,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def options(max_tokens: int, number: int) -> GenerateOptions:
-    """Of stream `number`: greedy ones and sampled ones, drafted for in all ways."""
+    """Return the options of stream `number`: greedy or sampled, in one of the modes of speculation."""
     ways = (Speculation(), Speculation(k=4, strategy=NGRAM), Speculation(off=True))
     return GenerateOptions(
         max_tokens=max_tokens,
@@ -48,9 +48,9 @@ def options(max_tokens: int, number: int) -> GenerateOptions:
 
 @dataclass
 class Stream:
-    """One of those that are disturbed.
+    """A stream under disturbance.
 
-    A client of its own for each answer: it begins at the first of its gateways, though that had died before.
+    Each answer has a client of its own, which tries the first of `gateways` again even if it had died before.
     """
 
     prompt: list[int]
@@ -65,7 +65,7 @@ class Stream:
     watch: Watch = field(default_factory=Watch)
 
     async def learn(self) -> None:
-        """The reference, while nothing is disturbed."""
+        """Read the reference; call it while nothing is disturbed."""
         async with self._client() as client:
             stream = client.generate(self.prompt, **self.options)
             async for _ in stream:
@@ -73,7 +73,7 @@ class Stream:
             self.reference = list(stream.token_ids)
 
     async def run(self) -> None:
-        """Ask until it is over. Raises WrongToken, or GalleyRpcError where a stream is lost."""
+        """Request the answer until `over` is set. Raise WrongToken, or GalleyRpcError if a stream is lost."""
         while not self.over:
             self.asked_s.append(time.monotonic())
             async with self._client() as client:
@@ -98,28 +98,29 @@ class Stream:
             raise WrongToken(f"{stream.session_id}: ended after {len(stream.token_ids)} tokens")
 
     async def heard_after(self, since_s: float) -> None:
-        """Wait for a token that comes after `since_s`. Raises TimeoutError."""
+        """Wait for a token that arrives after `since_s`. Raise TimeoutError."""
         await self.watch.until(lambda: self.heard_s[-1] > since_s, PATIENCE_S)
 
     def forget(self, before_s: float) -> None:
-        """Of when tokens came and answers were asked for, what is long ago."""
+        """Drop the times of tokens and requests before `before_s`, except that of the last token."""
         self.asked_s = [time_s for time_s in self.asked_s if time_s >= before_s]
         self.heard_s = [time_s for time_s in self.heard_s[:-1] if time_s >= before_s] + self.heard_s[-1:]
 
 
 def longest_wait(heard: Sequence[float], since: float, until: float) -> float:
-    """The longest wait that began before `until` and ended after `since`, counted from `since` on.
+    """Return the longest wait that began before `until` and ended after `since`, counted from `since` on.
 
-    What was on its way when something broke comes at once, and the wait after it: so not the first counts.
+    Tokens in flight when something breaks still arrive at once, so the first wait after `since` may be short
+    and a later one counts.
     """
     times = [since, *(time for time in heard if time > since)]
     return max((after - before for before, after in pairwise(times) if before < until), default=0.0)
 
 
 def longest_within(heard: Sequence[float], since: float, until: float, asked: Sequence[float] = ()) -> float:
-    """The longest time between the two in which none came: the same for any span of that length.
+    """Return the longest time without a token between `since` and `until`; both ends bound a wait.
 
-    A wait in which an answer was `asked` for is none for a next token, and does not count.
+    A wait in which an answer was requested (`asked`) is not one for a next token and does not count.
     """
     times = [since, *(time for time in heard if since < time < until), until]
     return max(
@@ -133,6 +134,6 @@ def longest_within(heard: Sequence[float], since: float, until: float, asked: Se
 
 
 def usual_wait(heard: Sequence[float], since: float, until: float) -> float | None:
-    """The median time between two that came; None if fewer came."""
+    """Return the median time between two tokens in the interval; None if it has fewer than two."""
     times = [time for time in heard if since <= time <= until]
     return median(after - before for before, after in pairwise(times)) if len(times) > 1 else None

@@ -1,4 +1,4 @@
-"""Processes die, hang and drain, links fail, and no stream shows it: the short form of `make chaos`."""
+"""No stream differs while processes die, hang and drain and links fail: the short form of `make chaos`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def under(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trial]:
-    """One stack for all tests of this module, under streams from its first test to its last."""
+    """Yield one stack for all tests of this module; its streams run from the first test to the last."""
     async with trial(model, STREAMS, MAX_TOKENS, SEED, tmp_path_factory.mktemp("logs")) as running:
         await running.learn()
         running.start()
@@ -101,13 +101,13 @@ async def test_a_part_that_is_killed_costs_a_pause(under: Trial, part: str) -> N
 
 @on_one_loop
 async def test_a_target_that_drains_gives_its_sessions_away(under: Trial) -> None:
-    """After the kill of the other: that is back by then."""
+    """Run after the test that kills the other target, which has restarted by then."""
     await under.disturb(Disturbance(("target-2",), TERM))
 
 
 @on_one_loop
 async def test_every_stream_was_its_reference(under: Trial) -> None:
-    """The last: whatever was done to the stack, none differed and none was lost."""
+    """Run last: after all disturbances, no stream differed and none was lost."""
     await under.finish(mended=False)
     assert all(stream.answers for stream in under.streams)
 

@@ -1,10 +1,10 @@
-"""The full stack of processes under streams, and what is done to it: each disturbance is measured and mended.
+"""A full stack of processes under streams; each disturbance of it is measured and undone.
 
-Two gateways, two targets, two drafts and a Valkey; every link between them, and from the streams' clients, is
-behind a relay. A disturbance strikes a process (SIGKILL; SIGTERM; SIGSTOP and, some time later, SIGCONT) or a
-link (delay, loss, partition, reset). A process that died is started again once every stream goes on without
-it; the store at once, for there is no other. The next disturbance may come before it is back, unless it
-strikes the same pool: there is always another to stand in.
+The stack has two gateways, two targets, two drafts and a Valkey. Every link between them, and from the
+streams' clients, is behind a relay. A disturbance strikes a process (SIGKILL; SIGTERM; SIGSTOP, later
+SIGCONT) or a link (delay, loss, partition, reset). A process that died is restarted once every stream
+continues without it; the store is restarted at once, because there is only one. The next disturbance waits
+for a restart only in the same pool, so that there is always a replica to stand in.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from tests.chaos.streams import (
 from tests.fakes import tiny_model
 
 WATCHED_S = 1.0
-"""How long streams are watched after a disturbance is over."""
+"""Time for which streams are watched after a disturbance is over."""
 DRAFT_KILL = killed("draft").kind
 _TOKENS_AGO_S = 10.0
 _KNOWN_S = POLL_S + 0.1
-"""From when a gateway reaches a replica to when it has met it."""
+"""Time after which a gateway that can reach a replica has met it."""
 
 T = TypeVar("T")
 _CONTEXT = 2048
@@ -51,12 +51,13 @@ _CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a disturbance did to streams. All in seconds.
+    """The effect of a disturbance on streams, in seconds.
 
-    `waits_s` are the longest of each stream, from the strike until WATCHED_S after what was done is over.
-    `before_s` and `after_s` are the longest of any stream within WATCHED_S before and after the strike, in
-    the midst of an answer, and `round_s` is the median between two tokens of a stream before it: of a draft's
-    kill, for nothing else was done then. `restart_s` is from a kill of the store until it answers again.
+    `waits_s` has the longest wait of each stream, from the strike until WATCHED_S after the disturbance.
+    `before_s` and `after_s` are the longest waits of any stream within WATCHED_S before and after the strike,
+    within an answer; `round_s` is the median time between two tokens before it. These three are meant for
+    kills of drafts, before which nothing else is done. `restart_s` is the time from a kill of the store until
+    it answers again.
     """
 
     disturbance: Disturbance
@@ -83,15 +84,14 @@ class Trial:
         self._mending: dict[str, asyncio.Task[None]] = {}
 
     async def learn(self) -> None:
-        """What each stream must hear, while nothing is disturbed."""
+        """Read the reference of each stream; call it while nothing is disturbed."""
         await asyncio.gather(*(stream.learn() for stream in self.streams))
 
     def start(self) -> None:
-        """Let the streams run."""
         self._running = [asyncio.create_task(stream.run()) for stream in self.streams]
 
     async def finish(self, *, mended: bool = True) -> None:
-        """Let each stream come to its end; raises what went wrong with any, or with the mending before."""
+        """Let each stream end its answer. Raise the error of a stream, or with `mended` of a restart."""
         if mended:
             await self._unless_one_fails(self._whole(frozenset(self._mending)))
         for stream in self.streams:
@@ -100,16 +100,17 @@ class Trial:
             await asyncio.gather(*self._running)
 
     async def stop(self) -> None:
-        """Whatever is still under way."""
+        """Cancel the streams and restarts that still run."""
         tasks = [*self._running, *self._mending.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def disturb(self, disturbance: Disturbance) -> Measured:
-        """Raises what went wrong with a stream, or TimeoutError if one hears nothing any more.
+        """Strike, and return the measured effect once every stream continues.
 
-        PartFailed if a part does not come back.
+        Raise the error of a stream, TimeoutError if one gets no more tokens, PartFailed if a part does not
+        restart.
         """
         return await self._unless_one_fails(self._disturb(disturbance))
 
@@ -151,7 +152,7 @@ class Trial:
         )
 
     async def _strike(self, disturbance: Disturbance) -> float:
-        """Do it, until it is over; how long the store was away, if it was."""
+        """Do the disturbance until it is over; return how long the store was down, or 0."""
         if len(disturbance.where) > 1:
             await self._strike_link(disturbance)
             return 0.0
@@ -196,7 +197,7 @@ class Trial:
             link.mend()
 
     def _mend(self, disturbance: Disturbance) -> None:
-        """Start again, beside what comes next, who has died."""
+        """Start to restart a process that has ended, in the background."""
         [part, *rest] = disturbance.where
         if not rest and part != STORE and disturbance.what in {KILL, TERM}:
             self._mending[pool_of(part)] = asyncio.create_task(self._bring_back(part))
@@ -213,11 +214,11 @@ class Trial:
         return [gateway for gateway in GATEWAYS if gateway in self.stack.running]
 
     async def _whole(self, pools: frozenset[str]) -> None:
-        """Wait until nothing of them is being mended; raises PartFailed."""
+        """Wait until no part of these pools is being restarted. Raise PartFailed."""
         await asyncio.gather(*(self._mending[pool] for pool in pools if pool in self._mending))
 
     async def _unless_one_fails(self, work: Coroutine[Any, Any, T]) -> T:
-        """A stream that has failed will hear nothing: say why instead of waiting for it."""
+        """Return the result of `work`; raise the error of a stream that fails meanwhile."""
         working = asyncio.create_task(work)
         try:
             await asyncio.wait({working, *self._running}, return_when=asyncio.FIRST_COMPLETED)
@@ -231,21 +232,21 @@ class Trial:
 
 
 def _at_once(pid: int) -> None:
-    """Let a process die when it is killed.
+    """Give a process normal priority, so that it closes its connections as soon as it is killed.
 
-    Who is idle work (a draft, where it shares a machine with its target) closes its connections only when a
-    core is idle: its end would be slow, and not seen before.
+    A process of idle priority (a draft that shares a machine with its target) closes them only when a core is
+    idle.
     """
     for thread in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
         os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
-    with suppress(OSError):  # there where Linux shares cores out between sessions
+    with suppress(OSError):  # the file exists only if Linux groups processes by session
         Path(f"/proc/{pid}/autogroup").write_text("0")
 
 
 @asynccontextmanager
 async def trial(model: Path, streams: int, max_tokens: int, seed: int, log_dir: Path) -> AsyncIterator[Trial]:
-    """A running stack that serves `model`, and its streams, which have not begun."""
+    """Yield a running stack that serves `model`, with its streams, which have not started."""
     asked = StackOptions(
         model=str(model),
         draft_model="none",
@@ -254,7 +255,7 @@ async def trial(model: Path, streams: int, max_tokens: int, seed: int, log_dir: 
         replicas=2,
         drafts=2,
         log_dir=log_dir,
-        # What the store has to load when it comes back is a minute's, not that of the whole run.
+        # A restarted store then loads the sessions of a minute, not those of the whole run.
         extra_args={"gateway": ("--finished-ttl-s", "60")},
     )
     async with AsyncExitStack() as opened:
