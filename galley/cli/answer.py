@@ -23,7 +23,7 @@ from galley.common.printable import printable
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 DRAFT_COLOUR = "green"
-# After these, resuming the session cannot help.
+# Statuses after which the session cannot be resumed, so that no command for it is printed.
 _FINAL = frozenset(
     {
         grpc.StatusCode.NOT_FOUND,
@@ -48,11 +48,11 @@ class JsonView:
 
 
 class TextView:
-    """The text, and a line break at its end; a terminal is not sent control characters.
+    """The text of an answer, with a line break at its end and without control characters on a terminal.
 
-    `origins` marks the tokens that the draft proposed: they are green; underlined on a terminal without
-    colours; in brackets elsewhere. `logprobs` adds a line for each token with its log-probability and the
-    likeliest tokens.
+    With `origins`, tokens that the draft proposed are green, on a terminal without colours underlined, and
+    elsewhere in brackets. With `logprobs`, a line for each token follows the text: its log-probability and
+    the likeliest tokens.
     """
 
     def __init__(self, console: Console, *, origins: bool = False, logprobs: bool = False) -> None:
@@ -129,7 +129,7 @@ def reason(finished: pb.Finished) -> str:
 
 
 def mean_accepted_length(stats: pb.SpeculationStats) -> float:
-    """Return 1 + accepted / rounds: tokens confirmed a round where nothing is cut."""
+    """Return 1 + accepted / rounds, the mean number of tokens that a round confirms; 0 without rounds."""
     return 1 + stats.accepted / stats.rounds if stats.rounds else 0.0
 
 
@@ -145,7 +145,10 @@ def summary_line(session_id: str, finished: pb.Finished) -> str:
 def show_stream(
     connection: Connection, start: Callable[[AsyncClient], TokenStream], view: View, *, summary: bool = True
 ) -> str:
-    """Show the stream, return its text. If it breaks, print how to continue it and raise typer.Exit."""
+    """Show the stream and return its text.
+
+    Raises typer.Exit if it breaks or Ctrl-C stops it, after printing how to resume it if that can help.
+    """
     streams: list[TokenStream] = []
     try:
         text = asyncio.run(_show(connection, start, view, streams))

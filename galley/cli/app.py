@@ -36,7 +36,7 @@ _CHOICE = re.compile(r"(Value error, )?(?P<given>'.*') is not one of (?P<choices
 
 
 class _Group(TyperGroup):
-    """Reports wrong usage in one line, with exit code 2."""
+    """A command group that reports wrong usage in one line, with exit code 2."""
 
     def main(
         self, args: Sequence[str] | None = None, *_: Any, standalone_mode: bool = True, **extra: Any
@@ -44,7 +44,7 @@ class _Group(TyperGroup):
         extra["prog_name"] = "galley"
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                # A terminal that is not UTF-8 shows "?" for what it cannot.
+                # A terminal that is not UTF-8 shows "?" for characters that it lacks.
                 stream.reconfigure(errors="replace")
         try:
             code = super().main(args, standalone_mode=False, **extra)
@@ -131,7 +131,7 @@ def prepare(
 
 
 def _become(extra: str, module: str, args: list[str]) -> NoReturn:
-    """Replace this process by the module's, so that signals and exit codes are its own."""
+    """Replace this process by the module, which then gets the signals and sets the exit code."""
     require(extra)
     command = python_module(module, *args)
     try:

@@ -49,12 +49,16 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         str | None,
         typer.Option(
             "--endpoint",
-            help="A running gateway. Default: a stack that is started for this and stopped after it.",
+            help="A running gateway. Default: a stack that is started for the measurement and then stopped.",
             metavar="HOST[:PORT]",
         ),
     ] = None,
     workloads: Annotated[
-        str, _requests(help="Prompt sets of Galley, with commas: chat, code, support, rewrite. Default: all.")
+        str,
+        _requests(
+            help="Prompt sets of Galley, with commas: chat, code, support, rewrite. Default: all, "
+            "or none with --prompts."
+        ),
     ] = "",
     prompts: Annotated[
         list[Path] | None,
@@ -65,16 +69,16 @@ def bench(  # noqa: PLR0913  # one parameter a flag
     ] = None,
     concurrency: Annotated[str, _requests(help="Numbers of concurrent streams, with commas.")] = "1,8,16",
     prompts_per_workload: Annotated[
-        int, _requests(min=1, help="Prompts a block; at least one a stream.")
+        int, _requests(min=1, help="Prompts a block; at least two a stream if there are several.")
     ] = 4,
     max_tokens: Annotated[int, _requests(min=1, help="Most output tokens of each answer.")] = 64,
     temperature: Annotated[str, _requests(help="Temperatures, with commas. 0: greedy.")] = "0",
-    repeats: Annotated[int, _requests(min=1, help="Pairs of blocks; the median of their ratios counts.")] = 3,
+    repeats: Annotated[int, _requests(min=1, help="Repeats; the median of their speed ratios counts.")] = 3,
     seed: Annotated[int, _requests(min=0, help="Seed of the sampling noise.")] = 1,
     strategies: Annotated[
         str,
         _speculation(
-            help="Strategies, with commas: off, auto, ngram, model, hybrid. Default: all of the gateway."
+            help="Strategies, with commas: off, auto, ngram, model, hybrid. Default: all that are offered."
         ),
     ] = "",
     k: Annotated[str, _speculation(help="Draft tokens a round of fixed strategies, with commas.")] = "4",
@@ -106,7 +110,7 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         k=_numbers(k, int, "--k", least=1),
         temperatures=_numbers(temperature, float, "--temperature", least=0),
         repeats=repeats,
-        # A gateway that is measured again must not find its earlier prompts and answers.
+        # The nonce keeps a gateway that is measured again from finding prompts of earlier runs in its caches.
         sizes=Sizes(prompts_per_workload, max_tokens, seed, secrets.token_hex(_NONCE_BYTES)),
     )
     if plot is not None:
@@ -156,7 +160,7 @@ def _workloads(named: str, files: list[Path]) -> tuple[Workload, ...]:
         except OSError as error:
             raise ValueError(f"cannot read {error.filename}: {error.strerror}") from None
         if len({workload.name for workload in workloads}) < len(workloads):
-            raise ValueError("must not name two workloads alike")
+            raise ValueError(f"must have different names, got {[workload.name for workload in workloads]}")
     return tuple(workloads)
 
 
@@ -217,7 +221,7 @@ def _print(report: Report) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        # A file or a pipe is as wide as the tables need.
+        # A file or a pipe has no width, so take what the tables need.
         console.width = _FILE_WIDTH
     console.print(speed_table(report.rows, report.baseline))
     console.print(acceptance_table(report.acceptance))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from galley.client.client import AsyncClient, TokenStream
     from galley.pb.galley.v1 import galley_pb2 as pb
 
-# The answer repeats the prompt: the case that suits n-gram drafts.
+# The answer repeats the prompt, which suits n-gram drafts best.
 DEFAULT_PROMPT = """Write this passage again, word for word:
 
 The old lighthouse stands on a cliff above the sea. Every evening the keeper climbs the stairs and lights \
@@ -138,7 +138,7 @@ async def _timed(
             view.close()
     total_s = time.perf_counter() - started_at
     if stream.finished is None:
-        raise fail("the stream ended without a reason")
+        raise fail("the stream ended before the gateway sent its end (Finished)")
     return Timed(stream, stream.finished, first_token_s, total_s)
 
 

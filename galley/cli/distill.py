@@ -36,14 +36,14 @@ def distill(  # noqa: PLR0913  # one parameter a flag
     ] = DEFAULT_MODEL,
     prompts: _Files = None,
     self_prompts: Annotated[
-        int, typer.Option(help="Number of prompts that the target generates in addition.")
+        int, typer.Option(help="Number of further prompts that the target generates.")
     ] = 0,
     corpus: Annotated[
         list[Path] | None,
         typer.Option(help="npz file of prompts with answers, instead of prompts. Repeatable."),
     ] = None,
     held_out: Annotated[
-        Path | None, typer.Option(help="npz file to measure on. Default: a share of the prompts.")
+        Path | None, typer.Option(help="npz file to measure on, with --corpus. Default: --held-out-share.")
     ] = None,
     against: Annotated[
         Path | None, typer.Option(help="Draft directory to compare with. Default: none.")
@@ -54,7 +54,7 @@ def distill(  # noqa: PLR0913  # one parameter a flag
     ] = None,
     layers: Annotated[int, typer.Option(help="Number of the target's first layers to copy.")] = 2,
     head: Annotated[
-        int, typer.Option(help="Size of the draft's vocabulary: the most frequent tokens.")
+        int, typer.Option(help="Size of the draft's vocabulary: the most frequent tokens; not with --start.")
     ] = 8192,
     tokens: Annotated[int, typer.Option(help="Number of answer tokens to train on.")] = 4_000_000,
     batch: Annotated[int, typer.Option(help="Tokens a training step, prompts included.")] = 2048,
@@ -71,7 +71,7 @@ def distill(  # noqa: PLR0913  # one parameter a flag
     answer: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 200,
     temperature: Annotated[float, typer.Option(help="Temperature of the sampled half of the answers.")] = 0.8,
     held_out_share: Annotated[
-        float, typer.Option(help="Share of the prompts to measure on, in [0, 1].")
+        float, typer.Option(help="Share of the prompts to measure on, in [0.001, 0.5].")
     ] = 0.03,
     evaluate_every: Annotated[
         int, typer.Option(help="Number of answer tokens between measurements.")
@@ -132,7 +132,7 @@ def distill(  # noqa: PLR0913  # one parameter a flag
 
 
 class Display:
-    """The progress of a run: bars on a terminal, plain lines elsewhere. A `Reports`."""
+    """The progress of a run: bars on a terminal, plain lines elsewhere. Implements `Reports`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -171,7 +171,7 @@ class Display:
 
     def measured(self, seen: int, acceptance: dict[str, Acceptance]) -> None:
         shares = ", ".join(f"{name} {one.greedy:.3f}" for name, one in acceptance.items())
-        self._say(f"accepted of greedy guesses after {seen:,} tokens: {shares}")
+        self._say(f"greedy acceptance after {seen:,} tokens: {shares}")
 
     def _say(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)
@@ -180,9 +180,9 @@ class Display:
 def _show(result: Distilled, options: Options, console: Console) -> None:
     from galley.distill.training.evaluation import ROUND_K, TEMPERATURE  # noqa: PLC0415  # imports torch
 
-    table = Table(title="Accepted by the target, held-out prompts", title_justify="left")
+    table = Table(title="Acceptance on held-out prompts", title_justify="left")
     table.add_column("workload")
-    for name in ("greedy", f"a round of {ROUND_K}", f"drawn at {TEMPERATURE:g}", "present draft, greedy"):
+    for name in ("greedy", f"per round, k={ROUND_K}", f"temperature {TEMPERATURE:g}", "--against, greedy"):
         table.add_column(name, justify="right")
     for name, one in result.acceptance.items():
         present = result.against[name].greedy if result.against else None

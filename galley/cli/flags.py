@@ -56,11 +56,11 @@ def usage_of(flag: str) -> Iterator[None]:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a --plot that could not be written, before the work and not after it."""
+    """Raise BadParameter, before any work, if matplotlib or the directory of a --plot is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("needs matplotlib: pip install 'galley[all]'", param_hint="--plot")
+        raise typer.BadParameter("requires matplotlib: pip install 'galley[all]'", param_hint="--plot")
     if not path.parent.is_dir():
-        raise typer.BadParameter(f"cannot write {path}: no such directory", param_hint="--plot")
+        raise typer.BadParameter(f"must be in a directory that exists, got {path}", param_hint="--plot")
 
 
 _sampling, _length, _speculation, _connection, _tls = (
@@ -94,7 +94,7 @@ class Connection:
 
 
 def not_secret(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> str | None:
-    """Refuse a secret on the command line, where everybody can read it."""
+    """Return `value`. Raises BadParameter for a password on the command line, which all users can read."""
     source = ctx.get_parameter_source(param.name or "")
     if value and source is not None and source.name == "COMMANDLINE":
         from galley.common.config.settings import is_secret  # noqa: PLC0415  # slow to load
@@ -107,7 +107,7 @@ def not_secret(ctx: typer.Context, param: typer.CallbackParam, value: str | None
 
 
 def choose_stack(name: str | None) -> RunningStack:
-    """Return the named or only stack; on a terminal, ask which one where several run."""
+    """Return the named or only stack; if several run, ask on a terminal. Raises typer.Exit if none fits."""
     try:
         try:
             return find_stack(name)
@@ -161,8 +161,8 @@ def tls_options(
         _tls(
             "--tls",
             envvar="GALLEY_TLS",
-            help="Use TLS and trust public authorities. Each flag below uses TLS, too; stacks of `galley up` "
-            "have none.",
+            help="Use TLS and trust public authorities. Each flag below implies it; stacks of `galley up` "
+            "serve without TLS.",
         ),
     ] = False,
     tls_ca_file: Annotated[
@@ -190,7 +190,7 @@ def tls_options(
         ),
     ] = "",
 ) -> Tls | None:
-    """Return the TLS for these flags; its files are read once, so that errors name the flag."""
+    """Return the TLS that these flags set, or None. Raises BadParameter that names the flag of a bad file."""
     files = (tls_ca_file, tls_cert_file, tls_key_file, tls_server_name)
     if not (tls or any(files)):
         return None
@@ -219,7 +219,7 @@ def connection_options(
         str | None,
         _connection(
             envvar="GALLEY_ENDPOINT",
-            help="The gateway; several with commas, of which each replaces the one before. The port is 50051 "
+            help="Gateways, comma-separated; if one fails, the next is used. The port is 50051 "
             "if left out. Default: the stack that `galley up` runs on this machine.",
             metavar="HOST[:PORT]",
         ),
@@ -227,7 +227,11 @@ def connection_options(
     stack: StackName = None,
     patience: Annotated[
         float,
-        _connection(min=0, help="How long to retry while no gateway answers, in seconds. 0: do not retry."),
+        _connection(
+            min=0,
+            help="Time for which a broken stream is retried, in seconds; at most 5 if it had not started. "
+            "0: do not retry.",
+        ),
     ] = PATIENCE_S,
 ) -> Connection:
     return connect(endpoint, stack, patience, tls)
@@ -236,7 +240,7 @@ def connection_options(
 def answer_options(  # noqa: PLR0913  # one parameter a flag
     *,
     max_tokens: Annotated[
-        int | None, _length(min=0, help="Most output tokens. Default: the gateway's limit.")
+        int | None, _length(min=0, help="Most output tokens. Default: set by the gateway.")
     ] = None,
     min_tokens: Annotated[
         int, _length(min=0, help="Output tokens before the answer may end. 0: no minimum.")
@@ -309,7 +313,7 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
         bool, typer.Option("--force-trace", help="Trace this request, whatever the gateways sample.")
     ] = False,
 ) -> GenerateOptions:
-    """Return the request's options for these flags; the gateway checks bounds that depend on the model."""
+    """Return the request's options for these flags; the gateway checks the bounds that they do not check."""
     given = locals()
     if no_speculation and (k is not None or strategy):
         raise typer.BadParameter("cannot be combined with --k or --strategy", param_hint="--no-speculation")

@@ -219,7 +219,7 @@ def _print_textbook(case: _Case, textbook: Plan) -> None:
         gained = f"{1 / textbook.gain:.1f}{_TIMES} more"
     typer.echo(
         f"{case.tokens} tokens, k={case.k}, {case.confirmed_per_round:.4g} confirmed per round, {ratio}:\n"
-        f"  {textbook.passes} target passes\n"
+        f"  {textbook.passes} target steps\n"
         f"  {textbook.draft_steps} draft steps\n"
         f"  {textbook.cost:.1f} target-step equivalents\n"
         f"  {gained} than {case.tokens}"
@@ -236,7 +236,7 @@ def _difference(case: _Case, textbook: Plan) -> str:
 
 
 def _print_peak(peak: _Peak) -> None:
-    sharing = "" if peak.sessions == 1 else f", {peak.sessions} sessions a pass"
+    sharing = "" if peak.sessions == 1 else f", {peak.sessions} sessions a step"
     table = Table(title=f"Gain by k at {_ALPHA}={peak.alpha:g}{sharing}", title_justify="left")
     for name in ("k", "confirmed", "cost", "gain"):
         table.add_column(name, justify="right")
@@ -300,7 +300,7 @@ class _CapacityCase:
     target: TargetSize
     draft: DraftSize
     spares: Spares
-    gpus: int | None  # of a target
+    gpus: int | None  # of a target; None without [target.memory]
 
 
 def _plan_capacity(path: Path, *, as_json: bool) -> None:
@@ -335,7 +335,7 @@ def _read_case(tables: dict[str, Any]) -> _CapacityCase:
     target = dict(tables.get("target", {}))
     memory = None
     if ("kv_tokens" in target) == ("memory" in target):
-        raise InvalidField("target", "needs either kv_tokens or [target.memory]")
+        raise InvalidField("target", "must have either kv_tokens or [target.memory]")
     if "memory" in target:
         memory = _read_as(KvMemory, target.pop("memory"), "target.memory")
         target["kv_tokens"] = memory.tokens()
@@ -390,6 +390,6 @@ def _print_capacity(found: Capacity, case: _CapacityCase) -> None:
             f"  {at.tokens_per_s:.0f} tokens/s, {at.time_per_output_token_ms:.1f} ms a token, "
             f"{found.answers_per_s_a_target:.2f} answers/s, {blocks} KV blocks."
         ),
-        f"Replicas are counted at {spares.busy:.0%} of that.",
+        f"The numbers of replicas assume a load of {spares.busy:.0%} of that.",
     ):
         typer.echo(line)

@@ -23,8 +23,8 @@ def top(
     metrics: Annotated[
         str | None,
         typer.Option(
-            help="Metrics addresses of services (--metrics-port), with commas. "
-            "Default: those of the stack that `galley up` runs on this machine.",
+            help="Metrics addresses of services (--metrics-port), with commas. Default: those of the stack "
+            "that `galley up` runs on this machine, or none with --redis-url.",
             metavar="HOST:PORT,...",
         ),
     ] = None,
@@ -33,7 +33,8 @@ def top(
         typer.Option(
             envvar="GALLEY_TOP_REDIS_URL",
             callback=not_secret,
-            help="URL of the session store, to show the replicas that are registered there. Default: none.",
+            help="URL of the session store, to show the replicas that are registered there. "
+            "Default: the embedded store of that stack, or none with --metrics.",
         ),
     ] = None,
     stack: StackName = None,
@@ -106,5 +107,5 @@ def _check(redis_url: str) -> None:
         refuse_bad_files(SecretStr(redis_url))
     from galley.common.logs import start_logging  # noqa: PLC0415
 
-    # Log lines about a store that is away would come between the frames.
+    # Log lines about an unreachable store would come between the frames.
     start_logging("galley-top", "critical", "console")

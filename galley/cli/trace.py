@@ -93,7 +93,7 @@ def _show(found: Selection, console: Console, html: Path | None, *, everything: 
 
 
 def _write_private(path: Path, text: str) -> None:
-    # For its owner alone, as the traces are: it may hold prompts.
+    # Only the owner may read it, like the traces: it may hold prompts.
     with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(text)
 

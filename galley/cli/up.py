@@ -148,7 +148,10 @@ def up(  # noqa: PLR0913  # one parameter a flag
 
 
 def stack_options(*, strategy: str | None, **options: Any) -> StackOptions:
-    """Return the options of a stack whose draft uses `strategy`. Exit if its packages are not installed."""
+    """Return the options of a stack; with `strategy` None it chooses one.
+
+    Raises BadParameter if a strategy lacks its draft model, typer.Exit if packages are not installed.
+    """
     chosen = StackOptions(strategies=(strategy,) if strategy else (), **options)
     if strategy in {names.MODEL, names.HYBRID} and draft_model_of(chosen) is None:
         problem = f"must be ngram or none without a draft model (--draft-model), got {strategy}"
@@ -221,7 +224,7 @@ async def shown_stack(
 
 
 def run_stack(work: Coroutine[object, object, T]) -> T | None:
-    """Return the result of `work`, or None after a signal to stop. Exit with 1 if a part fails."""
+    """Return the result of `work`, or None after a stop signal. Raises typer.Exit(1) if a part fails."""
     try:
         return asyncio.run(_until_signal(work))
     except PartFailed as failed:
@@ -246,7 +249,7 @@ async def _until_signal(work: Coroutine[object, object, T]) -> T | None:
 
 
 class StackProgress:
-    """The display of a start: pass `show` to a Stack as `on_status`, and use it as a context meanwhile."""
+    """The display of a starting stack. Pass `show` to the Stack as `on_status`; enter it while starting."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -272,7 +275,7 @@ class StackProgress:
         self._live.stop()
 
     def show(self, status: PartStatus) -> None:
-        """Show a change of a part. Once the stack is up, nothing more is shown."""
+        """Show a change of a part; do nothing outside of the `with` block."""
         if not self._is_open:
             return
         self._note(status)

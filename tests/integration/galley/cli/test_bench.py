@@ -93,7 +93,7 @@ def test_the_user_s_own_prompts_are_asked(tmp_path: Path) -> None:
         (["--temperature=nan"], "must be numbers >= 0"),
         (["--k="], "must be numbers >= 1"),
         (["--prompts=/no/such/file"], "cannot read /no/such/file"),
-        (["--plot=/no/such/folder/x.png"], "no such directory"),
+        (["--plot=/no/such/folder/x.png"], "must be in a directory that exists"),
     ],
 )
 def test_wrong_flags_are_refused_before_anything_is_started(arguments: list[str], problem: str) -> None:

@@ -279,6 +279,6 @@ def test_command_writes_a_draft_and_a_plot(target_dir: Path, tmp_path: Path) -> 
     flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     made = CliRunner().invoke(app, [str(tmp_path / "draft"), *flags])
     assert made.exit_code == 0, made.output
-    assert "accepted of greedy guesses after" in made.output
+    assert "greedy acceptance after" in made.output
     assert (tmp_path / "draft" / "model.safetensors").exists()
     assert (tmp_path / "course.png").read_bytes().startswith(b"\x89PNG")

@@ -79,7 +79,7 @@ def test_gpus_are_counted_where_memory_is_given() -> None:
         (PLAIN + "[draft]\nalpha = 0.5", "draft.cost_ratio"),
         (PLAIN.replace("step_ms = 10", 'step_ms = "fast"'), "target.step_ms"),
         (PLAIN.replace("kv_tokens = 512", "kv_tokens = 127"), "kv_tokens: must be >= 128"),
-        (PLAIN.replace("kv_tokens = 512", ""), "needs either kv_tokens or [target.memory]"),
+        (PLAIN.replace("kv_tokens = 512", ""), "must have either kv_tokens or [target.memory]"),
         (PLAIN.replace("kv_tokens = 512", 'kv_tokens = 512\nrow_costs = "5:1"'), "start with 1:1"),
         (PLAIN.replace("busy = 1", "busy = 1\nbored = 1"), "spares.bored"),
     ],

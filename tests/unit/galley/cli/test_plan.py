@@ -34,7 +34,7 @@ def test_the_textbook_case_is_printed_exactly() -> None:
     output = output_of("--tokens=12", "--k=4", "--confirmed-per-round=3", "--draft-cost-ratio=6")
     lines = [line.strip() for line in output.splitlines()]
     assert lines[1:] == [
-        "4 target passes",
+        "4 target steps",
         "16 draft steps",
         "6.7 target-step equivalents",
         "1.8\N{MULTIPLICATION SIGN} fewer than 12",
@@ -49,7 +49,7 @@ def test_the_textbook_case_is_the_default() -> None:
 @pytest.mark.parametrize(("confirmed", "passes"), [("2.5", 8), ("4", 5)])
 def test_twenty_tokens_at_five(confirmed: str, passes: int) -> None:
     output = output_of("--tokens=20", "--k=5", f"--confirmed-per-round={confirmed}")
-    assert f"{passes} target passes" in output
+    assert f"{passes} target steps" in output
 
 
 def test_a_loss_is_called_one() -> None:
