@@ -15,16 +15,16 @@ _URL = re.compile(r"(?P<scheme>https?|grpcs?)://(?P<rest>[^/?#]*)/?")
 
 
 class Addresses(NamedTuple):
-    """Addresses as gRPC takes them; `tls` is True if one was written as https://."""
+    """Addresses as gRPC takes them; `tls` is True, for all of them, if any had https:// or grpcs://."""
 
     hosts: tuple[str, ...]
     tls: bool
 
 
 def parse_addresses(addresses: str | Sequence[str]) -> Addresses:
-    """Read "host:port", "host", "::1", "[::1]:port" or "http://host:port"; several with commas.
+    """Read "host:port", "host", "::1", "[::1]:port", URLs such as "https://host:port", or gRPC's own forms.
 
-    The default port is 50051. Raises ValueError.
+    Text may hold several with commas. The default port is 50051. Raises ValueError.
     """
     given = addresses.split(",") if isinstance(addresses, str) else addresses
     parsed = [_parse(address.strip()) for address in given if address.strip()]

@@ -45,8 +45,8 @@ class AsyncClient:
 
     `addresses` are "host:port", comma-separated or a sequence. The first is used until it fails, then the
     next. Without `tls` or "https://", calls go in plain text. `api_key` is a key or a token, or a callable
-    that returns the current one; None: the one of GALLEY_API_KEY, or of the file GALLEY_API_KEY_FILE. Calls
-    raise BadKey where it cannot be sent. Streams join the current OpenTelemetry trace of the caller;
+    that returns the current one; None: the one in the file GALLEY_API_KEY_FILE, else in GALLEY_API_KEY. Calls
+    raise BadKey if it cannot be sent. Streams join the current OpenTelemetry trace of the caller;
     `force_trace` makes the gateways trace every request whatever they sample. `interceptors` are added to
     every channel.
     """
@@ -121,7 +121,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         force_trace: bool = False,
     ) -> TokenStream:
-        """Stream a session from output token `next_index` on."""
+        """Stream a session from output token `next_index` on; `seen_hash` checks the tokens before it."""
         point = ResumePoint(session_id, next_index, seen_hash)
         return self._resumed(point, (), self._trace(force=force_trace), timeout_s)
 
@@ -173,14 +173,14 @@ class AsyncClient:
         await self._first_response(lambda stub, key: stub.Abort(request, timeout=timeout_s, metadata=key))
 
     async def model_info(self, model: str = "", *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
-        """Return the served model, its strategies and the limits of requests."""
+        """Return the served model, its strategies and its limits; `model`, if given, must be its name."""
         request = pb.GetModelInfoRequest(model=model)
         return await self._first_response(
             lambda stub, key: stub.GetModelInfo(request, timeout=timeout_s, metadata=key)
         )
 
     async def _first_response(self, make: Callable[[Stub, Metadata], Awaitable[_T]]) -> _T:
-        """Return the response of the first gateway that is available."""
+        """Return the response of the first gateway that is available. Raises GalleyRpcError."""
         left = len(self.addresses)
         while True:
             left -= 1
@@ -193,7 +193,7 @@ class AsyncClient:
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """Return the request; the gateway checks its bounds. Raises TypeError if the prompt mixes types."""
+    """Return the request; the gateway checks its bounds. Raises TypeError if messages and ids are mixed."""
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     speculation = _speculation(given.pop("speculation", Speculation()))
     request = pb.GenerateRequest(
@@ -220,7 +220,7 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     messages = [part for part in prompt if isinstance(part, Message)]
     ids = [part for part in prompt if isinstance(part, int)]
     if messages and ids:
-        raise TypeError("a prompt is text, messages or token ids, not a mixture")
+        raise TypeError("prompt: must be text, messages or token ids, got messages and token ids")
     if messages:
         turns = [pb.ChatMessage(role=turn.role, content=turn.content) for turn in messages]
         request.messages.CopyFrom(pb.ChatMessages(messages=turns))

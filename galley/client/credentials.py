@@ -38,7 +38,7 @@ def key_metadata(key: Key) -> tuple[tuple[str, str], ...]:
 
 
 def environment_key() -> Key:
-    """Return the key of GALLEY_API_KEY_FILE, which is read again for each call, or of GALLEY_API_KEY."""
+    """Return the key of GALLEY_API_KEY_FILE, read again for each call, else of GALLEY_API_KEY, else empty."""
     if file := os.environ.get(API_KEY_FILE_VARIABLE):
         return lambda: _read_key(Path(file))
     return os.environ.get(API_KEY_VARIABLE, "")
@@ -52,7 +52,7 @@ def _read_key(path: Path) -> str:
     except UnicodeDecodeError:
         key = ""
     if not key:
-        raise BadKey(f"{API_KEY_FILE_VARIABLE}: {path}: holds no line of text")
+        raise BadKey(f"{API_KEY_FILE_VARIABLE}: {path}: must hold the key as UTF-8 text, got none")
     return key
 
 

@@ -22,7 +22,7 @@ BadTlsFile = BadFile
 class GalleyRpcError(Exception):
     """A call ended with a status other than OK.
 
-    `violations` are the (field, problem) pairs of a BadRequest; `retry_after_s` comes from a RetryInfo.
+    `violations` are the (field, problem) pairs of a BadRequest; `retry_after_s` that of a RetryInfo or None.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class Retries:
     """The attempts to resume a broken stream; all times in seconds.
 
     The client tries one gateway after the other until no token has come for `patience_s`, or for
-    `start_patience_s` if the stream had not started; 0 tries nothing. The pause before each attempt starts at
+    `start_patience_s` if the stream had not started; 0: no attempt. The pause before each attempt starts at
     `first_pause_s`, doubles up to `longest_pause_s`, and is cut at random by up to half, so that the clients
     of a dead gateway do not all return at once.
     """

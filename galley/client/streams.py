@@ -56,7 +56,7 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
     ) -> None:
         """Read `call`, of Generate or Resume.
 
-        `seen` are the output tokens already known. Without `recovery`, a broken connection is raised.
+        `seen` are the output tokens before `next_index`, if known. Without `recovery`, a break is raised.
         """
         self._call = call
         self._responses = call.__aiter__()
@@ -126,7 +126,7 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
             self._recovery.reset()
 
     def resume_from(self) -> ResumePoint:
-        """Return where to continue. `seen_hash` is empty (not checked) if earlier tokens are unknown."""
+        """Return the arguments of `resume`; `seen_hash` is empty (no check) if earlier tokens are unknown."""
         whole = len(self.token_ids) == self._next_index
         seen_hash = prefix_hash(self.token_ids) if whole and self.token_ids else b""
         return ResumePoint(self.session_id, self._next_index, seen_hash)
@@ -138,7 +138,7 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
 
 
 class Recovery:
-    """Reconnects one stream after it broke."""
+    """The attempts to reconnect one stream after it broke."""
 
     def __init__(
         self,
@@ -148,9 +148,9 @@ class Recovery:
         switch_gateway: Callable[[], None],
         timeout_s: float | None,
     ) -> None:
-        """`start` and `resume` call the current gateway with what is left of the deadline of `timeout_s`.
+        """Reconnect by `start` and `resume`, which call the current gateway with the seconds that are left.
 
-        Without `start`, the stream can only be resumed.
+        Without `start`, the stream can only be resumed. `switch_gateway` makes the next gateway current.
         """
         self._retries = retries
         self._start = start

@@ -41,7 +41,7 @@ class Stream(Iterator[pb.StreamEvent]):
 
     @property
     def token_ids(self) -> list[int]:
-        """The output tokens so far."""
+        """The output tokens received so far."""
         return self._stream.token_ids
 
     @property
@@ -50,7 +50,7 @@ class Stream(Iterator[pb.StreamEvent]):
         return self._stream.finished
 
     def resume_from(self) -> ResumePoint:
-        """Return where to continue."""
+        """Return the arguments of `resume` that continue this stream."""
         return self._stream.resume_from()
 
     def cancel(self) -> None:
@@ -59,9 +59,9 @@ class Stream(Iterator[pb.StreamEvent]):
 
 
 class Client:
-    """A synchronous client; open it with `with`. Arguments and methods are those of AsyncClient.
+    """A synchronous client; open it with `with`. It may be used from several threads.
 
-    It may be used from several threads.
+    Arguments and methods are those of AsyncClient, but for `interceptors` and `resume_stream`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Client:
         timeout_s: float | None = None,
         force_trace: bool = False,
     ) -> Stream:
-        """Stream a session from output token `next_index` on."""
+        """Stream a session from output token `next_index` on; `seen_hash` checks the tokens before it."""
         return _stream(
             lambda: self._client.resume(
                 session_id, next_index, seen_hash, timeout_s=timeout_s, force_trace=force_trace
@@ -109,7 +109,7 @@ class Client:
         _run(self._client.abort(session_id, timeout_s=timeout_s))
 
     def model_info(self, model: str = "", *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
-        """Return the served model, its strategies and the limits of requests."""
+        """Return the served model, its strategies and its limits; `model`, if given, must be its name."""
         return _run(self._client.model_info(model, timeout_s=timeout_s))
 
 
