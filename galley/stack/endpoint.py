@@ -19,7 +19,7 @@ _SUFFIX = ".stack"
 
 
 class NoEndpoint(Exception):
-    """No stack of the wanted name runs here."""
+    """No stack, or none of the given name, runs here."""
 
 
 class SeveralStacks(NoEndpoint):
@@ -44,7 +44,11 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class RunningStack:
-    """A stack that runs here: its gateways (comma-separated), the services with metrics, its own store."""
+    """A stack that runs here.
+
+    `address` lists its gateways with commas, `services` those with metrics. `store` is the URL of its
+    embedded store, empty if it uses another.
+    """
 
     name: str
     address: str
@@ -53,18 +57,21 @@ class RunningStack:
 
 
 def state_dir() -> Path:
-    """Return $XDG_RUNTIME_DIR/galley, else $TMPDIR/galley-UID. Raises PermissionError if others can write."""
+    """Create and return $XDG_RUNTIME_DIR/galley, else $TMPDIR/galley-UID.
+
+    Raises PermissionError if another user owns it or can write it.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(runtime) / "galley" if runtime else Path(tempfile.gettempdir()) / f"galley-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise PermissionError(f"{path}: must be a directory that only its owner can write")
+        raise PermissionError(f"{path}: must be your own directory, which only its owner can write")
     return path
 
 
 class Endpoint:
-    """The name of a stack of this process, by which clients find it; `with` gives it back at the end."""
+    """The name of a stack of this process, by which clients find it; the end of `with` frees it."""
 
     def __init__(self, name: str | None = None) -> None:
         """Take `name`, or the first free one of "default", "default-2", ... Raises ValueError, NameTaken."""
@@ -73,7 +80,7 @@ class Endpoint:
             while not self._take(DEFAULT_NAME if number == 1 else f"{DEFAULT_NAME}-{number}"):
                 number += 1
         elif not _NAME.fullmatch(name):
-            raise ValueError(f"must be 1 to 40 letters, digits, '.', '_' or '-', got {name!r}")
+            raise ValueError(f"must be a letter or digit and up to 39 more, '.', '_' or '-', got {name!r}")
         elif not self._take(name):
             raise NameTaken(f"must be free, got {name!r}, which process {_read(self._path).get('pid')} uses")
 
@@ -107,7 +114,7 @@ class Endpoint:
 
 
 def running_stacks() -> list[RunningStack]:
-    """Return the stacks that run here and have announced their gateways, by name."""
+    """Return the stacks that run here and have announced their gateways, sorted by name."""
     stacks = []
     for path in sorted(state_dir().glob(f"*{_SUFFIX}")):
         facts = _read(path)

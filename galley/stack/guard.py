@@ -25,7 +25,7 @@ _NOT_FOUND = 127
 
 
 def main(argv: list[str]) -> int:
-    """Become `argv[2:]`, tied to the parent of pid `argv[0]`. Return an exit status only if that fails."""
+    """Become the command `argv[2:]`. Return an exit status if it fails or parent `argv[0]` has ended."""
     parent, niceness, command = int(argv[0]), int(argv[1]), argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

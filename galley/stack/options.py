@@ -22,7 +22,7 @@ class StackOptions:
     model: str = ""
     # None: the draft that Galley brings for this target, if there is one. "none": no draft model.
     draft_model: str | None = None
-    # The first is the default of requests that name none; empty: hybrid with a draft model, else ngram.
+    # Only the first is used, for requests that name none; empty: hybrid with a draft model, else ngram.
     strategies: tuple[str, ...] = ()
     k: int | None = None
     dtype: str | None = None
@@ -42,9 +42,9 @@ class StackOptions:
     # Further environment and, by part name ("target", "draft", "gateway", "valkey"), further arguments.
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     extra_args: Mapping[str, Sequence[str]] = field(default_factory=lambda: MappingProxyType({}))
-    # None: 1 on a host of at most SMALL_HOST_CORES cores, where more would wait for one another.
+    # Of each service. None: 1 on a host of at most SMALL_HOST_CORES cores, else torch's choice.
     threads: int | None = None
-    # None: in a temporary directory, removed with the stack.
+    # None: in the temporary directory, removed with the stack unless a part failed.
     log_dir: Path | None = None
     data_dir: Path | None = None
     start_timeout_s: float = 600.0
@@ -53,7 +53,7 @@ class StackOptions:
 
 @dataclass(frozen=True, slots=True)
 class StackDirs:
-    """The directories that the stack writes; `run` is private to the user, and short enough for a socket."""
+    """The directories that the stack writes; `run` is the user's own, its path short enough for sockets."""
 
     run: Path
     data: Path
@@ -64,7 +64,7 @@ PartTable: TypeAlias = "Callable[[StackOptions, StackDirs], Sequence[PartSpec]]"
 
 
 def threads_of(options: StackOptions) -> int | None:
-    """Return the threads a service; None leaves the choice to torch."""
+    """Return the number of threads for each service; None leaves it to torch."""
     if options.threads is not None:
         return options.threads
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -47,10 +47,10 @@ class State(enum.StrEnum):
 class PartSpec:
     """A process to run once the parts named in `after` are ready.
 
-    It gets `--ready-fd N` and writes JSON lines there: {"stage": ...}, at last {"stage": "ready", ...}. But
-    with a unix `socket` it is ready when it answers a PING there; with `ports`, when all accept connections
-    (the first is its address); if it `exits`, when it ends with exit code 0: each line of its output is a
-    stage, the last one its fact: {"line": ...}.
+    It gets `--ready-fd N` and writes JSON lines there: {"stage": ...}, at last {"stage": "ready", ...}, which
+    is its facts. With a unix `socket` it is ready when it answers a PING there instead, with `ports` when all
+    accept connections (the first is its address), and if it `exits`, when it ends with exit code 0: each line
+    of its output is a stage, and {"line": the last one} its facts.
 
     `command` and `environment` are given the facts of the parts in `after`. A `niceness` above 0 gives the
     other parts precedence where cores are few. The stack outlives a part that is not `vital`.
@@ -68,7 +68,7 @@ class PartSpec:
 
     @property
     def is_service(self) -> bool:
-        """True for a service of ours, which reports by `--ready-fd`."""
+        """Return True if the process reports by `--ready-fd`, as Galley's services do."""
         return not (self.socket or self.ports or self.exits)
 
 
@@ -126,7 +126,7 @@ class Part:
         return self._process is not None and self._process.returncode is None
 
     async def start(self, facts: Facts, timeout_s: float) -> PartFacts:
-        """Run the command; return its facts when ready. Stop the part even if this raises PartFailed."""
+        """Run the command; return its facts when ready. Call `stop` even if it raises PartFailed."""
         self._started_at = time.monotonic()
         self._report(State.STARTING, "starting")
         command, spec = list(self.spec.command(facts)), self.spec
@@ -235,7 +235,7 @@ class Part:
             os.kill(self.pid, sig)
 
     async def stop(self, grace_s: float) -> None:
-        """Send SIGTERM, and SIGKILL to the whole process group after `grace_s` seconds."""
+        """Send SIGTERM; if the part runs on for `grace_s` seconds, send SIGKILL to its process group."""
         if not self.running:
             return
         self._report(State.STOPPED, "stopping")
@@ -301,7 +301,7 @@ async def is_answering(path: Path) -> bool:
 
 
 async def unreachable(redis_url: str) -> str:
-    """Return why no server of a Redis URL accepts connections; empty if one does. Raises ValueError."""
+    """Return why no server of a Redis URL accepts connections; "" if one does. Raises ValueError."""
     from galley.common.redis.url import parse_redis_url  # noqa: PLC0415  # an extra
 
     url = parse_redis_url(redis_url)

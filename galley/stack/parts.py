@@ -50,7 +50,7 @@ def _numbered(name: str, count: int) -> list[str]:
 
 
 def traced(parts: Sequence[PartSpec], viewer: PartSpec) -> list[PartSpec]:
-    """Return `parts` with the viewer, to which the services send their traces."""
+    """Return the viewer and `parts`, whose services start after it and send it their traces."""
 
     def environment(facts: Facts) -> Mapping[str, str]:
         return export_to(facts[viewer.name]["address"])
@@ -195,7 +195,7 @@ class Viewer:
 
 
 def find_viewer() -> Viewer:
-    """Return the best viewer that is installed. Raises OSError."""
+    """Return Arize Phoenix if installed, else the collector. Raises OSError for a bad directory."""
     directory = trace_dir()
     return _phoenix(directory / "phoenix") if _has_phoenix() else _collector(new_file(directory))
 
@@ -234,7 +234,7 @@ def _phoenix(directory: Path) -> Viewer:
         "PHOENIX_PORT": str(http_port),
         "PHOENIX_GRPC_PORT": str(grpc_port),
         "PHOENIX_WORKING_DIR": str(directory),
-        # Do not report each start to its makers, nor load fonts from the network.
+        # Phoenix would report each start to its makers and load fonts from the network.
         "PHOENIX_TELEMETRY_ENABLED": "false",
         "PHOENIX_ALLOW_EXTERNAL_RESOURCES": "false",
         # An assistant with a shell is not needed to look at traces.

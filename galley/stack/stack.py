@@ -140,7 +140,7 @@ class Stack:
         self._facts[part.spec.name] = await part.start(self._facts, self.options.start_timeout_s)
 
     async def failure(self) -> PartFailed:
-        """Wait until a vital part dies unexpectedly, and return how."""
+        """Wait until one of the vital parts that run now ends; return its failure. Logs are then kept."""
         vital = [part for part in self._parts.values() if part.running and part.spec.vital]
         async with asyncio.TaskGroup() as group:
             watches = [group.create_task(part.died()) for part in vital]
@@ -151,7 +151,7 @@ class Stack:
         return done.pop().result()
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. Raises PartFailed if a part dies meanwhile."""
+        """Return the result of `work`. If a vital part dies meanwhile, cancel it and raise PartFailed."""
         working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self.failure())
         try:
             await asyncio.wait([working, dying], return_when=asyncio.FIRST_COMPLETED)
@@ -167,7 +167,7 @@ class Stack:
             await asyncio.wait([working, dying])
 
     async def stop(self) -> None:
-        """Stop all parts, those first on which no other depends. Logs are kept if a part had failed."""
+        """Stop all parts, dependent ones first. Remove the temporary directory unless a part has failed."""
         while running := [part for part in self._parts.values() if part.running]:
             needed = {name for part in running for name in part.spec.after}
             idle = [part for part in running if part.spec.name not in needed]
@@ -178,7 +178,7 @@ class Stack:
             self.forget()
 
     def forget(self) -> None:
-        """Remove the stack's temporary directory, with the logs of a failure."""
+        """Remove the temporary directory, with logs and data that have no directory of their own."""
         shutil.rmtree(self.dirs.run, ignore_errors=True)
 
 
