@@ -30,7 +30,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class CollectorSettings(ServiceSettings):
-    """Flags, or GALLEY_TRACING_* in the environment."""
+    """Settings of the collector: flags and GALLEY_TRACING_* environment variables."""
 
     model_config = settings_config("GALLEY_TRACING_")
 
@@ -45,7 +45,7 @@ class CollectorSettings(ServiceSettings):
 
 
 class Collector(otlp_rpc.TraceServiceServicer):
-    """Serve OTLP's trace service; one thread of its own encodes and writes."""
+    """OTLP's trace service; a thread of its own encodes and writes."""
 
     grpc_services = (SERVICE,)
 
@@ -58,7 +58,7 @@ class Collector(otlp_rpc.TraceServiceServicer):
     async def Export(  # noqa: N802  # the name of the RPC
         self, request: otlp.ExportTraceServiceRequest, _context: grpc.aio.ServicerContext[Any, Any]
     ) -> otlp.ExportTraceServiceResponse:
-        """Write the spans of one export. Raises Overloaded."""
+        """Write the spans of one export. Raises Overloaded if too many bytes wait to be written."""
         size = request.ByteSize()
         if self._waiting_bytes and self._waiting_bytes + size > self._max_waiting_bytes:
             raise Overloaded("too many spans wait to be written", _RETRY_AFTER_S)
@@ -84,7 +84,7 @@ def _response(dropped: int) -> otlp.ExportTraceServiceResponse:
         return otlp.ExportTraceServiceResponse()
     partial = otlp.ExportTracePartialSuccess(
         rejected_spans=dropped,
-        error_message="ids of a wrong length, or longer than a line may be",
+        error_message="spans must have ids of the right length and fit into a line",
     )
     return otlp.ExportTraceServiceResponse(partial_success=partial)
 

@@ -72,7 +72,7 @@ def medians_of(rounds: Collection[Round]) -> Medians:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`round` of `request`, and the medians of the other rounds."""
+    """A round to explain. `medians` are those of the other rounds, or 0 if it is not slow beside them."""
 
     story: Story
     request: Request
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def lost_ns(self) -> int:
-        """Return the nanoseconds of that part."""
+        """Return the whole time of `part`, in nanoseconds."""
         return times_of(self.round)[self.part]
 
     def last_event(self, name: str, pool: str = "") -> Event | None:
@@ -98,12 +98,12 @@ class Case:
 
     @property
     def is_evicted(self) -> bool:
-        """Return True if other sessions took the session's KV blocks before this round."""
+        """Return True if other sessions took the session's KV blocks before this round ended."""
         events = (event for request in self.story.requests for event in request.events)
         return any(e.name == names.KV_EVICTED and e.time_ns <= self.round.span.end_ns for e in events)
 
     def stalled_ns(self) -> int:
-        """Return the nanoseconds of the round during which the client left the stream unread."""
+        """Return for how long the client left the stream unread in the round and the idle time before it."""
         return self._within(self._stalls())
 
     def committing_ns(self) -> int:
@@ -142,13 +142,13 @@ class Case:
         return covered
 
     def store_calls_ns(self) -> int:
-        """Return the nanoseconds of store calls other than commits before the round."""
+        """Return the sum of the request's store calls, commits excepted, that began before the round."""
         calls = (call.span for call in self.request.calls if call.operation and call.operation != COMMIT)
         return sum(span.duration_ns for span in calls if span.start_ns < self.round.span.start_ns)
 
     @property
     def missing_tokens(self) -> int | None:
-        """Return the confirmed tokens that were not in the target's cache; None if unknown."""
+        """Return how many of the tokens before the round the target's cache lacked; None if unknown."""
         reused = self.round.reused
         return None if reused is None else max(0, self.round.position - reused)
 
@@ -287,8 +287,8 @@ def _beginning(case: Case) -> str:
         return ""
     store_ns = case.store_calls_ns()
     if store_ns >= _SHARE * case.lost_ns > 0:
-        return f"creating the session in the store took {ms(store_ns)} ms of it"
-    return "the request was admitted and tokenized, and its session was created"
+        return f"opening the session in the store took {ms(store_ns)} ms of it"
+    return "the gateway admitted the request, read it and opened its session"
 
 
 # Parts in which the target does nothing for the session.

@@ -66,7 +66,7 @@ def _head(case: Case) -> str:
     of = f" of request {number}" if len(requests) > 1 else ""
     name = f"round {one.index}{of} ({token}{target})"
     if case.part is Part.BEFORE:
-        return f"{name} began {ms(one.idle_ns)} ms after the round before it, {ms(one.felt_ns)} ms in all"
+        return f"{name} began after {ms(one.idle_ns)} ms without a round, {ms(one.felt_ns)} ms in all"
     if case.part is Part.LOG:
         logged = f"were logged {ms(one.commit_ns)} ms after they were confirmed"
         return f"the tokens of {name} {logged}, {ms(one.felt_ns)} ms in all"
@@ -74,7 +74,7 @@ def _head(case: Case) -> str:
 
 
 def _without_rounds(story: Story) -> str:
-    """Name the slowest round from the figures on the request's span."""
+    """Name the slowest round by the figures on the requests' own spans."""
     slowest = max(story.requests, key=lambda request: request.integer(names.SLOWEST_ROUND_NS))
     took_ns = slowest.integer(names.SLOWEST_ROUND_NS)
     if not took_ns:
@@ -177,7 +177,7 @@ def _gaps(story: Story) -> Iterator[str]:
             f"The clock of {one_line(shift.process.service)} {one_line(shift.process.instance, 8)} was off: "
             f"{ms(abs(shift.offset_ns))} ms were "
             f"{'added to' if shift.offset_ns > 0 else 'subtracted from'} its times, "
-            f"estimated from {count(shift.calls, 'call')} from {one_line(shift.against.service)}"
+            f"estimated from {count(shift.calls, 'call')} between it and {one_line(shift.against.service)}"
             + (f"; {shift.unfit:,} of them still end too late." if shift.unfit else ".")
         )
 

@@ -21,7 +21,7 @@ def stories_of(
     *,
     cut: bool = False,
 ) -> tuple[Story, ...]:
-    """Return the stories in the spans, or that of `session_id`. `sessions_of` returns a trace's sessions."""
+    """Return a story for each session in the spans, or only that of `session_id`."""
     aligned, shifts = _aligned(spans)
     tree = _Tree(aligned)
     requests = sorted(_requests(tree), key=lambda request: request.start_ns)
@@ -108,7 +108,7 @@ def _request(key: SpanKey, span: Span | None, spans: list[Span], tree: _Tree) ->
 
 
 def _idle(spans: Sequence[Span], began_ns: int | None) -> Iterable[int]:
-    """Yield the idle time before each round; 0 if the round before is missing."""
+    """Yield the idle time before each round (the first: since `began_ns`); 0 if the one before is missing."""
     expected, last_end_ns = 0, began_ns
     for span in spans:
         index = span.integer(names.ROUND_INDEX)
@@ -130,7 +130,7 @@ def _seen_elsewhere(rounds: Iterable[Round], calls: Iterable[Call], session_id: 
 def _placed(
     rounds: Sequence[Round], own: Iterable[Event], elsewhere: Iterable[Event]
 ) -> tuple[list[Round], list[Event]]:
-    """Return the rounds with the events in their time, and other events; a replica's copies are dropped."""
+    """Return the rounds with their events, and the events outside. Replicas' copies of them are left out."""
     ends = [one.span.end_ns for one in rounds]
     placed = [list(one.events) for one in rounds]
     loose: list[Event] = []
@@ -155,7 +155,7 @@ def _placed(
 
 
 def _with_evictions(requests: Sequence[Request], evictions: Iterable[Event]) -> tuple[Request, ...]:
-    """Add evictions between requests to the earlier one: steps of other sessions evict idle ones."""
+    """Add evictions of the idle session by steps of others to the last request that began before them."""
     found = list(requests)
     known = {id(event) for request in requests for event in request.all_events}
     for event in evictions:
@@ -171,7 +171,7 @@ def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def _session_of(request: Request, tree: _Tree) -> str:
-    """Return the request's session, or that of the request that continues it."""
+    """Return the request's session id, or that of the request that continues it; empty if unknown."""
     if request.session_id:
         return request.session_id
     missing = request.trace_id, request.rounds[0].span.parent_id if request.rounds else ""
@@ -192,7 +192,7 @@ def _concerning(shifts: Sequence[Shift], requests: Iterable[Request]) -> tuple[S
 
 
 def _parts_of(span: Span) -> RoundParts:
-    """Return the parts from the span's attributes, limited so that they sum to its duration."""
+    """Return the parts from the span's attributes, cut to its duration; what is left of it is `wire_ns`."""
     left_ns = span.duration_ns
     compute_ns = min(span.integer(names.COMPUTE_PART), left_ns)
     left_ns -= compute_ns

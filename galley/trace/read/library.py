@@ -54,7 +54,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The spans of traces and of the steps that served them; `cut` if more than MAX_SPANS were found."""
+    """At most MAX_SPANS spans; `cut` if there are more. `session_id` is empty unless they have just one."""
 
     spans: Sequence[Span]
     cut: bool
@@ -90,7 +90,7 @@ def find(lines: Lines, id_prefix: str) -> Selection:
 
 
 def _the_one(id_prefix: str, sessions: set[str], traces: set[str]) -> tuple[str, str] | None:
-    """Return ("session" or "trace", id); None if no request matches."""
+    """Return ("session" or "trace", id); None if no request matches. Raises NotFound if several do."""
     if id_prefix in sessions:
         return "session", id_prefix
     if id_prefix.lower() in traces:
@@ -120,7 +120,7 @@ def _trace_by_prefix(lines: Lines, id_prefix: str) -> str:
 def _ambiguous(id_prefix: str, matches: Collection[str]) -> NotFound:
     listed = ", ".join(sorted(matches)[:_SHOWN_MATCHES])
     more = ", ..." if len(matches) > _SHOWN_MATCHES else ""
-    return NotFound(f"{id_prefix!r} begins several ids: {listed}{more}")
+    return NotFound(f"{id_prefix!r}: must be the prefix of one id only, got {listed}{more}")
 
 
 # -------------------------------------------------------------------------------------- the spans --

@@ -22,8 +22,6 @@ T = TypeVar("T")
 
 
 class _Attribute(Generic[T]):
-    """An attribute of the object's span."""
-
     def __init__(self, read: Callable[[Span, str], T], key: str) -> None:
         self._read = read
         self._key = key
@@ -45,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The target's step behind a round, and the other ranks' parts of it."""
+    """The step of the target that ended a round, and the spans of ranks other than 0 in it."""
 
     span: Span
     ranks: tuple[Span, ...] = ()
@@ -61,7 +59,7 @@ class Batch:
 
     @property
     def waiting(self) -> int:
-        """Return the requests that waited and were not in the step."""
+        """Return the number of requests that waited and were not in the step."""
         return max(0, self.span.integer(names.QUEUE_DEPTH) - self.sessions)
 
     @property
@@ -72,7 +70,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round. `idle_ns` is the time before it without a round; `events` are of any process."""
+    """One round of a request, with the events of all processes that fall into it.
+
+    `idle_ns` is the time since the previous round ended or, for the first, the request began; 0 if unknown.
+    """
 
     span: Span
     parts: RoundParts
@@ -110,7 +111,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One `Generate` or `Resume`; `span` is None if lost. `events` and `calls` lie outside its rounds."""
+    """One `Generate` or `Resume`; `span` is None if lost. `events` and `calls` are not those of rounds."""
 
     trace_id: str
     span: Span | None
@@ -149,7 +150,7 @@ class Request:
 
     @property
     def missing_rounds(self) -> int:
-        """Return the rounds that the trace lacks (`--round-spans`, or lost spans)."""
+        """Return the number of rounds that the trace lacks (`--round-spans`, or lost spans)."""
         return max(0, self.integer(names.ROUNDS) - len(self.rounds))
 
     def integer(self, key: str) -> int:
@@ -169,7 +170,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """All requests of one session, in order. `session_id` is empty if no request span names it."""
+    """The requests of a session in order; `session_id` is empty if unknown. `cut`: not all spans are read."""
 
     session_id: str
     requests: tuple[Request, ...]
@@ -199,7 +200,7 @@ class Story:
         return None if first.resumed else next(starts, None)
 
     def company(self, batch: Batch) -> Collection[str]:
-        """Return the other sessions of a step, or their trace if it holds several sessions."""
+        """Return the other sessions of a step; "one of trace ID" if a trace does not hold exactly one."""
         ours = {request.trace_id for request in self.requests}
         found: dict[str, None] = {}
         for link in batch.span.links:
@@ -209,6 +210,6 @@ class Story:
         return tuple(found)
 
     def output_index(self, position: int) -> int | None:
-        """Return the index of the output token at `position`, from 0."""
+        """Return the output index of `position`, from 0; None in the prompt or if its length is unknown."""
         prompt = self.prompt_tokens
         return position - prompt if prompt is not None and position >= prompt else None

@@ -45,7 +45,7 @@ class BadTraceFile(Exception):
 
 
 class OtlpFile:
-    """Append export requests. Only one writer at a time."""
+    """The file as its writer sees it; only one may be open for a path."""
 
     def __init__(self, path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         """Open or create the file, and cut off an incomplete last line. Raises OSError."""
@@ -56,7 +56,7 @@ class OtlpFile:
         self._size = self._file.seek(0, 2)
 
     def append(self, request: ExportTraceServiceRequest) -> int:
-        """Write the request; return the number of spans left out: without ids or too long. Raises OSError."""
+        """Write the request; return how many spans were left out (bad ids, too long). Raises OSError."""
         lines, dropped = _lines_of(request)
         for line in lines:
             if self._size and self._size + len(line) > self._max_bytes:
@@ -112,7 +112,7 @@ def _end_of_lines(file: FileIO) -> int:
 
 
 def _lines_of(request: ExportTraceServiceRequest) -> tuple[list[bytes], int]:
-    """Serialize to one line, or to several with half of the spans each if too long."""
+    """Return the request as lines, halved while too long, and the number of spans left out."""
     lines, dropped = [], drop_malformed(request)
     waiting = deque([document_of(request)])
     while waiting:
@@ -175,7 +175,7 @@ class Line:
         except (ValueError, RecursionError) as error:
             if not self.raw.endswith(b"\n"):
                 return {}
-            raise BadTraceFile(f"{self.place}: is not JSON ({error})") from error
+            raise BadTraceFile(f"{self.place}: must be JSON ({error})") from error
 
     def spans(self, keep: Callable[[Any], bool] | None = None) -> Iterator[Span]:
         """Yield the spans; with `keep`, those whose JSON it returns True for. Raises BadTraceFile."""
@@ -191,7 +191,7 @@ def _lines(path: Path) -> Iterator[Line]:
         while raw := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(raw) > MAX_LINE_BYTES:
-                raise BadTraceFile(f"{path}:{number}: must be at most {MAX_LINE_BYTES} bytes long, is longer")
+                raise BadTraceFile(f"{path}:{number}: must be at most {MAX_LINE_BYTES} bytes long")
             start = raw.lstrip()[:1]
             if start not in (b"", b"{"):
                 raise BadTraceFile(f"{path}:{number}: must be a JSON object")
@@ -212,7 +212,7 @@ def trace_dir() -> Path:
 
 
 def new_file(directory: Path) -> Path:
-    """Return the path of a new file; only the newest few of the others are kept. Raises OSError."""
+    """Return a path for a new file; delete all others but the newest three. Raises OSError."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for old in _newest_first(directory)[_KEPT_FILES - 1 :]:
         old.unlink(missing_ok=True)
@@ -295,7 +295,7 @@ def spans_in(document: Any, keep: Callable[[Any], bool] | None = None) -> Iterat
     except Malformed:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise Malformed(f"is not a list of spans in OTLP's JSON encoding ({error})") from error
+        raise Malformed(f"must be spans in OTLP's JSON encoding ({error})") from error
 
 
 def _process(resource: Mapping[str, Any]) -> Process:
@@ -335,7 +335,7 @@ def _read_link(link: Mapping[str, Any]) -> Link:
 def _id(holder: Mapping[str, Any], name: str, digits: int) -> str:
     value = holder.get(name)
     if not isinstance(value, str) or len(value) != digits:
-        raise Malformed(f"{name}: must be {digits} hexadecimal digits, is {value!r:.80}")
+        raise Malformed(f"{name}: must be {digits} hexadecimal digits, got {value!r:.80}")
     bytes.fromhex(value)
     return value.lower()
 
@@ -343,14 +343,14 @@ def _id(holder: Mapping[str, Any], name: str, digits: int) -> str:
 def _time(holder: Mapping[str, Any], name: str) -> int:
     value = int(holder.get(name) or 0)
     if not 0 <= value < 2**64:
-        raise Malformed(f"{name}: must be in [0, 2^64), is {value}")
+        raise Malformed(f"{name}: must be in [0, 2^64), got {value}")
     return value
 
 
 def _string(holder: Mapping[str, Any], name: str) -> str:
     value = holder.get(name, "")
     if not isinstance(value, str):
-        raise Malformed(f"{name}: must be a string, is {value!r:.80}")
+        raise Malformed(f"{name}: must be a string, got {value!r:.80}")
     return _encodable(value)
 
 
@@ -380,7 +380,7 @@ def _read_string(held: str) -> str:
 def _read_int(held: Any) -> int:
     value = int(held)
     if not -(2**63) <= value < 2**63:
-        raise Malformed("intValue: must be of 64 bits, is longer")
+        raise Malformed(f"intValue: must be in [-2^63, 2^63), got {value!r:.80}")
     return value
 
 

@@ -4,8 +4,8 @@ A server's span cannot start before its caller's, nor end after it. If a process
 off: all its spans are shifted by the middle of the offsets that both bounds allow. If they fit, nothing is
 shifted.
 
-The second bound holds only if the caller waited for the response. Calls that say they were given up are
-ignored for it, and so are those that contradict the first bound of another call.
+The second bound holds only if the caller waited for the response. Calls that were cancelled, superseded or
+longer than their caller's span are ignored for it; so are those that contradict another call's first bound.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _GIVEN_UP = ("cancelled", "superseded")
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """`offset_ns` was added to the times of a process, estimated from `calls` of the process `against`.
+    """A correction of a clock: `offset_ns` was added to the times of `process`.
 
-    `unfit` of them still end after their caller's span.
+    It is estimated from `calls` calls between it and `against`, of which `unfit` still end too late.
     """
 
     process: Process
@@ -41,11 +41,11 @@ class Shift:
 
 @dataclass(slots=True)
 class _Edge:
-    """The bounds that calls between two processes put on the offset of the other's clock."""
+    """The bounds that the calls of one process to another put on the offset of the called one's clock."""
 
     least_ns: float = -math.inf
     calls: int = 0
-    # The upper bound of each answered call.
+    # The upper bound from each call whose caller waited for the response.
     most_ns: list[int] = field(default_factory=list)
 
     def add(self, parent: Span, child: Span) -> None:
@@ -56,11 +56,11 @@ class _Edge:
 
     @property
     def unfit(self) -> int:
-        """Return the number of calls that contradict the first bound."""
+        """Return the number of calls whose upper bound is below the lower bound of another call."""
         return sum(most < self.least_ns for most in self.most_ns)
 
     def offset_ns(self, untouched_ns: int) -> int:
-        """Return `untouched_ns`, which leaves the other's times as they are, if that fits."""
+        """Return `untouched_ns`, which changes no times, if it fits the bounds, else their middle."""
         most_ns = min((most for most in self.most_ns if most >= self.least_ns), default=math.inf)
         if self.least_ns - _NEGLIGIBLE_NS <= untouched_ns <= most_ns + _LATE_NS:
             return untouched_ns
@@ -70,7 +70,11 @@ class _Edge:
 def align(
     spans: Sequence[Span], by_key: Mapping[SpanKey, Span], first: Sequence[Process]
 ) -> tuple[Sequence[Span], tuple[Shift, ...]]:
-    """Return the spans on one clock: that of the processes `first`, or of the first span."""
+    """Return the spans on one clock, and the shifts that this took.
+
+    Processes that calls connect get the clock of the earliest of them in `first`, else of the first caller.
+    Others keep their own.
+    """
     edges: dict[tuple[Process, Process], _Edge] = defaultdict(_Edge)
     for span in spans:
         parent = by_key.get((span.trace_id, span.parent_id))
@@ -85,7 +89,7 @@ def align(
 def _offsets(
     edges: Mapping[tuple[Process, Process], _Edge], roots: Sequence[Process]
 ) -> tuple[Mapping[Process, int], list[Shift]]:
-    """Return each process's offset, following calls from the roots in both directions."""
+    """Return the offsets and shifts of the processes that calls connect to the roots in either direction."""
     beside: dict[Process, list[tuple[Process, _Edge, int]]] = defaultdict(list)
     for (parent, child), edge in edges.items():
         beside[parent].append((child, edge, 1))

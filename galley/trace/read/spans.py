@@ -28,7 +28,7 @@ class _Attributed:
         return value if isinstance(value, str) else ""
 
     def known(self, key: str) -> int | None:
-        """Return an integer of at least 0; None if missing."""
+        """Return an integer; None if missing or negative."""
         value = self.attributes.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
@@ -36,7 +36,7 @@ class _Attributed:
         return self.known(key) or 0
 
     def share(self, key: str) -> float:
-        """Return a number in [0, 1]; 0 if missing."""
+        """Return a number in [0, 1]; 0 if missing or outside."""
         value = self.attributes.get(key)
         return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.0
 

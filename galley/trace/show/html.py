@@ -181,7 +181,7 @@ class _RoundRows:
     def __init__(
         self, story: Story, rounds: Sequence[Round], slowest: Round | None, ids: dict[int, str]
     ) -> None:
-        """`ids` names each round's row by `id()` of the round."""
+        """Take the HTML id of each round's row, by `id()` of the round, from `ids`."""
         self._story = story
         self._longest_ns = max((one.felt_ns for one in rounds), default=0) or 1
         self._slowest = slowest
@@ -314,7 +314,7 @@ def _step(batch: Batch, sessions: int) -> Iterator[str]:
     if batch.free_blocks is not None:
         yield f"{batch.free_blocks:,} KV blocks free"
     if batch.waiting:
-        yield f"{count(batch.waiting, 'item')} waiting"
+        yield f"{count(batch.waiting, 'request')} waiting"
 
 
 def _calls(one: Round) -> Iterator[tuple[str, str]]:
@@ -329,7 +329,7 @@ def _call(call: Call, since_ns: int) -> Iterator[str]:
     if call.served is not None:
         served = call.served
         after = ms(served.start_ns - call.span.start_ns)
-        yield f"there {ms(served.duration_ns)} ms, begun after {after} ms"
+        yield f"served for {ms(served.duration_ns)} ms, {after} ms after the call"
     if call.span.problem:
         yield one_line(call.span.problem)
 

@@ -1,6 +1,6 @@
 """Select and describe what is shown: a story in figures; rounds, events between them, and gaps.
 
-A long request is shortened in the middle; its slowest rounds, and those in which something happened, stay.
+A long request is shortened in the middle; its slowest rounds, and the first of those with events, stay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NS = "_ns"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the rows of a request; `events` are those outside rounds."""
+    """The most rounds of each kind that a request shows, and the most events outside of rounds."""
 
     head: int = 16
     tail: int = 12
@@ -41,7 +41,7 @@ EVERYTHING = Limits(head=maxsize, events=maxsize)
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Rounds that are left out; or events, where there are no rounds."""
+    """Neighbouring rounds that are left out; or, if `rounds` is 0, events outside of rounds."""
 
     rounds: int = 0
     confirmed: int = 0
@@ -92,7 +92,7 @@ def _gap(rounds: Sequence[Round]) -> Gap:
 
 
 def cells_of(one: Round, ns_per_cell: float) -> Mapping[Part, int]:
-    """Return the cells of a bar's parts, at least one in all; those that rounding cut most get the rest."""
+    """Return how many cells of a bar each part gets, at least one in all; parts cut most by rounding gain."""
     times = times_of(one)
     exact = {part: time / ns_per_cell if ns_per_cell > 0 else 0.0 for part, time in times.items()}
     cells = {part: int(value) for part, value in exact.items()}

@@ -98,7 +98,7 @@ def test_missing_or_ambiguous_id_is_refused(scene: Scene, tmp_path: Path) -> Non
     lines = Lines(write(scene, tmp_path / "t.jsonl"))
     with pytest.raises(NotFound, match=r"no session or trace 'dead' in .*t\.jsonl"):
         find(lines, "dead")
-    with pytest.raises(NotFound, match=r"'5e' begins several ids: session 5e55a0de.*, session 5e990000"):
+    with pytest.raises(NotFound, match=r"one id only, got session 5e55a0de.*, session 5e990000"):
         find(lines, "5e")
     with pytest.raises(NotFound, match=r"no session or trace '\.\*'"):
         find(lines, ".*")

@@ -226,7 +226,7 @@ def test_skewed_clock_is_corrected_and_reported(skew_ms: float) -> None:
         (call,) = one.calls
         assert call.served is not None
         assert call.span.start_ns <= call.served.start_ns <= call.served.end_ns <= call.span.end_ns
-    assert "estimated from 3 calls from galley-gateway" in summarize(story)
+    assert "estimated from 3 calls between it and galley-gateway" in summarize(story)
 
 
 def test_rank_with_the_gateways_clock_is_not_shifted() -> None:
@@ -281,9 +281,8 @@ def test_jumping_clock_is_reported() -> None:
     request.round(calls=True).end()
     (shift,) = scene.story().shifts
     assert (shift.calls, shift.unfit) == (2, 1)
-    assert "estimated from 2 calls from galley-gateway; 1 of them still end too late" in summarize(
-        scene.story()
-    )
+    text = summarize(scene.story())
+    assert "estimated from 2 calls between it and galley-gateway; 1 of them still end too late" in text
 
 
 def test_duplicate_spans_count_once() -> None:

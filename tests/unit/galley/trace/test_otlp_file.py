@@ -299,9 +299,9 @@ def test_long_export_is_split_and_long_span_is_counted(
         (b"nonsense", "must be a JSON object"),
         (b"[1]", "must be a JSON object"),
         (b"\xff\xfe", "must be a JSON object"),
-        (b'{"resourceSpans": ', "is not JSON"),
-        (b'{"a": ' * 100_000, "is not JSON"),
-        (b'{"a": "\xff"}', "is not JSON"),
+        (b'{"resourceSpans": ', "must be JSON"),
+        (b'{"a": ' * 100_000, "must be JSON"),
+        (b'{"a": "\xff"}', "must be JSON"),
     ],
 )
 def test_a_bad_line_is_named_with_its_file_and_number(tmp_path: Path, line: bytes, problem: str) -> None:
