@@ -145,10 +145,7 @@ def summary_line(session_id: str, finished: pb.Finished) -> str:
 def show_stream(
     connection: Connection, start: Callable[[AsyncClient], TokenStream], view: View, *, summary: bool = True
 ) -> str:
-    """Show the stream and return its text.
-
-    Raises typer.Exit if it breaks or Ctrl-C stops it, after printing how to resume it if that can help.
-    """
+    """Show the stream, return its text. If it breaks, raise typer.Exit and, if useful, say how to resume."""
     streams: list[TokenStream] = []
     try:
         text = asyncio.run(_show(connection, start, view, streams))

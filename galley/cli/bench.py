@@ -54,11 +54,7 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         ),
     ] = None,
     workloads: Annotated[
-        str,
-        _requests(
-            help="Prompt sets of Galley, with commas: chat, code, support, rewrite. Default: all, "
-            "or none with --prompts."
-        ),
+        str, _requests(help="chat, code, support or rewrite, with commas. Default: all; none with --prompts.")
     ] = "",
     prompts: Annotated[
         list[Path] | None,

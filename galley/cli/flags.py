@@ -228,9 +228,7 @@ def connection_options(
     patience: Annotated[
         float,
         _connection(
-            min=0,
-            help="Time for which a broken stream is retried, in seconds; at most 5 if it had not started. "
-            "0: do not retry.",
+            min=0, help="Time to retry a broken stream, in seconds; at most 5 before it starts. 0: no retry."
         ),
     ] = PATIENCE_S,
 ) -> Connection:

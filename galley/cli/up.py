@@ -148,10 +148,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
 
 
 def stack_options(*, strategy: str | None, **options: Any) -> StackOptions:
-    """Return the options of a stack; with `strategy` None it chooses one.
-
-    Raises BadParameter if a strategy lacks its draft model, typer.Exit if packages are not installed.
-    """
+    """Return a stack's options (None: its default strategy). Raises BadParameter, or Exit from `require`."""
     chosen = StackOptions(strategies=(strategy,) if strategy else (), **options)
     if strategy in {names.MODEL, names.HYBRID} and draft_model_of(chosen) is None:
         problem = f"must be ngram or none without a draft model (--draft-model), got {strategy}"

@@ -44,11 +44,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class RunningStack:
-    """A stack that runs here.
-
-    `address` lists its gateways with commas, `services` those with metrics. `store` is the URL of its
-    embedded store, empty if it uses another.
-    """
+    """A running stack: its gateways, with commas; services with metrics; URL of its own store, or empty."""
 
     name: str
     address: str
@@ -57,10 +53,7 @@ class RunningStack:
 
 
 def state_dir() -> Path:
-    """Create and return $XDG_RUNTIME_DIR/galley, else $TMPDIR/galley-UID.
-
-    Raises PermissionError if another user owns it or can write it.
-    """
+    """Return $XDG_RUNTIME_DIR/galley or $TMPDIR/galley-UID, made if missing. Raises PermissionError."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(runtime) / "galley" if runtime else Path(tempfile.gettempdir()) / f"galley-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

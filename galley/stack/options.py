@@ -17,7 +17,7 @@ SMALL_HOST_CORES = 4
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """The options of a stack. None leaves a choice to the part itself."""
+    """The options of a stack. None leaves a choice to the part, if nothing else is said."""
 
     model: str = ""
     # None: the draft that Galley brings for this target, if there is one. "none": no draft model.
