@@ -27,7 +27,7 @@ _QUIT_KEYS = b"qQ\x03\x04"
 
 
 class Scraper:
-    """Keep a fleet up to date: the services that export metrics, and the registry if there is one."""
+    """The source of frames: scrapes services that export metrics, and reads the registry if there is one."""
 
     def __init__(
         self, services: Sequence[Service], interval_s: float, read_registry: ReadRegistry | None = None
@@ -56,7 +56,7 @@ class Scraper:
 
 
 async def once(scraper: Scraper, console: Console) -> bool:
-    """Print one frame after two scrapes; return True if any process is up."""
+    """Print one frame after two scrapes; return False if all processes are away."""
     await scraper.refresh()
     await asyncio.sleep(scraper.interval_s)
     screen = await scraper.refresh()
@@ -74,7 +74,7 @@ async def lines(scraper: Scraper, console: Console) -> None:
 
 
 async def live(scraper: Scraper, console: Console) -> None:
-    """Show frames in the terminal's alternate screen until q is pressed; restore it when cancelled too."""
+    """Show frames in the terminal's alternate screen until q is pressed; restore the terminal in any case."""
     done = asyncio.Event()
     loop = asyncio.get_running_loop()
     screen = await scraper.refresh()
@@ -102,7 +102,7 @@ async def live(scraper: Scraper, console: Console) -> None:
 
 @contextlib.contextmanager
 def quit_key(done: asyncio.Event) -> Iterator[None]:
-    """Set `done` when q is pressed or standard input ends; restore the terminal afterwards."""
+    """Set `done` when q is pressed or input ends; restore the terminal afterwards. No terminal: do nothing."""
     if not sys.stdin.isatty():
         yield
         return

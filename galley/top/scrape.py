@@ -87,7 +87,7 @@ def body_of(raw: bytes) -> str:
     status = re.match(rb"HTTP/1\.[01] (\d{3})", head)
     length = re.search(rb"\r\ncontent-length: *(\d{1,9})\b", head, re.IGNORECASE)
     if not separator or status is None or (length is not None and int(length[1]) > len(body)):
-        raise Away("no HTTP")
+        raise Away("not a whole HTTP response")
     if int(status[1]) != http.HTTPStatus.OK:
         raise Away(f"HTTP {int(status[1])}")
     with suppress(UnicodeDecodeError):
@@ -121,5 +121,5 @@ def _ours(text: str) -> Iterator[str]:
             continue
         rows += 1
         if rows > MAX_ROWS or len(line) > MAX_LINE:
-            raise Away(f"more than {MAX_ROWS} rows" if rows > MAX_ROWS else f"a line of {len(line)}")
+            raise Away(f"more than {MAX_ROWS} rows" if rows > MAX_ROWS else f"line of {len(line)} characters")
         yield line

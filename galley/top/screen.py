@@ -30,7 +30,7 @@ UP, AWAY, DRAINING, LEASED = "up", "away", "draining", "leased"
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Median and 99th percentile of a histogram of seconds."""
+    """Median and 99th percentile of a histogram over the last minute, in seconds."""
 
     median_s: float | None = None
     high_s: float | None = None
@@ -62,7 +62,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One workload over all gateways; `k` is the mean of the chosen k."""
+    """One workload over all gateways; `k` is the mean of the k requested in the last minute."""
 
     name: str
     tokens_per_s: float | None
@@ -133,7 +133,7 @@ def times(grown: Samples, histogram: str) -> Times:
 
 
 def rate(readings: Iterable[Reading], metric: Metric | str, **labels: str) -> float | None:
-    """Return the increase per second over all readings; None if no reading has it."""
+    """Return the increase per second, summed over the readings; None if no reading has it."""
     each = [ratio(total(one.recent.samples, metric, **labels), one.recent.seconds) for one in readings]
     known = [value for value in each if value is not None]
     return sum(known) if known else None
@@ -171,7 +171,7 @@ def _count(now: Samples, window: Samples, metric: Metric, **labels: str) -> Coun
 
 @dataclass(frozen=True, slots=True)
 class Kv:
-    """Blocks of a target's KV pool; `cached` hold prefixes that no session uses. None: not distinguished."""
+    """Blocks of a target's KV pool; `cached` hold prefixes that no session uses. None: counted as free."""
 
     used: float
     cached: float | None
@@ -184,9 +184,10 @@ class Kv:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One process. `sessions` and `rows` are means over its batches, or a gateway's open sessions.
+    """One process. `sessions` and `rows` are means per step in the last minute; of a gateway, open sessions.
 
-    `state`: up, away (`problem` says why), draining, or leased: known by its lease only.
+    `oldest_s` is the 99th percentile of queue age, `preempted` counts since the start. `state`: up, away
+    (`problem` says why), draining, or leased: known by its lease only.
     """
 
     pool: str
@@ -314,7 +315,7 @@ class Screen:
 
 
 def next_screen(fleet: Fleet, now_s: float) -> Screen:
-    """Return the frame of this moment and add its speed to the fleet's."""
+    """Return the frame of this moment and add its tokens per second to `fleet.speeds`."""
     readings = fleet.readings(now_s)
     overview = overview_of(readings)
     speed = overview.tokens_per_s or 0.0

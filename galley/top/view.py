@@ -1,4 +1,4 @@
-"""Render the dashboard with Rich: a few lines on the whole, then the replicas, then the workloads.
+"""Render the dashboard with Rich: a few lines of totals, then the replicas, then the workloads.
 
 It fits 80 columns of 24 lines; where rows do not fit, it says how many are not shown.
 """
@@ -35,7 +35,7 @@ _MOST_SHARE = 10.0
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """Format a number as 12.3, 1234 or 12.3k."""
+    """Format a number as 12.3, 1234 or 12.3k; a dash if unknown or not finite."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     for unit, least, size in _UNITS:
@@ -103,7 +103,7 @@ def render(screen: Screen, width: int, height: int | None = None) -> RenderableT
 
 
 def share(room: int | None, first: int, second: int) -> tuple[int, int]:
-    """Return how many rows of two tables fit; a line that counts hidden rows takes one. None: all fit."""
+    """Return how many rows of two tables fit into `room` lines, or all for None; hidden rows take a line."""
     if room is None or first + second <= room:
         return first, second
     least = max(2, room // 2)
@@ -193,7 +193,7 @@ def _spark(height: float) -> str:
 
 
 def _table(*columns: str, text: set[str], shrinkable: set[str]) -> Table:
-    """Make a table: columns in `text` are left-aligned, those in `shrinkable` are cut where room is short."""
+    """Make a table: columns in `text` are left-aligned, those in `shrinkable` are cut if room is short."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in columns:
         # Rich takes width from columns that may wrap; their cells are cut instead.
