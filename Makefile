@@ -19,13 +19,13 @@ export GALLEY_DEMO_PROMPT := $(value PROMPT)
 export PYTHON VENV TORCH_INDEX
 
 .PHONY: help
-help: ## this list
+help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # ------------------------------------------------------------------------------------- environment --
 
 .PHONY: setup setup-run
-setup: ## make .venv with everything that development needs (a second run is instant)
+setup: ## make .venv with all that development needs (a second run is instant)
 	@scripts/setup.sh dev
 
 setup-run: ## make .venv with what running Galley needs, and no more
@@ -44,7 +44,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 
 # ------------------------------------------------------------------------------------ measurements --
 
-# What `make bench-loops` compares this tree with.
+# The revision that `make bench-loops` compares this tree with.
 BASE ?=
 
 .PHONY: bench-engine bench-loops bench-throughput bench-speculation bench-slow-links bench-sessions
@@ -70,73 +70,73 @@ bench-sessions: setup ## measure what the session store costs: throughput, laten
 bench-telemetry: setup ## measure what traces and metrics cost at 16 streams: throughput, CPU a token
 	@$(BIN)/python -m bench.loops telemetry
 
-bench-peers: setup ## measure ours beside vLLM on the CPU (makes its environment: some GB)
+bench-peers: setup ## measure Galley beside vLLM on the CPU (makes an environment of some GB for vLLM)
 	@$(BIN)/python -m bench.loops peers
 
-bench-coupling: setup ## compare the draft's acceptance with the closed form at temperature 1
+bench-coupling: setup ## compare the draft's acceptance at temperature 1 with the rate computed from its distributions
 	@$(BIN)/python -m bench.coupling
 
-bench-gpu: setup ## measure a step on a CUDA device, and the tokens that company changes there
+bench-gpu: setup ## measure a step on a CUDA device, and how often a batch changes a token there
 	@$(BIN)/python -m bench.gpu
 
 # ------------------------------------------------------------------------------------- long proofs --
 
-# What `make simulate` runs: one schedule a seed.
+# The number of schedules that `make simulate` runs, the seed of the first, and its processes.
 SCHEDULES ?= 100000
 SEED ?= 1
 WORKERS ?= 2
-# How long `make soak` soaks.
+# How long `make soak` keeps the load up.
 MINUTES ?= 30
 
 .PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-attacks
 .PHONY: prove-boot prove-images simulate chaos soak
-prove-noise: setup ## no noise is infinite or NaN over 10^8 words
+prove-noise: setup ## prove that no noise value is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
 
-prove-drafting: setup ## AUTO keeps up with the best fixed k, on virtual time
+prove-drafting: setup ## prove that AUTO keeps up with the best fixed k, on virtual time
 	@$(BIN)/python -m bench.prove_drafting
 
-prove-tokens: setup ## the same tokens as transformers, whatever the draft and k
+prove-tokens: setup ## prove that tokens are those of transformers, whatever the draft and k
 	@$(BIN)/python -m bench.prove_tokens
 
-prove-engine: setup ## the same tokens and bits whatever happens to the engine, over 10^4 passes
+prove-engine: setup ## prove that tokens and logits stay the same over 10^4 fuzzed steps of the engine
 	@$(BIN)/python -m bench.prove_engine
 
-prove-ray: setup ## replicas of three ranks: a killed rank, fewer replicas and a dead head go unnoticed
+prove-ray: setup ## prove that streams survive a killed rank and fewer replicas, and that no process outlives Ray's head
 	@$(BIN)/python -m bench.prove_ray
 
-prove-ownership: setup ## two gateways told to own one session at once, 1,000 times: one log, one owner at a time
+prove-ownership: setup ## let two gateways claim one session at once, 1,000 times; prove that one at a time extends its log
 	@$(BIN)/python -m bench.prove_ownership
 
-prove-attacks: setup ## 100,000 fuzzed messages, floods, bombs and idle streams: no crash, hang, leak or disturbance
+prove-attacks: setup ## send 100,000 fuzzed messages, floods, bombs and idle streams; prove that nothing crashes, hangs or leaks
 	@$(BIN)/python -m bench.prove_attacks
 
 prove-boot: setup helm ## run the chart as pods: boots, rolls, kills and hangs under load (root, nft, ip, crun)
 	@$(BIN)/python -m pytest tests/proofs/boot
 	@$(BIN)/python -m tests.proofs.boot
 
-prove-images: setup ## build the images without a daemon, look into them, and serve with them (Debian, root)
+prove-images: setup ## build the images without a daemon, check their contents, and serve with them (Debian, root)
 	@$(BIN)/python -m bench.prove_images
 
-simulate: setup ## 100,000 schedules of faults on virtual time (SCHEDULES, SEED, WORKERS)
+simulate: setup ## run 100,000 schedules of faults on virtual time (SCHEDULES, SEED, WORKERS)
 	@$(BIN)/python -m tests.simulation.run --schedules $(SCHEDULES) --seed $(SEED) --workers $(WORKERS)
 
-chaos: setup ## disturb every process and link under 16 streams, with 500 kills; each must hear what it must
+chaos: setup ## disturb all processes and links under 16 streams, with 500 kills; no stream may lose or double a token
 	@$(BIN)/python -m tests.chaos.run
 
-soak: setup ## half an hour at the highest load that holds, an overload, and what is left (MINUTES)
+soak: setup ## keep the highest sustained load for half an hour, then overload, then look for leaks (MINUTES)
 	@$(BIN)/python -m bench.soak --minutes $(MINUTES)
 
 # ------------------------------------------------------------------------------------------ images --
 
-# Of `make images`: cpu or cuda, and which of target,draft,gateway (the others take the tokenizer from the target's).
+# For `make images`: cpu or cuda, and the images. Draft and gateway take the tokenizer from the target's image.
 DEVICE ?= cpu
 ROLES ?= target,draft,gateway
-# Of `make locks`: torch's CPU build, where constraints.txt names another version.
+# For `make locks`: the wheel of torch's CPU build, needed once constraints.txt names another version.
 TORCH_WHEEL ?=
 
 .PHONY: images locks sbom audit
-images: setup ## build the images by buildah, without a daemon, or say why not (Debian, root; DEVICE, ROLES)
+images: setup ## build the images with buildah, without a daemon, or print what is missing (Debian, root; DEVICE, ROLES)
 	@$(BIN)/python -m scripts.images --device $(DEVICE) --roles $(ROLES)
 
 locks: setup ## write the images' requirements anew, pinned and hashed (TORCH_WHEEL)
@@ -158,26 +158,26 @@ audit: setup ## look for known vulnerabilities in what the locks install; fail i
 TEST_WORKERS ?= 2
 
 .PHONY: test unit integration e2e
-test: lint check-generated helm-lint unit integration e2e ## all that CI runs
+test: lint check-generated helm-lint unit integration e2e ## run all that CI runs
 
-unit: setup ## tests in memory: no sockets, no model (under a minute)
+unit: setup ## run the tests in memory: no sockets, no model (under a minute)
 	@echo "== unit tests"
 	@$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit
 
-integration: helm ## tests of real servers and processes with tiny models, and of chart and repository
+integration: helm ## run the tests of real servers and processes with tiny models, and of chart and repository
 	@echo "== integration tests"
 	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
 		tests/integration tests/simulation tests/attack tests/deploy tests/repo
 
-e2e: setup ## tests of whole stacks, with the default model, and while their parts fail
+e2e: setup ## run the tests of whole stacks, with the default model, and while their parts fail
 	@echo "== end-to-end tests"
 	@$(BIN)/python -m pytest tests/e2e tests/chaos
 
-# What ruff's rules S do not have of bandit's.
+# The checks of bandit that ruff's rules S lack.
 BANDIT := B613,B614,B615,B703
 
 .PHONY: lint
-lint: setup ## style, types, import walls, the wire
+lint: setup ## check style, types, imports between packages, words and the proto file
 	@echo "== ruff"
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -202,7 +202,7 @@ helm-lint: helm ## lint the chart
 	@$(BIN)/helm lint --strict --quiet helm/galley $(foreach values,$(wildcard helm/galley/examples/*.yaml),\
 		&& $(BIN)/helm lint --strict --quiet helm/galley --values $(values))
 
-checkov: helm ## have checkov read what the chart renders (makes its environment: 300 MB)
+checkov: helm ## run checkov on what the chart renders (makes an environment of 300 MB for it)
 	@scripts/checkov.sh
 
 # --------------------------------------------------------------------------------- generated files --
@@ -221,7 +221,7 @@ chart-schema: setup ## write the services' settings into the chart's schema
 trace-picture: setup ## draw docs/images/trace.png from the committed sample of a trace (needs chromium)
 	@$(BIN)/python -m tests.unit.galley.trace.picture
 
-top-picture: setup ## draw docs/images/top.svg anew, of the sample in tests/top/recording
+top-picture: setup ## draw docs/images/top.svg anew, from the sample in tests/unit/galley/top/recording
 	@$(BIN)/python -m tests.unit.galley.top.picture
 
 metrics: setup ## write the tables of metrics into docs/observe/metrics.md anew
@@ -233,6 +233,6 @@ configuration: setup ## write the tables of settings into docs/configuration.md 
 monitoring: setup ## write the dashboards of the chart anew
 	@$(BIN)/python -m scripts.monitoring helm/galley/files/dashboards
 
-check-generated: helm ## fail if committed stubs, manifests, tables or dashboards are not what would be generated
+check-generated: helm ## fail if committed stubs, manifests, schema, tables, dashboards or locks are out of date
 	@echo "== generated files"
 	@scripts/check_generated.sh

@@ -1,7 +1,7 @@
 """Write each role's settings into the chart's schema: `python -m scripts.chart_schema FILE`.
 
-They are the fields of services/<role>/settings.py, with their types and bounds, but for those that the chart
-decides itself and those that mean nothing in a cluster. The rest of the file stays as it is.
+They are the fields of services/<role>/settings.py, with their types and bounds, except those that the chart
+derives from other values and those for tests and local stacks. The rest of the file stays as it is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CALLERS = {
 }
 DECIDED = frozenset(_WIRING | _OWN_VALUES | _RANKS | _TLS | _PEERS | _CALLERS | {"tokenizer"})
 """Settings that the chart derives from other values."""
-# The draft's model is the draft's alone, so that it has no other place.
+# The chart's `model` is the target's, so the draft's model is offered among its settings.
 _OFFERED = {"draft": {"model"}}
 _KEPT_WORDS = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength")
 _WIDTH = 128

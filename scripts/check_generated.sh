@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Generates stubs, manifests, tables, dashboards and locks into a temporary folder and compares them with what is committed.
+# Generate stubs, manifests, the chart's schema, tables, dashboards and locks into a temporary folder, and compare them
+# with the committed files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -16,7 +16,7 @@ Field = Mapping[str, Any]
 
 
 def main() -> None:
-    """Exit 1 if FILE has no markers."""
+    """Write the tables, or exit with 1 if FILE has no markers."""
     file = Path(sys.argv[1])
     text = file.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:

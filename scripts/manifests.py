@@ -1,7 +1,7 @@
-"""Renders the chart for kubectl and kustomize: `python scripts/manifests.py OUT`, for deploy/k8s.
+"""Render the chart for kubectl and kustomize: `python scripts/manifests.py OUT`, for deploy/k8s.
 
-Each file of deploy/k8s/values is one overlay. What all of them render alike is the base, so that base and
-overlay together are what the chart makes of these values, and nothing has to be patched.
+Each file of deploy/k8s/values is one overlay. Documents that all of them render alike form the base. Base and
+overlay together are what the chart renders with these values, so that nothing has to be patched.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _SOURCE = re.compile(r"^# Source: galley/templates/(\S+)\n", re.MULTILINE)
 _HEADER = "# Rendered from helm/galley by `make manifests`: change the chart, or deploy/k8s/values.\n"
 
 Documents = list[tuple[str, str]]
-"""The file of each template, and one document of it."""
+"""The file name of a template and one document that it rendered, for each document."""
 
 
 def main() -> int:
-    """Write base and overlays anew; 2 without a folder to write to."""
+    """Write base and overlays anew; return 2 if no folder is named."""
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python scripts/manifests.py OUT\n")
         return 2
@@ -41,7 +41,7 @@ def main() -> int:
 def _rendered(values: Path) -> Documents:
     command = [str(_HELM), "template", "galley", str(ROOT / "helm" / "galley"), "--namespace", "galley"]
     command += ["--skip-tests", "--values", str(values)]
-    # What helm refuses, it says on stderr.
+    # helm prints its errors on stderr.
     text = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout  # noqa: S603
     return [_named(part) for part in re.split(r"^---$", text, flags=re.MULTILINE) if part.strip()]
 
@@ -49,9 +49,9 @@ def _rendered(values: Path) -> Documents:
 def _named(part: str) -> tuple[str, str]:
     source = _SOURCE.search(part)
     if source is None:
-        raise ValueError(f"helm did not say where this is from: {part[:80]!r}")
+        raise ValueError(f"helm: must name the source of each document, got {part[:80]!r}")
     lines = _SOURCE.sub("", part).splitlines()
-    # Without the blank lines that templates leave.
+    # Templates leave blank lines.
     return source[1], "\n".join(line.rstrip() for line in lines if line.strip())
 
 

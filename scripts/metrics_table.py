@@ -27,7 +27,7 @@ def main() -> None:
     (file,) = (Path(name) for name in sys.argv[1:])
     text = file.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
-        raise SystemExit(f"{file} has no markers for the table")
+        raise SystemExit(f"{file}: must contain the markers of the tables")
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     file.write_text(before + BEGIN + "\n".join(_tables()) + "\n" + END + after, encoding="utf-8")

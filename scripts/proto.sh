@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Generates the stubs from proto/ into OUT/galley/pb. The include path is what makes the generated
-# imports resolve as they stand: `-I<package folder>=proto`.
+# Generate the stubs from proto/ into OUT/galley/pb. The include path `-I<package folder>=proto` makes the
+# generated imports resolve without changes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: scripts/proto.sh OUT}

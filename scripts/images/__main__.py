@@ -18,14 +18,14 @@ def main(argv: list[str] | None = None) -> int:
     """Return 1 if a build failed, 2 if this machine cannot build images."""
     parser = argparse.ArgumentParser(prog="python -m scripts.images")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--roles", default=",".join(ORDER), help="with commas; default: %(default)s")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the store of images")
+    parser.add_argument("--roles", default=",".join(ORDER), help="images, with commas; default: %(default)s")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="image store; default: %(default)s")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
     given = parser.parse_args(argv)
     roles = given.roles.split(",")
     unknown = sorted(set(roles) - set(ORDER))
     if unknown:
-        parser.error(f"--roles: {', '.join(unknown)}: not among {', '.join(ORDER)}")
+        parser.error(f"--roles: must be among {', '.join(ORDER)}, got {', '.join(unknown)}")
     reason = lacking(given.folder, given.device)
     if reason is not None:
         sys.stderr.write(f"the images cannot be built here: {reason}\n")

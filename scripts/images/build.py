@@ -1,8 +1,8 @@
 """Build images with buildah, from a base made by debootstrap, without a daemon or a registry.
 
-Everything lies below one folder: the store of images (vfs, which any file system will do for;
-STORAGE_DRIVER=overlay is quicker where there is one), and the pip.conf that the builds are shown. What
-builds runs in a mount namespace of its own, so that nothing stays mounted.
+Everything lies below one folder: the image store (vfs works on any file system; STORAGE_DRIVER=overlay is
+faster where it works), and the pip.conf that is mounted into builds. Each build runs in a mount namespace of
+its own, so that nothing stays mounted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from scripts.images import pip_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "images"
-# The others take the tokenizer from the target's.
+# The target first: the other images take the tokenizer from its image.
 ORDER = ("target", "draft", "gateway")
 SUITE, MIRROR = "bookworm", "http://deb.debian.org/debian"
 BASE, BUILD_BASE = "localhost/galley-base:python", "localhost/galley-base:build"
-# Debian's names of what python:3.11-slim has, and of what only the first stages use.
+# Debian's packages for what python:3.11-slim has, and for what only the first stages use.
 _PACKAGES, _BUILD_PACKAGES = "ca-certificates,python3", "python3-venv"
 # As in Debian's own slim images.
 _UNWANTED = "/var/cache/apt/* /var/lib/apt/lists/* /var/log/* /usr/share/doc /usr/share/man /usr/share/locale"
@@ -54,10 +54,10 @@ class Workshop:
     def buildah(self, *arguments: str, apart: bool = False) -> str:
         """Run buildah and return its output; `apart` runs it in a mount namespace and shows the output.
 
-        Raises CalledProcessError once it has said why.
+        Raises CalledProcessError after buildah has printed the reason.
         """
         where = ("--root", str(self.folder / "storage"), "--runroot", str(self.folder / "run"))
-        # (Beside --root buildah does not look for the variable itself.)
+        # With --root, buildah ignores the variable.
         driver = ("--storage-driver", os.environ.get("STORAGE_DRIVER", "vfs"))
         done = subprocess.run(  # noqa: S603  # our own words
             (*(_NAMESPACE if apart else ()), "buildah", *where, *driver, *arguments),

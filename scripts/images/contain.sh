@@ -1,7 +1,7 @@
 #!/bin/sh
-# Becomes what a container runtime would run, as little as that takes: ROOT as a read-only root, /dev and /proc of
-# its own, memory under each of VOLUMES, and COMMAND as USER without a capability. The environment is handed on.
-# To be called in new namespaces of mounts and processes: the network is the machine's.
+# Run COMMAND as a container runtime would: with ROOT as a read-only root, a /dev and /proc of its own, a tmpfs at
+# each VOLUME, as UID:GID, without capabilities, in WORKDIR. The environment is passed on. Call it in new mount and
+# process namespaces; the network is the machine's.
 #   contain.sh ROOT UID:GID WORKDIR "VOLUME VOLUME..." COMMAND...
 set -eu
 root=$1 user=$2 workdir=$3 volumes=$4

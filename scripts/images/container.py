@@ -71,7 +71,7 @@ class Container:
         return [*_NAMESPACES, str(_CONTAIN), *where, *command]
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
-        """Return the image's environment; nothing of this machine."""
+        """Return the image's environment and `more`; nothing of this machine's."""
         return dict(line.split("=", 1) for line in self.config["Env"]) | dict(more)
 
 

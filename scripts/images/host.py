@@ -28,7 +28,7 @@ def _reasons(folder: Path, device: str) -> Iterator[str]:
     if missing:
         yield f"{' and '.join(missing)} not found (Debian: apt-get install buildah debootstrap util-linux)"
     if os.geteuid() != 0:
-        yield "debootstrap and buildah's chroot isolation need root"
+        yield "must run as root: debootstrap and buildah's chroot isolation require it"
     command = ("unshare", "--mount", "true")
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # fixed words
     if done.returncode != 0:

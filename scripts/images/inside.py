@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 _MB = 10**6
 _ENVIRONMENT = "venv"
-# Names of programs that make programs.
+# Names of compilers, linkers and build tools.
 _COMPILER = re.compile(
     r"(.+-)?(cc|c\+\+|cc1|cc1plus|g\+\+|gcc|clang|clang\+\+|tcc|ld|as|nvcc|rustc|go|make)(-[\d.]+)?"
 )
-# In the image, by its own Python: where may its user write, and what may it do?
+# The image's own Python runs this as its user: it tries to write to folders and prints its capabilities.
 _TRY = """
 import os, sys
 for folder in sys.argv[1:]:
@@ -54,7 +54,7 @@ def contents(container: Container) -> dict[str, Any]:
 
 
 def privileges(container: Container, folders: Sequence[str]) -> dict[str, str]:
-    """Return for each folder whether the image's user can write there, and that user's capabilities."""
+    """Return for each folder "written" or the error of the image's user; and its ids and capabilities."""
     done = container.run(("python", "-c", _TRY, *folders))
     done.check_returncode()
     lines = (line.partition(" ") for line in done.stdout.splitlines())
@@ -88,7 +88,7 @@ def _set_uid(folder: Path) -> Iterator[Path]:
 
 
 def _writable(folder: Path) -> Iterator[Path]:
-    """Return files that root does not own or that anybody may write."""
+    """Yield files that root does not own or that anybody may write."""
     for path in _files(folder):
         info = path.lstat()
         if info.st_uid != 0 or (not stat.S_ISLNK(info.st_mode) and info.st_mode & stat.S_IWOTH):

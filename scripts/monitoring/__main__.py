@@ -1,4 +1,4 @@
-"""Writes the dashboards into a folder: `python -m scripts.monitoring helm/galley/files/dashboards`."""
+"""Write the dashboards into a folder: `python -m scripts.monitoring helm/galley/files/dashboards`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripts.monitoring.target_engine import TARGET_ENGINE
 
 
 def main() -> None:
-    """One file a dashboard."""
+    """Write one JSON file for each dashboard."""
     (folder,) = (Path(name) for name in sys.argv[1:])
     for dashboard in (OVERVIEW, SPECULATION, TARGET_ENGINE, SESSIONS):
         text = as_json(dashboard)

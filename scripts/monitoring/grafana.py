@@ -36,7 +36,7 @@ _Builder: TypeAlias = timeseries.Panel | stat.Panel | heatmap.Panel | table.Pane
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One line, or several by the labels in the legend; `exemplars` shows traces beside it."""
+    """A PromQL query; the legend names labels as {{label}}. `exemplars` shows links to traces."""
 
     expr: str
     legend: str = ""
@@ -45,7 +45,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`unit` is one of Grafana's names; `max_value` bounds the axis; `runbook` is an alert's name."""
+    """A panel. `unit` is a name of Grafana's; `max_value` bounds the axis; `runbook` is an alert's name."""
 
     title: str
     description: str
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """`name` is that of its file and of its links."""
+    """A dashboard; its file is <name>.json, its uid galley-<name>."""
 
     name: str
     title: str
@@ -77,7 +77,7 @@ class Dashboard:
 
 
 def as_json(given: Dashboard) -> str:
-    """Return what Grafana imports."""
+    """Return the dashboard's JSON, as Grafana imports it."""
     built = (
         dashboard.Dashboard(given.title)
         .uid(f"galley-{given.name}")

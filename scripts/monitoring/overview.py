@@ -88,7 +88,7 @@ OVERVIEW = Dashboard(
                 ),
                 Panel(
                     "Time per output token",
-                    "After the first token, for streams that finished.",
+                    "Mean of each finished stream after its first token, without client stalls.",
                     quantiles(of.TIME_PER_OUTPUT_TOKEN),
                     "s",
                     runbook="GalleyTimePerTokenBudgetBurn",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from galley.common.metrics.metric import Kind, Metric
 
 WINDOW = "$__rate_interval"
-# Set by the scrape, or by the histogram itself.
+# Labels of all metrics: `instance` is set by the scrape, `le` by histograms.
 _EVERYWHERE = frozenset({"instance", "le"})
 
 
@@ -27,7 +27,7 @@ def _sum(expr: str, by: tuple[str, ...]) -> str:
 
 
 def rate(metric: Metric, *by: str, where: str = "") -> str:
-    """Return the rate per second of a counter, or of a histogram's observations."""
+    """Return the increase per second of a counter, or of the number of a histogram's observations."""
     _check(metric, *by)
     series = metric.prometheus + ("_count" if metric.kind is Kind.HISTOGRAM else "_total")
     return _sum(f"rate({_selected(metric, series, where)}[{WINDOW}])", by)
@@ -40,7 +40,7 @@ def gauge(metric: Metric, *by: str, where: str = "") -> str:
 
 
 def largest(metric: Metric, *by: str) -> str:
-    """Return the largest value of a gauge."""
+    """Return the largest value of a gauge over all replicas, for each value of the labels `by`."""
     _check(metric, *by)
     return f"max by ({', '.join(by)}) ({_selected(metric, metric.prometheus)})"
 

@@ -108,7 +108,7 @@ SESSIONS = Dashboard(
                 ),
                 Panel(
                     "Failovers",
-                    "Sessions per second that moved to another replica.",
+                    "Sessions per second that continued at another or a restarted replica.",
                     (Query(rate(of.FAILOVERS, "pool", "reason"), "{{pool}} {{reason}}"),),
                     stacked=True,
                     runbook="GalleyFailoverRateHigh",

@@ -38,7 +38,7 @@ SPECULATION = Dashboard(
                 ),
                 Panel(
                     "Output tokens by origin",
-                    "Tokens per second, by who proposed them.",
+                    "Confirmed tokens per second: accepted draft tokens, and the target's own.",
                     (Query(rate(of.CONFIRMED_TOKENS, "origin"), "{{origin}}"),),
                     stacked=True,
                 ),

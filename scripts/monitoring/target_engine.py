@@ -1,4 +1,4 @@
-"""Steps, queues and KV caches of targets."""
+"""Dashboard of steps, queues and KV caches of targets."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ TARGET_ENGINE = Dashboard(
                 ),
                 Panel(
                     "Prefix cache hits",
-                    "Share of tokens without KV of their session whose KV was cached.",
+                    "Share of the tokens of new or moved sessions whose KV was in the prefix cache.",
                     (Query(ratio(rate(of.KV_REUSED_TOKENS), rate(of.KV_PROMPT_TOKENS)), "hits"),),
                     "percentunit",
                     max_value=1,

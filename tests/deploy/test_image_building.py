@@ -46,7 +46,7 @@ def test_unknown_role_is_refused() -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "--roles: kitchen: not among target, draft, gateway" in done.stderr
+    assert "--roles: must be among target, draft, gateway, got kitchen" in done.stderr
 
 
 @pytest.mark.parametrize(
