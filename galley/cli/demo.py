@@ -138,7 +138,7 @@ async def _timed(
             view.close()
     total_s = time.perf_counter() - started_at
     if stream.finished is None:
-        raise fail("the stream ended before the gateway sent its end (Finished)")
+        raise fail("the stream ended without the event Finished")
     return Timed(stream, stream.finished, first_token_s, total_s)
 
 

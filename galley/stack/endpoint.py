@@ -53,7 +53,7 @@ class RunningStack:
 
 
 def state_dir() -> Path:
-    """Return $XDG_RUNTIME_DIR/galley or $TMPDIR/galley-UID, made if missing. Raises PermissionError."""
+    """Return $XDG_RUNTIME_DIR/galley or $TMPDIR/galley-UID, made if missing; PermissionError if unsafe."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(runtime) / "galley" if runtime else Path(tempfile.gettempdir()) / f"galley-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ class Endpoint:
             while not self._take(DEFAULT_NAME if number == 1 else f"{DEFAULT_NAME}-{number}"):
                 number += 1
         elif not _NAME.fullmatch(name):
-            raise ValueError(f"must be a letter or digit and up to 39 more, '.', '_' or '-', got {name!r}")
+            raise ValueError(f"must be 1 to 40 letters, digits or (not first) '.', '_', '-', got {name!r}")
         elif not self._take(name):
             raise NameTaken(f"must be free, got {name!r}, which process {_read(self._path).get('pid')} uses")
 

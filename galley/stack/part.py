@@ -47,10 +47,10 @@ class State(enum.StrEnum):
 class PartSpec:
     """A process to run once the parts named in `after` are ready.
 
-    It gets `--ready-fd N` and writes JSON lines there: {"stage": ...}, at last {"stage": "ready", ...}, which
-    is its facts. With a unix `socket` it is ready when it answers a PING there instead, with `ports` when all
-    accept connections (the first is its address), and if it `exits`, when it ends with exit code 0: each line
-    of its output is a stage, and {"line": the last one} its facts.
+    It gets `--ready-fd N` and writes JSON lines there: {"stage": ...}, at last {"stage": "ready", ...}, its
+    facts. With a unix `socket` it is ready when it answers a PING there instead, with `ports` when all accept
+    connections (the first is its address), and if it `exits`, when it ends with exit code 0: each line of its
+    output is a stage, and {"line": the last one} are its facts.
 
     `command` and `environment` are given the facts of the parts in `after`. A `niceness` above 0 gives the
     other parts precedence where cores are few. The stack outlives a part that is not `vital`.

@@ -53,7 +53,7 @@ def test_unknown_role_is_refused() -> None:
     ("attribute", "value", "words"),
     [
         ("platform.machine", lambda: "aarch64", "got Linux aarch64"),
-        ("os.geteuid", lambda: 1000, "need root"),
+        ("os.geteuid", lambda: 1000, "must run as root"),
         ("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12, 10**9), "got 1 GB"),
     ],
 )

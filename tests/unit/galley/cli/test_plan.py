@@ -113,7 +113,7 @@ def test_json_stays_one_object_beside_a_plot(tmp_path: Path) -> None:
         (["--alpha=0.5", "--sessions=0"], "--sessions", ">= 1"),
         (["--alpha=0.5", "--row-costs=5:1"], "--row-costs", "start with 1:1"),
         (["--plot=x.png"], "--plot", "needs --alpha"),
-        (["--alpha=0.5", "--plot=/nowhere/x.png"], "--plot", "cannot write"),
+        (["--alpha=0.5", "--plot=/nowhere/x.png"], "--plot", "must be in a directory"),
     ],
 )
 def test_bad_input_is_refused_with_the_option_and_its_bound(
