@@ -5,7 +5,7 @@
 
 {{/* Environment of the gateway. It finds targets and drafts in the store. */}}
 {{- define "galley.gatewayEnv" -}}
-# A target may load for long: wait for it instead of restarting.
+# A target may take long to load: wait for it instead of restarting.
 - name: GALLEY_GATEWAY_STARTUP_TIMEOUT_S
   value: {{ .Values.target.startupTimeoutSeconds | quote }}
 {{- if not .Values.draft.enabled }}

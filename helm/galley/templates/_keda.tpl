@@ -1,16 +1,17 @@
 {{/*
-Queries of Prometheus that scale a pool, each of (dict "root" $).
+Prometheus queries that scale a pool. Each takes (dict "root" $).
 
-KEDA divides the answer by the number of replicas before it compares (AverageValue: the only kind with a fallback), so
-that what is an average or a share here is multiplied by the number of replicas that tell something. Without traffic
-an answer is 0; where nothing is scraped there is none, KEDA counts a failure, and after some the fallback holds.
+KEDA divides the result by the number of replicas before it compares it (AverageValue, the only metric type with a
+fallback). Queries for a mean or a share therefore multiply it by the number of replicas that export the gauge. The
+result is 0 without traffic, and empty if nothing is scraped: KEDA counts that as a failure, and uses the fallback
+after three in a row.
 */}}
 
 {{- define "galley.matchers" -}}
 {{- .root.Values.keda.prometheus.matchers | default (printf "namespace=%q" .root.Release.Namespace) -}}
 {{- end -}}
 
-{{/* 90th percentile of a waiting time; `metric` is a histogram, `gauge` is exported by every replica. */}}
+{{/* 90th percentile of the histogram `metric` of queue times; every replica exports `gauge`. */}}
 {{- define "galley.queueAgeQuery" -}}
 {{- $in := include "galley.matchers" . -}}
 ((histogram_quantile(0.9, sum by (le) (rate({{ .metric }}_bucket{ {{- $in -}} }[2m]))) > 0) or 0 * sum(rate({{ .metric }}_count{ {{- $in -}} }[2m]))) * count({{ .gauge }}{ {{- $in -}} })

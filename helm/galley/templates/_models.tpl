@@ -1,6 +1,6 @@
 {{/* Download of models, by the pod at its start or by an init container. */}}
 
-{{/* The hub token of the container that downloads. */}}
+{{/* The hub token for a server that downloads; empty if init containers download. */}}
 {{- define "galley.hubTokenEnv" -}}
 {{- with .Values.modelCache.hubToken }}
 {{- if and .secretName (not $.Values.modelCache.download.enabled) }}
@@ -11,7 +11,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* The init container that downloads `model` into the cache; empty for a directory. */}}
+{{/* The init container that downloads the hub model `model` into the cache; empty unless modelCache.download is on. */}}
 {{- define "galley.download" -}}
 {{- $values := .root.Values -}}
 {{- $further := concat $values.extraEnv (index $values .role).extraEnv -}}

@@ -32,7 +32,7 @@ app.kubernetes.io/part-of: galley
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{/* Labels of pods, without the chart version, whose change would restart them. */}}
+{{/* Labels of pods, without the versions: pods restart when a label changes. */}}
 {{- define "galley.podLabels" -}}
 {{ include "galley.selector" . }}
 app.kubernetes.io/part-of: galley

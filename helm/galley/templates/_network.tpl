@@ -28,7 +28,7 @@ metadata:
 {{- end }}
 {{- end -}}
 
-{{/* The port of an address or URL. (dict "address" "host:port" "default" 443) */}}
+{{/* The port of an address or URL, or `default`. (dict "address" "host:port" "default" 443) */}}
 {{- define "galley.portOf" -}}
 {{- $authority := regexReplaceAll "^([^:/]+://)?([^/?]*).*$" .address "${2}" -}}
 {{- regexFind ":[0-9]+$" $authority | trimPrefix ":" | default .default -}}
@@ -77,7 +77,7 @@ metadata:
 {{- end }}
 {{- end -}}
 
-{{/* All ports between pods of one kind: ranks and Ray choose ports at their start. */}}
+{{/* Peers of the target's pods at any port: ranks and Ray choose their ports at the start. Empty for one pod per replica. */}}
 {{- define "galley.amongThemselves" -}}
 {{- $target := .Values.target -}}
 {{- if eq $target.kind "rayservice" -}}

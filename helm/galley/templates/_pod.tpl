@@ -20,9 +20,8 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 
 {{/*
-How long Kubernetes waits before SIGKILL: the pause before SIGTERM, the drain that SIGTERM begins, and 15 s for what
-comes after it (last answers 0.5 s, withdrawal from the store, spans and metrics that are still to be sent: 3 s each).
-The one place where this is computed.
+Time that Kubernetes waits before SIGKILL, in seconds: the delay before SIGTERM, the drain, and 15 s to end the last
+calls (0.5 s), withdraw the lease, and send the remaining spans and metrics (3 s).
 */}}
 {{- define "galley.gracePeriod" -}}
 {{- $role := index .root.Values .role -}}
@@ -98,8 +97,8 @@ terminationGracePeriodSeconds: {{ include "galley.gracePeriod" . }}
 {{- end -}}
 
 {{/*
-Health is grpc.health.v1, on a port of its own that speaks plaintext: the kubelet asks natively, and knows no TLS.
-A pod's own node may always reach it, whatever the NetworkPolicies say.
+Probes by grpc.health.v1, on a port of its own without TLS, because gRPC probes of the kubelet cannot use TLS.
+NetworkPolicies never block the kubelet of a pod's own node.
 */}}
 {{- define "galley.probes" -}}
 startupProbe:
@@ -112,7 +111,7 @@ readinessProbe:
   periodSeconds: 5
   timeoutSeconds: 3
   failureThreshold: 2
-# Slow to fail: a restart loses every cache. A draining pod is not probed.
+# Fails only after a minute, because a restart loses all caches. The kubelet does not run it while a pod drains.
 livenessProbe:
   grpc: {port: {{ .port }}}
   periodSeconds: 10

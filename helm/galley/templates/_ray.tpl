@@ -17,13 +17,13 @@ applications:
         {{- toYaml $settings | nindent 8 }}
     deployments:
       - name: TargetReplica
-        # One for each worker pod.
+        # One replica in each worker pod.
         num_replicas: {{ $target.replicas }}
 {{- end -}}
 
 {{/* Environment of all Ray processes. */}}
 {{- define "galley.rayEnv" -}}
-# The default is 30 s. Replicas and the head get the time that Serve gives a replica to drain.
+# The time that Serve gives a replica to drain; Ray's default is 30 s.
 - name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
   value: {{ add .root.Values.target.drainTimeoutSeconds 10 | quote }}
 - name: RAY_USAGE_STATS_ENABLED
@@ -70,7 +70,7 @@ spec:
         - {name: gcs-server, containerPort: 6379, protocol: TCP}
         - {name: dashboard, containerPort: 8265, protocol: TCP}
         - {name: client, containerPort: 10001, protocol: TCP}
-        # Nothing listens there, but KubeRay needs a port of this name to report a RayService as ready.
+        # Nothing listens at this port, but KubeRay needs one of this name to report a RayService as ready.
         - {name: serve, containerPort: 8000, protocol: TCP}
       env:
         {{- include "galley.rayEnv" . | nindent 8 }}
@@ -113,7 +113,7 @@ spec:
       env:
         {{- include "galley.targetEnv" $it | nindent 8 }}
         {{- include "galley.rayEnv" $it | nindent 8 }}
-      # Liveness is Ray's, because Serve places replicas on live nodes. Readiness is the replica's.
+      # Liveness is that of the Ray node, because Serve restarts replicas. Readiness is that of the replica.
       startupProbe:
         httpGet: {path: /api/local_raylet_healthz, port: ray-agent}
         periodSeconds: 2

@@ -1,4 +1,7 @@
-{{/* Three quarters of the memory limit in bytes, because a rewrite of the file needs more; empty without a limit in whole units. */}}
+{{/*
+Three quarters of the memory limit, in bytes; the rest is for a rewrite of the append-only file. Empty unless the limit is
+a whole number of M, G, Mi or Gi.
+*/}}
 {{- define "galley.storeMemory" -}}
 {{- $limit := dig "limits" "memory" "" .Values.redis.embedded.resources | toString -}}
 {{- $unit := regexFind "[A-Za-z]+$" $limit -}}
@@ -9,7 +12,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The source of GALLEY_<ROLE>_REDIS_URL; galley.validate requires exactly one of the three. */}}
+{{/* The value of GALLEY_<ROLE>_REDIS_URL; galley.validate requires exactly one of its three sources. */}}
 {{- define "galley.redisUrl" -}}
 {{- $redis := .root.Values.redis -}}
 {{- $secret := $redis.existingSecret -}}

@@ -1,7 +1,7 @@
 {{/*
-A Service with one address a pod: HTTP/2 keeps a connection, so that kube-proxy would pin a client to one pod. It has
-the port of the metrics, for a ServiceMonitor. (dict "root" $ "role" "draft"), and a "suffix" of its name where the role's
-own name is another's.
+A headless Service, with one address per pod: clients keep one HTTP/2 connection, so kube-proxy would pin each to one
+pod. It has the metrics port for a ServiceMonitor. (dict "root" $ "role" "draft"); "suffix" is added to its name if
+another Service has the role's name.
 */}}
 {{- define "galley.headlessService" -}}
 {{- $role := index .root.Values .role -}}

@@ -31,7 +31,7 @@
 - name: GROUP_INDEX
   valueFrom:
     fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}
-# The leader's DNS name, below the Service that the controller creates; it resolves before the pod is ready.
+# The leader's DNS name in the Service that the controller creates. It resolves before the pod is ready.
 - name: GALLEY_TARGET_RANKS_ADDRESS
   value: {{ $name := include "galley.roleName" . }}{{ $name }}-$(GROUP_INDEX).{{ $name }}:{{ $target.ranksPort }}
 - name: GALLEY_TARGET_RANKS_TIMEOUT_S

@@ -19,7 +19,7 @@ of bounds, and missing requirements of an enabled part.
 {{- if $redis.existingSecret.name }}{{ $ways = append $ways "redis.existingSecret.name" }}{{ end -}}
 {{- if $redis.embedded.enabled }}{{ $ways = append $ways "redis.embedded.enabled" }}{{ end -}}
 {{- if ne (len $ways) 1 -}}
-{{- fail (printf "set exactly one of redis.url, redis.existingSecret.name and redis.embedded.enabled; set: %s" (join ", " $ways | default "none")) -}}
+{{- fail (printf "redis: must have exactly one of redis.url, redis.existingSecret.name and redis.embedded.enabled set, got %s" (join ", " $ways | default "none")) -}}
 {{- end -}}
 {{- end -}}
 
@@ -35,7 +35,7 @@ of bounds, and missing requirements of an enabled part.
 {{- range splitList "," (regexReplaceAll "^[^:]+://([^/?]*).*$" $url "${1}") -}}
 {{- $port := include "galley.portOf" (dict "address" . "default" $known) -}}
 {{- if not (has $port (splitList " " (join " " $policy.redis.ports))) -}}
-{{- fail (printf "redis.url: port %s, which networkPolicy.redis.ports (%s) does not open; add it there" $port (join ", " $policy.redis.ports)) -}}
+{{- fail (printf "networkPolicy.redis.ports: must contain port %s of redis.url, got %s" $port (join ", " $policy.redis.ports)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -47,7 +47,7 @@ of bounds, and missing requirements of an enabled part.
 {{- fail "model: must be a directory, because a draft without a model takes the tokenizer from it; or set draft.settings.model or draft.enabled=false" -}}
 {{- end -}}
 {{- if and $values.modelCache.download.enabled (not (include "galley.isHubId" $values.model)) (not (include "galley.isHubId" $values.draft.settings.model)) -}}
-{{- fail "modelCache.download.enabled: nothing to download, because neither model nor draft.settings.model is a hub id" -}}
+{{- fail "modelCache.download.enabled: must be false unless model or draft.settings.model is a hub id; there is nothing to download" -}}
 {{- end -}}
 {{- end -}}
 
@@ -58,23 +58,23 @@ of bounds, and missing requirements of an enabled part.
 {{- $gpus := int $target.gpus -}}
 {{- $ofSeveral := eq $target.kind "leaderworkerset" -}}
 {{- if and $ofSeveral (lt $nodes 2) -}}
-{{- fail "target.kind: leaderworkerset needs several pods per replica; set target.nodes to 2 or more, or target.kind to statefulset" -}}
+{{- fail (printf "target.nodes: must be 2 or more with target.kind leaderworkerset, got %d; or set target.kind to statefulset" $nodes) -}}
 {{- end -}}
 {{- if and (not $ofSeveral) (gt $nodes 1) -}}
 {{- fail (printf "target.nodes: must be 1, got %d; only target.kind leaderworkerset uses several nodes" $nodes) -}}
 {{- end -}}
 {{- if mod $ranks $nodes -}}
-{{- fail (printf "target.tensorParallel: %d is not divided by target.nodes %d; every node runs the same number of ranks" $ranks $nodes) -}}
+{{- fail (printf "target.tensorParallel: must be a multiple of target.nodes (%d), got %d; every node runs the same number of ranks" $nodes $ranks) -}}
 {{- end -}}
 {{- if and $gpus (ne (mul $gpus $nodes) $ranks) -}}
-{{- fail (printf "target.gpus: %d in each of %d pod(s), but target.tensorParallel is %d; each rank takes one GPU, so %d of them would %s" $gpus $nodes $ranks (mul $gpus $nodes) (ternary "not do" "leave some idle" (lt (mul $gpus $nodes) $ranks))) -}}
+{{- fail (printf "target.gpus: must be %d (target.tensorParallel %d / target.nodes %d, one GPU for each rank of a pod), got %d" (div $ranks $nodes) $ranks $nodes $gpus) -}}
 {{- end -}}
 {{- if and (eq $target.kind "rayservice") (lt (int $target.replicas) 1) -}}
-{{- fail "target.kind: rayservice needs target.replicas of 1 or more" -}}
+{{- fail "target.replicas: must be 1 or more with target.kind rayservice, got 0" -}}
 {{- end -}}
 {{- $budget := $target.podDisruptionBudget -}}
 {{- if and (eq $target.kind "rayservice") (kindIs "string" ($budget.minAvailable | default $budget.maxUnavailable)) -}}
-{{- fail "target.podDisruptionBudget is a share; with target.kind rayservice set a number of pods, because Kubernetes does not know their total" -}}
+{{- fail (printf "target.podDisruptionBudget: must be a number of pods with target.kind rayservice, got %s; Kubernetes does not know their total" ($budget.minAvailable | default $budget.maxUnavailable)) -}}
 {{- end -}}
 {{- end -}}
 
@@ -84,14 +84,14 @@ of bounds, and missing requirements of an enabled part.
 {{- $gpus := int $one.gpus -}}
 {{- $device := $one.settings.device | default "" -}}
 {{- if and $gpus (eq $device "cpu") -}}
-{{- fail (printf "%s.settings.device is cpu, but %s.gpus is %d; change one" $role $role $gpus) -}}
+{{- fail (printf "%s.settings.device: must be cuda or unset with %s.gpus %d, got cpu" $role $role $gpus) -}}
 {{- end -}}
 {{- if and (not $gpus) (hasPrefix "cuda" $device) -}}
-{{- fail (printf "%s.settings.device is %s, but %s.gpus is 0; pods without GPUs would not start" $role $device $role) -}}
+{{- fail (printf "%s.gpus: must be 1 or more with %s.settings.device %s, got 0" $role $role $device) -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.draft.enabled (int .Values.draft.gpus) (not .Values.draft.settings.model) -}}
-{{- fail "draft.gpus without draft.settings.model: a draft without a model uses no GPU" -}}
+{{- fail (printf "draft.gpus: must be 0 without draft.settings.model, got %d; only a draft model uses a GPU" (int .Values.draft.gpus)) -}}
 {{- end -}}
 {{- end -}}
 
@@ -99,25 +99,25 @@ of bounds, and missing requirements of an enabled part.
 {{- $keda := .Values.keda -}}
 {{- if $keda.enabled -}}
 {{- if and $keda.draft.enabled .Values.draft.autoscaling.enabled -}}
-{{- fail "keda.draft.enabled and draft.autoscaling.enabled would both scale the draft pool; disable one" -}}
+{{- fail "keda.draft.enabled: must be false with draft.autoscaling.enabled, because both scale the draft pool; disable one" -}}
 {{- end -}}
 {{- if eq .Values.monitoring.scrape "none" -}}
-{{- fail "monitoring.scrape: must not be none with keda.enabled; KEDA queries Prometheus, which would know nothing" -}}
+{{- fail "monitoring.scrape: must not be none with keda.enabled, because KEDA queries Prometheus for the metrics of the pods" -}}
 {{- end -}}
 {{- if and $keda.target.enabled (eq .Values.target.kind "rayservice") -}}
-{{- fail "keda.target.enabled: cannot scale target.kind rayservice, which has no scale subresource; set keda.target.enabled=false" -}}
+{{- fail "keda.target.enabled: must be false with target.kind rayservice, which has no scale subresource; set keda.target.enabled=false" -}}
 {{- end -}}
 {{- range $role := list "draft" "target" -}}
 {{- $one := index $keda $role -}}
 {{- if gt (int $one.minReplicas) (int $one.maxReplicas) -}}
-{{- fail (printf "keda.%s.minReplicas %v is above keda.%s.maxReplicas %v" $role $one.minReplicas $role $one.maxReplicas) -}}
+{{- fail (printf "keda.%s.minReplicas: must be at most keda.%s.maxReplicas (%v), got %v" $role $role $one.maxReplicas $one.minReplicas) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- range $role := list "gateway" "draft" -}}
 {{- $one := (index $.Values $role).autoscaling -}}
 {{- if and $one.enabled (gt (int $one.minReplicas) (int $one.maxReplicas)) -}}
-{{- fail (printf "%s.autoscaling.minReplicas %v is above %s.autoscaling.maxReplicas %v" $role $one.minReplicas $role $one.maxReplicas) -}}
+{{- fail (printf "%s.autoscaling.minReplicas: must be at most %s.autoscaling.maxReplicas (%v), got %v" $role $role $one.maxReplicas $one.minReplicas) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -133,12 +133,12 @@ of bounds, and missing requirements of an enabled part.
 {{- end -}}
 {{- $jwt := $values.auth.jwt -}}
 {{- if and $jwt.enabled $jwt.jwksUrl $jwt.jwksConfigMap.name -}}
-{{- fail "auth.jwt: set jwksUrl or jwksConfigMap.name, or neither for OpenID Connect discovery" -}}
+{{- fail "auth.jwt: must not have both jwksUrl and jwksConfigMap.name; set one, or neither for OpenID Connect discovery" -}}
 {{- end -}}
 {{- range $role := list "gateway" "draft" "target" -}}
 {{- $one := index $values $role -}}
 {{- if ne (len (uniq (list $one.port $one.healthPort $one.metricsPort))) 3 -}}
-{{- fail (printf "%s.port, %s.healthPort and %s.metricsPort must differ" $role $role $role) -}}
+{{- fail (printf "%s.port, %s.healthPort, %s.metricsPort: must differ, got %v, %v and %v" $role $role $role $one.port $one.healthPort $one.metricsPort) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
