@@ -1,4 +1,4 @@
-"""Dashboards as plain values, and the JSON that Grafana 11 imports, built by Grafana's Foundation SDK."""
+"""Describe dashboards as plain values, and convert them to Grafana 11's JSON by its Foundation SDK."""
 
 from __future__ import annotations
 

@@ -36,13 +36,13 @@ SESSIONS = Dashboard(
                 ),
                 Panel(
                     "Call duration",
-                    "Calls of Generate and Resume, with any status.",
+                    "Duration of calls of Generate and Resume, with any status.",
                     quantiles(of.REQUEST_DURATION),
                     "s",
                 ),
                 Panel(
                     "Time to first token (p95)",
-                    "By operation.",
+                    "From the call to the first token sent, for new sessions, by operation.",
                     (
                         Query(
                             quantile(0.95, of.TIME_TO_FIRST_TOKEN, "gen_ai_operation_name"),
@@ -54,7 +54,7 @@ SESSIONS = Dashboard(
                 ),
                 Panel(
                     "Time per output token (p95)",
-                    "By operation.",
+                    "Mean time per token after the first, for finished streams, by operation.",
                     (
                         Query(
                             quantile(0.95, of.TIME_PER_OUTPUT_TOKEN, "gen_ai_operation_name"),

@@ -33,7 +33,7 @@ SPECULATION = Dashboard(
                 ),
                 Panel(
                     "Tokens per round",
-                    "Mean number of confirmed tokens; 1 without draft tokens.",
+                    "Mean number of tokens confirmed in a round; 1 without draft tokens.",
                     (Query(ratio(rate(of.CONFIRMED_TOKENS), rate(of.ROUNDS)), "confirmed"),),
                 ),
                 Panel(
@@ -105,7 +105,7 @@ SPECULATION = Dashboard(
                 ),
                 Panel(
                     "Rounds by strategy",
-                    "Rounds per second.",
+                    "Rounds per second, by the strategy that proposed their draft tokens.",
                     (Query(rate(of.ROUNDS, "strategy"), "{{strategy}}"),),
                     stacked=True,
                 ),
@@ -161,7 +161,7 @@ SPECULATION = Dashboard(
                 ),
                 Panel(
                     "Sessions per step",
-                    "Mean number, by draft.",
+                    "Mean number of sessions in a step, by draft.",
                     (Query(mean(of.DRAFT_BATCH_SESSIONS, "instance"), "{{instance}}"),),
                     width=12,
                 ),

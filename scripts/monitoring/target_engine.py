@@ -17,7 +17,7 @@ TARGET_ENGINE = Dashboard(
         Row(
             "Steps",
             (
-                Panel("Step duration", "One forward pass over a batch.", quantiles(of.BATCH_DURATION), "s"),
+                Panel("Step duration", "Forward pass and sampling.", quantiles(of.BATCH_DURATION), "s"),
                 Panel(
                     "Steps by duration",
                     "Number of steps in each bucket of duration.",
@@ -26,17 +26,17 @@ TARGET_ENGINE = Dashboard(
                 ),
                 Panel(
                     "Sessions per step",
-                    "Mean number, by target.",
+                    "Mean number of sessions in a step, by target.",
                     (Query(mean(of.BATCH_SESSIONS, "instance"), "{{instance}}"),),
                 ),
                 Panel(
                     "Rows and tokens per step",
-                    "Mean number of computed rows and of confirmed tokens.",
+                    "Mean number of computed rows and of confirmed tokens in a step.",
                     (Query(mean(of.BATCH_ROWS), "rows"), Query(mean(of.BATCH_TOKENS), "tokens")),
                 ),
                 Panel(
                     "Rows by kind",
-                    "Rows per second of prompts, of draft tokens, and of decoding sessions.",
+                    "Rows per second: prompt tokens, draft tokens, and one per session that decodes.",
                     (
                         Query(rate(of.BATCH_PREFILL_ROWS), "prompts"),
                         Query(rate(of.BATCH_DRAFT_ROWS), "drafts"),
@@ -100,7 +100,7 @@ TARGET_ENGINE = Dashboard(
                 ),
                 Panel(
                     "Preemptions",
-                    "Sessions per second whose request was stopped to free KV blocks.",
+                    "Sessions per second whose request was stopped because KV blocks or slots ran out.",
                     (Query(rate(of.PREEMPTIONS, "instance"), "{{instance}}"),),
                     runbook="GalleyTargetOutOfBlocks",
                 ),

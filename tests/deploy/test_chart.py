@@ -69,8 +69,14 @@ def test_default_objects(manifests: list[Manifest]) -> None:
         ({"target": {"kind": "daemonset"}}, "/target/kind"),
         ({"target": {"gpus": 6, "tensorParallel": 4}}, "/target/gpus.*multiple"),
         ({"target": {"gpus": 8, "tensorParallel": 4}}, "target.gpus: must be 4"),
-        ({"target": {"kind": "leaderworkerset", "nodes": 2, "gpus": 2, "tensorParallel": 8}}, "target.gpus: must be 4"),
-        ({"target": {"kind": "leaderworkerset", "nodes": 3, "tensorParallel": 8}}, "must be a multiple of target.nodes .3., got 8"),
+        (
+            {"target": {"kind": "leaderworkerset", "nodes": 2, "gpus": 2, "tensorParallel": 8}},
+            "target.gpus: must be 4",
+        ),
+        (
+            {"target": {"kind": "leaderworkerset", "nodes": 3, "tensorParallel": 8}},
+            "must be a multiple of target.nodes .3., got 8",
+        ),
         ({"target": {"kind": "leaderworkerset"}}, "target.nodes: must be 2 or more"),
         ({"target": {"nodes": 2, "tensorParallel": 2}}, "only target.kind leaderworkerset"),
         ({"target": {"gpus": 1, "settings": {"device": "cpu"}}}, "target.settings.device: must be cuda"),

@@ -45,7 +45,7 @@ MOVED = Label(
     "`hedged`: another replica responded first; `restarted`: same address, new process",
     values=MOVE_REASONS,
 )
-UP = Label("state", "`up`: accepts requests", values=("up", "down"))
+UP = Label("state", "`up`: connected and accepted by the gateway", values=("up", "down"))
 REFUSED = Label(
     "reason",
     "`streams`: the gateway's slots are in use; `share`: the caller has its fair share while others wait; "
