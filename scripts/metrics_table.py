@@ -23,7 +23,7 @@ _OF_ALL = [metric for metric in METRICS if metric.services == SERVICES]
 
 
 def main() -> None:
-    """Write the tables, or exit with 1 if FILE has no markers."""
+    """Replace the tables; exit 1 if FILE has no markers."""
     (file,) = (Path(name) for name in sys.argv[1:])
     text = file.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:

@@ -1,7 +1,8 @@
 #!/bin/sh
-# Of a CUDA image's build stage: compiles the one C module that Triton otherwise has a compiler make at its first
-# use, and leaves what hands that module out, to be called as the compiler would be. So the image itself needs none.
-#   triton-module.sh ENVIRONMENT
+# Run in the build stage of a CUDA image: triton-module.sh ENVIRONMENT
+#
+# Triton compiles one C module at its first use. This compiles it now, and installs a program that Triton can call as its
+# compiler ($CC) and that copies the module. The image itself then needs no compiler.
 set -eu
 environment=$1
 python=$environment/bin/python
@@ -16,20 +17,20 @@ kept=$environment/lib/triton-module
 work=$(mktemp -d)
 mkdir "$kept"
 cp "$backend/driver.c" "$kept/driver.c"
-# There is no driver where images are built: something of its name to link with. The node brings the real one.
+# Link with an empty libcuda.so.1: images are built without the driver. At run time the node provides the real one.
 gcc -shared -Wl,-soname,libcuda.so.1 -o "$work/libcuda.so.1" -x c /dev/null
 gcc "$kept/driver.c" -O3 -shared -fPIC -Wno-psabi -Wl,--no-as-needed -L"$work" -l:libcuda.so.1 \
   -I"$backend/include" -I"$include" -o "$kept/module.so"
 
-# What Triton calls as $CC: SOURCE ... -o OUT ...
+# Triton calls it as $CC: SOURCE ... -o OUT ...
 cat >"$environment/bin/triton-module" <<EOF
 #!/bin/sh
-# Hands out the C module of Triton that this image brings; it compiles nothing.
+# Copies the compiled C module of Triton to OUT; compiles nothing.
 set -eu
 source=\$1
 while [ "\$1" != -o ]; do shift; done
 if ! cmp -s "\$source" "$kept/driver.c"; then
-  echo "\$source: this image has no compiler, and only the module that Triton itself needs" >&2
+  echo "\$source: must be Triton's own driver.c; this image has no compiler for other modules" >&2
   exit 1
 fi
 cp "$kept/module.so" "\$2"

@@ -105,7 +105,7 @@ class Workshop:
         given = [f"BASE={BASE}", f"BUILD_BASE={BUILD_BASE}", f"REVISION={revision}"]
         given += [] if role == "target" else [f"TARGET_IMAGE={image('target', device)}"]
         given += [] if role == "gateway" else [f"DEVICE={device}"]
-        # The CUDA build is PyPI's.
+        # The CUDA build comes from PyPI.
         given += ["TORCH_INDEX="] if device == "cuda" and role != "gateway" else []
         name = image(role, device)
         options = [word for path in mounts for word in ("--volume", path)]
@@ -114,7 +114,7 @@ class Workshop:
         return name
 
     def _bud(self, file: Path, name: str, *more: str) -> None:
-        # Docker's format knows HEALTHCHECK.
+        # The OCI format has no HEALTHCHECK.
         command = ("bud", "--format", "docker", "--pull-never", "--file", str(file), "--tag", name)
         self.buildah(*command, *more, apart=True)
 

@@ -1,4 +1,4 @@
-"""Run an image's commands as its configuration says, without a container runtime (contain.sh)."""
+"""Run commands in an unpacked image, by its configuration and without a container runtime (contain.sh)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Container:
     def run(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run `command` to its end in a container of its own."""
+        """Run `command` to its end in a container of its own; its exit status is not checked."""
         return subprocess.run(  # noqa: S603  # ours or the image's own words
             self._command(command),
             env=self._environment(environment or {}),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROGRAMS = ("buildah", "debootstrap", "unshare")
-# vfs keeps every layer as a copy of the whole; the CUDA build of torch has 5 GB of its own.
+# vfs stores every layer as a full copy; the CUDA build of torch alone has 5 GB.
 _FREE_GB = {"cpu": 16, "cuda": 45}
 _GB = 10**9
 
