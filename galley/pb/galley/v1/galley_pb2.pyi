@@ -4,7 +4,7 @@ isort:skip_file
 The wire of Galley, version 1: Generation between client and gateway, Draft and Target between gateway and pools.
 
 Conventions. Positions are absolute in the session's token log: [0, prompt_len) is the prompt, prompt_len + i is output
-token i. Ranges are half open. A number is `optional` if its zero has a meaning of its own. `*_ns` are nanoseconds.
+token i. Ranges are half open. A number is `optional` if 0 differs from unset. `*_ns` are nanoseconds.
 A prefix hash is blake2b-128 over the token ids as little-endian uint32, personalised "galley.v1"
 (galley/core/content.py). docs/glossary.md defines the words.
 
@@ -75,12 +75,12 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """In [0, 1]. Unset: 0 (off)."""
     frequency_penalty: _builtins.float
-    """In [-2, 2]; count output tokens only, accepted drafts included. Unset: 0."""
+    """Both penalties are in [-2, 2] and count output tokens only, accepted draft tokens included. Unset: 0."""
     presence_penalty: _builtins.float
     repetition_penalty: _builtins.float
     """In (0, 10]; counts the prompt too. Unset: 1 (off)."""
     seed: _builtins.int
-    """Seeds the noise of every position. Unset: the gateway draws one and echoes it in Started."""
+    """Seeds the sampling at every position. Unset: the gateway draws one and echoes it in Started."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logit of a token id; each in [-100, 100]."""
@@ -163,6 +163,8 @@ Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class PositionLogprobs(_message.Message):
+    """Logprobs at the position of one output token."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LOGPROB_FIELD_NUMBER: _builtins.int
@@ -171,7 +173,7 @@ class PositionLogprobs(_message.Message):
     """Logprob of the chosen token."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """The most likely tokens in descending order; their number is `logprobs` of the request."""
+        """The most likely tokens, the most likely first; their number is `logprobs` of the request."""
 
     def __init__(
         self,
@@ -214,8 +216,8 @@ Global___ItemStatus: _TypeAlias = ItemStatus  # noqa: Y015
 
 @_typing.final
 class CacheMiss(_message.Message):
-    """The replica does not hold the prefix of the request. If contents differ within [0, start), it answers have = 0, because
-    a hash does not say where they differ.
+    """The replica does not hold the prefix of the request. If its tokens differ within [0, start), it responds with have = 0,
+    because a hash does not say where they differ.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -243,7 +245,7 @@ Global___CacheMiss: _TypeAlias = CacheMiss  # noqa: Y015
 
 @_typing.final
 class Superseded(_message.Message):
-    """A newer request of the session replaced this one."""
+    """A newer request of the session replaced this one, which was at `position`, after a prefix of this hash."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -267,7 +269,7 @@ Global___Superseded: _TypeAlias = Superseded  # noqa: Y015
 
 @_typing.final
 class ItemRef(_message.Message):
-    """Identifies one request of a stream."""
+    """Identifies a request of this stream by the ids of its slice."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -312,9 +314,9 @@ class SessionSlice(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     request_id: _builtins.int
-    """Chosen by the caller and echoed. Unique within the session, on a stream within the stream."""
+    """Chosen by the caller and echoed. With session_id it identifies the request within its stream."""
     start: _builtins.int
-    """Confirmed tokens from position `start` to the last known one."""
+    """Confirmed tokens from position `start` to the last known one. In a ProposeItem the last `ahead` are draft tokens."""
     prefix_hash: _builtins.bytes
     """Hash of [0, start)."""
     prompt_len: _builtins.int
@@ -324,13 +326,15 @@ class SessionSlice(_message.Message):
     remaining_ns: _builtins.int
     """Remaining time until the caller's deadline. 0: no deadline."""
     arrival_ns: _builtins.int
-    """First arrival of the session, in nanoseconds since the Unix epoch. At equal priority the older session goes first."""
+    """First arrival of the session, in nanoseconds since the Unix epoch; 0: now. At equal priority the older session goes
+    first.
+    """
     priority: _builtins.int
     """A session of higher priority goes first."""
     tenant_salt: _builtins.bytes
-    """Identifies the principal. Caches are never shared across salts."""
+    """Derived from the principal's name; empty for anonymous callers. Caches are never shared across salts."""
     traceparent: _builtins.str
-    """W3C trace context."""
+    """W3C trace context of the request's span. Empty: none."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -441,32 +445,34 @@ class Speculation(_message.Message):
     class _ModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Speculation._Mode.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         MODE_UNSPECIFIED: Speculation._Mode.ValueType  # 0
-        """As AUTO."""
+        """The same as MODE_AUTO."""
         MODE_AUTO: Speculation._Mode.ValueType  # 1
-        """The gateway chooses strategy and k."""
+        """The gateway chooses the number of draft tokens per round, down to none."""
         MODE_OFF: Speculation._Mode.ValueType  # 2
         """Plain decoding."""
         MODE_FIXED: Speculation._Mode.ValueType  # 3
-        """The request chooses k and strategy."""
+        """k draft tokens per round."""
 
     class Mode(_Mode, metaclass=_ModeEnumTypeWrapper): ...
     MODE_UNSPECIFIED: Speculation.Mode.ValueType  # 0
-    """As AUTO."""
+    """The same as MODE_AUTO."""
     MODE_AUTO: Speculation.Mode.ValueType  # 1
-    """The gateway chooses strategy and k."""
+    """The gateway chooses the number of draft tokens per round, down to none."""
     MODE_OFF: Speculation.Mode.ValueType  # 2
     """Plain decoding."""
     MODE_FIXED: Speculation.Mode.ValueType  # 3
-    """The request chooses k and strategy."""
+    """k draft tokens per round."""
 
     MODE_FIELD_NUMBER: _builtins.int
     K_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     k: _builtins.int
-    """Draft tokens per round, at most max_draft_tokens of GetModelInfo."""
+    """At most max_draft_tokens of GetModelInfo. In mode AUTO the most draft tokens per round; unset, or above it: the
+    gateway's --k. In mode FIXED their number; unset: 4, or --k if less. Ignored in mode OFF.
+    """
     strategy: _builtins.str
-    """One of the strategies that GetModelInfo lists, such as "model" or "ngram". Empty: the gateway's default."""
+    """One of the strategies that GetModelInfo lists, such as "model" or "ngram". Empty: the draft's default."""
     def __init__(
         self,
         *,
@@ -538,25 +544,26 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """Empty: the model that the gateway serves."""
     text: _builtins.str
-    """Completed without a chat template."""
+    """Continued as it is, without a chat template."""
     max_tokens: _builtins.int
-    """>= 1. Unset: the gateway's default, or the rest of the context window if that is less."""
+    """>= 1. Unset: 512, or the rest of the context window if that is less."""
     min_tokens: _builtins.int
     ignore_eos: _builtins.bool
     """Do not stop at the model's own end tokens."""
     logprobs: _builtins.int
     """If set: return the logprob of each chosen token and of this many most likely tokens."""
     workload: _builtins.str
-    """Label under which acceptance is measured."""
+    """Label under which acceptance is measured: at most 64 letters, digits and _.:/-."""
     idempotency_key: _builtins.str
     """A call with the same key and body joins the same session; another body is refused."""
     priority: _builtins.int
+    """A session of higher priority goes first. At most the max_priority of the principal."""
     n: _builtins.int
     """Number of answers. Must be 1. Unset: 1."""
     continue_without_client: _builtins.bool
     """Continue to the end if the client cancels or its connection is lost; Resume then returns what was generated
     meanwhile. Until the end the session takes a place of the gateway. Unset: work stops within a round. In both cases
-    work ends at the deadline of the call, and if a connected client does not read for the gateway's client_timeout.
+    work ends at the deadline of the call, and if a connected client reads nothing for the gateway's --client-timeout-s.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
@@ -746,6 +753,8 @@ Global___NumericsChanged: _TypeAlias = NumericsChanged  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
+    """Tokens of the whole session, those before a Resume included."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -789,11 +798,12 @@ class SpeculationStats(_message.Message):
     EXPOSED_DRAFT_NS_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     drafted: _builtins.int
+    """Draft tokens that were sent to the target, that it verified, and that it accepted."""
     verified: _builtins.int
     accepted: _builtins.int
     round_ns: _builtins.int
-    """Sums over rounds, in nanoseconds: total, waiting for the draft, waiting for the target, and the computing times that
-    draft and target report.
+    """Sums over rounds, in nanoseconds: duration; time until the last proposal of the round arrived, which with credit
+    overlaps verify_ns; wait for the verdict; and the computing times that draft and target report.
     """
     draft_ns: _builtins.int
     verify_ns: _builtins.int
@@ -806,7 +816,9 @@ class SpeculationStats(_message.Message):
     """Time in which the target waited for the draft: without credit for proposals, with credit while it lingered for hints."""
     @_builtins.property
     def orchestration_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For each round: its time less the computing times of draft and target."""
+        """For each round: its duration less the computing times of draft and target; with credit, the wait for the verdict
+        less the target's queueing and computing.
+        """
 
     @_builtins.property
     def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1013,6 +1025,7 @@ class GetModelInfoRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """Empty: the model that the gateway serves."""
     def __init__(
         self,
         *,
@@ -1052,8 +1065,11 @@ class GetModelInfoResponse(_message.Message):
     dtype: _builtins.str
     device: _builtins.str
     max_sessions: _builtins.int
+    """Largest number of open streams of this gateway."""
     @_builtins.property
-    def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Strategies that the gateway's drafts offer."""
+
     def __init__(
         self,
         *,
@@ -1095,8 +1111,8 @@ class ProposeItem(_message.Message):
     features: _builtins.bytes
     """Reserved: hidden states of the target, for drafts that use them."""
     ahead: _builtins.int
-    """Number of tokens at the end of the slice that are draft tokens without a verdict. The draft continues from them and
-    does not learn from them. At least the first token of the session is confirmed.
+    """Number of tokens at the end of the slice that are draft tokens without a verdict. The draft continues from them but
+    does not learn from them. Less than the tokens of the session: the first one is confirmed.
     """
     @_builtins.property
     def slice(self) -> Global___SessionSlice: ...
@@ -1135,7 +1151,7 @@ class ProposeResult(_message.Message):
     kv_len: _builtins.int
     """Number of tokens of this session in the replica's cache."""
     batch_sessions: _builtins.int
-    """Mean number of sessions that shared the draft's steps."""
+    """Mean number of sessions in the draft's steps for this request."""
     @_builtins.property
     def draft_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1165,6 +1181,8 @@ Global___ProposeResult: _TypeAlias = ProposeResult  # noqa: Y015
 
 @_typing.final
 class Timing(_message.Message):
+    """Times at the replica since the request arrived or, of a further result, since the result before."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUE_NS_FIELD_NUMBER: _builtins.int
@@ -1173,7 +1191,7 @@ class Timing(_message.Message):
     queue_ns: _builtins.int
     compute_ns: _builtins.int
     linger_ns: _builtins.int
-    """The part of queue_ns in which the target lingered for a hint."""
+    """The part of queue_ns in which the target lingered for a hint. 0 from drafts."""
     def __init__(
         self,
         *,
@@ -1390,7 +1408,7 @@ class VerifyItem(_message.Message):
     want_features: _builtins.bool
     """Reserved: return hidden states. Refused with UNIMPLEMENTED."""
     hint_due: _builtins.bool
-    """True if a hint for this request is being drafted, so that it may pay to linger."""
+    """True if a hint for this request is being drafted. The target may then linger."""
     max_verified: _builtins.int
     """Maximum number of draft tokens, hints included, verified in one step. 0: as many as pay."""
     @_builtins.property
@@ -1403,7 +1421,7 @@ class VerifyItem(_message.Message):
 
     @_builtins.property
     def survival(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Per draft token: the estimated chance that it and all before it are accepted. May be empty."""
+        """For each draft token: the estimated probability that it and all before it are accepted. May be empty."""
 
     def __init__(
         self,
@@ -1431,8 +1449,8 @@ Global___VerifyItem: _TypeAlias = VerifyItem  # noqa: Y015
 @_typing.final
 class Hint(_message.Message):
     """Draft tokens for positions [position, position + len) after a prefix with this hash. If a hint arrives late and its first
-    tokens equal what was confirmed meanwhile, the rest is used. After a refused token the rest may still be verified, if
-    that has paid for this session: a draft that copies is often wrong in one token only.
+    tokens equal what was confirmed meanwhile, the rest is used. After one wrong token the rest may still be verified,
+    because a draft that copies text is often wrong in one token only.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1479,7 +1497,7 @@ class Extension(_message.Message):
     session_id: _builtins.str
     request_id: _builtins.int
     limit: _builtins.int
-    """Tokens may be confirmed at positions below this limit. 0: unchanged. A lower limit is ignored."""
+    """Tokens may be confirmed at positions below this limit. 0, or a lower limit than before: unchanged."""
     hint_due: _builtins.bool
     """Without `hint`: a hint is being drafted for the position after the last result. With `hint`: another will be drafted
     after the verdict on this one. Unset: none follows.
@@ -1532,6 +1550,7 @@ class VerifyResult(_message.Message):
     verified: _builtins.int
     """Number of verified draft tokens, at most those that were sent."""
     kv_len: _builtins.int
+    """Number of tokens of this session in the replica's KV cache."""
     fingerprint: _builtins.str
     features: _builtins.bytes
     """Reserved."""
@@ -1540,13 +1559,13 @@ class VerifyResult(_message.Message):
     more: _builtins.bool
     """True if further results of this request follow."""
     row_ns: _builtins.int
-    """Estimated time that one more draft token adds to such a step on this replica."""
+    """Estimated time that one more draft token adds to a step with as many sessions, in nanoseconds."""
     prefill_ns: _builtins.int
     """Estimated part of timing.compute_ns for the prompt rows of the step."""
     batch_span: _builtins.bytes
     """Span of the step: trace id (16 bytes) and span id (8 bytes). Empty if it has none."""
     kv_reused: _builtins.int
-    """Number of cached tokens of the prefix. Set in the first result of a request."""
+    """Number of tokens of the request whose KV was cached when it began. Set in the first result only."""
     plain_ns: _builtins.int
     """Estimated timing.compute_ns of the step without draft tokens."""
     batch_rows: _builtins.int
@@ -1556,7 +1575,9 @@ class VerifyResult(_message.Message):
         """Confirmed tokens: `accepted` draft tokens, then at most one of the target's own."""
 
     @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]: ...
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
+        """For each token, if requested."""
+
     @_builtins.property
     def timing(self) -> Global___Timing: ...
     def __init__(
@@ -1767,18 +1788,18 @@ class GetTargetInfoResponse(_message.Message):
     ranks: _builtins.int
     """Tensor-parallel ranks of this replica."""
     kv_block_tokens: _builtins.int
-    """Tokens per KV block, and blocks of the pool."""
+    """Tokens per KV block; blocks of the pool; those of them that no live session holds."""
     kv_blocks_total: _builtins.int
     kv_blocks_free: _builtins.int
     queue_depth: _builtins.int
-    """Number of sessions with work to do."""
+    """Number of open requests."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The model's own end tokens."""
 
     @_builtins.property
     def row_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowCost]:
-        """Measured at start: the time of a step by its rows."""
+        """Times of steps by their number of rows, measured at the start."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ isort:skip_file
 The wire of Galley, version 1: Generation between client and gateway, Draft and Target between gateway and pools.
 
 Conventions. Positions are absolute in the session's token log: [0, prompt_len) is the prompt, prompt_len + i is output
-token i. Ranges are half open. A number is `optional` if its zero has a meaning of its own. `*_ns` are nanoseconds.
+token i. Ranges are half open. A number is `optional` if 0 differs from unset. `*_ns` are nanoseconds.
 A prefix hash is blake2b-128 over the token ids as little-endian uint32, personalised "galley.v1"
 (galley/core/content.py). docs/glossary.md defines the words.
 
