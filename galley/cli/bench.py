@@ -81,7 +81,7 @@ def bench(  # noqa: PLR0913  # one parameter a flag
     model: Model = "",
     draft_model: DraftModel = None,
     dtype: DType = None,
-    threads: Threads = None,
+    threads: Threads = 1,
     log_dir: LogDir = None,
     plot: Annotated[
         Path | None, typer.Option(help="PNG file to draw the results into. Default: none.")

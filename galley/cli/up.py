@@ -60,10 +60,7 @@ DType = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
     typer.Option(help="Number format of the weights. Default: chosen for this machine."),
 ]
-Threads = Annotated[
-    int | None,
-    typer.Option(min=1, help="Threads a service. Default: 1 on up to 4 cores, else chosen by torch."),
-]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads of each target and draft replica.")]
 LogDir = Annotated[
     Path | None,
     typer.Option(
@@ -89,7 +86,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
         typer.Option(min=0, help="Draft tokens a round of requests that name none. Default: by load."),
     ] = None,
     dtype: DType = None,
-    threads: Threads = None,
+    threads: Threads = 1,
     redis_url: Annotated[
         str | None,
         typer.Option(

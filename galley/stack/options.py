@@ -12,8 +12,6 @@ from typing import TypeAlias
 
 from galley.stack.part import PartSpec
 
-SMALL_HOST_CORES = 4
-
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
@@ -42,8 +40,8 @@ class StackOptions:
     # Further environment and, by part name ("target", "draft", "gateway", "valkey"), further arguments.
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     extra_args: Mapping[str, Sequence[str]] = field(default_factory=lambda: MappingProxyType({}))
-    # Of each service. None: 1 on a host of at most SMALL_HOST_CORES cores, else torch's choice.
-    threads: int | None = None
+    # Of each target and draft replica.
+    threads: int = 1
     # None: in the temporary directory, removed with the stack unless a part failed.
     log_dir: Path | None = None
     data_dir: Path | None = None
@@ -63,14 +61,6 @@ class StackDirs:
 PartTable: TypeAlias = "Callable[[StackOptions, StackDirs], Sequence[PartSpec]]"
 
 
-def threads_of(options: StackOptions) -> int | None:
-    """Return the number of threads for each service; None leaves it to torch."""
-    if options.threads is not None:
-        return options.threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if cores <= SMALL_HOST_CORES else None
-
-
 def targets_register(options: StackOptions) -> bool:
     """Return True if the gateways find the targets in the store; otherwise they are given the address."""
     return options.replicas > 1 or options.tensor_parallel > 1
@@ -82,10 +72,7 @@ def drafts_register(options: StackOptions) -> bool:
 
 def environment_of(options: StackOptions) -> dict[str, str]:
     # Unbuffered, so that the log of a part that is killed is complete.
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    threads = threads_of(options)
-    if threads is not None:
-        env["OMP_NUM_THREADS"] = str(threads)
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(options.threads)}
     # All gateways of a stack derive the same session id from an idempotency key.
     if "GALLEY_GATEWAY_ID_SECRET_FILE" not in env:
         env.setdefault("GALLEY_GATEWAY_ID_SECRET", secrets.token_hex(32))

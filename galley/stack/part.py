@@ -1,7 +1,7 @@
 """One part of the local stack: an operating system process, from its start to its end.
 
-Every part runs under `guard.py`, in a session of its own: Ctrl-C reaches only the supervisor, and however the
-supervisor ends, the part ends with it.
+Every part runs under `guard.py`, in its own operating system session (setsid), so Ctrl-C reaches only the
+process that started the stack. On Linux the part ends when that process ends, however it ends.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from galley.common.models.files import DEFAULT_MODEL, shipped_draft
 from galley.core import names
-from galley.stack.options import StackDirs, StackOptions, drafts_register, targets_register, threads_of
+from galley.stack.options import StackDirs, StackOptions, drafts_register, targets_register
 from galley.stack.part import LOOPBACK, Facts, PartSpec, free_ports
 from galley.trace.read.otlp_file import new_file, trace_dir
 
@@ -184,8 +184,7 @@ def _model(directory: str, options: StackOptions) -> list[str]:
 
 
 def _threads(options: StackOptions) -> list[str]:
-    threads = threads_of(options)
-    return [] if threads is None else ["--threads", str(threads)]
+    return ["--threads", str(options.threads)]
 
 
 @dataclass(frozen=True, slots=True)
