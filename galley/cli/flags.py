@@ -201,7 +201,7 @@ def tls_options(
     try:
         tls_to_gateways(chosen)
     except BadTlsFile as error:
-        problem = re.sub(r"\b(ca|cert|key)_file\b", r"--tls-\1-file", error.problem)
+        problem = re.sub(r"(?<= with )(ca|cert|key)_file\b", r"--tls-\1-file", error.problem)
         flag = "--tls-" + error.setting.replace("_", "-")
         raise typer.BadParameter(problem, param_hint=flag) from None
     return chosen

@@ -120,6 +120,14 @@ def test_unusable_file_is_reported_before_any_request(flag: list[str], problem: 
     assert problem.format(**paths) in result.stderr
 
 
+def test_path_named_like_a_field_is_reported_as_typed(files: Mounted, tmp_path: Path) -> None:
+    key = tmp_path / "key_file"
+    key.write_text("no key")
+    flags = [f"--tls-cert-file={files.cert}", f"--tls-key-file={key}"]
+    result = galley("generate", "x", "--endpoint", "127.0.0.1:1", *flags)
+    assert f"--tls-key-file: {key}: holds no private key" in result.stderr
+
+
 def test_the_stack_that_runs_here_is_spoken_to_plainly(files: Mounted) -> None:
     with serving(FakeGateway()) as plain, endpoint.Endpoint() as stack:
         stack.announce(plain)
