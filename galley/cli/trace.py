@@ -39,10 +39,10 @@ def trace(
     html: Annotated[
         Path | None, typer.Option(help="HTML file to write instead. Default: none.", dir_okay=False)
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show all rounds of long answers.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show all rounds of long sessions.")] = False,
     latest: Annotated[bool, typer.Option("--list", help="List the latest requests instead.")] = False,
 ) -> None:
-    """Show where the time of an answer went, round by round, and why its slowest round was slow."""
+    """Show where the time of a session went, round by round, and why its slowest round was slow."""
     if bool(request_id) == latest:
         raise typer.BadParameter("must be a session or trace id, or --list", param_hint="SESSION_ID")
     console = Console(highlight=False)

@@ -55,7 +55,7 @@ def host_and_port(text: str, default_port: int | None = None) -> tuple[str, int]
     is_bracketed = host.startswith("[") and host.endswith("]") and _is_ipv6(host[1:-1])
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= _MAX_PORT
     if not host or not is_port or (not is_bracketed and re.search(r"[\s/@:\[\]]", host)):
-        raise ValueError(f"must be host:port, got {text!r}")
+        raise ValueError(f"must be host:port with a port from 1 to {_MAX_PORT}, got {text!r}")
     return host[1:-1] if is_bracketed else host, int(port)
 
 

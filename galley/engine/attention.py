@@ -104,8 +104,11 @@ def _refuse_shape(
     module: torch.nn.Module, layer: int, current: AttentionStep, key: Tensor, value: Tensor
 ) -> None:
     kept = current.attention.pool.shape
-    got = (key.shape[1], key.shape[3], value.shape[3])
-    if got != (kept.kv_heads, kept.key_dim, kept.value_dim) or not 0 <= layer < kept.layers:
+    name = type(module).__name__
+    if not 0 <= layer < kept.layers:
+        raise UnsupportedModel(f"{name}: layer index must be in [0, {kept.layers}), got {layer}")
+    shape, got = (kept.kv_heads, kept.key_dim, kept.value_dim), (key.shape[1], key.shape[3], value.shape[3])
+    if got != shape:
         raise UnsupportedModel(
-            f"{type(module).__name__}: layer {layer} has keys and values unlike its configuration"
+            f"{name}: layer {layer}: (kv_heads, key_dim, value_dim) must be {shape}, got {got}"
         )

@@ -61,7 +61,9 @@ class Collector(otlp_rpc.TraceServiceServicer):
         """Write the spans of one export. Raises Overloaded if too many bytes wait to be written."""
         size = request.ByteSize()
         if self._waiting_bytes and self._waiting_bytes + size > self._max_waiting_bytes:
-            raise Overloaded("too many spans wait to be written", _RETRY_AFTER_S)
+            raise Overloaded(
+                f"waiting spans: must be at most {self._max_waiting_bytes} bytes", _RETRY_AFTER_S
+            )
         self._waiting_bytes += size
         try:
             dropped = await asyncio.get_running_loop().run_in_executor(

@@ -27,7 +27,7 @@ _COUNTS = (names.VERDICTS, names.CONFIRMED, names.VERIFIED, names.ACCEPTED, name
 
 
 class VerifySpan(ItemSpan):
-    """The span of a request; its attributes count the results."""
+    """The span of a verify request: its credit, the number of its verdicts, and sums of their tokens."""
 
     def __init__(self, spans: SpanScope | None, item: pb.VerifyItem) -> None:
         super().__init__(spans, names.VERIFY, "target", item.slice)

@@ -52,7 +52,7 @@ class FaultyStore(MemoryStore):
         self._manual.now += self.commit_ns
         if self.failures:
             self.failures -= 1
-            raise StoreUnavailable("the session store does not answer", "it is at 10.0.0.1")
+            raise StoreUnavailable("the session store is unavailable", "it is at 10.0.0.1")
         self.directories.append(directory)
         return await super().commit(owner, expected_len, tokens, meta, directory)
 

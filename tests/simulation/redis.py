@@ -136,7 +136,7 @@ class SimRedis:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 return await reply
         except TimeoutError:
-            raise StoreUnavailable("the session store does not answer", "timeout") from None
+            raise StoreUnavailable("the session store is unavailable", "timeout") from None
 
     def _copies(self, caller: Process) -> int:
         if not caller.alive or self._is_lost(caller.name, REDIS):
@@ -150,7 +150,7 @@ class SimRedis:
         result: T | GalleyError
         try:
             if not self.up:
-                raise StoreUnavailable("the session store does not answer", "connection refused")
+                raise StoreUnavailable("the session store is unavailable", "connection refused")
             result = work()
         except GalleyError as error:
             self._ledger.met[f"store: {type(error).__name__}"] += 1

@@ -138,7 +138,7 @@ class RedisCalls:
                 raise Broken(f"the session store refused a command: {error}") from error
             if node is not None:
                 self._nodes.lost(node)
-            raise StoreUnavailable("the session store does not answer", str(error)) from error
+            raise StoreUnavailable("the session store is unavailable", str(error)) from error
 
     async def _redirected(self, node: Node, commands: Sequence[Command]) -> list[object]:
         asking = False

@@ -45,7 +45,7 @@ def read_pair(cert: NamedFile, key: NamedFile, *, serves: bool) -> Pair:
     _check_purpose(cert, own, serves=serves)
     public = _public_key_of(cert, own)
     if _encoded(public) != _encoded(_public_key(key, private)):
-        raise key.bad("is not the key of the first certificate in the other file")
+        raise key.bad(f"must be the private key of the first certificate in {cert.path} ({cert.setting})")
     return Pair(chain, private, own.not_valid_after_utc)
 
 

@@ -242,7 +242,8 @@ class Admission:
         share = self._share(account, now)
         if account.held >= share:
             wait_ns = account.await_place(account.turnover.next_wait_ns(share, now), now)
-            what = f"{principal.name} has its share of {share} {self._what}, and other callers wait"
+            held = f"{principal.name} holds {account.held} {self._what}"
+            what = f"{held}; its share is {share} while other callers wait"
             raise Overloaded(what, wait_ns / _SECOND, NO_SHARE)
 
     def _share(self, account: _Account, now: int) -> int:

@@ -217,7 +217,7 @@ class StepTimes:
     def measured(cls, points: Sequence[tuple[int, int]]) -> StepTimes:
         """Return the times from measured (rows, ns), the first for one row; more rows never cost less.
 
-        Raises InvalidField unless rows rise from 1 and times are positive.
+        Raises InvalidField unless rows rise from 1 and the first time is positive.
         """
         if not points or points[0][1] <= 0:
             raise InvalidField("row_costs", f"must start with the time of one row, > 0 ns, got {points[:1]}")

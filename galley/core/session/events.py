@@ -56,10 +56,11 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The target's verdict: `accepted` draft tokens, then at most one token of its own.
+    """A verdict of the target: `accepted` draft tokens, then at most one token of its own.
 
-    With `more`, further verdicts follow. `sessions` is how many sessions were in the step. The other fields
-    are those of `galley.core.scheduler.messages.Confirmed`.
+    With `more`, further verdicts follow. `sessions` is the number of sessions in the step; `fingerprint`
+    names the target build; `cache_len` is `kv_len` of `galley.core.scheduler.messages.Confirmed`, which
+    explains the rest.
     """
 
     request_id: int

@@ -306,6 +306,9 @@ def _stored(store: Path, prompts: Sequence[Prompt]) -> dict[int, Answer]:
     for entry in kept_lines(store):
         place = entry["place"]
         if place >= len(prompts) or prompts[place].digest(0) != entry["digest"]:
-            raise InvalidField("work", f"{store}: holds answers to other prompts")
+            raise InvalidField(
+                "work",
+                f"{store}: must hold answers to this run's prompts, got others; choose another directory",
+            )
         answers[place] = Answer(tuple(entry["answer"]), entry["temperature"])
     return answers

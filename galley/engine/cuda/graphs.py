@@ -28,9 +28,10 @@ _WARM_UPS = 2
 
 
 class Recorder(Protocol):
-    """Turns a function into one that does the same again, on the same memory, with the same result tensor.
+    """A recorder of device work: `record` returns a function that does the work of `body` again.
 
-    The function may run any number of times, or not at all, while it is recorded.
+    A replay uses the same memory and returns the same tensor. `body` may run any number of times, or not at
+    all, while it is recorded.
     """
 
     def record(self, body: Callable[[], Tensor]) -> Callable[[], Tensor]: ...

@@ -64,7 +64,7 @@ class Strategy(Protocol):
 
 
 class NoneStrategy:
-    """Propose nothing: plain decoding through the same calls."""
+    """Propose no tokens, so that the target decodes plainly; the draft is called as with any strategy."""
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         return [Proposal(job, done=True) for job in jobs]

@@ -100,6 +100,8 @@ def read_principals(file: NamedFile) -> Principals:
     except ValidationError as error:
         problems = "; ".join(f"{_place(problem['loc'])}: {problem['msg']}" for problem in error.errors())
         raise file.bad(problems) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise file.bad(f"must be TOML in UTF-8: {error}") from None
     except ValueError as error:
         raise file.bad(str(error)) from None
     return Principals(parsed)

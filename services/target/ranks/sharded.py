@@ -90,7 +90,7 @@ class ShardedModel:
             raise
 
     def stop(self) -> None:
-        """Stop the other ranks; call from the thread of `run`, or after it has ended."""
+        """Stop the other ranks. Call from the thread of `run`, or after the last `run` has returned."""
         if self._lost:
             return
         try:
@@ -135,7 +135,7 @@ def _run(
 def send_numbers(plans: ProcessGroup, numbers: Sequence[int]) -> None:
     """Send up to _MAX_NUMBERS numbers, the count first. Raise RankLost, and Broken for more."""
     if len(numbers) > _MAX_NUMBERS:
-        raise Broken(f"plan: at most {_MAX_NUMBERS} values, got {len(numbers)}")
+        raise Broken(f"plan: must have at most {_MAX_NUMBERS} values, got {len(numbers)}")
     head = torch.zeros(_HEAD_NUMBERS, dtype=torch.int32)
     head[0] = len(numbers)
     values = torch.tensor(numbers, dtype=torch.int32)
@@ -152,7 +152,7 @@ def receive_numbers(plans: ProcessGroup) -> list[int]:
     plans.receive(head)
     count = int(head[0])
     if not 0 <= count <= _MAX_NUMBERS:
-        raise Broken(f"plan: at most {_MAX_NUMBERS} values, got {count}")
+        raise Broken(f"plan: must have 0 to {_MAX_NUMBERS} values, got {count}")
     numbers: list[int] = head[1 : min(count + 1, _HEAD_NUMBERS)].tolist()
     if count > len(numbers):
         rest = torch.zeros(count - len(numbers), dtype=torch.int32)

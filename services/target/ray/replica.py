@@ -89,7 +89,7 @@ class Leader:
         return self._settings.advertise or self._server.address
 
     def load(self) -> dict[str, float]:
-        """Return the load now, for `services.target.ray.autoscaling`; empty until it is loaded."""
+        """Return the load now, for `services.target.ray.autoscaling`; empty until the model is loaded."""
         if self._service is None:
             return {}
         info = self._service.describe()

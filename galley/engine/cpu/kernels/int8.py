@@ -1,9 +1,9 @@
 """The CPU kernels of linear layers with int8 weights; arrays as in `attention`.
 
 They use dot products of four bytes at a time (AVX-512 VNNI). Weights w are stored as w + 128 in unsigned
-bytes, since the instruction multiplies unsigned by signed bytes; the surplus, 128 times the sum of the signed
-ones, is subtracted beforehand. Integer sums are the same in any order, so a row's bits do not depend on other
-rows.
+bytes, since the instruction multiplies unsigned by signed bytes. Each sum therefore starts at the surplus,
+-128 times the sum of the signed bytes. Integer sums are the same in any order, so a row's bits do not depend
+on other rows.
 """
 
 # ruff: noqa: ARG001, PLR0913, PLR0917  # numba calls kernels and intrinsics with its own arguments

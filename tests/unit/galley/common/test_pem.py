@@ -124,7 +124,7 @@ def _half(authority: Authority) -> TlsFiles:
         (_too_early, "cert_file", "is not valid before 20"),
         (_for_servers, "cert_file", "the extended key usage of the certificate must include clientAuth"),
         (_for_clients, "cert_file", "the extended key usage of the certificate must include serverAuth"),
-        (_of_another, "key_file", "is not the key of the first certificate"),
+        (_of_another, "key_file", "must be the private key of the first certificate in "),
         (_encrypted, "key_file", "must hold a key without a password"),
         (_edwards, "cert_file", "an RSA key, or of an ECDSA key on P-256 or P-384"),
         (_curve, "cert_file", "an RSA key, or of an ECDSA key on P-256 or P-384"),

@@ -144,5 +144,5 @@ def test_a_missing_or_binary_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match=r"none\.toml: No such file"):
         read_principals(NamedFile("api_keys_file", str(tmp_path / "none.toml")))
     (tmp_path / "noise.toml").write_bytes(b"\xff")
-    with pytest.raises(BadFile, match=r"noise\.toml: .*can't decode"):
+    with pytest.raises(BadFile, match=r"noise\.toml: must be TOML in UTF-8: .*can't decode"):
         read_principals(NamedFile("api_keys_file", str(tmp_path / "noise.toml")))

@@ -110,7 +110,7 @@ async def test_a_repeated_commit_is_traced() -> None:
     [commit] = stream.named("EVALSHA commit")
     assert attributes_of(commit)[names.STORE_ATTEMPTS] == 3
     assert error_of(commit) is None
-    why = {names.REASON: "the session store does not answer"}
+    why = {names.REASON: "the session store is unavailable"}
     assert [(event.name, dict(event.attributes or {})) for event in commit.events] == [
         (names.STORE_RETRIED, why)
     ] * 2

@@ -211,7 +211,7 @@ async def test_calls_to_abort_are_shared_among_callers() -> None:
         await aborting("bob")
     store.permits.release()
     await asyncio.wait(alices, return_when=asyncio.FIRST_COMPLETED)
-    with pytest.raises(Overloaded, match="alice has its share of 1 calls to Abort"):
+    with pytest.raises(Overloaded, match="alice holds 1 calls to Abort; its share is 1"):
         await aborting("alice")
     bobs = aborting("bob")
     for _ in range(2):

@@ -451,7 +451,7 @@ async def test_a_server_that_does_not_listen() -> None:
     with pytest.raises(StoreUnavailable) as away:
         await store.claim(secrets.token_hex(16), ALICE)
     assert where in str(away.value)
-    assert message_of(away.value) == "the session store does not answer"
+    assert message_of(away.value) == "the session store is unavailable"
     await store.close()
 
 
