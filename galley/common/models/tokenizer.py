@@ -193,7 +193,10 @@ class ChatTemplate:
         now: Callable[[], datetime] = lambda: datetime.now().astimezone(),  # the host's, as transformers
         max_chars: int = MAX_RENDERED_CHARS,
     ) -> None:
-        self._template = _environment(now).from_string(source)
+        try:
+            self._template = _environment(now).from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat template: line {error.lineno}: {error.message}") from error
         self._variables = dict(variables)
         self._max_chars = max_chars
 

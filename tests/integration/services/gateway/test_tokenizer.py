@@ -217,6 +217,12 @@ def test_a_tokenizer_that_asks_for_its_own_code_is_refused(tmp_path: Path) -> No
         Tokenizer.load(str(directory))
 
 
+def test_broken_chat_template_is_refused_by_line(tmp_path: Path) -> None:
+    directory = a_directory(tmp_path, {"chat_template": "fine\n{% if %}"})
+    with pytest.raises(ValueError, match="chat template: line 2: "):
+        Tokenizer.load(str(directory))
+
+
 def test_a_name_that_is_neither_directory_nor_hub_id() -> None:
     with pytest.raises(FileNotFoundError, match="no directory"):
         Tokenizer.load("no/such/model at all")
