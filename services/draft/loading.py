@@ -78,7 +78,7 @@ def _tokenizer_hash(settings: DraftSettings, model: CausalModel | None) -> str:
     if settings.tokenizer is not None:
         return tokenizer_hash(settings.tokenizer)
     _LOG.warning(
-        "draft has no tokenizer hash; gateways cannot check that it fits its target",
+        "draft has no tokenizer hash; gateways refuse it",
         remedy="--model or --tokenizer",
     )
     return ""

@@ -188,10 +188,10 @@ class Deployment:
         file = self._settings.replicas_file
         if file is None:
             return self._settings.replicas
-        replicas = int(file.read_text(encoding="utf-8"))
-        if not 1 <= replicas <= MAX_REPLICAS:
-            raise ValueError(f"{file}: replicas must be in [1, {MAX_REPLICAS}], got {replicas}")
-        return replicas
+        text = file.read_text(encoding="utf-8").strip()
+        if not (text.isdecimal() and 1 <= int(text) <= MAX_REPLICAS):
+            raise ValueError(f"{file}: must hold a number in [1, {MAX_REPLICAS}], got {text[:20]!r}")
+        return int(text)
 
     def options(self) -> dict[str, Any]:
         """Return the deployment's options: the number of replicas, or its bounds where the load sets it."""
