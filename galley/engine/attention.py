@@ -29,7 +29,7 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """One forward call; travels to the attention function as a keyword argument, which adds to `layers`."""
+    """The state of one forward call, a keyword argument of `paged_attention`, which adds to `layers`."""
 
     attention: Attention
     pages: Any  # what `attention` takes as pages
@@ -88,15 +88,15 @@ def _checked(
 ) -> AttentionStep:
     name = type(module).__name__
     if current is None:
-        raise UnsupportedModel(f"{name}: does not pass its arguments on to the attention function")
+        raise UnsupportedModel(f"{name}: must pass its arguments on to the attention function")
     needed = [other for other in _UNSERVED if others.get(other) is not None]
     if needed:
-        raise UnsupportedModel(f"{name}: needs {needed[0]} in attention")
+        raise UnsupportedModel(f"{name}: must not need {needed[0]} in attention")
     if not getattr(module, "is_causal", True):
-        raise UnsupportedModel(f"{name}: attends to the future")
+        raise UnsupportedModel(f"{name}: attention must be causal")
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     if window is None and layer_types and layer_types[module.layer_idx] == "sliding_attention":
-        raise UnsupportedModel(f"{name}: does not pass its sliding window to the attention function")
+        raise UnsupportedModel(f"{name}: must pass its sliding window on to the attention function")
     return current
 
 

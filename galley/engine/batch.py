@@ -1,4 +1,4 @@
-"""The values that cross the engine's seam, and caches of sequences for users that do no block accounting."""
+"""Facts and inputs of a model, and KV caches of sequences for callers that do not account for blocks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _RETRY_AFTER_S = 1.0
 class ModelInfo:
     """Facts of a loaded model; `dtype` and `device` are torch's names.
 
-    `deterministic`: a position's logits have the same bits in any batch, chunk and prefill split. `ranks` is
-    the number of ranks that share the weights.
+    `deterministic`: the logits of a probe prompt kept their bits in other batches and prefill splits.
+    `ranks` is the number of ranks that share the weights.
     """
 
     name: str
@@ -57,7 +57,7 @@ class FreeBlocks:
 
 
 class SessionCache:
-    """The KV of `tokens`, exactly; only CausalModel.forward adds to it."""
+    """The KV of `tokens`; `CausalModel.forward` extends it. Its blocks become free when it is deleted."""
 
     __slots__ = ("__weakref__", "_free", "blocks", "tokens")
 

@@ -24,7 +24,7 @@ _BUILD_FILES = ("*.safetensors", "config.json")
 def fingerprint(model: CausalModel) -> str:
     """Return 16 hex digits over everything the bits depend on, and over the logits of a fixed probe prompt.
 
-    Runs one step; the weights' digest is kept between starts.
+    Runs one step. Digests of the files are kept in the cache directory.
     """
     directory = model.info.directory
     files = sorted(path for pattern in _BUILD_FILES for path in directory.glob(pattern))
@@ -61,7 +61,7 @@ def _instruction_sets() -> list[str]:
 
 
 def _cuda(model: CausalModel) -> dict[str, object]:
-    """Return what else the bits depend on there: cuBLAS chooses kernels by the shapes of products."""
+    """Return what else the bits depend on on CUDA, where cuBLAS chooses kernels by shapes; {} elsewhere."""
     if torch.device(model.info.device).type != "cuda":
         return {}
     return {"cuda": torch.version.cuda, "rows_of_pass": model.max_rows}

@@ -22,7 +22,7 @@ from galley.engine.parallel.ranks import Ranks
 
 
 class Forward(Protocol):
-    """A model's layers and head; `kind` and `attention` name the code that computes them."""
+    """A model's layers, its attention over pages, and its head."""
 
     @property
     def kind(self) -> str:
@@ -32,7 +32,7 @@ class Forward(Protocol):
     def attention(self) -> Attention: ...
 
     def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
-        """Feed the rows of `pages`; return float32 logits [logit_rows, vocab_size] of those rows."""
+        """Feed the rows of `pages`; return float32 logits [logit_rows, tokens of the head]."""
 
 
 def forward_of(
@@ -44,9 +44,9 @@ def forward_of(
     own: bool,
     options: DeviceOptions,
 ) -> Forward:
-    """Return the forward pass of `module`: transformers' code, or `own` where `llama.serves` it.
+    """Return the forward pass of `module`: transformers' code, or with `own` that of `LlamaForward`.
 
-    Both take the module apart or change it; the caller must not use it afterwards.
+    `own` takes the module apart: the caller cannot use it afterwards. Otherwise its layers may be packed.
     """
     heads, device = module.config.num_attention_heads // ranks.size, pool.keys.device
     context = module.config.max_position_embeddings
@@ -82,7 +82,7 @@ class TransformersForward:
         return run_module(self._module, self.attention, pages, *rows, kept)[: len(logit_rows)]
 
     def _padded(self, values: Sequence[int]) -> Tensor:
-        """Return the values on the device, with as many as a product has rows at least."""
+        """Return the values on the device, padded with zeros to the fewest rows that a product computes."""
         filler = [0] * (packing.MIN_ROWS - len(values))
         return torch.tensor([*values, *filler], dtype=torch.long, device=self._device)
 
@@ -98,7 +98,7 @@ class Shapes:
     fixed: int | None = None
 
     def of(self, pages: Pages, logit_rows: int, slots: int) -> StepShape | None:
-        """Return the smallest shape that holds the step, or None. Raises ValueError if it exceeds `fixed`."""
+        """Return the smallest shape for the step, None if there is none. Raises ValueError beyond `fixed`."""
         own = flex_layout.exact(pages, logit_rows, slots)
         if self.fixed is not None:
             return self._fixed(own, self.fixed)

@@ -1,8 +1,8 @@
 """A causal language model that computes the new tokens of many sequences in one step.
 
-The seam between the engine and its users (docs/decisions/003-engine-seam.md). A model is used either through
-`run`, by a scheduler that accounts for the blocks itself, or through caches and `forward`; never both. Not
-safe for two threads at once.
+It is the interface between the engine and its callers (docs/decisions/003-engine-seam.md). A model is used
+either through `run`, by a scheduler that accounts for the blocks itself, or through caches and `forward`;
+never both. It is not thread-safe.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class CausalModel:
 
         Returns the logits that the chunks want, float32 [sum of want_logits, vocab_size], in order, on the
         model's device. A row may hold NaN without harm to the others. Raises Broken, before any work, if a
-        chunk is out of bounds.
+        chunk is out of bounds. With `watch`, waits for the device and records the times there.
         """
         if watch is None:
             logits = self._run(chunks, copies)
@@ -195,11 +195,11 @@ class CausalModel:
         for chunk in chunks:
             if len(chunk.blocks) * self.kv.block_tokens < chunk.start + len(chunk.tokens):
                 tokens = chunk.start + len(chunk.tokens)
-                raise Broken(f"blocks: must cover {tokens} tokens, got {len(chunk.blocks)}")
+                raise Broken(f"blocks: must cover {tokens} tokens, got {len(chunk.blocks)} blocks")
         used = [block for chunk in chunks for block in chunk.blocks]
         used += [block for pair in copies for block in pair]
         if used and not 0 <= min(used) <= max(used) < self.kv.blocks:
-            raise Broken(f"blocks: must be in [0, {self.kv.blocks})")
+            raise Broken(f"blocks: must be in [0, {self.kv.blocks}), got {min(used)} to {max(used)}")
 
     def new_cache(self) -> SessionCache:
         return SessionCache(self._free)
@@ -300,7 +300,8 @@ def refuse_other_attention(name: str, ours: Tensor, theirs: Tensor, dtype: torch
     error = float((ours - theirs).norm() / theirs.norm())
     if not error <= _TOLERANCE[dtype]:
         raise UnsupportedModel(
-            f"{name}: its attention differs from the one served here (logits {error:.1%} apart)"
+            f"{name}: logits must be within {_TOLERANCE[dtype]:.1%} of those of the model's own attention, "
+            f"got {error:.1%}; this kind of attention is not served"
         )
 
 
@@ -329,10 +330,10 @@ def load_model(  # noqa: PLR0913
     target_model: str | None = None,
     invariant: bool = False,
 ) -> CausalModel:
-    """Resolve and load the model that `spec` names; blocks, and for long at first. Raises UnsupportedModel.
+    """Resolve and load the model that `spec` names. Raises UnsupportedModel.
 
-    `target_model` names the model whose embeddings a trained draft uses. `invariant` asks a CUDA device for
-    the same bits in any step.
+    Blocks, for long if a model must be downloaded or converted. `target_model` names the model whose
+    embeddings a trained draft uses. `invariant` asks a CUDA device for the same bits in any step.
     """
     directory = resolve_model(spec)
     target = resolve_model(target_model) if target_model and takes_embeddings(directory) else None

@@ -52,11 +52,11 @@ def as_array(tensor: Tensor) -> Stored:
 
 
 def pool_for(shape: KvShape, blocks: int, device: torch.device, options: DeviceOptions) -> KvPool:
-    """Return a pool in the layout of the device's fastest attention. Raises UnsupportedModel."""
+    """Return the pool of the fastest attention. Raises UnsupportedModel if that cannot be `invariant`."""
     if device.type == "cuda" and options.flex and flex.serves(device, shape):
         return FlatPool(shape, blocks, device)
     if device.type != "cpu" and options.invariant:
-        raise UnsupportedModel(f"invariant: needs FlexAttention, which {device} lacks for heads of this size")
+        raise UnsupportedModel(f"invariant: must be off on {device}, where FlexAttention does not run")
     return KvPool(shape, blocks, device)
 
 
@@ -113,7 +113,7 @@ class CompiledAttention:
         return out
 
     def attend(self, pages: Pages, layer: int, queries: Floats, out: Stored, shape: Shape) -> None:
-        """Attend with stored rows into `out`, of at least pages.rows * heads * value_dim stored numbers."""
+        """Write attention of `queries` into `out`, at least pages.rows * heads * value_dim stored numbers."""
         kept = self.pool.shape
         tasks = len(pages.tiles) * kept.kv_heads
         threads = openmp.worth(self.threads, pages.work * kept.kv_heads * self.group * _KEY_NS)

@@ -103,7 +103,7 @@ def lay_out(spans: Sequence[Span], rows_of_tile: int) -> Pages:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The keys and values that one rank stores a position; `kv_heads` are its own."""
+    """The keys and values that one rank stores for a position; `kv_heads` are its own."""
 
     layers: int
     kv_heads: int
@@ -122,12 +122,13 @@ class KvShape:
 
 
 def kv_shape(config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> KvShape:
-    """Return the KV shape of a transformers configuration. Raises UnsupportedModel."""
+    """Return a rank's KV shape. Raises UnsupportedModel if the ranks cannot share the KV heads evenly."""
     heads = config.num_attention_heads
     kv_heads = declared(config, "num_key_value_heads") or heads
     if kv_heads % ranks.size:
         raise UnsupportedModel(
-            f"{config.model_type}: {ranks.size} ranks cannot share {kv_heads} KV heads evenly"
+            f"{config.model_type}: {ranks.size} ranks cannot share {kv_heads} KV heads evenly; "
+            f"use a tensor-parallel degree that divides them"
         )
     head_dim = declared(config, "head_dim") or config.hidden_size // heads
     key_dim = declared(config, "qk_head_dim") or head_dim
@@ -182,10 +183,10 @@ class KvPool:
 
 
 class FlatPool(KvPool):
-    """keys: [layers, kv_heads, blocks + 1, block_tokens, key_dim]; values likewise, value_width wide.
+    """A pool that holds the blocks of a head side by side, the last one as scratch for padding rows.
 
-    The last block is scratch: padding rows are written there. All slots start as zeros and values are kept
-    finite (`galley.engine.cuda.flex`), since a masked key's value is multiplied by 0.
+    keys: [layers, kv_heads, blocks + 1, block_tokens, key_dim]; values likewise, value_width wide. All slots
+    start as zeros and values are kept finite (`galley.engine.cuda.flex`): a masked value is multiplied by 0.
     """
 
     @property

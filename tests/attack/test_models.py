@@ -57,9 +57,9 @@ def test_the_trap_works(trap: Trap) -> None:
 def test_pickled_weights_are_refused_unread(model: Path, trap: Trap, name: str) -> None:
     (model / "model.safetensors").unlink()
     (model / name).write_bytes(trap.pickled)
-    with pytest.raises(UnsupportedModel, match="only pickled weights"):
+    with pytest.raises(UnsupportedModel, match="weights must be safetensors"):
         resolve_model(str(model))
-    with pytest.raises(UnsupportedModel, match="a pickle is a program"):
+    with pytest.raises(UnsupportedModel, match="a pickle can run code"):
         resolve_model(str(model / name))
     assert not trap.sprung
 

@@ -51,7 +51,7 @@ class Int8Product:
 
 
 def int8_product(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Int8Product | None:
-    """Return layers of one input as one product, outputs side by side; None if not supported."""
+    """Return int8 layers of one input as one product, outputs side by side; None if that is not supported."""
     stored = [layer.stored for layer in layers if isinstance(layer, Int8Linear)]
     if len(stored) < len(layers) or not supported():
         return None

@@ -35,7 +35,7 @@ _FAMILY = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 def serves(module: Any, pool: KvPool) -> bool:
-    """Return True if `module` is a model of the family on the CPU with only what is implemented here."""
+    """Return True if `LlamaForward` can run `module`: family, CPU, dtype, activation and head sizes fit."""
     config = module.config
     if config.model_type not in _FAMILY or pool.keys.device.type != "cpu":
         return False

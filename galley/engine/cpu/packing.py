@@ -59,7 +59,7 @@ class PackedLinear(nn.Module):
 
 
 class Linears:
-    """Make linear layers of weights, packed where that keeps rows independent; tries each shape once."""
+    """A maker of linear layers, packed where that keeps rows independent; each shape is tried once."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self._serves = serves(dtype, device)
@@ -71,7 +71,7 @@ class Linears:
         return self.packed(weight, bias) or (lambda rows: linear(rows, weight, bias))
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> Product | None:
-        """Return `make`'s function with packed weights; None where it does not keep rows independent."""
+        """Return `make`'s function with packed weights; None if not supported or rows affect others."""
         if not self._serves:
             return None
         packed = _OPS._reorder_linear_weight(weight)  # noqa: SLF001
@@ -88,7 +88,7 @@ class Linears:
 
 @torch.inference_mode()
 def pack_linears(module: nn.Module, linears: Linears) -> None:
-    """Replace every plain nn.Linear below `module` where that keeps its rows independent."""
+    """Replace each nn.Linear below `module` by a packed one, where that keeps its rows independent."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

@@ -13,9 +13,10 @@ FIXED_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """`flex`: attention that reads pages in place, if it can be compiled, instead of plain torch.
+    """Options of a CUDA device. `flex`: attention reads pages in place, if it compiles; else plain torch.
 
-    Only with `flex` do `graphs` (one rank only) and `invariant` (a row has the same bits in any step) work.
+    `graphs` (one rank only) has no effect without `flex`. `invariant` gives a row the same bits in any step;
+    without `flex`, loading a model raises UnsupportedModel.
     """
 
     flex: bool = True

@@ -1,10 +1,10 @@
 """Attention over pages in place, by torch's FlexAttention (Dong et al., arXiv 2412.05496): for CUDA.
 
-One call a layer for all rows of all sequences. The pool is one long row of positions a head; a block mask
+One call per layer serves all rows of all sequences. The pool is one row of positions per head; a block mask
 names, for each tile of queries, the blocks of its sequence. Only the queries are gathered.
 
-Not tested on a GPU: only on the CPU, with torch's own operator not compiled, and with a stand-in for its
-kernel (tests/integration/galley/engine/test_flex.py).
+It has never run on a GPU. On the CPU it is tested with torch's operator, not compiled, and with a stand-in
+for its kernel (tests/integration/galley/engine/test_flex.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def serves(device: torch.device, shape: KvShape) -> bool:
 
 @torch.inference_mode()
 def works(device: torch.device, shape: KvShape) -> bool:
-    """Return True if torch compiles and runs it for one row of such heads; log the error if not."""
+    """Return True if FlexAttention compiles and runs for one row of such heads; log the error if not."""
     heads = shape.kv_heads
     pool = FlatPool(replace(shape, layers=1), 1, device)
     key, value = (

@@ -1,8 +1,8 @@
 """A step over pages as one buffer of int32 numbers of a fixed shape, copied to a device at once.
 
 Attention processes tiles of query slots. A tile holds rows of one sequence, each as `group` slots: the query
-heads that share a key head, so that a tile reads a key once. Slots beyond a tile's rows attend to nothing.
-Nor do the slots of the tile after the last, to which all padding rows belong.
+heads that share a key head, so that a tile reads a key once. Padding rows belong to one more tile after the
+last. Its slots, and those beyond a tile's rows, attend to nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALIGNED = 4  # numbers
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """`rows` to feed, `logit_rows` of them with logits; `tiles` of `slots` slots; `width` blocks a table."""
+    """The sizes of a step: rows to feed, rows with logits, tiles of `slots` slots, `width` blocks a table."""
 
     rows: int
     logit_rows: int
@@ -100,7 +100,7 @@ def sections(buffer: Tensor, shape: StepShape, group: int) -> Inputs[Tensor]:
 
 
 def _aligned_size(extent: tuple[int, ...]) -> int:
-    """Return a section's numbers, so that the next begins where a kernel may read whole vectors."""
+    """Return a section's length, rounded up so that the next one is aligned for vector reads."""
     return -(-math.prod(extent) // _ALIGNED) * _ALIGNED
 
 

@@ -1,7 +1,7 @@
 """Steps of recurring shapes, recorded once on a device and replayed: the host launches no kernels.
 
-A recording reads one buffer at a fixed address, and nothing else of the host's. A `Recorder` records: CUDA
-graphs, or in tests whatever runs the step again on the same buffer.
+A recording reads one buffer at a fixed address, and nothing else of the host's. The `Recorder` makes CUDA
+graphs; tests use one that runs the step again on the same buffer.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def gumbel(words: Tensor) -> Tensor:
 
 
 def compiled_while_it_works(compiled: Words, plain: Words) -> Words:
-    """Return `compiled`; from its first failure on `plain`, which gives the same. Logs the failure once.
+    """Return a function that calls `compiled` until that fails, and then `plain`. Logs the failure once.
 
     Triton, an assembler or a writable cache may be missing. Out of memory and device errors are raised.
     """

@@ -117,7 +117,7 @@ def load_draft(
 def _read(
     directory: Path, expected_shapes: Mapping[str, list[int]], form: DraftFormat, vocab: int
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the stored weights and the head's tokens; reads no tensor before the header's shapes fit."""
+    """Return the stored weights and the head's tokens; reads no weight before the header's shapes fit."""
     with _opened(directory / WEIGHTS) as file:
         names = set(file.keys())
         stored = file.get_tensor(HEAD_TOKENS) if HEAD_TOKENS in names else None
@@ -164,12 +164,12 @@ def _widened(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _scaled(name: str, weight: Tensor, scale: Tensor | None) -> Tensor:
     if weight.ndim != 2 or scale is None or scale.dtype != torch.float32 or scale.shape != weight.shape[:1]:
-        raise UnsupportedModel(f"{name}: int8 weights need a float32 scale for each row")
+        raise UnsupportedModel(f"{name}: int8 weights must have a float32 scale for each row")
     return weight.float() * scale[:, None]
 
 
 def _keep_int8(module: nn.Module, given: Mapping[str, Tensor]) -> None:
-    """Give linear layers with int8 weights these weights too."""
+    """Replace linear layers that are stored as int8 by ones that also keep the int8 weights."""
     for name, layer in list(module.named_modules()):
         weight = given.get(f"{name}.weight")
         biased = f"{name}.bias" in given
@@ -179,26 +179,26 @@ def _keep_int8(module: nn.Module, given: Mapping[str, Tensor]) -> None:
 
 
 def _target_embedding(target: Path | None, expected: str, config: Any) -> Tensor:
-    """Return the target's embedding [vocab, hidden], if the draft was trained with it."""
+    """Return the target's embedding [vocab, hidden]. Raises UnsupportedModel if the draft needs another."""
     if target is None:
-        raise UnsupportedModel("this draft uses its target's embeddings; set target_model")
+        raise UnsupportedModel("target_model: must be set for a draft that uses its target's embeddings")
     embedding = read_embedding(target)
     if embedding.shape != (config.vocab_size, config.hidden_size):
         raise UnsupportedModel(
-            f"the draft needs embeddings [{config.vocab_size}, {config.hidden_size}], "
-            f"the target's in {target} are {list(embedding.shape)}"
+            f"target_model: embeddings must be [{config.vocab_size}, {config.hidden_size}] for this draft, "
+            f"got {list(embedding.shape)} in {target}"
         )
     digest = embeddings_sha256(embedding)
     if digest != expected:
         raise UnsupportedModel(
-            f"the draft was trained for another target: its embeddings' sha256 is {expected}, "
-            f"that of {target} is {digest}"
+            f"target_model: must be the target of this draft (sha256 of its embeddings: {expected}), "
+            f"got {target} ({digest})"
         )
     return embedding
 
 
 def read_embedding(directory: Path) -> Tensor:
-    """Return the embedding [vocab, hidden] of the model in `directory`. Raises UnsupportedModel."""
+    """Return the embedding [vocab, hidden] in `directory`. Raises UnsupportedModel if there is none."""
     for path in sorted(directory.glob("*.safetensors")):
         with _opened(path) as file:
             if EMBEDDING in file.keys():  # noqa: SIM118  # not a dict
@@ -235,7 +235,7 @@ def _refuse_other_weights(
 
 
 class ReducedHead:
-    """Spreads the logits of some tokens over the whole vocabulary; the others are never sampled."""
+    """A head that computes logits of some tokens; the others are never sampled."""
 
     def __init__(self, tokens: Tensor, vocab_size: int) -> None:
         self.tokens = tokens

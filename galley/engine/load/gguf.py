@@ -1,4 +1,4 @@
-"""Convert a GGUF file to a plain model directory in float32; done once, it takes seconds and a gigabyte.
+"""Convert a GGUF file to a plain model directory in float32.
 
 `from_pretrained(gguf_file=...)` gives a model that cannot be saved again ("quantized with gguf"), so the
 model is made from its configuration and filled with the unpacked tensors.
@@ -43,7 +43,7 @@ def _read_config(source: Path) -> Any:
             source.parent, gguf_file=source.name, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, OSError) as error:
-        raise UnsupportedModel(f"{source}: transformers cannot read this GGUF: {error}") from error
+        raise UnsupportedModel(f"{source}: must be a GGUF that transformers can read: {error}") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -61,13 +61,13 @@ def _build(source: Path, config: Any) -> Any:
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()  # noqa: SLF001  # no public name
     if unexpected or set(missing) - tied:
         raise UnsupportedModel(
-            f"{source}: tensors do not fit {config.model_type}: missing {missing}, unexpected {unexpected}"
+            f"{source}: tensors must fit {config.model_type}: missing {missing}, unexpected {unexpected}"
         )
     return model
 
 
 def _tidy(path: Path) -> None:
-    """Drop the entries that only describe how this object was loaded."""
+    """Drop the entries of tokenizer_config.json that only say how the tokenizer was loaded."""
     content = json.loads(path.read_text(encoding="utf-8"))
     for name in ("is_local", "local_files_only"):
         content.pop(name, None)

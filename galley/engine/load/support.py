@@ -1,7 +1,7 @@
 """Files of models: the cache directory, the models that are refused, and the weights of the others.
 
-Served are decoder-only models whose only sequence state is attention KV. Weights must be safetensors, which
-hold numbers only. A pickle is a program and is never opened.
+Only decoder-only models are served, with attention KV as their only sequence state. Weights must be
+safetensors, which hold numbers only. A pickle can run code, so it is never opened.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cache_dir() -> Path:
 def file_digest(path: Path) -> str:
     """Return the blake2b-128 of the file's content, in hex.
 
-    Kept in the cache directory under path, size and modification time, so that a second start reads less.
+    Keeps it in the cache directory under path, size and modification time, and does not read the file again.
     """
     path = path.resolve()
     stat = path.stat()
@@ -72,28 +72,28 @@ def refuse_raw_config(config: dict[str, Any]) -> None:
     if config.get("transformers_weights"):
         raise UnsupportedModel(f"{name}: must not name the file to load (transformers_weights)")
     if config.get("is_encoder_decoder"):
-        raise UnsupportedModel(f"{name}: is an encoder-decoder model; only decoder-only models are served")
+        raise UnsupportedModel(f"{name}: must be a decoder-only model, got an encoder-decoder")
     if config.get("text_config") or config.get("vision_config"):
-        raise UnsupportedModel(f"{name}: consists of several models; only plain language models are served")
+        raise UnsupportedModel(f"{name}: must be one plain language model, got several models")
     if config.get("quantization_config"):
-        raise UnsupportedModel(f"{name}: is quantized; give a safetensors model in float, or a GGUF")
+        raise UnsupportedModel(f"{name}: must not be quantized; use a safetensors model in float, or a GGUF")
 
 
 def refuse_config(config: Any, model_class: Any) -> None:
-    """Raise UnsupportedModel if a configuration or its class has other sequence state than KV."""
+    """Raise UnsupportedModel, with the reason, if a configuration or its class is not served."""
     refuse_raw_config(config.to_dict())
     name = config.model_type
     if model_class is None:
-        raise UnsupportedModel(f"{name}: transformers knows no causal language model of this type")
+        raise UnsupportedModel(f"{name}: must be a causal language model that transformers knows")
     layers = set(getattr(config, "layer_types", None) or ())
     if getattr(model_class, "_is_stateful", False) or getattr(config, "layers_block_type", None):
-        raise UnsupportedModel(f"{name}: keeps a recurrent state, which cannot be cut back to a prefix")
+        raise UnsupportedModel(f"{name}: must keep no recurrent state, which cannot be cut back to a prefix")
     if layers - _ATTENTION_LAYERS:
-        raise UnsupportedModel(f"{name}: has layers of type {', '.join(sorted(layers - _ATTENTION_LAYERS))}")
+        raise UnsupportedModel(f"{name}: layers must be full or sliding attention, got {sorted(layers)}")
     if not getattr(model_class, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{name}: its attention does not go through transformers' AttentionInterface")
+        raise UnsupportedModel(f"{name}: attention must go through transformers' AttentionInterface")
     if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModel(f"{name}: shares keys and values between layers")
+        raise UnsupportedModel(f"{name}: layers must not share keys and values")
     _refuse_rope(name, getattr(config, "rope_parameters", None) or {})
 
 
@@ -101,7 +101,7 @@ def _refuse_rope(name: str, rope: dict[str, Any]) -> None:
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     kinds = {part.get("rope_type") for part in parts} & _SHIFTING_ROPE
     if kinds:
-        raise UnsupportedModel(f"{name}: its {kinds.pop()} rotary embedding depends on the rest of the batch")
+        raise UnsupportedModel(f"{name}: rope_type must not depend on other sequences, got {kinds.pop()!r}")
 
 
 def is_pickled(path: Path) -> bool:
@@ -115,12 +115,12 @@ def refuse_files(directory: Path) -> None:
     if (reason := foreign_file(directory, MODEL_FILES)) is not None:
         raise UnsupportedModel(reason)
     if (directory / _ADAPTER).exists():
-        raise UnsupportedModel(f"{directory}: holds an adapter ({_ADAPTER}); merge it into its model first")
+        raise UnsupportedModel(f"{directory}: must be no adapter ({_ADAPTER}); merge it into its model first")
     if not any(directory.glob("*.safetensors")):
         if pickles := sorted(path.name for path in directory.iterdir() if is_pickled(path)):
             raise UnsupportedModel(
-                f"{directory}: holds only pickled weights ({pickles[0]}), which are programs and never "
-                "opened; convert them to safetensors"
+                f"{directory}: weights must be safetensors, got {pickles[0]}; convert it (a pickle can run "
+                "code, so it is never opened)"
             )
         raise UnsupportedModel(f"{directory}: must hold *.safetensors")
     for index in sorted(directory.glob(_INDEX)):
@@ -132,19 +132,19 @@ def _refuse_index(index: Path) -> None:
     try:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UnsupportedModel(f"{index}: must be an index of weights") from None
+        raise UnsupportedModel(f"{index}: must be an index of weights, with a weight_map") from None
     for name in sorted(map(str, named)):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UnsupportedModel(f"{index}: must name safetensors files beside it, got {name!r}")
         if not (index.parent / name).is_file():
-            raise UnsupportedModel(f"{index}: {name!r} does not exist")
+            raise UnsupportedModel(f"{index}: must name existing files, got {name!r}")
 
 
 def read_weights(model_class: Any, directory: Path, **arguments: Any) -> Any:
-    """Load a transformers class (or auto class) from the safetensors in `directory`.
+    """Return a `model_class` (or what an auto class chooses) with the safetensors in `directory`.
 
-    Raises UnsupportedModel if a weight is missing, which transformers would fill with random numbers, or has
-    another shape.
+    Raises UnsupportedModel if they cannot be read, or a weight has another shape or is missing: transformers
+    would fill it with random numbers.
     """
     try:
         module, report = model_class.from_pretrained(
@@ -167,6 +167,6 @@ def refuse_weights(directory: Path, wrong: Sequence[str]) -> None:
     if wrong:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise UnsupportedModel(
-            f"{directory}: weights are missing or do not have the shape of config.json: "
+            f"{directory}: must hold all weights in the shapes of config.json; missing or of another shape: "
             f"{', '.join(wrong[:_NAMED])}{more}"
         )

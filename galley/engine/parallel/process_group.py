@@ -45,7 +45,7 @@ class Meeting:
 
 
 class ProcessGroup(Ranks):
-    """Ranks of several processes. One a process; not safe for two threads at once."""
+    """The ranks of a model when each rank is its own process. An object is not thread-safe."""
 
     def __init__(self, rank: int, size: int, device: str, plans: Any) -> None:
         self.rank = rank
@@ -73,7 +73,7 @@ class ProcessGroup(Ranks):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001  # experimental there
 
     def send(self, values: Tensor) -> None:
-        """Send int32 `values` from rank 0 to all others, which `receive`. Raises RankLost."""
+        """Send int32 `values` from rank 0 to all others, which call `receive`. Raises RankLost."""
         with self._rank_lost():
             dist.broadcast(values, _RANK_ZERO, group=self._plans)
 
@@ -84,7 +84,7 @@ class ProcessGroup(Ranks):
     def share(self, number: int) -> Callable[[], Sequence[int]]:
         """Begin to exchange a number with all ranks; the returned function waits for theirs.
 
-        All ranks make the call. Both raise RankLost.
+        All ranks must call this. It and the returned function raise RankLost.
         """
         numbers = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         own = torch.tensor([number], dtype=torch.int64)
@@ -100,7 +100,7 @@ class ProcessGroup(Ranks):
 
     @contextmanager
     def waits(self) -> Iterator[Waits]:
-        """Count the time that this rank waits for the others' parts, transfer included; not on CUDA."""
+        """Measure how long this rank waits for the others' parts, transfer included; not valid on CUDA."""
         self._waits = waits = Waits()
         try:
             yield waits
@@ -180,7 +180,7 @@ def join(
     meeting: Meeting | Store,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ProcessGroup:
-    """Meet the other ranks at `meeting`, for rank 0 its own store; blocks until all have joined.
+    """Meet the other ranks at `meeting`, and block until all have joined. Rank 0 may pass its open store.
 
     Raises RankLost if not all join within `timeout_s`, which also bounds each later exchange, until
     `ProcessGroup.wait_at_most` changes it.

@@ -7,7 +7,7 @@ result is plain modules with local weights, for a forward pass of our own, which
 be kept: they all-reduce, so from three ranks on a row's bits would depend on the rest of the batch.
 
 Every rank holds the whole embedding table, so that a look-up needs no sum. The head is cut by vocabulary if
-that divides.
+the number of ranks divides it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def plan_of(config: Any, size: int) -> dict[str, str]:
     if not any(
         key.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise" for key, style in plan.items()
     ):
-        raise UnsupportedModel(f"{name}: transformers has no tensor-parallel plan for its attention heads")
+        raise UnsupportedModel(f"{name}: has no tensor-parallel plan in transformers; run it with one rank")
     _refuse_counts(config, size)
     head, embedding = _names_of(model)
     ours = {
@@ -139,12 +139,18 @@ def _refuse_features(name: str, model: nn.Module, plan: Mapping[str, str], size:
     for path, module in _planned(model, plan):
         if not isinstance(module, nn.Linear):
             if plan[_starred(path)] != WHOLE:
-                raise UnsupportedModel(f"{name}: {path} is cut over ranks but is not a linear layer")
+                raise UnsupportedModel(
+                    f"{name}: transformers cuts {path}, but only linear layers can be cut here; "
+                    f"run it with one rank"
+                )
             continue
         style = plan[_starred(path)]
         features = {COLUMNS: module.out_features, ROWS: module.in_features}.get(style, 0)
         if features % size:
-            raise UnsupportedModel(f"{name}: {size} ranks cannot share the {features} features of {path}")
+            raise UnsupportedModel(
+                f"{name}: {size} ranks cannot share the {features} features of {path} evenly; "
+                f"use a tensor-parallel degree that divides them"
+            )
 
 
 def _planned(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Module]]:

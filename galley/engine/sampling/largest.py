@@ -18,7 +18,7 @@ _SIGN: Final = np.int32(31)
 
 @part
 def likeliest(row: Floats) -> int:
-    """Return the first of the largest of `row`, or NOTHING if that is not finite or there is a NaN."""
+    """Return the index of the (first) largest of `row`; NOTHING if that is not finite or there is a NaN."""
     highest, start = _highest(row[:_SEGMENT]), 0
     for i in range(_SEGMENT, len(row), _SEGMENT):
         high = _highest(row[i : i + _SEGMENT])

@@ -101,7 +101,7 @@ def has_penalties(draw: Draw) -> bool:
 
 
 def is_plain(draw: Draw) -> bool:
-    """Return True if tokens depend on their logits, the filters, temperature and noise alone."""
+    """Return True if tokens depend on logits, filters, temperature and noise alone, without logprobs."""
     return not (
         has_penalties(draw) or draw.params.logit_bias or masked_rows(draw) or draw.logprobs is not None
     )

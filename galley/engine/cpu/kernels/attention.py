@@ -99,7 +99,7 @@ def _cap(scores: Floats, first: int, last: int, softcap: np.float32) -> None:
 
 @helper
 def _weigh(scores: Floats, at: int, first: int, last: int, softcap: np.float32, lanes: Floats) -> np.float32:
-    """Replace scores[at + first : at + last] by e**(score - max), the rest of their blocks by 0; sum them."""
+    """Replace scores[at + first : at + last] by e**(score - max), the rest by 0; return the sum."""
     end = (last + LANES - 1) // LANES * LANES
     for i in range(first):
         scores[at + i] = _LOWEST
@@ -272,7 +272,7 @@ def attend(
     spans: Ints,
     out: Stored,
 ) -> None:
-    """Attention of all tasks: task t is KV head t % kv_heads of tile t // kv_heads.
+    """Compute attention of all tasks: task t is KV head t % kv_heads of tile t // kv_heads.
 
     queries: float32 [kv_heads, rows, group, key_dim], scaled. keys: stored [blocks, kv_heads, key_dim, 32];
     values: stored [blocks, kv_heads, 32, value_width]. tiles: int64 [tiles, 4]: first row, rows, position of

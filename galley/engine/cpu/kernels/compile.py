@@ -48,7 +48,7 @@ def compile_kernels(
 ) -> list[Callable[..., None]]:
     """Return `functions` as machine code, compiled at the first call or loaded from the cache directory.
 
-    `modules` are all whose code the functions contain: numba notices only a change of a function's own file.
+    `modules` are all that the compiled code comes from: numba notices only a change of a function's own file.
     """
     openmp.link()
     sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)

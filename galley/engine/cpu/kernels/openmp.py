@@ -43,7 +43,7 @@ def threads() -> int:
 
 
 def worth(count: int, work_ns: float) -> int:
-    """Return how many of `count` threads a loop of `work_ns` uses: 1 or all, as libgomp ends idle ones."""
+    """Return how many threads a loop of `work_ns` uses: 1 or `count`, since libgomp ends threads left out."""
     return count if work_ns >= _WORTH_NS else 1
 
 
@@ -76,7 +76,7 @@ def shared(loop: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parallel(loop: Any) -> Callable[..., Any]:
-    """Return the intrinsic parallel(threads, items, arguments): `shared`, always by libgomp."""
+    """Return the intrinsic parallel(threads, items, arguments), which runs `loop` on libgomp's threads."""
 
     @intrinsic
     def parallel(typingctx: Any, threads: Any, items: Any, arguments: Any) -> tuple[Any, Any]:

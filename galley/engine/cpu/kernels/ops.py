@@ -148,7 +148,7 @@ def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def switch_rows(builder: Any, count: Any, most: int, emit: Callable[[int], None]) -> None:
-    """Emit `emit(rows)` for every number of rows up to `most`, of which `count` takes one."""
+    """Emit `emit(rows)` for each number of rows up to `most`, and a switch that runs the one for `count`."""
     done = builder.append_basic_block("done")
     choice = builder.switch(count, done)
     for rows in range(1, most + 1):

@@ -179,7 +179,7 @@ SPOILT: dict[str, tuple[Callable[[Draft], object], str]] = {
     "which embeddings": (lambda d: d.section.pop("embeddings_sha256"), "embeddings_sha256 must be a hash"),
     "other embeddings": (
         lambda d: d.section.update(embeddings_sha256="0" * 64),
-        "trained for another target",
+        "must be the target of this draft",
     ),
     "a head too large": (
         lambda d: d.section.update(head_vocab=VOCAB + 1),
@@ -189,7 +189,7 @@ SPOILT: dict[str, tuple[Callable[[Draft], object], str]] = {
         lambda d: d.section.update(head_vocab=5),
         r"must be int32 \[5\], got torch.int32",
     ),
-    "a larger vocabulary": (lambda d: d.config.update(vocab_size=VOCAB + 1), r"needs embeddings \[98, 64\]"),
+    "a larger vocabulary": (lambda d: d.config.update(vocab_size=VOCAB + 1), r"must be \[98, 64\]"),
     "another shape": (lambda d: d.config.update(intermediate_size=64), r"the shape.*layers\.0\.mlp"),
     "a layer more": (lambda d: d.config.update(num_hidden_layers=3), r"missing.*layers\.2"),
     "no head": (
@@ -207,10 +207,10 @@ SPOILT: dict[str, tuple[Callable[[Draft], object], str]] = {
     "a token twice": (lambda d: d.weights["galley.head_tokens"][1:2].fill_(1), "must be strictly rising"),
     "a token beyond": (lambda d: d.weights["galley.head_tokens"][-1:].fill_(VOCAB), "got 1 to 97"),
     "a token before": (lambda d: d.weights["galley.head_tokens"][:1].fill_(-1), "got -1 to"),
-    "no scale": (lambda d: d.weights.pop("lm_head.weight.scale"), "lm_head.weight: int8 weights need"),
+    "no scale": (lambda d: d.weights.pop("lm_head.weight.scale"), "lm_head.weight: int8 weights must have"),
     "a scale too few": (
         lambda d: d.weights.update({"lm_head.weight.scale": torch.ones(63)}),
-        "lm_head.weight: int8 weights need",
+        "lm_head.weight: int8 weights must have",
     ),
     "a weight too many": (lambda d: d.weights.update(other=torch.ones(1)), "must not hold the weights other"),
     "a scale of nothing": (
@@ -230,9 +230,9 @@ def test_a_directory_that_does_not_fit_is_refused_by_name(name: str, target: Pat
 
 
 def test_a_draft_without_its_target_is_refused(directory: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="set target_model"):
+    with pytest.raises(UnsupportedModel, match="target_model: must be set"):
         load_draft(directory, None)
-    with pytest.raises(UnsupportedModel, match="set target_model"):
+    with pytest.raises(UnsupportedModel, match="target_model: must be set"):
         load(directory)
 
 
