@@ -48,8 +48,8 @@ def loop_start(tokens: Sequence[int]) -> int:
 class Rounds:
     """The gateway's counts of the rounds of one or more answers, summed; times in nanoseconds.
 
-    The draft `proposed` tokens, of which `drafted` were sent to the target; `cancelled` proposals were given
-    up. `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in
+    `proposed` draft tokens arrived, of which `drafted` went to the target; `cancelled` proposals did not
+    arrive. `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in
     which it was verified. `exposed_draft_ns` is the time in which the target waited for the draft.
     """
 
@@ -131,7 +131,7 @@ def mixed_workload() -> Workload:
 
 
 def own_workload(path: Path) -> Workload:
-    """Return the lines of a file, {"prompt": ...} each if `.jsonl`, named by its stem. Raises ValueError."""
+    """Return the prompts of a file: a line each, in `.jsonl` {"prompt": ...}. Raises ValueError, OSError."""
     content = path.read_bytes()
     # Not splitlines: JSON may hold U+2028 and other separators as they are.
     lines = [line.removesuffix("\r") for line in content.decode("utf-8").split("\n") if line.strip()]

@@ -1,4 +1,4 @@
-"""The report of a measurement: rows, acceptance, predictions, whether speculation pays; and its tables."""
+"""The report of a measurement, with a sentence that says whether speculation pays, and its tables."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def best_at_loads(blocks: Sequence[LoopBlock], baseline: str) -> list[AtLoad]:
 
 
 def sentence(loads: Sequence[AtLoad], pair: str) -> str:
-    """Return whether speculation pays for `pair` ("the model and its draft"), and at what load it stops."""
+    """Return a sentence: does speculation pay for `pair` ("the model and its draft"), and up to what load?"""
     if not loads:
         return f"Whether speculation pays for {pair} is unknown: nothing was measured."
     judged, unclear = [at for at in loads if at.is_clear], [at for at in loads if not at.is_clear]

@@ -38,7 +38,7 @@ class Interval:
 def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
     """Return the median and its percentile bootstrap interval (Efron 1979). Raises ValueError if empty."""
     if not values:
-        raise ValueError("no values to take a median of")
+        raise ValueError("values: must not be empty")
     given = np.asarray(values, dtype=np.float64)
     picks = np.random.default_rng(seed).integers(0, len(given), (RESAMPLES, len(given)))
     medians = np.median(given[picks], axis=1)  # [resamples]
@@ -55,7 +55,7 @@ def ratio_interval(ours: Sequence[float], base: Sequence[float], seed: int = 0) 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return a percentile, interpolated between the nearest two values. Raises ValueError if empty."""
     if not values:
-        raise ValueError("no values to take a percentile of")
+        raise ValueError("values: must not be empty")
     return float(np.percentile(np.asarray(values, dtype=np.float64), percent))
 
 

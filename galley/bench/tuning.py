@@ -30,7 +30,7 @@ _DEFAULT = ("ngram", "model", "hybrid")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Work for each of `arms`. The workload's `index` in the run tells apart names cut to one label."""
+    """Work for each of `arms`. `index`, the workload's place in the run, keeps labels of long names apart."""
 
     workload: Workload
     streams: int
@@ -156,7 +156,7 @@ def arms_of(tuning: Tuning, offered: Sequence[str], max_k: int) -> tuple[str, ..
     named = tuning.strategies or (OFF, AUTO, *(name for name in _DEFAULT if name in offered))
     if unknown := [name for name in named if name not in {OFF, AUTO, *offered}]:
         raise ValueError(
-            f"no strategy {', '.join(unknown)}; the gateway has {', '.join((OFF, AUTO, *offered))}"
+            f"strategy: must be one of {', '.join((OFF, AUTO, *offered))} here, got {', '.join(unknown)}"
         )
     if max_k and max(tuning.k) > max_k:
         raise ValueError(f"k: must be at most {max_k} at this gateway, got {max(tuning.k)}")

@@ -91,12 +91,12 @@ def write_draft(
 
 
 def read_draft(folder: Path, target: Target, option: str) -> tuple[Llama, NDArray[np.int64]]:
-    """Return a directory's draft of this target, and the tokens of its head. Raise InvalidField(option)."""
+    """Return the draft in `folder` and the tokens of its head. Raise InvalidField, naming `option`."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         section, stored = config[KEY], load_file(folder / WEIGHTS)
         if section["embeddings"] == TARGET and section["embeddings_sha256"] != target.embedding_sha256():
-            raise InvalidField(option, f"{folder}: was trained for another target")
+            raise InvalidField(option, f"{folder}: must be trained for this target, not another")
         shape = replace(target.shape, layers=config["num_hidden_layers"], inner=config["intermediate_size"])
         heads = stored[HEAD_TOKENS].long()
         draft = Llama(shape, stored.get("model.embed_tokens.weight", target.embedding), len(heads))
@@ -121,7 +121,7 @@ def begin_from(student: Llama, draft: Llama) -> None:
     weights = student.state_dict()
     for name, weight in draft.state_dict().items():
         if name not in weights or weights[name].shape != weight.shape:
-            raise InvalidField("start", f"{name} does not fit into {student.shape.layers} layers")
+            raise InvalidField("start", f"must fit into {student.shape.layers} layers, but {name} does not")
         weights[name] = weight / SHARPENING if name == NORM else weight
     for layer in range(draft.shape.layers, student.shape.layers):
         for output in _OUTPUTS:

@@ -1,4 +1,4 @@
-"""The options of a distillation; the defaults reproduce a version of the shipped draft on a CPU."""
+"""The options of a distillation; the defaults train a draft of the shipped draft's size on a CPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Options:
     def check(self) -> None:
         """Raise InvalidField, naming the option, for a value out of its bounds."""
         if bool(self.corpus) == bool(self.prompts or self.self_prompts):
-            raise InvalidField("prompts", "give prompts (or --self-prompts) or a corpus, not both")
+            raise InvalidField("prompts", "must be set (or --self-prompts), unless --corpus is; not both")
         if self.held_out is not None and not self.corpus:
             raise InvalidField("held_out", "requires --corpus")
         for name, (low, high) in _BOUNDS.items():

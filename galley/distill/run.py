@@ -53,7 +53,7 @@ _MEASURES = {"greedy": "greedy: share of draft tokens accepted", "sampled": "sam
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """Acceptance by workload of the draft and of the one it is compared with, and its course."""
+    """Acceptance by workload of the draft and of the one it is compared with; `curve`: during training."""
 
     acceptance: dict[str, Acceptance]
     against: dict[str, Acceptance] | None

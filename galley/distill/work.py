@@ -71,7 +71,7 @@ def refuse_other(record: dict[str, Any], expected: dict[str, Any], path: Path) -
     other = sorted(name for name in expected.keys() | record.keys() if record.get(name) != expected.get(name))
     if other:
         was = ", ".join(f"{name} was {record.get(name)!r}" for name in other)
-        raise InvalidField("work", f"{path}: belongs to another run: {was}")
+        raise InvalidField("work", f"{path}: must be of this run, but {was}; choose another directory")
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """Compute what a load needs: sessions, targets, drafts, gateways and memory, by the model of `core.cost`.
 
-A target replica serves n sessions at once. Each step verifies k draft tokens of each session. In a step,
-n x E / output_tokens answers end and as many begin; each brings the part of its prompt that is not cached. A
-step takes what its rows cost; rows beyond the target's row budget take further steps. The draft's steps are
-added as if none overlapped with the target's. By Little's law (1961), concurrent sessions = answers a
-second x duration of one.
+A target replica serves n sessions at once. Each step verifies k draft tokens of each session and confirms E
+tokens of it in the mean. So n x E / output_tokens answers end in a step and as many begin; each brings the
+part of its prompt that is not cached. A step takes what its rows cost; rows beyond the target's row budget
+take further steps. The draft's steps are added as if none overlapped with the target's. By Little's law
+(1961), concurrent sessions = answers a second x duration of one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _MOST_SPARES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The load at the busiest hour, in the mean. `cached_share` of a prompt is in the KV cache."""
+    """The mean load at the busiest hour. `cached_share` of a prompt is in the KV cache."""
 
     answers_per_s: float
     prompt_tokens: int
     output_tokens: int
     cached_share: float = 0.0
-    time_per_output_token_ms: float = math.inf
+    time_per_output_token_ms: float = math.inf  # at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class KvMemory:
         blocks = int((usable - self.weights_gib) * 2**30 // (self.kv_bytes_per_token * BLOCK_TOKENS))
         if blocks < 1:
             raise InvalidField(
-                "weights_gib", f"must leave room for KV in {usable:g}, is {self.weights_gib:g}"
+                "weights_gib", f"must leave room for a KV block in {usable:g}, got {self.weights_gib:g}"
             )
         return blocks * BLOCK_TOKENS
 
@@ -107,7 +107,7 @@ class Spares:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One replica at `sessions` concurrent sessions: k, the time of its steps, its speed."""
+    """One replica at `sessions` concurrent sessions. `pass_ms` is a step's time, `draft_ms` included."""
 
     sessions: int
     k: int
@@ -185,7 +185,7 @@ def _fullest(load: Load, target: TargetSize, draft: DraftSize) -> tuple[Point, s
         raise InvalidField(
             "time_per_output_token_ms",
             f"must be >= {fullest.time_per_output_token_ms:.4g}, what one session alone takes, "
-            f"is {load.time_per_output_token_ms:g}",
+            f"got {load.time_per_output_token_ms:g}",
         )
     for sessions in range(2, min(by_kv, target.max_sessions) + 1):
         at = point(load, target, draft, sessions)
@@ -207,13 +207,13 @@ def _check_all(load: Load, target: TargetSize, draft: DraftSize, spares: Spares)
     _check("output_tokens", load.output_tokens, least=1)
     _check("cached_share", load.cached_share, least=0, most=1)
     if not load.time_per_output_token_ms > 0:  # infinity: as long as it takes
-        raise InvalidField("time_per_output_token_ms", f"must be > 0, is {load.time_per_output_token_ms:g}")
+        raise InvalidField("time_per_output_token_ms", f"must be > 0, got {load.time_per_output_token_ms:g}")
     _check("step_ms", target.step_ms, above=0)
     _check("kv_tokens", target.kv_tokens, least=1)
     _check("max_sessions", target.max_sessions, least=1, most=_MOST_SESSIONS)
     _check("max_rows", target.max_rows, least=1)
     if not draft.cost_ratio > 0:  # infinity: drafts are free
-        raise InvalidField("cost_ratio", f"must be > 0, is {draft.cost_ratio:g}")
+        raise InvalidField("cost_ratio", f"must be > 0, got {draft.cost_ratio:g}")
     _check("alpha", draft.alpha, least=0, most=1)
     _check("max_k", draft.max_k, least=0, most=MAX_K)
     _check("busy", spares.busy, above=0, most=1)
@@ -228,4 +228,4 @@ def _check(
         return
     low = f"> {above:g}" if math.isfinite(above) else f">= {least:g}"
     bound = low if math.isinf(most) else f"{low} and <= {most:g}"
-    raise InvalidField(name, f"must be {bound}, is {value:g}")
+    raise InvalidField(name, f"must be {bound}, got {value:g}")

@@ -1,4 +1,4 @@
-"""The corpus, prompts with the target's own answers, and its batches: the same for a seed."""
+"""The corpus (prompts with the target's own answers) and its batches, whose order depends on a seed alone."""
 
 from __future__ import annotations
 
@@ -89,11 +89,13 @@ class Corpus:
 
 
 def read_corpus(path: Path) -> Corpus:
-    """Raise InvalidField naming the file and what is wrong with it."""
+    """Return the corpus in an npz file. Raise InvalidField if it cannot be read or its arrays do not fit."""
     arrays = _arrays(path)
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in _KINDS.get(name, "iu"):
-            raise InvalidField("corpus", f"{path}: {name} is {array.dtype} {list(array.shape)}")
+            raise InvalidField(
+                "corpus", f"{path}: {name} must be [n] of its type, got {array.dtype} {list(array.shape)}"
+            )
     names = tuple(str(name) for name in arrays["workload_names"])
     ids, offsets, prompt_len, workload = (arrays[name].astype(np.int64) for name in _ARRAYS[:4])
     corpus = Corpus(ids, offsets, prompt_len, workload, names, arrays["temperature"].astype(np.float32))
@@ -116,9 +118,9 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 def _refuse_broken(corpus: Corpus, path: Path) -> None:
     count = len(corpus)
     if not count == len(corpus.workload) == len(corpus.temperature) == len(corpus.offsets) - 1:
-        raise InvalidField("corpus", f"{path}: arrays must have equal lengths")
+        raise InvalidField("corpus", f"{path}: arrays must have {count} entries, offsets {count + 1}")
     if count == 0 or corpus.offsets[0] != 0 or corpus.offsets[-1] != len(corpus.ids):
-        raise InvalidField("corpus", f"{path}: offsets must cover the ids")
+        raise InvalidField("corpus", f"{path}: offsets must cover the {len(corpus.ids)} ids, from 0 on")
     if corpus.prompt_len.min() < 1 or corpus.answer_len.min() < 1:
         raise InvalidField("corpus", f"{path}: prompts and answers must not be empty")
     if not 0 <= corpus.workload.min() <= corpus.workload.max() < len(corpus.workload_names):
@@ -182,14 +184,14 @@ def grouped(lengths: NDArray[np.int64], order: NDArray[np.int64], budget: int) -
 
 
 def epoch_groups(lengths: NDArray[np.int64], budget: int, seed: int, epoch: int) -> list[NDArray[np.int64]]:
-    """Return the groups of one epoch over all conversations, in an order of its own."""
+    """Return the groups of one epoch over all conversations; each epoch has another order."""
     source = np.random.default_rng([seed, epoch])
     groups = grouped(lengths, source.permutation(len(lengths)), budget)
     return [groups[place] for place in source.permutation(len(groups))]
 
 
 def batch_of(corpus: Corpus, group: NDArray[np.int64]) -> Batch:
-    """Predict the last token of each conversation, but never feed it."""
+    """Return a group as a batch. The last token of each conversation is predicted, but never fed."""
     lengths = corpus.lengths[group]
     longest = int(lengths.max()) - 1
     tokens = np.zeros((len(group), longest), np.int64)

@@ -203,7 +203,7 @@ def _made_up(model: CausalModel, tokenizer: Tokenizer, options: Options, reports
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """The sampling of answers: half of them greedy, chosen by each prompt's hash."""
+    """The sampling of answers. `greedy_share` of them are greedy, chosen by each prompt's hash."""
 
     max_tokens: int
     temperature: float
@@ -211,7 +211,7 @@ class Answering:
     greedy_share: float = 0.5
 
     def params(self, prompt: Prompt) -> SamplingParams:
-        """Depend on seed and prompt only, so that a continued run repeats them."""
+        """Return parameters that depend on seed and prompt only, so that a continued run repeats them."""
         digest = prompt.digest(self.seed)
         greedy = (digest & 0xFFFF) < self.greedy_share * 0x10000
         return SamplingParams(temperature=0.0 if greedy else self.temperature, seed=digest)
@@ -249,11 +249,13 @@ def answer_all(
 ) -> list[Answer]:
     """Return answers in order of the prompts; reuse those already in the JSONL `store`.
 
-    Raise InvalidField if the store is of other prompts, or a prompt leaves no room for an answer.
+    Raise InvalidField if the store holds answers to other prompts, or a prompt leaves no room for an answer.
     """
     window, longest = model.info.context_window, max(len(prompt.tokens) for prompt in prompts)
     if longest + 2 > window:
-        raise InvalidField("prompts", f"must leave room in the window of {window} tokens, got {longest}")
+        raise InvalidField(
+            "prompts", f"must have at most {window - 2} tokens each (context window: {window}), got {longest}"
+        )
     answers = _stored(store, prompts)
     report(len(answers))
     waiting = [place for place in range(len(prompts)) if place not in answers][::-1]
@@ -281,7 +283,7 @@ def answer_all(
 
 
 def _room(model: CausalModel, live: Sequence[_Live], prompt: Prompt, answering: Answering) -> bool:
-    """Return True if one more answer may begin, so that all can be completed."""
+    """Return True if one more answer may begin: the KV pool must hold all live answers to their ends."""
     lengths = [len(one.tokens) + answering.max_tokens for one in (prompt, *(one.prompt for one in live))]
     blocks = sum(-(-length // model.kv.block_tokens) for length in lengths)
     return len(live) < _AT_ONCE and (not live or blocks <= model.kv.blocks)

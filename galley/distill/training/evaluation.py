@@ -1,4 +1,4 @@
-"""Measure how many draft tokens the target would accept, on answers that neither was trained on.
+"""Measure how many draft tokens the target would accept, on answers that the draft was not trained on.
 
 The draft is fed the target's answers (teacher forcing). For greedy answers that is what a running system
 sees: a draft token counts only if all before it in its round were accepted, so its context is the target's.
@@ -41,9 +41,9 @@ class Reference:
 class Acceptance:
     """Shares of draft tokens accepted on one workload's held-out answers.
 
-    `greedy`: agreement with the target's likeliest token over greedy answers. `accepted_per_round`: draft
-    tokens accepted in a round of ROUND_K over the same. `any_greedy`: agreement over all answers. `sampled`:
-    over all answers, both sampling at TEMPERATURE with the same Gumbel noise (arXiv 2408.07978).
+    `greedy`: agreement with the target's likeliest token over greedy answers, nan without any.
+    `accepted_per_round`: draft tokens accepted in a round of ROUND_K over the same. `any_greedy`: agreement
+    over all answers. `sampled`: over all, both at TEMPERATURE with the same Gumbel noise (arXiv 2408.07978).
     """
 
     tokens: int
@@ -54,7 +54,7 @@ class Acceptance:
 
 
 class Reports(Protocol):
-    """Receives progress, on the thread that works: the command prints it, tests collect it."""
+    """A receiver of progress, called by the thread that works: the command prints it, tests collect it."""
 
     def stage(self, name: str, total: int) -> None: ...
 

@@ -203,7 +203,7 @@ class Target:
 
 
 def read_target(directory: Path) -> Target:
-    """Raise InvalidField if the target is not a Llama that training supports."""
+    """Return the target in `directory`. Raise InvalidField unless it is a Llama that training supports."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         weights = _read_weights(directory)

@@ -126,7 +126,7 @@ def with_scored(labels: Labels, shards: Path) -> Labels:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Length and rate of a training: `answer_tokens` to see; the rate falls over the last part of them."""
+    """Length and rate of a training of `answer_tokens`; the rate falls over their last `decay_share`."""
 
     answer_tokens: int
     batch_tokens: int = 2048
@@ -227,7 +227,7 @@ class Training:
 
 
 class _Distilled(torch.autograd.Function):
-    """Computes both gradients in forward: the logits of a large head are read once, not four times."""
+    """A loss whose forward computes both gradients: it reads a large head's logits once, not four times."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, head: Tensor, ids: Tensor, probs: Tensor) -> Tensor:

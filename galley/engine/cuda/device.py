@@ -15,8 +15,7 @@ FIXED_ROWS = 128
 class DeviceOptions:
     """Options of a CUDA device. `flex`: attention reads pages in place, if it compiles; else plain torch.
 
-    `graphs` (one rank only) has no effect without `flex`. `invariant` gives a row the same bits in any step;
-    without `flex`, loading a model raises UnsupportedModel.
+    `graphs` (one rank only) and `invariant` (a row has the same bits in any step) need `flex`.
     """
 
     flex: bool = True

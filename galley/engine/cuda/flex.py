@@ -3,8 +3,7 @@
 One call per layer serves all rows of all sequences. The pool is one row of positions per head; a block mask
 names, for each tile of queries, the blocks of its sequence. Only the queries are gathered.
 
-It has never run on a GPU. On the CPU it is tested with torch's operator, not compiled, and with a stand-in
-for its kernel (tests/integration/galley/engine/test_flex.py).
+It has never run on a GPU; test_flex.py runs torch's operator uncompiled, and a stand-in for its kernel.
 """
 
 from __future__ import annotations

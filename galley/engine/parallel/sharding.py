@@ -140,8 +140,7 @@ def _refuse_features(name: str, model: nn.Module, plan: Mapping[str, str], size:
         if not isinstance(module, nn.Linear):
             if plan[_starred(path)] != WHOLE:
                 raise UnsupportedModel(
-                    f"{name}: transformers cuts {path}, but only linear layers can be cut here; "
-                    f"run it with one rank"
+                    f"{name}: transformers cuts {path}; only linear layers can be cut; run it with one rank"
                 )
             continue
         style = plan[_starred(path)]

@@ -106,7 +106,7 @@ def test_a_strategy_that_is_not_offered_is_named_with_those_that_are() -> None:
     with serving(FakeGateway()) as address:
         result = run("--endpoint", address, *SHORT, "--strategies=off,hybrid")
     assert result.exit_code == 1
-    assert "no strategy hybrid; the gateway has off, auto, ngram" in result.stderr
+    assert "strategy: must be one of off, auto, ngram here, got hybrid" in result.stderr
 
 
 def test_a_gateway_that_refuses_is_a_line_and_no_traceback() -> None:

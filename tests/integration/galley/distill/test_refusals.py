@@ -104,7 +104,7 @@ def test_a_corpus_is_read_as_it_was_written(tmp_path: Path) -> None:
     [
         ({"offsets": np.array([0, 4, 9])}, "offsets must cover"),
         ({"prompt_len": np.array([2, 6])}, "must not be empty"),
-        ({"prompt_len": np.array([2])}, "must have equal lengths"),
+        ({"prompt_len": np.array([2])}, "must have 1 entries"),
         ({"workload": np.array([0, 1])}, "must be in workload_names"),
     ],
 )
