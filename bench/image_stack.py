@@ -1,4 +1,4 @@
-"""The images as a stack beside an embedded store: started, probed, asked, stopped (for prove_images.py)."""
+"""The images as a stack beside an embedded store: start, probe, call and stop them (for prove_images.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOG_END = 1500
 
 
 class Stack:
-    """Containers of the images by role, on free ports of the loopback; gone when `held` is closed."""
+    """Containers of the images by role, on free ports of the loopback; they end when `held` is closed."""
 
     def __init__(self, containers: Mapping[str, Container], store: str, logs: Path, held: ExitStack) -> None:
         self._containers, self._logs, self._held = containers, logs, held
@@ -41,7 +41,7 @@ class Stack:
         environment = {f"{prefix}_PORT": str(self.ports[role]), f"{prefix}_REDIS_URL": store}
         environment[f"{prefix}_HEALTH_PORT"] = str(free_ports(1)[0])
         if role == "gateway":
-            # Nobody starts it again if the target takes longer to load on a busy machine.
+            # No supervisor starts it again if the target loads slowly on a busy machine.
             environment[f"{prefix}_STARTUP_TIMEOUT_S"] = str(3 * _START_S)
         else:
             environment[f"{prefix}_ADVERTISE"] = f"{_HOST}:{self.ports[role]}"
@@ -56,7 +56,7 @@ class Stack:
         self._running[role] = self._held.enter_context(run)
 
     def probe(self, role: str) -> tuple[int, str]:
-        """Exit status of the image's HEALTHCHECK, and what it says."""
+        """Return the exit status of the image's HEALTHCHECK, and its error output."""
         container = self._containers[role]
         done = container.run(container.probe, self._environments[role])
         return done.returncode, done.stderr.strip()
@@ -81,7 +81,7 @@ class Stack:
 
 
 def serve(containers: Mapping[str, Container]) -> tuple[dict[str, Any], list[str]]:
-    """Run the images together: what came of it, and what of it is wrong."""
+    """Run the images together; return what was measured, and what of it is wrong."""
     with (
         tempfile.TemporaryDirectory(prefix="galley-images-") as logs,
         serving(lambda folder: TcpServer(VALKEY, folder, free_ports(1)[0])) as store,

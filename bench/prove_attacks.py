@@ -1,10 +1,10 @@
-"""Prove that attacks crash, hang and leak nothing, and disturb nobody: `make prove-attacks`.
+"""Prove that attacks crash, hang and leak nothing, and disturb no other client: `make prove-attacks`.
 
-The long form of tests/attack: all services in a process of their own, over a real Valkey, and a bystander
-who streams throughout and must hear exactly what is said in peace. Fuzzed messages on every RPC of every
-port; what is no HTTP/2, floods of frames, rapid resets, header and gzip bombs; 10,000 idle streams, again and
-again, and 10,000 idle connections. Memory is read after each part, garbage collected. Writes
-bench/results/attacks/<commit>.json; exits 1 if anything shows.
+It is the long form of tests/attack. All services run in one process, over a real Valkey. Another client
+streams throughout, and must receive the tokens that it gets without attacks. The attacks are fuzzed messages
+on every RPC of every port; bytes that are no HTTP/2, floods of frames, rapid resets, header and gzip bombs;
+several rounds of 10,000 idle streams, and of 10,000 idle connections. Memory is read after each part, after a
+garbage collection. Writes bench/results/attacks.json; exits 1 if it finds a fault.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from tests.fakes.redis_servers import VALKEY, running
 _PARTS = 10
 _ROUNDS = 3
 _MODEL_INFO = "/galley.v1.Generation/GetModelInfo"
-# Of memory, in MiB: what may be taken for good by all fuzzed messages after the first tenth of them (a draft
-# keeps recent answers to look up in, 8 MB of each kind of session: the fuzzer has four, and makes up others);
-# by each repeated flood after its first round; and what may be in use at any time.
+# Limits of memory growth, in MiB: by all fuzzed messages after the first tenth of them (a draft keeps up to
+# 8 MB of recent answers of each kind of session; the fuzzer has four kinds, and makes up others); by each
+# repeated attack after its first round; and at any time.
 _MOST_KEPT, _MOST_MORE, _MOST_EVER = 64, 64, 900
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 if nothing shows."""
+    """Run the proof; return 0 if it finds no fault."""
     parser = argparse.ArgumentParser(prog="python -m bench.prove_attacks", description=__doc__)
-    parser.add_argument("--messages", type=int, default=100_000)
-    parser.add_argument("--streams", type=int, default=10_000)
+    parser.add_argument("--messages", type=int, default=100_000, help="fuzzed messages")
+    parser.add_argument("--streams", type=int, default=10_000, help="idle streams, and idle connections")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--results", type=Path, default=BENCH / "results")
     given = parser.parse_args(argv)
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Proof:
-    """The parts, one after the other; `faults` is what shows, `record` what was done and measured."""
+    """The parts of the proof; `faults` lists what was found, `record` what was done and measured."""
 
     def __init__(self, stack: Attacked) -> None:
         self.faults: list[str] = []
@@ -76,7 +76,7 @@ class Proof:
         self._initial: ProcessState
 
     async def run(self, messages: int, streams: int, seed: int) -> None:
-        """All parts but the end, while somebody streams."""
+        """Run all parts but the end, while another client streams."""
         await warmed_up(self._stack)
         self._initial = await self._stack.state()
         self._stack.forget_peak()
@@ -96,10 +96,10 @@ class Proof:
         self.faults += left.errors
         peak = (self._stack.peak_rss() - self._initial.rss) // MIB
         self.record["peak_mib"] = peak
-        self._expect(peak < _MOST_EVER, f"{peak} MiB were in use")
+        self._expect(peak < _MOST_EVER, f"peak memory grew by {peak} MiB, of at most {_MOST_EVER}")
 
     def end(self) -> None:
-        """Stop the process; nothing may be left, and its files must be readable."""
+        """Stop the process. No task may be left, and its trace file must be readable."""
         self.record["spans"] = sum(len(list(spans_in(line.document()))) for line in Lines(self._stack.traces))
         outcome = self._stack.stop()
         self._expect(outcome == {"tasks": 0, "errors": []}, f"it ended with {outcome}")
@@ -152,13 +152,13 @@ class Proof:
             self._expect(not any(one.received.ended for one in wires), "a connection of idle streams was cut")
 
     async def _idle_connections(self, count: int) -> None:
-        """Beyond what a server takes, they are closed as they come."""
+        """Open idle connections; the server closes those beyond its limit at once."""
         async with AsyncExitStack() as opened:
             self.record["connections_opened"] = await floods.idle_connections(self._stack, opened, count)
             self.record["connections_held"] = (await self._stack.state()).connections
 
     async def _repeat(self, name: str, part: Callable[[], Awaitable[None]]) -> None:
-        """Run `part` several times; rounds after the first must not take more memory."""
+        """Run `part` _ROUNDS times; memory must not grow by _MOST_MORE after the first round."""
         memory = []
         began_s = time.monotonic()
         for _ in range(_ROUNDS):
@@ -169,7 +169,7 @@ class Proof:
         print(f"{name}: {time.monotonic() - began_s:.0f} s, {memory} MiB more than at first", flush=True)
 
     async def _mib(self) -> int:
-        """Memory in use beyond that at first, once all that was opened is gone but for the bystander's."""
+        """Return the growth of memory since the start, once all tasks but the bystander's have ended."""
         now = await self._stack.settled_but_one(self._initial)
         return (now.rss - self._initial.rss) // MIB
 

@@ -1,9 +1,9 @@
-"""Prove that AUTO keeps up with the best fixed k: `make prove-drafting`, the long form of a test of ours.
+"""Prove that AUTO keeps up with the best fixed k: `make prove-drafting`.
 
-On virtual time (tests/fakes/pool_world.py: real session machines and a real scheduler, given costs and
-acceptance) AUTO is compared with each fixed k in hindsight, over kinds of drafts, costs of rows, costs of
-drafting and numbers of sessions. Writes all figures to bench/results/drafting/<commit>.json; every scenario
-below the bound is named.
+It is the long form of tests/simulation/test_speculation.py. On virtual time (tests/fakes/pool_world.py: real
+session machines and a real scheduler, given costs and acceptance) AUTO is compared with each fixed k, over
+kinds of drafts, costs of rows, costs of drafting and numbers of sessions. Writes all figures to
+bench/results/drafting.json, and prints each scenario below the bound.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOKENS = {1: 800, 8: 300, 32: 80}
 
 
 def main() -> int:
-    """Exit status 0 if AUTO reached the bound in every scenario."""
+    """Run the proof; return 0 if AUTO reached the bound in every scenario."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=2, help="runs of each scenario (default: %(default)s)")
     arguments = parser.parse_args()
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def compare(rows: str, alpha: str, draft: str, sessions: int, *, seeds: int) -> dict[str, object]:
-    """AUTO and every fixed choice, tokens per second, summed over the seeds."""
+    """Return one scenario's tokens per second with AUTO and each fixed k, as means over the seeds."""
     totals = dict.fromkeys((*map(str, FIXED), "auto"), 0.0)
     for seed in range(seeds):
         scenario = Scenario(
@@ -104,7 +104,7 @@ def ratio_of(result: dict[str, object]) -> float:
 
 
 def _draft_ns(one_ms: float, sessions: int) -> int:
-    """Return a draft's step: a sixteenth more for each further session."""
+    """Return the time of a draft's step: a sixteenth more for each further session."""
     return round(one_ms * MS * (15 + sessions) / 16)
 
 

@@ -1,16 +1,15 @@
 """Prove the engine: `make prove-engine`, the long form of test_engine_fuzz.py.
 
-*Fuzz*: random sequences of items, cuts, rewrites, repeats, cancellations, hints, credit, evictions and
-failed passes at scheduler, block table and engine, at least 10,000 passes on a small random Llama and some
-on the real default model; every confirmed token is compared with a fresh run of its whole sequence alone,
-and the block accounting must balance to zero.
+*Fuzz* sends random requests, cuts, rewrites, repeats, cancellations, hints, credit, evictions and failed
+steps to scheduler, block table and engine: 10,000 steps on a small random Llama in float32, a tenth in
+bfloat16, and some on the real default model. Every confirmed token is compared with a fresh run of its whole
+sequence alone. At the end no block may be in use.
 
-*Invariance*: on the real model, bf16 and fp32, every row of logits in random batches, chunkings, draft
-lengths, evictions and block copies must equal that of the sequence alone in one chunk, bit by bit; then
-again by --ranks processes that share the model.
+*Invariance* feeds sequences to the real model, in bfloat16 and float32, in random batches, chunks, draft
+lengths, evictions and block copies. Every row of logits must equal that of the sequence alone in one chunk,
+bit by bit. It is then repeated by --ranks processes that share the model.
 
-Each seed is a world of its own. Writes bench/results/engine_proof/<commit>.json; exits 1 if anything
-differs.
+Seeds are independent of one another. Writes bench/results/engine_proof.json; exits 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ _RANKS_TIMEOUT_S = 3600
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 if nothing differs and nothing is lost."""
+    """Run the proof; return 0 if nothing differs and no block is lost."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.prove_engine",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--passes", type=int, default=10_000, help="of the small model (default: %(default)s)"
+        "--passes", type=int, default=10_000, help="fuzzed steps of the small model (default: %(default)s)"
     )
-    parser.add_argument("--real-passes", type=int, default=300, help="of the default model, fuzzed")
-    parser.add_argument("--trials", type=int, default=6, help="of invariance, for each dtype")
-    parser.add_argument("--ranks", type=int, default=3, help="that share the model for it; 1: none do")
+    parser.add_argument("--real-passes", type=int, default=300, help="fuzzed steps of --model")
+    parser.add_argument("--trials", type=int, default=6, help="trials of invariance, for each dtype")
+    parser.add_argument("--ranks", type=int, default=3, help="ranks that share the model; 1: skip them")
     parser.add_argument("--seed", type=int, default=20261121)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--results", type=Path, default=BENCH / "results")
@@ -102,7 +101,7 @@ def real_size(model_dir: Path) -> FuzzSize:
 
 
 def fuzz(model_dir: Path, size: FuzzSize, dtype: torch.dtype, passes: int, seed: int) -> dict[str, Any]:
-    """Worlds of consecutive seeds until there were so many passes, or one failed."""
+    """Run worlds of consecutive seeds until there were `passes` steps, or one failed; return the counts."""
     pair = load_pair(model_dir, size, dtype)
     total: dict[str, Any] = {"held": True, "worlds": [], "passes": 0, "tokens_checked": 0, "failure": None}
     while total["passes"] < passes and total["held"]:
@@ -126,7 +125,7 @@ def fuzz(model_dir: Path, size: FuzzSize, dtype: torch.dtype, passes: int, seed:
 
 
 def invariance(model_dir: Path, dtype: torch.dtype, trials: int, seed: int) -> dict[str, Any]:
-    """Trials of consecutive seeds; `held` if no row of logits differs."""
+    """Run trials of consecutive seeds; return counts, with `held` true if no row of logits differs."""
     blocks = 3 * _SEQUENCES * (-(-_LONGEST // 32) + 1)
     model = CausalModel.load(model_dir, dtype=dtype, device="cpu", threads=1, kv_blocks=blocks)
     counts = []

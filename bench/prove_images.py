@@ -1,11 +1,11 @@
 """Prove that the images are built and serve as their Dockerfiles say: `make prove-images`.
 
-Builds the three without a daemon (`make images`), looks at what they hold, and runs them as they say
-themselves (ENTRYPOINT, ENV, USER, VOLUME), with a read-only root and no capability: the gateway beside an
-embedded store, then a target and a draft. The gateway's HEALTHCHECK must fail while there is no target, and
-succeed once there is one; a stream must end, its tokens the same whether the draft's image drafts or not;
-each must end well when it is asked to. Writes bench/results/images/<commit>.json; exits 1 if anything of
-that does not hold, 2 if nothing can be built here.
+Builds the three images without a daemon (`make images`), checks what they hold, and runs them by their own
+ENTRYPOINT, ENV, USER and VOLUME, with a read-only root and no capability: the gateway beside an embedded
+store, then a target and a draft. The gateway's HEALTHCHECK must fail without a target and succeed with one. A
+stream must have the same tokens with and without drafting. Each container must exit with status 0 after
+SIGTERM. Writes bench/results/images.json; exits 1 if any of this does not hold, 2 if nothing can be built
+here.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _TRIED = ("/", "/venv", "/models", *_WRITABLE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 if all of it holds."""
+    """Run the proof; return 0 if all of it holds, 2 if the images cannot be built here."""
     parser = argparse.ArgumentParser(prog="python -m bench.prove_images", description=__doc__)
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--kept", action="store_true", help="take the images that are there, build none")
+    parser.add_argument("--kept", action="store_true", help="use the images in --folder, build none")
     parser.add_argument("--results", type=Path, default=BENCH / "results")
     given = parser.parse_args(argv)
     reason = None if given.kept else lacking(given.folder, "cpu")
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(workshop: Workshop) -> dict[str, float]:
-    """All three; how long each took, and the base."""
+    """Build the base and the three images; return the seconds of each."""
     took = {}
     for role in ("base", *ORDER):
         began = time.monotonic()
@@ -88,7 +88,7 @@ def unpacked(workshop: Workshop, role: str, held: ExitStack) -> Container:
 
 
 def faults_of(held_by: dict[str, dict[str, Any]], allowed: dict[str, dict[str, str]]) -> list[str]:
-    """Return what the images contain or permit and must not."""
+    """Return what the images contain or permit but must not."""
     unwanted = ("compilers", "headers_of_python", "pip", "set_uid_in_environment", "writable_by_the_user")
     faults = [
         f"{role}: {name}: {found[name]}"

@@ -1,7 +1,8 @@
 """Prove that no noise is infinite or NaN: `make prove-noise`, the long form of a bounded test of the suite.
 
 Draws 10**8 words over many seeds and positions and checks the noise of each, and of a million words at each
-end of the range; writes the counts to bench/results/noise/<commit>.json.
+end of the range. Writes the counts to bench/results/noise.json; exits 1 unless all are finite, within
+their bounds and checked in time.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class Found:
 
 
 def main() -> int:
-    """Exit status 0 if all noise is finite and within its bounds."""
+    """Run the proof; return 0 if all noise is finite and within its bounds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--words", type=int, default=10**8, help="words to draw (default: %(default)s)")
     parser.add_argument(
-        "--limit-s", type=float, default=600.0, help="give up after this (default: %(default)s)"
+        "--limit-s", type=float, default=600.0, help="time limit in seconds (default: %(default)s)"
     )
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -68,7 +69,7 @@ def main() -> int:
 
 
 def draw(count: int, until_s: float) -> Found:
-    """Noise of at least `count` words, position after position, each by all seeds, until the time is up."""
+    """Check the noise of at least `count` words, by position and all seeds; stop at `until_s` (monotonic)."""
     parts: list[Found] = []
     blocks = np.arange(CHUNK // LANES)
     while sum(part.words for part in parts) < count and time.monotonic() < until_s:
@@ -85,7 +86,7 @@ def draw(count: int, until_s: float) -> Found:
 
 
 def check(words: np.ndarray[tuple[int, ...], np.dtype[np.uint32]]) -> Found:
-    """Return the violations in the noise of these words."""
+    """Return the range of the noise of these words, and the number of violations."""
     noise = gumbel(words)
     slack = 1e-9  # the bounds come from another library's logarithm
     beyond = (noise < GUMBEL_MIN - slack) | (noise > GUMBEL_MAX + slack)

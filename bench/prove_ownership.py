@@ -1,9 +1,9 @@
-"""Prove that two gateways told to own one session at once never both extend its log: `make prove-ownership`.
+"""Prove that two gateways that claim one session at once never both extend its log: `make prove-ownership`.
 
-The long form of test_ownership.py, with the gateways in processes of their own, over a real Valkey: each has
-a target that says its own letter, so that the log shows who wrote which token. Half of the rounds are two
-`Generate` of one idempotency key, half two `Resume` of a session that a third stream has under way; with
-credit and without. Writes bench/results/ownership/<commit>.json; exits 1 if anything shows.
+It is the long form of test_ownership.py, with the gateways in processes of their own, over a real Valkey.
+Each has a target that confirms its own letter only, so that the log shows which gateway wrote which token.
+Half of the rounds are two `Generate` of one idempotency key, half two `Resume` of a session that a third
+stream runs; with credit and without. Writes bench/results/ownership.json; exits 1 if it finds a fault.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ CREDITS = (0, 32)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 if every log is one owner's after another's."""
+    """Run the proof; return 0 if in every log one owner follows another, without interleaving."""
     parser = argparse.ArgumentParser(prog="python -m bench.prove_ownership", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=1000, help="contests (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=BENCH / "results")
     given = parser.parse_args(argv)
     began = time.monotonic()
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def contests(rounds: int) -> Tally:
-    """Run a quarter of the rounds for each credit and kind of contest, rounded up."""
+    """Run half of the rounds for each credit, rounded up; the two kinds of contest alternate."""
     tally = Tally()
     for credit in CREDITS:
         with (

@@ -1,12 +1,12 @@
-"""Prove that replicas of several ranks heal, shrink and grow unnoticed: `make prove-ray`.
+"""Prove that clients do not notice when replicas of several ranks heal, shrink and grow: `make prove-ray`.
 
-The long form of tests/e2e/test_ray_replicas.py, with the real default model in float32: two replicas of three
-ranks on a local Ray answer 16 streams while a rank is killed with SIGKILL, and 4 more while they are scaled
-down to one; every token must be transformers' own likeliest (a tie within 1e-4 is excused and counted), all
-replicas must be there again, and those that live on must keep their sessions. The last trial ends with
-the death of Ray's head, after which no process may be left. Then a deployment of a tiny model with
---max-replicas must grow while it is busy and shrink when it idles. Writes
-bench/results/ray/<commit>.json; exits 1 if anything shows.
+It is the long form of tests/e2e/test_ray_replicas.py, with the real default model in float32. Two replicas of
+three ranks on a local Ray answer 16 streams while a rank is killed with SIGKILL, and 4 more while they are
+scaled down to one. Every token must be transformers' own likeliest (a tie within 1e-4 is excused and
+counted). The replica of the killed rank must be replaced while the other lives on, and the last one must keep
+its session. The last trial ends with the death of Ray's head, after which no process may be left. Then a
+deployment of a tiny model with --max-replicas must grow while it is busy and shrink when it idles. Writes
+bench/results/ray.json; exits 1 if a trial fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.integration.services.ray import autoscale_trial
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 if nothing showed in any trial."""
+    """Run the proof; return 0 if every trial held."""
     parser = argparse.ArgumentParser(prog="python -m bench.prove_ray", description=__doc__)
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--streams", type=int, default=16)

@@ -1,18 +1,19 @@
-"""Prove that every draft, k and company gives the same tokens: `make prove-tokens`.
+"""Prove that every draft, k and number of streams gives the same tokens: `make prove-tokens`.
 
-The long form of tests/e2e/test_same_tokens.py and test_same_tokens_bf16.py: the real default model through
-real processes, every draft (none, ngram, model, oracle at three rates of spoiled tokens) with k in {1, 4, 8}.
+It is the long form of tests/e2e/test_same_tokens.py and test_same_tokens_bf16.py. It runs the real default
+model in real processes, with every draft (none, ngram, model, hybrid, oracle at three rates of spoiled
+tokens) and k in {1, 4, 8}, with AUTO, and without speculation.
 
-In float32. Greedy, alone and eight at a time: answers of up to 96 tokens must equal transformers' own
-`generate`, near ties (two best logits within 1e-4) excused and printed. At temperatures 0.8 and 1.2, with
-top-p, top-k, min-p and penalties, alone or eight at a time: shorter answers must equal our own plain decoding
-for the same seed, with the same excuse.
+In float32, greedy answers of up to 96 tokens, alone and eight at a time, must equal transformers' own
+`generate`. Near ties (two best logits within 1e-4) are excused and printed. At temperatures 0.8 and 1.2, with
+top-p, top-k, min-p and penalties, shorter answers, alone or eight at a time, must equal our own plain
+decoding for the same seed, with the same excuse.
 
-In bfloat16, at temperatures 0 (long answers), 0.7 and 1.0, alone and eight at a time: every answer must equal
-that of this engine alone without a draft, one answer at a time; nothing is excused.
+In bfloat16, answers at temperatures 0, 0.7 and 1.0, alone and eight at a time, must equal those of plain
+decoding of one answer at a time. Nothing is excused.
 
-Several stacks share the cases, one core each. How many tokens are accepted depends on when hints come: the
-counts in the record are what was seen. Writes bench/results/tokens/<commit>.json; exits 1 if a token differs.
+Several stacks share the cases. The number of accepted tokens depends on when hints arrive, so the counts in
+the record are those of this run. Writes bench/results/tokens.json; exits 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -61,16 +62,16 @@ BF16_KINDS: dict[str, GenerateOptions] = {
 
 
 def main() -> int:
-    """Exit status 0 if no token differs."""
+    """Run the proof; return 0 if no token differs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many (default: all)")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="number of prompts (default: all)")
     parser.add_argument(
-        "--max-tokens", type=int, default=96, help="of a greedy answer (default: %(default)s)"
+        "--max-tokens", type=int, default=96, help="tokens of a greedy answer (default: %(default)s)"
     )
     parser.add_argument(
-        "--sampled-tokens", type=int, default=32, help="of a sampled one (default: %(default)s)"
+        "--sampled-tokens", type=int, default=32, help="tokens of a sampled answer (default: %(default)s)"
     )
-    parser.add_argument("--stacks", type=int, default=2, help="that share the cases (default: %(default)s)")
+    parser.add_argument("--stacks", type=int, default=2, help="stacks in parallel (default: %(default)s)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="galley-prove-") as folder:
         proof = asyncio.run(_prove(Path(folder), arguments))
@@ -113,7 +114,7 @@ def _made(folder: Path) -> Path:
 
 
 class Proof:
-    """Runs cases and counts what it finds; writes the record after each, so that a run cut short has one."""
+    """The cases and their results; the record is written after each, so that a run cut short has one."""
 
     def __init__(
         self,
