@@ -2,10 +2,10 @@
 
 The rules of every benchmark:
 
-- Two things are compared in alternating blocks of the same run, at least MIN_PAIRS pairs after a warm-up;
-  what is reported is the median of the pairs' ratios and its bootstrap interval, never a ratio of two runs.
+- Two things are compared in alternating blocks of the same run, at least MIN_PAIRS pairs after a warm-up. The
+  median of the pairs' ratios and its bootstrap interval are reported, never a ratio of two runs.
 - An answer counts up to its first loop (galley/bench/answers.py); the share that was cut is reported.
-- The prompts are fixed (galley/bench/answers.py), and their hashes stand in every result.
+- The prompts are fixed (galley/bench/answers.py), and every result holds their hashes.
 - A goal is met if the median reaches its bound and the interval comes within SLACK of it.
 - A run leaves its record as JSON, with machine, versions and seeds; the latest replaces the one before.
 """
@@ -63,13 +63,13 @@ class Goal:
 
 
 def at_least(name: str, what: str, measured: Interval, bound: float, unit: str = "") -> Goal:
-    """Met if the median reaches `bound` and the interval's lower end comes within SLACK of it."""
+    """Return a goal, met if the median reaches `bound` and the interval's lower end is within SLACK of it."""
     met = measured.median >= bound and measured.low >= bound * (1 - SLACK)
     return Goal(name, what, f"{measured}{unit}", f">= {bound:g}{unit}", met)
 
 
 def at_most(name: str, what: str, measured: Interval, bound: float, unit: str = "") -> Goal:
-    """Met if the median keeps to `bound` and the interval's upper end comes within SLACK of it."""
+    """Return a goal, met if the median is within `bound` and the interval's upper end within SLACK of it."""
     met = measured.median <= bound and measured.high <= bound * (1 + SLACK)
     return Goal(name, what, f"{measured}{unit}", f"<= {bound:g}{unit}", met)
 

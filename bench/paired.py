@@ -23,8 +23,8 @@ class Timed:
 def alternate(work: Mapping[str, Work], pairs: int, min_block_s: float = MIN_BLOCK_S) -> dict[str, Timed]:
     """Time each piece of `work` once a pair, after a warm-up of each.
 
-    What is quick is repeated within its block until that is `min_block_s` long, and the block's mean counts;
-    how often is found by the warm-up. Which piece goes first rotates with the pair.
+    Quick work is repeated within its block, so often that the block takes about `min_block_s` by the time of
+    the warm-up. The mean of a block counts. The piece that goes first rotates with the pair.
     """
     repeats = {name: _repeats(piece, min_block_s) for name, piece in work.items()}
     wall: dict[str, list[float]] = {name: [] for name in work}

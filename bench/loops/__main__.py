@@ -1,9 +1,8 @@
 """Run a loop benchmark: `python -m bench.loops SCENARIO [flags]`.
 
-So many streams at once, each asking its next prompt when its answer has ended; arms are compared in
-alternating blocks of the same run. The table gives the median of the pairs' ratios and its 95 % interval; a
-last line a goal says what was bounded, measured, and whether it was met. `--quick` only shows that everything
-runs.
+Each of several streams sends its next prompt when its answer has ended. Arms are compared in alternating
+blocks of the same run. The table gives the median of the pairs' ratios and its 95 % interval. The last lines
+give the bound, the measured value and the outcome of each goal. `--quick` only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Scenario, Options, Path | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; return 0 however the goals stand, for a missed goal is a finding and no error."""
+    """Run the benchmark; return 0 even if a goal is missed, which is a finding and no error."""
     scenario, options, root = parse_arguments(sys.argv[1:] if argv is None else argv)
     console = Console()
     if not console.is_terminal:

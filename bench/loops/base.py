@@ -1,8 +1,8 @@
 """Measure this tree beside an earlier revision: speed, CPU time a token and start-up, in alternating blocks.
 
 The revision is exported into a folder of its own. Each life runs `galley up` of both trees, one after the
-other (start-up is timed alone, with compiled kernels on disk), then asks both in turn. A caller uses only
-what the wire has had since version 1, so any revision with a `galley up` can be the base.
+other (start-up is timed alone, with compiled kernels on disk), then sends prompts to both in turn. A caller
+uses only what the wire has had since version 1, so any revision with a `galley up` can be the base.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
 
 
 def _export(revision: str) -> Path:
-    """Write the files of a revision to a folder of its own, where compiled kernels find them again."""
+    """Write the files of a revision to a folder of its own, which keeps its compiled kernels valid."""
     sha = subprocess.run(
         ("git", "rev-parse", revision), cwd=BENCH.parent, check=True, capture_output=True, text=True
     ).stdout.strip()

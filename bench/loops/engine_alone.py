@@ -16,7 +16,7 @@ from galley.core.scheduler.scheduler import Scheduler
 from galley.core.step import StepPlan
 from services.target.engine import TargetEngine
 
-# The curve matters only where drafts are offered; here are none.
+# The times matter only for draft tokens, and there are none here.
 _ANY_TIMES = StepTimes.measured([(1, 1_000_000)])
 
 
@@ -54,11 +54,11 @@ class EngineAlone:
 
     @property
     def unheard(self) -> int:
-        """Sessions under way that have heard nothing yet."""
+        """Return the number of unfinished sessions without a token."""
         return sum(not heard.tokens for heard in self._heard.values())
 
     def add(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> Heard:
-        """Add a session; its tokens grow from step to step."""
+        """Add a session; return its answer, which grows from step to step."""
         self._count += 1
         request = VerifyRequest(
             key=(b"", str(self._count)),

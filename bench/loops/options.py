@@ -19,7 +19,7 @@ _QUICK_STREAMS, _QUICK_TOKENS = 2, 12
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Set what a loop benchmark runs.
+    """The options of a loop benchmark.
 
     A life starts all processes anew and runs `pairs` pairs; a pair is every workload, number of streams and
     temperature, answered by every arm. At one stream a block has `prompts` prompts, at more `turns` a stream.
@@ -107,7 +107,9 @@ def parse(
     if options.quick:
         return _quick(options), None
     if options.lives * options.pairs < MIN_PAIRS:
-        parser.error(f"--pairs: must be at least {MIN_PAIRS} in all lives, got {options.pairs}")
+        parser.error(
+            f"--pairs: must be at least {MIN_PAIRS} in all lives, got {options.lives * options.pairs}"
+        )
     return options, root
 
 

@@ -1,7 +1,7 @@
 """An OTLP collector that counts exports and drops them: `python -m bench.loops.otlp_sink --ready-fd N`.
 
-It reads no span, so that it takes as little as possible of the cores that it shares with what is
-measured. A few requests are kept, and parsed only when the counts are fetched, to know the bytes of a span.
+It shares the cores with what is measured, so it reads no spans. A few requests are kept, and parsed only when
+the counts are fetched, to compute the bytes of a span.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def spans_in(requests: Iterable[bytes]) -> int:
 
 
 class Sink(grpc.GenericRpcHandler):
-    """Count exports and their bytes."""
+    """A gRPC handler that counts exports and their bytes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

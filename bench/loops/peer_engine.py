@@ -45,12 +45,12 @@ def answer_block(engine: EngineAlone, block: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, say so, answer blocks until standard input ends."""
+    """Load the model, print a line when it is ready, and answer blocks until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kv-blocks", type=int, default=1456, help="1 GiB of the default model's")
+    parser.add_argument("--kv-blocks", type=int, default=1456, help="default: 1 GiB of the default model")
     options = parser.parse_args(argv)
     answers = _keep_standard_output()
     model = CausalModel.load(

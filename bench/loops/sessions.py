@@ -1,7 +1,7 @@
 """Measure what the session store costs: a gateway over Redis beside one whose store answers at once.
 
-Each arm has a gateway of its own over one target. A gateway writes how long each of its commits took; that is
-what the log adds to a token's way, for a token leaves only once it is logged. At the end the memory that each
+Each arm has a gateway of its own over one target. A gateway records the duration of each commit, which the
+log adds to a token's latency: a token is emitted only once it is committed. At the end the memory that each
 session takes in the store is read. Speculation is off.
 """
 
@@ -124,7 +124,7 @@ def _part(arm: str, stack: Stack, run: Run, url: str) -> PartSpec:
 
 
 async def stored_sessions(url: str) -> list[StoredBytes]:
-    """Return what every session takes that the store still has."""
+    """Return the memory and the tokens of each session that is still in the store."""
     async with redis_asyncio.Redis.from_url(url) as client:
         keys = [key async for key in client.scan_iter("galley:{*}", count=1000)]
         return [await _stored(client, key) for key in keys]

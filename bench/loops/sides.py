@@ -24,7 +24,7 @@ _STOP_S = 20
 
 
 class Cpu:
-    """Count the CPU time of processes, user and system, all threads; of their children too on request."""
+    """The CPU time of processes, user and system, all threads; of their children too on request."""
 
     def __init__(self, pids: Sequence[int], *, children: bool = False) -> None:
         self._processes = [psutil.Process(pid) for pid in pids]
@@ -62,7 +62,7 @@ class Spent:
 class CountedLoop:
     """A gateway's loop that also keeps CPU seconds by process, counted until `settle_s` after a block.
 
-    What a process does late (exports) is so counted with the block that caused it.
+    Late work of a process, such as exports, then counts for the block that caused it.
     """
 
     def __init__(self, loop: GatewayLoop, pids: Mapping[str, int], settle_s: float = 0.0) -> None:

@@ -1,8 +1,8 @@
-"""Measure the speed with 20 ms each way before target and draft.
+"""Measure the speed with 20 ms (--delay-ms) each way before target and draft.
 
 Gateways reach target and draft through relays (tests/fakes/relay.py): of 0 ms (`near`), of 20 ms (`far`), and
 of 20 ms before the session store as well (`far-store`). The draft is the shipped one. Speculation is off,
-fixed at k = 4, or auto; one stream, temperature 0.
+fixed at k = 4, or auto. By default there is one stream at temperature 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measure what speculation gains and costs: off, auto (the gateway chooses) and a fixed choice, by workload.
 
-The real default pair of models; gateway, draft, target and Valkey are processes of one thread each. Each arm
-has workload labels of its own in each pair: the draft learns from recent answers of a label, and no arm may
-copy what another answered. Prompts are cached for all arms alike, so that blocks show decoding.
+It runs the default pair of models; gateway, draft, target and Valkey are processes of their own. Each arm has
+workload labels of its own in each pair: the draft learns from recent answers of a label, and no arm may copy
+what another answered. Prompts are cached for all arms alike, so that blocks measure decoding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
 
 
 def goals(run: Run) -> list[Goal]:
-    """State every goal that the blocks can tell of."""
+    """Return every goal for which there are blocks."""
     cells: dict[CellKey, list[LoopBlock]] = defaultdict(list)
     for block in run.blocks:
         cells[block.load.workload, block.load.streams, block.load.temperature].append(block)
@@ -91,7 +91,7 @@ def _rewrite(cells: Mapping[CellKey, list[LoopBlock]]) -> list[Goal]:
 def _in_every_cell(
     name: str, what: str, bound: float, cells: Mapping[CellKey, list[LoopBlock]], ratio_of: Ratio
 ) -> list[Goal]:
-    """State one goal a number of streams: met if every cell meets it; the one shown is the worst."""
+    """Return one goal for each number of streams, that of the worst cell; it is met if all cells meet it."""
     found = []
     for streams in sorted({streams for _, streams, _ in cells}):
         ratios = {cell: ratio_of(blocks) for cell, blocks in cells.items() if cell[1] == streams}

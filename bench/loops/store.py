@@ -26,7 +26,7 @@ class _Log:
 class InstantStore(SessionStore):
     """A store that costs nothing: sessions in this process, each with one owner.
 
-    It keeps what it is told, as any store must, but nobody waits for it.
+    It keeps logs in memory and answers each call at once.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class InstantStore(SessionStore):
         """Return at once."""
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        """Create a session."""
+        """Create a session; an existing one of the same id is replaced."""
         self._logs[new.session_id] = _Log(new, list(new.prompt))
         return StoredSession(
             Ownership(new.session_id, 1, nonce or _NONCE),
@@ -73,7 +73,7 @@ class InstantStore(SessionStore):
         self._logs.pop(owner.session_id, None)
 
     async def recreate(self, owner: Ownership, new: NewSession) -> None:
-        """Nothing is ever lost."""
+        """Do nothing: no session is ever lost."""
 
     async def renew(self, owner: Ownership) -> None:
         """Return at once; sessions do not expire."""
@@ -87,10 +87,10 @@ class InstantStore(SessionStore):
 
 
 class TimedStore(SessionStore):
-    """Another store, and how long each commit took from the call to its answer, a line of `read_ms` each.
+    """A wrapper of a store that appends the duration of each commit to a file, for `read_ms`.
 
-    That is what the log adds to a token's way: the token is confirmed when its commit is called, and may
-    leave when it is answered.
+    The log adds this duration to a token's latency: the token is confirmed when its commit is called, and
+    emitted once the call returns.
     """
 
     def __init__(self, store: SessionStore, out: Path) -> None:
@@ -98,15 +98,12 @@ class TimedStore(SessionStore):
         self._out = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     async def ping(self) -> None:
-        """Call the timed store."""
         await self._store.ping()
 
     async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        """Call the timed store."""
         return await self._store.create(new, nonce)
 
     async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        """Call the timed store."""
         return await self._store.claim(session_id, principal, nonce)
 
     async def commit(
@@ -124,19 +121,15 @@ class TimedStore(SessionStore):
         return length
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
-        """Call the timed store."""
         await self._store.finish(owner, expected_len, finish)
 
     async def recreate(self, owner: Ownership, new: NewSession) -> None:
-        """Call the timed store."""
         await self._store.recreate(owner, new)
 
     async def renew(self, owner: Ownership) -> None:
-        """Call the timed store."""
         await self._store.renew(owner)
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
-        """Call the timed store."""
         await self._store.abort(session_id, principal, finish)
 
     async def close(self) -> None:
@@ -146,7 +139,7 @@ class TimedStore(SessionStore):
 
 
 def read_ms(path: Path, start: int) -> tuple[list[float], int]:
-    """Milliseconds of the commits whose times lie in the file from byte `start` on, and where it ends."""
+    """Return the milliseconds of each commit in the file from byte `start` on, and where they end."""
     with path.open("rb") as file:
         file.seek(start)
         data = file.read()

@@ -1,17 +1,17 @@
 """Measure what traces and metrics cost at 16 streams.
 
-Arms, each a stack of its own processes:
+There are four stacks, each with its own processes, for five arms:
 
-- `off`: no endpoint, no metrics port; `off-again`: a second start of the same, which shows by how much two
+- `off`: no endpoint, no metrics port. `off-again`: a second start of the same, which shows by how much two
   starts of one thing differ. The others are compared with the mean of both.
 - `sampled-1` and `sampled-100`: one stack whose sampler takes one request in 100, but follows a caller that
   samples its own trace, as all callers of `sampled-100` do.
 - `sampled-100-metrics`: all requests sampled, and /metrics of each service fetched each second.
 
-Whether there is a provider at all is settled when a process starts, so all stacks start anew in each life.
-Every arm is a caller of its own (an API key), and prefix caches never cross callers. Spans leave a process at
-most a second late, so CPU time is counted until a moment after a block. The collector is a process outside
-what is counted (bench/loops/otlp_sink.py).
+A process decides at its start whether it exports spans, so all stacks start anew in each life. Every arm is a
+caller of its own (an API key), and prefix caches never cross callers. Processes export their spans every
+second, so CPU time is counted until a moment after a block. The collector is a process outside what is
+counted (bench/loops/otlp_sink.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _ENDPOINTS = (
 
 
 def environment_of(stack: str, sink: str) -> dict[str, str]:
-    """Return a stack's telemetry environment; nothing of it comes from who runs the benchmark."""
+    """Return a stack's telemetry environment, which overrides the environment of the benchmark."""
     env = dict.fromkeys((*_ENDPOINTS, "OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", "OTEL_SERVICE_NAME"), "")
     env["OTEL_TRACES_EXPORTER"] = "otlp"
     if stack in {PLAIN, PLAIN_AGAIN}:
@@ -94,7 +94,7 @@ def write_keys(path: Path) -> dict[str, str]:
 
 
 class TelemetryLoop:
-    """The blocks of one arm: its caller samples or not, its metrics are fetched or not."""
+    """The side of one arm, whose caller samples or not, and whose metrics are fetched or not."""
 
     def __init__(self, loop: CountedLoop, metrics: Sequence[str]) -> None:
         self.loop = loop
@@ -109,7 +109,7 @@ class TelemetryLoop:
 
 @contextlib.contextmanager
 def sampling_caller() -> Iterator[None]:
-    """Make calls within as a caller that samples its own trace."""
+    """Make calls in the context those of a caller that samples its own trace."""
     context = trace.SpanContext(
         trace_id=secrets.randbits(128) | 1,
         span_id=secrets.randbits(64) | 1,
@@ -200,7 +200,7 @@ def differing(blocks: Sequence[LoopBlock]) -> int:
 
 
 def added_us(spent: Sequence[Spent], arm: str) -> dict[str, float]:
-    """Return the CPU microseconds a token that each process takes more than without telemetry, median."""
+    """Return by process the median CPU microseconds that a token takes more than without telemetry."""
     by = {(one.pair, one.arm): one for one in spent}
 
     def us(pair: int, of: str, part: str) -> float:
@@ -242,7 +242,7 @@ def goals(run: Run) -> list[Goal]:
 
 
 def _goal(name: str, what: str, ratio: Interval, bound: float, *, at_least: bool) -> Goal:
-    """State a goal in four digits, which bounds of a few per cent need."""
+    """Return a goal in four digits, which bounds of a few per cent need."""
     if at_least:
         met = ratio.median >= bound and ratio.low >= bound * (1 - SLACK)
     else:
