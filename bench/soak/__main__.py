@@ -1,22 +1,23 @@
 """`make soak`: half an hour at the highest load that holds, an overload, and what is left at the end.
 
-A real stack, each part its own process, and real clients; the default model unless --model says otherwise.
+It runs a real stack, each part in its own process, and real clients.
 
-1. The highest load that holds. Streams are closed loops: each client makes its next call when its last has
-   ended. N streams hold if, over a probe, no call is refused or fails, every answer of the catalogue is the
-   one that was learnt undisturbed, no stream is without a token for longer than 10 s (30 s for its first),
-   and at no look was the target without a free block, so that no session lost its own to another. Tried are
-   shares of what the gateway admits, less 4 places; the first that holds is taken.
-2. A warm-up, after every block of the target's pool was written once, then --minutes of that load: prompts
-   and answers of mixed lengths, three temperatures, all modes of speculation, some clients cancel, abort, or
+1. It finds the highest load that holds. Streams are closed loops: each client makes its next call when its
+   last has ended. N streams hold if, over a probe, no call is refused or fails, every answer of the catalogue
+   is the one of an idle stack, no stream is without a token for longer than 10 s (30 s for its first), and
+   every sample finds a free block at the target, so that no session was preempted. Shares of what the
+   gateway admits, less 4 places, are tried; the first that holds is taken.
+2. It writes every block of the target's pool once, warms up, and runs --minutes of that load: prompts and
+   answers of mixed lengths, three temperatures, all modes of speculation; some clients cancel, abort, or
    leave and resume. In every second block some of the places belong to misreaders, half of which read slowly
-   and half not at all, over windows of 1 KiB; in the other blocks ordinary clients have these places. The
+   and half not at all, over windows of 1 KiB. In the other blocks ordinary clients have these places. The
    pace of the others is compared between the blocks of a pair.
-3. --fold times as many clients for a minute; those that are refused come back when they were told to.
-   Throughput is back from the moment on whose next half minute is at 95 % of before.
-4. What is left when nobody calls any more (bench/soak/leaks.py).
+3. It runs --fold times as many clients for a minute. A refused client returns after the time that the
+   refusal names. Throughput is back at the first moment whose next half minute reaches 95 % of that before.
+4. It checks what is left after the last call (bench/soak/leaks.py).
 
-Memory is judged by process (bench/soak/memory.py), over the soak alone. `--quick` only shows that it runs.
+Memory growth is computed by process (bench/soak/memory.py), over the soak alone. `--quick` only shows that
+everything runs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _PLOTTED_S = 10.0
 def report(
     outcome: Outcome, goals: Sequence[Goal], options: SoakOptions, console: Console, record: Path | None
 ) -> None:
-    """Print what came of it and the goals; with `record`, leave JSON and plot there."""
+    """Print facts and goals; with `record`, write JSON there and a plot beside it."""
     facts = facts_of(outcome)
     for name, value in facts.items():
         console.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
@@ -142,7 +143,7 @@ def _plain(sample: Sample, begin_s: float) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; 0 however the goals stand, for a missed goal is a finding and no error."""
+    """Run the soak; return 0 even if a goal is missed, which is a finding and no error."""
     options, root = parse_options(sys.argv[1:] if argv is None else argv, __doc__)
     console = Console()
     if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""The clients of a soak: who read, leave and come back; who read slowly; who never read."""
+"""The clients of a soak: some read, leave and resume; some read slowly; some never read."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _UNREAD_TOKENS = 1024
 _SLOW_TOKENS = 128
 _LOGPROBS = 20
 _UNREAD_PAUSE_S = 10.0
-"""How much longer than the gateway waits a client that never reads stays away: its window fills first."""
-# A transport that takes next to nothing before it is read: a client may be like that.
+"""A client that never reads stays away so much longer than the gateway's limit: its window fills first."""
+# A client may have a transport that buffers almost nothing.
 _SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
 
 
@@ -40,7 +40,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A call that was turned away, `took_s` after it was made."""
+    """A call that was refused at `at_s` (monotonic), `took_s` after it was made."""
 
     at_s: float
     took_s: float
@@ -57,7 +57,7 @@ class Heard:
     wrong: list[str] = field(default_factory=list)
     ended: dict[str, int] = field(default_factory=dict)
     waits_s: list[float] = field(default_factory=list)
-    """Until the first token of each answer."""
+    """Seconds until the first token of each answer."""
 
     def count(self, what: str) -> None:
         """Count one outcome."""
@@ -65,7 +65,7 @@ class Heard:
 
 
 class Caller:
-    """Makes one visit after the other until it is `over`; `counted` ones are those whose pace is judged."""
+    """A client that makes one visit after the other until `stop`; the pace of `counted` ones is judged."""
 
     def __init__(
         self, client: AsyncClient, mix: Mix, references: References, heard: Heard, *, counted: bool = True
@@ -84,7 +84,7 @@ class Caller:
         self._over.set()
 
     async def run(self, after_s: float = 0.0) -> None:
-        """Begin after so long. Never raises: what goes wrong is heard."""
+        """Begin after `after_s`. Errors of calls are recorded in `heard`, not raised."""
         await self._pause(after_s)
         while not self._over.is_set():
             visit = self._mix.draw()
@@ -115,7 +115,7 @@ class Caller:
             self._heard.wrong.append(f"{visit.request.name or 'once'}: {stream.session_id}")
 
     async def _read(self, stream: TokenStream, until: int | None) -> bool:
-        """Read it all, or until so many tokens came, and leave; did it end?"""
+        """Read all, or until `until` tokens arrived, and leave; return True if the stream ended."""
         self._called_s, self._last_s = time.monotonic(), None
         try:
             async for event in stream:
@@ -145,7 +145,7 @@ class Caller:
             await self._pause(_NO_HINT_S)
 
     async def _pause(self, seconds: float) -> None:
-        """Or until it is over."""
+        """Sleep for so many seconds, or until `stop`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._over.wait()
@@ -153,7 +153,7 @@ class Caller:
 
 @asynccontextmanager
 async def calling(many: Sequence[Caller], spread_s: float, *, cut: bool = False) -> AsyncIterator[None]:
-    """Run callers within, started over `spread_s`; at the end wait for their answers, or cut them."""
+    """Run callers in the context, started over `spread_s`; then wait for their answers, or `cut` them."""
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(caller.run(spread_s * number / len(many))) for number, caller in enumerate(many)
@@ -168,9 +168,9 @@ async def calling(many: Sequence[Caller], spread_s: float, *, cut: bool = False)
 
 
 class Misreader:
-    """Asks for long answers at a gateway over a small window, and reads each event `pause_s` after the last.
+    """A client that reads long answers over a small window, each event `pause_s` after the last.
 
-    Without `pause_s` it reads none but the first for longer than the gateway waits, and then what is there.
+    Without `pause_s` it reads the first event, then nothing for longer than the gateway waits, then the rest.
     """
 
     def __init__(self, address: str, client_timeout_s: float, pause_s: float | None, heard: Heard) -> None:

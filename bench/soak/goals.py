@@ -1,4 +1,4 @@
-"""State the goals of a soak and whether they were met. Pure."""
+"""Compute the goals of a soak and whether they were met, without I/O."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MOST_REFUSAL_MS = 100.0
 MOST_BACK_S = 10.0
 _NAMED = 3
 _MORE = 4
-"""Descriptors or threads: the client's connections and the store's come and go."""
+"""Descriptors or threads by which a process may grow: connections of clients and of the store come and go."""
 
 
 def goals_of(outcome: Outcome) -> list[Goal]:
     """Return the goals in the order of the phases. Raises ValueError if the run was cut short."""
     if outcome.heard is None or outcome.overload is None or outcome.left is None:
-        raise ValueError("the soak did not come to its end")
+        raise ValueError("outcome: must be that of a whole soak, was cut short")
     soaked = [sample for sample in outcome.samples if outcome.soaked.holds(sample.at_s)]
     heard = outcome.heard
     return [
@@ -45,7 +45,7 @@ def growths(samples: Sequence[Sample]) -> dict[str, Growth]:
 
 
 def memory_goals(grown: Mapping[str, Growth]) -> list[Goal]:
-    """Return one goal a process."""
+    """Return a goal for each process: its growth is at most MOST_GROWTH."""
     bound = f"<= {MOST_GROWTH:+.0%}"
     return [
         Goal("memory", f"{name}: growth", str(one), bound, one.share <= MOST_GROWTH)

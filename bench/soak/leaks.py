@@ -1,10 +1,10 @@
-"""Check that everything is given back once calls have ended, from what the services export anyway.
+"""Check that everything is released once calls have ended, from what the services export anyway.
 
-- The store: no key of any session, once their time to live is over.
-- The target (GetTargetInfo): every block free, nothing waiting. The draft's lease: nothing waiting.
-- The gateway: as many new streams are admitted at once as it says that it takes.
-- The system: each process has no more descriptors and threads than when it had first served a whole load.
-- The log of each service, which says at its end how many tasks outlived it.
+- The store holds no key of a session, once their time to live is over.
+- The target (GetTargetInfo) has every block free and no request waiting; the draft (lease) has none waiting.
+- The gateway admits as many new streams at once as its `max_sessions`.
+- Each process has about as many descriptors and threads as when it had first served a whole load.
+- The log of each service holds no error, and says at its end how many tasks outlived it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOUD = frozenset({"error", "critical"})
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """State that was left `gone_s` after the last call, or at the end of the wait."""
+    """State that was left `gone_s` after the last call: when nothing was left, or the wait was over."""
 
     gone_s: float
     session_keys: int
@@ -104,7 +104,7 @@ async def admitted(client: AsyncClient, count: int) -> int:
 
 
 async def stop_services(stack: Stack) -> float:
-    """End gateway, draft and target gracefully; the seconds that it took."""
+    """End gateway, draft and target gracefully; return the seconds that it took."""
     began_s = time.monotonic()
     for part in SERVICES:
         stack.send(part, signal.SIGTERM)

@@ -1,8 +1,8 @@
 """Sample the memory of each process of a stack, and compute its growth.
 
-Growth is the median of the last fifth of the samples over the median of the first, less 1. A process is
-judged by its anonymous memory, all that it has allocated. Pages of files, such as libraries and mapped
-weights, would dilute it, and a process that starts or ends elsewhere moves them: shared pages are nobody's.
+Growth is the median of the last fifth of the samples over the median of the first, less 1. It is that of
+anonymous memory, which a process has allocated. Pages of files, such as libraries and mapped weights, would
+dilute it, and their share changes when another process that maps them starts or ends.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Growth:
 
     @property
     def share(self) -> float:
-        """0.05 is five per cent more than at first."""
+        """Return the growth as a share: 0.05 is five per cent more than at first."""
         return self.last / self.first - 1
 
     def __str__(self) -> str:
@@ -74,13 +74,13 @@ def growth(values: Sequence[float]) -> Growth:
     """Return the growth of values over time. Raises ValueError below two values a window."""
     size = len(values) // WINDOWS
     if size < 2:
-        raise ValueError(f"{len(values)} samples make no {WINDOWS} windows")
+        raise ValueError(f"values: must be at least {2 * WINDOWS} for {WINDOWS} windows, got {len(values)}")
     return Growth(median(values[:size]), median(values[-size:]))
 
 
 @dataclass(slots=True)
 class Watcher:
-    """Looks every `every_s`, from the first to the last moment of a run; `samples` are in order."""
+    """A sampler that takes one of `samples` every `every_s`, from the first to the last moment of a run."""
 
     pids: Mapping[str, int]
     redis: redis_asyncio.Redis
@@ -137,5 +137,5 @@ def _rollup(pid: int) -> dict[str, int]:
 
 
 async def session_keys(redis: redis_asyncio.Redis) -> list[bytes]:
-    """All keys of all sessions in the store: a few for each."""
+    """Return all keys of all sessions in the store: a few for each."""
     return [key async for key in redis.scan_iter("galley:{*}*", count=1000)]

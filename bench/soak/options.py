@@ -16,7 +16,7 @@ _LEAST_MINUTES = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SoakOptions:
-    """`streams` 0: as many as hold. `pairs` of blocks with and without misreaders make the soak."""
+    """The options of a soak of `pairs` blocks with and without misreaders. `streams` 0: as many as hold."""
 
     minutes: float = 30.0
     warm_up_s: float = 180.0
@@ -60,7 +60,7 @@ _QUICK = {
 
 
 def parse_options(argv: Sequence[str], description: str | None) -> tuple[SoakOptions, Path | None]:
-    """Read it; exits 2 with a message if a value is wrong. The path is None for no record."""
+    """Return the options and the folder of the record (None: no record); exit 2 for a wrong value."""
     default = SoakOptions()
     parser = argparse.ArgumentParser(
         prog="python -m bench.soak",
@@ -68,14 +68,14 @@ def parse_options(argv: Sequence[str], description: str | None) -> tuple[SoakOpt
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--minutes", type=float, default=default.minutes, help=f"at least {_LEAST_MINUTES:g}")
-    add("--warm-up-s", type=float, default=default.warm_up_s, help="after the target's pool was filled")
-    add("--streams", type=int, default=default.streams, help="default: the most that hold")
-    add("--misreaders", type=int, default=default.misreaders, help="so many slow ones and never-readers")
-    add("--fold", type=int, default=default.fold, help="of the overload")
-    add("--threads", type=int, default=default.threads, help="a service; default: the stack's own")
+    add("--minutes", type=float, default=default.minutes, help=f"of the soak; at least {_LEAST_MINUTES:g}")
+    add("--warm-up-s", type=float, default=default.warm_up_s, help="load before the soak, in seconds")
+    add("--streams", type=int, default=default.streams, help="0, the default: the most that hold")
+    add("--misreaders", type=int, default=default.misreaders, help="slow readers, and as many never-readers")
+    add("--fold", type=int, default=default.fold, help="clients of the overload, as a multiple")
+    add("--threads", type=int, default=default.threads, help="of each service (default: the stack's own)")
     add("--dtype", default=default.dtype)
-    add("--model", default=default.model, help="default: the stack's own, with its draft")
+    add("--model", default=default.model, help="hub id or directory (default: %(default)s)")
     add("--seed", type=int, default=default.seed)
     add("--quick", action="store_true", help="some minutes in all, no record, no goals")
     add("--results", type=Path, default=BENCH / "results")
@@ -85,7 +85,9 @@ def parse_options(argv: Sequence[str], description: str | None) -> tuple[SoakOpt
     if options.quick:
         return dataclasses.replace(options, **_QUICK), None  # type: ignore[arg-type]  # floats and integers
     if options.minutes < _LEAST_MINUTES:
-        parser.error(f"--minutes: at least {_LEAST_MINUTES:g}, or --quick")
+        parser.error(
+            f"--minutes: must be at least {_LEAST_MINUTES:g}, or use --quick; got {options.minutes:g}"
+        )
     if min(options.misreaders, options.fold) < 1 or options.streams < 0:
-        parser.error("--misreaders and --fold: at least 1; --streams: at least 0")
+        parser.error("--misreaders, --fold: must be at least 1; --streams: must be at least 0")
     return options, root

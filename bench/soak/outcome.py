@@ -1,4 +1,4 @@
-"""Compute load, pace and overload from the outcome of a soak. Pure; times are monotonic seconds."""
+"""Compute load, pace and overload from the outcome of a soak, without I/O; times are monotonic seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST_GAP_S = 10.0
 LONGEST_WAIT_S = 30.0
 LEAST_BACK = 0.95
 _SETTLE_SHARE = 0.2
-"""Of a block, what is left out at its beginning: the one before may still be felt."""
+"""Share of a block that is left out at its beginning, where the block before may still have effects."""
 _BACK_WINDOW_S = 30.0
 
 
@@ -53,9 +53,9 @@ class Probe:
 
     @property
     def holds(self) -> bool:
-        """Nothing refused, failed or wrong; none silent for long; no session had to give up its blocks.
+        """Return True if nothing was refused, failed, wrong, silent for long or preempted.
 
-        A session loses its blocks to another only where no block is free that no live session holds.
+        A session is preempted only when the target has no free block.
         """
         quiet_s = self.longest_gap_s <= LONGEST_GAP_S and self.longest_wait_s <= LONGEST_WAIT_S
         return not (self.refused or self.failed or self.wrong) and quiet_s and self.least_blocks_free > 0
@@ -87,7 +87,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """`before`, the minute itself, and what came `after`; `lag_s` is how late our own loop was."""
+    """The overload: spans before, during and after it, and by how much this process's event loop was late."""
 
     before: Span
     during: Span
@@ -134,7 +134,7 @@ def judged(arrivals: Sequence[Arrival], block: Block) -> list[Arrival]:
 
 
 def harm(heard: Heard, blocks: Sequence[Block]) -> tuple[Interval, Interval]:
-    """Return the cost of slow readers to others, pair by pair: time a token, and p99 gap."""
+    """Return what misreaders cost others, as ratios with over without them: time a token, and p99 gap."""
     of = {(block.pair, block.misread): judged(heard.arrivals, block) for block in blocks}
     pairs = sorted({block.pair for block in blocks})
     having, without = ([of[pair, misread] for pair in pairs] for misread in (True, False))
@@ -146,7 +146,7 @@ def harm(heard: Heard, blocks: Sequence[Block]) -> tuple[Interval, Interval]:
 
 
 def back_after_s(overload: Overload) -> float | None:
-    """Return the seconds until the pace of the next half minute is back; None: not in the time watched."""
+    """Return the seconds until the next half minute reaches LEAST_BACK of the rate before; None: never."""
     arrivals = [*overload.ordinary.arrivals, *overload.extra.arrivals]
     required = LEAST_BACK * rate(arrivals, overload.before)
     after, end_s = 0, overload.during.last_s

@@ -1,8 +1,8 @@
 """Draw the requests of a soak from a seed: prompts, lengths, temperatures, speculation, ways to leave.
 
-Half of the requests are of a fixed catalogue, whose answers are learnt undisturbed and by plain decoding
-before the load begins; every later one is compared with these. The other half is asked once: its prompts
-begin with a tag of their own, so that caches meet what they have not seen.
+Half of the requests are of a fixed catalogue. Its answers are recorded by plain decoding before the load
+begins, and every later answer is compared with these. The other half is sent once: its prompts begin with a
+tag of their own, so that no cache has them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from galley.core.names import HYBRID, NGRAM
 TEMPERATURES = (0.0, 0.7, 1.0)
 _LENGTHS = (8, 24, 64, 160)
 _PROMPTS_JOINED = (1, 1, 1, 4)
-"""Most prompts are one of the fixed ones, every fourth is several: some hundred tokens."""
+"""Fixed prompts that are joined: every fourth prompt is four of them, some hundred tokens."""
 _SHARE_ONCE = 0.5
 _SHARES = {"cancel": 0.1, "abort": 0.05, "resume": 0.15}
 _LONGEST_AWAY_S = 1.0
@@ -64,7 +64,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A request and its client, who leaves after `leave_after` tokens, for `away_s` if it resumes."""
+    """A request, and its client, which leaves after `leave_after` tokens, for `away_s` if it resumes."""
 
     request: Request
     speculation: Speculation
@@ -74,7 +74,7 @@ class Visit:
 
 
 def speculations(draft_model: bool) -> tuple[Speculation, ...]:
-    """All modes; the draft's model is asked by name only where it has one."""
+    """Return all modes of speculation; `hybrid` is among them only if the draft has a model."""
     modes = (Speculation(), Speculation(off=True), Speculation(k=4, strategy=NGRAM))
     return (*modes, Speculation(k=4, strategy=HYBRID)) if draft_model else modes
 
@@ -99,7 +99,7 @@ def _request(name: str, number: int, texts: Sequence[str], chance: Random) -> Re
 
 
 class Mix:
-    """Draws visits without end; the same for the same seed."""
+    """An endless source of visits, the same for the same seed."""
 
     def __init__(self, known: Sequence[Request], modes: Sequence[Speculation], seed: int) -> None:
         self._known = known
@@ -144,7 +144,10 @@ class References:
         self._answers[name] = tuple(answer)
 
     def agree(self, request: Request, tokens: Sequence[int], *, whole: bool) -> bool:
-        """Return True if the tokens are the known answer or its beginning; of others check the length."""
+        """Return True if the tokens are the recorded answer, or its beginning unless `whole`.
+
+        Without a recorded answer it checks the length only.
+        """
         known = self._answers.get(request.name)
         if known is not None:
             return tuple(tokens) == (known if whole else known[: len(tokens)])

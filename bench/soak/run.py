@@ -1,4 +1,4 @@
-"""A soak from its stack to its end: the phases, one after the other."""
+"""Run the phases of a soak, from the start of its stack to the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTS = ("target", "draft", "gateway", "valkey")
 _CONNECTIONS = 4
 _LEARNERS = 8
 _SPARE = 4
-"""Places that the load leaves: one that was left is free a moment later than its client knows."""
+"""Places that the load leaves free: the gateway frees a place a moment after its client has left."""
 _SHARES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.125)
 _FILL_STREAMS = 8
 _FILL_OVER = 1.1
@@ -46,7 +46,7 @@ _SETTLE_S = 3.0
 
 @asynccontextmanager
 async def soaked_stack(options: SoakOptions, logs: Path) -> AsyncIterator[Stack]:
-    """Target and draft register, though the gateway is told them: their leases tell how they are doing."""
+    """Run a stack whose target and draft register, only so that their leases can be read."""
 
     def parts(given: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
         store = ("--redis-url", f"unix://{dirs.run / 'valkey.sock'}")
@@ -97,9 +97,9 @@ class Soak:
         self.max_sessions = (await self.clients[0].model_info()).max_sessions
 
     async def fill(self) -> int:
-        """Write every block of the target's pool once, by prompts that nobody asks again; the tokens sent.
+        """Write every block of the target's pool once, by prompts of random tokens; return the tokens sent.
 
-        Its memory is committed by the first writing of a block, so it would grow until then.
+        Memory is committed when a block is first written, so the target would grow until then.
         """
         info = await self.watcher.target.GetTargetInfo(self.watcher.info)
         size = min(_MODEL_WORDS, info.context_window // 2)
@@ -132,7 +132,7 @@ class Soak:
             self.log(str(probes[-1]))
             if probes[-1].holds:
                 return streams
-        raise RuntimeError("no load holds")
+        raise RuntimeError(f"streams: one of {loads} must hold; none did")
 
     async def probe(self, streams: int) -> Probe:
         """Run `streams` streams for a while."""
@@ -144,7 +144,7 @@ class Soak:
         return probe_of(streams, heard, self.watcher.between(began_s, time.monotonic()), span)
 
     async def soak(self, outcome: Outcome) -> None:
-        """Warm up, then pairs of blocks: misreaders, or ordinary clients in their places."""
+        """Warm up, then run pairs of blocks: one with misreaders, one with ordinary clients instead."""
         outcome.heard = heard = Heard()
         places = 2 * self.options.misreaders
         async with calling(self.callers(outcome.streams - places, heard), _SPREAD_S, cut=True):
@@ -201,7 +201,7 @@ class Soak:
 
 @asynccontextmanager
 async def _until_left(tasks: Sequence[asyncio.Task[None]]) -> AsyncIterator[None]:
-    """Run tasks within and cancel them at the end; raise what one of them raised."""
+    """Cancel running tasks at the end of the context; raise what one of them raised."""
     try:
         yield
     finally:
@@ -213,7 +213,7 @@ async def _until_left(tasks: Sequence[asyncio.Task[None]]) -> AsyncIterator[None
 
 
 async def _watch_lag(late_s: list[float]) -> None:
-    """Record how late our own loop is, which every time taken here includes."""
+    """Record how late this event loop is, which all times measured here include."""
     while True:
         due_s = time.monotonic() + _LAG_PERIOD_S
         await asyncio.sleep(_LAG_PERIOD_S)
@@ -221,7 +221,7 @@ async def _watch_lag(late_s: list[float]) -> None:
 
 
 async def measure(options: SoakOptions, log: Callable[[str], None]) -> Outcome:
-    """All of it. Raises PartFailed if a part of the stack dies, RuntimeError if no load holds."""
+    """Run the soak. Raises PartFailed if a part of the stack dies, RuntimeError if no load holds."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="galley-soak-") as folder:
         logs = Path(folder)
@@ -260,7 +260,7 @@ async def _connect(
 
 async def _phases(soak: Soak, outcome: Outcome) -> None:
     options, log, watcher = soak.options, soak.log, soak.watcher
-    log("learning what is right")
+    log("recording the answers of the catalogue")
     await soak.learn()
     log("filling the target's pool")
     sent = 0 if options.quick else await soak.fill()
@@ -270,9 +270,9 @@ async def _phases(soak: Soak, outcome: Outcome) -> None:
     idle = (await watcher.look()).processes
     log(f"soaking with {outcome.streams} streams")
     await soak.soak(outcome)
-    log(f"{options.fold} times as many")
+    log(f"overloading with {options.fold} times the clients")
     outcome.overload = await soak.overload(outcome.streams)
-    log("looking what is left")
+    log("checking what is left")
     store = f"unix://{soak.stack.address('valkey')}"
     outcome.left = await left_idle(watcher, soak.clients[0], store, idle, options.ttl_s)
     outcome.samples = list(watcher.samples)
