@@ -1,9 +1,9 @@
 """Compare the draft's acceptance at temperature 1 with what its distributions say: `make bench-coupling`.
 
-The running system answers held-out prompts at temperature 1; at every position the running draft is asked for
-one token, and the distributions of draft and target there are computed by transformers. Noise that both share
-makes a proposal right with a known probability (`bench/coupling/closed_form.py`); the measured rate must lie
-within its sampling interval. The optimal coupling stands beside it.
+The running system answers held-out prompts at temperature 1. At every position the running draft proposes one
+token, and transformers computes the distributions of draft and target. With shared noise a draft token is
+accepted with a known probability (`bench/coupling/closed_form.py`); the measured rate must lie within its
+sampling interval. The rate of the optimal coupling is printed too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from galley.stack.stack import Stack, StackOptions
 
 
 async def measure(arguments: argparse.Namespace, model_dir: Path) -> Agreement:
-    """Answer, ask the draft, and score every position."""
+    """Answer the prompts, request a draft token at every position, and compare them with the closed form."""
     prompts = mixed_workload().prompts[: arguments.prompts]
     encode = encoder(model_dir)
     encoded = [encode(prompt.text) for prompt in prompts]
@@ -61,11 +61,15 @@ def goal_of(found: Agreement) -> Goal:
 
 
 def main() -> int:
-    """Run it; return 0 however the goal stands."""
+    """Run the benchmark; return 0 even if the goal is missed."""
     parser = argparse.ArgumentParser(prog="python -m bench.coupling", description=__doc__)
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=48, help="of an answer (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of a service (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=48, help="most tokens of an answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of each service (default: %(default)s)"
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="target model: hub id or directory")
     parser.add_argument("--seed", type=int, default=20261123, help="seed of the first answer")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")

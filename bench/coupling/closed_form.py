@@ -1,6 +1,6 @@
-"""Compute how often a draft that shares the target's noise is right, and the best possible rate.
+"""Compute the acceptance rate of a draft that shares the target's noise, and the best possible rate.
 
-Draft and target that add the same Gumbel noise to their logits draw the same token with chance
+Draft and target that add the same Gumbel noise to their logits sample the same token with probability
 
     sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i)
 
@@ -25,8 +25,8 @@ def match_chance(target_probs: _Floats, draft_probs: _Floats) -> float:
     """Return the closed form for distributions [vocab], in O(V log V).
 
     max(p_j / p_i, q_j / q_i) is the first where p_j / q_j >= p_i / q_i: in the order of these ratios the
-    inner sum is a part of p from the end and a part of q from the start. Tokens that either never draws add
-    nothing to the outer sum.
+    inner sum is a part of p from the end and a part of q from the start. Tokens of probability 0 in either
+    add nothing to the outer sum.
     """
     p, q = target_probs / target_probs.sum(), draft_probs / draft_probs.sum()
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -41,7 +41,7 @@ def match_chance(target_probs: _Floats, draft_probs: _Floats) -> float:
 
 
 def optimal_chance(target_probs: _Floats, draft_probs: _Floats) -> float:
-    """1 - TV: how often the best coupling of the two distributions [vocab] draws the same token."""
+    """Return 1 - TV: how often the best coupling of the distributions [vocab] samples the same token."""
     p, q = target_probs / target_probs.sum(), draft_probs / draft_probs.sum()
     return float(np.minimum(p, q).sum())
 
@@ -62,8 +62,8 @@ class Heldout:
 class Agreement:
     """Measured acceptance beside the closed form of the same positions.
 
-    [low, high] is the sampling interval of the measured one about the closed form, 95 %: each position has
-    noise of its own, so that given what stands before it a guess is a Bernoulli draw of its closed form.
+    [low, high] is the 95 % sampling interval of `measured` about `closed`. Each position has its own noise,
+    so whether its draft token is right is a Bernoulli variable with the probability of the closed form.
     """
 
     measured: float
@@ -75,15 +75,15 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """The measured acceptance lies within the interval."""
+        """Return True if the measured acceptance lies within the interval."""
         return self.low <= self.measured <= self.high
 
 
 def agreement(heldout: Sequence[Heldout]) -> Agreement:
-    """Sum up. ValueError if there is no position."""
+    """Return the agreement over all positions. Raise ValueError if there is none."""
     closed = np.array([chance for of in heldout for chance in of.closed])
     if not len(closed):
-        raise ValueError("the draft guessed nothing at temperature 1")
+        raise ValueError("heldout: must hold a draft token; the draft guessed nothing at temperature 1")
     right = np.array([was for of in heldout for was in of.right])
     optimal = np.array([chance for of in heldout for chance in of.optimal])
     spread = _NORMAL_95 * float(np.sqrt(np.sum(closed * (1 - closed)))) / len(closed)

@@ -1,4 +1,4 @@
-"""A draft for transformers' assisted generation: the very one that we serve, with the whole vocabulary.
+"""The shipped draft as a model of transformers, with logits over the whole vocabulary.
 
 A trained draft's head knows some of the target's tokens only (galley/engine/load/draft_directory.py), which
 transformers cannot load. Here it is a LlamaForCausalLM whose head spreads its logits over all tokens; those
@@ -31,7 +31,7 @@ class SpreadHead(nn.Module):
         self.vocab = vocab
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., vocab] of [..., hidden]."""
+        """Return logits [..., vocab] of [..., hidden]."""
         known: Tensor = self.head(hidden)  # [..., head_vocab]
         logits = known.new_full((*known.shape[:-1], self.vocab), LEAST)
         logits[..., self.tokens] = known

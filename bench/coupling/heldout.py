@@ -1,9 +1,9 @@
-"""A draft's guesses at temperature 1, asked of the running draft, and the distributions behind them.
+"""Draft tokens of the running draft at temperature 1, and the distributions that they are sampled from.
 
-The running system answers, sampling at temperature 1. Then, at every position of the answers, the running
-draft is asked for one token after the confirmed ones, as a gateway asks it: a guess is right where it is the
-token that the target gave. (In service the target verifies only what pays, the surer guesses first:
-acceptance that is counted there is of a choice of positions, and no estimate of the closed form.)
+The running system answers, sampling at temperature 1. Then the running draft proposes one token at every
+position of the answers, requested as by a gateway. A draft token is right if it is the token of the answer.
+(In service the target verifies only draft tokens that pay. Acceptance counted there is that of selected
+positions and does not estimate the closed form.)
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ async def scored(
     models: tuple[Any, Any],
     report: Callable[[str], None],
 ) -> list[Heldout]:
-    """Return the distributions of `models` (target, draft) behind the guesses; computed in a thread."""
+    """Return closed form and outcome of the draft tokens of each answer, by `models` (target, draft)."""
     found = []
     for answer, prompt, guess in zip(answers, prompts, guessed, strict=True):
         found.append(await asyncio.to_thread(_score, answer, prompt, guess, models))

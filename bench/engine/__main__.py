@@ -1,10 +1,10 @@
 """`make bench-engine`: what a step of the target engine costs, on the default model in bfloat16.
 
-Each number of threads is measured in a process of its own. Steps of 1 to 320 rows, in several splits over
-sessions (8x5: eight sessions feed five tokens each), at contexts of 256 and 1024 tokens, in alternation
-with transformers' own code (not compiled, sdpa attention, the KV already there, in the faster of
-StaticCache and DynamicCache for each case; contexts are equal, so it pads nothing). All rows' logits are
-computed on both sides. The roofline is the weights read once at the bandwidth of torch's own sum or copy.
+Each number of threads is measured in a process of its own. It times steps of 1 to 320 rows, in several splits
+over sessions (8x5: eight sessions feed five tokens each), at contexts of 256 and 1024 tokens. They alternate
+with steps of transformers (not compiled, sdpa attention, the KV already there, in the faster of StaticCache
+and DynamicCache for each case; contexts are equal, so it pads nothing). All rows' logits are computed on both
+sides. The roofline is the time to read the weights once at the bandwidth of torch's own sum or copy.
 
 Also measured: the cost of invariance (bench/engine/parts.py says how it is defined), sampling at
 temperature 1 over the whole vocabulary, the host's Python (bench/engine/host.py), a step by the context in
@@ -46,7 +46,7 @@ _QUICK_SPLITS = ((1, 1), (8, 1), (8, 5))
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Set what to measure; `parts` are those of bench/engine/run.py."""
+    """The options of a run; `parts` are those of bench/engine/run.py."""
 
     threads: tuple[int, ...] = (1, 2)
     contexts: tuple[int, ...] = (256, 1024)
@@ -87,7 +87,7 @@ def measure(options: EngineOptions, console: Console, profiles: Path) -> dict[in
 def report(
     options: EngineOptions, measured: Mapping[int, dict[str, Any]], console: Console, record: Path | None
 ) -> list[Goal]:
-    """Print tables and goals; with `record`, leave the JSON there and the plot beside it."""
+    """Print tables and goals, and return the goals; with `record`, write JSON there and a plot beside it."""
     rows = [row for threads, found in measured.items() for row in engine_summary.step_rows(threads, found)]
     curves = {
         f"{threads} thread(s), context {context}": engine_summary.row_costs(rows, threads, context)
@@ -127,12 +127,16 @@ def parse_options(argv: Sequence[str]) -> tuple[EngineOptions, Path | None]:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--threads", type=integers, default=default.threads)
-    parser.add_argument("--contexts", type=integers, default=default.contexts)
-    parser.add_argument("--splits", type=_splits, default=default.splits, help='as "1x1,8x5"')
+    parser.add_argument("--threads", type=integers, default=default.threads, help="comma-separated")
+    parser.add_argument("--contexts", type=integers, default=default.contexts, help="tokens, comma-separated")
+    parser.add_argument(
+        "--splits", type=_splits, default=default.splits, help='sessions x tokens, as "1x1,8x5"'
+    )
     parser.add_argument("--parts", type=names, default=default.parts, help=", ".join(PARTS))
-    parser.add_argument("--pairs", type=int, default=default.pairs, help=f"at least {MIN_PAIRS}")
-    parser.add_argument("--model", default=default.model, help="default: the stack's own")
+    parser.add_argument(
+        "--pairs", type=int, default=default.pairs, help=f"pairs of each case; at least {MIN_PAIRS}"
+    )
+    parser.add_argument("--model", default=default.model, help="hub id or directory (default: %(default)s)")
     parser.add_argument("--dtype", default=default.dtype)
     parser.add_argument("--quick", action="store_true", help="few cases, two pairs, no record, no goals")
     parser.add_argument("--results", type=Path, default=BENCH / "results")
@@ -143,9 +147,9 @@ def parse_options(argv: Sequence[str]) -> tuple[EngineOptions, Path | None]:
         options = dataclasses.replace(options, pairs=2, contexts=(256,), splits=_QUICK_SPLITS)
         root = None
     elif options.pairs < MIN_PAIRS:
-        parser.error(f"--pairs: at least {MIN_PAIRS}")
+        parser.error(f"--pairs: must be at least {MIN_PAIRS}, got {options.pairs}")
     if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"--parts: no {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        parser.error(f"--parts: must be of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     return options, root
 
 
@@ -155,7 +159,7 @@ def _splits(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; 0 however the goals stand, for a missed goal is a finding and no error."""
+    """Run the benchmark; return 0 even if a goal is missed, which is a finding and no error."""
     options, root = parse_options(sys.argv[1:] if argv is None else argv)
     console = Console()
     if not console.is_terminal:

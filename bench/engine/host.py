@@ -1,10 +1,10 @@
 """Measure what a step costs on the host beside arithmetic.
 
-Measured is a whole pass (plan, the engine's own Python, sampling, conclude, answers) of sixteen sessions
-that decode plainly, over a model with as many layers as the default one but so narrow that its arithmetic
-is small. `pass` is that; `python` is the same with the layers' products and compiled loops replaced by
-functions that do nothing, so that only Python and its calls are left; `outside` is the part of it outside
-the engine: scheduler and answers.
+Sixteen sessions decode plainly, over a model with as many layers as the default one but so narrow that its
+arithmetic is small. `pass` is the time of a whole step (plan, the engine's own Python, sampling, conclude,
+responses). `python` is the same with the layers' products and compiled loops replaced by functions that do
+nothing, so that only Python and its calls are left. `outside` is the part of `python` outside the engine:
+scheduler and responses.
 """
 
 # ruff: noqa: SLF001  # there is no seam for leaving the arithmetic out
@@ -40,7 +40,7 @@ _PASSES = 40
 
 
 def host_time(layers: int, pairs: int) -> dict[str, Any]:
-    """Seconds of a pass, median of each of `pairs` runs of passes: see the module."""
+    """Return the seconds of a step by part: the median of each of `pairs` runs."""
     with tempfile.TemporaryDirectory(prefix="galley-bench-") as scratch:
         model = narrow_model(Path(scratch), layers)
     whole, _ = _passes(model, pairs)
@@ -50,7 +50,7 @@ def host_time(layers: int, pairs: int) -> dict[str, Any]:
 
 
 def _passes(model: CausalModel, runs: int) -> tuple[list[float], list[float]]:
-    """Seconds of a pass, whole and outside the engine: the median of each run."""
+    """Return the seconds of a step, whole and outside the engine: the median of each run."""
     whole, outside = [], []
     for run in range(runs):
         engine = EngineAlone(

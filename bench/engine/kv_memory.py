@@ -1,8 +1,8 @@
 """Measure whether the KV pool takes more memory than `blocks` x block bytes.
 
-One process computes KV into the first blocks of its pool, which also gives it all the work space that passes
-of that shape need, and then into the others. What it grows by from the one to the other (its resident memory,
-as the kernel counts it) is what the other blocks take.
+One process computes KV into the first blocks of its pool, which also allocates all work space for steps of
+that shape, and then into the others. The growth of its resident memory in the second part is what the other
+blocks take.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SESSION_BLOCKS = 16
 
 
 def measure(model_dir: Path, dtype: str) -> dict[str, Any]:
-    """Bytes that a fresh process grew by between the two readings, and what it should have grown by."""
+    """Return the bytes by which a fresh process grew between the readings, and the bytes expected."""
     command = (sys.executable, "-m", "bench.engine.kv_memory", str(model_dir), dtype)
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=BENCH.parent)
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -36,7 +36,7 @@ def measure(model_dir: Path, dtype: str) -> dict[str, Any]:
 
 
 def goal(found: dict[str, Any]) -> Goal:
-    """Met if what the blocks take is within TOLERANCE of blocks x block bytes."""
+    """Return a goal, met if what the blocks take is within TOLERANCE of blocks x block bytes."""
     ratio = found["grown_bytes"] / found["expected_bytes"]
     what = (
         f"resident memory of {found['blocks']} blocks over blocks x block bytes "
@@ -73,7 +73,7 @@ def _resident() -> int:
 
 
 def main() -> int:
-    """Fill a pool; say what it takes."""
+    """Fill a pool; print what it takes as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("dtype")

@@ -31,11 +31,11 @@ CONTEXTS = (64, 256, 512, 1024, 1536)
 
 
 class TorchAttention:
-    """Attention as it could be if bits did not matter: torch's own, contiguous KV, all layers of a step.
+    """Attention without regard to bits: torch's own, over contiguous KV, for all layers of a step.
 
-    In the faster of two forms: a call a sequence, or one call over the batch (the contexts are equal here,
-    so nothing is padded; a real batch is ragged and would have to be). Heads that share keys are rows of one
-    query, which spares the repeating of keys that torch's own grouped form does.
+    It has two forms, a call for each sequence or one over the batch; the faster one counts. (Contexts are
+    equal here, so nothing is padded, as a real batch would be.) Heads that share keys are rows of one query,
+    since torch's own grouped form would repeat the keys.
     """
 
     def __init__(self, config: Any, case: Case, dtype: torch.dtype) -> None:
@@ -71,9 +71,9 @@ class TorchAttention:
 def invariance(model: CausalModel, config: Any, pairs: int) -> list[dict[str, Any]]:
     """Return the seconds of each pair for each of INVARIANCE_CASES: the cost of invariance.
 
-    Attention is what a step takes longer over its context than over none: step(context) - step(0), and
-    likewise for torch's. The cost of invariance is our attention minus torch's, of step(context). What else
-    makes rows independent (the order of sums in matrix products) is oneDNN's own and costs nothing.
+    The time of attention is step(context) - step(0), and likewise for torch's. The cost of invariance is our
+    attention minus torch's, as a share of step(context). The order of sums in matrix products, which also
+    keeps rows independent, is oneDNN's own and costs nothing.
     """
     found = []
     for case in INVARIANCE_CASES:
@@ -106,7 +106,7 @@ def invariance(model: CausalModel, config: Any, pairs: int) -> list[dict[str, An
 
 
 def sampling(model: CausalModel, prompts: Sequence[Sequence[int]], pairs: int) -> dict[str, Any]:
-    """Seconds of a step of 80 rows and of drawing its tokens at temperature 1, with all draft tokens right.
+    """Return the seconds of a step of 80 rows, and of sampling it at temperature 1, all drafts accepted.
 
     The contexts are real prompts, so that the logits are those of text.
     """
@@ -140,7 +140,7 @@ def _text_step(
 
 
 def _right_draws(logits: Tensor, histories: Sequence[Sequence[int]]) -> list[Draw]:
-    """Draws whose guesses are what the target says, so that every row is drawn."""
+    """Return draws whose draft tokens are the target's own, so that every row is sampled."""
     tokens = SAMPLED.tokens
     guesses: list[tuple[int, ...]] = [()] * len(histories)
     for _ in range(tokens - 1):
@@ -175,7 +175,7 @@ def _draw(history: Sequence[int], guesses: tuple[int, ...]) -> Draw:
 
 
 def contexts(model: CausalModel, pairs: int) -> dict[str, Any]:
-    """Seconds of a step of 16 sessions by the context that they use."""
+    """Return the seconds of a step of 16 sessions by the context that they use."""
     found = {}
     for context in CONTEXTS:
         case = Case(POOL_CASE.sessions, POOL_CASE.tokens, context)
@@ -185,7 +185,7 @@ def contexts(model: CausalModel, pairs: int) -> dict[str, Any]:
 
 
 def pools(small: CausalModel, large: CausalModel, pairs: int) -> dict[str, Any]:
-    """Return the same step in two pools; in the large one its blocks lie far apart."""
+    """Return the seconds of the same step in two pools; in the large one its blocks lie far apart."""
     stride = large.kv.blocks // POOL_CASE.blocks(large.kv.block_tokens)
     work = {"small": OurStep(small, POOL_CASE), "large": OurStep(large, POOL_CASE, stride=stride)}
     times = alternate(work, pairs)
@@ -200,7 +200,7 @@ def pools(small: CausalModel, large: CausalModel, pairs: int) -> dict[str, Any]:
 
 
 def prefill(model: CausalModel, peer: TransformersModel, pairs: int) -> dict[str, Any]:
-    """Seconds of a prompt of 182 tokens, logits of the last one."""
+    """Return the seconds of a prompt of PREFILL_TOKENS, with logits of the last one."""
     tokens = some_tokens(PREFILL_TOKENS, model.info.vocab_size)
     table = range(-(-PREFILL_TOKENS // model.kv.block_tokens))
     chunk = StepChunk(0, tokens, table, 1)
@@ -212,7 +212,7 @@ def prefill(model: CausalModel, peer: TransformersModel, pairs: int) -> dict[str
 
 
 def bandwidth(size_bytes: int = 512 * 2**20, tries: int = 5) -> dict[str, float]:
-    """Bytes a second that torch's copy (reads and writes) and sum (reads) move, at best."""
+    """Return the bytes a second that torch's copy (reads and writes) and sum (reads) move, at best."""
     source = torch.ones(size_bytes // 4)
     into = torch.empty_like(source)
     times = alternate({"copy": lambda: into.copy_(source), "sum": source.sum}, tries)

@@ -1,6 +1,6 @@
 """The measurements of `make bench-engine` at one number of threads, in a process of their own.
 
-Started by bench/engine/__main__.py; writes what it measured as JSON, and a profile beside it where asked.
+bench/engine/__main__.py starts it. It writes what it measured as JSON and, as the part `profile`, a profile.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Task:
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """All parts of the task, by name."""
+    """Measure all parts of the task; return the results by name."""
     dtype = getattr(torch, task.dtype)
     cases = [Case(*split, context) for context in task.contexts for split in task.splits]
     peer = TransformersModel(task.model_dir, dtype)
@@ -127,7 +127,7 @@ def _step(model: CausalModel, peer: TransformersModel, case: Case, pairs: int) -
 
 
 def _text(model_dir: Path) -> list[list[int]]:
-    """Real prompts as token ids, the longer half of a set."""
+    """Return the first prompts of a set, one for each session of SAMPLED, as token ids."""
     tokenizer = Tokenizer.load(str(model_dir))
     encoded = [
         tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
@@ -143,7 +143,7 @@ def _pools(task: Task) -> dict[str, Any]:
 
 
 def _profile(step: OurStep) -> str:
-    """torch's own profile of a few steps, and Python's: our kernels are in the functions that call them."""
+    """Return torch's profile of a few steps and Python's, which counts our kernels as their callers."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         _steps(step)
     python = cProfile.Profile()
@@ -160,7 +160,7 @@ def _steps(step: OurStep) -> None:
 
 
 def main() -> int:
-    """Read the task from the command line, write the result where it says."""
+    """Read the task from the command line, and write the result to `out`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("task", help="the task as JSON")
     parser.add_argument("out", type=Path)

@@ -1,4 +1,4 @@
-"""One step of our engine and of transformers eager, over the same sessions, tokens and contexts."""
+"""One step of our engine and of transformers, not compiled, over the same sessions, tokens and contexts."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Tokens of the pass."""
+        """Return the tokens of the step."""
         return self.sessions * self.tokens
 
     def __str__(self) -> str:
         return f"{self.sessions}x{self.tokens}@{self.context}"
 
     def blocks(self, block_tokens: int) -> int:
-        """Blocks of KV that all sessions need."""
+        """Return the KV blocks that all sessions need."""
         return self.sessions * -(-(self.context + self.tokens) // block_tokens)
 
 
 def some_tokens(count: int, vocab: int, seed: int = 0) -> list[int]:
-    """Random token ids; which ones does not matter to the time of a pass."""
+    """Return random token ids; the time of a step does not depend on them."""
     return torch.randint(3, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 class OurStep:
-    """Our engine: `run` over one chunk a session.
+    """A step of our engine: `run` over one chunk a session.
 
     The sessions share no block; their KV is that of random tokens. Every `stride`-th block is used.
     """
@@ -69,7 +69,7 @@ class OurStep:
             self._model.run([StepChunk(start, context[start : start + piece], first, 0)])
         copies = [pair for table in tables[1:] for pair in zip(first, table, strict=True)]
         if context and copies:
-            # The last token once more: a pass that copies must feed something.
+            # Copies belong to a step, so feed the last token once more.
             again = StepChunk(len(context) - 1, context[-1:], first, 0)
             self._model.run([again], copies)
 
@@ -79,7 +79,7 @@ class OurStep:
 
 
 class TransformersModel:
-    """The same weights in transformers' own code, sdpa attention, nothing compiled."""
+    """The same weights in transformers' own code, with sdpa attention, not compiled."""
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM  # noqa: PLC0415  # seconds

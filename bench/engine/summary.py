@@ -1,4 +1,4 @@
-"""Compute rows and goals of `make bench-engine`. No I/O."""
+"""Compute rows and goals of `make bench-engine`, without I/O."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StepRow:
 
     @property
     def rows(self) -> int:
-        """Tokens of the pass."""
+        """Return the tokens of the step."""
         return self.sessions * self.tokens
 
     @property
@@ -136,7 +136,7 @@ def _minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
 
 
 def goals(by_threads: Mapping[int, Measured]) -> list[Goal]:
-    """Every goal that was measured, at each number of threads."""
+    """Return every goal that was measured, at each number of threads."""
     found: list[Goal] = []
     for threads, measured in by_threads.items():
         at = f"{threads} thread{'s' if threads > 1 else ''}"

@@ -1,12 +1,11 @@
-"""`make bench-gpu`: what a step costs on a CUDA device, and whether a row feels its company there.
+"""`make bench-gpu`: what a step costs on a CUDA device, and how often its other rows change a token.
 
-On the default model in bfloat16, in alternation: attention by FlexAttention over pages in place or by plain
-torch, recorded by CUDA graphs or not, with passes of one shape (invariant) or not. A step is a pass of 1 to
-320 rows and the sampling of all of them, greedily, so that it ends with its one wait for the device. Then
-texts are fed row by row, alone, and again by chunks in company, and the tokens drawn at each position are
-compared.
+Sides alternate on the default model in bfloat16: attention by FlexAttention over pages in place or by plain
+torch, recorded by CUDA graphs or not, with steps of one shape (invariant) or not. A step feeds 1 to 320 rows
+and samples all of them greedily, so that it ends with its one wait for the device. Then texts are fed row by
+row, alone, and again in chunks together with others. The tokens sampled at each position are compared.
 
-Without a CUDA device it says so and exits 2. It has never run on one.
+Without a CUDA device it prints an error and exits 2. It has never run on one.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _CHUNKS = (1, 2, 5, 16)
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """The number of `positions` at which a batch changed the drawn token."""
+    """The number of `positions`, and of those at which a batch changed the sampled token."""
 
     temperature: float
     positions: int
@@ -68,7 +67,7 @@ class Differing:
 
 
 class SampledStep:
-    """A step, and greedy sampling of all its rows."""
+    """A step with greedy sampling of all its rows."""
 
     def __init__(self, model: CausalModel, case: Case) -> None:
         self._step = OurStep(model, case)
@@ -83,7 +82,7 @@ class SampledStep:
 
 
 def step_times(models: Mapping[str, CausalModel], case: Case, pairs: int) -> dict[str, Any]:
-    """Wall seconds of a step by side, for each pair."""
+    """Return the wall seconds of a step by side, for each pair."""
     times = alternate({name: SampledStep(model, case) for name, model in models.items()}, pairs)
     return {
         "sessions": case.sessions,
@@ -95,7 +94,7 @@ def step_times(models: Mapping[str, CausalModel], case: Case, pairs: int) -> dic
 
 
 def differing(model: CausalModel, texts: Sequence[Sequence[int]], company: int) -> list[Differing]:
-    """Draw at all positions of `texts` row by row, alone, and again by chunks with `company - 1` others."""
+    """Sample at all positions of `texts` row by row, alone, and again in chunks, `company` texts at once."""
     alone = [_fed(model, [text], [1])[0] for text in texts]
     rng = random.Random(0)
     together: list[list[tuple[int, ...]]] = []
@@ -119,7 +118,7 @@ def differing(model: CausalModel, texts: Sequence[Sequence[int]], company: int) 
 def _fed(
     model: CausalModel, texts: Sequence[Sequence[int]], sizes: Sequence[int]
 ) -> list[list[tuple[int, ...]]]:
-    """Return the tokens drawn after each position of each text, one for each temperature."""
+    """Return the tokens sampled after each position of each text, one for each temperature."""
     each = -(-max(map(len, texts)) // BLOCK_TOKENS)
     tables = [list(range(i * each, (i + 1) * each)) for i in range(len(texts))]
     drawn: list[list[tuple[int, ...]]] = [[] for _ in texts]
@@ -138,7 +137,7 @@ def _fed(
 
 
 def _drawn(logits: torch.Tensor, text: Sequence[int], start: int) -> list[tuple[int, ...]]:
-    """Return the token of each row of `logits` at each temperature; -1 where none was drawn."""
+    """Return the token of each row of `logits` at each temperature; -1 if sampling failed."""
     by_temperature = []
     for temperature in TEMPERATURES:
         params = SamplingParams(temperature=temperature, seed=1)
@@ -149,7 +148,7 @@ def _drawn(logits: torch.Tensor, text: Sequence[int], start: int) -> list[tuple[
 
 
 def texts_of(model_dir: Path, count: int, length: int) -> list[list[int]]:
-    """`count` texts of `length` tokens, cut from the prompts one after another, again from the first."""
+    """Return `count` texts of `length` tokens, cut one after another from the prompts, which are repeated."""
     tokenizer = Tokenizer.load(str(model_dir))
     tokens = [
         token for prompt in fixed_workload("rewrite").prompts for token in tokenizer.encode(prompt.text)
@@ -179,7 +178,9 @@ def show(
         times = [f"{median(step['wall_s'][name]) * 1e3:.3f}" for name in names]
         table.add_row(*(str(step[key]) for key in ("rows", "sessions", "context")), *times)
     console.print(table)
-    table = Table("side", "temperature", "positions", "differing", "per million", title="tokens in company")
+    table = Table(
+        "side", "temperature", "positions", "differing", "per million", title="tokens that other rows changed"
+    )
     for name, found in rates.items():
         for one in found:
             numbers = (one.temperature, one.positions, one.differing, round(one.per_million, 1))
@@ -188,13 +189,13 @@ def show(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; 2 where there is no CUDA device."""
+    """Run the benchmark; return 2 without a CUDA device."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="default: the stack's own")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="hub id or directory (default: %(default)s)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--pairs", type=int, default=MIN_PAIRS)
     parser.add_argument("--results", type=Path, default=BENCH / "results")
