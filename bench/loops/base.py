@@ -44,6 +44,11 @@ def arm_of(tree: str, speculation: str) -> str:
     return f"{tree}:{speculation}"
 
 
+def tag_of(arm: str) -> str:
+    """Return the tag of an arm's prompts: both trees answer the same ones, neither answers one twice."""
+    return "." + arm.partition(":")[2]
+
+
 @asynccontextmanager
 async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
     """Start both trees, the first one alternating with the life."""
@@ -181,6 +186,7 @@ LOOPS = Scenario(
     arm_of(BASE, OFF),
     start,
     goals,
+    tag_of=tag_of,
     required=frozenset(ARMS),
     check=_check,
 )

@@ -24,7 +24,7 @@ import psutil
 from bench.engine import kv_memory
 from bench.harness import BENCH, Goal, at_least
 from bench.loops.options import Options
-from bench.loops.run import Run, Scenario, of_arm
+from bench.loops.run import Run, Scenario, of_arm, own_tag
 from bench.loops.sides import process_loop, stack_loop
 from galley.bench.closed_loop import OFF, LoopSide
 from galley.bench.summary import speed_ratio
@@ -140,7 +140,7 @@ THROUGHPUT = Scenario(
     OFF,
     start,
     throughput_goals,
-    shared_prompts=False,
+    tag_of=own_tag,
     required=frozenset({OFF}),
 )
 PEERS = Scenario(
@@ -150,6 +150,6 @@ PEERS = Scenario(
     VLLM,
     start,
     peer_goals,
-    shared_prompts=False,
+    tag_of=own_tag,
     required=frozenset({VLLM}),
 )

@@ -41,14 +41,23 @@ class Run:
 Start = Callable[[Run], AbstractAsyncContextManager[Mapping[str, LoopSide]]]
 
 
+def no_tag(_arm: str) -> str:
+    return ""
+
+
+def own_tag(arm: str) -> str:
+    """Return the tag of an arm whose texts no other arm answers."""
+    return f".{arm}"
+
+
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """One loop benchmark.
 
-    `start` yields a side for each arm, for one life. With `shared_prompts` all arms of a pair answer the same
-    texts; the arm `primed_by`, if any, puts them into the prefix cache before, in a block that does not
-    count. Without, each arm gets a tag of its own, so that no arm finds another's prompts cached. `check`
-    returns the error of an option, or "".
+    `start` yields a side for each arm, for one life. Arms of a pair with the same `tag_of` answer the same
+    texts; a tag makes texts differ, so that no arm finds those of another tag in its prefix cache.
+    `primed_by` names the arm whose block, which does not count, puts untagged texts into the cache before.
+    `check` returns the error of an option, or "".
     """
 
     name: str
@@ -57,7 +66,7 @@ class Scenario:
     baseline: str
     start: Start
     goals: Callable[[Run], list[Goal]]
-    shared_prompts: bool = True
+    tag_of: Callable[[str], str] = no_tag
     primed_by: str = ""
     required: frozenset[str] = frozenset()
     check: Callable[[Options], str] = lambda _: ""
@@ -91,14 +100,12 @@ def loads(scenario: Scenario, options: Options, life: int) -> Iterator[Load]:
 
 
 def _pair(scenario: Scenario, cell: Cell, pair: int, sizes: Sizes) -> list[Load]:
-    if scenario.shared_prompts:
-        return pair_loads(cell, pair, sizes)
     shift = pair % len(cell.arms)
     return [
         load
         for arm in cell.arms[shift:] + cell.arms[:shift]
         for load in pair_loads(
-            replace(cell, arms=(arm,)), pair, replace(sizes, nonce=f"{sizes.nonce}.{cell.arms.index(arm)}")
+            replace(cell, arms=(arm,)), pair, replace(sizes, nonce=sizes.nonce + scenario.tag_of(arm))
         )
     ]
 

@@ -18,7 +18,7 @@ from redis import asyncio as redis_asyncio
 
 from bench.harness import Goal, at_least, at_most
 from bench.loops.options import Options
-from bench.loops.run import Run, Scenario, of_arm
+from bench.loops.run import Run, Scenario, of_arm, own_tag
 from bench.loops.sides import Cpu
 from bench.loops.store import read_ms
 from galley.bench.closed_loop import OFF, GatewayLoop, Load, LoopBlock, LoopSide
@@ -171,6 +171,6 @@ SESSIONS = Scenario(
     INSTANT,
     start,
     goals,
-    shared_prompts=False,
+    tag_of=own_tag,
     required=frozenset(ARMS),
 )

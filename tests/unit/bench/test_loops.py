@@ -36,6 +36,7 @@ def test_arms_of_a_pair_do_the_same_work(scenario: Scenario) -> None:
 def test_no_arm_finds_a_prompt_cached_that_another_does_not(scenario: Scenario) -> None:
     options = replace(scenario.defaults, pairs=2, lives=2)
     seen: set[str] = set()
+    tags: dict[str, str] = {}
     for load in (load for life in range(2) for load in loads(scenario, options, life)):
         if load.pair == WARM_UP:
             if load.max_tokens == 1:
@@ -45,9 +46,17 @@ def test_no_arm_finds_a_prompt_cached_that_another_does_not(scenario: Scenario) 
         texts = {prompt.text for prompt in load.prompts}
         if scenario.primed_by:
             assert texts <= seen
-        elif not scenario.shared_prompts:
-            assert not texts & seen
-            seen |= texts
+        for text in texts:
+            assert tags.setdefault(text, scenario.tag_of(load.arm)) == scenario.tag_of(load.arm)
+
+
+def test_no_tree_answers_a_prompt_twice() -> None:
+    answered: set[tuple[str, str]] = set()
+    for load in loads(base.LOOPS, base.LOOPS.defaults, life=0):
+        for prompt in load.prompts:
+            answer = (load.arm.partition(":")[0], prompt.text)
+            assert load.pair == WARM_UP or answer not in answered
+            answered.add(answer)
 
 
 _ROUNDS = Rounds(rounds=10, round_ns=1000, exposed_draft_ns=100)
