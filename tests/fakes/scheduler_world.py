@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from zlib import crc32
 
-from galley.core.content import Miss, prefix_hash, token_bytes
+from galley.core.content import Miss, prefix_hash
 from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError, Overloaded, Unavailable
 from galley.core.hints import Hint
@@ -17,23 +16,16 @@ from galley.core.scheduler.messages import Confirmed, Extend, Response, Supersed
 from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.step import Sampled, StepChunk, StepOutcome, StepPlan
 from tests.fakes.kv_check import check_table
+from tests.fakes.truth import IDS, true_id, true_output
 
-VOCAB = 7
 MS = 1_000_000
 FLAT = StepTimes.measured([(1, 10 * MS), (512, 10 * MS + 511)])
 STEEP = StepTimes.measured([(1, 10 * MS), (2, 20 * MS)])
 RISING = StepTimes.measured([(1, 10 * MS), (64, 11 * MS)])
 
 
-def truth(tokens: Sequence[int]) -> int:
-    return crc32(token_bytes(tokens)) % VOCAB
-
-
 def true_answer(prompt: Sequence[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(truth(tokens))
-    return tokens[len(prompt) :]
+    return true_output(prompt, count, next_token=true_id)
 
 
 class KnownEngine:
@@ -67,7 +59,7 @@ class KnownEngine:
         assert seen == [*chunk.draw.history, *chunk.draw.draft_tokens]
         tokens: list[int] = []
         for i in range(chunk.want_logits):
-            tokens.append(truth(seen[: len(chunk.draw.history) + i]))
+            tokens.append(true_id(seen[: len(chunk.draw.history) + i]))
             if i < len(chunk.draw.draft_tokens) and chunk.draw.draft_tokens[i] != tokens[-1]:
                 break
         return Sampled(tuple(tokens))
@@ -188,7 +180,7 @@ class Gateway:
 
     def draft(self, position: int, rng: random.Random) -> tuple[int, ...]:
         true = self.true[position : position + rng.choice([0, 1, 2, 4, 8])]
-        return tuple(token if rng.random() < 0.8 else (token + 1) % VOCAB for token in true)
+        return tuple(token if rng.random() < 0.8 else (token + 1) % IDS for token in true)
 
     def extend(self, rng: random.Random) -> None:
         position = max(1, len(self.tokens) + rng.randint(-4, 3))

@@ -6,9 +6,7 @@ every action of the machine can be compared with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from galley.core.answer.answer import Answer, Chunk, SessionSpec
 from galley.core.content import Miss, look_up, prefix_hash
@@ -20,26 +18,9 @@ from galley.core.session import events as ev
 from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Phase, Session, SessionLimits
 from galley.core.store import LogBehind
+from tests.fakes.truth import IDS, STOP_ID, letters, true_id, true_output
 
-VOCAB = 8
-STOP_TOKEN = 7
 MS = 1_000_000
-
-
-def true_next(tokens: Sequence[int]) -> int:
-    byte = blake2b(bytes(tokens), digest_size=2).digest()
-    return STOP_TOKEN if byte[0] < 6 else byte[1] % STOP_TOKEN
-
-
-def true_answer(prompt: Sequence[int], max_position: int, stops: frozenset[int]) -> list[int]:
-    tokens = list(prompt)
-    while len(tokens) < max_position and (len(tokens) == len(prompt) or tokens[-1] not in stops):
-        tokens.append(true_next(tokens))
-    return tokens
-
-
-def decode(tokens: Sequence[int]) -> str:
-    return "".join(chr(ord("a") + token) for token in tokens)
 
 
 @dataclass
@@ -98,7 +79,8 @@ class World:
     ) -> None:
         self.spec = spec
         self.limits = limits
-        self.truth = true_answer(spec.prompt, spec.max_position, spec.stop_token_ids)
+        most, stops = spec.max_position - len(spec.prompt), spec.stop_token_ids
+        self.truth = [*spec.prompt, *true_output(spec.prompt, most, stops=stops, next_token=true_id)]
         self.log = list(spec.prompt)
         self.records: list[TokenRecord] = []
         self.draft, self.target = Replica(), Replica()
@@ -115,7 +97,7 @@ class World:
         self.start()
 
     def start(self) -> None:
-        answer = Answer(self.spec, decode)
+        answer = Answer(self.spec, letters)
         for token, record in zip(self.log[len(self.spec.prompt) :], self.records, strict=True):
             answer.append(token, record)
         self.waiting: dict[str, ev.Effect] = {}
@@ -293,15 +275,15 @@ class World:
             return ev.CacheMissed(effect.request_id, tokens.have, tokens.prefix_hash)
         position, anchor = len(tokens), prefix_hash(tokens)
         for index in range(effect.k):
-            token = true_next(tokens)
-            tokens.append((token + 1) % VOCAB if index == spoil_at else token)
+            token = true_id(tokens)
+            tokens.append((token + 1) % IDS if index == spoil_at else token)
         self.draft.held = list(tokens)
         guesses = tuple(tokens[position:])
         match lie:
             case "too many":
                 guesses = guesses * 3
             case "other vocabulary":
-                guesses = (*guesses[:1], VOCAB + 5, *guesses[1:])
+                guesses = (*guesses[:1], IDS + 5, *guesses[1:])
             case "negative":
                 guesses = (-1,)
             case "nothing":
@@ -323,7 +305,7 @@ class World:
         for guess in (*guesses, None):
             if len(tokens) == end:
                 break
-            token = true_next(tokens)
+            token = true_id(tokens)
             tokens.append(token)
             accepted += token == guess
             if token in self.spec.stop_token_ids or token != guess:
@@ -418,8 +400,8 @@ def spec(**changes: object) -> SessionSpec:
         "prompt": (1, 2, 3),
         "sampling": SamplingParams(),
         "max_position": 60,
-        "vocab_size": VOCAB,
-        "stop_token_ids": frozenset({STOP_TOKEN}),
+        "vocab_size": IDS,
+        "stop_token_ids": frozenset({STOP_ID}),
         "k": 4,
         "strategy": "any",
         **changes,

@@ -1,14 +1,16 @@
-"""The tokens of the fake target: a pure function of the seed and of all tokens before.
+"""The true answers of fake targets: each token is a pure function of a seed and of all tokens before.
 
-A token below 256 is that byte of UTF-8; all bytes of a character follow each other. `END` is the model's end
-token.
+Where a test reads text, a token below 256 is that byte of UTF-8 (`true_next`): all bytes of a character
+follow each other, and `END` is the model's end token. Elsewhere a token is a letter of its own
+(`token_after`, and `true_id` of a vocabulary so small that wrong drafts are sometimes right).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from hashlib import blake2b
 from itertools import count
+from zlib import crc32
 
 from galley.core.content import token_bytes
 from galley.core.records import PositionLogprobs
@@ -20,10 +22,16 @@ ASSISTANT = 258
 VOCAB = 264
 CONTEXT = 1 << 16
 SEED = 7
+IDS = 8
+STOP_ID = IDS - 1
 
 _WIDE = tuple(char.encode() for char in ("é", "…", "😀"))
 _FIRST_BYTES = (*b"abcdeghilmnorstu   ,.\n", *(char[0] for char in _WIDE))
 _END_CHANCE = 2  # of 256
+_IDS_SALT = "88"  # for which the answers to (0, 2, 3), (1, 2, 3), ... have at least 17 tokens
+
+NextToken = Callable[[Sequence[int], int, Set[int]], int]
+"""A truth: the token after these, for a seed, that is none of the banned ones."""
 
 
 def true_next(tokens: Sequence[int], seed: int = SEED, banned: Set[int] = frozenset()) -> int:
@@ -49,19 +57,34 @@ def _rest_of_character(tokens: Sequence[int]) -> int | None:
     return None
 
 
+def token_after(tokens: Sequence[int], vocab: int, salt: str) -> int:
+    """Return a token below `vocab`; about one in 31 is the last, which ends an answer."""
+    word, stop = crc32(token_bytes(tokens), crc32(salt.encode())), vocab - 1
+    return stop if word % 31 == 0 else (word >> 8) % stop
+
+
+def true_id(tokens: Sequence[int], _seed: int = SEED, _banned: Set[int] = frozenset()) -> int:
+    return token_after(tokens, IDS, _IDS_SALT)
+
+
 def true_output(
     prompt: Sequence[int],
     max_tokens: int,
     seed: int = SEED,
     stops: Set[int] = frozenset(),
     min_tokens: int = 0,
+    next_token: NextToken = true_next,
 ) -> list[int]:
     tokens = list(prompt)
     while (done := len(tokens) - len(prompt)) < max_tokens:
-        tokens.append(true_next(tokens, seed, stops if done < min_tokens else frozenset()))
+        tokens.append(next_token(tokens, seed, stops if done < min_tokens else frozenset()))
         if tokens[-1] in stops:
             break
     return tokens[len(prompt) :]
+
+
+def letters(tokens: Sequence[int]) -> str:
+    return "".join(chr(ord("A") + token) for token in tokens)
 
 
 def text_of(tokens: Sequence[int]) -> str:

@@ -19,11 +19,11 @@ from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer, ServedModel
 from services.gateway.session.runner import Ports
 from services.gateway.telemetry.observer import RequestObservers
+from tests.fakes.truth import letters
 from tests.simulation.loop import Process
 from tests.simulation.redis import SimRegistry, SimStore
 from tests.simulation.replicas import MOST_DRAFT_TOKENS, TOKENIZER
 from tests.simulation.schedule import ID_SECRET
-from tests.simulation.truth import decode
 from tests.simulation.watched import CountedDraft, CountedDrafts, CountedStreams, CountedTarget, behind
 from tests.simulation.wire import Server, SimChannel
 
@@ -88,7 +88,7 @@ class SimGateway:
         self.drafts.ledger = world.ledger
         timeouts = replace(TIMEOUTS, client_ns=int(schedule.client_s * SECOND))
         self.streams = CountedStreams(
-            self.store, self.clock, self._ports_of, decode, self._limits, timeouts, schedule.places
+            self.store, self.clock, self._ports_of, letters, self._limits, timeouts, schedule.places
         )
         self.streams.watch(world.ledger, self.address)
 

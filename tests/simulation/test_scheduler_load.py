@@ -8,19 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.scheduler_world import FLAT, MS, STEEP, VOCAB, Bench, Gateway, Load
+from tests.fakes.scheduler_world import FLAT, MS, STEEP, Bench, Gateway, Load
+from tests.fakes.truth import IDS
 
 SEEDS = st.integers(0, 2**32 - 1)
 
 
 def load(seed: int, bench: Bench, sessions: int, longest: int) -> Load:
     rng = random.Random(seed)
-    stem = [rng.randrange(VOCAB) for _ in range(longest)]
+    stem = [rng.randrange(IDS) for _ in range(longest)]
     gateways = []
     for i, arrival in enumerate(rng.sample(range(100), sessions)):
         prompt = stem[: rng.randint(1, longest)] if rng.random() < 0.5 else []
         if not prompt or rng.random() < 0.5:
-            prompt = [*prompt, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, longest)))][:longest]
+            prompt = [*prompt, *(rng.randrange(IDS) for _ in range(rng.randint(1, longest)))][:longest]
         elif rng.random() < 0.5:
             prompt = stem
         gateways.append(Gateway(bench, f"s{i}", prompt, rng.randint(1, 20), arrival))

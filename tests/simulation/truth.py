@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from zlib import crc32
 
 from galley.core.answer.answer import SessionSpec
-from galley.core.content import token_bytes
+from tests.fakes.truth import letters, token_after
 
 VOCAB = 48
-STOP = 47
+STOP = VOCAB - 1
 
 
 def true_token(build: str, seed: int, position: int, history: Sequence[int]) -> int:
-    """Return the token at `position`, after `history`; about one in 31 is the stop token."""
-    word = crc32(token_bytes(history), crc32(f"{build} {seed} {position}".encode()))
-    return STOP if word % 31 == 0 else (word >> 8) % STOP
-
-
-def decode(tokens: Sequence[int]) -> str:
-    return "".join(chr(ord("A") + token) for token in tokens)
+    """Return the token at `position`, after `history`."""
+    return token_after(history, VOCAB, f"{build} {seed} {position}")
 
 
 def text_of(spec: SessionSpec, index: int, tokens: Sequence[int]) -> str:
@@ -28,7 +22,7 @@ def text_of(spec: SessionSpec, index: int, tokens: Sequence[int]) -> str:
         for i, token in enumerate(tokens, index)
         if token not in spec.stop_token_ids or i + 1 <= spec.min_tokens
     ]
-    return decode(visible)
+    return letters(visible)
 
 
 def is_over(spec: SessionSpec, tokens: Sequence[int]) -> bool:

@@ -18,24 +18,23 @@ from tests.fakes.scheduler_world import (
     MS,
     RISING,
     STEEP,
-    VOCAB,
     Bench,
     request,
     result_of,
     true_answer,
-    truth,
 )
+from tests.fakes.truth import IDS, true_id
 
 PROMPT = [3, 1, 4, 1, 5]
 ANSWER = true_answer(PROMPT, 60)
 
 
 def wrong(tokens: list[int]) -> tuple[int, ...]:
-    return tuple((token + 1) % VOCAB for token in tokens)
+    return tuple((token + 1) % IDS for token in tokens)
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
-    return [(salt + i * i) % VOCAB for i in range(length)]
+    return [(salt + i * i) % IDS for i in range(length)]
 
 
 def only(answers: list[Response]) -> Confirmed:
@@ -244,7 +243,7 @@ def test_a_long_prompt_takes_one_budget_a_step_and_the_others_go_on() -> None:
 def test_verifications_leave_prompts_a_quarter_of_the_budget() -> None:
     bench = Bench(max_rows=16, blocks=128)
     for i in range(14):
-        bench.submit(request([i % VOCAB, 2], session=f"s{i}", credit=99, arrival_ns=1))
+        bench.submit(request([i % IDS, 2], session=f"s{i}", credit=99, arrival_ns=1))
     for _ in range(3):
         bench.step()
     bench.submit(request(prompt(20), session="late", arrival_ns=99))
@@ -285,7 +284,7 @@ def test_slice_replaces_confirmed_tokens() -> None:
     other = [*PROMPT[:4], 0, 0, 2]
     item = bench.submit(request(other))
     (result,) = (result_of(answer) for answer in bench.step() if answer.request_id == item)
-    assert result.tokens == (truth(other),)
+    assert result.tokens == (true_id(other),)
 
 
 def test_a_request_during_a_step_of_its_session_waits() -> None:

@@ -8,7 +8,8 @@ from galley.core.errors import Broken
 from galley.core.records import PositionLogprobs
 from galley.core.session import events as ev
 from galley.core.session.machine import SessionLimits
-from tests.fakes.session_world import MS, STOP_TOKEN, World, decode, spec, true_next
+from tests.fakes.session_world import MS, World, spec
+from tests.fakes.truth import STOP_ID, letters, true_id
 
 ENDLESS = frozenset[int]()
 
@@ -212,7 +213,7 @@ def test_a_verdict_may_use_a_replaced_hint() -> None:
 
 def test_tokens_after_a_stop_string_are_dropped() -> None:
     truth = World(spec(k=0, stop_token_ids=ENDLESS), SessionLimits()).truth
-    text = decode(truth[3:])
+    text = letters(truth[3:])
     stop = text[4:7]
     here = World(spec(k=0, stop_token_ids=ENDLESS, stop_strings=(stop,)), SessionLimits())
     here.deliver()
@@ -290,7 +291,7 @@ def test_draining_cancels_the_verify_at_the_next_verdict() -> None:
 
 
 def verdict(here: World, **changes: object) -> ev.Verified:
-    first = true_next([1, 2, 3])
+    first = true_id([1, 2, 3])
     fields: dict[str, object] = {
         "request_id": here.open_request,
         "position": 3,
@@ -311,7 +312,7 @@ def verdict(here: World, **changes: object) -> ev.Verified:
     [
         {"position": 4},
         {"tokens": (1,) * 5, "accepted": 4, "verified": 4},
-        {"tokens": ((true_next([1, 2, 3]) + 1) % STOP_TOKEN,), "accepted": 1, "verified": 1},
+        {"tokens": ((true_id([1, 2, 3]) + 1) % STOP_ID,), "accepted": 1, "verified": 1},
         {"verified": 5},
     ],
     ids=lambda wrong: next(iter(wrong)),
@@ -328,7 +329,7 @@ def test_more_at_the_limit_is_an_internal_error() -> None:
     here = world(k=0, window=2, credit=1)
     here.send(verdict(here))
     assert not here.over
-    second = true_next([1, 2, 3, true_next([1, 2, 3])])
+    second = true_id([1, 2, 3, true_id([1, 2, 3])])
     here.send(verdict(here, position=4, tokens=(second,)))
     assert here.end is not None
     assert isinstance(here.end.error, Broken)

@@ -8,11 +8,12 @@ from galley.core.records import TokenRecord
 from galley.core.session import events as ev
 from galley.core.session.machine import Phase, Session, SessionLimits
 from galley.core.store import LogBehind, SessionEnded
-from tests.fakes.session_world import MS, World, decode, spec
+from tests.fakes.session_world import MS, World, spec
+from tests.fakes.truth import letters
 
 
 def resumed(stream_from: int, ending: Ending) -> list[ev.Effect]:
-    answer = Answer(spec(), decode)
+    answer = Answer(spec(), letters)
     for token in (1, 2, 3):
         answer.append(token, TokenRecord())
     return Session(answer, stream_from=stream_from, finished=ending).start(0)
