@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,26 +44,14 @@ from services.gateway.settings import GatewaySettings
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
 from tests.attack.stack import CALL, HEALTH, MAX_MESSAGE_BYTES, files_allowed
+from tests.fakes.engine import KnownEngine
 from tests.fakes.truth import END, VOCAB, true_next
-from tests.simulation.replicas import SimEngine
 
-_BLOCK_TOKENS, _BLOCKS, _WINDOW = 8, 1024, 1024
 _PASS_S = 0.002
 _TIMES = StepTimes.measured([(1, 2_000_000), (1024, 2_000_001)])
 
 
-class Engine(SimEngine):
-    def __init__(self, tokenizer: str) -> None:
-        super().__init__("build-1")
-        self.info = replace(
-            self.info,
-            tokenizer_hash=tokenizer,
-            context_window=_WINDOW,
-            vocab_size=VOCAB,
-            eos_token_ids=(END,),
-            kv_blocks=_BLOCKS,
-        )
-
+class Engine(KnownEngine):
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         time.sleep(_PASS_S)
         return super().run(plan, watch)
@@ -147,7 +134,8 @@ class Victim:
             self._metrics[name] = metering.address
 
     async def _build_target(self, server: grpc.aio.Server, parts: Parts) -> TargetService:
-        engine = Engine(tokenizer_hash(self._tokenizer))
+        tokenizer = tokenizer_hash(self._tokenizer)
+        engine = Engine(tokenizer_hash=tokenizer, vocab_size=VOCAB, eos_token_ids=(END,))
         scope = parts.telemetry.scope("target")
         self._target = TargetService(engine, _TIMES, scope, Limits(), parts.metrics)
         rpc.add_TargetServicer_to_server(self._target, server)

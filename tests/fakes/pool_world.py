@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -23,11 +23,13 @@ from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.session import events as ev
 from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.machine import Session, SessionLimits
-from galley.core.step import Sampled, StepOutcome, StepPlan
+from galley.core.step import StepPlan
+from tests.fakes.engine import StrictEngine
 
 MS = 1_000_000
 _VOCAB = 1 << 16
 _PROMPT = 4
+_BLOCK = 32
 _COMMIT_NS = 200_000
 _MAX_LINGER_NS = 50 * MS
 
@@ -149,6 +151,16 @@ class _Stream:
         )
 
 
+class _Engine(StrictEngine):
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(kv_block_tokens=_BLOCK)
+        self._pool = pool
+
+    def token(self, seed: int, position: int, history: Sequence[int]) -> int:
+        truth = self._pool.streams[history[_PROMPT - 1]].truth
+        return truth[min(position, len(truth) - 1)]
+
+
 class Pool:
     def __init__(self, scenario: Scenario, k: int, *, auto: bool) -> None:
         self.scenario = scenario
@@ -156,8 +168,9 @@ class Pool:
         self.book = SharedStatistics()
         self._order = count()
         self._events: list[tuple[int, int, Callable[..., None], tuple[object, ...]]] = []
-        blocks = scenario.sessions * (2 + (_PROMPT + scenario.tokens) // 32 + 4)
-        table = KvTable(blocks, 32, max_sessions=scenario.sessions)
+        blocks = scenario.sessions * (2 + (_PROMPT + scenario.tokens) // _BLOCK + 4)
+        self._engine = _Engine(self)
+        table = KvTable(blocks, _BLOCK, max_sessions=scenario.sessions)
         self._scheduler = Scheduler(table, scenario.times, max_linger_ns=_MAX_LINGER_NS)
         self._by_item: dict[int, _Stream] = {}
         self._passing = False
@@ -253,23 +266,9 @@ class Pool:
 
     def _passed(self, plan: StepPlan) -> None:
         self._passing = False
-        outcomes = [self._outcome(plan, i) for i in range(len(plan.chunks))]
-        self._scheduler.conclude(plan, outcomes, self.now)
+        self._scheduler.conclude(plan, self._engine.run(plan), self.now)
         self._answer()
         self._plan()
-
-    def _outcome(self, plan: StepPlan, index: int) -> StepOutcome:
-        """Return the target's tokens, up to and including the first that differs from its draft token."""
-        draw = plan.chunks[index].draw
-        if draw is None:
-            return None
-        truth = next(s.truth for s in self.streams if s.truth[: len(draw.history)] == list(draw.history))
-        own: list[int] = []
-        for guess in (*draw.draft_tokens, None):
-            own.append(truth[min(len(draw.history) + len(own), len(truth) - 1)])
-            if own[-1] != guess:
-                break
-        return Sampled(tuple(own), ())
 
     def _answer(self) -> None:
         for answer in self._scheduler.take_responses():

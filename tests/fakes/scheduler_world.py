@@ -14,7 +14,8 @@ from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Confirmed, Extend, Response, Superseded, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
-from galley.core.step import Sampled, StepChunk, StepOutcome, StepPlan
+from galley.core.step import StepPlan
+from tests.fakes.engine import StrictEngine
 from tests.fakes.kv_check import check_table
 from tests.fakes.truth import IDS, true_id, true_output
 
@@ -26,43 +27,6 @@ RISING = StepTimes.measured([(1, 10 * MS), (64, 11 * MS)])
 
 def true_answer(prompt: Sequence[int], count: int) -> list[int]:
     return true_output(prompt, count, next_token=true_id)
-
-
-class KnownEngine:
-    """Keep tokens instead of KV and read only the block table: a wrong table gives a wrong token."""
-
-    def __init__(self, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
-        self.kv: dict[tuple[int, int], int] = {}
-        self.passes: list[StepPlan] = []
-
-    def run(self, plan: StepPlan) -> list[StepOutcome]:
-        self.passes.append(plan)
-        for source, target in plan.copies:
-            for offset in range(self.block_tokens):
-                if (source, offset) in self.kv:
-                    self.kv[target, offset] = self.kv[source, offset]
-        for chunk in plan.chunks:
-            for i, token in enumerate(chunk.tokens):
-                self.kv[self._place(chunk, chunk.start + i)] = token
-        return [self._draw(chunk) for chunk in plan.chunks]
-
-    def _place(self, chunk: StepChunk, position: int) -> tuple[int, int]:
-        return chunk.blocks[position // self.block_tokens], position % self.block_tokens
-
-    def _draw(self, chunk: StepChunk) -> StepOutcome:
-        if chunk.draw is None:
-            return None
-        end = chunk.start + len(chunk.tokens)
-        seen = [self.kv[self._place(chunk, position)] for position in range(end)]
-        assert chunk.want_logits == len(chunk.draw.draft_tokens) + 1
-        assert seen == [*chunk.draw.history, *chunk.draw.draft_tokens]
-        tokens: list[int] = []
-        for i in range(chunk.want_logits):
-            tokens.append(true_id(seen[: len(chunk.draw.history) + i]))
-            if i < len(chunk.draw.draft_tokens) and chunk.draw.draft_tokens[i] != tokens[-1]:
-                break
-        return Sampled(tuple(tokens))
 
 
 class Bench:
@@ -78,7 +42,7 @@ class Bench:
         max_linger_ns: int = 0,
     ) -> None:
         self.table = KvTable(blocks, block_tokens, max_sessions)
-        self.engine = KnownEngine(block_tokens)
+        self.engine = StrictEngine(kv_block_tokens=block_tokens)
         self.scheduler = Scheduler(
             self.table, times, max_rows=max_rows, max_waiting=max_waiting, max_linger_ns=max_linger_ns
         )

@@ -11,14 +11,13 @@ from zlib import crc32
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
 from galley.common.registry.registration import Registration
 from galley.core.cost.model import StepTimes
-from galley.core.records import PositionLogprobs
-from galley.core.step import Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
+from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.drafter import Drafter
 from services.draft.servicer import DraftService
 from services.draft.strategies.base import DraftJob, Proposal
-from services.target.engine import EngineInfo
 from services.target.servicer import Limits, TargetService
+from tests.fakes.engine import KnownEngine
 from tests.simulation.loop import Process
 from tests.simulation.redis import LEASE_S, SimRegistry
 from tests.simulation.schedule import MOST_K
@@ -38,60 +37,23 @@ PASS_TIMES = StepTimes.measured([(1, 50 * _MS), (512, 60 * _MS)])
 _RIGHT = 0.8
 
 
-class SimEngine:
-    """Keep tokens in place of KV and read only the blocks: a wrong block table gives a wrong token."""
-
+class SimEngine(KnownEngine):
     def __init__(self, build: str) -> None:
-        self.info = EngineInfo(
-            model="sim",
+        super().__init__(
             tokenizer_hash=TOKENIZER,
             context_window=WINDOW,
             vocab_size=VOCAB,
             eos_token_ids=(STOP,),
             fingerprint=build,
-            deterministic=True,
-            dtype="float32",
-            device="none",
-            ranks=1,
             kv_block_tokens=BLOCK_TOKENS,
             kv_blocks=BLOCKS,
         )
         self.failing = False
-        self.passes = 0
-        self._kv: dict[int, list[int]] = {}
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         if self.failing:
             raise OSError("the device is lost")
-        self.passes += 1
-        for source, copy in plan.copies:
-            self._kv[copy] = list(self._kv.get(source, ()))
-        return [self._compute(chunk) for chunk in plan.chunks]
-
-    def _compute(self, chunk: StepChunk) -> StepOutcome:
-        for i, token in enumerate(chunk.tokens):
-            block, offset = divmod(chunk.start + i, BLOCK_TOKENS)
-            held = self._kv.setdefault(chunk.blocks[block], [])
-            held.extend([-1] * (offset + 1 - len(held)))
-            held[offset] = token
-        if chunk.draw is None:
-            return None
-        seen: list[int] = []
-        for block in chunk.blocks:
-            seen += self._kv.get(block, ())
-        return self._draw(chunk, [max(0, token) for token in seen[: chunk.start + len(chunk.tokens)]])
-
-    def _draw(self, chunk: StepChunk, seen: list[int]) -> Sampled:
-        draw = chunk.draw
-        assert draw is not None
-        tokens: list[int] = []
-        first = len(draw.history)
-        for i in range(chunk.want_logits):
-            tokens.append(self.token(draw.params.seed, first + i, seen[: first + i]))
-            if i < len(draw.draft_tokens) and draw.draft_tokens[i] != tokens[-1]:
-                break
-        logprobs = () if draw.logprobs is None else tuple(PositionLogprobs(-float(t)) for t in tokens)
-        return Sampled(tuple(tokens), logprobs)
+        return super().run(plan, watch)
 
     def token(self, seed: int, position: int, history: Sequence[int]) -> int:
         return true_token(self.info.fingerprint, seed, position, history)

@@ -1,0 +1,81 @@
+"""An engine that keeps tokens in place of KV, and draws those of a known truth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from galley.core.records import PositionLogprobs
+from galley.core.step import Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
+from services.target.engine import EngineInfo
+from tests.fakes.truth import IDS, STOP_ID, true_id
+
+_INFO = EngineInfo(
+    model="known",
+    tokenizer_hash="",
+    context_window=1024,
+    vocab_size=IDS,
+    eos_token_ids=(STOP_ID,),
+    fingerprint="build-1",
+    deterministic=True,
+    dtype="float32",
+    device="none",
+    ranks=1,
+    kv_block_tokens=8,
+    kv_blocks=1024,
+)
+
+
+class KnownEngine:
+    """It reads only the blocks: a wrong block table gives a wrong token."""
+
+    def __init__(self, **info: Any) -> None:
+        self.info = replace(_INFO, **info)
+        self.passes = 0
+        self._kv: dict[int, list[int]] = {}
+
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
+        self.passes += 1
+        for source, copy in plan.copies:
+            self._kv[copy] = list(self._kv.get(source, ()))
+        return [self._compute(chunk) for chunk in plan.chunks]
+
+    def _compute(self, chunk: StepChunk) -> StepOutcome:
+        for i, token in enumerate(chunk.tokens):
+            block, offset = divmod(chunk.start + i, self.info.kv_block_tokens)
+            held = self._kv.setdefault(chunk.blocks[block], [])
+            held.extend([-1] * (offset + 1 - len(held)))
+            held[offset] = token
+        if chunk.draw is None:
+            return None
+        seen: list[int] = []
+        for block in chunk.blocks:
+            seen += self._kv.get(block, ())
+        return self.draw(chunk, seen[: chunk.start + len(chunk.tokens)])
+
+    def draw(self, chunk: StepChunk, seen: Sequence[int]) -> Sampled:
+        """Return the tokens after what was `seen` in the blocks, where a token that is not there is -1."""
+        draw, known = chunk.draw, [max(0, token) for token in seen]
+        assert draw is not None
+        tokens: list[int] = []
+        first = len(draw.history)
+        for i in range(chunk.want_logits):
+            tokens.append(self.token(draw.params.seed, first + i, known[: first + i]))
+            if i < len(draw.draft_tokens) and draw.draft_tokens[i] != tokens[-1]:
+                break
+        logprobs = () if draw.logprobs is None else tuple(PositionLogprobs(-float(t)) for t in tokens)
+        return Sampled(tuple(tokens), logprobs)
+
+    def token(self, seed: int, position: int, history: Sequence[int]) -> int:
+        return true_id(history)
+
+
+class StrictEngine(KnownEngine):
+    """It fails at a wrong block table, rather than draw a wrong token."""
+
+    def draw(self, chunk: StepChunk, seen: Sequence[int]) -> Sampled:
+        assert chunk.draw is not None
+        assert chunk.want_logits == len(chunk.draw.draft_tokens) + 1
+        assert seen == [*chunk.draw.history, *chunk.draw.draft_tokens]
+        return super().draw(chunk, seen)
