@@ -15,13 +15,13 @@ import grpc
 from galley.common.server.requests import respond_stream
 from galley.common.wire.codec import check_token_ids, logprobs_message, read_slice
 from galley.common.wire.status import item_status
-from galley.core.acceptance import confirm
-from galley.core.content import Miss, look_up, prefix_hash
+from galley.core.content import Miss, prefix_hash
 from galley.core.errors import InvalidField
-from galley.core.hints import MAX_HINT_TOKENS
+from galley.core.hints import MAX_HINT_TOKENS, Hint
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.certificates import caller_of
+from tests.fakes.target import OpenRequest, admit
 from tests.fakes.truth import CONTEXT, END, VOCAB, logprobs_of, true_next
 from tests.fakes.waiting import Gate, Watch
 
@@ -129,41 +129,7 @@ class Replica:
             raise _Failure(self.failure)
 
     def _admit(self, part: pb.SessionSlice) -> Miss | list[int]:
-        held = self._held.get(part.session_id, [])
-        result = look_up(held, part.start, part.tokens, part.prefix_hash)
-        return result if isinstance(result, Miss) else [*held[: part.start], *part.tokens]
-
-
-class _OpenRequest:
-    def __init__(self, item: pb.VerifyItem) -> None:
-        self.item = item
-        self.tokens: list[int] | None = None
-        position = item.slice.start + len(item.slice.tokens)
-        self.limit = position + len(item.draft_tokens) + 1 + item.credit
-        self.hint: pb.Hint | None = None
-
-    def extend(self, extension: pb.Extension) -> None:
-        self.limit = max(self.limit, extension.limit)
-        if extension.HasField("hint"):
-            _check_hint(extension.hint)
-            self.hint = extension.hint
-
-    def begin(self, tokens: list[int]) -> None:
-        self.tokens = tokens
-        if self.hint is None:
-            self.hint = pb.Hint(
-                position=len(tokens), prefix_hash=prefix_hash(tokens), draft_tokens=self.item.draft_tokens
-            )
-
-    def guesses(self) -> list[int]:
-        if self.hint is None or self.tokens is None or self.hint.position > len(self.tokens):
-            return []
-        root, reached = self.tokens[: self.hint.position], self.tokens[self.hint.position :]
-        agrees = prefix_hash(root) == self.hint.prefix_hash
-        if not agrees or reached != self.hint.draft_tokens[: len(reached)]:
-            return []
-        room = max(0, self.limit - len(self.tokens) - 1)
-        return list(self.hint.draft_tokens[len(reached) :])[: min(room, self.item.max_verified or room)]
+        return admit(self._held.get(part.session_id, []), part)
 
 
 class FakeTarget(Replica, rpc.TargetServicer):
@@ -225,8 +191,8 @@ class FakeTarget(Replica, rpc.TargetServicer):
     async def extended(self, holds: Callable[[pb.Extension], bool]) -> None:
         await self.watch.until(lambda: any(map(holds, self.extensions)))
 
-    async def run(self, open_request: _OpenRequest) -> AsyncIterator[pb.VerifyAnswer]:
-        item, more = open_request.item, True
+    async def run(self, open_request: OpenRequest[pb.VerifyItem]) -> AsyncIterator[pb.VerifyAnswer]:
+        item, more = open_request.verify, True
         self.calls.append(item)
         self.watch.changed()
         try:
@@ -245,14 +211,14 @@ class FakeTarget(Replica, rpc.TargetServicer):
             self.watch.changed()
             raise
 
-    def _step(self, open_request: _OpenRequest, answer: pb.VerifyAnswer) -> None:
-        _check(open_request.item)
+    def _step(self, open_request: OpenRequest[pb.VerifyItem], answer: pb.VerifyAnswer) -> None:
+        _check(open_request.verify)
         if self.item_failure is not None:
             answer.status.code = self.item_failure.value[0]
             answer.status.message = "the logits are not numbers"
             return
         if open_request.tokens is None:
-            admitted = self._admit(open_request.item.slice)
+            admitted = self._admit(open_request.verify.slice)
             if isinstance(admitted, Miss):
                 self.misses += 1
                 answer.cache_miss.have, answer.cache_miss.prefix_hash = admitted.have, admitted.prefix_hash
@@ -265,37 +231,24 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self._verify(open_request, answer.result)
         self.spoil(answer.result)
 
-    def _preempt(self, open_request: _OpenRequest, answer: pb.VerifyAnswer) -> None:
-        session_id = open_request.item.slice.session_id
+    def _preempt(self, open_request: OpenRequest[pb.VerifyItem], answer: pb.VerifyAnswer) -> None:
+        session_id = open_request.verify.slice.session_id
         held = self._held[session_id] = self._held[session_id][: len(self._held[session_id]) // 2]
         answer.cache_miss.have, answer.cache_miss.prefix_hash = len(held), prefix_hash(held)
 
-    def _verify(self, open_request: _OpenRequest, result: pb.VerifyResult) -> None:
-        item, part, tokens = open_request.item, open_request.item.slice, open_request.tokens
+    def _verify(self, open_request: OpenRequest[pb.VerifyItem], result: pb.VerifyResult) -> None:
+        item, part, tokens = open_request.verify, open_request.verify.slice, open_request.tokens
         assert tokens is not None
-        guesses = open_request.guesses()
-        verdict = confirm(
-            guesses,
-            _samples(tokens, item, guesses),
-            position=len(tokens),
-            max_position=part.max_position,
-            stop_token_ids=frozenset(part.stop_token_ids),
-            output_len=len(tokens) - part.prompt_len,
-            min_tokens=part.min_tokens,
-        )
         result.position = len(tokens)
-        tokens += verdict.tokens
+        verdict, result.verified = open_request.step()
         self.confirmed[part.session_id] = len(tokens) - part.prompt_len
         held = self._held[part.session_id] = tokens[:-1]
         result.tokens.extend(verdict.tokens)
         result.accepted = verdict.accepted
-        result.verified = len(guesses)
         result.kv_len = len(held)
         result.fingerprint = self.fingerprint
         result.timing.compute_ns = PASS_NS
-        stopped = len(tokens) - part.prompt_len > part.min_tokens and tokens[-1] in part.stop_token_ids
-        may_go_on = item.credit > 0 and len(tokens) < min(open_request.limit, part.max_position)
-        result.more = may_go_on and not stopped
+        result.more = open_request.may_go_on
         if item.HasField("logprobs"):
             result.logprobs.extend(
                 logprobs_message(logprobs_of(token, item.logprobs)) for token in verdict.tokens
@@ -306,19 +259,19 @@ class _TargetStream:
     def __init__(self, target: FakeTarget) -> None:
         self.answers: asyncio.Queue[pb.VerifyAnswer | _Failure | None] = asyncio.Queue()
         self._target = target
-        self._items: dict[int, tuple[_OpenRequest, asyncio.Task[None]]] = {}
+        self._items: dict[int, tuple[OpenRequest[pb.VerifyItem], asyncio.Task[None]]] = {}
 
     async def read(self, requests: AsyncIterator[pb.VerifyStreamRequest]) -> None:
         async for message in requests:
             for item in message.items:
-                open_request = _OpenRequest(item)
+                open_request = OpenRequest(item, item.slice, item.slice.prompt_len, true_next)
                 self._items[item.slice.request_id] = (
                     open_request,
                     asyncio.create_task(self._run(open_request)),
                 )
             for extension in message.extensions:
                 if extension.request_id in self._items:
-                    self._items[extension.request_id][0].extend(extension)
+                    self._items[extension.request_id][0].extend(extension.limit, _hint_of(extension))
                 self._target.extensions.append(extension)
                 self._target.watch.changed()
             for ref in message.cancelled:
@@ -326,13 +279,13 @@ class _TargetStream:
                     self._items.pop(ref.request_id)[1].cancel()
         self.answers.put_nowait(None)
 
-    async def _run(self, open_request: _OpenRequest) -> None:
+    async def _run(self, open_request: OpenRequest[pb.VerifyItem]) -> None:
         try:
             async for answer in self._target.run(open_request):
                 self.answers.put_nowait(answer)
         except _Failure as failure:
             self.answers.put_nowait(failure)
-        self._items.pop(open_request.item.slice.request_id, None)
+        self._items.pop(open_request.verify.slice.request_id, None)
 
     async def stop(self, reader: asyncio.Task[None]) -> None:
         tasks = [reader, *(task for _, task in self._items.values())]
@@ -341,10 +294,14 @@ class _TargetStream:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _check_hint(hint: pb.Hint) -> None:
+def _hint_of(extension: pb.Extension) -> Hint | None:
+    if not extension.HasField("hint"):
+        return None
+    hint = extension.hint
     check_token_ids("hint.draft_tokens", hint.draft_tokens, VOCAB)
     if len(hint.draft_tokens) > MAX_HINT_TOKENS:
         raise InvalidField("hint.draft_tokens", "too many")
+    return Hint(hint.position, hint.prefix_hash, tuple(hint.draft_tokens))
 
 
 def _check(item: pb.VerifyItem) -> None:
@@ -352,22 +309,6 @@ def _check(item: pb.VerifyItem) -> None:
     check_token_ids("draft_tokens", item.draft_tokens, VOCAB)
     if len(item.draft_tokens) > MAX_DRAFT_TOKENS:
         raise InvalidField("draft_tokens", "too many")
-
-
-def _samples(tokens: list[int], item: pb.VerifyItem, guesses: list[int]) -> list[int]:
-    part = item.slice
-    samples = []
-    context = list(tokens)
-    for guess in (*guesses, None):
-        banned = (
-            frozenset(part.stop_token_ids)
-            if len(context) - part.prompt_len < part.min_tokens
-            else frozenset()
-        )
-        samples.append(true_next(context, part.sampling.seed, banned))
-        if guess is not None:
-            context.append(guess)
-    return samples
 
 
 class FakeDraft(Replica, rpc.DraftServicer):

@@ -6,66 +6,19 @@ every action of the machine can be compared with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from galley.core.answer.answer import Answer, Chunk, SessionSpec
-from galley.core.content import Miss, look_up, prefix_hash
+from galley.core.content import Miss, prefix_hash
 from galley.core.errors import DeadlinePassed, Fenced, StoreUnavailable
-from galley.core.hints import Hint
 from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Phase, Session, SessionLimits
 from galley.core.store import LogBehind
+from tests.fakes.target import OpenRequest, admit
 from tests.fakes.truth import IDS, STOP_ID, letters, true_id, true_output
 
 MS = 1_000_000
-
-
-@dataclass
-class Replica:
-    """A cache of one session, addressed by content."""
-
-    held: list[int] = field(default_factory=list)
-
-    def admit(self, part: ev.Slice) -> Miss | list[int]:
-        miss = look_up(self.held, part.start, part.tokens, part.prefix_hash)
-        if isinstance(miss, Miss):
-            return miss
-        self.held = [*self.held[: part.start], *part.tokens]
-        return list(self.held)
-
-
-class TargetItem:
-    def __init__(self, request: ev.Verify) -> None:
-        self.request = request
-        self.tokens: list[int] | None = None
-        n = request.slice.start + len(request.slice.tokens)
-        self.limit = n + len(request.draft_tokens) + 1 + request.credit
-        self.hint: Hint | None = None
-
-    def extend(self, extension: ev.ExtendVerify) -> None:
-        self.limit = max(self.limit, extension.limit)
-        self.hint = extension.hint or self.hint
-
-    def begin(self, tokens: list[int]) -> None:
-        self.tokens = tokens
-        if self.hint is None:
-            self.hint = Hint(len(tokens), prefix_hash(tokens), self.request.draft_tokens)
-
-    def guesses(self, tokens: list[int]) -> tuple[int, ...]:
-        hint = self.hint
-        if hint is None or hint.position > len(tokens):
-            return ()
-        done = len(tokens) - hint.position
-        agrees = prefix_hash(tokens[: hint.position]) == hint.prefix_hash
-        most = self.request.max_verified or len(hint.draft_tokens)
-        return (
-            hint.draft_tokens[done:][:most]
-            if agrees and tuple(tokens[hint.position :]) == hint.draft_tokens[:done]
-            else ()
-        )
 
 
 class World:
@@ -83,7 +36,8 @@ class World:
         self.truth = [*spec.prompt, *true_output(spec.prompt, most, stops=stops, next_token=true_id)]
         self.log = list(spec.prompt)
         self.records: list[TokenRecord] = []
-        self.draft, self.target = Replica(), Replica()
+        self.draft_cache: list[int] = []
+        self.target_cache: list[int] = []
         self.seen: list[int] = []
         self.seen_text = ""
         self.finish_stored = False
@@ -102,7 +56,7 @@ class World:
             answer.append(token, record)
         self.waiting: dict[str, ev.Effect] = {}
         self.to_target: list[ev.Verify | ev.ExtendVerify | ev.CancelVerify] = []
-        self.item: TargetItem | None = None
+        self.item: OpenRequest[ev.Verify] | None = None
         self.answers: list[ev.Event] = []
         self.open_request: int | None = None
         self.end = None
@@ -156,7 +110,7 @@ class World:
                 assert self.open_request is None, "two requests are open"
                 self.open_request = effect.request_id
                 self.verifies += 1
-                self._must_have_room(TargetItem(effect).limit)
+                self._must_have_room(self._opened(effect).limit)
             case ev.ExtendVerify():
                 assert self.open_request == effect.request_id, "an extension of a closed request"
                 self.extensions += 1
@@ -165,6 +119,9 @@ class World:
                 assert self.open_request == effect.request_id, "a closed request is cancelled"
                 self.open_request = None
         self.to_target.append(effect)
+
+    def _opened(self, effect: ev.Verify) -> OpenRequest[ev.Verify]:
+        return OpenRequest(effect, self.spec, len(self.spec.prompt), true_id)
 
     def _must_have_room(self, limit: int) -> None:
         """Check that the target may not get further ahead than the log and the client can follow."""
@@ -222,23 +179,23 @@ class World:
         message = self.to_target.pop(0)
         match message:
             case ev.Verify():
-                self.item = TargetItem(message)
+                self.item = self._opened(message)
             case ev.ExtendVerify() if self._is_at_target(message.request_id):
                 assert self.item is not None
-                self.item.extend(message)
+                self.item.extend(message.limit, message.hint)
             case ev.CancelVerify() if self._is_at_target(message.request_id):
                 self.item = None
 
     def _is_at_target(self, request_id: int) -> bool:
-        return self.item is not None and self.item.request.request_id == request_id
+        return self.item is not None and self.item.verify.request_id == request_id
 
     def target_passes(self, at_most: int | None = None) -> None:
         item = self.item
         assert item is not None
         if item.tokens is None:
-            tokens = self.target.admit(item.request.slice)
+            tokens = admit(self.target_cache, item.verify.slice)
             if isinstance(tokens, Miss):
-                self._close(ev.CacheMissed(item.request.request_id, tokens.have, tokens.prefix_hash))
+                self._close(ev.CacheMissed(item.verify.request_id, tokens.have, tokens.prefix_hash))
                 return
             item.begin(tokens)
         answer = self._verify(item, at_most)
@@ -249,13 +206,12 @@ class World:
 
     def target_fails(self) -> None:
         assert self.item is not None
-        self._close(ev.Failed(self.item.request.request_id, "away"))
+        self._close(ev.Failed(self.item.verify.request_id, "away"))
 
     def target_preempts(self, keep: int) -> None:
         assert self.item is not None
-        self.target.held = self.target.held[:keep]
-        have = len(self.target.held)
-        self._close(ev.CacheMissed(self.item.request.request_id, have, prefix_hash(self.target.held)))
+        held = self.target_cache = self.target_cache[:keep]
+        self._close(ev.CacheMissed(self.item.verify.request_id, len(held), prefix_hash(held)))
 
     def _close(self, answer: ev.Event) -> None:
         self.answers.append(answer)
@@ -270,14 +226,14 @@ class World:
         self.send(answer)
 
     def _propose(self, effect: ev.Propose, spoil_at: int | None, lie: str) -> ev.Event:
-        tokens = self.draft.admit(effect.slice)
+        tokens = admit(self.draft_cache, effect.slice)
         if isinstance(tokens, Miss):
             return ev.CacheMissed(effect.request_id, tokens.have, tokens.prefix_hash)
         position, anchor = len(tokens), prefix_hash(tokens)
         for index in range(effect.k):
             token = true_id(tokens)
             tokens.append((token + 1) % IDS if index == spoil_at else token)
-        self.draft.held = list(tokens)
+        self.draft_cache = list(tokens)
         guesses = tuple(tokens[position:])
         match lie:
             case "too many":
@@ -293,36 +249,25 @@ class World:
             case "other content":
                 anchor = b"x" * 16
             case "long cache":
-                self.draft.held = []
+                self.draft_cache = []
         return ev.Proposed(effect.request_id, position, anchor, guesses, len(tokens))
 
-    def _verify(self, item: TargetItem, at_most: int | None) -> ev.Verified:
+    def _verify(self, item: OpenRequest[ev.Verify], at_most: int | None) -> ev.Verified:
         tokens = item.tokens
         assert tokens is not None
-        position, end = len(tokens), min(item.limit, self.spec.max_position)
-        guesses = item.guesses(tokens)[: at_most if at_most is not None else None][: end - position]
-        accepted = 0
-        for guess in (*guesses, None):
-            if len(tokens) == end:
-                break
-            token = true_id(tokens)
-            tokens.append(token)
-            accepted += token == guess
-            if token in self.spec.stop_token_ids or token != guess:
-                break
-        confirmed = tuple(tokens[position:])
-        stopped = confirmed[-1] in self.spec.stop_token_ids
-        self.target.held = tokens[:-1]
+        position = len(tokens)
+        verdict, verified = item.step(at_most)
+        self.target_cache = tokens[:-1]
         return ev.Verified(
-            request_id=item.request.request_id,
+            request_id=item.verify.request_id,
             position=position,
-            tokens=confirmed,
-            accepted=accepted,
-            verified=len(guesses),
-            cache_len=len(self.target.held),
+            tokens=verdict.tokens,
+            accepted=verdict.accepted,
+            verified=verified,
+            cache_len=len(self.target_cache),
             fingerprint="build-1",
-            logprobs=tuple(PositionLogprobs(-float(token)) for token in confirmed),
-            more=not stopped and item.request.credit > 0 and len(tokens) < end,
+            logprobs=tuple(PositionLogprobs(-float(token)) for token in verdict.tokens),
+            more=item.may_go_on,
         )
 
     def store(self) -> None:
