@@ -339,6 +339,22 @@ class World:
         raise AssertionError("the session does not end")
 
 
+class StreamsBeforeCommit(Session):
+    """Emit confirmed tokens before they are logged."""
+
+    def _commit(self) -> None:
+        super()._commit()
+        self._emit()
+
+    def _emit(self) -> bool:
+        delivery = self._delivery
+        logged, delivery.logged = delivery.logged, len(self.answer.tokens)
+        try:
+            return super()._emit()
+        finally:
+            delivery.logged = logged
+
+
 def spec(**changes: object) -> SessionSpec:
     fields: dict[str, object] = {
         "session_id": "s",

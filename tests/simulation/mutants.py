@@ -17,32 +17,16 @@ from galley.core.errors import LogLost, UnknownSession
 from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
 from galley.core.session.drafting import Drafting
-from galley.core.session.machine import Session
 from galley.core.store import Ownership, SessionEnded
 from services.gateway.replicas.drafts import DraftReplica
 from services.gateway.store.session_log import SessionLog
+from tests.fakes.session_world import StreamsBeforeCommit
 from tests.simulation.redis import Sessions
 from tests.simulation.replicas import SimEngine
 from tests.simulation.truth import true_token
 from tests.simulation.world import Kinds
 
 _REFUSED = "the commit is refused, as it is there already"
-
-
-class StreamsBeforeCommit(Session):
-    """Emit confirmed tokens before they are logged."""
-
-    def _commit(self) -> None:
-        super()._commit()
-        self._emit()
-
-    def _emit(self) -> bool:
-        delivery = self._delivery
-        logged, delivery.logged = delivery.logged, len(self.answer.tokens)
-        try:
-            return super()._emit()
-        finally:
-            delivery.logged = logged
 
 
 class NoFencing(Sessions):

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from galley.core.errors import Broken, DeadlinePassed, LogLost, TargetUnavailable, Unavailable
 from galley.core.session import events as ev
-from galley.core.session.machine import Session, SessionLimits
-from tests.fakes.session_world import MS, World, spec
+from galley.core.session.machine import SessionLimits
+from tests.fakes.session_world import MS, StreamsBeforeCommit, World, spec
 
 LIES = [
     "",
@@ -279,16 +279,6 @@ def test_a_client_ahead_of_the_log_is_served_from_its_index(credit: int) -> None
     world.run_to_end()
     assert world.seen[: len(seen)] == seen
     assert world.seen == world.truth[3:]
-
-
-class StreamsBeforeCommit(Session):
-    def step(self, event: ev.Event, now: int) -> list[ev.Effect]:
-        effects = super().step(event, now)
-        if isinstance(event, ev.Verified):
-            delivery, confirmed = self._delivery, self.answer.output_len
-            effects.append(ev.Emit(tuple(self.answer.chunks(delivery._emitted, confirmed))))
-            delivery._emitted = confirmed
-        return effects
 
 
 def test_mutant_stream_before_commit_is_caught() -> None:
