@@ -16,17 +16,20 @@ from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenS
 from galley.client.options import Prompt
 from galley.common.models.files import tokenizer_hash
 from galley.common.server.server import Parts, RunningServer, start_server
+from galley.core.answer.answer import SessionSpec
 from galley.core.records import PositionLogprobs
+from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.service import build, interceptors
 from services.gateway.settings import GatewaySettings, Tuning
 from tests.fakes.replicas import FakeDraft, FakeTarget
-from tests.fakes.truth import SEED, text_of, true_output
+from tests.fakes.truth import SEED, VOCAB, text_of, true_output
 from tests.fakes.waiting import PATIENCE_S
 
 PROMPT = "Tell me more."
 PROMPT_TOKENS = list(PROMPT.encode())
 MAX_TOKENS = 40
+SPEC = SessionSpec("s", tuple(PROMPT_TOKENS), SamplingParams(seed=SEED), max_position=200, vocab_size=VOCAB)
 
 any_credit = pytest.mark.parametrize("credit", [0, 32], ids=["round by round", "with credit"])
 """Runs a test twice: without credit (one request a round) and with it."""

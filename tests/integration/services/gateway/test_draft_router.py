@@ -15,7 +15,6 @@ from galley.core.answer.answer import SessionSpec
 from galley.core.content import prefix_hash
 from galley.core.names import MODEL, NGRAM
 from galley.core.routing.breaker import FAILURES
-from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.store import CacheLocation
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -24,17 +23,10 @@ from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import POLL_S, RegisteredAddresses
 from tests.fakes.fleet import DraftFleet
-from tests.fakes.truth import SEED, VOCAB, true_output
+from tests.fakes.truth import SEED, true_output
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import PROMPT_TOKENS, World
+from tests.fakes.world import PROMPT_TOKENS, SPEC, World
 
-SPEC = SessionSpec(
-    session_id="s",
-    prompt=tuple(PROMPT_TOKENS),
-    sampling=SamplingParams(seed=SEED),
-    max_position=200,
-    vocab_size=VOCAB,
-)
 K = 4
 # Long enough that a draft answers in time on a busy machine.
 TIMEOUT_S = 1.0

@@ -12,10 +12,8 @@ import pytest
 
 from galley.common.registry.leases import target_lease
 from galley.core import names
-from galley.core.answer.answer import SessionSpec
 from galley.core.content import block_hashes, prefix_hash
 from galley.core.routing.choice import TargetLease
-from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -28,15 +26,7 @@ from tests.fakes.replicas import FakeTarget
 from tests.fakes.spans import KeptSpans, attributes_of, error_of, traced_here
 from tests.fakes.truth import SEED, VOCAB, true_output
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import PROMPT_TOKENS, World
-
-SPEC = SessionSpec(
-    session_id="s",
-    prompt=tuple(PROMPT_TOKENS),
-    sampling=SamplingParams(seed=SEED),
-    max_position=200,
-    vocab_size=VOCAB,
-)
+from tests.fakes.world import PROMPT_TOKENS, SPEC, World
 
 
 class Leases:
