@@ -1,6 +1,6 @@
 """One session's tokens and blocks over a shared `BlockPool`; `table.py` has the rules.
 
-The block of the next position may be shared or registered (attached, or cut into) until `grow`.
+Until `grow`, the block of the next position may be shared or registered: it was attached or truncated.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class KvTable:
 
     @property
     def free(self) -> int:
-        """The number of blocks available without a live session's: empty, cached, or idle sessions'."""
+        """The number of blocks that no live session holds: empty, cached, or held by idle sessions."""
         return self.total - self.live_blocks
 
     @property
@@ -248,7 +248,7 @@ class KvTable:
 def _eviction_candidates(
     session: KvSession, idle: Iterable[KvSession], live: Iterable[KvSession], busy: frozenset[SessionKey]
 ) -> Iterator[KvSession]:
-    """Yield the sessions that may lose their blocks to `session`, in order; `idle` are in theirs."""
+    """Yield the sessions to evict for `session`: `idle` in order, then younger live ones, youngest first."""
     yield from (other for other in idle if other.key not in busy)
     younger = [other for other in live if other.age > session.age and other.key not in busy]
     yield from sorted(younger, key=lambda other: other.age, reverse=True)

@@ -33,7 +33,7 @@ class Grant:
 
 
 def grant_rows(requests: Sequence[ActiveRequest], step_ns: StepNs, max_rows: int) -> list[Grant]:
-    """Return what each of the requests, oldest first, gets of a step of about `max_rows` rows, in that order.
+    """Return the grants of a step of about `max_rows` rows, in the order of `requests`, oldest first.
 
     Every request whose KV reaches its position gets one row, whatever the budget. Draft rows come next, as
     many as pay by `step_ns`. Prefill takes what is left, but at least a quarter of the budget.
@@ -137,9 +137,9 @@ class ActiveBatch:
         )
 
     def record(self, times: LiveStepTimes, took_ns: int, batch_span: bytes) -> BatchTimes:
-        """Teach `times` what the step took, and return what its results share.
+        """Record in `times` how long the step took, and return what its results share.
 
-        Steps that read prompts teach nothing: their rows cost less, because nothing is drawn after them.
+        Steps that read prompts are not recorded: prompt rows cost less, because nothing is drawn after them.
         """
         drafts, drawn, sessions = self.draft_rows, self.drawn_rows, len(self.grants)
         prefill_ns = 0

@@ -83,8 +83,8 @@ class AcceptanceEstimate:
 class HintTiming:
     """Timing of a session's hints: their mean delay after a result, its deviation, and their length.
 
-    Starts with the timing of all sessions, `overall`. The delay of the first hint does not count, because
-    the draft had to read the prompt. `trust` is the chance that a hint that is due comes.
+    A session starts with the timing of all sessions, `overall`. The delay of its first hint does not count,
+    because the draft had to read the prompt. `trust` is the chance that a hint that is due comes.
     """
 
     __slots__ = ("_first", "_overall", "delay_ns", "deviation_ns", "length", "trust")

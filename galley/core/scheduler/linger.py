@@ -26,7 +26,7 @@ _TRIED_ROWS = 32
 class ExpectedHint:
     """A hint that should arrive by `at_ns`, on average at `mean_ns`: `length` tokens, with chance `trust`.
 
-    It replaces draft tokens of the chances `fallback`.
+    `fallback` are the chances of the draft tokens that it replaces.
     """
 
     at_ns: float
@@ -52,7 +52,7 @@ def linger_until(
 ) -> int | None:
     """Return until when a step of `sessions` rows should wait for some of the `due` hints; None: not at all.
 
-    Never beyond `latest`. `ready` are the chances of the other sessions' draft tokens, which have arrived.
+    The time is at most `latest`. `ready` are the chances of the draft tokens that other sessions have.
     """
     best: int | None = None
     best_gain = 1.0
@@ -102,7 +102,7 @@ def _step(chances: Sequence[float], sessions: int, step_ns: StepNs) -> tuple[flo
 
 
 class LingerPolicy:
-    """The decision from plan to plan whether to wait: once a step, and at most `max_ns` in all.
+    """A policy that decides whether a step waits: at most once per step, and for at most `max_ns`.
 
     `waited_ns` is how long the step of the last call has been delayed so far.
     """
@@ -116,7 +116,7 @@ class LingerPolicy:
         self._awaited: set[int] = set()
 
     def until(self, requests: Sequence[ActiveRequest], now: int) -> int | None:
-        """Return until when the step of these requests, with hints updated, should wait; None: begin it."""
+        """Return until when a step of `requests` should wait; None: begin it. Update their hints first."""
         self.waited_ns = 0 if self._since_ns is None else now - self._since_ns
         if self._max_ns == 0 or any(request.uncomputed > 1 for request in requests):
             self._forget()

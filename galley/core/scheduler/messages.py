@@ -61,7 +61,7 @@ class VerifyRequest(Slice):
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """More of an open request. `limit` is never lowered; a `hint` of None keeps the one before."""
+    """An extension of an open request. `limit` is never lowered; a `hint` of None keeps the one before."""
 
     limit: int = 0
     hint: Hint | None = None

@@ -125,7 +125,10 @@ class ActiveRequest:
 
     @property
     def room(self) -> int:
-        """The number of draft tokens that can be verified without reaching the limit."""
+        """Return the most draft tokens that a step may verify.
+
+        The last position below `limit` is for the target's own token. `max_verified`, if set, bounds it too.
+        """
         room = self.limit - self.position - 1
         return min(room, self.message.max_verified) if self.message.max_verified else room
 
@@ -140,8 +143,8 @@ class ActiveRequest:
     def update_hint(self) -> None:
         """Advance the hint to the present position, and set `tail` to what it offers within the room.
 
-        If it offers nothing, the previous hint may: after a refused token a draft on a slow link responds
-        late.
+        If it offers nothing, use the previous hint, which ended later. On a slow link, the hint drafted after
+        a rejected token can arrive too late, while the previous one may match again.
         """
         self._hint, offered = self._followed(self._hint)
         self._previous, previous = self._followed(self._previous)

@@ -9,8 +9,8 @@ Pure: it knows tokens, blocks and costs. Time is an argument, in nanoseconds of 
 3. In a step, every active session whose KV reaches its position gets one row, and draft rows as far as they
    pay (`batch.py`). Prompts fill the rest of the row budget, the oldest session first.
 4. A higher priority counts as older. Blocks are reserved oldest first, so the oldest session always gets
-   them: the youngest loses its own and gets a cache miss that says what is left. Where too many requests
-   wait, the youngest of them is refused. Arrival is the caller's and survives retries.
+   them: the youngest loses its own and gets a cache miss that says how much of its prefix is cached. If too
+   many requests wait, the youngest is refused. The caller sets the arrival time and repeats it in retries.
 5. A request with credit continues after its first result, step after step, until its limit or a stop token.
 
 Responses are collected; take them with `take_responses` after any call.
@@ -172,7 +172,7 @@ class Scheduler:
         self._draining = True
 
     def abandon(self, error: GalleyError) -> None:
-        """Respond `error` to all requests after a fault here, and forget all KV. No step may be running."""
+        """Respond with `error` to all requests after a fault, and forget all KV. No step may be running."""
         self._responses += [Response(request_id, error) for request_id in self._requests]
         self._requests.clear()
         self._active.clear()
@@ -278,7 +278,7 @@ class Scheduler:
         return grants, copies
 
     def _preempt(self, request: ActiveRequest) -> None:
-        """Take the request's blocks; its response says what of its prefix is left."""
+        """End the request with a cache miss that says how much of its prefix is still cached."""
         self.counts.preempted += 1
         self._preempted.append(request.key[1])
         self._respond(request, self._table.cached_prefix(request.key), preempted=True)
@@ -346,7 +346,7 @@ class Scheduler:
                 self._admit(request)
 
     def _settle(self, grant: Grant, outcome: StepOutcome, shared: BatchTimes, now: int) -> None:
-        """Handle one session's outcome. An error costs only that session what the step computed."""
+        """Handle one session's outcome. After an error, only that session loses what was computed."""
         request = grant.request
         if grant.is_final and (outcome is None or (isinstance(outcome, Sampled) and not outcome.tokens)):
             outcome = Broken("the engine drew no token where the plan has one")

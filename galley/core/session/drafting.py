@@ -20,7 +20,7 @@ from galley.core.session.events import CacheMissed, Propose, Proposed, Slice
 from galley.core.session.speculation import Speculation
 
 MAX_MISSES = 3
-"""Most cache misses in a row with which a replica may answer one request."""
+"""Most cache misses in a row that a replica may return for one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ class Drafting:
     def confirm(self, tokens: Sequence[int]) -> PendingProposal | None:
         """Advance the hint past the confirmed `tokens`; return the pending proposal if it is useless now.
 
-        It is if it continues from a wrong token, or can propose only tokens that are confirmed already.
+        A proposal is useless if it can propose only tokens that are confirmed already, or if it continues
+        from a rejected token and the session's drafts do not recover.
         """
         if self._recovery is not None and len(tokens) > self._recovery[0]:
             position, proposed = self._recovery
@@ -123,17 +124,17 @@ class Drafting:
             return None
         passed = len(tokens) - hint.position
         agreeing = common_prefix_len(hint.draft_tokens, tokens[hint.position :])
-        refused = agreeing < min(passed, len(hint.draft_tokens))
-        for right in (*[True] * agreeing, *[False] * refused):
+        rejected = agreeing < min(passed, len(hint.draft_tokens))
+        for right in (*[True] * agreeing, *[False] * rejected):
             self._speculation.record_token(right)
-        if refused:
-            return self._refuse(hint, tokens, agreeing)
+        if rejected:
+            return self._reject(hint, tokens, agreeing)
         if passed > 0:
             self.hint = _advanced(hint, passed)
         return None
 
-    def _refuse(self, hint: Hint, tokens: Sequence[int], agreeing: int) -> PendingProposal | None:
-        """Handle a wrong token, the hint's token `agreeing`; return what `confirm` does."""
+    def _reject(self, hint: Hint, tokens: Sequence[int], agreeing: int) -> PendingProposal | None:
+        """Handle a rejected token, at index `agreeing` of the hint; return what `confirm` does."""
         wrong, passed = hint.position + agreeing, len(tokens) - hint.position
         self.cache_len = min(self.cache_len, wrong)
         self.hint = None

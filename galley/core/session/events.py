@@ -146,7 +146,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The session was aborted, and the store knows."""
+    """The session was aborted, and the store has recorded it."""
 
 
 Event: TypeAlias = (
@@ -348,7 +348,7 @@ class DraftPort(Protocol):
 
     @property
     def replica(self) -> Replica | None:
-        """The replica that answers, for the KV directory; None if there is none."""
+        """The replica that responds, for the KV directory; None if there is none."""
 
     async def propose(
         self, spec: SessionSpec, request: Propose, remaining_ns: int | None
@@ -365,7 +365,7 @@ class Verification(Protocol):
 
     @property
     def replica(self) -> Replica | None:
-        """The replica that answers, also after the end; None if there is none."""
+        """The replica that responds, also after the end; None if there is none."""
 
     def __aiter__(self) -> AsyncIterator[Verified | CacheMissed | Failed]: ...
 

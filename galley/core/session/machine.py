@@ -10,13 +10,13 @@ Rules:
    `window` tokens are confirmed but not logged, and at most `buffer` confirmed but not sent to the client.
    The target's limit never goes beyond either.
 4. Drafting runs ahead of verification: the draft continues from its own tokens while the target checks them.
-   A proposal that continues from a refused token is cancelled. `speculation.py` decides how many tokens to
-   request, down to none.
-5. The target never needs a draft. If the draft fails, is late or answers nonsense, the round goes on with the
-   valid part of the proposal, and the draft is not asked again until its cooldown ends.
+   A proposal that continues from a rejected token is cancelled, unless the session's drafts usually recover.
+   `speculation.py` decides how many tokens to request, down to none.
+5. The target never needs a draft: a round uses the valid part of a proposal, or none. After a failure, or a
+   response that does not fit its request, the draft gets no request until a cooldown ends.
 6. A target that fails is retried until `target_timeout_ns` have passed without a verdict. If another replica
-   is available, it is asked at once, and its time counts anew.
-7. Caches are addressed by content: a cache miss is answered with more tokens.
+   is available, it gets the request at once, and its time counts anew.
+7. Caches are addressed by content: after a cache miss the request is repeated with more tokens.
 
 The machine does no I/O and has no clock: `step(event, now)` returns the effects to carry out, in order.
 A Commit always comes before the Emit of the same tokens. Times are nanoseconds.
@@ -113,7 +113,7 @@ class Session:
     ) -> None:
         """Take over an `answer` that holds what the log holds; `finished` is its ending, if stored.
 
-        `shared` is what the sessions of a gateway learn together. The client has output tokens [0,
+        `shared` are the statistics of all sessions of a gateway. The client has output tokens [0,
         stream_from), whose hash is `seen_hash` (empty: not checked).
         """
         self.answer = answer
@@ -163,7 +163,7 @@ class Session:
         return self._take_effects()
 
     def _is_stale(self, event: ev.Event) -> bool:
-        """Return True for a response to a request that was cancelled or has been answered."""
+        """Return True for a response to a request that was cancelled or is closed."""
         return isinstance(event, _RESPONSES) and not (
             self._drafting.is_pending(event.request_id) or self._verifying.is_open(event.request_id)
         )
@@ -217,8 +217,8 @@ class Session:
                 self._request_draft(k, tail, now)
             elif not is_ready:
                 drafting.k = 0
-        # After an empty proposal the target neither waits nor gets a message per request: it takes hints
-        # at any time. While it has a hint, another is due as soon as that one has its verdict.
+        # After an empty proposal no hint is announced: that would cost a message and make the target linger.
+        # It takes hints anyway. While it has one, another is due as soon as that one has its verdict.
         self._hint_due = (drafting.pending is not None and not drafting.was_empty) or (is_ready and can_draft)
         return is_ready
 
@@ -492,7 +492,7 @@ class Session:
         """Handle a session that the store calls finished: it was aborted elsewhere, or our finish was late.
 
         A late finish follows a roll-back of the store. All tokens are logged then, and repeating the call
-        gives its first answer.
+        returns its first result.
         """
         ending = self.answer.ending
         if self.phase is Phase.SEALING and self._finish_requested and ending is not None:

@@ -162,10 +162,10 @@ class Speculation:
         return gains
 
     def _proposal_len(self) -> int:
-        """Return how many tokens to request at once, so that most are confirmed per time.
+        """Return how many tokens to request at once to confirm the most tokens per unit of time.
 
-        What takes longer to draft than a step had better come in two parts: the step uses the first while the
-        second is drafted.
+        A proposal that takes longer to draft than a step is requested in two parts: the step uses the first
+        while the second is drafted.
         """
         # On a slow link, the target confirms some before the proposal arrives.
         return self._best() + self._confirmed_in(2 * self.shared.message_ns)

@@ -1,8 +1,8 @@
-"""The session's side of its request at the target: what is open, what was promised, when to retry.
+"""The session's side of its request at the target: the open request, its credit, and when to retry.
 
 1. At most one Verify is open. It ends with its first verdict without `more`, a cache miss or a failure.
 2. The limit of a Verify is never lowered. ExtendVerify raises it once half of the credit is used.
-3. A cache miss is answered with more tokens, at most `MAX_MISSES` times in a row; then the target has failed.
+3. After a cache miss the request is repeated with more tokens. More than `MAX_MISSES` in a row are a failure.
 4. A failed target is retried with doubling delays, until `timeout_ns` have passed without a verdict.
 """
 
@@ -15,7 +15,7 @@ from galley.core.session.events import CacheMissed, CancelVerify, ExtendVerify, 
 
 
 class OpenVerify:
-    """A Verify that may confirm no token at or beyond position `limit`; one verdict without credit.
+    """A Verify that may confirm no token at or beyond position `limit`. Without credit it has one verdict.
 
     `prefills` is True until the first verdict if the target has a prompt to read.
     """
@@ -64,7 +64,7 @@ class OpenVerify:
     def _were_hinted(self, event: Verified, answer: Answer) -> bool:
         """Return True if each accepted token stands in a hint at its position.
 
-        By position, because the target may use the rest of a hint after a token that was refused.
+        Only positions are compared, because the target may use the rest of a hint after a rejected token.
         """
         first = len(answer.tokens)
         if first + event.verified > max((hint.end for hint in self._hints), default=0):

@@ -93,7 +93,7 @@ def test_a_hint_that_is_wrong_twice_running_is_dropped() -> None:
     assert [result.verified for result in results[2:]] == [0, 0]
 
 
-def test_where_hints_recover_from_refused_tokens_more_of_the_rest_is_verified() -> None:
+def test_where_hints_recover_from_rejected_tokens_more_of_the_rest_is_verified() -> None:
     times = StepTimes.measured([(rows, (10 + 2 * rows) * MS) for rows in range(1, 64)])
     bench = Bench(times=times)
     item = bench.submit(request(PROMPT, credit=30))

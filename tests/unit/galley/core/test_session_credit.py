@@ -92,7 +92,7 @@ def test_drafting_continues_during_verification() -> None:
     assert here.session.stats.accepted == 7
 
 
-def test_a_proposal_after_a_refused_token_is_replaced() -> None:
+def test_a_proposal_after_a_rejected_token_is_replaced() -> None:
     here = world()
     here.draft_answers(spoil_at=1)
     before = proposing(here)
