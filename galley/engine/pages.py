@@ -127,8 +127,7 @@ def kv_shape(config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> KvShape:
     kv_heads = declared(config, "num_key_value_heads") or heads
     if kv_heads % ranks.size:
         raise UnsupportedModel(
-            f"{config.model_type}: {ranks.size} ranks cannot share {kv_heads} KV heads evenly; "
-            f"use a tensor-parallel degree that divides them"
+            f"tensor_parallel: must divide the {kv_heads} KV heads of {config.model_type}, got {ranks.size}"
         )
     head_dim = declared(config, "head_dim") or config.hidden_size // heads
     key_dim = declared(config, "qk_head_dim") or head_dim

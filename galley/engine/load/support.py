@@ -43,7 +43,7 @@ def cache_dir() -> Path:
 def file_digest(path: Path) -> str:
     """Return the blake2b-128 of the file's content, in hex.
 
-    Keeps it in the cache directory under path, size and modification time, and does not read the file again.
+    The digest is cached under path, size and modification time, so an unchanged file is read once.
     """
     path = path.resolve()
     stat = path.stat()
@@ -74,7 +74,10 @@ def refuse_raw_config(config: dict[str, Any]) -> None:
     if config.get("is_encoder_decoder"):
         raise UnsupportedModel(f"{name}: must be a decoder-only model, got an encoder-decoder")
     if config.get("text_config") or config.get("vision_config"):
-        raise UnsupportedModel(f"{name}: must be one plain language model, got several models")
+        raise UnsupportedModel(
+            f"{name}: must be a text-only language model, got a composite one (text_config or vision_config "
+            "in config.json)"
+        )
     if config.get("quantization_config"):
         raise UnsupportedModel(f"{name}: must not be quantized; use a safetensors model in float, or a GGUF")
 

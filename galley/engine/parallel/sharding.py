@@ -116,8 +116,7 @@ def _refuse_counts(config: Any, size: int) -> None:
         value = getattr(config, count, None)
         if value is not None and value % size:
             raise UnsupportedModel(
-                f"{config.model_type}: {size} ranks cannot share {count} = {value} evenly; "
-                f"use a tensor-parallel degree that divides it"
+                f"tensor_parallel: must divide {count} = {value} of {config.model_type}, got {size}"
             )
 
 
@@ -147,8 +146,7 @@ def _refuse_features(name: str, model: nn.Module, plan: Mapping[str, str], size:
         features = {COLUMNS: module.out_features, ROWS: module.in_features}.get(style, 0)
         if features % size:
             raise UnsupportedModel(
-                f"{name}: {size} ranks cannot share the {features} features of {path} evenly; "
-                f"use a tensor-parallel degree that divides them"
+                f"tensor_parallel: must divide the {features} features of {path} of {name}, got {size}"
             )
 
 

@@ -87,6 +87,6 @@ async def test_ranks_that_do_not_divide_are_refused_before_ray_is_started(defaul
     settings = DeploySettings(
         model=str(default_model_dir), redis_url=SecretStr("unix:///nowhere"), tensor_parallel=2
     )
-    with pytest.raises(UnsupportedModel, match="2 ranks cannot share num_attention_heads = 9 evenly"):
+    with pytest.raises(UnsupportedModel, match="must divide num_attention_heads = 9 of llama, got 2"):
         await Deployment(settings).run()
     assert not ray.is_initialized()
