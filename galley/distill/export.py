@@ -40,7 +40,8 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 def sharpened(student: Llama) -> Llama:
     """Return a copy with logits SHARPENING times as far apart; greedy draft tokens stay as they are.
 
-    With shared noise, an overconfident draft proposes the target's token more often than a calibrated one.
+    Draft and target sample with the same Gumbel noise (galley/core/noise.py). An overconfident draft then
+    proposes the target's token more often than a calibrated one.
     """
     copy = Llama(student.shape, student.embedding, len(student.lm_head.weight))
     state = student.state_dict()

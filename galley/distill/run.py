@@ -76,8 +76,8 @@ class _Job:
         return torch.bfloat16 if self.options.dtype == "bfloat16" else torch.float32
 
     @property
-    def about(self) -> dict[str, Any]:
-        """Return what a checkpoint must agree on."""
+    def identity(self) -> dict[str, Any]:
+        """Return the origin and the number of training tokens. A checkpoint with other values is refused."""
         return self.origin | {"train_tokens": len(self.train.ids)}
 
 
@@ -106,7 +106,7 @@ def distil(options: Options, reports: Reports) -> Distilled:
     acceptance = measure(as_stored(draft), heads)
     against = None if present is None else measure(*present)
     write_draft(options.out, draft, target, heads, options.target)
-    # Of points measured twice the last counts.
+    # If a point was measured twice, the last measurement counts.
     points = {point["seen"]: point for point in kept_lines(options.work / CURVE)}
     curve = [point for _, point in sorted(points.items())]
     write_record(options, training.progress, (train, held_out), acceptance, against)
@@ -151,7 +151,7 @@ def _trained(
     path = options.work / CHECKPOINT
     kept_lines(options.work / CURVE)  # drops a line cut off by a kill
     if path.exists():
-        training.load(path, job.about)
+        training.load(path, job.identity)
     job.reports.stage("training", options.tokens)
     stored_at = time.monotonic()
 
@@ -166,7 +166,7 @@ def _trained(
                 file.write(json.dumps({"seen": now.seen, "acceptance": as_table(acceptance)}) + "\n")
         elif time.monotonic() - stored_at < options.checkpoint_s:
             return
-        training.save(path, job.about)
+        training.save(path, job.identity)
         stored_at = time.monotonic()
 
     training.run(job.train, labels, report)

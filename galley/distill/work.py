@@ -70,8 +70,9 @@ def refuse_other(record: dict[str, Any], expected: dict[str, Any], path: Path) -
     """Raise InvalidField, naming what differs, if the record in `path` is not `expected`."""
     other = sorted(name for name in expected.keys() | record.keys() if record.get(name) != expected.get(name))
     if other:
-        was = ", ".join(f"{name} was {record.get(name)!r}" for name in other)
-        raise InvalidField("work", f"{path}: must be of this run, but {was}; choose another directory")
+        got = ", ".join(f"{name} = {record.get(name)!r}" for name in other)
+        constraint = f"must record the same options and inputs as this run, got {got}"
+        raise InvalidField("work", f"{path}: {constraint}; choose another directory")
 
 
 @contextmanager

@@ -195,19 +195,19 @@ class Training:
             if self.progress.seen >= schedule.answer_tokens:
                 return
 
-    def save(self, path: Path, about: dict[str, Any]) -> None:
-        """Store a checkpoint; `about` is what a continued run must agree on."""
+    def save(self, path: Path, identity: dict[str, Any]) -> None:
+        """Store a checkpoint that only a run of the same `identity` continues."""
         state = {"weights": self.student.state_dict(), "optimizer": self.optimizer.state_dict()}
         with replacing(path) as unfinished:
-            torch.save({"about": about, "progress": asdict(self.progress), **state}, unfinished)
+            torch.save({"about": identity, "progress": asdict(self.progress), **state}, unfinished)
 
-    def load(self, path: Path, about: dict[str, Any]) -> None:
+    def load(self, path: Path, identity: dict[str, Any]) -> None:
         """Continue from a checkpoint. Raise InvalidField if it cannot be read or belongs to another run."""
         try:
             stored = torch.load(path, weights_only=True)
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise InvalidField("work", f"{path}: cannot be read: {error}") from error
-        refuse_other(stored["about"], about, path)
+        refuse_other(stored["about"], identity, path)
         self.student.load_state_dict(stored["weights"])
         self.optimizer.load_state_dict(stored["optimizer"])
         self.progress = Progress(**stored["progress"])
