@@ -1,6 +1,7 @@
-"""Convert the messages that several services share into values of the core, and back.
+"""Convert protobuf messages that several services share to and from types of `galley.core`.
 
-Each request of a pool carries a slice of its session; it is validated here, before any work is done for it.
+Each request to a pool carries a slice of its session. `read_slice` validates the slice before the replica
+does any work for the request.
 """
 
 from __future__ import annotations

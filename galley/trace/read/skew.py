@@ -1,8 +1,8 @@
 """Put the clocks of several processes on one.
 
 A server's span cannot start before its caller's, nor end after it. If a process's spans do, its clock is
-off: all its spans are shifted by the middle of the offsets that both bounds allow. If they fit, nothing is
-shifted.
+off. All its spans are then shifted by the middle of the offsets that both bounds allow, or by the lower bound
+if there is no upper one. Spans that fit within a tolerance are not shifted.
 
 The second bound holds only if the caller waited for the response. Calls that were cancelled, superseded or
 longer than their caller's span are ignored for it; so are those that contradict another call's first bound.
@@ -60,7 +60,10 @@ class _Edge:
         return sum(most < self.least_ns for most in self.most_ns)
 
     def offset_ns(self, untouched_ns: int) -> int:
-        """Return `untouched_ns`, which changes no times, if it fits the bounds, else their middle."""
+        """Return `untouched_ns`, the offset that shifts nothing, if it is within the bounds and a tolerance.
+
+        Otherwise return their middle, or the lower bound if there is no upper one.
+        """
         most_ns = min((most for most in self.most_ns if most >= self.least_ns), default=math.inf)
         if self.least_ns - _NEGLIGIBLE_NS <= untouched_ns <= most_ns + _LATE_NS:
             return untouched_ns
