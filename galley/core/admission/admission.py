@@ -6,9 +6,9 @@ Rules, in this order. A refused call has cost nothing, and the error says when t
    call takes all the output that it requests from the bucket, and returns at its end what was not used.
    Prompts count when their session is created.
 2. While slots are free and nobody else waits, a principal may have all of them. A principal that was refused
-   a slot *waits* until some time after its retry is due. While others wait, a principal with its share or
-   more (the slots over those who hold or wait, rounded up) gets no more. So slots pass on as they come free,
-   and no open stream is ever ended for another.
+   a slot *waits* until some time after its retry is due. While others wait, a principal gets no slot beyond
+   its share: the slots divided by the principals that hold or wait for one, rounded up. So slots pass on as
+   they come free, and no open stream is ever ended for another.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class TokenBucket:
     def try_take(self, tokens: int, now: int) -> int:
         """Take the tokens and return 0; or take none and return how many nanoseconds to wait.
 
-        A full bucket gives more than the burst, overdrawn. Calls that must wait get successive times.
+        A full bucket gives any number and may be overdrawn. Calls that must wait get successive times.
         """
         self._fill(now)
         needed = min(float(tokens), self.burst)
@@ -203,8 +203,8 @@ class Admission:
         # A call that requests no tokens, such as a resume, does not wait for debt to be paid.
         wait_ns = account.bucket.try_take(tokens, now) if account.bucket and tokens else 0
         if wait_ns:
-            rate = principal.limits.tokens_per_s
-            what = f"{principal.name} has used its {rate:g} tokens per second"
+            rate = f"{principal.limits.tokens_per_s:g} tokens per second"
+            what = f"{principal.name} has no token budget left for {tokens} tokens ({rate})"
             raise Overloaded(what, wait_ns / _SECOND, OWN_TOKENS)
         account.waits_until_ns = 0
         account.held += 1
