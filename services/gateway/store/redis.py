@@ -202,7 +202,7 @@ def _refuse(session_id: str, outcome: str, rest: list[Any], epoch: int) -> NoRet
         case "lost":
             raise LogLost(f"the log of session {session_id!r} does not agree with its owner's")
         case _:
-            raise Broken(f"the session store answered {outcome!r}")
+            raise Broken(f"session store: must return a known outcome, got {outcome!r}")
 
 
 def _stored(session_id: str, flat: list[bytes], log: bytes, meta: bytes) -> StoredSession:
