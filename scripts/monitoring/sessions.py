@@ -91,7 +91,7 @@ SESSIONS = Dashboard(
                 ),
                 Panel(
                     "Session store retries",
-                    "Calls per second that were repeated because the store did not answer.",
+                    "Calls per second that were repeated because the store did not respond.",
                     (Query(rate(of.STORE_RETRIES), "retries"),),
                     runbook="GalleyCommitSlow",
                 ),

@@ -156,7 +156,7 @@ SPECULATION = Dashboard(
                 ),
                 Panel(
                     "Queue depth",
-                    "Unanswered proposal requests, by draft.",
+                    "Open proposal requests, by draft.",
                     (Query(gauge(of.DRAFT_QUEUE_DEPTH, "instance"), "{{instance}}"),),
                 ),
                 Panel(

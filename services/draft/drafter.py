@@ -1,6 +1,6 @@
-"""Run the steps of a draft: open new requests, advance open proposals, answer the finished ones.
+"""Run the steps of a draft: open new requests, advance open proposals, return the finished ones.
 
-A request is open from the step that takes it until it is answered or cancelled. A session has at most one
+A request is open from the step that takes it until its response or cancellation. A session has at most one
 open request: a newer one supersedes it. If more are open than fit into a step, the oldest go first.
 """
 
@@ -138,7 +138,7 @@ class Drafter:
         self, strategies: Mapping[str, Strategy], *, max_sessions: int, max_tokens: int, max_batch: int
     ) -> None:
         """Advance at most `max_batch` proposals a step."""
-        # Tokens drafted for ended requests; those wasted were in no answer.
+        # Tokens drafted for ended requests; those wasted were in no response.
         self.drafted = self.wasted = 0
         self.strategies = strategies
         self._max_batch = max_batch
@@ -149,7 +149,7 @@ class Drafter:
     def open(self, new: Mapping[int, ProposeJob], ended: Mapping[int, int]) -> Stepped:
         """Open the requests `new`, keyed by rising numbers, and start their proposals.
 
-        `ended` maps requests that were cancelled or answered early to the number of tokens in their answer.
+        `ended` maps each request that was cancelled, or got an early response, to its used tokens.
         """
         stepped = Stepped()
         for item, used in ended.items():
@@ -169,7 +169,7 @@ class Drafter:
         return stepped
 
     def _admit(self, item: int, job: ProposeJob, stepped: Stepped) -> None:
-        """Open the request and set the tokens of its session, or answer why it cannot be opened."""
+        """Open the request and set the tokens of its session, or report why it cannot be opened."""
         sent = job.slice
         if (before := self._open_by_session.get(sent.key)) is not None:
             stepped.answers[before.item] = Superseded(before.job.slice.position, before.hash)
@@ -223,7 +223,7 @@ class Drafter:
             self._close(one, len(outcome.draft_tokens) if isinstance(outcome, Proposed) else 0)
 
     def _close(self, one: _Open, used: int = 0) -> None:
-        """Close the request; `used` of its tokens were in its answer."""
+        """Close the request; `used` of its tokens were in its response."""
         del self._open[one.item]
         if self._open_by_session.get(one.job.slice.key) is one:
             del self._open_by_session[one.job.slice.key]

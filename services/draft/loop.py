@@ -1,7 +1,7 @@
 """Run the loop of a draft replica: receive, open, step, deliver; one thread computes.
 
-Requests join at the next step and are answered as soon as they are finished. At its deadline a request is
-answered with the tokens of the last step, even while another step runs.
+Requests join at the next step and get a response as soon as they are finished. At its deadline a request
+gets the tokens of the last step as its response, even while another step runs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BatchSpans:
     def end(self) -> None:
         if self._spans is None or not self._items:
             return
-        # Created at its end, as nothing refers to it, in a trace of its own, as it belongs to several.
+        # Nothing refers to it, so it is created at its end. It has several callers, so it has its own trace.
         span = self._spans.root(names.DRAFT_BATCH, self._began_ns)
         span.attributes |= {names.BATCH_SESSIONS: self._sessions, names.BATCH_STEPS: self._steps}
         span.link_to(self._items, LINK_ITEM)
@@ -94,7 +94,7 @@ class DraftMeter:
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """A request until it is answered: `ready` is its proposal so far, `used` the size of an early answer."""
+    """A request until its response: `ready` is its proposal so far, `used` the size of an early response."""
 
     job: ProposeJob
     future: asyncio.Future[Done]
@@ -108,7 +108,7 @@ class _Ticket:
     session_ns: int = 0
 
     def expire(self) -> None:
-        """Answer at the deadline with what is ready; a request that is being opened is answered later."""
+        """Respond at the deadline with what is ready, or later if the request is being opened."""
         self.late = True
         if self.future.done():
             return
@@ -180,7 +180,7 @@ class DraftLoop:
         return ticket.future
 
     async def drain(self) -> None:
-        """Refuse new requests and wait until all others are answered."""
+        """Refuse new requests and wait until all others have ended."""
         self.draining.set()
         await self._idle.wait()
 
@@ -197,7 +197,7 @@ class DraftLoop:
         self._idle.set()
 
     def _ended(self, item: int, timer: asyncio.TimerHandle | None) -> None:
-        """Continue the steps without a request that was answered early or cancelled."""
+        """Continue the steps without a request that got an early response or was cancelled."""
         if timer is not None:
             timer.cancel()
         if item in self._open:

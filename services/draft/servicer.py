@@ -57,7 +57,7 @@ class DraftService(rpc.DraftServicer):
         request: pb.ProposeRequest,
         context: Any,  # noqa: ARG002
     ) -> pb.ProposeResponse:
-        """Answer all items of one message."""
+        """Respond to all requests of one message."""
         return pb.ProposeResponse(answers=await respond_all(request.items, self._respond))
 
     async def ProposeStream(
@@ -65,7 +65,7 @@ class DraftService(rpc.DraftServicer):
         request_iterator: AsyncIterator[pb.ProposeStreamRequest],
         context: Any,  # noqa: ARG002
     ) -> AsyncIterator[pb.ProposeStreamResponse]:
-        """Answer items as they complete."""
+        """Respond to requests as they complete."""
         async with aclosing(respond_stream(request_iterator, self._respond, self._loop.draining)) as batches:
             async for responses in batches:
                 yield pb.ProposeStreamResponse(answers=responses)
@@ -134,7 +134,7 @@ def read_item(item: pb.ProposeItem, info: pb.GetDraftInfoResponse) -> ProposeJob
 
 
 def _set_result(span: LightSpan | None, done: Done) -> None:
-    """Set the times of an answered request on its `span`, and the size of its proposal."""
+    """Set the times of a finished request on its `span`, and the size of its proposal."""
     if span is None:
         return
     span.attributes |= {
@@ -150,7 +150,7 @@ def _set_result(span: LightSpan | None, done: Done) -> None:
 
 
 def answer_of(item: pb.ProposeItem, done: Done) -> pb.ProposeAnswer:
-    """Return the answer to `item` with the outcome; raise the outcome if it is an error."""
+    """Return the response to `item` with the outcome; raise the outcome if it is an error."""
     outcome = done.outcome
     if isinstance(outcome, GalleyError):
         raise outcome

@@ -1,7 +1,7 @@
 """The step loop of a target replica: plan, run, conclude, deliver.
 
 The scheduler decides, on the event loop only. The engine computes, on a thread of its own, so that requests
-are admitted and answered while a step runs.
+are admitted and get responses while a step runs.
 """
 
 from __future__ import annotations

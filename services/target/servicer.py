@@ -94,7 +94,7 @@ class TargetService(rpc.TargetServicer):
         self._loop = StepLoop(engine, self._scheduler, spans, meter)
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:  # noqa: ARG002
-        """Answer each item of one message once; credit is for streams."""
+        """Respond once to each request of the message; credit is for streams."""
         return pb.VerifyResponse(answers=await respond_all(request.items, self._respond))
 
     async def VerifyStream(
@@ -102,7 +102,7 @@ class TargetService(rpc.TargetServicer):
         request_iterator: AsyncIterator[pb.VerifyStreamRequest],
         context: Any,  # noqa: ARG002
     ) -> AsyncIterator[pb.VerifyStreamResponse]:
-        """Answer items as their results come; the items end with the stream."""
+        """Respond to requests as their results come; the requests end with the stream."""
         tickets: _Tickets = {}
         respond = partial(self._respond, tickets=tickets)
         async with aclosing(
@@ -262,7 +262,7 @@ def _check_draft(
 
 
 def answer_of(item: pb.VerifyItem, outcome: Outcome, fingerprint: str) -> pb.VerifyAnswer:
-    """Return the answer to `item` with the outcome; raise the outcome if it is an error."""
+    """Return the response to `item` with the outcome; raise the outcome if it is an error."""
     if isinstance(outcome, GalleyError):
         raise outcome
     answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)

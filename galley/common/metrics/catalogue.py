@@ -174,7 +174,7 @@ CLIENT_STALLS = _gateway_counter(
 STORE_RETRIES = _gateway_counter(
     "galley.store.retries",
     "{call}",
-    "Calls to the session store that were repeated because it did not answer.",
+    "Calls to the session store that were repeated because it did not respond.",
 )
 PEER_CERTIFICATE_EXPIRY = _gateway_gauge(
     "galley.tls.peer_certificate_expiry_timestamp",
@@ -185,7 +185,7 @@ PEER_CERTIFICATE_EXPIRY = _gateway_gauge(
 CACHE_MISSES = _gateway_counter(
     "galley.cache.misses",
     "{request}",
-    "Requests to replicas that were answered with a cache miss, preempted ones included.",
+    "Requests to replicas whose response was a cache miss, preempted ones included.",
     (of.POOL,),
 )
 
@@ -197,7 +197,7 @@ DRAFT_QUEUE_AGE = _draft_histogram(
     "Time from the arrival of a proposal request to its first step.",
     buckets=of.WAIT_S,
 )
-DRAFT_QUEUE_DEPTH = _draft_gauge("galley.draft.queue.depth", "{request}", "Unanswered proposal requests.")
+DRAFT_QUEUE_DEPTH = _draft_gauge("galley.draft.queue.depth", "{request}", "Open proposal requests.")
 DRAFT_BATCH_SESSIONS = _draft_histogram(
     "galley.draft.batch.sessions", "{session}", "Sessions in a step.", buckets=of.BATCH
 )
@@ -243,7 +243,7 @@ KV_REUSED_TOKENS = _target_counter(
     "Tokens of galley.kv.prompt_tokens whose KV was cached (prefix cache hits).",
 )
 KV_MISSES = _target_counter(
-    "galley.kv.misses", "{request}", "Requests whose prefix was not cached, answered with a cache miss."
+    "galley.kv.misses", "{request}", "Requests whose prefix was not cached; the response is a cache miss."
 )
 PREEMPTIONS = _target_counter(
     "galley.preemptions", "{session}", "Sessions whose request was stopped for lack of KV blocks or slots."

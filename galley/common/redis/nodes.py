@@ -195,7 +195,7 @@ async def _close(node: Node) -> None:
 
 
 class SentinelMaster(Nodes):
-    """The master that the first answering sentinel names."""
+    """The master that the first sentinel to respond names."""
 
     def __init__(self, connector: Connector) -> None:
         super().__init__(connector)
@@ -223,7 +223,7 @@ class SentinelMaster(Nodes):
 
 
 class ClusterNodes(Nodes):
-    """The masters of a cluster and their slots, as the first answering node reports them."""
+    """The masters of a cluster and their slots, as the first node to respond reports them."""
 
     def __init__(self, connector: Connector) -> None:
         super().__init__(connector)
@@ -248,7 +248,7 @@ class ClusterNodes(Nodes):
         self._stale = True
 
     def lost(self, node: Node) -> None:
-        """Refresh before the next call, and ask this node last."""
+        """Refresh before the next call, and try this node last."""
         self._stale = True
         self._known.sort(key=lambda address: address == node.address)
 
@@ -281,7 +281,7 @@ class ClusterNodes(Nodes):
                 problem = error
             finally:
                 node.busy -= 1
-        raise redis_errors.ConnectionError(f"no node of the cluster answers: {problem}")
+        raise redis_errors.ConnectionError(f"no node of the cluster responds: {problem}")
 
 
 def nodes_of(connector: Connector) -> Nodes:

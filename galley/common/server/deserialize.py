@@ -1,6 +1,6 @@
 """Read requests: in time, bounded, decompressed and parsed; a bad request is INVALID_ARGUMENT.
 
-grpc.aio answers INTERNAL when a deserializer raises. Here a message that cannot be read becomes an
+grpc.aio responds with INTERNAL when a deserializer raises. Here a message that cannot be read becomes an
 `InvalidField`, and the handler raises it when it receives it.
 """
 
@@ -24,7 +24,7 @@ from galley.core.errors import DeadlinePassed, InvalidField
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WBITS = 16 + zlib.MAX_WBITS
 _REFLECTION = "/grpc.reflection."
-# A reflection tool asks and leaves; health may be watched as long as a client lives.
+# A reflection call is short; a health watch may last as long as its client.
 _REFLECTION_TIMEOUT_S = 60.0
 
 

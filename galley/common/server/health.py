@@ -16,7 +16,7 @@ from galley.common.wire.handlers import Context
 
 MAX_CONNECTIONS = 256
 _MAX_MESSAGE_BYTES = 4096
-# A request is a few bytes and answered at once; idle connections are closed.
+# A request is a few bytes and gets its response at once; idle connections are closed.
 _OPTIONS = (
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.so_reuseport", 0),

@@ -1,4 +1,4 @@
-"""Answer batches of requests, by unary call and by stream: a request that fails harms no other.
+"""Respond to batches of requests, by unary call and by stream: a request that fails harms no other.
 
 A service gives one generator of responses for each request. It validates, submits and awaits, and yields a
 status instead of raising.
@@ -130,7 +130,7 @@ class _Stream(Generic[I, A]):
                 self._changed.set()
 
     async def next_responses(self, reader: asyncio.Task[None]) -> list[A]:
-        """Return all that are ready, at least one; none once the reader has ended and all are answered."""
+        """Return all that are ready, at least one; none once the reader and all requests have ended."""
         while not self._ready and self._failure is None and (self._open or not reader.done()):
             self._changed.clear()
             await self._changed.wait()

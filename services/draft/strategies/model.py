@@ -172,7 +172,7 @@ class DraftHistory(Generic[E]):
         self._evidence.append(evidence)
 
     def compare(self, session: DraftSession, agreed: int) -> list[tuple[E, int, int]]:
-        """Return (evidence, draft token, confirmed token) of answered tokens, up to the first wrong one.
+        """Return (evidence, draft token, confirmed token) of decided tokens, up to the first wrong one.
 
         Drop these tokens, and those that the session contradicts or has passed. The session has not
         changed before position `agreed` since the last call.

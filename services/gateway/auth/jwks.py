@@ -251,7 +251,8 @@ class JwksClient:
                     url = url or await _get(client, self._configuration_url, self._jwks_uri)
                     return await _get(client, url, parse_jwks)
         except TimeoutError:
-            raise OSError(f"{url or self.issuer}: no answer in {self.timeout_s:g} s") from None
+            problem = f"no complete response within {self.timeout_s:g} s"
+            raise OSError(f"{url or self.issuer}: {problem}") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:
             raise OSError(f"{url or self.issuer}: {str(error) or type(error).__name__}") from None
 

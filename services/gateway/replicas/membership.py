@@ -1,7 +1,7 @@
-"""The replicas of a pool that a gateway knows: found, met, refused and let go.
+"""Track the replicas of a pool: discover, meet, accept or refuse, and remove them.
 
 A replica is used once it was met and accepted. One whose lease has expired gets no new sessions; after
-LEASE_GRACE_S its sessions are taken away. While the registry is unavailable, the known replicas stay.
+LEASE_GRACE_S its sessions move. While the registry is unavailable, the known replicas stay.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
     """All replicas of a role. Call `close` at the end."""
 
     probe_timeout_s = MEET_TIMEOUT_S
-    """Time in which a silent replica must answer a probe; the answer does not wait for its other work."""
+    """Time in which a silent replica must respond to a probe; other work does not delay the response."""
 
     def __init__(
         self,

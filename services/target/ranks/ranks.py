@@ -6,10 +6,9 @@ again.
 
 With several hosts, this is host 0, which opens the store at `ranks_address`. Each other host signs in there,
 which counts its starts. Once all have signed in, host 0 records which start of each it takes, and each host
-starts its ranks, which meet at the same store. Pods are scheduled and images pulled in their own time; that
-is waited for here, so that a rank finds all others about to come. A host that restarts later finds that
-another start of it was taken, and exits. Host 0 sees the restart and exits too: the ranks that it had are
-gone.
+starts its ranks, which meet at the same store. Scheduling pods and pulling images can take long, so hosts
+wait here until all ranks are about to start. A host that restarts later finds that another start of it was
+taken, and exits. Host 0 sees the restart and exits too: the ranks that it had are gone.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ async def _connected(settings: TargetSettings) -> Any:
             return await asyncio.to_thread(connect_store, address, size, _CONNECT_S)
         except (OSError, RuntimeError) as error:
             if time.monotonic() > deadline:
-                problem = (str(error) or "no answer").splitlines()[0]
+                problem = (str(error) or "no response").splitlines()[0]
                 raise Unavailable(f"ranks_address: {address} must be reachable: {problem}") from error
             await asyncio.sleep(_POLL_S)
 

@@ -171,17 +171,17 @@ class Deployment:
             await asyncio.to_thread(ray_cluster.deploy, _args(self._settings), options)
 
     async def _watch(self) -> None:
-        """Raise RayLost once the local head has ended or Serve's controller no longer answers."""
-        answered = time.monotonic()
+        """Raise RayLost once the local head has ended or Serve's controller no longer responds."""
+        responded = time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
             ray_cluster.refuse_dead_head()
             with suppress(Exception):  # Ray raises many kinds of errors; only their duration matters
                 async with asyncio.timeout(_SILENCE_S):
                     await asyncio.to_thread(ray_cluster.ping_serve)
-                answered = time.monotonic()
-            if time.monotonic() - answered > _SILENCE_S:
-                raise ray_cluster.RayLost(f"Serve's controller has not answered for {_SILENCE_S:g} s")
+                responded = time.monotonic()
+            if time.monotonic() - responded > _SILENCE_S:
+                raise ray_cluster.RayLost(f"Serve's controller has not responded for {_SILENCE_S:g} s")
 
     def _replicas(self) -> int:
         """Return the number of replicas. Raise OSError or ValueError if --replicas-file holds none."""

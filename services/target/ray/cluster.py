@@ -26,7 +26,7 @@ _VITAL = frozenset({"gcs_server", "raylet"})
 
 
 class RayLost(Unavailable):
-    """The Ray that holds the replicas has ended, or no longer answers."""
+    """The Ray that holds the replicas has ended, or no longer responds."""
 
 
 def start(address: str, redis_url: str, *, threads: int, scratch: Path) -> None:
@@ -111,7 +111,7 @@ def refuse_dead_head() -> None:
 
 
 def ping_serve() -> None:
-    """Raise what Ray raises if Serve's controller does not answer; may also hang."""
+    """Raise what Ray raises if Serve's controller does not respond; may also hang."""
     from ray import serve  # noqa: PLC0415
 
     serve.status()

@@ -3,8 +3,8 @@
 Ray places, starts, watches and replaces. Requests bypass it: rank 0 listens on a gRPC port of its own and
 registers itself in Redis, and the ranks talk by torch.distributed. A step makes no Ray call.
 
-A lost rank ends the replica: rank 0 withdraws its registration, answers open requests UNAVAILABLE and exits;
-the other actors end with it, and Serve starts all of them again.
+A lost rank ends the replica: rank 0 withdraws its registration, ends open requests with UNAVAILABLE and
+exits; the other actors end with it, and Serve starts all of them again.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ else
   if creating and (held[1] ~= principal or held[4] ~= body_hash) then return {'reused'} end
   if held[1] ~= principal then return {'unknown'} end
   if not whole() then return {'lost'} end
-  -- A call with the same nonce repeats a claim whose answer was lost.
+  -- A call with the same nonce repeats a claim whose response was lost.
   if held[2] ~= nonce then
     redis.call('HINCRBY', SESSION, 'epoch', 1)
     redis.call('HSET', SESSION, 'nonce', nonce)

@@ -15,7 +15,7 @@ if have > from then
   if #tokens == 0 then there = '' end
   if there ~= string.sub(tokens, 1, #there) then return {'lost'} end
   if #there < #tokens then return {'behind', have / TOKEN_BYTES} end
-  -- The log holds all of the tokens: this repeats a commit whose answer was lost.
+  -- The log holds all of the tokens: this repeats a commit whose response was lost.
 else
   redis.call('APPEND', LOG, tokens)
   redis.call('APPEND', META, meta)

@@ -5,7 +5,7 @@ local epoch, nonce, finish, finished_ttl_ms = ARGV[1], ARGV[2], ARGV[4], ARGV[5]
 
 local held = redis.call('HMGET', SESSION, 'epoch', 'nonce', 'state', 'finish')
 local mine = held[1] == epoch and held[2] == nonce
--- This repeats a finish whose answer was lost. It writes, so that WAIT waits for the first call's writes.
+-- This repeats a finish whose response was lost. It writes, so that WAIT waits for the first call's writes.
 if mine and held[3] == 'finished' and held[4] == finish then
   touch(finished_ttl_ms)
   return {'ok'}

@@ -7,7 +7,7 @@ local epoch, nonce, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
 if redis.call('EXISTS', SESSION) == 0 then
   make(ARGV[4], epoch, nonce, unpack(ARGV, 5))
 else
-  -- This repeats a recreate whose answer was lost, or another owner has created the session since.
+  -- This repeats a recreate whose response was lost, or another owner has created the session since.
   local refused = refusal(epoch, nonce)
   if refused then return refused end
 end

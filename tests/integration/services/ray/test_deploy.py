@@ -61,7 +61,7 @@ async def test_a_controller_that_stays_silent_ends_it(
 
     monkeypatch.setattr(ray_cluster, "ping_serve", silent)
     monkeypatch.setattr(deploy, "_SILENCE_S", 0.2)
-    with pytest.raises(ray_cluster.RayLost, match=r"not answered for 0\.2 s"):
+    with pytest.raises(ray_cluster.RayLost, match=r"not responded for 0\.2 s"):
         await asyncio.wait_for(deployment(tmp_path).run(), 30)
     assert not stopped
 
