@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sized
+
 
 class GalleyError(Exception):
     """Base of everything that Galley raises on purpose."""
@@ -122,3 +125,30 @@ class TokenizerMismatch(ServerFault):
 
     def __init__(self, part_hash: str, target_hash: str, part: str = "draft") -> None:
         super().__init__(f"tokenizer: must be the target's ({target_hash}), got {part_hash} at the {part}")
+
+
+def check_range(
+    field: str,
+    value: float,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+) -> None:
+    """Raise InvalidField unless `value` is finite, >= `least`, > `above` and <= `most`."""
+    if math.isfinite(value) and least <= value <= most and value > above:
+        return
+    low, sign, opening = (least, ">=", "[") if math.isinf(above) else (above, ">", "(")
+    bound = f"in {opening}{low:g}, {most:g}]"
+    if math.isinf(most):
+        bound = f"{sign} {low:g}"
+    elif math.isinf(low):
+        bound = f"<= {most:g}"
+    finite = "" if math.isfinite(value) else "finite and "
+    raise InvalidField(field, f"must be {finite}{bound}, got {value}")
+
+
+def check_length(field: str, value: Sized, most: int, unit: str = "entries") -> None:
+    """Raise InvalidField if `value` is longer than `most`."""
+    if len(value) > most:
+        raise InvalidField(field, f"must have at most {most} {unit}, got {len(value)}")

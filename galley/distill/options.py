@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from galley.core.errors import InvalidField
+from galley.core.errors import InvalidField, check_range
 
 # Options that do not change the result.
 _NOT_RECORDED = {"out", "work", "checkpoint_s", "named"}
@@ -64,8 +64,7 @@ class Options:
         if self.held_out is not None and not self.corpus:
             raise InvalidField("held_out", "requires --corpus")
         for name, (low, high) in _BOUNDS.items():
-            if not low <= getattr(self, name) <= high:
-                raise InvalidField(name, f"must be in [{low:g}, {high:g}], got {getattr(self, name)}")
+            check_range(name, getattr(self, name), least=low, most=high)
         if self.dtype not in {"float32", "bfloat16"}:
             raise InvalidField("dtype", f"must be float32 or bfloat16, got {self.dtype!r}")
 

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from galley.core.cost.model import FLAT, MAX_K, RowCostCurve, expected_confirmed
-from galley.core.errors import InvalidField
+from galley.core.errors import InvalidField, check_range
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.scheduler.scheduler import MAX_ROWS
 from galley.core.store import FINISHED_TTL_S
@@ -71,10 +71,10 @@ class KvMemory:
     def tokens(self) -> int:
         """Return the tokens that fit, in whole blocks. Raises InvalidField if not one block fits."""
         for name, value in (("gpus", self.gpus), ("gpu_memory_gib", self.gpu_memory_gib)):
-            _check(name, value, above=0)
-        _check("kv_bytes_per_token", self.kv_bytes_per_token, least=1)
-        _check("weights_gib", self.weights_gib, least=0)
-        _check("share", self.share, above=0, most=1)
+            check_range(name, value, above=0)
+        check_range("kv_bytes_per_token", self.kv_bytes_per_token, least=1)
+        check_range("weights_gib", self.weights_gib, least=0)
+        check_range("share", self.share, above=0, most=1)
         usable = self.gpus * self.gpu_memory_gib * self.share
         blocks = int((usable - self.weights_gib) * 2**30 // (self.kv_bytes_per_token * BLOCK_TOKENS))
         if blocks < 1:
@@ -202,30 +202,20 @@ def _store_bytes(load: Load, sessions: float) -> int:
 
 
 def _check_all(load: Load, target: TargetSize, draft: DraftSize, spares: Spares) -> None:
-    _check("answers_per_s", load.answers_per_s, above=0)
-    _check("prompt_tokens", load.prompt_tokens, least=1)
-    _check("output_tokens", load.output_tokens, least=1)
-    _check("cached_share", load.cached_share, least=0, most=1)
+    check_range("answers_per_s", load.answers_per_s, above=0)
+    check_range("prompt_tokens", load.prompt_tokens, least=1)
+    check_range("output_tokens", load.output_tokens, least=1)
+    check_range("cached_share", load.cached_share, least=0, most=1)
     if not load.time_per_output_token_ms > 0:  # infinity: as long as it takes
         raise InvalidField("time_per_output_token_ms", f"must be > 0, got {load.time_per_output_token_ms:g}")
-    _check("step_ms", target.step_ms, above=0)
-    _check("kv_tokens", target.kv_tokens, least=1)
-    _check("max_sessions", target.max_sessions, least=1, most=_MOST_SESSIONS)
-    _check("max_rows", target.max_rows, least=1)
+    check_range("step_ms", target.step_ms, above=0)
+    check_range("kv_tokens", target.kv_tokens, least=1)
+    check_range("max_sessions", target.max_sessions, least=1, most=_MOST_SESSIONS)
+    check_range("max_rows", target.max_rows, least=1)
     if not draft.cost_ratio > 0:  # infinity: drafts are free
         raise InvalidField("cost_ratio", f"must be > 0, got {draft.cost_ratio:g}")
-    _check("alpha", draft.alpha, least=0, most=1)
-    _check("max_k", draft.max_k, least=0, most=MAX_K)
-    _check("busy", spares.busy, above=0, most=1)
-    _check("replicas", spares.replicas, least=0, most=_MOST_SPARES)
-    _check("gateway_sessions", spares.gateway_sessions, least=1, most=_MOST_SESSIONS)
-
-
-def _check(
-    name: str, value: float, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf
-) -> None:
-    if math.isfinite(value) and least <= value <= most and value > above:
-        return
-    low = f"> {above:g}" if math.isfinite(above) else f">= {least:g}"
-    bound = low if math.isinf(most) else f"{low} and <= {most:g}"
-    raise InvalidField(name, f"must be {bound}, got {value:g}")
+    check_range("alpha", draft.alpha, least=0, most=1)
+    check_range("max_k", draft.max_k, least=0, most=MAX_K)
+    check_range("busy", spares.busy, above=0, most=1)
+    check_range("replicas", spares.replicas, least=0, most=_MOST_SPARES)
+    check_range("gateway_sessions", spares.gateway_sessions, least=1, most=_MOST_SESSIONS)

@@ -16,7 +16,7 @@ from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.common.wire.codec import read_slice
 from galley.core import names
 from galley.core.content import Miss
-from galley.core.errors import GalleyError, InvalidField, Unimplemented
+from galley.core.errors import GalleyError, InvalidField, Unimplemented, check_length, check_range
 from galley.core.lru import RecentKeys
 from galley.core.routing.choice import DraftLease
 from galley.core.scheduler.messages import Superseded
@@ -119,12 +119,8 @@ def read_item(item: pb.ProposeItem, info: pb.GetDraftInfoResponse) -> ProposeJob
     if item.features:
         raise Unimplemented("features")
     read = read_slice(item.slice, vocab_size=info.vocab_size or ANY_VOCABULARY, context_window=_ANY_LENGTH)
-    if item.k > info.max_draft_tokens:
-        raise InvalidField("k", f"must be <= {info.max_draft_tokens}, got {item.k}")
-    if len(item.workload.encode()) > MAX_WORKLOAD_BYTES:
-        raise InvalidField(
-            "workload", f"must be at most {MAX_WORKLOAD_BYTES} bytes, got {len(item.workload.encode())}"
-        )
+    check_range("k", item.k, most=info.max_draft_tokens)
+    check_length("workload", item.workload.encode(), MAX_WORKLOAD_BYTES, "bytes")
     strategy = item.strategy or info.default_strategy
     if strategy not in info.strategies:
         raise InvalidField("strategy", f"must be one of {', '.join(info.strategies)}, got {strategy!r}")

@@ -24,7 +24,7 @@ from galley.common.tracing.light_spans import SpanScope
 from galley.common.wire.codec import check_token_ids, logprobs_message, read_slice
 from galley.core.content import HASH_BYTES, Miss
 from galley.core.cost.model import StepTimes
-from galley.core.errors import GalleyError, InvalidField, Unimplemented
+from galley.core.errors import GalleyError, InvalidField, Unimplemented, check_length, check_range
 from galley.core.hints import MAX_HINT_TOKENS, Hint
 from galley.core.kv.table import KvTable
 from galley.core.routing.choice import TargetLease
@@ -202,8 +202,7 @@ def read_item(
     _refuse_reserved(item)
     read = read_slice(item.slice, vocab_size=info.vocab_size, context_window=info.context_window)
     _check_draft("", item.draft_tokens, item.survival, info.vocab_size, max_draft_tokens)
-    if item.logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidField("logprobs", f"must be <= {MAX_TOP_LOGPROBS}, got {item.logprobs}")
+    check_range("logprobs", item.logprobs, most=MAX_TOP_LOGPROBS)
     return VerifyRequest(
         key=read.key,
         start=read.start,
@@ -249,8 +248,7 @@ def _refuse_reserved(item: pb.VerifyItem) -> None:
 def _check_draft(
     prefix: str, draft_tokens: Sequence[int], survival: Sequence[float], vocab_size: int, max_tokens: int
 ) -> None:
-    if len(draft_tokens) > max_tokens:
-        raise InvalidField(f"{prefix}draft_tokens", f"must be at most {max_tokens}, got {len(draft_tokens)}")
+    check_length(f"{prefix}draft_tokens", draft_tokens, max_tokens)
     check_token_ids(f"{prefix}draft_tokens", draft_tokens, vocab_size)
     if survival and len(survival) != len(draft_tokens):
         raise InvalidField(

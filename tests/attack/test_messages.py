@@ -137,7 +137,7 @@ async def test_message_of_many_empty_parts_is_refused_cheaply(stack: Attacked) -
         for service in ("target", "draft"):
             error = await answer(stack, service, b"\x0a\x00" * parts)
             assert error.code is grpc.StatusCode.INVALID_ARGUMENT
-            assert error.violations == (("items", f"must be at most 1024, got {parts}"),)
+            assert error.violations == (("items", f"must have at most 1024 entries, got {parts}"),)
     assert stack.peak_rss() - before.rss < 64 * MIB
 
 
@@ -150,7 +150,7 @@ async def test_stream_message_of_many_empty_parts_ends_it(stack: Attacked, field
         for service in ("target",) if field == "extensions" else ("target", "draft"):
             error = await stream_end(stack.addresses[service], service, tag * parts)
             assert error.code is grpc.StatusCode.INVALID_ARGUMENT
-            assert error.violations == ((field, f"must be at most {most}, got {parts}"),)
+            assert error.violations == ((field, f"must have at most {most} entries, got {parts}"),)
 
 
 async def stream_end(address: str, service: str, data: bytes) -> Any:

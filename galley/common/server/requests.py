@@ -7,7 +7,7 @@ status instead of raising.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence, Sized
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +16,7 @@ from opentelemetry.trace import use_span
 from galley.common.logs import log_internal
 from galley.common.tracing.item_spans import ItemSpan
 from galley.common.wire.status import item_status
-from galley.core.errors import InvalidField, Unavailable
+from galley.core.errors import Unavailable, check_length
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 I = TypeVar("I")  # noqa: E741  # the message of one request
@@ -39,7 +39,7 @@ def failure_status(error: Exception, session_id: str, span: ItemSpan) -> pb.Item
 
 async def respond_all(items: Sequence[I], respond: Callable[[I], AsyncGenerator[A]]) -> list[A]:
     """Return the first response to each item, in order. Raise InvalidField if there are too many items."""
-    _check_count("items", items, MAX_OPEN_REQUESTS)
+    check_length("items", items, MAX_OPEN_REQUESTS)
     return list(await asyncio.gather(*(_first(respond(item)) for item in items)))
 
 
@@ -112,10 +112,10 @@ class _Stream(Generic[I, A]):
                     task.cancel()
 
     def _check(self, request: Any) -> None:
-        _check_count("items", request.items, MAX_OPEN_REQUESTS)
-        _check_count("cancelled", request.cancelled, _MAX_NOTICES)
+        check_length("items", request.items, MAX_OPEN_REQUESTS)
+        check_length("cancelled", request.cancelled, _MAX_NOTICES)
         if self._extend is not None:
-            _check_count("extensions", request.extensions, _MAX_NOTICES)
+            check_length("extensions", request.extensions, _MAX_NOTICES)
 
     def _start(self, item: I, key: tuple[str, int]) -> None:
         task = asyncio.ensure_future(self._run(item))
@@ -164,8 +164,3 @@ class _Stream(Generic[I, A]):
         for _ in range(self._ended_count):
             self._room.release()
         self._ended_count = 0
-
-
-def _check_count(field: str, entries: Sized, most: int) -> None:
-    if len(entries) > most:
-        raise InvalidField(field, f"must be at most {most}, got {len(entries)}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from galley.core.content import HASH_BYTES
-from galley.core.errors import InvalidField
+from galley.core.errors import InvalidField, check_length
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Slice
@@ -94,8 +94,7 @@ def _check_identity(read: Slice) -> None:
         raise InvalidField(
             "slice.session_id", f"must be 1 to {MAX_SESSION_ID_BYTES} bytes, got {len(session_id.encode())}"
         )
-    if len(salt) > MAX_SALT_BYTES:
-        raise InvalidField("slice.tenant_salt", f"must be at most {MAX_SALT_BYTES} bytes, got {len(salt)}")
+    check_length("slice.tenant_salt", salt, MAX_SALT_BYTES, "bytes")
     if len(read.prefix_hash) != HASH_BYTES:
         raise InvalidField("slice.prefix_hash", f"must be {HASH_BYTES} bytes, got {len(read.prefix_hash)}")
 

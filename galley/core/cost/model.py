@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import ClassVar, Protocol
 
-from galley.core.errors import InvalidField
+from galley.core.errors import InvalidField, check_range
 
 MAX_K = 256
 _BISECTIONS = 50
@@ -46,9 +46,9 @@ def plan(tokens: int, k: int, confirmed_per_round: float, draft_cost_ratio: floa
 
     A pass counts as one target step however many tokens it verifies. Raises InvalidField.
     """
-    _check("tokens", tokens, low=1)
-    _check("k", k, low=0, high=MAX_K)
-    _check("confirmed_per_round", confirmed_per_round, low=1, high=k + 1)
+    check_range("tokens", tokens, least=1)
+    check_range("k", k, least=0, most=MAX_K)
+    check_range("confirmed_per_round", confirmed_per_round, least=1, most=k + 1)
     _check_ratio(draft_cost_ratio)
     # 69 / 2.3 is 30.000000000000004 in floats, and yet 30 passes.
     passes = math.ceil(tokens / confirmed_per_round - 1e-9)
@@ -62,8 +62,8 @@ def expected_confirmed(alpha: float, k: int) -> float:
 
     `alpha` is the chance that a draft token is accepted if all before it were. Raises InvalidField.
     """
-    _check("alpha", alpha, low=0, high=1)
-    _check("k", k, low=0, high=MAX_K)
+    check_range("alpha", alpha, least=0, most=1)
+    check_range("k", k, least=0, most=MAX_K)
     # The geometric sum itself: exact at alpha = 1, where the closed form loses all its digits.
     total = 1.0
     for _ in range(k):
@@ -107,7 +107,7 @@ class RowCostCurve:
 
     def __call__(self, rows: int) -> float:
         """Return the cost of a step over `rows` >= 1 rows, in target steps. Raise InvalidField."""
-        _check("rows", rows, low=1)
+        check_range("rows", rows, least=1)
         if len(self.points) == 1:
             return self.points[0][1]
         right = min(bisect_right(self.points, rows, key=_rows_of), len(self.points) - 1)
@@ -130,8 +130,8 @@ def round_cost(k: int, draft_cost_ratio: float, curve: RowCostCurve = FLAT, sess
 
     The draft steps are batched too and follow the same row-cost curve. Raises InvalidField.
     """
-    _check("k", k, low=0, high=MAX_K)
-    _check("sessions", sessions, low=1)
+    check_range("k", k, least=0, most=MAX_K)
+    check_range("sessions", sessions, least=1)
     _check_ratio(draft_cost_ratio)
     return curve(sessions * (k + 1)) + k * curve(sessions) / draft_cost_ratio
 
@@ -151,8 +151,8 @@ def best_k(
     max_k: int = 16,
 ) -> int:
     """Return the smallest k in [0, max_k] with the highest gain; 0 where nothing pays. Raise InvalidField."""
-    _check("max_k", max_k, low=0, high=MAX_K)
-    _check("alpha", alpha, low=0, high=1)
+    check_range("max_k", max_k, least=0, most=MAX_K)
+    check_range("alpha", alpha, least=0, most=1)
     plain = curve(sessions)
     best, best_gain = 0, 1.0
     confirmed = 1.0
@@ -171,7 +171,7 @@ def break_even_alpha(
 
     The best gain rises with alpha, so bisection finds where it leaves 1. Raises InvalidField.
     """
-    _check("max_k", max_k, low=1, high=MAX_K)
+    check_range("max_k", max_k, least=1, most=MAX_K)
 
     def pays(alpha: float) -> bool:
         return best_k(alpha, draft_cost_ratio, curve, sessions, max_k) > 0
@@ -183,12 +183,6 @@ def break_even_alpha(
         middle = (low + high) / 2
         low, high = (low, middle) if pays(middle) else (middle, high)
     return 0.0 if low == 0.0 else high
-
-
-def _check(name: str, value: float, *, low: float, high: float = math.inf) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        bound = f">= {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
-        raise InvalidField(name, f"must be {bound}, got {value:g}")
 
 
 def _check_ratio(draft_cost_ratio: float) -> None:

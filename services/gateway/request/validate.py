@@ -13,7 +13,7 @@ from typing import Protocol
 from galley.common.wire.codec import check_token_ids, sampling_from
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import HASH_BYTES
-from galley.core.errors import InvalidField, Unimplemented, UnknownSession
+from galley.core.errors import InvalidField, Unimplemented, UnknownSession, check_length, check_range
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
 
@@ -170,8 +170,7 @@ def _sampling(message: pb.SamplingParams, vocab_size: int, draw_seed: Callable[[
 
 
 def _stop(stop: Sequence[str], limits: Limits) -> tuple[str, ...]:
-    if len(stop) > limits.max_stop_strings:
-        raise InvalidField("stop", f"must have at most {limits.max_stop_strings} entries, got {len(stop)}")
+    check_length("stop", stop, limits.max_stop_strings)
     for index, text in enumerate(stop):
         size = len(text.encode())
         if not 1 <= size <= limits.max_stop_bytes:
@@ -180,17 +179,14 @@ def _stop(stop: Sequence[str], limits: Limits) -> tuple[str, ...]:
 
 
 def _check_stop_token_ids(ids: Sequence[int], limits: Limits, vocab_size: int) -> None:
-    if len(ids) > limits.max_stop_token_ids:
-        bound = limits.max_stop_token_ids
-        raise InvalidField("stop_token_ids", f"must have at most {bound} entries, got {len(ids)}")
+    check_length("stop_token_ids", ids, limits.max_stop_token_ids)
     check_token_ids("stop_token_ids", ids, vocab_size)
 
 
 def _logprobs(request: pb.GenerateRequest, limits: Limits) -> int | None:
     if not request.HasField("logprobs"):
         return None
-    if request.logprobs > limits.max_logprobs:
-        raise InvalidField("logprobs", f"must be in [0, {limits.max_logprobs}], got {request.logprobs}")
+    check_range("logprobs", request.logprobs, least=0, most=limits.max_logprobs)
     return request.logprobs
 
 
@@ -199,8 +195,8 @@ def _speculation(message: pb.Speculation, limits: Limits, model: Model) -> tuple
     if message.mode not in pb.Speculation.Mode.values():
         raise InvalidField("speculation.mode", f"must be a known mode, got {message.mode}")
     k = message.k if message.HasField("k") else None
-    if k is not None and k > limits.max_draft_tokens:
-        raise InvalidField("speculation.k", f"must be in [0, {limits.max_draft_tokens}], got {k}")
+    if k is not None:
+        check_range("speculation.k", k, least=0, most=limits.max_draft_tokens)
     if message.strategy and message.strategy not in model.strategies:
         known = ", ".join(model.strategies) or "none here"
         raise InvalidField("speculation.strategy", f"must be one of {known}, got {_quoted(message.strategy)}")
@@ -213,18 +209,14 @@ def _speculation(message: pb.Speculation, limits: Limits, model: Model) -> tuple
 
 
 def _check_labels(request: pb.GenerateRequest, limits: Limits) -> None:
-    _check_bytes("idempotency_key", request.idempotency_key, limits.max_idempotency_key_bytes)
-    _check_bytes("workload", request.workload, limits.max_workload_chars)
+    check_length(
+        "idempotency_key", request.idempotency_key.encode(), limits.max_idempotency_key_bytes, "bytes"
+    )
+    check_length("workload", request.workload.encode(), limits.max_workload_chars, "bytes")
     if not _WORKLOAD.fullmatch(request.workload):
         raise InvalidField(
             "workload", f"must have only letters, digits and _.:/-, got {_quoted(request.workload)}"
         )
-
-
-def _check_bytes(field: str, text: str, most: int) -> None:
-    size = len(text.encode())
-    if size > most:
-        raise InvalidField(field, f"must be at most {most} bytes, got {size} bytes")
 
 
 def _check_asked_length(request: pb.GenerateRequest, context_window: int) -> None:
@@ -270,7 +262,7 @@ def _prompt(
 def _text_prompt(text: str, limits: Limits, tokenizer: PromptTokenizer) -> Sequence[int]:
     if not text:
         raise InvalidField("text", "must not be empty")
-    _check_bytes("text", text, limits.max_text_bytes)
+    check_length("text", text.encode(), limits.max_text_bytes, "bytes")
     return tokenizer.encode(text)
 
 
@@ -285,7 +277,7 @@ def _chat_prompt(
         field = f"messages.messages[{index}].role"
         if not message.role:
             raise InvalidField(field, "must not be empty")
-        _check_bytes(field, message.role, limits.max_role_bytes)
+        check_length(field, message.role.encode(), limits.max_role_bytes, "bytes")
     size = sum(len(message.content.encode()) for message in messages)
     if size > limits.max_text_bytes:
         raise InvalidField("messages", f"must be at most {limits.max_text_bytes} bytes, got {size} bytes")
