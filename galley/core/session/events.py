@@ -271,19 +271,19 @@ Overlap = Literal["hit", "miss", "none"]
 class RoundEnded:
     """One finished round, for telemetry.
 
-    `drafted` counts the draft tokens sent to the target in this round. `draft_wait_ns` is the time from its
-    start to its last proposal, 0 without one; with credit it overlaps `verify_wait_ns`. `exposed_draft_ns` is
-    how long the draft held up the target. `orchestration_ns` is what neither replica accounts for: without
-    credit the round less their computing, with credit the wait for the verdict less the target's queueing and
-    computing. `k` is the last number of tokens requested. `strategy` is that of the draft tokens ("none"
-    without any). With `reads_prompt`, the target read more than the session's last token before this verdict.
+    `accepted` counts the draft tokens of the `verdict` among the `confirmed` tokens. `drafted` counts the
+    draft tokens sent to the target in this round. `draft_wait_ns` is the time from its start to its last
+    proposal, 0 without one; with credit it overlaps `verify_wait_ns`. `exposed_draft_ns` is how long the
+    draft held up the target. `orchestration_ns` is what neither replica accounts for: without credit the
+    round less their computing, with credit the wait for the verdict less the target's queueing and computing.
+    `k` is the last number of tokens requested. `strategy` is that of the draft tokens ("none" without any).
+    With `reads_prompt`, the target read more than the session's last token before this verdict.
     """
 
-    position: int
+    verdict: Verified
     started_ns: int
     ended_ns: int
     drafted: int
-    verified: int
     accepted: int
     confirmed: int
     draft_wait_ns: int
@@ -291,26 +291,20 @@ class RoundEnded:
     verify_wait_ns: int
     orchestration_ns: int
     draft: Timing
-    target: Timing
     k: int = 0
     strategy: str = NO_STRATEGY
     overlap: Overlap = "none"
-    plain_ns: int = 0
-    prefill_ns: int = 0
-    kv_reused: int = 0
-    batch_span: bytes = b""
-    batch_sessions: int = 1
     reads_prompt: bool = False
 
     @property
     def parts(self) -> RoundParts:
         """The parts of the round's time, which sum to it."""
-        left = max(0, self.ended_ns - self.started_ns)
-        compute_ns = min(self.target.compute_ns, left)
+        left, target = max(0, self.ended_ns - self.started_ns), self.verdict.timing
+        compute_ns = min(target.compute_ns, left)
         left -= compute_ns
         draft_ns = min(self.exposed_draft_ns, left)
         left -= draft_ns
-        queue_ns = min(max(0, self.target.queue_ns - self.target.linger_ns), left)
+        queue_ns = min(max(0, target.queue_ns - target.linger_ns), left)
         return RoundParts(draft_ns, queue_ns, compute_ns, wire_ns=left - queue_ns)
 
 

@@ -38,11 +38,10 @@ class Round:
         else:
             unaccounted = now - self.started_ns - self.draft.compute_ns - verdict.timing.compute_ns
         return RoundEnded(
-            position=verdict.position,
+            verdict=verdict,
             started_ns=self.started_ns,
             ended_ns=now,
             drafted=self.drafted,
-            verified=verdict.verified,
             accepted=min(verdict.accepted, confirmed),
             confirmed=confirmed,
             draft_wait_ns=self.draft_wait_ns,
@@ -50,15 +49,9 @@ class Round:
             exposed_draft_ns=verdict.timing.linger_ns if self._with_credit else self.exposed_ns,
             orchestration_ns=max(0, unaccounted),
             draft=self.draft,
-            target=verdict.timing,
             k=k,
             strategy=strategy if self.drafted or verdict.verified else NO_STRATEGY,
             overlap=self.overlap,
-            plain_ns=verdict.plain_ns,
-            prefill_ns=verdict.prefill_ns,
-            kv_reused=verdict.kv_reused,
-            batch_span=verdict.batch_span,
-            batch_sessions=verdict.sessions,
             reads_prompt=reads_prompt,
         )
 
@@ -91,17 +84,17 @@ class SpeculationStats:
         elapsed = done.ended_ns - done.started_ns
         self.rounds += 1
         self.drafted += done.drafted
-        self.verified += done.verified
+        self.verified += done.verdict.verified
         self.accepted += done.accepted
         self.round_ns += elapsed
         self.draft_ns += done.draft_wait_ns
         self.exposed_draft_ns += done.exposed_draft_ns
         self.verify_ns += done.verify_wait_ns
         self.draft_compute_ns += done.draft.compute_ns
-        self.verify_compute_ns += done.target.compute_ns
+        self.verify_compute_ns += done.verdict.timing.compute_ns
         self.orchestration_ns.append(done.orchestration_ns)
         _count_below(self.accepted_at, done.accepted)
-        _count_below(self.verified_at, done.verified)
+        _count_below(self.verified_at, done.verdict.verified)
 
 
 def plain_ns(done: RoundEnded) -> int:
@@ -111,10 +104,10 @@ def plain_ns(done: RoundEnded) -> int:
     the prompt rows count once.
     """
     elapsed_ns = max(0, done.ended_ns - done.started_ns)
-    computed_ns = done.target.compute_ns
-    for_drafts_ns = max(0, computed_ns - done.plain_ns) if done.plain_ns else 0
+    verdict = done.verdict
+    for_drafts_ns = max(0, verdict.timing.compute_ns - verdict.plain_ns) if verdict.plain_ns else 0
     one_ns = max(0, elapsed_ns - done.parts.draft_ns - for_drafts_ns)
-    once_ns = min(done.prefill_ns, one_ns)
+    once_ns = min(verdict.prefill_ns, one_ns)
     return done.confirmed * (one_ns - once_ns) + once_ns
 
 

@@ -124,7 +124,7 @@ class WorkloadMetrics:
             of = self._strategies[done.strategy] = _StrategyMetrics(self._all, self._name, done.strategy)
         of.rounds.value += 1
         of.drafted.value += done.drafted
-        of.verified.value += done.verified
+        of.verified.value += done.verdict.verified
         of.accepted.value += done.accepted
         self.from_draft.value += done.accepted
         self.from_target.value += done.confirmed - done.accepted
@@ -146,12 +146,12 @@ class SessionCounts:
         self._all.queue(partial(self._count_round, done, time.time()))
 
     def _count_round(self, done: RoundEnded, at_s: float) -> None:
-        of = self._all
+        of, verified = self._all, done.verdict.verified
         self._workload.count(done)
         of.accepted_at.add(done.accepted)
-        of.verified_at.add(done.verified)
-        of.rejected.value += done.verified - done.accepted
-        of.wasted_rows.value += done.verified + 1 - done.confirmed
+        of.verified_at.add(verified)
+        of.rejected.value += verified - done.accepted
+        of.wasted_rows.value += verified + 1 - done.confirmed
         of.draft_wait.observe(done.exposed_draft_ns / _SECOND)
         of.duration.observe((done.ended_ns - done.started_ns) / _SECOND, self._span, at_s)
         if done.overlap != "none":

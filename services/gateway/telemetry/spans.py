@@ -227,20 +227,20 @@ class RoundSpans:
         self._is_new_request = True
 
     def ended(self, done: RoundEnded, draft: Replica | None, target: Replica | None) -> None:
-        took_ns = done.ended_ns - done.started_ns
+        took_ns, verdict = done.ended_ns - done.started_ns, done.verdict
         if took_ns > self.slowest_ns or not self._index:
-            self.slowest_ns, self.slowest_position = took_ns, done.position
+            self.slowest_ns, self.slowest_position = took_ns, verdict.position
         if not self._index:
-            self.cached_tokens = done.kv_reused
+            self.cached_tokens = verdict.kv_reused
         offset_ns = self._request.offset_ns
         start_ns = done.started_ns + offset_ns
         span = None
         if self._is_recorded(took_ns):
-            reused = done.kv_reused if self._is_new_request else None
+            reused = verdict.kv_reused if self._is_new_request else None
             span = self._span(start_ns, partial(_set_attributes, done, self._index, draft, target, reused))
             if self._options.content:
                 span.attributes[names.ROUND_TEXT] = self._text(done)
-            self._uncommitted.append((done.position + done.confirmed, done.ended_ns + offset_ns, span))
+            self._uncommitted.append((verdict.position + done.confirmed, done.ended_ns + offset_ns, span))
         if self._events:
             self._place_events(span, start_ns)
         self._index += 1
@@ -291,7 +291,7 @@ class RoundSpans:
         self._events.clear()
 
     def _text(self, done: RoundEnded) -> AnyValue:
-        first = done.position - len(self._session.spec.prompt)
+        first = done.verdict.position - len(self._session.spec.prompt)
         return self._session.answer.texts(first, first + done.confirmed)
 
 
@@ -304,22 +304,22 @@ def _set_attributes(
     span: LightSpan,
 ) -> None:
     """Set the attributes of a round's `span`; `reused` is None unless the round is its request's first."""
-    parts, attributes = done.parts, span.attributes
+    verdict, parts, attributes = done.verdict, done.parts, span.attributes
     attributes |= {
         names.ROUND_INDEX: index,
-        names.ROUND_POSITION: done.position,
+        names.ROUND_POSITION: verdict.position,
         names.ROUND_K: done.k,
         names.ROUND_DRAFTED: done.drafted,
-        names.ROUND_VERIFIED: done.verified,
+        names.ROUND_VERIFIED: verdict.verified,
         names.ROUND_ACCEPTED: done.accepted,
         names.ROUND_CONFIRMED: done.confirmed,
         names.DRAFT_PART: parts.draft_ns,
         names.QUEUE_PART: parts.queue_ns,
         names.COMPUTE_PART: parts.compute_ns,
         names.WIRE_PART: parts.wire_ns,
-        names.LINGER_NS: done.target.linger_ns,
+        names.LINGER_NS: verdict.timing.linger_ns,
         names.DRAFT_COMPUTE_NS: done.draft.compute_ns,
-        names.BATCH_SESSIONS: done.batch_sessions,
+        names.BATCH_SESSIONS: verdict.sessions,
         names.ROUND_STRATEGY: done.strategy,
         names.ROUND_OVERLAP: done.overlap,
     }
@@ -329,5 +329,5 @@ def _set_attributes(
         attributes[names.TARGET_REPLICA] = target.address
     if reused is not None:
         attributes[names.KV_REUSED] = reused
-    if names_a_span(done.batch_span):
-        span.link_to((done.batch_span,), _BATCH_LINK)
+    if names_a_span(verdict.batch_span):
+        span.link_to((verdict.batch_span,), _BATCH_LINK)

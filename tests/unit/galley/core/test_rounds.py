@@ -21,11 +21,10 @@ def test_the_parts_of_a_round_sum_to_it(
     started_ns, took_ns, draft_ns, exposed_ns = waits
     target = ev.Timing(*timing)
     done = RoundEnded(
-        position=3,
+        verdict=ev.Verified(1, 3, (7,), 0, 0, 4, "build", timing=target),
         started_ns=started_ns,
         ended_ns=started_ns + took_ns,
         drafted=0,
-        verified=0,
         accepted=0,
         confirmed=1,
         draft_wait_ns=draft_ns,
@@ -33,7 +32,6 @@ def test_the_parts_of_a_round_sum_to_it(
         verify_wait_ns=took_ns,
         orchestration_ns=0,
         draft=ev.Timing(),
-        target=target,
     )
     parts = done.parts
     assert min(parts.draft_ns, parts.queue_ns, parts.compute_ns, parts.wire_ns) >= 0
@@ -50,11 +48,13 @@ def world(k: int, credit: int) -> World:
 def test_a_round_reports_k_strategy_and_overlap(credit: int) -> None:
     here = world(4, credit)
     here.run_to_end()
-    assert [done.position for done in here.rounds] == sorted({done.position for done in here.rounds})
+    assert [done.verdict.position for done in here.rounds] == sorted(
+        {done.verdict.position for done in here.rounds}
+    )
     assert sum(done.confirmed for done in here.rounds) == 40
     first, *others = here.rounds
     assert (first.overlap, first.k) == ("miss", 4)
-    drafted = [done for done in others if done.verified]
+    drafted = [done for done in others if done.verdict.verified]
     assert drafted
     assert {done.strategy for done in drafted} == {"model"}
     assert "hit" in {done.overlap for done in drafted}
