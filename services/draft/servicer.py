@@ -6,20 +6,19 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from galley.common.metrics.registry import Registry
 from galley.common.registry.leases import draft_lease
-from galley.common.server.requests import failure_status, respond_all, respond_stream
+from galley.common.server.requests import answer_of, failure_status, respond_all, respond_stream
 from galley.common.tracing.item_spans import ItemSpan
 from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.common.wire.codec import read_slice
 from galley.core import names
-from galley.core.content import Miss
-from galley.core.errors import GalleyError, InvalidField, Unimplemented, check_length, check_range
+from galley.core.errors import InvalidField, Unimplemented, check_length, check_range
 from galley.core.lru import RecentKeys
 from galley.core.routing.choice import DraftLease
-from galley.core.scheduler.messages import Superseded
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.drafter import Done, Drafter, Proposed, ProposeJob
@@ -97,7 +96,7 @@ class DraftService(rpc.DraftServicer):
             self._recent.add(job.slice.key, time.monotonic_ns())
             done = await self._loop.submit(job, item.slice.remaining_ns, span.span)
             _set_result(span.span, done)
-            response = answer_of(item, done)
+            response = answer_of(pb.ProposeAnswer, item.slice, done.outcome, partial(_result_of, done=done))
             span.answered(done.outcome)
             outcome = response.WhichOneof("outcome") or "error"
         except Exception as error:  # noqa: BLE001  # one request must not fail the others
@@ -145,29 +144,13 @@ def _set_result(span: LightSpan | None, done: Done) -> None:
         }
 
 
-def answer_of(item: pb.ProposeItem, done: Done) -> pb.ProposeAnswer:
-    """Return the response to `item` with the outcome; raise the outcome if it is an error."""
-    outcome = done.outcome
-    if isinstance(outcome, GalleyError):
-        raise outcome
-    answer = pb.ProposeAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
-    if isinstance(outcome, Miss):
-        answer.cache_miss.have = outcome.have
-        answer.cache_miss.prefix_hash = outcome.prefix_hash
-        return answer
-    if isinstance(outcome, Superseded):
-        answer.superseded.position = outcome.position
-        answer.superseded.prefix_hash = outcome.prefix_hash
-        return answer
-    answer.result.CopyFrom(
-        pb.ProposeResult(
-            position=outcome.position,
-            prefix_hash=outcome.prefix_hash,
-            draft_tokens=outcome.draft_tokens,
-            survival=outcome.survival,
-            kv_len=outcome.kv_len,
-            timing=pb.Timing(queue_ns=done.queue_ns, compute_ns=done.compute_ns),
-            batch_sessions=done.sessions,
-        )
+def _result_of(proposed: Proposed, done: Done) -> pb.ProposeResult:
+    return pb.ProposeResult(
+        position=proposed.position,
+        prefix_hash=proposed.prefix_hash,
+        draft_tokens=proposed.draft_tokens,
+        survival=proposed.survival,
+        kv_len=proposed.kv_len,
+        timing=pb.Timing(queue_ns=done.queue_ns, compute_ns=done.compute_ns),
+        batch_sessions=done.sessions,
     )
-    return answer

@@ -18,17 +18,17 @@ from galley.common.metrics.registry import Registry
 from galley.common.registry.leases import TARGET_POOL, target_lease
 from galley.common.registry.registration import registered
 from galley.common.server.process import in_passing_thread
-from galley.common.server.requests import failure_status, respond_all, respond_stream
+from galley.common.server.requests import answer_of, failure_status, respond_all, respond_stream
 from galley.common.server.server import Parts, Service
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.wire.codec import check_token_ids, logprobs_message, read_slice
-from galley.core.content import HASH_BYTES, Miss
+from galley.core.content import HASH_BYTES
 from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError, InvalidField, Unimplemented, check_length, check_range
 from galley.core.hints import MAX_HINT_TOKENS, Hint
 from galley.core.kv.table import KvTable
 from galley.core.routing.choice import TargetLease
-from galley.core.scheduler.messages import Confirmed, Extend, Outcome, Superseded, VerifyRequest
+from galley.core.scheduler.messages import Confirmed, Extend, VerifyRequest
 from galley.core.scheduler.scheduler import MAX_ROWS, Scheduler
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -140,6 +140,7 @@ class TargetService(rpc.TargetServicer):
         """
         span, ticket = VerifySpan(self._spans, item), None
         request_key = (item.slice.session_id, item.slice.request_id)
+        result_of = partial(_result_of, fingerprint=self._engine.info.fingerprint)
         try:
             request = read_item(
                 item,
@@ -156,7 +157,7 @@ class TargetService(rpc.TargetServicer):
             while not ticket.ended:
                 result = await ticket.next()
                 span.responded(result)
-                yield answer_of(item, result.outcome, self._engine.info.fingerprint)
+                yield answer_of(pb.VerifyAnswer, item.slice, result.outcome, result_of)
         except Exception as error:  # noqa: BLE001  # one request must not fail the others
             status = failure_status(error, item.slice.session_id, span)
             yield pb.VerifyAnswer(session_id=request_key[0], request_id=request_key[1], status=status)
@@ -257,22 +258,6 @@ def _check_draft(
     for index, chance in enumerate(survival):
         if not 0.0 <= chance <= 1.0:
             raise InvalidField(f"{prefix}survival[{index}]", f"must be in [0, 1], got {chance:g}")
-
-
-def answer_of(item: pb.VerifyItem, outcome: Outcome, fingerprint: str) -> pb.VerifyAnswer:
-    """Return the response to `item` with the outcome; raise the outcome if it is an error."""
-    if isinstance(outcome, GalleyError):
-        raise outcome
-    answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
-    if isinstance(outcome, Miss):
-        answer.cache_miss.have = outcome.have
-        answer.cache_miss.prefix_hash = outcome.prefix_hash
-    elif isinstance(outcome, Superseded):
-        answer.superseded.position = outcome.position
-        answer.superseded.prefix_hash = outcome.prefix_hash
-    else:
-        answer.result.CopyFrom(_result_of(outcome, fingerprint))
-    return answer
 
 
 def _result_of(outcome: Confirmed, fingerprint: str) -> pb.VerifyResult:

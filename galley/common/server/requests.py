@@ -11,22 +11,46 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
+from google.protobuf.message import Message
 from opentelemetry.trace import use_span
 
 from galley.common.logs import log_internal
 from galley.common.tracing.item_spans import ItemSpan
 from galley.common.wire.status import item_status
-from galley.core.errors import Unavailable, check_length
+from galley.core.content import Miss
+from galley.core.errors import GalleyError, Unavailable, check_length
+from galley.core.scheduler.messages import Superseded
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 I = TypeVar("I")  # noqa: E741  # the message of one request
 A = TypeVar("A")  # the message of one response
+R = TypeVar("R")  # the outcome of a request that was served
 
 # Most requests of a stream whose responses are not all sent; at this number the stream is not read. Also the
 # most requests of a message.
 MAX_OPEN_REQUESTS = 1024
 # Most extensions, and most cancellations, of a message: nothing else is done while they are read.
 _MAX_NOTICES = 1 << 14
+
+
+def answer_of(
+    kind: Callable[..., A],
+    request: pb.SessionSlice,
+    outcome: R | Miss | Superseded | GalleyError,
+    result_of: Callable[[R], Message],
+) -> A:
+    """Return the answer to `request` with its outcome; raise the outcome if it is an error."""
+    if isinstance(outcome, GalleyError):
+        raise outcome
+    if isinstance(outcome, Miss):
+        fields: dict[str, Message] = {
+            "cache_miss": pb.CacheMiss(have=outcome.have, prefix_hash=outcome.prefix_hash)
+        }
+    elif isinstance(outcome, Superseded):
+        fields = {"superseded": pb.Superseded(position=outcome.position, prefix_hash=outcome.prefix_hash)}
+    else:
+        fields = {"result": result_of(outcome)}
+    return kind(session_id=request.session_id, request_id=request.request_id, **fields)
 
 
 def failure_status(error: Exception, session_id: str, span: ItemSpan) -> pb.ItemStatus:
