@@ -6,6 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from galley.client.addresses import host_and_port
 from galley.common.config.settings import settings_config
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.registry.registration import ReplicaSettings
@@ -60,8 +61,9 @@ class TargetSettings(ReplicaSettings):
             )
         if self.host_index >= self.hosts:
             raise ValueError(f"--host-index: must be < --hosts {self.hosts}, got {self.host_index}")
-        if self.hosts > 1 and not self.ranks_address.rpartition(":")[2].isdecimal():
-            raise ValueError(
-                f"--ranks-address: must be host:port with --hosts {self.hosts}, got {self.ranks_address!r}"
-            )
+        if self.hosts > 1:
+            try:
+                host_and_port(self.ranks_address)
+            except ValueError as error:
+                raise ValueError(f"--ranks-address: with --hosts {self.hosts}: {error}") from None
         return self

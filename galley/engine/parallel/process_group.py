@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from galley.client.addresses import host_and_port
 from galley.core.errors import Unavailable
 from galley.engine.parallel.ranks import Ranks, Waits
 
@@ -158,7 +159,7 @@ def open_store(host: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, port:
     listener.bind((host, port))
     listener.listen()
     port = listener.getsockname()[1]
-    address = f"{host}:{port}"
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     # Left to itself it would listen on every interface. The store owns the descriptor from here on.
     own = {"wait_for_workers": False, "master_listen_fd": listener.detach(), "use_libuv": True}
     return Store(address, _tcp_store(address, size, timedelta(seconds=timeout_s), is_master=True, **own))
@@ -212,11 +213,11 @@ def _store(rank: int, size: int, meeting: Meeting | Store, timeout: timedelta) -
 
 
 def _tcp_store(address: str, size: int, timeout: timedelta, **options: Any) -> Any:
-    host, _, port = address.rpartition(":")
-    return _STORES.TCPStore(host, int(port), size, timeout=timeout, **options)
+    host, port = host_and_port(address)
+    return _STORES.TCPStore(host, port, size, timeout=timeout, **options)
 
 
 def _stay_local(address: str) -> None:
     """Let ranks of one machine listen on the loopback only."""
-    if not address or address.rpartition(":")[0] in {"127.0.0.1", "localhost", "::1"}:
+    if not address or address.rpartition(":")[0] in {"127.0.0.1", "localhost", "[::1]"}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

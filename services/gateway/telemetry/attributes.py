@@ -14,6 +14,7 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanContext
 from opentelemetry.util.types import AnyValue
 
+from galley.client.addresses import host_and_port
 from galley.common.tracing.telemetry import context_from
 from galley.core import names
 from galley.core.answer.answer import Ending, SessionSpec
@@ -54,9 +55,8 @@ def describe_request(
         if content:
             attributes[names.INPUT_MESSAGES] = _input(request)
     attributes |= {names.OPERATION: operation, names.REQUEST_MODEL: requested}
-    host, _, port = address.rpartition(":")
-    if port.isdecimal():
-        attributes |= {names.SERVER_ADDRESS: host.strip("[]"), names.SERVER_PORT: int(port)}
+    host, port = host_and_port(address)
+    attributes |= {names.SERVER_ADDRESS: host, names.SERVER_PORT: port}
     return span_name(operation, model if requested == model else ""), attributes
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from galley.client.addresses import host_and_port
 from galley.common.logs import get_logger, start_logging
 from galley.common.registry.registration import Registered
 from galley.common.server.process import in_passing_thread, limit_threads, run_unless
@@ -122,12 +123,12 @@ async def _connected(settings: TargetSettings) -> Any:
 
     deadline = time.monotonic() + settings.ranks_timeout_s
     address, size = settings.ranks_address, settings.tensor_parallel
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address)
     while True:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 # torch's client retries on a thread and prints a stack at each failure.
-                _, writer = await asyncio.open_connection(host, int(port))
+                _, writer = await asyncio.open_connection(host, port)
             writer.close()
             return await asyncio.to_thread(connect_store, address, size, _CONNECT_S)
         except (OSError, RuntimeError) as error:
@@ -186,7 +187,7 @@ def open_meeting(settings: TargetSettings) -> Store:
 
     if settings.hosts == 1:
         return open_store("127.0.0.1", settings.tensor_parallel)
-    port = int(settings.ranks_address.rpartition(":")[2])
+    _, port = host_and_port(settings.ranks_address)
     return open_store(settings.host, settings.tensor_parallel, port=port)
 
 

@@ -43,6 +43,7 @@ def test_the_context_window_is_what_the_pool_holds(loaded: CausalModel) -> None:
         ({"tensor_parallel": 3, "hosts": 2, "ranks_address": "leader:1"}, "--hosts 2"),
         ({"tensor_parallel": 4, "hosts": 2}, "--ranks-address"),
         ({"tensor_parallel": 4, "hosts": 2, "ranks_address": "leader"}, "--ranks-address"),
+        ({"tensor_parallel": 4, "hosts": 2, "ranks_address": "leader:70000"}, "--ranks-address"),
         ({"host_index": 1}, "--host-index: must be < --hosts 1"),
     ],
 )
