@@ -16,6 +16,9 @@ _CONTEXT_TOKENS = 5
 _MAX_HELD_TOKENS = 16
 """A UTF-8 character has at most four bytes, so this many visible tokens without one are not UTF-8."""
 
+_MAX_OPEN_TOKENS = 3
+"""The last tokens may still begin a character: all of its bytes but one."""
+
 _REPLACEMENT = "�"
 
 
@@ -53,7 +56,7 @@ class TextStream:
 
     def flush(self) -> str:
         """Return the text that was held back, when no token follows."""
-        text = self._new_text()
+        text = self._new_text(len(self._window))
         self._settled = len(self._window)
         return self._release(len(self._held)) + text
 
@@ -71,15 +74,18 @@ class TextStream:
 
     def _text_of(self, token: int) -> str:
         self._window.append(token)
-        text = self._new_text()
+        end = len(self._window)
+        text = self._new_text(end)
         if not text or text.endswith(_REPLACEMENT):
             if self._is_hidden(token):
                 self._window.pop()
                 return ""
-            if len(self._window) - self._settled < _MAX_HELD_TOKENS:
+            if end - self._settled < _MAX_HELD_TOKENS:
                 return ""
+            end -= _MAX_OPEN_TOKENS
+            text = self._new_text(end)
         del self._window[: self._settled]
-        self._settled = len(self._window)
+        self._settled = end - self._settled
         return text
 
     def _is_hidden(self, token: int) -> bool:
@@ -89,9 +95,9 @@ class TextStream:
         """
         return not self._decode((token, token))
 
-    def _new_text(self) -> str:
+    def _new_text(self, end: int) -> str:
         before = self._decode(self._window[: self._settled])
-        return self._decode(self._window)[len(before) :]
+        return self._decode(self._window[:end])[len(before) :]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -41,6 +41,12 @@ def test_any_bytes_concatenate(data: bytes) -> None:
     assert "".join(texts).replace("\ufffd", "") == clean
 
 
+@given(st.integers(0, 40), st.sampled_from("é€🚀"))
+def test_a_character_after_invalid_bytes_stays_whole(invalid: int, character: str) -> None:
+    texts, _ = pieces(b"\xff" * invalid + character.encode())
+    assert "".join(texts) == "\ufffd" * invalid + character
+
+
 HIDDEN = 256
 
 
