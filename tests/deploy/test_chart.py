@@ -13,10 +13,12 @@ from tests.deploy.matrix import KEDA, OWN_STORE
 from tests.deploy.render import (
     CHART,
     ROLES,
+    HelmFailed,
     Manifest,
     container,
     default_values,
     env,
+    helm,
     of_kind,
     only_container,
     pod,
@@ -136,6 +138,13 @@ def test_wrong_values_are_refused_by_name(values: Manifest, message: str) -> Non
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(render_refused(values).replace("\n", " "))
     assert "canary" not in render_refused(values)
+
+
+@pytest.mark.parametrize("port", ["healthPort=50051", "metricsPort=50051", "port=8081"])
+def test_equal_ports_from_the_command_line_are_refused(port: str) -> None:
+    """Helm reads numbers of --set as integers, those of files as floats."""
+    with pytest.raises(HelmFailed, match="must differ"):
+        helm("template", "galley", str(CHART), "--set", f"gateway.{port}")
 
 
 @pytest.mark.parametrize("role", ROLES)

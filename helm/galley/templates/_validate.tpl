@@ -137,7 +137,7 @@ of bounds, and missing requirements of an enabled part.
 {{- end -}}
 {{- range $role := list "gateway" "draft" "target" -}}
 {{- $one := index $values $role -}}
-{{- if ne (len (uniq (list $one.port $one.healthPort $one.metricsPort))) 3 -}}
+{{- if ne (len (uniq (list (int $one.port) (int $one.healthPort) (int $one.metricsPort)))) 3 -}}
 {{- fail (printf "%s.port, %s.healthPort, %s.metricsPort: must differ, got %v, %v and %v" $role $role $role $one.port $one.healthPort $one.metricsPort) -}}
 {{- end -}}
 {{- end -}}
