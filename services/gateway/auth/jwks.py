@@ -271,10 +271,10 @@ class JwksClient:
         configuration = parse_object(content)
         if configuration.get("issuer") != self.issuer:
             raise ValueError(f"issuer: must be {self.issuer}, is another")
-        jwks_uri = configuration.get("jwks_uri")
-        if not isinstance(jwks_uri, str) or not jwks_uri:
-            raise ValueError("jwks_uri: must be a URL, got none")
-        return check_https(jwks_uri)
+        try:
+            return check_https(str(configuration.get("jwks_uri") or None))
+        except ValueError as error:
+            raise ValueError(f"jwks_uri: {error}") from None
 
 
 async def _get(client: httpx2.AsyncClient, url: str, parse: Callable[[bytes], _T]) -> _T:

@@ -58,11 +58,12 @@ async def test_a_slash_at_the_end_belongs_to_the_name(server: IssuerServer) -> N
     [
         ({"issuer": "https://other.test"}, "issuer: must be https:"),
         ({"issuer": None}, "issuer: must be https:"),
-        ({"jwks_uri": None}, "jwks_uri: must be a URL"),
-        ({"jwks_uri": 7}, "jwks_uri: must be a URL"),
-        ({"jwks_uri": "http://127.0.0.1/keys"}, "must be an https:// URL"),
-        ({"jwks_uri": "file:///etc/passwd"}, "must be an https:// URL"),
-        ({"jwks_uri": "https://user:hunter2@127.0.0.1/keys"}, "must not contain"),
+        ({"jwks_uri": None}, "jwks_uri: must be an https:// URL"),
+        ({"jwks_uri": ""}, "jwks_uri: must be an https:// URL"),
+        ({"jwks_uri": 7}, "jwks_uri: must be an https:// URL"),
+        ({"jwks_uri": "http://127.0.0.1/keys"}, "jwks_uri: must be an https:// URL"),
+        ({"jwks_uri": "file:///etc/passwd"}, "jwks_uri: must be an https:// URL"),
+        ({"jwks_uri": "https://user:hunter2@127.0.0.1/keys"}, "jwks_uri: must not contain"),
     ],
 )
 async def test_a_bad_configuration_is_refused(
