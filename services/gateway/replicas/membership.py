@@ -49,7 +49,7 @@ class StaticAddresses:
         self.can_change = len(self._addresses) > 1  # several are polled for their load
 
     def __str__(self) -> str:
-        return "at " + ", ".join(self._addresses)
+        return "at " + ", ".join(self._addresses) if self._addresses else "configured"
 
     async def read(self) -> Mapping[str, ReplicaLease | None]:
         return self._addresses
@@ -135,14 +135,14 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
         self._clock = clock
         self._replicas: dict[str, ReplicaT] = {}
         self._refusals: dict[str, GalleyError] = {}
-        self._problem = "there is none"
+        self._problem = ""
         self._read_error = ""
         self._refreshing: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
 
     @property
     def problem(self) -> str:
-        return f"no {self.role} {self._source}: {self._problem}"
+        return f"no {self.role} {self._source}" + (self._problem and f": {self._problem}")
 
     def up_and_down(self) -> tuple[int, int]:
         up = sum(replica.is_accepted and replica.is_up for replica in self._replicas.values())

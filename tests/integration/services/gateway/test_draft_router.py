@@ -21,7 +21,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
-from services.gateway.replicas.membership import POLL_S, RegisteredAddresses
+from services.gateway.replicas.membership import POLL_S, RegisteredAddresses, StaticAddresses
 from tests.fakes.fleet import DraftFleet
 from tests.fakes.truth import SEED, true_output
 from tests.fakes.waiting import PATIENCE_S
@@ -190,6 +190,14 @@ async def test_a_restarted_draft_is_used_again(here: Here) -> None:
     assert session.replica is not None
     assert (session.replica.address, before.address) == (home.fake.address, home.fake.address)
     assert session.replica.incarnation != before.incarnation
+
+
+@pytest.mark.parametrize(
+    ("addresses", "problem"), [([], "no draft configured"), (["a:1", "b:2"], "no draft at a:1, b:2")]
+)
+def test_a_pool_without_drafts_says_where_it_looked(addresses: list[str], problem: str) -> None:
+    source = StaticAddresses(addresses)
+    assert DraftPool(source, "hash", grpc.aio.insecure_channel, MonotonicClock(), SECOND).problem == problem
 
 
 async def test_a_first_draft_is_used_once_it_registers(world: World) -> None:
