@@ -14,10 +14,14 @@ from galley.core.content import common_prefix_len
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The `tokens` that one verification confirmed; the first `accepted` of them are draft tokens."""
+    """The `tokens` that one verification confirmed; the first `accepted` of them are draft tokens.
+
+    With `stopped`, the last of them is a stop token.
+    """
 
     tokens: tuple[int, ...]
     accepted: int
+    stopped: bool = False
 
 
 def confirm(
@@ -41,6 +45,5 @@ def confirm(
     tokens = tuple(sampled[: min(accepted + 1, room)])
     for i, token in enumerate(tokens):
         if token in stop_token_ids and output_len + i >= min_tokens:
-            tokens = tokens[: i + 1]
-            break
+            return Verdict(tokens[: i + 1], min(accepted, i + 1), stopped=True)
     return Verdict(tokens, min(accepted, len(tokens)))

@@ -393,7 +393,7 @@ class Scheduler:
                 logprobs=sampled.logprobs[: len(verdict.tokens)],
                 kv_len=len(request.tokens) - 1,
                 batch_sessions=shared.sessions,
-                more=not (is_over or _has_stopped(message, position, verdict.tokens)),
+                more=not (is_over or verdict.stopped),
                 queue_ns=queue_ns,
                 compute_ns=compute_ns,
                 linger_ns=linger_ns,
@@ -426,12 +426,6 @@ class Scheduler:
 def _verified(drafts: tuple[int, ...], tokens: tuple[int, ...]) -> int:
     """Return how many draft tokens were verified: all, or those before the first bad logits."""
     return len(tokens) if tokens == drafts[: len(tokens)] else len(drafts)
-
-
-def _has_stopped(message: VerifyRequest, position: int, tokens: Sequence[int]) -> bool:
-    """Return True if the last of these tokens, confirmed from `position` on, ends the answer."""
-    last = position + len(tokens) - 1 - message.prompt_len
-    return bool(tokens) and tokens[-1] in message.stop_token_ids and last >= message.min_tokens
 
 
 def _chunk(grant: Grant, blocks: Sequence[int]) -> StepChunk:

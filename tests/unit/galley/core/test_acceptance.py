@@ -24,15 +24,15 @@ def test_confirms_the_accepted_and_one_more() -> None:
 
 
 def test_cuts_after_the_first_stop_token() -> None:
-    assert verdict([1, 2, 3], [1, 2, 3, 4], stops=(2,)) == Verdict((1, 2), 2)
-    assert verdict([1, 2, 3], [1, 2, 3, 4], stops=(4,)) == Verdict((1, 2, 3, 4), 3)
-    assert verdict([1, 9], [1, 2, 3], stops=(2,)) == Verdict((1, 2), 1)
-    assert verdict([1, 2, 3], [1, 2, 3, 4], stops=(3, 1)) == Verdict((1,), 1)
+    assert verdict([1, 2, 3], [1, 2, 3, 4], stops=(2,)) == Verdict((1, 2), 2, True)
+    assert verdict([1, 2, 3], [1, 2, 3, 4], stops=(4,)) == Verdict((1, 2, 3, 4), 3, True)
+    assert verdict([1, 9], [1, 2, 3], stops=(2,)) == Verdict((1, 2), 1, True)
+    assert verdict([1, 2, 3], [1, 2, 3, 4], stops=(3, 1)) == Verdict((1,), 1, True)
 
 
 def test_a_stop_token_before_min_tokens_does_not_stop() -> None:
-    assert verdict([1, 2, 1], [1, 2, 1, 4], (1,), output_len=0, min_tokens=2) == Verdict((1, 2, 1), 3)
-    assert verdict([1, 2, 1], [1, 2, 1, 4], (1,), output_len=2, min_tokens=2) == Verdict((1,), 1)
+    assert verdict([1, 2, 1], [1, 2, 1, 4], (1,), output_len=0, min_tokens=2) == Verdict((1, 2, 1), 3, True)
+    assert verdict([1, 2, 1], [1, 2, 1, 4], (1,), output_len=2, min_tokens=2) == Verdict((1,), 1, True)
 
 
 def test_cuts_at_max_position() -> None:
@@ -66,7 +66,7 @@ def test_confirmed_tokens_equal_plain_decoding(
         output_len=output_len,
         min_tokens=min_tokens,
     )
-    plain: list[int] = []
+    plain, stopped = list[int](), False
     for i, token in enumerate(sampled):
         if i == room:
             break
@@ -75,5 +75,6 @@ def test_confirmed_tokens_equal_plain_decoding(
         if stopped or i >= len(draft) or draft[i] != token:
             break
     assert got.tokens == tuple(plain)
+    assert got.stopped == stopped
     assert list(got.tokens[: got.accepted]) == draft[: got.accepted]
     assert len(got.tokens) - got.accepted in (0, 1)
