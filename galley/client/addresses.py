@@ -36,6 +36,8 @@ def parse_addresses(addresses: str | Sequence[str]) -> Addresses:
 def _parse(address: str) -> tuple[str, bool]:
     if _GRPC_TARGET.match(address):
         return address, False
+    if "@" in address:  # not printed: it may hold a password
+        raise ValueError("must be HOST[:PORT] without a user name or password")
     url = _URL.fullmatch(address)
     tls = url is not None and url["scheme"] in {"https", "grpcs"}
     try:
@@ -47,6 +49,8 @@ def _parse(address: str) -> tuple[str, bool]:
 
 def host_and_port(text: str, default_port: int | None = None) -> tuple[str, int]:
     """Split "host:port" or "[ipv6]:port"; with a default port, also "host" and "ipv6". Raises ValueError."""
+    if "@" in text:  # not printed: it may hold a password
+        raise ValueError("must be host:port without a user name or password")
     if default_port is not None and _is_ipv6(text.strip("[]")):
         return text.strip("[]"), default_port
     host, colon, port = text.rpartition(":")

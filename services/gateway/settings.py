@@ -55,7 +55,10 @@ def check_https(url: str) -> str:
     """Return `url`. Raise ValueError unless it is empty or https without user name and password."""
     if not url:
         return url
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # its text may hold the credentials
+        raise ValueError("must be an https:// URL") from None
     if parts.scheme != "https" or not parts.hostname:
         raise ValueError("must be an https:// URL")
     if "@" in parts.netloc:

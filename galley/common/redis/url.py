@@ -35,6 +35,8 @@ FORMS = "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// (re
 _KINDS: Mapping[str, Kind] = {"": "server", "sentinel": "sentinel", "cluster": "cluster"}
 _TLS_OPTIONS = frozenset({"ca", "cert", "key"})
 _SENTINEL_OPTIONS = frozenset({"service", "sentinel_user", "sentinel_password"})
+_UNIX_OPTIONS = frozenset({"db"})
+_ALL_OPTIONS = _TLS_OPTIONS | _SENTINEL_OPTIONS | _UNIX_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,10 @@ def parse_redis_url(url: str) -> RedisUrl:
     rest, _, query = rest.partition("?")
     name, _, suffix = scheme.partition("+")
     if scheme == "unix":
-        return _unix(rest, _options(query, frozenset({"db"})))
+        return _unix(rest, _options(query, _UNIX_OPTIONS))
     if name not in {"redis", "rediss"} or suffix not in _KINDS or scheme.endswith("+"):
-        raise ValueError(f"must be {FORMS}, got {scheme}://")
+        # Not printed: with an unencoded password it may hold the credentials.
+        raise ValueError(f"must be {FORMS}, got another scheme")
     return _tcp(_KINDS[suffix], rest, query, tls=name == "rediss")
 
 
@@ -134,9 +137,14 @@ def _options(query: str, known: frozenset[str]) -> dict[str, str]:
     options = dict(pairs)
     if len(options) < len(pairs):
         raise ValueError("must have each option once after the question mark, got one twice")
-    if unknown := sorted(options.keys() - known):
-        allowed = f"allowed are {', '.join(sorted(known))}" if known else "none is allowed"
-        raise ValueError(f"must have no options {', '.join(unknown)}; in this form of URL, {allowed}")
+    if unknown := options.keys() - known:
+        allowed = f" except {', '.join(sorted(known))}" if known else ""
+        # Other names may be parts of an unencoded password.
+        named = ", ".join(sorted(unknown & _ALL_OPTIONS)) or "an unknown one"
+        raise ValueError(
+            f"must have no options{allowed} in this form of URL, got {named}; write ? and & in a password as "
+            "%3F and %26"
+        )
     return options
 
 

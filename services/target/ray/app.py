@@ -23,7 +23,7 @@ _AFTER_DRAIN_S = 10
 class AppArgs(BaseModel):
     """The `args` of the application: a replica's settings, and its number of ranks."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     tensor_parallel: int = Field(default=1, ge=1, description="Ranks of a replica.")
     settings: dict[str, Any] = Field(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
 from galley.core.errors import UnsupportedModel
 from services.target.ranks.rank import REDIS_URL, REDIS_URL_FILE, settings_for_ranks
@@ -52,6 +52,12 @@ def test_every_rank_has_a_bundle() -> None:
     options = bound._bound_deployment._replica_config
     assert options.placement_group_bundles == [{"CPU": 2.0}] * 3
     assert options.ray_actor_options["num_cpus"] == 2
+
+
+def test_an_unknown_argument_is_refused_without_its_value() -> None:
+    with pytest.raises(ValidationError, match="redis_url") as refused:
+        ray_app.AppArgs.model_validate({"redis_url": "redis://:secret@store"})
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("drain", [0, 30, 600])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from galley.client.addresses import Addresses, parse_addresses
+from galley.client.addresses import Addresses, host_and_port, parse_addresses
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,13 @@ def test_https_is_tls() -> None:
 def test_what_is_refused(typed: str) -> None:
     with pytest.raises(ValueError, match="must "):
         parse_addresses(typed)
+
+
+@pytest.mark.parametrize(
+    "typed", ["https://u:secret@a:1", "https://u:secret@a/b", "u:secret@a", "secret@a:x"]
+)
+def test_a_password_is_refused_and_not_printed(typed: str) -> None:
+    for parse in (parse_addresses, host_and_port):
+        with pytest.raises(ValueError, match="without a user name or password") as refused:
+            parse(typed)
+        assert "secret" not in str(refused.value)

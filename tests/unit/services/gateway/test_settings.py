@@ -53,6 +53,17 @@ def test_incomplete_jwt_settings_are_refused(
     assert reported in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("url", ["https://u:secret@a\N{ACCOUNT OF}b.test", "https://u:[secret]@a.test"])
+def test_a_malformed_jwks_url_is_reported_without_its_password(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*ISSUER, "--jwt-jwks-url", url)
+    reported = capsys.readouterr().err
+    assert "--jwt-jwks-url (or GALLEY_GATEWAY_JWT_JWKS_URL): must " in reported
+    assert "secret" not in reported
+
+
 def test_an_issuer_with_given_keys_may_have_any_name() -> None:
     argv = ("--jwt-issuer", "kubernetes/serviceaccount", "--jwt-audience", "galley")
     assert parse(*argv, "--jwt-jwks-file", "keys.json").jwt_issuer == "kubernetes/serviceaccount"
