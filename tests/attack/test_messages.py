@@ -83,9 +83,9 @@ def test_gzip_is_read_whole_within_its_bound_or_not_at_all() -> None:
     for data, most, problem in (
         (gzip.compress(b"x" * 101), 100, "at most 100 bytes, got more when inflated"),
         (b"plain.", 5, "at most 5 bytes, got 6"),
-        (gzip.compress(b"x")[:-4], 100, "well-formed gzip"),
-        (gzip.compress(b"x") * 2, 100, "well-formed gzip"),
-        (b"\x1f\x8b", 100, "well-formed gzip"),
+        (gzip.compress(b"x")[:-4], 100, "one complete gzip member, got a truncated one"),
+        (gzip.compress(b"x") * 2, 100, "one complete gzip member, .* or data after its end"),
+        (b"\x1f\x8b", 100, "one complete gzip member"),
         (b"\x1f\x8bnothing of the kind", 100, "well-formed gzip"),
     ):
         with pytest.raises(ValueError, match=problem):

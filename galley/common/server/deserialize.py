@@ -135,7 +135,7 @@ def _readable(request: Any) -> Any:
 def decompress(data: bytes, max_bytes: int) -> bytes:
     """Return `data`, or its content if it is gzip, after inflating at most `max_bytes` + 1 bytes.
 
-    Raise ValueError if either is larger than `max_bytes`, or the gzip is broken.
+    Raise ValueError if either is larger than `max_bytes`, or the gzip is broken or not one complete member.
     """
     if len(data) > max_bytes:
         raise ValueError(f"must be at most {max_bytes} bytes, got {len(data)}")
@@ -149,5 +149,5 @@ def decompress(data: bytes, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise ValueError(f"must be at most {max_bytes} bytes, got more when inflated")
     if not inflater.eof or inflater.unused_data:
-        raise ValueError("must be well-formed gzip")
+        raise ValueError("must be one complete gzip member, got a truncated one or data after its end")
     return content
