@@ -30,7 +30,7 @@ class SamplingParams:
     seed: int = 0
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         """True at temperature 0: the same code, without noise."""
         return self.temperature == 0.0
 

@@ -36,7 +36,7 @@ def fingerprint(model: CausalModel) -> str:
         "forward": model.forward_kind,
         "block_tokens": model.kv.block_tokens,
         "matmul": "packed"
-        if packing.serves(getattr(torch, model.info.dtype), model.info.device)
+        if packing.can_serve(getattr(torch, model.info.dtype), model.info.device)
         else "torch",
         "torch": torch.__version__,
         "transformers": transformers.__version__,

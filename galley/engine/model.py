@@ -111,7 +111,7 @@ class CausalModel:
             ranks=ranks.size,
         )
         pool = pool_for(shape, max(kv_blocks, PROBE_BLOCKS), torch.device(device), options)
-        own = llama.serves(module, pool)
+        own = llama.can_serve(module, pool)
         # Our own forward takes the module apart, so its reference comes first. Otherwise our attention comes
         # first, since its refusals are clearer.
         theirs = eager_logits(module, prompt_of(info)) if own else None

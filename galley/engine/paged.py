@@ -53,7 +53,7 @@ def as_array(tensor: Tensor) -> Stored:
 
 def pool_for(shape: KvShape, blocks: int, device: torch.device, options: DeviceOptions) -> KvPool:
     """Return the pool of the fastest attention. Raises UnsupportedModel if that cannot be `invariant`."""
-    if device.type == "cuda" and options.flex and flex.serves(device, shape):
+    if device.type == "cuda" and options.flex and flex.can_serve(device, shape):
         return FlatPool(shape, blocks, device)
     if device.type != "cpu" and options.invariant:
         raise UnsupportedModel(f"invariant: must be off on {device}, where FlexAttention does not run")

@@ -61,12 +61,12 @@ class StackDirs:
 PartTable: TypeAlias = "Callable[[StackOptions, StackDirs], Sequence[PartSpec]]"
 
 
-def targets_register(options: StackOptions) -> bool:
+def has_registered_targets(options: StackOptions) -> bool:
     """Return True if the gateways find the targets in the store; otherwise they are given the address."""
     return options.replicas > 1 or options.tensor_parallel > 1
 
 
-def drafts_register(options: StackOptions) -> bool:
+def has_registered_drafts(options: StackOptions) -> bool:
     return options.drafts > 1
 
 
@@ -80,8 +80,8 @@ def environment_of(options: StackOptions) -> dict[str, str]:
         env.pop(f"GALLEY_{role}_REDIS_URL_FILE", None)
     if options.redis_url:
         env["GALLEY_GATEWAY_REDIS_URL"] = options.redis_url
-        if targets_register(options):
+        if has_registered_targets(options):
             env["GALLEY_TARGET_REDIS_URL"] = options.redis_url
-        if drafts_register(options):
+        if has_registered_drafts(options):
             env["GALLEY_DRAFT_REDIS_URL"] = options.redis_url
     return {**env, **options.env}

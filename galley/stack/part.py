@@ -122,7 +122,7 @@ class Part:
         return self._process.pid
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
     async def start(self, facts: Facts, timeout_s: float) -> PartFacts:
@@ -208,7 +208,7 @@ class Part:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOG_FLUSH_S):
                 await self.ended()
-        if self.running:
+        if self.is_running:
             return self._failure("closed its ready pipe before it was ready")
         return self._failure(f"{self._how_it_ended()} before it was ready")
 
@@ -231,12 +231,12 @@ class Part:
         return PartFailed(self.spec.name, problem, self.log)
 
     def send(self, sig: signal.Signals) -> None:
-        if self.running:
+        if self.is_running:
             os.kill(self.pid, sig)
 
     async def stop(self, grace_s: float) -> None:
         """Send SIGTERM; if the part runs on for `grace_s` seconds, send SIGKILL to its process group."""
-        if not self.running:
+        if not self.is_running:
             return
         self._report(State.STOPPED, "stopping")
         self.send(signal.SIGTERM)
@@ -248,7 +248,7 @@ class Part:
         self._report(State.STOPPED, "stopped")
 
     async def kill(self) -> None:
-        if self.running:
+        if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         await self.ended()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from galley.common.models.files import DEFAULT_MODEL, shipped_draft
 from galley.core import names
-from galley.stack.options import StackDirs, StackOptions, drafts_register, targets_register
+from galley.stack.options import StackDirs, StackOptions, has_registered_drafts, has_registered_targets
 from galley.stack.part import LOOPBACK, Facts, PartSpec, free_ports
 from galley.trace.read.otlp_file import new_file, trace_dir
 
@@ -98,12 +98,12 @@ def _target(name: str, options: StackOptions) -> PartSpec:
         args = [*_common(options), *_threads(options), *_model(facts["model"]["line"], options)]
         if uses_ray:
             args += ["--replicas", str(options.replicas), "--tensor-parallel", str(options.tensor_parallel)]
-        if targets_register(options):
+        if has_registered_targets(options):
             args += _store(facts, options)
         module = "services.target.ray" if uses_ray else "services.target"
         return python_module(module, *args, *options.extra_args.get("target", ()))
 
-    return PartSpec(name, command, after=("model", *_store_part(options, targets_register(options))))
+    return PartSpec(name, command, after=("model", *_store_part(options, has_registered_targets(options))))
 
 
 def _store_part(options: StackOptions, is_needed: bool) -> tuple[str, ...]:
@@ -139,14 +139,14 @@ def _draft(name: str, options: StackOptions) -> PartSpec:
             args += ["--target-model", facts["model"]["line"]]
         else:
             args += ["--tokenizer", facts["model"]["line"]]
-        if drafts_register(options):
+        if has_registered_drafts(options):
             args += _store(facts, options)
         return python_module("services.draft", *args, *options.extra_args.get("draft", ()))
 
     after = (
         "model",
         *(["draft-model"] if has_model else ()),
-        *_store_part(options, drafts_register(options)),
+        *_store_part(options, has_registered_drafts(options)),
     )
     return PartSpec(name, command, after=after, niceness=_DRAFT_NICENESS)
 
@@ -155,9 +155,9 @@ def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSp
     def command(facts: Facts) -> list[str]:
         args = _common(options, options.port if name == "gateway" else 0)
         args += ["--model", facts["model"]["line"], "--model-name", _served_name(options.model)]
-        if not targets_register(options):
+        if not has_registered_targets(options):
             args += ["--target", facts["target"]["address"]]
-        if not drafts_register(options):
+        if not has_registered_drafts(options):
             args += ["--draft", facts["draft"]["address"]]
         args += _store(facts, options)
         if options.k is not None:

@@ -83,7 +83,7 @@ class Stack:
 
     @property
     def running(self) -> tuple[str, ...]:
-        return tuple(name for name, part in self._parts.items() if part.running)
+        return tuple(name for name, part in self._parts.items() if part.is_running)
 
     def facts(self, part: str) -> PartFacts:
         return self._facts[part]
@@ -141,7 +141,7 @@ class Stack:
 
     async def failure(self) -> PartFailed:
         """Wait until one of the vital parts that run now ends; return its failure. Logs are then kept."""
-        vital = [part for part in self._parts.values() if part.running and part.spec.vital]
+        vital = [part for part in self._parts.values() if part.is_running and part.spec.vital]
         async with asyncio.TaskGroup() as group:
             watches = [group.create_task(part.died()) for part in vital]
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
@@ -168,7 +168,7 @@ class Stack:
 
     async def stop(self) -> None:
         """Stop all parts, dependent ones first. Remove the temporary directory unless a part has failed."""
-        while running := [part for part in self._parts.values() if part.running]:
+        while running := [part for part in self._parts.values() if part.is_running]:
             needed = {name for part in running for name in part.spec.after}
             idle = [part for part in running if part.spec.name not in needed]
             async with asyncio.TaskGroup() as group:

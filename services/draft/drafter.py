@@ -111,7 +111,7 @@ class _Open:
     proposal: Proposal
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self.proposal.done or self.proposal.error is not None
 
     @property
@@ -216,7 +216,7 @@ class Drafter:
 
     def _conclude(self, group: Sequence[_Open], stepped: Stepped) -> None:
         for one in group:
-            if not one.ended:
+            if not one.has_ended:
                 stepped.so_far[one.item] = one.so_far
                 continue
             outcome = stepped.answers[one.item] = one.proposal.error or one.so_far

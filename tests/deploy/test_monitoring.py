@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from galley.common.tracing.otlp import exports
+from galley.common.tracing.otlp import is_exported
 from tests.deploy.render import (
     CHART,
     ROLES,
@@ -118,8 +118,8 @@ def test_traces_are_exported_to_the_endpoint(otel: dict[str, object], traces: bo
             continue
         given = {name: value for name, value in env_of(only_container(spec)).items() if "OTEL" in name}
         with patch.dict(os.environ, given):
-            assert exports("traces") is traces
-            assert exports("metrics") is metrics
+            assert is_exported("traces") is traces
+            assert is_exported("metrics") is metrics
 
 
 def test_one_request_is_sampled_alike_by_all() -> None:

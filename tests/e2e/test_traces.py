@@ -203,7 +203,7 @@ def test_resumed_request_continues_the_trace_of_a_killed_gateway(run: Run, tmp_p
 
     story = story_of(run, trace_id, tmp_path)
     before, after = story.requests
-    assert (before.span, after.resumed) == (None, True)
+    assert (before.span, after.is_resumed) == (None, True)
     assert before.rounds
     assert before.rounds[0].position == len(PROMPT)
     ends = [one.position + one.confirmed for one in after.rounds]

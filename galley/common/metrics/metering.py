@@ -11,7 +11,7 @@ from galley.common.metrics.metric import LabelValues, Metric
 from galley.common.metrics.registry import Registry
 from galley.common.tls.channels import Material
 from galley.common.tls.files import WatchedFiles
-from galley.common.tracing.otlp import exports
+from galley.common.tracing.otlp import is_exported
 from galley.common.tracing.telemetry import Telemetry
 
 OFF = -1
@@ -38,7 +38,7 @@ async def start_metering(service: str, host: str, port: int) -> Metering:
 
     Raise OSError if the port cannot be bound, ValueError if the settings of the push are invalid.
     """
-    pushed = exports("metrics")
+    pushed = is_exported("metrics")
     if service not in SERVICES or (port == OFF and not pushed):
         return Metering()
     registry = Registry(service)

@@ -134,7 +134,7 @@ class RedisCalls:
         except redis_errors.NoScriptError:
             raise
         except (redis_errors.RedisError, OSError) as error:
-            if not _passes(error):
+            if not _is_passing(error):
                 raise Broken(f"the session store refused a command: {error}") from error
             if node is not None:
                 self._nodes.lost(node)
@@ -183,5 +183,5 @@ async def _send(node: Node, commands: Sequence[Command], *, asking: bool) -> lis
     return replies[1:] if asking else replies
 
 
-def _passes(error: Exception) -> bool:
+def _is_passing(error: Exception) -> bool:
     return isinstance(error, _PASSING_ERRORS) or str(error).partition(" ")[0] in _PASSING_REPLIES

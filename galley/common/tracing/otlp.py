@@ -14,7 +14,7 @@ FLUSH_S = 3.0
 """Longest time that a process waits at its end for the collector."""
 
 
-def exports(signal: Signal) -> bool:
+def is_exported(signal: Signal) -> bool:
     name = signal.upper()
     if not variable("ENDPOINT", signal)[1]:
         return False

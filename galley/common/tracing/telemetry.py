@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from galley.common.tracing.light_spans import SpanScope
-from galley.common.tracing.otlp import FLUSH_S, exports
+from galley.common.tracing.otlp import FLUSH_S, is_exported
 from galley.core import names
 
 if TYPE_CHECKING:  # the SDK is slow to load, and needed only where traces are on
@@ -41,7 +41,7 @@ class Telemetry:
     processor: SpanProcessor | None = None
 
     @property
-    def on(self) -> bool:
+    def is_on(self) -> bool:
         return self.provider is not None
 
     def tracer(self, name: str) -> trace.Tracer:
@@ -90,7 +90,7 @@ class Telemetry:
 
 def start_telemetry(service_name: str, *, as_global: bool = True) -> Telemetry:
     """Start traces by the `OTEL_*` environment; `as_global` sets the provider for libraries."""
-    if not exports("traces"):
+    if not is_exported("traces"):
         return Telemetry()
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415  # the SDK
 

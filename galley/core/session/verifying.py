@@ -70,12 +70,12 @@ class OpenVerify:
         if first + event.verified > max((hint.end for hint in self._hints), default=0):
             return False
         return all(
-            any(_says(hint, first + i, token) for hint in self._hints)
+            any(_has_token(hint, first + i, token) for hint in self._hints)
             for i, token in enumerate(event.tokens[: event.accepted])
         )
 
 
-def _says(hint: Hint, position: int, token: int) -> bool:
+def _has_token(hint: Hint, position: int, token: int) -> bool:
     return hint.position <= position < hint.end and hint.draft_tokens[position - hint.position] == token
 
 

@@ -262,12 +262,12 @@ def answer_all(
     live: list[_Live] = []
     with store.open("a", encoding="utf-8") as file:
         while waiting or live:
-            while waiting and _room(model, live, prompts[waiting[-1]], answering):
+            while waiting and _has_room(model, live, prompts[waiting[-1]], answering):
                 place = waiting.pop()
                 prompt = prompts[place]
                 live.append(_Live(place, prompt, answering.params(prompt), model.new_cache()))
             _step(model, live)
-            for ended in [one for one in live if _ended(one, model, answering)]:
+            for ended in [one for one in live if _has_ended(one, model, answering)]:
                 live.remove(ended)
                 answers[ended.place] = Answer(tuple(ended.tokens), ended.params.temperature)
                 line = {
@@ -282,7 +282,7 @@ def answer_all(
     return [answers[place] for place in range(len(prompts))]
 
 
-def _room(model: CausalModel, live: Sequence[_Live], prompt: Prompt, answering: Answering) -> bool:
+def _has_room(model: CausalModel, live: Sequence[_Live], prompt: Prompt, answering: Answering) -> bool:
     """Return True if one more answer may begin: the KV pool must hold all live answers to their ends."""
     lengths = [len(one.tokens) + answering.max_tokens for one in (prompt, *(one.prompt for one in live))]
     blocks = sum(-(-length // model.kv.block_tokens) for length in lengths)
@@ -298,7 +298,7 @@ def _step(model: CausalModel, live: Sequence[_Live]) -> None:
         one.tokens.append(outcome.tokens[0])
 
 
-def _ended(one: _Live, model: CausalModel, answering: Answering) -> bool:
+def _has_ended(one: _Live, model: CausalModel, answering: Answering) -> bool:
     full = len(one.prompt.tokens) + len(one.tokens) >= model.info.context_window
     return full or len(one.tokens) >= answering.max_tokens or one.tokens[-1] in model.info.eos_token_ids
 

@@ -53,7 +53,7 @@ class Int8Product:
 def int8_product(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Int8Product | None:
     """Return int8 layers of one input as one product, outputs side by side; None if that is not supported."""
     stored = [layer.stored for layer in layers if isinstance(layer, Int8Linear)]
-    if len(stored) < len(layers) or not supported():
+    if len(stored) < len(layers) or not is_supported():
         return None
     bytes_ = torch.cat([weight for weight, _ in stored])
     outputs, inputs = bytes_.shape
@@ -65,7 +65,7 @@ def int8_product(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Int8Product
     return Int8Product(blocks.contiguous().flatten().numpy(), scales.numpy(), inputs, dtype)
 
 
-def supported() -> bool:
+def is_supported() -> bool:
     return bool(binding.get_host_cpu_features().get("avx512vnni"))
 
 

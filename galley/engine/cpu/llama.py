@@ -34,7 +34,7 @@ _NORMALIZE_NS, _ROTATE_NS, _GATE_NS = 0.7, 3.0, 0.6
 _FAMILY = {"llama", "mistral", "qwen2", "qwen3"}
 
 
-def serves(module: Any, pool: KvPool) -> bool:
+def can_serve(module: Any, pool: KvPool) -> bool:
     """Return True if `LlamaForward` can run `module`: family, CPU, dtype, activation and head sizes fit."""
     config = module.config
     if config.model_type not in _FAMILY or pool.keys.device.type != "cpu":

@@ -37,14 +37,14 @@ def rows_of_product(rows: int, max_rows: int) -> int:
     return min(max_rows, -(-rows // step) * step)
 
 
-def native_bfloat16() -> bool:
+def has_native_bfloat16() -> bool:
     flags = torch.cpu.get_capabilities()
     return bool(flags.get("avx512_bf16") or flags.get("amx_bf16"))
 
 
-def serves(dtype: torch.dtype, device: str) -> bool:
+def can_serve(dtype: torch.dtype, device: str) -> bool:
     exists = hasattr(_OPS, "_reorder_linear_weight") and hasattr(_OPS, "_linear_pointwise")
-    computed = dtype == torch.float32 or (dtype == torch.bfloat16 and native_bfloat16())
+    computed = dtype == torch.float32 or (dtype == torch.bfloat16 and has_native_bfloat16())
     return exists and torch.device(device).type == "cpu" and computed
 
 
@@ -62,7 +62,7 @@ class Linears:
     """A maker of linear layers, packed where that keeps rows independent; each shape is tried once."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
-        self._serves = serves(dtype, device)
+        self._can_serve = can_serve(dtype, device)
         self.dtype = dtype
         self._keeps_rows: dict[torch.Size, bool] = {}
 
@@ -72,7 +72,7 @@ class Linears:
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> Product | None:
         """Return `make`'s function with packed weights; None if not supported or rows affect others."""
-        if not self._serves:
+        if not self._can_serve:
             return None
         packed = _OPS._reorder_linear_weight(weight)  # noqa: SLF001
         run = _OPS._linear_pointwise.default  # noqa: SLF001

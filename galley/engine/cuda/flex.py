@@ -40,15 +40,15 @@ _MIN_DIM = 16  # of a product on tensor cores
 _MIN_CAPABILITY = (8, 0)  # tensor cores that multiply bfloat16
 
 
-def serves(device: torch.device, shape: KvShape) -> bool:
+def can_serve(device: torch.device, shape: KvShape) -> bool:
     """Return True if FlexAttention compiles for these heads on this CUDA device; trying takes seconds."""
     if min(shape.key_dim, shape.value_dim) < _MIN_DIM or importlib.util.find_spec("triton") is None:
         return False
-    return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY and works(device, shape)
+    return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY and can_compile(device, shape)
 
 
 @torch.inference_mode()
-def works(device: torch.device, shape: KvShape) -> bool:
+def can_compile(device: torch.device, shape: KvShape) -> bool:
     """Return True if FlexAttention compiles and runs for one row of such heads; log the error if not."""
     heads = shape.kv_heads
     pool = FlatPool(replace(shape, layers=1), 1, device)

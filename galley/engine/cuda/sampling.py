@@ -40,7 +40,7 @@ def is_drawn_here(draw: Draw) -> bool:
     """Return True if each token depends on its row of logits, temperature, seed and position alone."""
     params = draw.params
     unfiltered = params.top_k == 0 and params.top_p >= 1.0 and params.min_p <= 0.0
-    return is_plain(draw) and (params.greedy or unfiltered)
+    return is_plain(draw) and (params.is_greedy or unfiltered)
 
 
 def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:
@@ -73,7 +73,7 @@ def _fetch(
     logits: Tensor, here: Sequence[tuple[Draw, int]], others: list[int]
 ) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
     """Return on the host each row's token, valid for draws `here`, and the logits of the rows `others`."""
-    noisy = [_record(*pair, row) for pair in here for row in _rows_of(*pair) if not pair[0].params.greedy]
+    noisy = [_record(*pair, row) for pair in here for row in _rows_of(*pair) if not pair[0].params.is_greedy]
     uploaded = _upload([*others, *(number for record in noisy for number in record)], logits.device)
     count, vocab = logits.shape
     tokens = (

@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def default_dtype(device: str) -> torch.dtype:
     """Return bfloat16, or float32 on a CPU that does not multiply bfloat16 natively."""
-    native = torch.device(device).type != "cpu" or packing.native_bfloat16()
+    native = torch.device(device).type != "cpu" or packing.has_native_bfloat16()
     return torch.bfloat16 if native else torch.float32
 
 

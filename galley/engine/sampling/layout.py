@@ -80,7 +80,7 @@ COLDEST, HOTTEST = 1e-30, 1e30
 
 def kernel_temperature(params: SamplingParams) -> float:
     """Return the temperature that float32 can divide by; 0 is greedy."""
-    return 0.0 if params.greedy else min(max(params.temperature, COLDEST), HOTTEST)
+    return 0.0 if params.is_greedy else min(max(params.temperature, COLDEST), HOTTEST)
 
 
 def least_logit(params: SamplingParams) -> float:

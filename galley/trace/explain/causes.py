@@ -234,7 +234,7 @@ def _cold_cache(case: Case) -> str:
     if missing is None or missing < _COLD_TOKENS:
         return ""
     had = f"{one.reused or 0:,} of {count(one.position, 'token')}"
-    if one.index == 0 and not case.request.resumed and case.last_event(names.SESSION_MOVED) is None:
+    if one.index == 0 and not case.request.is_resumed and case.last_event(names.SESSION_MOVED) is None:
         return f"it read the prompt, of which the cache held {had}, and computed for {ms(case.lost_ns)} ms"
     if moved := case.last_event(names.SESSION_MOVED, "target"):
         why = f"after the session moved from target {_text(moved, names.SOURCE)}{_because(moved)}, "

@@ -113,7 +113,7 @@ def _ends(story: Story) -> Iterator[str]:
         which = f"Request {number} of {len(story.requests)}" if len(story.requests) > 1 else "It"
         if request.span is None:
             yield f"{which} has no span of its own: its gateway was killed, or it has not ended."
-        elif request.failed:
+        elif request.has_failed:
             why = one_line(request.text(names.ERROR_TYPE)) or "an error"
             problem = f" ({one_line(request.span.problem, 160)})" if request.span.problem else ""
             yield f"{which} ended with {why}{problem}."

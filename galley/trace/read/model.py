@@ -141,11 +141,11 @@ class Request:
         return self.span.text(names.SESSION_ID) if self.span else ""
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         return self.span is not None and self.span.status == ERROR
 
     @property
-    def resumed(self) -> bool:
+    def is_resumed(self) -> bool:
         return self.span is not None and self.span.attributes.get(names.RESUMED) is True
 
     @property
@@ -197,7 +197,7 @@ class Story:
             return reported
         first = self.requests[0]
         starts = (one.position for one in first.rounds if one.index == 0)
-        return None if first.resumed else next(starts, None)
+        return None if first.is_resumed else next(starts, None)
 
     def company(self, batch: Batch) -> Collection[str]:
         """Return the other sessions of a step; "one of trace ID" if a trace does not hold exactly one."""

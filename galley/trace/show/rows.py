@@ -155,7 +155,7 @@ def columns_of(story: Story, one: Round) -> tuple[str, str, str, str, str]:
 
 
 def request_title(story: Story, request: Request, number: int) -> str:
-    what = "resumed" if request.resumed else "began"
+    what = "resumed" if request.is_resumed else "began"
     return f"request {number} of {len(story.requests)} {what} at {ms(request.start_ns - story.start_ns)} ms"
 
 

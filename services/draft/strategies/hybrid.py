@@ -173,7 +173,7 @@ class HybridStrategy:
         match = lookups.find([*session.tokens[session.confirmed :], *proposal.tokens], 1)
         if not match.found.tokens:
             return None
-        evidence = class_of(match) + (0 if proposal.job.slice.sampling.greedy else len(PRIOR))
+        evidence = class_of(match) + (0 if proposal.job.slice.sampling.is_greedy else len(PRIOR))
         return Candidate(match.found.tokens[0], evidence)
 
     def _copy(self, proposal: ModelProposal) -> None:

@@ -118,7 +118,7 @@ class ModelSteps:
             if isinstance(outcome, GalleyError):
                 self._fail(proposal, outcome)
             else:
-                greedy = proposal.job.slice.sampling.greedy
+                greedy = proposal.job.slice.sampling.is_greedy
                 drawn.append(Drawn(proposal, outcome.tokens[0], _bucket(confidence, greedy=greedy)))
         return drawn
 

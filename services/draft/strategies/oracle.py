@@ -48,7 +48,7 @@ class OracleStrategy:
     def _answer_to(self, session: DraftSession) -> list[int] | None:
         confirmed = session.tokens[: session.confirmed]
         answer = self._matched.get(session)
-        if answer is not None and _begins(answer, confirmed):
+        if answer is not None and _has_prefix(answer, confirmed):
             return answer
         answer = self._search(confirmed)
         if answer is None and self._read_on():
@@ -59,7 +59,7 @@ class OracleStrategy:
 
     def _search(self, tokens: list[int]) -> list[int] | None:
         # The latest line wins.
-        return next((answer for answer in reversed(self._answers) if _begins(answer, tokens)), None)
+        return next((answer for answer in reversed(self._answers) if _has_prefix(answer, tokens)), None)
 
     def _read_on(self) -> bool:
         """Read the complete lines that were added; return True if there were any."""
@@ -72,5 +72,5 @@ class OracleStrategy:
         return bool(added)
 
 
-def _begins(answer: list[int], tokens: list[int]) -> bool:
+def _has_prefix(answer: list[int], tokens: list[int]) -> bool:
     return answer[: len(tokens)] == tokens

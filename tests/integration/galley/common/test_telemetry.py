@@ -201,14 +201,14 @@ def test_repeated_library_warning_is_logged_once(capsys: pytest.CaptureFixture[s
 
 
 def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not start_telemetry("x").on
+    assert not start_telemetry("x").is_on
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
-    assert not start_telemetry("x").on
+    assert not start_telemetry("x").is_on
     monkeypatch.delenv("OTEL_TRACES_EXPORTER")
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     off = start_telemetry("x")
-    assert not off.on
+    assert not off.is_on
     assert off.client_interceptors() == off.server_interceptors() == []
     with off.tracer("x").start_as_current_span("nothing"):
         assert traceparent() == ""

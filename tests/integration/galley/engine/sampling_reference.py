@@ -56,7 +56,7 @@ def _choose(row: Floats, draw: Draw, accepted: Sequence[int]) -> int | None:
     row = _processed(row, draw, [*draw.history[draw.prompt_len :], *accepted])
     if not np.isfinite(row.max()):
         return None
-    if draw.params.greedy:
+    if draw.params.is_greedy:
         return int(row.argmax())
     position = len(draw.history) + len(accepted)
     words = noise.words(draw.params.seed, position, range(len(row)))

@@ -68,7 +68,7 @@ def reference(directory: Path, target: Path, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.02), (torch.bfloat16, 0.05)])
-@pytest.mark.parametrize("has_int8", [False] if not int8.supported() else [True, False])
+@pytest.mark.parametrize("has_int8", [False] if not int8.is_supported() else [True, False])
 def test_a_draft_equals_the_reference_of_its_weights(
     directory: Path,
     target: Path,
@@ -77,7 +77,7 @@ def test_a_draft_equals_the_reference_of_its_weights(
     has_int8: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(int8, "supported", lambda: has_int8)
+    monkeypatch.setattr(int8, "is_supported", lambda: has_int8)
     model = load_draft(directory, target, dtype)
     tokens = tokens_of(random.Random(1), 50)
     ours, theirs = whole(model, tokens), reference(directory, target, tokens)
@@ -281,7 +281,7 @@ def test_an_int8_product_is_that_of_its_parts_and_keeps_rows_apart(dtype: torch.
     generator = torch.Generator().manual_seed(2)
     layers = [_int8_layer(outputs, 192, generator) for outputs in (64, 32)]
     product = int8_product(layers, dtype)
-    assert (product is not None) == int8.supported()
+    assert (product is not None) == int8.is_supported()
     if product is None:
         return
     rows = torch.randn(70, 192, generator=generator).to(dtype)

@@ -235,17 +235,17 @@ def test_the_cpu_keeps_its_kernels_and_its_pool() -> None:
 def test_failed_compilation_is_detected_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = KvShape(3, 2, 16, 40, torch.float32)
     monkeypatch.setattr(flex, "compiled_flex", lambda: KERNEL)
-    assert flex.works(CPU, shape)
+    assert flex.can_compile(CPU, shape)
 
     def fails(*_arguments: object) -> Tensor:
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(flex, "compiled_flex", lambda: fails)
-    assert not flex.works(CPU, shape)
+    assert not flex.can_compile(CPU, shape)
 
 
 def test_invariance_without_flex_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "serves", lambda *_: False)
+    monkeypatch.setattr(flex, "can_serve", lambda *_: False)
     shape = KvShape(1, 1, 16, 16, torch.bfloat16)
     with pytest.raises(UnsupportedModel, match="invariant"):
         paged.pool_for(shape, 4, torch.device("cuda"), DeviceOptions(invariant=True))

@@ -43,7 +43,7 @@ def test_packed_weights_give_the_logits_of_plain_ones(
     directory = make_model(CONFIGS["qwen2"]())
     tokens = tokens_of(random.Random(9), 40)
     packed = load(directory, torch.bfloat16)
-    monkeypatch.setattr(packing, "serves", lambda dtype, device: False)
+    monkeypatch.setattr(packing, "can_serve", lambda dtype, device: False)
     plain = load(directory, torch.bfloat16)
     assert packed.info.deterministic
     assert plain.info.deterministic

@@ -257,7 +257,7 @@ def test_our_own_forward_gives_the_logits_of_transformers(
     directory = make_model(FAMILY[name]())
     tokens = tokens_of(random.Random(13), 90)
     ours = load(directory, kv_blocks=BLOCKS), load(directory, torch.bfloat16, kv_blocks=BLOCKS)
-    monkeypatch.setattr(llama, "serves", lambda module, pool: False)
+    monkeypatch.setattr(llama, "can_serve", lambda module, pool: False)
     theirs = load(directory, kv_blocks=BLOCKS)
     assert (ours[0].forward_kind, theirs.forward_kind) == ("own", "transformers")
     expected = whole(theirs, tokens)

@@ -138,7 +138,7 @@ async def test_the_cold_cache(real: Callable[..., Real]) -> None:
         await it.gateway.idle()
         evicted = it.total(catalogue.EVICTIONS)
     story = it.story(left)
-    assert [request.resumed for request in story.requests] == [False, True]
+    assert [request.is_resumed for request in story.requests] == [False, True]
     result, one = answer(story)
     position, reused = one.integer(names.ROUND_POSITION), one.integer(names.KV_REUSED)
     assert position >= len(prompt) + 8

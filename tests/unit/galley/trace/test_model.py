@@ -155,7 +155,7 @@ def test_resumed_session_is_one_story() -> None:
         process=OTHER_GATEWAY,
     ).round().end()
     story = scene.story()
-    assert [request.resumed for request in story.requests] == [False, True]
+    assert [request.is_resumed for request in story.requests] == [False, True]
     assert [one.position for one in story.rounds] == [100, 103, 106]
     assert story.output_index(106) == 6
 
