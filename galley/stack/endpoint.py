@@ -19,7 +19,7 @@ _SUFFIX = ".stack"
 
 
 class NoEndpoint(Exception):
-    """No stack, or none of the given name, runs here."""
+    """No stack can be chosen: none has announced its gateways here, none has the name, or several run."""
 
 
 class SeveralStacks(NoEndpoint):

@@ -15,7 +15,7 @@ from galley.stack.part import PartSpec
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """The options of a stack. None leaves a choice to the part, if nothing else is said."""
+    """The options of a stack. None means the default of the service, unless a comment says otherwise."""
 
     model: str = ""
     # None: the draft that Galley brings for this target, if there is one. "none": no draft model.

@@ -118,10 +118,10 @@ class GenerationServicer(rpc.GenerationServicer):
         with self.observers.stream(request, context, self.model.name, self.address) as observer:
             principal = caller()
             check_priority(request.priority, principal.limits.max_priority)
-            with self.streams.admit(principal, self._max_output_tokens(request)) as place:
+            with self.streams.admit(principal, self._max_output_tokens(request)) as slot:
                 runner = await self._begin(request, principal, self._deadline_ns(context))
-                self.streams.charge_prompt(place, runner)
-                async with aclosing(self._stream(runner, place, context, observer)) as events:
+                self.streams.charge_prompt(slot, runner)
+                async with aclosing(self._stream(runner, slot, context, observer)) as events:
                     async for event in events:
                         yield pb.GenerateResponse(event=event)
 
@@ -131,7 +131,7 @@ class GenerationServicer(rpc.GenerationServicer):
         with self.observers.stream(request, context, self.model.name, self.address) as observer:
             principal = caller()
             # Only the store knows how much of the answer is left: its tokens are counted as they come.
-            with self.streams.admit(principal, 0) as place:
+            with self.streams.admit(principal, 0) as slot:
                 parsed = parse_resume(request)
                 _name_in_logs(parsed.session_id)
                 runner = await self.streams.claim(
@@ -141,7 +141,7 @@ class GenerationServicer(rpc.GenerationServicer):
                     parsed.seen_hash,
                     self._deadline_ns(context),
                 )
-                async with aclosing(self._stream(runner, place, context, observer)) as events:
+                async with aclosing(self._stream(runner, slot, context, observer)) as events:
                     async for event in events:
                         yield pb.ResumeResponse(event=event)
 
@@ -191,11 +191,11 @@ class GenerationServicer(rpc.GenerationServicer):
     async def _stream(
         self,
         runner: SessionRunner,
-        place: AdmissionSlot,
+        slot: AdmissionSlot,
         context: grpc.aio.ServicerContext[Any, Any],
         observer: RequestObserver,
     ) -> AsyncGenerator[pb.StreamEvent, None]:
-        pump = Pump(runner, context, self.streams, place)
+        pump = Pump(runner, context, self.streams, slot)
         try:
             yield _started(runner.session, self.model.name)
             while not isinstance(item := await runner.outbox.next(), ev.End):

@@ -2,9 +2,9 @@
 
 The tokens of sixteen streams are compared with those of an undisturbed run; none may be lost or doubled. The
 run measures how long the slowest stream waits for its next token after each kind of disturbance, writes it to
-bench/results/chaos/<commit>.json, and prints a line for each goal. The same seed gives the same disturbances
-in the same order. The exit status is 1 if a stream differs, is lost, or waits for longer than a minute; a
-missed goal does not change it.
+bench/results/chaos.json, and prints a line for each goal. The same seed gives the same disturbances in the
+same order. The exit status is 1 if a stream differs, is lost, or waits for longer than a minute; a missed
+goal does not change it.
 """
 
 from __future__ import annotations

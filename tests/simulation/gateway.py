@@ -88,7 +88,7 @@ class SimGateway:
         self.drafts.ledger = world.ledger
         timeouts = replace(TIMEOUTS, client_ns=int(schedule.client_s * SECOND))
         self.streams = CountedStreams(
-            self.store, self.clock, self._ports_of, letters, self._limits, timeouts, schedule.places
+            self.store, self.clock, self._ports_of, letters, self._limits, timeouts, schedule.slots
         )
         self.streams.watch(world.ledger, self.address)
 
@@ -105,10 +105,8 @@ class SimGateway:
     def _serve(self) -> None:
         tokenizer: Any = None
         limits = Limits(default_max_tokens=1, max_draft_tokens=MOST_DRAFT_TOKENS)
-        places = self._world.schedule.places
-        model = ServedModel(
-            "sim", self.targets, tokenizer, self.drafts, limits, places, MOST_DRAFT_TOKENS, ""
-        )
+        slots = self._world.schedule.slots
+        model = ServedModel("sim", self.targets, tokenizer, self.drafts, limits, slots, MOST_DRAFT_TOKENS, "")
         servicer = GenerationServicer(
             self.streams, model, self.clock, ID_SECRET, RequestObservers(self.clock)
         )

@@ -1,7 +1,7 @@
 """Run many schedules: `make simulate`, the long form of `test_simulation.py`.
 
 Each seed is one schedule. The number of schedules, the first seed, the commit and the time are written to
-bench/results/simulation/<commit>.json. A seed that fails is run again, shrunk and printed:
+bench/results/simulation.json. A seed that fails is run again, shrunk and printed:
 
     python -m tests.simulation.run --seed 4711 --schedules 1
 """

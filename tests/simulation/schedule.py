@@ -79,7 +79,7 @@ class Schedule:
     credit: int
     window: int
     pass_s: float
-    places: int
+    slots: int
     client_s: float
     slow_factor: float
     hedge_quantile: float
@@ -90,7 +90,7 @@ class Schedule:
 
     def __str__(self) -> str:
         head = (
-            f"seed {self.seed}: {self.gateways} gateways of {self.places} places, "
+            f"seed {self.seed}: {self.gateways} gateways of {self.slots} slots, "
             f"targets {', '.join(self.builds)}, {self.drafts} drafts, credit {self.credit}, "
             f"window {self.window}, passes of {self.pass_s} s, client_s {self.client_s}, "
             f"slow_factor {self.slow_factor}, hedge_quantile {self.hedge_quantile}, looks_up {self.looks_up}"

@@ -134,38 +134,38 @@ class CheckedAdmission(Admission):
     ledger: Ledger
 
     def enter(self, principal: Principal, tokens: int, now: int) -> AdmissionSlot:
-        place = super().enter(principal, tokens, now)
+        slot = super().enter(principal, tokens, now)
         self._check()
-        return place
+        return slot
 
-    def leave(self, place: AdmissionSlot, now: int) -> None:
-        super().leave(place, now)
+    def leave(self, slot: AdmissionSlot, now: int) -> None:
+        super().leave(slot, now)
         self._check()
 
     def _check(self) -> None:
         held = [account.held for account in self._accounts.values()]
         bounds = [(account.limits.max_sessions, account.held) for account in self._accounts.values()]
         over = any(most is not None and has > most for most, has in bounds)
-        if over or min(held, default=0) < 0 or not sum(held) == self.held <= self._places:
-            self.ledger.violate(f"{self.held} of {self._places} places are held, by each {held}")
+        if over or min(held, default=0) < 0 or not sum(held) == self.held <= self._slots:
+            self.ledger.violate(f"{self.held} of {self._slots} slots are held, by each {held}")
 
 
 class CountedStreams(Streams):
     def watch(self, ledger: Ledger, address: str) -> None:
         self._ledger, self._address = ledger, address
         for name in ("_admission", "_aborts"):
-            checked = CheckedAdmission(getattr(self, name)._places)
+            checked = CheckedAdmission(getattr(self, name)._slots)
             checked.ledger = ledger
             setattr(self, name, checked)
 
-    def keep(self, work: asyncio.Task[None], place: AdmissionSlot, used: Callable[[], int]) -> None:
+    def keep(self, work: asyncio.Task[None], slot: AdmissionSlot, used: Callable[[], int]) -> None:
         self._ledger.met["went on alone"] += 1
-        super().keep(work, place, used)
+        super().keep(work, slot, used)
 
     @property
     def left(self) -> str:
         held, aborting, running = self._admission.held, self._aborts.held, len(self._running)
-        return f"{held} places, {aborting} aborts, {running} sessions" if held or aborting or running else ""
+        return f"{held} slots, {aborting} aborts, {running} sessions" if held or aborting or running else ""
 
 
 class CountedDrafts(DraftPool):

@@ -91,7 +91,9 @@ def parse_redis_url(url: str) -> RedisUrl:
 def _unix(rest: str, options: Mapping[str, str]) -> RedisUrl:
     secrets, slash, path = rest.partition("/")
     if not path or (secrets and not secrets.endswith("@")):
-        raise ValueError("must have the path of a socket after unix://, as in unix:///run/redis.sock")
+        raise ValueError(
+            "must have the absolute path of a socket after unix://, as in unix:///run/redis.sock"
+        )
     return RedisUrl(
         "server",
         path=unquote(slash + path),

@@ -82,7 +82,7 @@ _LATENESS_NS = 5 * _SECOND
 _MOST_ACCOUNTS = 1024
 
 # Reasons of a refusal: no slot, the caller's own limits, or a gateway that is draining.
-NO_PLACE = "streams"
+NO_SLOT = "streams"
 NO_SHARE = "share"
 OWN_STREAMS = "own_streams"
 OWN_TOKENS = "own_tokens"
@@ -145,8 +145,8 @@ class Turnover:
         known = self._length_ns or float(length_ns)
         self._length_ns = known + _NEWEST * (length_ns - known)
 
-    def next_wait_ns(self, places: int, now: int) -> int:
-        gap = (self._length_ns or _FIRST_LENGTH_NS) / places
+    def next_wait_ns(self, slots: int, now: int) -> int:
+        gap = (self._length_ns or _FIRST_LENGTH_NS) / slots
         self._assigned_ns = min(max(self._assigned_ns, now) + int(gap), now + _MOST_WAIT_NS)
         return max(self._assigned_ns - now, _LEAST_WAIT_NS)
 
@@ -162,7 +162,7 @@ class _Account:
     def is_waiting(self, now: int) -> bool:
         return self.waits_until_ns > now
 
-    def await_place(self, wait_ns: int, now: int) -> int:
+    def await_slot(self, wait_ns: int, now: int) -> int:
         self.waits_until_ns = now + wait_ns + _LATENESS_NS
         return wait_ns
 
@@ -188,8 +188,8 @@ class AdmissionSlot:
 
 
 class Admission:
-    def __init__(self, places: int, what: str = "streams") -> None:
-        self._places = places
+    def __init__(self, slots: int, what: str = "streams") -> None:
+        self._slots = slots
         self._what = what
         self._turnover = Turnover()
         self._accounts: dict[str, _Account] = {}
@@ -199,7 +199,7 @@ class Admission:
         """Return a slot for a call that requests at most `tokens` output tokens. Raise Overloaded."""
         account = self._account(principal, now)
         self._check_own(principal, account, now)
-        self._check_places(principal, account, now)
+        self._check_slots(principal, account, now)
         # A call that requests no tokens, such as a resume, does not wait for debt to be paid.
         wait_ns = account.bucket.try_take(tokens, now) if account.bucket and tokens else 0
         if wait_ns:
@@ -211,21 +211,21 @@ class Admission:
         self.held += 1
         return AdmissionSlot(principal, now, tokens)
 
-    def charge(self, place: AdmissionSlot, prompt_tokens: int, now: int) -> None:
-        _spend(self._accounts[place.principal.name], prompt_tokens, now)
+    def charge(self, slot: AdmissionSlot, prompt_tokens: int, now: int) -> None:
+        _spend(self._accounts[slot.principal.name], prompt_tokens, now)
 
-    def leave(self, place: AdmissionSlot, now: int) -> None:
+    def leave(self, slot: AdmissionSlot, now: int) -> None:
         """Release the slot; repeating it changes nothing."""
-        if place.is_released:
+        if slot.is_released:
             return
-        place.is_released = True
-        account = self._accounts[place.principal.name]
-        _spend(account, (place.used or 0) - place.reserved, now)
+        slot.is_released = True
+        account = self._accounts[slot.principal.name]
+        _spend(account, (slot.used or 0) - slot.reserved, now)
         account.held -= 1
         self.held -= 1
-        if place.used is not None:  # a call that failed before its session says nothing of stream lengths
+        if slot.used is not None:  # a call that failed before its session says nothing of stream lengths
             for turnover in (account.turnover, self._turnover):
-                turnover.record_end(now - place.since_ns)
+                turnover.record_end(now - slot.since_ns)
 
     def _check_own(self, principal: Principal, account: _Account, now: int) -> None:
         most = principal.limits.max_sessions
@@ -234,14 +234,14 @@ class Admission:
             what = f"all {most} streams of {principal.name} are in use"
             raise Overloaded(what, wait_ns / _SECOND, OWN_STREAMS)
 
-    def _check_places(self, principal: Principal, account: _Account, now: int) -> None:
-        if self.held >= self._places:
-            wait_ns = account.await_place(self._turnover.next_wait_ns(self._places, now), now)
-            what = f"all {self._places} {self._what} of this gateway are in use"
-            raise Overloaded(what, wait_ns / _SECOND, NO_PLACE)
+    def _check_slots(self, principal: Principal, account: _Account, now: int) -> None:
+        if self.held >= self._slots:
+            wait_ns = account.await_slot(self._turnover.next_wait_ns(self._slots, now), now)
+            what = f"all {self._slots} {self._what} of this gateway are in use"
+            raise Overloaded(what, wait_ns / _SECOND, NO_SLOT)
         share = self._share(account, now)
         if account.held >= share:
-            wait_ns = account.await_place(account.turnover.next_wait_ns(share, now), now)
+            wait_ns = account.await_slot(account.turnover.next_wait_ns(share, now), now)
             held = f"{principal.name} holds {account.held} {self._what}"
             what = f"{held}; its share is {share} while other callers wait"
             raise Overloaded(what, wait_ns / _SECOND, NO_SHARE)
@@ -250,9 +250,9 @@ class Admission:
         """Return the principal's share of the slots while others wait; more than all while nobody does."""
         others = [other for other in self._accounts.values() if other is not account]
         if not any(other.is_waiting(now) for other in others):
-            return self._places + 1
+            return self._slots + 1
         sharing = 1 + sum(other.held > 0 or other.is_waiting(now) for other in others)
-        return -(-self._places // sharing)
+        return -(-self._slots // sharing)
 
     def _account(self, principal: Principal, now: int) -> _Account:
         """Return the account, with new limits if these have changed; its open streams still count."""

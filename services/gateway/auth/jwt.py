@@ -43,7 +43,7 @@ _MESSAGES = {"expired": JWT_EXPIRED, "not valid yet": JWT_EARLY}
 
 
 class _Refused(Exception):
-    """The reason, in a word or two, for which a token is refused."""
+    """The reason for which a token is refused, as the log shows it."""
 
 
 class JwtAuthenticator:

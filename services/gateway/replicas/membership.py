@@ -78,7 +78,7 @@ ClientT = TypeVar("ClientT", bound=ReplicaClient[Any, Any])
 
 
 class PoolReplica(Generic[ClientT, LeaseT]):
-    """One address of a pool. `is_accepted` becomes True once it was met and can serve this gateway."""
+    """One address of a pool. `is_accepted` becomes True once its replica has described itself and fits."""
 
     def __init__(self, address: str, client: ClientT, channel: grpc.aio.Channel) -> None:
         self.address = address

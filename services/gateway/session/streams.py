@@ -86,40 +86,40 @@ class Streams:
             request_observer().rejected(DRAINING)
             raise Unavailable("this gateway is shutting down; send the request to another")
         try:
-            place = self._admission.enter(principal, tokens, self._clock.now_ns())
+            slot = self._admission.enter(principal, tokens, self._clock.now_ns())
         except Overloaded as error:
             request_observer().rejected(error.reason)
             raise
         self._idle.clear()
         try:
-            yield place
+            yield slot
         finally:
-            if not place.is_kept:
-                self._release(place)
+            if not slot.is_kept:
+                self._release(slot)
 
     @property
     def held(self) -> int:
         return self._admission.held
 
-    def keep(self, work: asyncio.Task[None], place: AdmissionSlot, used: Callable[[], int]) -> None:
+    def keep(self, work: asyncio.Task[None], slot: AdmissionSlot, used: Callable[[], int]) -> None:
         """Keep the slot of a session that its client has left until `work` is done; then charge `used()`."""
-        place.is_kept = True
+        slot.is_kept = True
 
         def done(_: asyncio.Task[None]) -> None:
-            place.used = used()
-            self._release(place)
+            slot.used = used()
+            self._release(slot)
 
         work.add_done_callback(done)
 
-    def _release(self, place: AdmissionSlot) -> None:
-        self._admission.leave(place, self._clock.now_ns())
+    def _release(self, slot: AdmissionSlot) -> None:
+        self._admission.leave(slot, self._clock.now_ns())
         if not self._admission.held:
             self._idle.set()
 
-    def charge_prompt(self, place: AdmissionSlot, runner: SessionRunner) -> None:
+    def charge_prompt(self, slot: AdmissionSlot, runner: SessionRunner) -> None:
         """Charge the prompt, unless the session was joined: then it had an owner before."""
         if runner.log.owner.epoch == 1:
-            self._admission.charge(place, len(runner.session.spec.prompt), self._clock.now_ns())
+            self._admission.charge(slot, len(runner.session.spec.prompt), self._clock.now_ns())
 
     async def create(
         self,
@@ -166,7 +166,7 @@ class Streams:
         """
         record = encode_ending(Ending(Reason.ABORTED))
         # A slot of its own kind: a principal that has no stream slot left must still be able to end sessions.
-        place = self._aborts.enter(Principal(principal), 0, self._clock.now_ns())
+        slot = self._aborts.enter(Principal(principal), 0, self._clock.now_ns())
         try:
             await self._store_call(
                 "abort", lambda: self._store.abort(session_id, principal, record), deadline_ns
@@ -175,7 +175,7 @@ class Streams:
             if not any(runner.log.new.principal == principal for runner in self._of(session_id)):
                 raise
         finally:
-            self._aborts.leave(place, self._clock.now_ns())
+            self._aborts.leave(slot, self._clock.now_ns())
         for runner in self._of(session_id):
             runner.post(ev.Aborted())
 
@@ -276,12 +276,12 @@ class Pump:
         runner: SessionRunner,
         context: grpc.aio.ServicerContext[Any, Any],
         streams: Streams,
-        place: AdmissionSlot,
+        slot: AdmissionSlot,
     ) -> None:
         self._runner = runner
         self._context = context
         self._streams = streams
-        self._place = place
+        self._slot = slot
         self._output_before = runner.session.answer.output_len
         self._has_left = False
         self._handler = asyncio.current_task()
@@ -298,10 +298,10 @@ class Pump:
         if self._has_left:
             return
         self._has_left = True
-        self._place.used = self._used()
+        self._slot.used = self._used()
         if self._task.done():
             return
-        self._streams.keep(self._task, self._place, self._used)
+        self._streams.keep(self._task, self._slot, self._used)
         if self._runner.session.spec.continue_without_client:
             self._runner.outbox.discard()
         else:

@@ -99,7 +99,7 @@ class Leader:
         }
 
     async def _withdraw(self) -> None:
-        """Withdraw without waiting for open requests."""
+        """Withdraw the lease and send the remaining traces and metrics; do not wait for open requests."""
         if self._server is not None and isinstance(self._server.service, Registered):
             await self._server.service.withdraw()
         await flush_telemetry(self._telemetry, self._metering)

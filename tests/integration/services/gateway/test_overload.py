@@ -1,4 +1,4 @@
-"""Twenty times as many calls as there are places: the rest is refused at once, before any work."""
+"""Twenty times as many calls as there are slots: the rest is refused at once, before any work."""
 
 from __future__ import annotations
 

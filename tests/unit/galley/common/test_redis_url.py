@@ -63,7 +63,7 @@ def test_url_parsing(url: str, meant: RedisUrl) -> None:
         ("unix:///s?db=0&ca=/x&cert=/y", "must have no options except db in this form of URL, got ca, cert;"),
         ("rediss://a?key=/x", "with .key="),
         ("rediss://a?ca=/x&ca=/y", "twice"),
-        ("unix://secret/run", "path of a socket"),
+        ("unix://secret/run", "must have the absolute path of a socket"),
         ("redis://:secret@a?timeout=3", "got an unknown one"),
         ("redis://user:pa?secret@a", "got an unknown one; write . and & in a password as %3F and %26"),
         ("redis+sentinel://a?service=x&sentinel_password=p&secret", "got an unknown one"),

@@ -49,10 +49,10 @@ def test_a_principal_has_no_more_streams_than_its_own_limit() -> None:
 
 def test_a_slot_is_released_once() -> None:
     admission, mine = Admission(2), named("me", max_sessions=1)
-    [place] = entered(admission, mine, 1)
-    admission.leave(place, 1)
+    [slot] = entered(admission, mine, 1)
+    admission.leave(slot, 1)
     entered(admission, mine, 1, now=1)
-    admission.leave(place, 2)
+    admission.leave(slot, 2)
     assert admission.held == 1
     refused(admission, mine, now=2)
 
@@ -65,14 +65,14 @@ def test_one_principal_may_hold_all_slots_while_nobody_waits() -> None:
 
 def test_slots_pass_to_waiting_principals_up_to_their_share() -> None:
     admission, greedy, late = Admission(4), named("greedy"), named("late")
-    places = entered(admission, greedy, 4)
+    slots = entered(admission, greedy, 4)
     refused(admission, late)
     for _ in range(2):
-        admission.leave(places.pop(), SECOND)
+        admission.leave(slots.pop(), SECOND)
         assert "share of 2" in str(refused(admission, greedy, now=SECOND))
         entered(admission, late, 1, now=SECOND)
         refused(admission, late, now=SECOND)
-    admission.leave(places.pop(), SECOND)
+    admission.leave(slots.pop(), SECOND)
     assert "share of 2" in str(refused(admission, late, now=SECOND))
     entered(admission, greedy, 1, now=SECOND)
 
@@ -80,52 +80,52 @@ def test_slots_pass_to_waiting_principals_up_to_their_share() -> None:
 def test_calls_without_a_session_do_not_shorten_the_retry_delay() -> None:
     admission = Admission(1)
     for used in (1, None, None):
-        place = admission.enter(ANONYMOUS, 1, 0)
-        place.used = used
-        admission.leave(place, 0 if used is None else 30 * SECOND)
+        slot = admission.enter(ANONYMOUS, 1, 0)
+        slot.used = used
+        admission.leave(slot, 0 if used is None else 30 * SECOND)
     entered(admission, ANONYMOUS, 1, now=40 * SECOND)
     assert refused(admission, ANONYMOUS, now=40 * SECOND).retry_after_s == pytest.approx(30)
 
 
 def test_a_principal_that_does_not_retry_stops_waiting() -> None:
     admission, greedy = Admission(2), named("greedy")
-    places = entered(admission, greedy, 2)
+    slots = entered(admission, greedy, 2)
     back_s = refused(admission, named("gone")).retry_after_s
-    admission.leave(places.pop(), 1)
+    admission.leave(slots.pop(), 1)
     refused(admission, greedy, now=1)
     entered(admission, greedy, 1, now=int((back_s + 6) * SECOND))
 
 
 def test_anonymous_callers_count_as_one_principal() -> None:
     admission = Admission(2)
-    places = entered(admission, ANONYMOUS, 2)
+    slots = entered(admission, ANONYMOUS, 2)
     refused(admission, ANONYMOUS)
-    admission.leave(places[0], 1)
+    admission.leave(slots[0], 1)
     entered(admission, ANONYMOUS, 1, now=1)
 
 
 def test_unused_tokens_are_returned_at_the_end() -> None:
     admission, mine = Admission(10), named("me", tokens_per_s=1, burst_tokens=100)
-    place = admission.enter(mine, 100, 0)
+    slot = admission.enter(mine, 100, 0)
     assert refused(admission, mine, 50).retry_after_s == pytest.approx(50)
-    place.used = 30
-    admission.leave(place, 0)
+    slot.used = 30
+    admission.leave(slot, 0)
     admission.leave(admission.enter(mine, 70, 0), 0)
     refused(admission, mine, 71)
 
 
 def test_a_prompt_counts_and_may_leave_debt() -> None:
     admission, mine = Admission(10), named("me", tokens_per_s=10, burst_tokens=100)
-    place = admission.enter(mine, 100, 0)
-    admission.charge(place, 50, 0)
+    slot = admission.enter(mine, 100, 0)
+    admission.charge(slot, 50, 0)
     assert refused(admission, mine).retry_after_s == pytest.approx(5.1)
 
 
 def test_more_than_the_burst_is_taken_from_a_full_bucket() -> None:
     admission, mine = Admission(10), named("me", tokens_per_s=10, burst_tokens=100)
-    place = admission.enter(mine, 1000, 0)
-    place.used = 1000
-    admission.leave(place, 0)
+    slot = admission.enter(mine, 1000, 0)
+    slot.used = 1000
+    admission.leave(slot, 0)
     assert TokenBucket(10, 100, 0).try_take(1000, 0) == 0
     assert refused(admission, mine, 1, now=31 * SECOND).retry_after_s == pytest.approx(59.1)
 
@@ -175,18 +175,18 @@ def test_refused_callers_find_a_slot_when_they_retry() -> None:
     events = [(rng.randrange(SECOND), caller, "enters") for caller in range(200)]
     heapq.heapify(events)
     attempts = served = 0
-    places: dict[int, AdmissionSlot] = {}
+    slots: dict[int, AdmissionSlot] = {}
     while events:
         now, caller, what = heapq.heappop(events)
         if what == "leaves":
-            place = places.pop(caller)
-            place.used = 1
-            admission.leave(place, now)
+            slot = slots.pop(caller)
+            slot.used = 1
+            admission.leave(slot, now)
             served += 1
             continue
         attempts += 1
         try:
-            places[caller] = admission.enter(ANONYMOUS, 1, now)
+            slots[caller] = admission.enter(ANONYMOUS, 1, now)
         except Overloaded as error:
             heapq.heappush(events, (now + int(error.retry_after_s * SECOND), caller, "enters"))
         else:

@@ -1,4 +1,4 @@
-"""Streams, their places and what pumps them: slow clients, ends that nobody reads, calls to Abort."""
+"""Streams, their slots and what pumps them: slow clients, ends that nobody reads, calls to Abort."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ class Served:
         request, context = pb.ResumeRequest(), cast("Any", self.call)
         with (
             RequestObservers(MonotonicClock()).stream(request, context, "tiny", "") as observer,
-            self.streams.admit(ANONYMOUS, 0) as place,
+            self.streams.admit(ANONYMOUS, 0) as slot,
         ):
             observer.opened(self.runner.session, StoredSession(self.runner.owner, "me", {}, 3, [1, 2, 3]), 0)
             runner = cast("SessionRunner", self.runner)
-            pump = Pump(runner, cast("Any", self.call), self.streams, place)
+            pump = Pump(runner, cast("Any", self.call), self.streams, slot)
             try:
                 more = True
                 while more:
