@@ -76,6 +76,10 @@ class DeadlinePassed(CallerFault):
     """The caller's deadline passed, or its request did not arrive in time: DEADLINE_EXCEEDED."""
 
 
+class Cancelled(CallerFault):
+    """The caller went away: CANCELLED."""
+
+
 class ClientStalled(CallerFault):
     """The client did not read its stream for too long; the session can be resumed: UNAVAILABLE."""
 

@@ -25,6 +25,7 @@ _CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.TokenizerMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.ClientStalled: grpc.StatusCode.UNAVAILABLE,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.LogLost: grpc.StatusCode.DATA_LOSS,

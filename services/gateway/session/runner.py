@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from galley.common.logs import get_logger
-from galley.core.errors import Broken, ClientStalled, DeadlinePassed
+from galley.core.errors import Broken, Cancelled, ClientStalled, DeadlinePassed
 from galley.core.session import events as ev
 from galley.core.session.events import Clock, DraftPort, Replica, RoundEnded, TargetPort, Verification
 from galley.core.session.machine import Session
@@ -195,7 +195,7 @@ class SessionRunner:
         if end.error is None:
             await self.outbox.flush()
             return end if self.outbox.stalled is None else ev.End(error=self.outbox.stalled)
-        if not isinstance(end.error, DeadlinePassed | ClientStalled):
+        if not isinstance(end.error, DeadlinePassed | Cancelled | ClientStalled):
             await self.outbox.flush(_SEND_GRACE_S)
         return end
 

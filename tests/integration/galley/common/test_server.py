@@ -55,6 +55,7 @@ CASES: list[tuple[BaseException, grpc.StatusCode]] = [
     (errors.TokenizerMismatch("a", "b"), grpc.StatusCode.FAILED_PRECONDITION),
     (errors.Overloaded("full", 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.DeadlinePassed(), grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.Cancelled(), grpc.StatusCode.CANCELLED),
     (errors.StoreUnavailable("redis is away", "secret:6379 refused"), grpc.StatusCode.UNAVAILABLE),
     (errors.TargetUnavailable("no target"), grpc.StatusCode.UNAVAILABLE),
     (errors.LogLost("log is shorter"), grpc.StatusCode.DATA_LOSS),

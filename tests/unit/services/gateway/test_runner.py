@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from galley.core.answer.answer import Answer
-from galley.core.errors import ClientStalled
+from galley.core.errors import Cancelled, ClientStalled
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import NewSession
@@ -46,9 +46,9 @@ async def run(runner: SessionRunner) -> ev.End:
 async def test_a_verification_is_closed_if_its_client_left_before_its_task_began() -> None:
     targets = PortTarget()
     runner = await runner_of(targets, FaultyStore())
-    runner.post(ev.Interrupted(ClientStalled("the client went away")))
+    runner.post(ev.Interrupted(Cancelled("the client went away")))
     end = await run(runner)
-    assert isinstance(end.error, ClientStalled)
+    assert isinstance(end.error, Cancelled)
     [verification] = targets.verifications
     assert verification.closed
 
