@@ -32,7 +32,7 @@ class SoakOptions:
     every_s: float = 3.0
     client_timeout_s: float = 10.0
     ttl_s: float = 30.0
-    threads: int | None = None
+    threads: int = 1
     dtype: str = "bfloat16"
     model: str = DEFAULT_MODEL
     seed: int = 20261121
@@ -73,7 +73,7 @@ def parse_options(argv: Sequence[str], description: str | None) -> tuple[SoakOpt
     add("--streams", type=int, default=default.streams, help="0, the default: the most that hold")
     add("--misreaders", type=int, default=default.misreaders, help="slow readers, and as many never-readers")
     add("--fold", type=int, default=default.fold, help="clients of the overload, as a multiple")
-    add("--threads", type=int, default=default.threads, help="of each service (default: the stack's own)")
+    add("--threads", type=int, default=default.threads, help="of each service (default: %(default)s)")
     add("--dtype", default=default.dtype)
     add("--model", default=default.model, help="hub id or directory (default: %(default)s)")
     add("--seed", type=int, default=default.seed)

@@ -35,7 +35,7 @@ class OpenRequest(Generic[VerifyT]):
         prompt_len: int,
         next_token: NextToken,
     ) -> None:
-        self.verify = verify
+        self.verify: VerifyT = verify
         self.tokens: list[int] | None = None
         position = verify.slice.start + len(verify.slice.tokens)
         self.limit = position + len(verify.draft_tokens) + 1 + verify.credit
