@@ -69,11 +69,11 @@ def test_slots_pass_to_waiting_principals_up_to_their_share() -> None:
     refused(admission, late)
     for _ in range(2):
         admission.leave(slots.pop(), SECOND)
-        assert "share of 2" in str(refused(admission, greedy, now=SECOND))
+        assert "share is 2" in str(refused(admission, greedy, now=SECOND))
         entered(admission, late, 1, now=SECOND)
         refused(admission, late, now=SECOND)
     admission.leave(slots.pop(), SECOND)
-    assert "share of 2" in str(refused(admission, late, now=SECOND))
+    assert "share is 2" in str(refused(admission, late, now=SECOND))
     entered(admission, greedy, 1, now=SECOND)
 
 
