@@ -236,7 +236,7 @@ async def test_a_waiting_caller_gets_the_next_place(world: World, alice: Gateway
         assert "4 streams of this gateway" in (await refused(receive(bob.generate()))).message
         streams[0].cancel()
         waiting = Received()
-        while "its share of 2" not in (error := await refused(receive(alice.generate()))).message:
+        while "its share is 2" not in (error := await refused(receive(alice.generate()))).message:
             assert "4 streams of this gateway" in error.message, "it has noticed nothing yet"
         assert error.retry_after_s
         theirs = bob.generate()
