@@ -137,4 +137,4 @@ def _become(extra: str, module: str, args: list[str]) -> NoReturn:
     try:
         os.execv(command[0], command)  # noqa: S606  # without a shell on purpose
     except OSError as error:
-        raise fail(error) from None
+        raise fail(f"{command[0]}: cannot be run: {error.strerror}") from None

@@ -102,7 +102,7 @@ def _check(redis_url: str) -> None:
 
         from galley.common.redis.connections import refuse_bad_files  # noqa: PLC0415
     except ImportError as error:
-        raise fail("--redis-url needs more packages: pip install 'galley[gateway]'") from error
+        raise fail("reading the session store needs more packages: pip install 'galley[gateway]'") from error
     with usage_of("--redis-url"):
         refuse_bad_files(SecretStr(redis_url))
     from galley.common.logs import start_logging  # noqa: PLC0415

@@ -50,7 +50,7 @@ class StepChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The chunks of one step, each of another sequence; whole blocks are copied (from, to) before it."""
+    """The chunks of one step, at most one a sequence; whole blocks are copied (from, to) before it."""
 
     chunks: tuple[StepChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()

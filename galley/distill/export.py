@@ -122,7 +122,8 @@ def begin_from(student: Llama, draft: Llama) -> None:
     weights = student.state_dict()
     for name, weight in draft.state_dict().items():
         if name not in weights or weights[name].shape != weight.shape:
-            raise InvalidField("start", f"must fit into {student.shape.layers} layers, but {name} does not")
+            bound = f"must have at most {student.shape.layers} layers (--layers) and the target's shapes"
+            raise InvalidField("start", f"{bound}, but {name} does not fit")
         weights[name] = weight / SHARPENING if name == NORM else weight
     for layer in range(draft.shape.layers, student.shape.layers):
         for output in _OUTPUTS:

@@ -157,7 +157,7 @@ class CausalModel:
 
     @torch.inference_mode()
     def _run(self, chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """Run a step; return logits [rows, head_vocab], of the tokens that the head knows."""
+        """Run a step; return logits [sum of want_logits, head_vocab], of the whole or reduced vocabulary."""
         self._check(chunks)
         self._check_blocks(chunks, copies)
         self.kv.copy(copies)
@@ -215,7 +215,7 @@ class CausalModel:
         return list(torch.split(logits, [item.want_logits for item in batch]))
 
     def forward_head(self, batch: Sequence[Rows]) -> Tensor:
-        """Run `forward`; return all items' logits together, of the tokens that the head knows.
+        """Feed the batch as `forward` does; return all logits, float32 [sum of want_logits, head_vocab].
 
         Raises, before any work, Broken for an item out of bounds or a cache given twice, and Overloaded.
         """

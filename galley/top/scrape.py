@@ -96,7 +96,7 @@ def body_of(raw: bytes) -> str:
 
 
 def read_samples(text: str) -> Samples:
-    """Return our metrics of a Prometheus or OpenMetrics exposition. Raises Away if it is neither."""
+    """Return our metrics of an exposition. Raises Away if they are malformed or exceed a limit."""
     samples: dict[str, dict[Labels, float]] = {}
     try:
         for family in text_string_to_metric_families("\n".join(_ours(text))):

@@ -165,7 +165,7 @@ class Verifying:
             self.open.confirm(answer)
 
     def miss(self, event: CacheMissed, answer: Answer) -> bool:
-        """Close the Verify after a cache miss. Return False once there were too many in a row."""
+        """Close the Verify after a cache miss. Leave it open and return False after too many in a row."""
         self._misses += 1
         if self._misses > MAX_MISSES:
             return False

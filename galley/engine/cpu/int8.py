@@ -36,7 +36,7 @@ class Int8Linear(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class Int8Product:
-    """A product of [rows, inputs] to [rows, outputs] of `dtype`; a row's bits do not depend on other rows."""
+    """Multiply [rows, inputs] by int8 weights into [rows, outputs] of `dtype`, each row by itself."""
 
     weights: Any
     scales: Any

@@ -95,7 +95,9 @@ def _downloaded(hub_id: str) -> Path:
         )
         return Path(directory)
     except HFValidationError as error:
-        raise UnsupportedModel(f"{hub_id!r}: must be a directory, a .gguf file or a hub id") from error
+        raise UnsupportedModel(
+            f"model: must be a directory, a .gguf file or a hub id, got {hub_id!r}"
+        ) from error
     except LocalEntryNotFoundError as error:
         raise UnsupportedModel(f"{hub_id}: not in the hub's cache, and the hub cannot be reached") from error
     except (HfHubHTTPError, OSError) as error:

@@ -70,7 +70,7 @@ def refuse_raw_config(config: dict[str, Any]) -> None:
     if (reason := code_asked_for(config)) is not None:
         raise UnsupportedModel(f"{name}: {reason}")
     if config.get("transformers_weights"):
-        raise UnsupportedModel(f"{name}: must not name the file to load (transformers_weights)")
+        raise UnsupportedModel(f"{name}: config.json must not set transformers_weights")
     if config.get("is_encoder_decoder"):
         raise UnsupportedModel(f"{name}: must be a decoder-only model, got an encoder-decoder")
     if config.get("text_config") or config.get("vision_config"):

@@ -126,7 +126,8 @@ def _check(file: _File) -> None:
             )
     known = {key.principal for key in file.keys}
     if unused := {name for name in file.principals if not name.startswith(TOKEN_PREFIX)} - known:
-        raise ValueError(f"principals.{min(unused)}: must have a key")
+        what = f"must be the principal of an entry of keys, or begin with {TOKEN_PREFIX}"
+        raise ValueError(f"principals.{min(unused)}: {what}")
 
 
 def _place(loc: tuple[int | str, ...]) -> str:

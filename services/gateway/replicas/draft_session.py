@@ -205,7 +205,7 @@ class LocalLookup:
         """The index of the confirmed tokens, as far as they are indexed."""
 
     def propose(self, spec: SessionSpec, request: ev.Propose) -> ev.Proposed | ev.CacheMissed:
-        """Return draft tokens at once, or none, or a cache miss."""
+        """Return a proposal, which may be empty, or a cache miss."""
         part = request.slice
         found = look_up(self._tokens, part.start, part.tokens, part.prefix_hash, self._hasher)
         if isinstance(found, Miss):

@@ -198,7 +198,7 @@ def _speculation(message: pb.Speculation, limits: Limits, model: Model) -> tuple
     if k is not None:
         check_range("speculation.k", k, least=0, most=limits.max_draft_tokens)
     if message.strategy and message.strategy not in model.strategies:
-        known = ", ".join(model.strategies) or "none here"
+        known = ", ".join(model.strategies)
         raise InvalidField("speculation.strategy", f"must be one of {known}, got {_quoted(message.strategy)}")
     strategy = message.strategy or model.default_strategy
     if message.mode == pb.Speculation.MODE_OFF:

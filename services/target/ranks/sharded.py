@@ -37,7 +37,7 @@ _MAX_NUMBERS = 2**24
 
 
 class ShardedModel:
-    """Rank 0's view of the model; calls `on_loss` once, when a rank is lost."""
+    """Rank 0's view of the model; calls `on_loss` once, when a rank is lost or a step fails."""
 
     def __init__(self, model: CausalModel, plans: ProcessGroup, on_loss: Callable[[], None]) -> None:
         self._model = model
@@ -60,9 +60,9 @@ class ShardedModel:
         copies: Sequence[tuple[int, int]] = (),
         watch: StepTrace | None = None,
     ) -> Tensor:
-        """Run a step on all ranks. Raise RankLost, from then on always, after a loss."""
+        """Run a step on all ranks. Raise RankLost after a loss or a failed step, and then always."""
         if self._lost:
-            raise RankLost("this replica has lost a rank")
+            raise RankLost("this replica has lost a rank, or a step failed on it")
         try:
             return self._run(chunks, copies, watch)
         except GalleyError as error:

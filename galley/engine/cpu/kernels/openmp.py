@@ -59,8 +59,8 @@ def link() -> None:
 def shared(loop: Callable[..., None]) -> Callable[..., None]:
     """Turn loop(thread, first, last, *arguments) into run(threads, items, *arguments), for compiled code.
 
-    The loop handles items [first, last) and raises nothing. All of the up to `threads` threads have ended
-    when `run` returns.
+    Up to `threads` threads each call `loop` once, for their items [first, last). `loop` must not raise. All
+    calls have returned when `run` returns.
     """
     compiled: Any = helper(loop)
     parallel = _parallel(compiled)

@@ -113,7 +113,10 @@ def test_a_digest_follows_the_content(tmp_path: Path, own_cache: Path) -> None:
     ("config", "reason"),
     [
         ({"model_type": "x", "auto_map": {"AutoModelForCausalLM": "m.M"}}, "code from its repository"),
-        ({"model_type": "x", "transformers_weights": "adapter_model.bin"}, "must not name the file to load"),
+        (
+            {"model_type": "x", "transformers_weights": "adapter_model.bin"},
+            "config.json must not set transformers_weights",
+        ),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "gemma3", "text_config": {"a": 1}}, "composite"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized"),

@@ -127,7 +127,10 @@ async def test_an_unreadable_new_file_is_ignored(
         (entry(KEY, "jwt:a"), r"keys\[0\].principal: must not begin with 'jwt:'"),
         (entry(KEY, "a", "expires = 2027-01-01T00:00:00"), r"keys\[0\].expires: must have a time zone"),
         (entry(KEY, "a", "key = 'plain'"), r"keys\[0\].key: Extra inputs"),
-        (entry(KEY, "a") + "[principals.b]\nmax_sessions = 1", "principals.b: must have a key"),
+        (
+            entry(KEY, "a") + "[principals.b]\nmax_sessions = 1",
+            "principals.b: must be the principal of an entry of keys",
+        ),
         (entry(KEY, "a") + "[principals.a]\nmax_sessions = 0", "principals.a.max_sessions"),
         (entry(KEY, "a") + "[principals.a]\ntokens_per_s = nan", "principals.a.tokens_per_s"),
         ("[[keys]]\nprincipal = a", "line 2"),
