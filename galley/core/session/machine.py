@@ -208,7 +208,7 @@ class Session:
         return self._drafting.tail(self.answer.tokens)
 
     def _draft_ahead(self, now: int) -> bool:
-        """Request draft tokens unless the draft is busy or cooling down. Return True if earlier ones remain."""
+        """Request draft tokens unless the draft is pending or cooling. Return True if earlier ones remain."""
         drafting, tail = self._drafting, self._tail()
         is_ready, can_draft = bool(tail.draft_tokens), not drafting.is_cooling_down(now)
         if drafting.pending is None and can_draft:
