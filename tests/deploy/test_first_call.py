@@ -77,7 +77,7 @@ def test_notes_wait_for_the_progress_deadline() -> None:
 
 
 def test_notes_warn_of_open_access_and_trial_store() -> None:
-    assert "Everyone who reaches the gateway may call" in notes({})
+    assert "Every caller that reaches the gateway is admitted" in notes({})
     assert "trial server" in notes({})
     closed = notes(
         {**WITH_ALL, "redis": {"embedded": {"enabled": False}, "existingSecret": {"name": "store"}}}

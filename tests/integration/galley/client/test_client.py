@@ -127,7 +127,7 @@ async def test_speculation_modes(speculation: Speculation, mode: pb.Speculation.
 
 async def test_mixed_prompt_is_refused() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
-        with pytest.raises(TypeError, match="mixture"):
+        with pytest.raises(TypeError, match="got messages and token ids"):
             client.generate([Message("user", "Hi"), 1])  # type: ignore[arg-type]  # that is the point
 
 

@@ -201,7 +201,7 @@ async def test_server_keeps_its_certificate_while_the_new_one_is_unusable(partie
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ({"usages": (ExtendedKeyUsageOID.CLIENT_AUTH,)}, "must have serverAuth"),
+        ({"usages": (ExtendedKeyUsageOID.CLIENT_AUTH,)}, "must include serverAuth"),
         ({"since": dt.timedelta(hours=1)}, "is not valid before"),
         ({"until": -dt.timedelta(seconds=1)}, "has expired"),
     ],
