@@ -82,6 +82,6 @@ def test_notes_warn_of_open_access_and_trial_store() -> None:
     closed = notes(
         {**WITH_ALL, "redis": {"embedded": {"enabled": False}, "existingSecret": {"name": "store"}}}
     )
-    assert "Everyone" not in closed
+    assert "Every caller" not in closed
     assert "trial server" not in closed
     assert "auth.idSecret" in notes({"gateway": {"replicas": 2}})
