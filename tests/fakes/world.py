@@ -218,7 +218,7 @@ class World:
         await self.draft.stop()
         await self.target.stop()
         logging.getLogger().removeHandler(self._errors)
-        assert not self._unhandled, "an exception that nobody handled"
+        assert not self._unhandled, f"exceptions that nobody handled: {self._unhandled}"
         assert not self._errors.lines, "errors in the log"
 
 

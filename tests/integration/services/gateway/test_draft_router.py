@@ -251,6 +251,7 @@ async def test_a_draft_is_contacted_again_after_a_broken_stream(
     await here.proposed(session)
     monkeypatch.setattr("services.gateway.replicas.membership.POLL_S", 3600.0)
     await asyncio.sleep(POLL_S)
+    await here.drafts.refresh()  # joins the last poll, if it is still under way
     home.fake.fail(grpc.StatusCode.INTERNAL, times=1)
     assert isinstance(await here.ask(session), ev.Failed)
     async with asyncio.timeout(PATIENCE_S):

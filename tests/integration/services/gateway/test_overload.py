@@ -50,7 +50,7 @@ async def test_an_overload_is_refused_at_once(world: World) -> None:
 
 
 async def test_calls_to_abort_have_places_of_their_own(frail_world: World, own_store: Server) -> None:
-    gateway = await frail_world.gateway(max_sessions=1, store_timeout_s=0.2)
+    gateway = await frail_world.gateway(max_sessions=1, store_timeout_s=2)
     frail_world.target.gate.close()
     stream = gateway.generate()
     await anext(stream)

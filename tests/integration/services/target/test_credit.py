@@ -177,7 +177,7 @@ async def test_cancelled_request_ends_and_keeps_its_cache(
         tokens = [*PROMPT, answer[0]]
         (after,) = await verify(target, pb.VerifyItem(slice=slice_of(tokens, start=5)))
     assert list(after.result.tokens) == answer[1:2]
-    assert len(engine.passes) == passes + 1
+    assert len(engine.passes) <= passes + 2, "its own, and one that was under way"
 
 
 async def test_a_client_that_vanishes_takes_its_items_along(
