@@ -41,10 +41,6 @@ class Run:
 Start = Callable[[Run], AbstractAsyncContextManager[Mapping[str, LoopSide]]]
 
 
-def no_tag(_arm: str) -> str:
-    return ""
-
-
 def own_tag(arm: str) -> str:
     """Return the tag of an arm whose texts no other arm answers."""
     return f".{arm}"
@@ -66,7 +62,7 @@ class Scenario:
     baseline: str
     start: Start
     goals: Callable[[Run], list[Goal]]
-    tag_of: Callable[[str], str] = no_tag
+    tag_of: Callable[[str], str] = lambda _: ""
     primed_by: str = ""
     required: frozenset[str] = frozenset()
     check: Callable[[Options], str] = lambda _: ""
