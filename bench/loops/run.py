@@ -92,18 +92,7 @@ def loads(scenario: Scenario, options: Options, life: int) -> Iterator[Load]:
             own = replace(sizes, nonce=f"{life}.{number:02}")
             if scenario.primed_by:
                 yield replace(priming(cell, pair, own), arm=scenario.primed_by)
-            yield from _pair(scenario, cell, pair, own)
-
-
-def _pair(scenario: Scenario, cell: Cell, pair: int, sizes: Sizes) -> list[Load]:
-    shift = pair % len(cell.arms)
-    return [
-        load
-        for arm in cell.arms[shift:] + cell.arms[:shift]
-        for load in pair_loads(
-            replace(cell, arms=(arm,)), pair, replace(sizes, nonce=sizes.nonce + scenario.tag_of(arm))
-        )
-    ]
+            yield from pair_loads(cell, pair, own, scenario.tag_of)
 
 
 async def measure(

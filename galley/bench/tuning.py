@@ -50,10 +50,18 @@ class Sizes:
     turns: int = 2
 
 
-def pair_loads(cell: Cell, pair: int, sizes: Sizes) -> list[Load]:
-    """Return a block an arm, with the same prompts, tags and seeds; the first arm rotates with the pair."""
+def pair_loads(
+    cell: Cell, pair: int, sizes: Sizes, tag_of: Callable[[str], str] = lambda _: ""
+) -> list[Load]:
+    """Return a block an arm, with the same seeds, and the same prompts for arms of the same tag.
+
+    The first arm rotates with the pair.
+    """
     shift = pair % len(cell.arms)
-    return [_load(cell, pair, arm, sizes) for arm in cell.arms[shift:] + cell.arms[:shift]]
+    return [
+        _load(cell, pair, arm, replace(sizes, nonce=sizes.nonce + tag_of(arm)))
+        for arm in cell.arms[shift:] + cell.arms[:shift]
+    ]
 
 
 def priming(cell: Cell, pair: int, sizes: Sizes) -> Load:
