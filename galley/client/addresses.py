@@ -44,7 +44,12 @@ def _parse(address: str) -> tuple[str, bool]:
         host, port = host_and_port(url["rest"] if url else address, DEFAULT_PORT)
     except ValueError:
         raise ValueError(f"must be HOST[:PORT], got {address!r}") from None
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls
+    return joined(host, port), tls
+
+
+def joined(host: str, port: int) -> str:
+    """Return "host:port", with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_and_port(text: str, default_port: int | None = None) -> tuple[str, int]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galley.client.addresses import host_and_port
+from galley.client.addresses import host_and_port, joined
 from galley.core.errors import Unavailable
 from galley.engine.parallel.ranks import Ranks, Waits
 
@@ -159,7 +159,7 @@ def open_store(host: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, port:
     listener.bind((host, port))
     listener.listen()
     port = listener.getsockname()[1]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = joined(host, port)
     # Left to itself it would listen on every interface. The store owns the descriptor from here on.
     own = {"wait_for_workers": False, "master_listen_fd": listener.detach(), "use_libuv": True}
     return Store(address, _tcp_store(address, size, timedelta(seconds=timeout_s), is_master=True, **own))
