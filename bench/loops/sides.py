@@ -24,7 +24,7 @@ _STOP_S = 20
 
 
 class Cpu:
-    """The CPU time of processes, user and system, all threads; of their children too on request."""
+    """The CPU time of processes, user and system, all threads. With `children`, theirs counts too."""
 
     def __init__(self, pids: Sequence[int], *, children: bool = False) -> None:
         self._processes = [psutil.Process(pid) for pid in pids]

@@ -68,12 +68,12 @@ class Rounds:
 
     @property
     def tokens_per_round(self) -> float:
-        """1 + accepted / rounds, the mean accepted length; 0 without rounds."""
+        """Return 1 + accepted / rounds, the mean accepted length; 0 without rounds."""
         return 1 + self.accepted / self.rounds if self.rounds else 0.0
 
     @property
     def by_position(self) -> tuple[float, ...]:
-        """The share of verified draft tokens that was accepted, by position."""
+        """Return the share of verified draft tokens that was accepted, by position."""
         pairs = zip_longest(self.accepted_at, self.verified_at, fillvalue=0)
         return tuple(accepted / verified for accepted, verified in pairs if verified)
 
@@ -83,7 +83,7 @@ class Rounds:
 
     @property
     def wasted_draft(self) -> int:
-        """The proposed tokens that were not accepted, sent to the target or not."""
+        """Return the proposed tokens that were not accepted, sent to the target or not."""
         return self.proposed - self.accepted
 
     @property
@@ -106,7 +106,7 @@ class Answer:
 
     @property
     def counted_s(self) -> float:
-        """The seconds from the request to the last counted token."""
+        """Return the seconds from the request to the last counted token."""
         return self.at_s[self.counted - 1] if self.counted else self.wall_s
 
 

@@ -61,12 +61,12 @@ class LoopBlock:
 
     @property
     def given(self) -> int:
-        """The number of all tokens, those in loops included."""
+        """Return the number of all tokens, those in loops included."""
         return sum(len(answer.tokens) for answer in self.answers)
 
     @property
     def timed_tokens(self) -> int:
-        """The number of tokens of the speed: at one stream the counted ones, else all within `busy_s`."""
+        """Return how many tokens the speed covers: at one stream the counted ones, else all in `busy_s`."""
         if self.load.streams == 1:
             return self.tokens
         if self.busy_s is None:

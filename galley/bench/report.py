@@ -128,7 +128,7 @@ class AtLoad:
 
     @property
     def pays(self) -> bool:
-        """True if the whole interval lies above plain decoding's speed, and there are enough pairs."""
+        """Return True if the whole interval lies above plain decoding's speed, and there are enough pairs."""
         return self.is_clear and self.ratio.low > 1.0
 
     def __str__(self) -> str:

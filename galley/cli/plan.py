@@ -331,7 +331,7 @@ def _read_case(tables: dict[str, Any]) -> _CapacityCase:
         if name not in _TABLES:
             raise InvalidField(name, f"must be one of {', '.join(_TABLES)}")
         if not isinstance(table, dict):
-            raise InvalidField(name, "must be a table")
+            raise InvalidField(name, f"must be a table, got {table!r:.80}")
     target = dict(tables.get("target", {}))
     memory = None
     if ("kv_tokens" in target) == ("memory" in target):

@@ -36,17 +36,17 @@ class Stream(Iterator[pb.StreamEvent]):
 
     @property
     def session_id(self) -> str:
-        """The id of the session; empty before the first event."""
+        """Return the id of the session; empty before the first event."""
         return self._stream.session_id
 
     @property
     def token_ids(self) -> list[int]:
-        """The output tokens received so far."""
+        """Return the output tokens received so far."""
         return self._stream.token_ids
 
     @property
     def finished(self) -> pb.Finished | None:
-        """The last event; None before it."""
+        """Return the last event; None before it."""
         return self._stream.finished
 
     def resume_from(self) -> ResumePoint:

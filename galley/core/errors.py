@@ -1,4 +1,4 @@
-"""Everything that can go wrong, in two families: the caller's fault and the server's.
+"""Errors of requests, in two families: the caller's fault and the server's.
 
 `galley.common.wire.status` maps each type to a gRPC status; nothing else decides on codes.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sized
 
 
 class GalleyError(Exception):
-    """Base of everything that Galley raises on purpose."""
+    """Base of the errors that have a gRPC status."""
 
     @property
     def public_message(self) -> str:

@@ -31,7 +31,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True at temperature 0: the same code, without noise."""
+        """Return True at temperature 0: the same code, without noise."""
         return self.temperature == 0.0
 
     def validate(self, vocab_size: int) -> None:

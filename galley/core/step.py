@@ -50,7 +50,7 @@ class StepChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The chunks of one step, at most one a sequence; whole blocks are copied (from, to) before it."""
+    """The chunks of one step, at most one per sequence; `copies` of whole blocks, (from, to), come first."""
 
     chunks: tuple[StepChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()

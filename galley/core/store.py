@@ -23,7 +23,7 @@ State = Literal["live", "finished"]
 
 SESSION_TTL_S = 3600.0
 FINISHED_TTL_S = 900.0
-"""Default times to live: of a live session after its last commit or renewal, and of a finished one."""
+"""Default times to live of a live session after its last commit or renewal, and of a finished one."""
 
 
 class SessionEnded(Fenced):

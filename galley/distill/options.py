@@ -69,7 +69,7 @@ class Options:
             raise InvalidField("dtype", f"must be float32 or bfloat16, got {self.dtype!r}")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values; of files only their names, since their place does not matter."""
+        """Return plain values; a file is given by its name only, since its place does not matter."""
         values = {name: _plain(value) for name, value in asdict(self).items() if name not in _NOT_RECORDED}
         return values | {"target": self.named or self.target.name}
 

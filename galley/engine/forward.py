@@ -124,10 +124,10 @@ def _power(count: int) -> int:
 
 
 class DeviceForward:
-    """A `Forward` on a CUDA device, where every launch costs: few shapes, and one copy up a step.
+    """A `Forward` on a CUDA device, where launches are slow: few shapes, one copy to the device per step.
 
-    Steps are padded to a short list of shapes, so that kernels recur and, with `graphs`, can be recorded.
-    Padding rows write to the pool's scratch block and attend to nothing. Larger steps run unpadded.
+    Steps are padded to few shapes: kernels recur and, with `graphs`, can be recorded. Padding rows write to
+    the pool's scratch block and attend to nothing. Larger steps run unpadded; a fixed shape refuses them.
     """
 
     kind = "transformers"

@@ -78,7 +78,7 @@ class Stack:
 
     @property
     def store_url(self) -> str:
-        """The URL of the embedded store; empty for the user's own, whose URL may hold a password."""
+        """Return the URL of the embedded store; empty for the user's own, whose URL may hold a password."""
         return "" if self.options.redis_url else f"unix://{self.address('valkey')}"
 
     @property

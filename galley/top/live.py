@@ -102,7 +102,7 @@ async def live(scraper: Scraper, console: Console) -> None:
 
 @contextlib.contextmanager
 def quit_key(done: asyncio.Event) -> Iterator[None]:
-    """Set `done` when q is pressed or input ends; restore the terminal after it. No terminal: do nothing."""
+    """Set `done` when q is pressed or input ends; restore the terminal on exit. Do nothing without one."""
     if not sys.stdin.isatty():
         yield
         return

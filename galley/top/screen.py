@@ -184,7 +184,7 @@ class Kv:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One process. `sessions` and `rows` are means per step in the last minute; of a gateway, open sessions.
+    """One process. `sessions` (a gateway: open ones) and `rows` are means per step in the last minute.
 
     `oldest_s` is the 99th percentile of queue age, `preempted` counts since the start. `state`: up, away
     (`problem` says why), draining, or leased: known by its lease only.

@@ -15,7 +15,7 @@ Behavior: TypeAlias = Callable[..., Any]
 
 
 class WrappingInterceptor(grpc.aio.ServerInterceptor):
-    """An interceptor of every method; of those of health and reflection only with `includes_standard`."""
+    """An interceptor of all methods; it skips health and reflection unless `includes_standard` is set."""
 
     includes_standard = False
 
@@ -36,7 +36,7 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):
 
 
 def text_metadata(context: Context) -> dict[str, str]:
-    """Return the metadata of a call by lower-case name; of a repeated name, the last value."""
+    """Return the text metadata of a call by lower-case name; the last value of a name counts."""
     return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 

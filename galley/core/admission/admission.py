@@ -58,7 +58,7 @@ class Principal:
 
     @property
     def tenant_salt(self) -> bytes:
-        """The salt that separates its caches, the same at all gateways; empty for ANONYMOUS. Not a secret."""
+        """Return the salt of its caches, the same at all gateways and no secret; empty for ANONYMOUS."""
         if self.name == ANONYMOUS_NAME:
             return b""
         named = self.name.encode()

@@ -39,7 +39,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """The number of blocks that `take` can give: free and cached."""
+        """Return the number of blocks that `take` can give: free and cached."""
         return len(self._free) + len(self._cached)
 
     @property

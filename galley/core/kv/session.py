@@ -52,7 +52,7 @@ class KvSession:
 
     @property
     def age(self) -> tuple[int, int, SessionKey]:
-        """The sort key of sessions: smaller is older; no two are equal."""
+        """Return the sort key of sessions, unique: the higher priority first, then the older session."""
         return -self.priority, self.arrival, self.key
 
     @property

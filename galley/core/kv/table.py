@@ -79,12 +79,12 @@ class KvTable:
 
     @property
     def live_blocks(self) -> int:
-        """The number of blocks that live sessions hold; shared ones count once."""
+        """Return the number of blocks that live sessions hold; shared ones count once."""
         return self._pool.pinned
 
     @property
     def free(self) -> int:
-        """The number of blocks that no live session holds: empty, cached, or held by idle sessions."""
+        """Return the number of blocks that no live session holds: empty, cached, or held by idle sessions."""
         return self.total - self.live_blocks
 
     @property
@@ -93,7 +93,7 @@ class KvTable:
 
     @property
     def evicted_blocks(self) -> int:
-        """The number of cached blocks whose content was dropped for others, since the table was created."""
+        """Return how many cached blocks were dropped for others since the table was created."""
         return self._evicted_before + self._pool.evicted
 
     def has_blocks(self, key: SessionKey) -> bool:

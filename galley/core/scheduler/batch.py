@@ -28,7 +28,7 @@ class Grant:
 
     @property
     def is_final(self) -> bool:
-        """True if the rows reach the request's position, so that a token is drawn."""
+        """Return True if the rows reach the request's position, so that a token is drawn."""
         return self.rows == self.request.uncomputed
 
 

@@ -72,7 +72,7 @@ class AcceptanceEstimate:
 
     @property
     def can_recover(self) -> bool:
-        """True if the rest of a hint after a wrong token is as good as a fresh one."""
+        """Return True if the rest of a hint after a wrong token is as good as a fresh one."""
         return self.recovery >= max(self.alpha, _GOOD_RECOVERY)
 
     def survival(self, count: int) -> list[float]:

@@ -29,7 +29,7 @@ class Slice:
 
     @property
     def position(self) -> int:
-        """The position of the first token that is not confirmed yet."""
+        """Return the position of the first token that is not confirmed yet."""
         return self.start + len(self.tokens)
 
 
@@ -55,7 +55,7 @@ class VerifyRequest(Slice):
 
     @property
     def limit(self) -> int:
-        """The position that no token may reach without a new request."""
+        """Return the position that no token may reach without a new request."""
         return self.position + len(self.draft_tokens) + 1 + self.credit
 
 

@@ -111,7 +111,7 @@ class ActiveRequest:
 
     @property
     def age(self) -> tuple[int, int, int]:
-        """The sort key of requests: the higher priority first, then the older session."""
+        """Return the sort key of requests: the higher priority first, then the older session."""
         return (-self.message.priority, self.message.arrival_ns, self.id)
 
     @property
@@ -120,7 +120,7 @@ class ActiveRequest:
 
     @property
     def uncomputed(self) -> int:
-        """The number of confirmed tokens without KV: at least the last one, which every step feeds."""
+        """Return the number of confirmed tokens without KV: at least the last one, which every step feeds."""
         return len(self.tokens) - (self.kv_len or 0)
 
     @property
@@ -172,7 +172,7 @@ class ActiveRequest:
 
     @property
     def has_usable_hint(self) -> bool:
-        """True if there are draft tokens to verify that are worth as much as those that may arrive."""
+        """Return True if there are draft tokens to verify that are worth as much as those that may arrive."""
         return bool(self.tail.draft_tokens) and (
             not self.tail.after_mismatch or self.statistics.acceptance.can_recover
         )

@@ -96,7 +96,7 @@ class Scheduler:
 
     @property
     def current_batch(self) -> BatchInfo:
-        """A description of the step in progress. Raises Broken if there is none."""
+        """Return a description of the step in progress. Raises Broken if there is none."""
         now = self._batch
         if now is None:
             raise Broken("scheduler: no step is in progress")

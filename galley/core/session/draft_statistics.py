@@ -46,7 +46,7 @@ class DraftStatistics:
 
     @property
     def deviation_weight(self) -> float:
-        """The weight of a session's own alpha against that of its workload, in [0, 1].
+        """Return the weight of a session's own alpha against that of its workload, in [0, 1].
 
         The slope of a regression of tokens on deviations: 1 if sessions differ, 0 if deviations are chance.
         """

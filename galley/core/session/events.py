@@ -298,7 +298,7 @@ class RoundEnded:
 
     @property
     def parts(self) -> RoundParts:
-        """The parts of the round's time, which sum to it."""
+        """Return the parts of the round's time, which sum to it."""
         left, target = max(0, self.ended_ns - self.started_ns), self.verdict.timing
         compute_ns = min(target.compute_ns, left)
         left -= compute_ns
@@ -342,7 +342,7 @@ class DraftPort(Protocol):
 
     @property
     def replica(self) -> Replica | None:
-        """The replica that responds, for the KV directory; None if there is none."""
+        """Return the replica that responds, for the KV directory; None if there is none."""
 
     async def propose(
         self, spec: SessionSpec, request: Propose, remaining_ns: int | None
@@ -359,7 +359,7 @@ class Verification(Protocol):
 
     @property
     def replica(self) -> Replica | None:
-        """The replica that responds, also after the end; None if there is none."""
+        """Return the replica that responds, also after the end; None if there is none."""
 
     def __aiter__(self) -> AsyncIterator[Verified | CacheMissed | Failed]: ...
 

@@ -80,7 +80,7 @@ class Speculation:
 
     @property
     def alpha(self) -> float:
-        """The chance that a draft token is right if all before it were.
+        """Return the chance that a draft token is right if all before it were.
 
         The mean of the session's own chance, with weight `deviation_weight`, and that of its workload.
         """

@@ -124,7 +124,7 @@ def _refuse_broken(corpus: Corpus, path: Path) -> None:
     if corpus.prompt_len.min() < 1 or corpus.answer_len.min() < 1:
         raise InvalidField("corpus", f"{path}: prompts and answers must not be empty")
     if not 0 <= corpus.workload.min() <= corpus.workload.max() < len(corpus.workload_names):
-        raise InvalidField("corpus", f"{path}: workloads must be in workload_names")
+        raise InvalidField("corpus", f"{path}: workload must hold indices into workload_names")
 
 
 def corpus_of(conversations: Sequence[Conversation]) -> Corpus:

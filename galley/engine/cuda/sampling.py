@@ -1,4 +1,4 @@
-"""Sample on the logits' device: of most draws only the tokens come to the host, in one transfer.
+"""Sample on the logits' device: for most draws the host gets only the tokens, in one transfer.
 
 The rows of a draw that `is_drawn_here` are sampled on the device, all at once. None depends on the draft
 token before it, so acceptance can be decided afterwards. The rows of all other draws come to the host in the

@@ -158,7 +158,7 @@ def keep_likeliest(scaled: Floats, weights: Floats, goal: float) -> None:
     """Set to -inf all but the shortest prefix, by (logit descending, id ascending), of weight `goal`.
 
     None of `scaled` is above 0, so their bits without the sign rise as they fall: one coarse pass, then a
-    radix search of the bucket where the prefix ends. Of equals the first stay, at least one.
+    radix search of the bucket where the prefix ends. At least one token stays.
     """
     masses = np.zeros(_COARSE)
     for j in range(len(scaled)):

@@ -81,7 +81,7 @@ class Case:
 
     @property
     def part(self) -> Part:
-        """Return the part that exceeds its median by most; of equals, the first."""
+        """Return the part that exceeds its median by most; the first if several do."""
         times = times_of(self.round)
         return max(Part, key=lambda part: times[part] - self.medians.parts[part])
 

@@ -37,7 +37,7 @@ _BEARER = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The text metadata of a call, by lower-case name. Of repeated names, the last value is kept."""
+    """The text metadata of a call, by lower-case name. If a name is repeated, the last value counts."""
 
     metadata: Mapping[str, str]
 

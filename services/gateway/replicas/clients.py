@@ -340,7 +340,7 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
     async def _describe(self, timeout_s: float) -> pb.GetTargetInfoResponse:
         info = await self._stub.GetTargetInfo(pb.GetTargetInfoRequest(), timeout=timeout_s)
         if self.info.tokenizer_hash not in {"", info.tokenizer_hash}:
-            raise TokenizerMismatch(info.tokenizer_hash, self.info.tokenizer_hash, "new target")
+            raise TokenizerMismatch(info.tokenizer_hash, self.info.tokenizer_hash, "process that replaced it")
         if self.info.vocab_size not in {0, info.vocab_size}:
             raise Unavailable(
                 f"vocab_size: must be {self.info.vocab_size} as before, got {info.vocab_size} (another model)"

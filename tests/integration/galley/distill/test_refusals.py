@@ -105,7 +105,7 @@ def test_a_corpus_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"offsets": np.array([0, 4, 9])}, "offsets must cover"),
         ({"prompt_len": np.array([2, 6])}, "must not be empty"),
         ({"prompt_len": np.array([2])}, "must have 1 entries"),
-        ({"workload": np.array([0, 1])}, "must be in workload_names"),
+        ({"workload": np.array([0, 1])}, "must hold indices into workload_names"),
     ],
 )
 def test_a_corpus_whose_arrays_do_not_fit(tmp_path: Path, broken: dict[str, Any], problem: str) -> None:
