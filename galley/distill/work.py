@@ -62,7 +62,7 @@ def claim(work: Path, origin: dict[str, Any]) -> None:
     try:
         record = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise InvalidField("work", f"{work}: the record of its run cannot be read: {error}") from error
+        raise InvalidField("work", f"{path}: must record a run: {error}; choose another directory") from error
     refuse_other(record, origin, path)
 
 

@@ -94,6 +94,6 @@ def _token_table(path: Path) -> dict[int, str]:
             table = {token_id: token for token, token_id in vocabulary.items()}
         return table | {entry["id"]: entry["content"] for entry in added}
     except FileNotFoundError:
-        raise NoTokenizer(f"{path.parent}: must have a tokenizer.json, that of a fast tokenizer") from None
+        raise NoTokenizer(f"{path.parent}: must hold the tokenizer.json of a fast tokenizer") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise NoTokenizer(f"{path}: must be a tokenizer that can be read: {error!r}") from error

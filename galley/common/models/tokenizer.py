@@ -69,7 +69,7 @@ class Tokenizer:
             raise ValueError(reason)
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise FileNotFoundError(f"{directory}: must have a tokenizer.json")
+            raise FileNotFoundError(f"{directory}: must hold the tokenizer.json of a fast tokenizer")
         config = _read_json(directory / "tokenizer_config.json")
         if (reason := code_asked_for(config)) is not None:
             raise ValueError(f"{directory}/tokenizer_config.json: the tokenizer {reason}")

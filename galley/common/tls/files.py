@@ -84,7 +84,7 @@ class WatchedFiles(Generic[T]):
         check_interval_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Check the files at most every `check_interval_s`. Raise BadFile, as `read` does."""
+        """Read the files; check them at most every `check_interval_s`. Raise BadFile, as `read` does."""
         self._files = files
         self._read = read
         self._check_interval_s = check_interval_s

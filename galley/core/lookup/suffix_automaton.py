@@ -112,7 +112,7 @@ class SuffixAutomaton:
         return NOWHERE
 
     def last_end(self, match: Match) -> int:
-        """Return the position before which the match last ended. For an automaton of one text."""
+        """Return the position after the match where it last occurred; the automaton must have one text."""
         return self._end[match.state]
 
     def _to(self, state: int, token: int) -> int:

@@ -72,7 +72,7 @@ def plan_of(config: Any, size: int) -> dict[str, str]:
     if not any(
         key.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise" for key, style in plan.items()
     ):
-        raise UnsupportedModel(f"{name}: has no tensor-parallel plan in transformers; run it with one rank")
+        raise UnsupportedModel(f"tensor_parallel: must be 1, got {size}: {name} has no tensor-parallel plan")
     _refuse_counts(config, size)
     head, embedding = _names_of(model)
     ours = {
@@ -123,7 +123,7 @@ def _refuse_counts(config: Any, size: int) -> None:
 def _style(name: str, key: str, style: str) -> str:
     if style not in _STYLES:
         raise UnsupportedModel(
-            f"{name}: transformers cuts {key} as {style!r}, which is not supported here; run it with one rank"
+            f"tensor_parallel: must be 1: {name} needs {key} cut as {style!r}, which is not supported"
         )
     return _STYLES[style]
 
@@ -139,7 +139,7 @@ def _refuse_features(name: str, model: nn.Module, plan: Mapping[str, str], size:
         if not isinstance(module, nn.Linear):
             if plan[_starred(path)] != WHOLE:
                 raise UnsupportedModel(
-                    f"{name}: transformers cuts {path}; only linear layers can be cut; run it with one rank"
+                    f"tensor_parallel: must be 1: {name} needs {path} cut, which is not a linear layer"
                 )
             continue
         style = plan[_starred(path)]

@@ -1,7 +1,7 @@
-"""Sample a draft token for each row of logits, and how confident the draft is in it.
+"""Sample a draft token for each row of logits, and report the row's highest probability.
 
-The result is what `galley.engine.sampling.draw` samples of the same logits spread over the whole vocabulary,
-for less work: the head of a trained draft has rows for some tokens only.
+The tokens are those that `galley.engine.sampling.draw` samples if the same logits are spread over the whole
+vocabulary, for less work: the head of a trained draft has rows for some tokens only.
 """
 
 # ruff: noqa: PLR0913, PLR0917  # kernels take arrays, not objects
@@ -37,9 +37,9 @@ _COLUMNS: Final = 64  # noise computed at once
 def guess_rows(
     rows: Floats, draws: Sequence[Draw], columns: NDArray[np.int64] | None = None
 ) -> tuple[list[Outcome], list[float]]:
-    """Sample one token a row of float32 `rows` [draws, columns], each of a draw that `is_plain`.
+    """Sample one token per row of float32 `rows` [draws, columns]; every draw must be plain (`is_plain`).
 
-    `columns` are the rising token ids of the columns; None: the whole vocabulary. Also returns each row's
+    `columns` are their token ids in ascending order; None: the whole vocabulary. Also returns each row's
     highest probability before any processing. A row without a finite maximum gives Broken.
     """
     count, width = rows.shape
@@ -95,9 +95,9 @@ def _guess_some(
 def guess_columns(
     threads: int, logits: Floats, tokens: Ids, draws: Any, drawn: Ids, confidences: Floats, scratch: Floats
 ) -> None:
-    """Write for each row of `logits` [rows, columns] the token that its draw (DRAW) samples, or NOTHING.
+    """Write to `drawn` the token that each row's draw samples from `logits` [rows, columns], or NOTHING.
 
-    `tokens` [columns] rise. `confidences` [rows] get the likeliest token's probability at temperature 1.
+    `tokens` [columns] are ascending ids. `confidences` [rows] get the highest probability at temperature 1.
     scratch: float32 [threads, 2, columns].
     """
     _guess_some(threads, len(draws), logits, tokens, draws, drawn, confidences, scratch)

@@ -100,7 +100,7 @@ class Round:
 
     @property
     def felt_ns(self) -> int:
-        """Return the time that a client waited: idle time, duration, and time to log the tokens."""
+        """Return the time that a client waited: idle time, duration, and time to commit the tokens."""
         return self.idle_ns + self.span.duration_ns + self.commit_ns
 
     @property

@@ -229,7 +229,7 @@ class LocalLookup:
             self._followed = SessionLookup()
 
     def _continue(self, spec: SessionSpec, confirmed: int, k: int) -> tuple[int, ...]:
-        """Return at most `k` tokens that may follow; the first `confirmed` tokens are confirmed ones."""
+        """Return at most `k` tokens to follow `_tokens`, of which the first `confirmed` are confirmed."""
         if not self._follow(confirmed):
             return ()
         room = max(0, spec.max_position - len(self._tokens) - 1)

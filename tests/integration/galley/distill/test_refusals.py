@@ -227,7 +227,7 @@ def test_a_run_is_not_taken_up_with_other_contents_of_its_files(options: Options
 def test_results_of_an_unknown_run_are_not_taken(options: Options) -> None:
     options.work.mkdir()
     write_corpus(corpus(), options.work / "train.npz")
-    with pytest.raises(InvalidField, match=r"work: .* the record of its run cannot be read"):
+    with pytest.raises(InvalidField, match=r"work: .*: must record a run: .*; choose another"):
         distil(replace(options, **SHORT), Collected())
 
 
