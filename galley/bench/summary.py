@@ -93,7 +93,7 @@ class Row:
 
 
 def rows_of(blocks: Sequence[LoopBlock], baseline: str) -> list[Row]:
-    """Return a row for each workload, number of streams, temperature and arm, in order of appearance."""
+    """Return a row for each workload, number of streams, temperature and arm; `baseline` comes first."""
     groups: dict[tuple[str, int, float], dict[str, list[LoopBlock]]] = defaultdict(lambda: defaultdict(list))
     for block in sorted(blocks, key=lambda block: block.load.pair):
         load = block.load

@@ -1,4 +1,4 @@
-"""Replace the control characters of text, which a terminal would obey."""
+"""Replace the control characters of text, which a terminal would interpret."""
 
 from __future__ import annotations
 

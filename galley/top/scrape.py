@@ -2,7 +2,7 @@
 
 The server is not trusted: a response has at most MAX_BYTES and takes at most TIMEOUT_S; only our own metrics
 are read, at most MAX_ROWS lines of at most MAX_LINE characters. Numbers that are not finite are left out, and
-characters that a terminal would obey are replaced.
+control characters are replaced.
 """
 
 from __future__ import annotations
@@ -121,5 +121,5 @@ def _ours(text: str) -> Iterator[str]:
             continue
         rows += 1
         if rows > MAX_ROWS or len(line) > MAX_LINE:
-            raise Away(f"more than {MAX_ROWS} rows" if rows > MAX_ROWS else f"line of {len(line)} characters")
+            raise Away(f"over {MAX_ROWS} lines" if rows > MAX_ROWS else f"a line over {MAX_LINE} characters")
         yield line

@@ -21,9 +21,9 @@ LOAD_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLease:
-    """A replica's registration, valid as long as the lease lasts.
+    """A replica's registration, valid until it expires.
 
-    `incarnation` names one life of its process. `queue_depth` counts the sessions with work to do. A
+    `incarnation` identifies one run of its process. `queue_depth` is the number of open requests. A
     `draining` replica takes no new sessions.
     """
 
@@ -177,7 +177,7 @@ def _cached_prefix(request: RoutingRequest, lease: TargetLease) -> int:
 
 
 def _short_tokens(request: RoutingRequest, lease: TargetLease, saved: int) -> int:
-    """Return the tokens in blocks that others must give up; 0 if the replica reports no blocks."""
+    """Return the tokens in blocks that other sessions must give up; 0 if the replica reports no blocks."""
     if lease.kv_block_tokens < 1:
         return 0
     needed = -(-(len(request.tokens) - saved) // lease.kv_block_tokens)

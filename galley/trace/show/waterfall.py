@@ -163,7 +163,7 @@ def list_lines(entries: Sequence[Entry]) -> Iterator[Text]:
 
 
 def plain_lines(spans: Sequence[Span]) -> Iterator[Text]:
-    """Yield each span under its parent: start, duration, name, process."""
+    """Yield up to _MAX_PLAIN spans, each below its parent: start, duration, name and service."""
     keys = {span.key for span in spans}
     children: dict[SpanKey, list[Span]] = defaultdict(list)
     roots = []

@@ -126,7 +126,7 @@ class RequestStream(Generic[RequestT, ResponseT]):
         return self._current is not None and self._generation() != self._generation_of_current
 
     def reconnect(self) -> None:
-        """Open a new stream for the next request; this one ends with its last request."""
+        """Let the next request open a new stream; the present one ends after its last response."""
         current, self._current = self._current, None
         self._retired = [connection for connection in self._retired if not connection.is_broken]
         if current is not None and not current.is_broken:
