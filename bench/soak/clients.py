@@ -145,7 +145,7 @@ class Caller:
             await self._pause(_NO_HINT_S)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep for so many seconds, or until `stop`."""
+        """Sleep for `seconds`, or until `stop`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._over.wait()

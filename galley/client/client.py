@@ -44,11 +44,11 @@ class AsyncClient:
     """A client of one or more gateways over one session store; open it with `async with`.
 
     `addresses` are "host:port", comma-separated or a sequence. The first is used until it fails, then the
-    next. Without `tls` or "https://", calls go in plain text. `api_key` is a key or a token, or a callable
-    that returns the current one; None: the one in the file GALLEY_API_KEY_FILE, else in GALLEY_API_KEY. Calls
-    raise BadKey if it cannot be sent. Streams join the current OpenTelemetry trace of the caller;
-    `force_trace` makes the gateways trace every request whatever they sample. `interceptors` are added to
-    every channel.
+    next. Without `tls`, "https://" or "grpcs://", calls go in plain text. `api_key` is a key or a token, or a
+    callable that returns the current one; None: the one in the file that GALLEY_API_KEY_FILE names, else in
+    GALLEY_API_KEY. Calls raise BadKey if it cannot be sent. Streams join the current OpenTelemetry trace of
+    the caller; `force_trace` makes the gateways trace every request whatever they sample. `interceptors` are
+    added to every channel.
     """
 
     def __init__(

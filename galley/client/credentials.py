@@ -38,7 +38,7 @@ def key_metadata(key: Key) -> tuple[tuple[str, str], ...]:
 
 
 def environment_key() -> Key:
-    """Return the key of GALLEY_API_KEY_FILE, read again for each call, else of GALLEY_API_KEY, else empty."""
+    """Return a reader of the file that GALLEY_API_KEY_FILE names, else GALLEY_API_KEY, else an empty key."""
     if file := os.environ.get(API_KEY_FILE_VARIABLE):
         return lambda: _read_key(Path(file))
     return os.environ.get(API_KEY_VARIABLE, "")
@@ -77,10 +77,10 @@ def _read(ca: NamedFile, cert: NamedFile, key: NamedFile) -> Material:
         try:
             context.load_verify_locations(cadata=ca_pem.decode())
         except (ssl.SSLError, ValueError):
-            raise ca.bad("holds no certificate") from None
+            raise ca.bad("must hold a certificate in PEM") from None
     if key_pem is not None:
         if b"PRIVATE KEY-----" not in key_pem:
-            raise key.bad("holds no private key")
+            raise key.bad("must hold a private key in PEM")
         try:
             # The empty password keeps OpenSSL from asking for one on the terminal.
             context.load_cert_chain(cert.path, key.path, password="")

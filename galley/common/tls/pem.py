@@ -53,7 +53,7 @@ def _certificates(file: NamedFile, content: bytes) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(content)
     except ValueError:
-        raise file.bad("holds no certificate in PEM, or a broken one") from None
+        raise file.bad("must hold certificates in PEM, got none or a broken one") from None
 
 
 def _check_time(file: NamedFile, own: x509.Certificate, now: datetime) -> None:
@@ -101,7 +101,7 @@ def _public_key(file: NamedFile, content: bytes) -> PublicKeyTypes:
     except TypeError:
         raise file.bad("must hold a key without a password, got an encrypted one") from None
     except (ValueError, UnsupportedAlgorithm):
-        raise file.bad("holds no private key in PEM, or a broken one") from None
+        raise file.bad("must hold a private key in PEM, got none or a broken one") from None
 
 
 def _encoded(key: PublicKeyTypes) -> bytes:

@@ -68,7 +68,7 @@ def exact(pages: Pages, logit_rows: int, slots: int) -> StepShape:
 
 
 def table_width(positions: int) -> int:
-    """Return the entries of a block table for so many positions: a power of two."""
+    """Return how many entries a block table has for `positions` tokens: a power of two, at least _WIDTH."""
     return max(_WIDTH, 1 << (-(-positions // BLOCK_TOKENS) - 1).bit_length())
 
 

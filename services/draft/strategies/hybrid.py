@@ -1,7 +1,7 @@
 """Draft each token by lookup or by model, whichever is more likely right.
 
-While the lookup is nearly certain, the model takes no step, so a copied passage is cheap. Elsewhere the model
-takes a step and the likelier token of the two is drafted (`Ensemble`).
+While the lookup is likely enough to be right, the model takes no step, so a copied passage is cheap.
+Elsewhere the model takes a step and the likelier token of the two is drafted (`Ensemble`).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class HybridStrategy:
         return Candidate(match.found.tokens[0], evidence)
 
     def _copy(self, proposal: ModelProposal) -> None:
-        """Draft while the lookup is certain; finish where the model's context window ends."""
+        """Draft while `is_sure` of the lookup; finish where the model's context window ends."""
         ensemble = self._sessions[proposal.job.session].ensemble
         while not proposal.done:
             found = self._lookup_candidate(proposal)

@@ -110,7 +110,7 @@ def test_missing_key_is_reported_in_one_line(command: tuple[str, ...], files: Mo
     [
         (["--tls-ca-file=/nowhere"], "--tls-ca-file: /nowhere: No such file"),
         (["--tls-cert-file={cert}"], "--tls-key-file: required with --tls-cert-file"),
-        (["--tls-cert-file={cert}", "--tls-key-file={ca}"], "--tls-key-file: {ca}: holds no private key"),
+        (["--tls-cert-file={cert}", "--tls-key-file={ca}"], "--tls-key-file: {ca}: must hold a private key"),
     ],
 )
 def test_unusable_file_is_reported_before_any_request(flag: list[str], problem: str, files: Mounted) -> None:
@@ -125,7 +125,7 @@ def test_path_named_like_a_field_is_reported_as_typed(files: Mounted, tmp_path: 
     key.write_text("no key")
     flags = [f"--tls-cert-file={files.cert}", f"--tls-key-file={key}"]
     result = galley("generate", "x", "--endpoint", "127.0.0.1:1", *flags)
-    assert f"--tls-key-file: {key}: holds no private key" in result.stderr
+    assert f"--tls-key-file: {key}: must hold a private key" in result.stderr
 
 
 def test_the_stack_that_runs_here_is_spoken_to_plainly(files: Mounted) -> None:

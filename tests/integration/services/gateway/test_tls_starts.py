@@ -33,7 +33,7 @@ def files(tmp_path: Path) -> Mounted:
         (
             "gateway",
             ("--peer-ca-file={key}",),
-            "--peer-ca-file (or GALLEY_GATEWAY_PEER_CA_FILE): {key}: holds no certificate in PEM",
+            "--peer-ca-file (or GALLEY_GATEWAY_PEER_CA_FILE): {key}: must hold certificates in PEM",
         ),
         (
             "gateway",
