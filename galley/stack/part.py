@@ -324,6 +324,6 @@ async def _problem(place: str, connect: Coroutine[Any, Any, tuple[object, asynci
 
 def _reason(error: OSError) -> str:
     if isinstance(error, TimeoutError):
-        return f"no answer within {_CONNECT_TIMEOUT_S:g} s"
+        return f"no response within {_CONNECT_TIMEOUT_S:g} s"
     # asyncio joins the errors of several addresses of one name into a text without an errno.
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

@@ -34,7 +34,7 @@ class Increase:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One service at one moment. `away` says why it has not answered for `away_s`; `now` is empty then."""
+    """One service at one moment. `away` says why it has not responded for `away_s`; `now` is empty then."""
 
     service: Service
     pool: str

@@ -59,7 +59,7 @@ async def fetch(address: str, timeout_s: float = TIMEOUT_S) -> bytes:
             finally:
                 writer.transport.abort()
     except TimeoutError:
-        raise Away(f"no answer in {timeout_s:g} s") from None
+        raise Away(f"no response in {timeout_s:g} s") from None
     except (OSError, ValueError) as error:
         raise Away(_why(error)) from None
 

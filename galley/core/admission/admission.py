@@ -1,10 +1,10 @@
 """Admission: which calls get one of a gateway's slots for streams. Time is an argument, in nanoseconds.
 
-Rules, in this order. A refused call has cost nothing, and the error says when to retry:
+Rules; a refused call costs nothing, and the error says when to retry:
 
 1. A principal has at most `max_sessions` streams open, and uses at most `tokens_per_s` tokens over time. A
-   call takes all the output that it requests from the bucket, and returns at its end what was not used.
-   Prompts count when their session is created.
+   call that gets a slot takes all the output that it requests from the principal's token bucket, and returns
+   at its end what was not used. Prompts count when their session is created.
 2. While slots are free and nobody else waits, a principal may have all of them. A principal that was refused
    a slot *waits* until some time after its retry is due. While others wait, a principal gets no slot beyond
    its share: the slots divided by the principals that hold or wait for one, rounded up. So slots pass on as

@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, shape.hidden, bias=False)
 
     def forward(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Return [batch, length, hidden] of the same; padding is at the end, where nothing attends to it."""
+        """Return new states [batch, length, hidden]; nothing attends to the padding at the end."""
         batch, length, _ = states.shape
         apart = (batch, length, -1, self._head_dim)
         queries = _rotated(self.q_proj(states).view(apart), rotation).transpose(1, 2)
@@ -89,7 +89,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, shape.norm_eps)
 
     def forward(self, residual: Tensor, rotation: tuple[Tensor, Tensor], rows: Tensor | None) -> Tensor:
-        """Return [batch, length, hidden] of the same, or [rows, hidden]: some rows of it flattened."""
+        """Return the new residual [batch, length, hidden], or [rows, hidden] at the flattened `rows`."""
         residual = residual + self.self_attn(self.input_layernorm(residual), rotation)
         if rows is not None:
             residual = residual.flatten(0, 1)[rows]

@@ -244,7 +244,7 @@ class ReducedHead:
         self._vocab_size = vocab_size
 
     def spread(self, logits: Tensor) -> Tensor:
-        """Return [rows, vocab_size] of [rows, head_vocab]: minus infinity for tokens outside the head."""
+        """Return logits [rows, vocab_size] from [rows, head_vocab]: minus infinity outside the head."""
         rows = len(logits)
         whole = logits.new_full((rows, self._vocab_size), -torch.inf)
         return whole.scatter_(1, self.tokens.expand(rows, -1), logits)

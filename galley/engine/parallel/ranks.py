@@ -29,7 +29,7 @@ class Ranks:
         return part
 
     def join_columns(self, part: Tensor) -> Tensor:
-        """Return [rows, n] of the ranks' [rows, n / size], in rank order."""
+        """Return the ranks' columns [rows, n / size] side by side in rank order: [rows, n]."""
         return part
 
     def waits(self) -> AbstractContextManager[Waits]:

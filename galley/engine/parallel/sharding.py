@@ -218,7 +218,7 @@ class AddedLinear(nn.Module):
         self._ranks = ranks
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return [..., out_features] of [..., in_features / size]."""
+        """Return outputs [..., out_features] for `rows` [..., in_features / size]."""
         total = self._ranks.add(self.part(rows))
         return total if self.bias is None else total + self.bias
 
@@ -232,7 +232,7 @@ class JoinedLinear(nn.Module):
         self._ranks = ranks
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return [..., out_features * size] of [..., in_features]."""
+        """Return outputs [..., out_features * size] for `rows` [..., in_features]."""
         return self._ranks.join_columns(self.part(rows))
 
 

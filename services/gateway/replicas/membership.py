@@ -233,7 +233,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
         self._update()
 
     def _read_failed(self, error: GalleyError) -> None:
-        """Log each reason once; clients see only the public part of it."""
+        """Log a reason that is new; clients see only its public part."""
         self._problem = error.public_message
         if self._read_error != str(error):
             self._read_error = str(error)
@@ -281,7 +281,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
             await self._drop(replica.address)
 
     def _refuse(self, address: str, fault: GalleyError) -> None:
-        """Note why a replica is refused; log each reason once."""
+        """Note why a replica is refused; log the reason if it is new."""
         self._problem = str(fault)
         if str(self._refusals.get(address)) != str(fault):
             self._refusals[address] = fault

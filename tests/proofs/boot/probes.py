@@ -53,7 +53,7 @@ async def problem_of(probe: Probe, ip: str, ports: Mapping[str, int], execute: E
         async with asyncio.timeout(probe.timeout_s):
             return await act(probe.spec, ip, ports, execute, probe.timeout_s)
     except TimeoutError:
-        return f"no answer within {probe.timeout_s:g} s"
+        return f"no response within {probe.timeout_s:g} s"
 
 
 async def act(

@@ -103,7 +103,7 @@ async def test_invalid_http_is_reported(sent: bytes) -> None:
 
 async def test_an_answer_that_never_ends_in_time_is_given_up() -> None:
     async with answering(lambda writer: writer.write(HEAD + b"galley_a 1\n")) as address:
-        with pytest.raises(Away, match=r"no answer in 0\.2 s"):
+        with pytest.raises(Away, match=r"no response in 0\.2 s"):
             await scrape(address, 0.2)
 
 

@@ -34,7 +34,7 @@ def test_a_frame(name: str, width: int, height: int) -> None:
 
 
 def test_a_replica_that_is_away() -> None:
-    output = plain(render(screen(without="target-2", why="no answer in 2 s"), 80, 24), 80)
+    output = plain(render(screen(without="target-2", why="no response in 2 s"), 80, 24), 80)
     golden("away.txt", output)
     assert "3 of 4 up" in output
 
