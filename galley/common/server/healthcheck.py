@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tls(arguments: argparse.Namespace) -> Material | None:
-    """Return the contents of the files, or None without TLS flags. Raise BadFile if a file is unusable."""
+    """Return the contents of the files; None if no flag or variable of TLS is set. Raise BadFile."""
     if not any(getattr(arguments, name) for name in _FLAGS):
         return None
     ca, cert, key = (NamedFile(name, getattr(arguments, name)) for name in _FILES)

@@ -47,7 +47,7 @@ class VerdictTimes:
     def predicted_ns(self, rows: int) -> int:
         """Return the ns to a verdict with `rows` rows to compute before it and for it; 0 without a curve.
 
-        Counts the steps that the rows fill, and a largest step that runs when the request arrives.
+        Counts the steps that the rows fill, and assumes that a full step is running when the request arrives.
         """
         if self._times is None:
             return 0

@@ -126,7 +126,7 @@ def split(prompts: Sequence[Prompt], share: float, seed: int) -> tuple[list[int]
     Raise InvalidField if there are fewer than two prompts.
     """
     if len(prompts) < 2:
-        raise InvalidField("prompts", f"must be at least 2, got {len(prompts)}")
+        raise InvalidField("prompts", f"must have at least 2 prompts, got {len(prompts)}")
     by_hash = sorted(range(len(prompts)), key=lambda place: prompts[place].digest(seed))
     count = min(max(1, round(share * len(prompts))), len(prompts) - 1)
     return sorted(by_hash[count:]), sorted(by_hash[:count])

@@ -27,7 +27,7 @@ _NORM_SCALE = 0.15
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """The sizes of a Llama; `head_dim` numbers a head, `rope_theta` is the base of its rotations."""
+    """The sizes of a Llama; `head_dim` is the width of a head, `rope_theta` the base of its rotations."""
 
     hidden: int
     inner: int

@@ -152,7 +152,7 @@ class TargetPool(ReplicaPool[TargetReplica]):
 
 
 def _merged(infos: Sequence[pb.GetTargetInfoResponse]) -> pb.GetTargetInfoResponse:
-    """Return what holds for all replicas, and the build that most of them run."""
+    """Return the info of the build that most replicas run, with the limits that all of them keep."""
     merged = pb.GetTargetInfoResponse()
     [(fingerprint, _)] = Counter(info.fingerprint for info in infos).most_common(1)
     merged.CopyFrom(next(info for info in infos if info.fingerprint == fingerprint))
