@@ -17,7 +17,8 @@ from galley.common.registry.registration import registered
 from galley.common.server.process import in_passing_thread
 from galley.common.server.server import Parts, Service, run_main
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.draft.loading import load_drafter
+from services.draft.loading import load_strategies
+from services.draft.loop import DraftLoop
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
 
@@ -33,8 +34,17 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:
         if settings.model is not None:
             parts.readiness.stage("loading model", detail=settings.model)
-        drafter, info = await in_passing_thread(load_drafter, settings)
-        service = DraftService(drafter, info, parts.telemetry.scope(__name__), metrics=parts.metrics)
+        strategies, info = await in_passing_thread(load_strategies, settings)
+        spans = parts.telemetry.scope(__name__)
+        loop = DraftLoop(
+            strategies,
+            max_sessions=settings.max_sessions,
+            max_tokens=settings.max_kv_tokens,
+            max_batch=settings.max_batch,
+            spans=spans,
+            metrics=parts.metrics,
+        )
+        service = DraftService(loop, info, spans)
         rpc.add_DraftServicer_to_server(service, server)
         address = settings.advertise or parts.address
         return registered(service, settings, DRAFT_POOL, lambda: service.lease(address))

@@ -10,7 +10,6 @@ from galley.common.server.process import limit_threads
 from galley.core import names
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.draft.drafter import Drafter
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import NoneStrategy, Strategy
 from services.draft.strategies.ngram import Lookups, NgramStrategy
@@ -21,8 +20,11 @@ if TYPE_CHECKING:
 _LOG = get_logger(__name__)
 
 
-def load_drafter(settings: DraftSettings) -> tuple[Drafter, pb.GetDraftInfoResponse]:
-    """Return the drafter and its description; blocks. Raise CallerFault if model or tokenizer is unusable."""
+def load_strategies(settings: DraftSettings) -> tuple[dict[str, Strategy], pb.GetDraftInfoResponse]:
+    """Return the strategies by name and the draft's description; blocks.
+
+    Raise CallerFault if model or tokenizer is unusable.
+    """
     lookups = Lookups()
     offered: dict[str, Strategy] = {names.NGRAM: NgramStrategy(lookups), names.NO_STRATEGY: NoneStrategy()}
     if settings.oracle_answers is not None:
@@ -44,13 +46,7 @@ def load_drafter(settings: DraftSettings) -> tuple[Drafter, pb.GetDraftInfoRespo
         max_draft_tokens=settings.max_draft_tokens,
         vocab_size=model.info.vocab_size if model else 0,
     )
-    drafter = Drafter(
-        offered,
-        max_sessions=settings.max_sessions,
-        max_tokens=settings.max_kv_tokens,
-        max_batch=settings.max_batch,
-    )
-    return drafter, info
+    return offered, info
 
 
 def _load_model(settings: DraftSettings) -> CausalModel | None:

@@ -1,108 +1,89 @@
 """Run the loop of a draft replica: receive, open, step, deliver; one thread computes.
 
-Requests join at the next step and get a response as soon as they are finished. At its deadline a request
-gets the tokens of the last step as its response, even while another step runs.
+Requests join at the next step and get a response as soon as they are finished. A session has at most one
+open request: a newer one supersedes it. If more are open than fit into a step, the oldest go first. At its
+deadline a request gets the tokens of the last step as its response, even while another step runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import islice
+from typing import TypeAlias
 
 from galley.common.logs import log_internal
-from galley.common.metrics import catalogue
-from galley.common.metrics.labels import PROPOSED
 from galley.common.metrics.registry import Registry
-from galley.common.tracing.item_spans import LINK_ITEM
 from galley.common.tracing.light_spans import LightSpan, SpanScope
-from galley.core import names
-from galley.core.errors import DeadlinePassed, GalleyError, Overloaded, Unavailable
-from services.draft.drafter import Done, Drafter, Proposed, ProposeJob, ProposeOutcome, Stepped
+from galley.core.content import Miss, SessionKey, look_up, prefix_hash
+from galley.core.errors import Broken, DeadlinePassed, GalleyError, Overloaded, Unavailable
+from galley.core.scheduler.messages import Slice, Superseded
+from services.draft.sessions import SessionTable
+from services.draft.strategies.base import DraftJob, Proposal, Strategy
+from services.draft.telemetry import BatchSpans, DraftMeter
 
 MAX_WAITING = 1024
 _RETRY_AFTER_S = 0.5
-_SECOND = 1e9
 
 
-class BatchSpans:
-    """The span of the current steps, until requests arrive or none are left."""
+@dataclass(frozen=True, slots=True)
+class ProposeJob:
+    """A validated request for at most `k` tokens; the last `ahead` tokens of the slice are not confirmed."""
 
-    def __init__(self, spans: SpanScope | None) -> None:
-        self._spans = spans
-        # The spans of the requests that took part, in order of arrival.
-        self._items: dict[LightSpan, None] = {}
-        self._began_ns = self._ended_ns = 0
-        self._steps = 0
-        self._sessions = 0
-
-    def stepped(self, items: Sequence[LightSpan], took_ns: int, sessions: int, steps: int) -> None:
-        """Add `steps` of `sessions` sessions that ended now; `items` are the traced requests."""
-        self._ended_ns = time.time_ns()
-        if not self._items:
-            self._began_ns = self._ended_ns - took_ns
-        self._items.update(dict.fromkeys(items))
-        self._steps += steps
-        self._sessions = max(self._sessions, sessions)
-
-    def end(self) -> None:
-        if self._spans is None or not self._items:
-            return
-        # Nothing refers to it, so it is created at its end. It has several callers, so it has its own trace.
-        span = self._spans.root(names.DRAFT_BATCH, self._began_ns)
-        span.attributes |= {names.BATCH_SESSIONS: self._sessions, names.BATCH_STEPS: self._steps}
-        span.link_to(self._items, LINK_ITEM)
-        span.end(self._ended_ns)
-        self._items = {}
-        self._steps = self._sessions = 0
+    slice: Slice
+    k: int
+    strategy: str
+    ahead: int = 0
+    workload: str = ""
 
 
-class DraftMeter:
-    """Count in a registry, which reads `queue_depth` and the drafter's counts when it is scraped."""
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """Draft tokens for positions [position, position + len), after a prefix of this hash."""
 
-    def __init__(self, registry: Registry, queue_depth: Callable[[], int], drafter: Drafter) -> None:
-        """Register each outcome of the drafter's strategies, so that it is shown as 0 from the start."""
-        self._age = registry.distribute(catalogue.DRAFT_QUEUE_AGE).at()
-        self._sessions = registry.distribute(catalogue.DRAFT_BATCH_SESSIONS).at()
-        self._duration = registry.distribute(catalogue.DRAFT_STEP_DURATION).at()
-        self._proposals = registry.count(catalogue.DRAFT_PROPOSALS)
-        registry.observe(catalogue.DRAFT_QUEUE_DEPTH, lambda: [((), queue_depth())])
-        registry.observe(catalogue.WASTED_DRAFT_TOKENS, lambda: [(("cancelled",), drafter.wasted)])
-        for strategy in drafter.strategies:
-            for outcome in PROPOSED.values:
-                self._proposals.at(strategy, outcome)
+    position: int
+    prefix_hash: bytes
+    draft_tokens: tuple[int, ...]
+    survival: tuple[float, ...]
+    kv_len: int
 
-    def began(self, waits_ns: Iterable[int]) -> None:
-        """Count requests that started, with their queue times."""
-        for wait_ns in waits_ns:
-            self._age.observe(wait_ns / _SECOND)
 
-    def stepped(self, sessions: int, took_ns: int) -> None:
-        """Count a step, if it had sessions. Called on the worker thread."""
-        if sessions:
-            self._sessions.observe(sessions)
-            self._duration.observe(took_ns / _SECOND)
+# An error concerns its own request only.
+ProposeOutcome: TypeAlias = "Proposed | Miss | Superseded | GalleyError"
 
-    def ended(self, strategy: str, outcome: str) -> None:
-        """Count a request that ended with one of the outcomes of the catalogue."""
-        self._proposals.at(strategy, outcome).value += 1
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The outcome of a request; `sessions` is the mean number in its steps, weighted by time."""
+
+    outcome: ProposeOutcome
+    queue_ns: int
+    compute_ns: int
+    sessions: int = 1
 
 
 @dataclass(slots=True, eq=False)
-class _Ticket:
-    """A request until its response: `ready` is its proposal so far, `used` the size of an early response."""
+class _Request:
+    """A request until its response. `hash` is that of the tokens before its proposal.
+
+    The worker sets `ready`, the proposal so far, after each step, and `outcome` at the end. `used` is the
+    size of an early response.
+    """
 
     job: ProposeJob
     future: asyncio.Future[Done]
     submitted_ns: int
     span: LightSpan | None
+    hash: bytes = b""
+    ready: Proposed | None = None
+    outcome: ProposeOutcome | None = None
     started: bool = False
     late: bool = False
-    ready: Proposed | None = None
     used: int = 0
     compute_ns: int = 0
     session_ns: int = 0
@@ -130,23 +111,36 @@ class _Ticket:
 
 
 class DraftLoop:
-    """Run steps while there is work; create it within the running event loop."""
+    """Keep the tokens of sessions and run strategies on them while there is work."""
 
     def __init__(
         self,
-        drafter: Drafter,
-        spans: SpanScope | None,
+        strategies: Mapping[str, Strategy],
         *,
-        max_waiting: int,
+        max_sessions: int,
+        max_tokens: int,
+        max_batch: int,
+        max_waiting: int = MAX_WAITING,
+        spans: SpanScope | None = None,
         metrics: Registry | None = None,
     ) -> None:
-        self.meter = None if metrics is None else DraftMeter(metrics, lambda: self.queue_depth, drafter)
-        self._drafter = drafter
+        """Advance at most `max_batch` proposals a step. Create it within the running event loop."""
+        # Tokens drafted for ended requests; those wasted were in no response.
+        self.drafted = self.wasted = 0
+        self.meter: DraftMeter | None = None
+        if metrics is not None:
+            self.meter = DraftMeter(metrics, strategies, lambda: self.queue_depth, lambda: self.wasted)
+        self._strategies = strategies
+        self._sessions = SessionTable(max_sessions, max_tokens)
         self._batches = BatchSpans(spans)
+        self._max_batch = max_batch
         self._max_waiting = max_waiting
-        self._numbers = count()
-        self._new: dict[int, _Ticket] = {}
-        self._open: dict[int, _Ticket] = {}
+        self._new: list[_Request] = []
+        # The oldest first; changed only while the worker is idle.
+        self._open: list[_Request] = []
+        # The worker's: the proposals of the open requests, the oldest first.
+        self._proposals: dict[_Request, Proposal] = {}
+        self._by_session: dict[SessionKey, _Request] = {}
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -170,14 +164,14 @@ class DraftLoop:
             raise Unavailable("the replica is draining")
         if self.queue_depth >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} requests are waiting or running", _RETRY_AFTER_S)
-        loop, item = asyncio.get_running_loop(), next(self._numbers)
-        ticket = _Ticket(job, loop.create_future(), time.monotonic_ns(), span)
-        timer = loop.call_later(remaining_ns / 1e9, ticket.expire) if remaining_ns else None
-        ticket.future.add_done_callback(lambda _: self._ended(item, timer))
-        self._new[item] = ticket
+        loop = asyncio.get_running_loop()
+        request = _Request(job, loop.create_future(), time.monotonic_ns(), span)
+        timer = loop.call_later(remaining_ns / 1e9, request.expire) if remaining_ns else None
+        request.future.add_done_callback(lambda _: self._ended(request, timer))
+        self._new.append(request)
         self._idle.clear()
         self._changed.set()
-        return ticket.future
+        return request.future
 
     async def drain(self) -> None:
         """Refuse new requests and wait until all others have ended."""
@@ -191,17 +185,19 @@ class DraftLoop:
         await asyncio.wait({self._task})
         self._changed.set()
         await asyncio.to_thread(self._worker.shutdown)
-        for ticket in (*self._new.values(), *self._open.values()):
-            ticket.fail(Unavailable("the replica has stopped"))
+        for request in (*self._new, *self._open):
+            request.fail(Unavailable("the replica has stopped"))
         self._batches.end()
         self._idle.set()
 
-    def _ended(self, item: int, timer: asyncio.TimerHandle | None) -> None:
+    def _ended(self, request: _Request, timer: asyncio.TimerHandle | None) -> None:
         """Continue the steps without a request that got an early response or was cancelled."""
         if timer is not None:
             timer.cancel()
-        if item in self._open:
+        if request.outcome is None:
             self._changed.set()
+
+    # ------------------------------------------------------------------------- on the event loop --
 
     async def _run(self) -> None:
         while True:
@@ -210,78 +206,149 @@ class DraftLoop:
             if new or not self._open:
                 self._batches.end()
             if ended or new:
-                await self._compute(partial(self._open_items, new, ended))
+                await self._compute(partial(self._open_requests, new, ended))
             elif self._open:
                 await self._compute(self._advance)
             else:
                 self._idle.set()
                 await self._changed.wait()
 
-    def _receive(self) -> tuple[dict[int, int], dict[int, ProposeJob]]:
-        """Return the requests that ended since the last step, with their used tokens, and the new ones."""
-        ended = {item: ticket.used for item, ticket in self._open.items() if ticket.future.done()}
-        for item in ended:
-            del self._open[item]
-        arrived = {item: ticket for item, ticket in self._new.items() if not ticket.future.done()}
+    def _receive(self) -> tuple[list[_Request], list[_Request]]:
+        """Return the requests that ended since the last step, and the new ones."""
+        ended = [request for request in self._open if request.future.done()]
+        new = [request for request in self._new if not request.future.done()]
+        self._open = [request for request in self._open if not request.future.done()] + new
         self._new.clear()
-        self._open |= arrived
         now = time.monotonic_ns()
         if self.meter is not None:
-            self.meter.began(now - ticket.submitted_ns for ticket in arrived.values())
-        for ticket in arrived.values():
-            ticket.started = True
-        return ended, {item: ticket.job for item, ticket in arrived.items()}
+            self.meter.began(now - request.submitted_ns for request in new)
+        for request in new:
+            request.started = True
+        return ended, new
 
-    async def _compute(self, work: Callable[[], Stepped]) -> None:
+    async def _compute(self, work: Callable[[], None]) -> None:
         try:
-            stepped = await asyncio.get_running_loop().run_in_executor(self._worker, work)
+            await asyncio.get_running_loop().run_in_executor(self._worker, work)
         except Exception as error:  # noqa: BLE001  # one step must not end the loop
             log_internal(error)
-            # They count as ended, so the drafter drops them next.
-            for ticket in self._open.values():
-                ticket.fail(Unavailable("the step failed"))
+            # They count as ended, so they are closed next.
+            for request in self._open:
+                request.fail(Unavailable("the step failed"))
         else:
-            self._deliver(stepped)
+            self._deliver()
 
-    def _open_items(self, new: Mapping[int, ProposeJob], ended: Mapping[int, int]) -> Stepped:
-        """Open and close requests; runs on the worker thread."""
+    def _deliver(self) -> None:
+        stepped, self._open = self._open, [request for request in self._open if request.outcome is None]
+        for request in stepped:
+            if (outcome := request.outcome) is not None:
+                if request.future.done() and isinstance(outcome, Proposed):
+                    self.wasted += len(outcome.draft_tokens) - request.used
+                request.answer(outcome)
+            elif request.late:
+                request.expire()
+
+    # ----------------------------------------------------------------------------- on the worker --
+
+    def _open_requests(self, new: Sequence[_Request], ended: Sequence[_Request]) -> None:
+        """Close the requests that ended, open the new ones and start their proposals."""
         began_ns = time.monotonic_ns()
-        stepped = self._drafter.open(new, ended)
-        self._record(stepped, time.monotonic_ns() - began_ns)
-        return stepped
+        for request in ended:
+            if request in self._proposals:
+                self._close(request, request.used)
+        superseded = [before for request in new if (before := self._admit(request)) is not None]
+        self._step([request for request in new if request in self._proposals], self._begin)
+        self._record(dict.fromkeys([*superseded, *new]), time.monotonic_ns() - began_ns)
 
-    def _advance(self) -> Stepped:
-        """Step until there is something to deliver or to receive; runs on the worker thread."""
+    def _advance(self) -> None:
+        """Step until there is something to deliver or to receive."""
+        taking = list(islice(self._proposals, self._max_batch))
         while True:
             began_ns = time.monotonic_ns()
-            stepped = self._drafter.advance()
-            self._record(stepped, time.monotonic_ns() - began_ns, steps=1)
-            if stepped.answers or self._changed.is_set():
-                return stepped
+            self._step(taking, self._continue)
+            self._record(taking, time.monotonic_ns() - began_ns, steps=1)
+            if self._changed.is_set() or any(request.outcome is not None for request in taking):
+                return
 
-    def _record(self, stepped: Stepped, took_ns: int, steps: int = 0) -> None:
-        """Keep the partial proposals for deadlines; runs on the worker thread while no ticket changes."""
-        sessions = len(stepped.answers) + len(stepped.so_far)
+    def _admit(self, request: _Request) -> _Request | None:
+        """Open the request, or set why it cannot be opened; return the request that it supersedes."""
+        job, sent = request.job, request.job.slice
+        if (before := self._by_session.get(sent.key)) is not None:
+            before.outcome = Superseded(before.job.slice.position, before.hash)
+            self._close(before)
+        session = self._sessions.peek(sent.key)
+        known = look_up(session.tokens if session else (), sent.start, sent.tokens, sent.prefix_hash)
+        if isinstance(known, Miss):
+            request.outcome = known
+            return before
+        # The target decides the last position alone.
+        k = min(job.k, sent.max_position - sent.position - 1)
+        try:
+            session = self._sessions.admit(sent.key, sent.position + k, self._by_session)
+        except GalleyError as overloaded:
+            request.outcome = overloaded
+            return before
+        session.tokens[sent.start :] = sent.tokens
+        session.confirmed = sent.position - job.ahead
+        request.hash = prefix_hash(session.tokens)
+        self._proposals[request] = Proposal(DraftJob(sent, session, k, job.workload))
+        self._by_session[sent.key] = request
+        return before
+
+    def _step(
+        self, requests: Sequence[_Request], work: Callable[[Strategy, Sequence[_Request]], None]
+    ) -> None:
+        """Run `work` by strategy, and conclude; a failure concerns the requests of its strategy only."""
+        by_strategy: dict[str, list[_Request]] = defaultdict(list)
+        for request in requests:
+            by_strategy[request.job.strategy].append(request)
+        for name, mine in by_strategy.items():
+            try:
+                work(self._strategies[name], mine)
+            except Exception as error:  # noqa: BLE001  # a strategy is a plug-in: whatever it does stays here
+                log_internal(error, strategy=name)
+                for request in mine:
+                    failure = error if isinstance(error, GalleyError) else Broken(f"{name} failed")
+                    self._proposals[request].error = failure
+        for request in requests:
+            self._conclude(request)
+
+    def _begin(self, strategy: Strategy, mine: Sequence[_Request]) -> None:
+        proposals = strategy.begin([self._proposals[request].job for request in mine])
+        self._proposals.update(zip(mine, proposals, strict=True))
+
+    def _continue(self, strategy: Strategy, mine: Sequence[_Request]) -> None:
+        strategy.advance([self._proposals[request] for request in mine])
+
+    def _conclude(self, request: _Request) -> None:
+        """Set what the proposal has so far: the outcome if it has ended, else what is ready."""
+        proposal, position = self._proposals[request], request.job.slice.position
+        k = proposal.job.k
+        tokens, survival = tuple(proposal.tokens[:k]), tuple(proposal.survival[:k])
+        so_far = Proposed(position, request.hash, tokens, survival, kv_len=position)
+        if proposal.error is not None:
+            request.outcome = proposal.error
+            self._close(request)
+        elif proposal.done:
+            request.outcome = so_far
+            self._close(request, len(tokens))
+        else:
+            request.ready = so_far
+
+    def _close(self, request: _Request, used: int = 0) -> None:
+        """Close the request; `used` of its tokens were in its response."""
+        drafted = len(self._proposals.pop(request).tokens)
+        if self._by_session.get(request.job.slice.key) is request:
+            del self._by_session[request.job.slice.key]
+        self.drafted += drafted
+        self.wasted += max(0, drafted - used)
+
+    def _record(self, stepped: Collection[_Request], took_ns: int, steps: int = 0) -> None:
+        """Count the time of a step, or of an opening with `steps` 0, for each request that was in it."""
         if self.meter is not None:
-            self.meter.stepped(sessions, took_ns)
-        traced: list[LightSpan] = []
-        for item in (*stepped.answers, *stepped.so_far):
-            ticket = self._open[item]
-            ticket.compute_ns += took_ns
-            ticket.session_ns += took_ns * sessions
-            if ticket.span is not None:
-                traced.append(ticket.span)
+            self.meter.stepped(len(stepped), took_ns)
+        for request in stepped:
+            request.compute_ns += took_ns
+            request.session_ns += took_ns * len(stepped)
+        traced = [request.span for request in stepped if request.span is not None]
         if traced:
-            self._batches.stepped(traced, took_ns, sessions, steps)
-        for item, ready in stepped.so_far.items():
-            self._open[item].ready = ready
-
-    def _deliver(self, stepped: Stepped) -> None:
-        for item, outcome in stepped.answers.items():
-            ticket = self._open.pop(item)
-            if ticket.future.done() and isinstance(outcome, Proposed):
-                self._drafter.wasted += len(outcome.draft_tokens) - ticket.used
-            ticket.answer(outcome)
-        for item in stepped.so_far:
-            if self._open[item].late:
-                self._open[item].expire()
+            self._batches.stepped(traced, took_ns, len(stepped), steps)

@@ -9,7 +9,6 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from galley.common.metrics.registry import Registry
 from galley.common.registry.leases import draft_lease
 from galley.common.server.requests import answer_of, failure_status, respond_all, respond_stream
 from galley.common.tracing.item_spans import ItemSpan
@@ -21,8 +20,7 @@ from galley.core.lru import RecentKeys
 from galley.core.routing.choice import DraftLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.draft.drafter import Done, Drafter, Proposed, ProposeJob
-from services.draft.loop import MAX_WAITING, DraftLoop
+from services.draft.loop import Done, DraftLoop, Proposed, ProposeJob
 
 # A draft without a model accepts every token id and length of the wire.
 ANY_VOCABULARY = 2**32
@@ -31,25 +29,17 @@ MAX_WORKLOAD_BYTES = 256
 
 
 class DraftService(rpc.DraftServicer):
-    """Serve one drafter."""
+    """Serve the proposals of one loop."""
 
     grpc_services = ("galley.v1.Draft",)
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        info: pb.GetDraftInfoResponse,
-        spans: SpanScope | None,
-        *,
-        max_waiting: int = MAX_WAITING,
-        metrics: Registry | None = None,
-    ) -> None:
-        """Serve `drafter`; `info` describes it, and gets an incarnation that identifies this process."""
+    def __init__(self, loop: DraftLoop, info: pb.GetDraftInfoResponse, spans: SpanScope | None) -> None:
+        """Serve `loop`; `info` describes it, and gets an incarnation that identifies this process."""
         info.incarnation = secrets.token_hex(8)
         self._info = info
         self._spans = spans
         self._recent = RecentKeys()
-        self._loop = DraftLoop(drafter, spans, max_waiting=max_waiting, metrics=metrics)
+        self._loop = loop
 
     async def Propose(
         self,

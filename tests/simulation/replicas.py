@@ -13,7 +13,7 @@ from galley.common.registry.registration import Registration
 from galley.core.cost.model import StepTimes
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.draft.drafter import Drafter
+from services.draft.loop import DraftLoop
 from services.draft.servicer import DraftService
 from services.draft.strategies.base import DraftJob, Proposal
 from services.target.servicer import Limits, TargetService
@@ -131,7 +131,9 @@ class SimDraft:
 
     def _start(self) -> None:
         world, process = self._world, self.process
-        drafter = Drafter({"sim": HalfRight(self.failing)}, max_sessions=64, max_tokens=65536, max_batch=16)
+        loop = DraftLoop(
+            {"sim": HalfRight(self.failing)}, max_sessions=64, max_tokens=65536, max_batch=16, max_waiting=64
+        )
         info = pb.GetDraftInfoResponse(
             tokenizer_hash=TOKENIZER,
             strategies=["sim"],
@@ -139,7 +141,7 @@ class SimDraft:
             max_draft_tokens=MOST_DRAFT_TOKENS,
             vocab_size=VOCAB,
         )
-        self.service = _NotedDraft(drafter, info, None, max_waiting=64)
+        self.service = _NotedDraft(loop, info, None)
         self.service.world = world
         registry: Any = SimRegistry(world.redis, process)
         self.registration = Registration(

@@ -1,4 +1,4 @@
-"""Jobs for strategies, as the drafter makes them of a session's tokens."""
+"""Jobs for strategies, as the draft's loop makes them of a session's tokens."""
 
 from __future__ import annotations
 

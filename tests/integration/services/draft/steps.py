@@ -17,7 +17,7 @@ from galley.common.server.server import Parts, start_server
 from galley.common.tracing.light_spans import SpanScope
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.draft.drafter import Drafter
+from services.draft.loop import DraftLoop
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import DraftJob, Proposal, Strategy
@@ -103,7 +103,7 @@ class Stream:
 @dataclass(frozen=True)
 class Serving:
     stub: rpc.DraftAsyncStub
-    drafter: Drafter
+    loop: DraftLoop
     service: DraftService
 
 
@@ -111,19 +111,21 @@ class Serving:
 async def serving(
     strategy: Strategy,
     *,
-    max_waiting: int = 64,
     spans: SpanScope | None = None,
     metrics: Registry | None = None,
     **limits: int,
 ) -> AsyncIterator[Serving]:
-    drafter = Drafter(
-        {MODEL: strategy}, **({"max_sessions": 16, "max_tokens": 4096, "max_batch": 8} | limits)
+    loop = DraftLoop(
+        {MODEL: strategy},
+        **({"max_sessions": 16, "max_tokens": 4096, "max_batch": 8, "max_waiting": 64} | limits),
+        spans=spans,
+        metrics=metrics,
     )
     info = pb.GetDraftInfoResponse(
         strategies=[MODEL], default_strategy=MODEL, max_draft_tokens=32, vocab_size=VOCAB
     )
 
-    service = DraftService(drafter, info, spans, max_waiting=max_waiting, metrics=metrics)
+    service = DraftService(loop, info, spans)
 
     async def build(server: grpc.aio.Server, parts: Parts) -> DraftService:
         rpc.add_DraftServicer_to_server(service, server)
@@ -132,7 +134,7 @@ async def serving(
     running = await start_server(DraftSettings(drain_timeout_s=5), build)
     try:
         async with grpc.aio.insecure_channel(running.address) as channel:
-            yield Serving(rpc.DraftStub(channel), drafter, service)
+            yield Serving(rpc.DraftStub(channel), loop, service)
     finally:
         await running.stop()
 

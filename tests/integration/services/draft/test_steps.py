@@ -67,7 +67,7 @@ async def test_a_newer_item_of_a_session_overtakes(tiny: Path) -> None:
         new = await stream.next()
     assert (old.superseded.position, old.superseded.prefix_hash) == (5, prefix_hash(PROMPTS["a"]))
     assert list(new.result.draft_tokens) == greedy(tiny, newer, 2)
-    assert (draft.drafter.drafted, draft.drafter.wasted) == (4, 2)
+    assert (draft.loop.drafted, draft.loop.wasted) == (4, 2)
 
 
 async def test_of_two_that_wait_for_the_same_step_the_newer_counts(tiny: Path) -> None:
@@ -107,7 +107,7 @@ async def test_at_its_deadline_an_item_is_answered_with_what_is_ready(tiny: Path
     assert len(cut.result.survival) == 1
     assert cut.result.position == len(PROMPTS["a"])
     assert gated.steps == ["a", "a", "b"]
-    assert (draft.drafter.drafted, draft.drafter.wasted) == (3, 1)
+    assert (draft.loop.drafted, draft.loop.wasted) == (3, 1)
 
 
 async def test_request_not_started_by_its_deadline_is_refused(tiny: Path) -> None:
@@ -146,7 +146,7 @@ async def test_cancelled_draft_request_frees_its_place(tiny: Path) -> None:
     assert status(busy) == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert list(served.result.draft_tokens) == greedy(tiny, PROMPTS["c"], 1)
     assert gated.steps == ["a", "a", "a", "c"]
-    assert (draft.drafter.drafted, draft.drafter.wasted) == (4, 3)
+    assert (draft.loop.drafted, draft.loop.wasted) == (4, 3)
 
 
 async def test_too_many_waiting_are_refused(tiny: Path) -> None:

@@ -29,7 +29,7 @@ from galley.trace.read.build import stories_of
 from galley.trace.read.library import find
 from galley.trace.read.model import Story
 from galley.trace.read.otlp_file import Lines, OtlpFile
-from services.draft.drafter import Drafter
+from services.draft.loop import DraftLoop
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import DraftJob, Proposal
@@ -171,7 +171,6 @@ class Real:
         )
 
     async def _build_draft(self, server: grpc.aio.Server, parts: Parts) -> DraftService:
-        drafter = Drafter({MODEL: self.strategy}, max_sessions=16, max_tokens=4096, max_batch=8)
         info = pb.GetDraftInfoResponse(
             model="tiny",
             tokenizer_hash=tokenizer_hash(self._tiny),
@@ -181,7 +180,16 @@ class Real:
             vocab_size=VOCAB,
         )
         spans = parts.telemetry.scope("draft")
-        service = DraftService(drafter, info, spans, max_waiting=64, metrics=parts.metrics)
+        loop = DraftLoop(
+            {MODEL: self.strategy},
+            max_sessions=16,
+            max_tokens=4096,
+            max_batch=8,
+            max_waiting=64,
+            spans=spans,
+            metrics=parts.metrics,
+        )
+        service = DraftService(loop, info, spans)
         rpc.add_DraftServicer_to_server(service, server)
         return service
 
