@@ -13,6 +13,15 @@ mkdir -p "$out"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
+version=$(sed -n 's/^torch==//p' constraints.txt)+cpu
+if [[ -n $wheel && ${wheel##*/} != "torch-$version-cp311-"* ]]; then
+  echo "TORCH_WHEEL: must be a wheel of torch $version for Python 3.11, got $wheel" >&2
+  exit 1
+elif [[ -z $wheel ]] && ! grep -qs "^torch==$version " "$out/torch-cpu.txt"; then
+  echo "$out/torch-cpu.txt: must be of torch $version; name its wheel: make locks TORCH_WHEEL=FILE" >&2
+  exit 1
+fi
+
 # Only torch's CUDA build asks for these.
 printf '%s\n' cuda-bindings cuda-toolkit nvidia-cudnn-cu13 nvidia-cusparselt-cu13 nvidia-nccl-cu13 \
   nvidia-nvshmem-cu13 triton >"$scratch/cuda"
@@ -39,14 +48,6 @@ awk -F== 'NR == FNR { if (/^[^ ]/) held[$1]; next } /^[^ ]/ { keep = !($1 in hel
   "$out/draft.txt" "$out/torch-cuda.txt" >"$scratch/torch-cuda.txt"
 cp "$scratch/torch-cuda.txt" "$out/torch-cuda.txt"
 
-version=$(sed -n 's/^torch==//p' constraints.txt)+cpu
 if [[ -n $wheel ]]; then
-  if [[ ${wheel##*/} != "torch-$version-cp311-"* ]]; then
-    echo "TORCH_WHEEL: must be a wheel of torch $version for Python 3.11, got $wheel" >&2
-    exit 1
-  fi
   printf 'torch==%s \\\n    --hash=sha256:%s\n' "$version" "$(sha256sum "$wheel" | cut -d' ' -f1)" >"$out/torch-cpu.txt"
-elif ! grep -qs "^torch==$version " "$out/torch-cpu.txt"; then
-  echo "$out/torch-cpu.txt: must be of torch $version; name its wheel: make locks TORCH_WHEEL=FILE" >&2
-  exit 1
 fi
