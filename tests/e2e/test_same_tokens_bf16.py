@@ -33,6 +33,7 @@ LAYERS = (0, 1, 2, 27, 28, 29)
 SPOIL = 0.3
 SUBSET = PROMPTS[::4]
 TEMPERATURES = (0.0, 0.8)
+DRAFTED = {MODEL, HYBRID, ORACLE, "auto"}
 MAX_TOKENS = 12
 
 
@@ -62,13 +63,15 @@ async def test_draft_and_concurrency_change_no_token(
     drafted: Counter[str] = Counter()
     for case in pairwise_cases((SPOIL,), turn):
         prompts = SUBSET if case.concurrency > 1 else SUBSET[-2:]
-        answers = await read_answers(bf16_clients.of(case), prompts, options, case)
-        for answer, expected in zip(answers, plain[-len(prompts) :], strict=True):
-            assert answer.tokens == expected.tokens, case
-            assert answer.text == expected.text, case
-        accepted[case.strategy] += sum(answer.stats.accepted for answer in answers)
-        drafted[case.strategy] += sum(answer.stats.drafted for answer in answers)
-    # Every draft took part; on a busy machine the trained one's tokens may be too late to be accepted.
-    assert all(drafted[strategy] > 0 for strategy in (MODEL, HYBRID, ORACLE, "auto")), drafted
-    assert accepted[ORACLE] > 0
+        while True:
+            answers = await read_answers(bf16_clients.of(case), prompts, options, case)
+            for answer, expected in zip(answers, plain[-len(prompts) :], strict=True):
+                assert answer.tokens == expected.tokens, case
+                assert answer.text == expected.text, case
+            accepted[case.strategy] += sum(answer.stats.accepted for answer in answers)
+            drafted[case.strategy] += sum(answer.stats.drafted for answer in answers)
+            # On a busy machine a draft may be too late for all answers: ask again until it is not.
+            took_part = accepted if case.strategy == ORACLE else drafted
+            if took_part[case.strategy] or case.strategy not in DRAFTED:
+                break
     assert accepted[ALONE.strategy] == 0
