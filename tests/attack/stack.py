@@ -36,6 +36,7 @@ MIB = 1 << 20
 _PROMPT = "Tell me more."
 _TOKENS = 40
 CALL = "_handle_exceptions"
+_REPLICA_STREAM = "_Connection._read"
 SERVICES = ("gateway", "target", "draft", "collector")
 HEALTH = "health"
 """Name of the gateway's health port in addresses."""
@@ -84,6 +85,16 @@ class Attacked:
 
     async def state(self) -> ProcessState:
         return ProcessState(**await asyncio.to_thread(self._command, "state"))
+
+    async def connected(self) -> ProcessState:
+        """Return the state once the gateway has a stream to the target and one to the draft.
+
+        A former attack may have broken one; the next session that needs it opens it anew.
+        """
+        async with asyncio.timeout(PATIENCE_S):
+            while (state := await self.state()).tasks.get(_REPLICA_STREAM, 0) < 2:
+                await warmed_up(self)
+        return state
 
     async def settled(self, before: ProcessState) -> ProcessState:
         """Return the state once no new connection and no task is left; fail if that never happens."""
@@ -214,7 +225,7 @@ async def undisturbed(stack: Attacked) -> AsyncIterator[Bystander]:
 
 @asynccontextmanager
 async def unharmed(stack: Attacked, *, most_rss: int = 64 * MIB) -> AsyncIterator[ProcessState]:
-    before = await stack.state()
+    before = await stack.connected()
     async with undisturbed(stack):
         yield before
     gc.collect()
