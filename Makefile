@@ -154,11 +154,13 @@ audit: setup ## look for known vulnerabilities in what the locks install; fail i
 
 # ------------------------------------------------------------------------------------------- check --
 
-# How many processes run the tests; a file's tests stay together.
-TEST_WORKERS ?= 2
+# How many processes run the tests; a file's tests stay together. Most integration tests wait a part of their time.
+TEST_WORKERS ?= 3
 
 .PHONY: test unit integration e2e
-test: lint check-generated helm-lint unit integration e2e ## run all that CI runs
+test: helm ## run all that CI runs
+	@$(MAKE) --jobs 2 --output-sync lint check-generated helm-lint unit
+	@$(MAKE) integration e2e
 
 unit: setup ## run the tests in memory: no sockets, no model (under a minute)
 	@echo "== unit tests"
@@ -171,7 +173,7 @@ integration: helm ## run the tests of real servers and processes with tiny model
 
 e2e: setup ## run the tests of whole stacks, with the default model, and while their parts fail
 	@echo "== end-to-end tests"
-	@$(BIN)/python -m pytest tests/e2e tests/chaos
+	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/e2e tests/chaos
 
 # The checks of bandit that ruff's rules S lack.
 BANDIT := B613,B614,B615,B703

@@ -9,7 +9,7 @@ from tests.attack.campaign import Campaign
 from tests.attack.stack import MIB, Attacked, unharmed
 
 SEED = 20261122
-MESSAGES = 5000
+MESSAGES = 2500
 
 
 async def test_fuzzed_messages_are_refused_without_crash_hang_or_leak(

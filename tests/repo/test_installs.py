@@ -63,22 +63,34 @@ assert list(scripts.glob("*.lua")), "the store's scripts were left out of the wh
 """
 
 
+def pip(python: Path, *arguments: str) -> None:
+    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    command = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, env=environment, check=True)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip(Path(sys.executable), "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
+    (built,) = folder.iterdir()
+    return built
+
+
 def install(home: Path, requirement: str) -> Path:
     venv.create(home, with_pip=True, symlinks=True)
-    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
-    pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, requirement], env=environment, check=True)
+    pip(home / "bin" / "python", "install", "--no-compile", requirement)
     return home / "bin"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return install(tmp_path_factory.mktemp("base") / "venv", str(ROOT))
+def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("base") / "venv", str(wheel))
 
 
 @pytest.fixture(scope="module")
-def gateway_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return install(tmp_path_factory.mktemp("gateway") / "venv", f"{ROOT}[gateway]") / "python"
+def gateway_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("gateway") / "venv", f"{wheel}[gateway]") / "python"
 
 
 @pytest.fixture
