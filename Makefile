@@ -158,6 +158,8 @@ audit: setup ## look for known vulnerabilities in what the locks install; fail i
 TEST_WORKERS ?= 3
 
 .PHONY: test unit integration e2e
+# Each of the processes would otherwise start as many threads as there are cores.
+unit integration e2e: export OMP_NUM_THREADS := 1
 test: helm ## run all that CI runs
 	@$(MAKE) --jobs 2 --output-sync lint check-generated helm-lint unit
 	@$(MAKE) integration e2e

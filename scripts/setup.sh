@@ -27,10 +27,11 @@ if [[ ! -x $venv/bin/python ]]; then
   fi
 fi
 
+# Python compiles a module when it is first imported: most of torch's never are.
 pip() {
   # The environment variable, unlike -c, also constrains what builds the package (hatchling).
   PIP_CONSTRAINT=$PWD/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    "$venv/bin/python" -m pip install --quiet ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$@"
+    "$venv/bin/python" -m pip install --quiet --no-compile ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$@"
 }
 echo "== installing galley[$extra] (takes minutes the first time: torch is large)"
 # constraints.txt pins every package: the tokens of a target depend on its build (docs/decisions).

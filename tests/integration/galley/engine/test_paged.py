@@ -367,4 +367,5 @@ def test_damaged_machine_code_is_compiled_again(suffix: str, kernels_dir: Path) 
     damaged.write_bytes(content[: len(content) // 2])
     _call("float32")
     (again,) = kernels_dir.glob(f"**/*.{suffix}")
-    assert again.stat().st_size == len(content)
+    # Two compilations of one function may differ by a few bytes of names.
+    assert again.stat().st_size > 0.9 * len(content)
