@@ -1,7 +1,8 @@
 """Convert output tokens to text, one token at a time.
 
 What a token adds to the text depends only on the tokens up to it, so a stream resumed anywhere continues
-exactly. Text is held back while it ends in an incomplete UTF-8 character, or may become a stop string.
+exactly. Text is held back while it ends in an incomplete UTF-8 character, or may become a stop string. A
+character that the prompt begins and the output completes is text of the output.
 """
 
 from __future__ import annotations
@@ -97,7 +98,17 @@ class TextStream:
 
     def _new_text(self, end: int) -> str:
         before = self._decode(self._window[: self._settled])
-        return self._decode(self._window[:end])[len(before) :]
+        text = self._decode(self._window[:end])
+        if not text.startswith(before):
+            # The prompt ends inside a character, which reads as U+FFFD until the answer completes it.
+            return text[_common(before, text) :]
+        return text[len(before) :]
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters both texts begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -110,3 +110,19 @@ def test_text_after_a_prompt_keeps_its_leading_space() -> None:
 
     assert TextStream(strip_first, (0,)).push(1).text == " world"
     assert TextStream(strip_first, ()).push(1).text == "world"
+
+
+@given(st.text("aé€🚀", min_size=1, max_size=8), st.data())
+def test_a_character_that_the_prompt_begins_is_whole_in_the_answer(text: str, data: st.DataObject) -> None:
+    tokens = text.encode()
+    cut = data.draw(st.integers(0, len(tokens)))
+    stream = TextStream(decode, tokens[:cut])
+    answer = "".join(stream.push(token).text for token in tokens[cut:]) + stream.flush()
+    whole_characters = tokens[:cut].decode(errors="ignore")
+    assert answer == (text.removeprefix(whole_characters) if cut < len(tokens) else "")
+
+
+@given(st.integers(0, 6), st.sampled_from((b"", b"\xe2", b"\xe2\x82", b"\xf0\x9f\x9a")))
+def test_invalid_bytes_of_the_prompt_are_not_in_the_answer(invalid: int, begun: bytes) -> None:
+    stream = TextStream(decode, b"\xff" * invalid + begun)
+    assert "".join(stream.push(token).text for token in b"ab") + stream.flush() == "ab"
