@@ -25,6 +25,9 @@ SESSION_TTL_S = 3600.0
 FINISHED_TTL_S = 900.0
 """Default times to live of a live session after its last commit or renewal, and of a finished one."""
 
+LARGEST_CLOCK_STEP_S = 86_400.0
+"""A step of the store's clock, forwards, after which it still knows that it aborted a session."""
+
 
 class SessionEnded(Fenced):
     """The caller owns the session, but it has ended for good: nothing can be added."""
@@ -157,8 +160,8 @@ class SessionStore(Protocol):
     async def recreate(self, owner: Ownership, new: NewSession) -> None:
         """Create again, for its owner, a session that the store has lost, with only its prompt in the log.
 
-        Raises Fenced, ClaimLost, SessionEnded or LogLost if it exists and is not the owner's. The caller must
-        know that the session was lost, and has not expired.
+        Raises Fenced, ClaimLost, SessionEnded or LogLost if it exists and is not the owner's. Raises
+        SessionEnded if it was aborted. The caller must know that it was lost, and has not expired.
         """
 
     async def renew(self, owner: Ownership) -> None:

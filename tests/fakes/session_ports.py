@@ -31,13 +31,17 @@ class ManualClock:
 
 
 class FaultyStore(MemoryStore):
-    """Each commit takes `commit_ns`; the first `failures` fail, the others are recorded in `directories`."""
+    """Each commit takes `commit_ns`; the first `failures` fail, the others are recorded in `directories`.
+
+    `step_s` is what the test adds to the store's clock.
+    """
 
     def __init__(self, manual: ManualClock | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.commit_ns = 0
         self.failures = 0
         self.is_fenced = False
+        self.step_s = 0.0
         self.directories: list[KvDirectory] = []
         self._manual = manual or ManualClock()
 
@@ -63,6 +67,7 @@ class FaultyStore(MemoryStore):
 
     def forget(self) -> None:
         self._records.clear()
+        self._aborted.clear()
 
 
 class PortTarget:

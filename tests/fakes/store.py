@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from galley.core.errors import Fenced, KeyReused, LogLost, UnknownSession
 from galley.core.store import (
     FINISHED_TTL_S,
+    LARGEST_CLOCK_STEP_S,
     SESSION_TTL_S,
     UNCHANGED,
     ClaimLost,
@@ -56,6 +57,8 @@ class MemoryStore(SessionStore):
         self._new_nonce = new_nonce or self._counted_nonce
         self._nonces = 0
         self._records: dict[str, _Record] = {}
+        # The nonce of the owner whose session was aborted, and until when it is known.
+        self._aborted: dict[str, tuple[bytes, float]] = {}
 
     def _counted_nonce(self) -> bytes:
         self._nonces += 1
@@ -135,6 +138,9 @@ class MemoryStore(SessionStore):
 
     async def recreate(self, owner: Ownership, new: NewSession) -> None:
         if self._find(owner.session_id) is None:
+            nonce, until_s = self._aborted.get(owner.session_id, (b"", 0.0))
+            if nonce == owner.nonce and self._clock() < until_s:
+                raise SessionEnded(owner.session_id)
             self._make(new, owner.epoch, owner.nonce)
         else:
             self._touch(self._owned(owner))
@@ -144,6 +150,9 @@ class MemoryStore(SessionStore):
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
         record = self._of(session_id, principal)
+        if record.state == "live":
+            known_s = self._finished_ttl_s + LARGEST_CLOCK_STEP_S
+            self._aborted[session_id] = record.nonce, self._clock() + known_s
         self._end(record, finish if record.state == "live" else record.finish)
 
     async def close(self) -> None:

@@ -42,10 +42,10 @@ class Sessions(MemoryStore):
         return record is not None and record.state == "finished"
 
     def state(self) -> object:
-        return deepcopy(self._records)
+        return deepcopy((self._records, self._aborted))
 
     def restore(self, state: Any) -> None:
-        self._records = deepcopy(state)
+        self._records, self._aborted = deepcopy(state)
 
 
 def at_once(work: Coroutine[Any, Any, T]) -> T:

@@ -31,9 +31,11 @@ _TTL_S, _FINISHED_TTL_S = 1000.0, 5000.0
 _NAMES = ("session-a", "session-b")
 _SLACK_S = 30.0
 _CALLS = (
-    *("create", "claim", "claim", *["commit"] * 6, "finish", "renew", "recreate", "recreate", "abort"),
-    "server",
+    *("create", "claim", "claim", *["commit"] * 6, "finish", "renew", "recreate", "recreate"),
+    *("abort", "abort", "server", "step"),
 )
+# One that ends live sessions, one that ends all, and one after which an abort is forgotten.
+_STEPS_S = (2_000, 2_000, 6_000, 6_000, 100_000)
 
 T = TypeVar("T")
 
@@ -47,11 +49,19 @@ class Call:
 
 class Model(Sessions):
     def __init__(self) -> None:
-        super().__init__(_TTL_S, _FINISHED_TTL_S, clock=lambda: 0.0)
+        self.now_s = 0.0
+        super().__init__(_TTL_S, _FINISHED_TTL_S, clock=lambda: self.now_s)
 
-    def expires_s(self, session_id: str) -> float:
-        record = self._records.get(session_id)
-        return -1.0 if record is None else record.expires_s
+    def lives_s(self, session_id: str) -> float:
+        record = self._find(session_id)
+        return -1.0 if record is None else record.expires_s - self.now_s
+
+    def state(self) -> object:
+        return self.now_s, super().state()
+
+    def restore(self, state: Any) -> None:
+        self.now_s, records = state
+        super().restore(records)
 
 
 async def _outcome(call: Coroutine[Any, Any, T]) -> tuple[object, T | GalleyError]:
@@ -83,9 +93,16 @@ class Real:
                 await self.client.flushall()
                 for key, (lives_ms, dumped) in self._remembered[call.arguments[0]].items():
                     await self.client.restore(key, lives_ms, dumped)
+            case "step":
+                await self._step(1000 * call.arguments[0])
             case name:
                 return (await _outcome(getattr(self._store, name)(*call.arguments)))[0]
         return None
+
+    async def _step(self, step_ms: int) -> None:
+        """Shorten all lives, as a step of the server's clock does."""
+        for key in await self.client.keys():
+            await self.client.pexpire(key, await self.client.pttl(key) - step_ms)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +140,7 @@ async def _check_expiry(real: Real, model: Random) -> None:
     for name in _NAMES:
         key = f"galley:{{{name}}}"
         lives_s = [await real.client.pttl(of) / 1000 for of in (key, f"{key}:log", f"{key}:meta")]
-        due_s = model.store.expires_s(name)
+        due_s = model.store.lives_s(name)
         assert all(abs(life_s - due_s) < _SLACK_S for life_s in lives_s) or due_s < 0 > max(lives_s)
 
 
@@ -134,10 +151,13 @@ class Random:
         self._states: list[object] = []
         self._owners: list[Ownership] = []
         self._length = 2
+        self._has_stepped = False
 
     def next_call(self) -> Call:
         rng = self._rng
-        name = rng.choice(_CALLS)
+        # The owner of a session that a step has expired takes it for lost.
+        name = "recreate" if self._has_stepped else rng.choice(_CALLS)
+        self._has_stepped = name == "step"
         match name:
             case "create":
                 fields, body = {"f": b"v"}, rng.choice([b"one", b"one", b"two"])
@@ -161,6 +181,10 @@ class Random:
                 )
             case "abort":
                 return self._called(name, self._name(), self._principal(), b"aborted")
+            case "step":
+                step_s = rng.choice(_STEPS_S)
+                self.store.now_s += step_s
+                return Call("step", (step_s,))
             case _ if self._states and rng.random() < 0.5:
                 index = rng.randrange(len(self._states))
                 self.store.restore(self._states[index])

@@ -20,6 +20,7 @@ from galley.core.errors import (
 )
 from galley.core.store import (
     FINISHED_TTL_S,
+    LARGEST_CLOCK_STEP_S,
     SESSION_TTL_S,
     UNCHANGED,
     CacheLocation,
@@ -137,7 +138,8 @@ class RedisStore(SessionStore):
         await self._run_owned(self._renew, owner, self._ttl_ms)
 
     async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
-        await self._run(self._abort, session_id, principal, finish, self._finished_ttl_ms)
+        aborted_ttl_ms = self._finished_ttl_ms + _milliseconds(LARGEST_CLOCK_STEP_S)
+        await self._run(self._abort, session_id, principal, finish, self._finished_ttl_ms, aborted_ttl_ms)
 
     async def close(self) -> None:
         await self._calls.close()
@@ -151,7 +153,10 @@ class RedisStore(SessionStore):
     ) -> list[Any]:
         """Return the script's reply after "ok", or raise its refusal; `epoch` is the owner's, 0 for none."""
         key = f"galley:{{{session_id}}}"
-        reply, copied = await self._calls.run_copied(script, (key, f"{key}:log", f"{key}:meta"), *args)
+        keys = [key, f"{key}:log", f"{key}:meta"]
+        if script in {self._abort, self._recreate}:  # the others can then follow a slot that is being moved
+            keys.append(f"galley:aborted:{{{session_id}}}")
+        reply, copied = await self._calls.run_copied(script, keys, *args)
         outcome, *rest = cast("list[Any]", reply)
         if outcome != b"ok":  # so nothing was written
             _refuse(session_id, outcome.decode(), rest, epoch)

@@ -1,11 +1,12 @@
--- Put before every other script. KEYS of all: the session's hash, its log, its meta.
+-- Put before every other script. KEYS of all: the session's hash, its log, its meta. KEYS of abort and recreate
+-- also: the nonce of the owner whose session was aborted.
 -- A refusal is a list whose first element names it.
 
-local SESSION, LOG, META = KEYS[1], KEYS[2], KEYS[3]
+local SESSION, LOG, META, ABORTED = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local TOKEN_BYTES = 4
 
 local function touch(ttl_ms)
-  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl_ms) end
+  for _, key in ipairs({SESSION, LOG, META}) do redis.call('PEXPIRE', key, ttl_ms) end
 end
 
 -- Free the memory that the strings reserve for appending: the session has ended.

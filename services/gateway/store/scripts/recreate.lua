@@ -5,6 +5,8 @@
 local epoch, nonce, ttl_ms = ARGV[1], ARGV[2], ARGV[3]
 
 if redis.call('EXISTS', SESSION) == 0 then
+  -- Not lost: it was aborted, and a step of the clock has expired it.
+  if redis.call('GET', ABORTED) == nonce then return {'ended'} end
   make(ARGV[4], epoch, nonce, unpack(ARGV, 5))
 else
   -- This repeats a recreate whose response was lost, or another owner has created the session since.

@@ -10,7 +10,7 @@ from galley.core.answer.answer import Ending, Reason, decode_ending
 from galley.core.errors import Fenced, StoreUnavailable, UnknownSession
 from galley.core.records import TokenRecord
 from galley.core.session import events as ev
-from galley.core.store import UNCHANGED, LogBehind, NewSession
+from galley.core.store import UNCHANGED, LogBehind, NewSession, SessionEnded
 from services.gateway.clock import SECOND, Timeouts
 from services.gateway.store.session_log import LONGEST_PAUSE_S, SessionLog, retry
 from tests.fakes.session_ports import FaultyStore, ManualClock
@@ -22,7 +22,11 @@ END = Ending(Reason.LENGTH)
 class World:
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.store = FaultyStore(ttl_s=TTL_S, finished_ttl_s=TTL_S, clock=lambda: self.clock.now / SECOND)
+        self.store: FaultyStore = FaultyStore(
+            ttl_s=TTL_S,
+            finished_ttl_s=TTL_S,
+            clock=lambda: self.clock.now / SECOND + self.store.step_s,
+        )
 
     async def own(self) -> SessionLog:
         stored = await self.store.create(NewSession("s", "me", b"body", {"f": b"v"}, (1, 2, 3)))
@@ -74,6 +78,25 @@ async def test_a_session_that_may_have_ended_is_not_recreated() -> None:
         assert isinstance(failed.error, UnknownSession)
     with pytest.raises(UnknownSession):
         await world.store.claim("s", "me")
+
+
+async def test_a_session_aborted_before_a_step_of_the_stores_clock_is_not_recreated() -> None:
+    world = World()
+    log = await world.own()
+    await world.store.abort("s", "me", b"aborted")
+    world.store.step_s += TTL_S + 1
+    failed = await log.commit(commit(3, 7), UNCHANGED)
+    assert isinstance(failed, ev.StoreFailed)
+    assert isinstance(failed.error, SessionEnded)
+    with pytest.raises(UnknownSession):
+        await world.store.claim("s", "me")
+
+
+async def test_a_live_session_is_recreated_after_a_step_of_the_stores_clock() -> None:
+    world = World()
+    log = await world.own()
+    world.store.step_s += TTL_S + 1
+    assert await log.commit(commit(3, 7), UNCHANGED) == ev.Committed(4)
 
 
 class Away:

@@ -306,6 +306,26 @@ async def test_an_owner_recreates_a_lost_session(store: RedisStore, raw: redis_a
     assert await raw.pttl(key_of(owner.session_id)) > 1000 * SESSION_TTL_S - 1000
 
 
+async def test_an_aborted_session_that_expired_early_is_not_recreated(
+    store: RedisStore, raw: redis_asyncio.Redis
+) -> None:
+    """A step of the store's clock expires a session while its owner still takes it for lost."""
+    aborted = await store.create(a_session())
+    owner, session_id = aborted.ownership, aborted.ownership.session_id
+    await store.abort(session_id, ALICE, b"aborted")
+    await store.abort(session_id, ALICE, b"aborted again")
+    await lose(raw, owner)
+    for _ in range(2):
+        with pytest.raises(SessionEnded):
+            await store.recreate(owner, aborted.to_new_session())
+    with pytest.raises(UnknownSession):
+        await store.claim(session_id, ALICE)
+    again = await store.create(a_session(session_id))  # its idempotency key is free again
+    await lose(raw, owner)
+    await store.recreate(again.ownership, again.to_new_session())
+    assert (await store.claim(session_id, ALICE)).state == "live"
+
+
 async def test_recreate_keeps_an_existing_session(store: RedisStore, raw: redis_asyncio.Redis) -> None:
     lost = await store.create(a_session())
     owner, session_id = lost.ownership, lost.ownership.session_id
