@@ -92,6 +92,10 @@ class ServerFault(GalleyError):
     """The server failed; the request may be valid."""
 
 
+class OutOfMemory(ServerFault):
+    """A model and its KV pool do not fit into memory; the message names both and the remedy."""
+
+
 class Unavailable(ServerFault):
     """A component is down or draining; the session can be resumed: UNAVAILABLE."""
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from galley.common.logs import get_logger
 from galley.common.models.files import tokenizer_hash
-from galley.common.server.process import limit_threads
+from galley.common.server.process import limit_threads, report_memory
 from galley.core import names
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -58,14 +58,16 @@ def _load_model(settings: DraftSettings) -> CausalModel | None:
     # All kept tokens, and of each session a partial block and its draft tokens.
     of_tokens = -(-settings.max_kv_tokens // BLOCK_TOKENS)
     of_session = 1 + -(-settings.max_draft_tokens // BLOCK_TOKENS)
-    return load_model(
-        settings.model,
-        dtype=settings.dtype,
-        device=settings.device,
-        threads=settings.threads,
-        kv_blocks=of_tokens + settings.max_sessions * of_session,
-        target_model=settings.target_model,
-    )
+    what = f"model: {settings.model} and KV of {settings.max_kv_tokens} tokens"
+    with report_memory(what, "lower --max-kv-tokens or --max-sessions, or draft with a smaller model"):
+        return load_model(
+            settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            threads=settings.threads,
+            kv_blocks=of_tokens + settings.max_sessions * of_session,
+            target_model=settings.target_model,
+        )
 
 
 def _tokenizer_hash(settings: DraftSettings, model: CausalModel | None) -> str:

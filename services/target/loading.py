@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from galley.common.logs import get_logger
-from galley.common.server.process import limit_threads
+from galley.common.server.process import limit_threads, report_memory
 from galley.engine.parallel.ranks import ALONE, Ranks
 from services.target.settings import TargetSettings
 
@@ -18,10 +18,10 @@ _MIB = 2**20
 
 
 def load_engine(settings: TargetSettings) -> PagedEngine:
-    """Load the model with a KV pool within the memory bound, and probe it; blocks. Raise UnsupportedModel.
+    """Load the model with a KV pool within the memory bound, and probe it; blocks.
 
-    Raise ValueError if the pool is too small for the probes. A pool smaller than one context window reduces
-    the window that the replica offers.
+    Raise UnsupportedModel, OutOfMemory, or ValueError if the pool is too small for the probes. A pool smaller
+    than one context window reduces the window that the replica offers.
     """
     limit_threads(settings.threads)
     from services.target.paged import PagedEngine  # noqa: PLC0415  # imports torch
@@ -41,21 +41,23 @@ def load_engine(settings: TargetSettings) -> PagedEngine:
 def load_shard(settings: TargetSettings, blocks: int, ranks: Ranks = ALONE) -> tuple[CausalModel, str]:
     """Load the model, or one rank's shard; return it and the fingerprint of the build.
 
-    All ranks call it at once, since loading probes the model. Raise UnsupportedModel.
+    All ranks call it at once, since loading probes the model. Raise UnsupportedModel or OutOfMemory.
     """
     # Late, so that --help and Ray's controller need no torch.
     from galley.engine.fingerprint import fingerprint  # noqa: PLC0415
     from galley.engine.model import load_model  # noqa: PLC0415
 
-    model = load_model(
-        settings.model,
-        dtype=settings.dtype,
-        device=settings.device,
-        threads=settings.threads,
-        kv_blocks=blocks,
-        ranks=ranks,
-        invariant=settings.invariant,
-    )
+    what = f"model: {settings.model} and a KV pool of {settings.kv_memory_mb} MiB"
+    with report_memory(what, "lower --kv-memory-mb, or serve a smaller model or --dtype bfloat16"):
+        model = load_model(
+            settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            threads=settings.threads,
+            kv_blocks=blocks,
+            ranks=ranks,
+            invariant=settings.invariant,
+        )
     return model, fingerprint(model)
 
 

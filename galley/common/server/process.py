@@ -6,18 +6,22 @@ import asyncio
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
+
+from galley.core.errors import OutOfMemory
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _PR_SET_PDEATHSIG = 1
+_ALLOCATION = re.compile("out of memory|allocate memory", re.IGNORECASE)
 # Some microseconds; as fast as a long spin if the cores are free.
 _SPINS = "2000"
 
@@ -48,6 +52,18 @@ def hand_back_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+@contextmanager
+def report_memory(what: str, remedy: str) -> Iterator[None]:
+    """Raise OutOfMemory, in one line, for any error of an allocation that failed."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:  # torch raises RuntimeError
+        reason = str(error).partition("\n")[0]
+        if not (isinstance(error, MemoryError) or _ALLOCATION.search(reason)):
+            raise
+        raise OutOfMemory(f"{what} must fit into memory ({reason or 'out of memory'}); {remedy}") from error
 
 
 def limit_threads(count: int) -> None:

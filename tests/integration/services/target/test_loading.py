@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from galley.core.errors import OutOfMemory
 from galley.engine.load.module import load_config, parse_dtype
 from galley.engine.model import CausalModel
 from galley.engine.pages import kv_shape
@@ -28,6 +31,35 @@ def test_the_pool_is_as_large_as_it_may_be_and_no_larger(tiny: Path) -> None:
     blocks = kv_blocks(settings(tiny))
     assert blocks * block_bytes <= 2 * 2**20 < (blocks + 1) * block_bytes
     assert load_engine(settings(tiny)).info.kv_blocks == blocks
+
+
+def test_a_pool_that_does_not_fit_into_memory_is_refused_with_the_remedy(tiny: Path) -> None:
+    with pytest.raises(OutOfMemory, match=r"tiny.* 100000000 MiB.*tried to allocate.*--kv-memory-mb"):
+        load_engine(settings(tiny, kv_memory_mb=10**8))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation"),
+        RuntimeError("unable to mmap 9 bytes from file </m>: Cannot allocate memory (12)"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
+def test_weights_that_do_not_fit_into_memory_are_refused_in_one_line(
+    tiny: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CausalModel, "load", Mock(side_effect=error))
+    with pytest.raises(OutOfMemory) as refused:
+        load_engine(settings(tiny))
+    assert "\n" not in str(refused.value)
+
+
+def test_other_errors_of_loading_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CausalModel, "load", Mock(side_effect=RuntimeError("a defect")))
+    with pytest.raises(RuntimeError, match="a defect"):
+        load_engine(settings(tiny))
 
 
 def test_the_context_window_is_what_the_pool_holds(loaded: CausalModel) -> None:
