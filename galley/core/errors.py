@@ -96,6 +96,10 @@ class OutOfMemory(ServerFault):
     """A model and its KV pool do not fit into memory; the message names both and the remedy."""
 
 
+class UnsafeCache(ServerFault):
+    """Others could put code into the cache directory; the message names the directory and the remedy."""
+
+
 class Unavailable(ServerFault):
     """A component is down or draining; the session can be resumed: UNAVAILABLE."""
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 DNS = Endpoint("dns", DNS_IP, "kube-system", {"k8s-app": "kube-dns"}, {"dns": 53, "dns-tcp": 53})
 """The cluster's name server, as a policy's selectors find it everywhere."""
 _KERNELS = "galley/kernels"
+# The user of the containers.
+_USER = 10001
 
 
 class Node:
@@ -120,10 +122,15 @@ class Node:
 
 
 def _share(place: Path, volume: Path) -> None:
-    group = volume.stat().st_gid if os.geteuid() == 0 else -1
-    for path in [*_between(place, volume), *place.rglob("*")]:
+    """Let the pod write in the folders above its kernels, and give it those, which must be its own."""
+    is_root = os.geteuid() == 0
+    group = volume.stat().st_gid if is_root else -1
+    for path in _between(place.parent, volume):
         os.chown(path, -1, group)
-        path.chmod(0o777 if path.is_dir() else 0o666)
+        path.chmod(0o775)
+    for path in [place, *place.rglob("*")]:
+        os.chown(path, _USER if is_root else -1, group)
+        path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def _between(place: Path, above: Path) -> Iterator[Path]:
