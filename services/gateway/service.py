@@ -149,7 +149,9 @@ async def _build(
     parts: Parts,
 ) -> GatewayService:
     parts.readiness.stage("loading the tokenizer")
-    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
+    tokenizer = await asyncio.to_thread(
+        Tokenizer.load, settings.model, control_tokens_in_messages=settings.control_tokens_in_messages
+    )
 
     def opener(role: str) -> ChannelOpener:
         return lambda address: open_channel(

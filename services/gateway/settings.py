@@ -157,6 +157,11 @@ class GatewaySettings(TokenSettings):
         "", description="Name that certificates of drafts must have. Empty: the host of the address."
     )
     model: str = Field(DEFAULT_MODEL, description="Model whose tokenizer is loaded: a directory or a hub id.")
+    control_tokens_in_messages: bool = Field(
+        False,
+        description="Read control tokens that a message of a chat spells out as such, as transformers does. "
+        "Off: they are plain text (docs/security.md).",
+    )
     model_name: str = Field("", description="Name of the model for clients. Empty: the target's.")
     k: int = Field(
         16,

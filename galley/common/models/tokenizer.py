@@ -20,6 +20,7 @@ from jinja2.utils import Namespace
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from galley.common.models.control_tokens import ControlTokens, separate
 from galley.common.models.files import DEFAULT_MODEL, code_asked_for, foreign_file, hub_model, tokenizer_hash
 from galley.core.errors import InvalidField
 
@@ -49,17 +50,29 @@ _REFUSALS = (
 class Tokenizer:
     """Text to token ids and back, as the model's own files say. Safe to use from several threads."""
 
-    def __init__(self, fast: FastTokenizer, template: ChatTemplate | None, digest: str) -> None:
-        """Switch off truncation and padding of `fast`; `digest` is the tokenizer's `hash`."""
+    def __init__(
+        self, fast: FastTokenizer, template: ChatTemplate | None, digest: str, *, plain_messages: bool
+    ) -> None:
+        """Switch off truncation and padding of `fast`; `digest` is the tokenizer's `hash`.
+
+        With `plain_messages`, control tokens that a message spells out are plain text.
+        """
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
         self._template = template
+        self._chat = fast
+        self._control_tokens: ControlTokens | None = None
+        if plain_messages and template is not None:
+            self._chat, self._control_tokens = separate(fast)
         self.hash = digest
 
     @classmethod
-    def load(cls, model: str) -> Tokenizer:
+    def load(cls, model: str, *, control_tokens_in_messages: bool = True) -> Tokenizer:
         """Load from a local directory, or from a hub model, whose tokenizer files are then downloaded.
+
+        With `control_tokens_in_messages`, control tokens that a message spells out are read as such, as in
+        transformers; otherwise they are plain text.
 
         Raise FileNotFoundError if there is no tokenizer.json, ValueError or NoTokenizer if one of the files
         is broken, lies elsewhere, or asks for code.
@@ -78,7 +91,12 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises nothing narrower
             raise ValueError(f"{path}: must be a tokenizer: {error}") from error
         _add_missing_tokens(fast, config)
-        return cls(fast, _chat_template(directory, config), tokenizer_hash(directory))
+        return cls(
+            fast,
+            _chat_template(directory, config),
+            tokenizer_hash(directory),
+            plain_messages=not control_tokens_in_messages,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -92,13 +110,14 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of a chat up to the answer; each message has `role` and `content`.
 
-        Control tokens that a message spells out are read as such, as in transformers. Raise
-        InvalidField("messages") if the model has no chat template or its template refuses.
+        Raise InvalidField("messages") if the model has no chat template or its template refuses.
         """
         if self._template is None:
             raise InvalidField("messages", "must be absent: the model has no chat template. Send text")
+        if self._control_tokens is not None:
+            messages = [self._control_tokens.mark(message) for message in messages]
         rendered = self._template.render(messages)
-        return list(self._fast.encode(rendered, add_special_tokens=False).ids)
+        return list(self._chat.encode(rendered, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without control tokens; unfinished UTF-8 reads as U+FFFD."""

@@ -1,0 +1,65 @@
+"""Keep control tokens that a message spells out from being read as such.
+
+A mark after the first character of each spelling keeps the tokenizer from matching it. The normalizer
+deletes the marks, after the tokenizer has matched the control tokens of the chat template and before it cuts
+the text. So all other text gets the same tokens as without marks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import normalizers
+
+MARK = "\ufdd0"
+"""A code point that Unicode reserves for use inside a process. It is dropped from prompts."""
+
+
+class ControlTokens:
+    """The texts of a tokenizer's control tokens."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        """Raise ValueError for a text of one character, which no mark can break."""
+        self._texts = sorted(texts)
+        if short := [text for text in self._texts if len(text) == 1]:
+            raise ValueError(
+                f"control token {short[0]!r} cannot be kept out of messages, as it has one character; set "
+                "--control-tokens-in-messages"
+            )
+        self._beginnings = frozenset(text[:size] for text in self._texts for size in range(1, len(text)))
+        self._longest = max(map(len, self._texts), default=0)
+
+    def mark(self, message: Mapping[str, str]) -> dict[str, str]:
+        """Return the message with a mark in each control token that one of its values spells or begins."""
+        return {name: self._mark(text) for name, text in message.items()}
+
+    def _mark(self, text: str) -> str:
+        for token in self._texts:
+            while token in text:  # replacing may leave another that overlapped
+                text = text.replace(token, f"{token[0]}{MARK}{token[1:]}")
+        # The template may put the rest of the token behind it.
+        ends = (text[-size:] for size in range(1, self._longest))
+        return text + MARK if any(end in self._beginnings for end in ends) else text
+
+
+def separate(fast: FastTokenizer) -> tuple[FastTokenizer, ControlTokens]:
+    """Return a tokenizer that deletes marks, and its control tokens. Raise as `ControlTokens`.
+
+    The tokenizer is `fast` itself, or a copy if `fast` matches control tokens in normalized text.
+    """
+    special = [token for token in fast.get_added_tokens_decoder().values() if token.special]
+    if any(token.normalized for token in special):
+        fast = _match_unnormalized(fast)
+    delete = normalizers.Replace(MARK, "")
+    fast.normalizer = normalizers.Sequence([delete, fast.normalizer] if fast.normalizer else [delete])
+    return fast, ControlTokens(token.content for token in special)
+
+
+def _match_unnormalized(fast: FastTokenizer) -> FastTokenizer:
+    """Return a copy that matches control tokens before it normalizes the text, hence with its marks."""
+    content = json.loads(fast.to_str())
+    for token in content["added_tokens"]:
+        token["normalized"] = token["normalized"] and not token["special"]
+    return FastTokenizer.from_str(json.dumps(content))
