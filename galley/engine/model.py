@@ -27,12 +27,13 @@ from galley.engine.batch import FreeBlocks, ModelInfo, Rows, SessionCache
 from galley.engine.cpu import llama
 from galley.engine.cuda.device import DeviceOptions
 from galley.engine.forward import Forward, forward_of
+from galley.engine.kv_shape import kv_shape
 from galley.engine.load import module as loading
 from galley.engine.load.draft_directory import ReducedHead, takes_embeddings
 from galley.engine.load.module import parse_dtype
 from galley.engine.load.resolve import resolve_model
 from galley.engine.paged import pool_for
-from galley.engine.pages import KvPool, Span, kv_shape
+from galley.engine.pages import KvPool, Span
 from galley.engine.parallel.ranks import ALONE, Ranks
 
 __all__ = ["CausalModel", "KvPool", "ModelInfo", "Rows", "SessionCache"]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from galley.core.errors import UnsupportedModel
 from galley.core.kv.blocks import BLOCK_TOKENS
-from galley.engine.parallel.ranks import ALONE, Ranks
 
 Ints = NDArray[np.int64]
 
@@ -119,25 +116,6 @@ class KvShape:
     def block_bytes(self) -> int:
         numbers = self.layers * self.kv_heads * BLOCK_TOKENS * (self.key_dim + self.value_width)
         return numbers * self.dtype.itemsize
-
-
-def kv_shape(config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> KvShape:
-    """Return a rank's KV shape. Raises UnsupportedModel if the ranks cannot share the KV heads evenly."""
-    heads = config.num_attention_heads
-    kv_heads = declared(config, "num_key_value_heads") or heads
-    if kv_heads % ranks.size:
-        raise UnsupportedModel(
-            f"tensor_parallel: must divide the {kv_heads} KV heads of {config.model_type}, got {ranks.size}"
-        )
-    head_dim = declared(config, "head_dim") or config.hidden_size // heads
-    key_dim = declared(config, "qk_head_dim") or head_dim
-    value_dim = declared(config, "v_head_dim") or head_dim
-    return KvShape(config.num_hidden_layers, kv_heads // ranks.size, key_dim, value_dim, dtype)
-
-
-def declared(config: Any, name: str) -> Any:
-    """Return the value of `name`, or None if the configuration's class does not declare it."""
-    return getattr(config, name, None) if hasattr(type(config), name) else None
 
 
 class KvPool:

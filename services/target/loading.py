@@ -72,10 +72,10 @@ def refuse_model(settings: TargetSettings) -> None:
 
 def kv_blocks(settings: TargetSettings, ranks: Ranks = ALONE) -> int:
     """Return how many KV blocks fit into a rank's memory. Raise UnsupportedModel, ValueError if too few."""
+    from galley.engine.kv_shape import kv_shape  # noqa: PLC0415  # imports torch
     from galley.engine.load.module import load_config, parse_dtype  # noqa: PLC0415
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
     from galley.engine.model import PROBE_BLOCKS  # noqa: PLC0415
-    from galley.engine.pages import kv_shape  # noqa: PLC0415  # imports torch
 
     config = load_config(resolve_model(settings.model))
     block_bytes = kv_shape(config, parse_dtype(settings.dtype, settings.device), ranks).block_bytes

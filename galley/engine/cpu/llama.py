@@ -21,7 +21,7 @@ from galley.engine.cpu.kernels import openmp
 from galley.engine.cpu.kernels.compile import compiled
 from galley.engine.cpu.packing import MIN_ROWS, Linears, rows_of_product
 from galley.engine.paged import CompiledAttention, as_array
-from galley.engine.pages import KvPool, Pages, Shape, declared
+from galley.engine.pages import KvPool, Pages, Shape
 from galley.engine.parallel.ranks import Ranks
 from galley.engine.parallel.sharding import AddedLinear, JoinedLinear
 
@@ -233,6 +233,11 @@ def _floats(weight: Tensor) -> Floats:
 
 def _window(config: Any, layer: int) -> int | None:
     """Return how many keys this layer's queries see; None: all."""
-    window: int | None = declared(config, "sliding_window")
-    kinds = declared(config, "layer_types")
+    window: int | None = _declared(config, "sliding_window")
+    kinds = _declared(config, "layer_types")
     return None if kinds and kinds[layer] != "sliding_attention" else window
+
+
+def _declared(config: Any, name: str) -> Any:
+    """Return the value of `name`, or None if the configuration's class does not declare it."""
+    return getattr(config, name, None) if hasattr(type(config), name) else None

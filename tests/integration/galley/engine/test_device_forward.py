@@ -18,9 +18,10 @@ from galley.engine.cuda import flex_layout
 from galley.engine.cuda.flex import FlexAttention, attend_by
 from galley.engine.cuda.graphs import Graphs
 from galley.engine.forward import DeviceForward, Shapes, TransformersForward
+from galley.engine.kv_shape import kv_shape
 from galley.engine.load.module import load_config, load_module
 from galley.engine.model import CausalModel, ModelInfo, probe_logits
-from galley.engine.pages import FlatPool, Span, kv_shape
+from galley.engine.pages import FlatPool, Span
 from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of
 from tests.integration.galley.engine.flex_standin import kernel
 

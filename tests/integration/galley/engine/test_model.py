@@ -13,7 +13,7 @@ from galley.core.errors import Broken
 from galley.engine.cpu import packing
 from galley.engine.fingerprint import fingerprint
 from galley.engine.model import MAX_ROWS, CausalModel, Rows
-from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of, whole
+from tests.fakes.model_configs import CONFIGS, SMALL, VOCAB, load, tokens_of, whole
 from tests.fakes.truncated_model import truncate_model
 
 
@@ -35,6 +35,33 @@ def test_each_family_equals_its_own_eager_attention(kind: str, make_model: Calla
         ours, theirs = whole(model, prompt), eager(directory, prompt)
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+WIDE_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Qwen3MoeConfig(**(SMALL | EXPERTS | WIDE_HEADS), num_experts=4),
+        transformers.Glm4MoeConfig(**(SMALL | EXPERTS | WIDE_HEADS), n_routed_experts=4, n_group=1),
+        transformers.MixtralConfig(**(SMALL | WIDE_HEADS), num_local_experts=4),
+        transformers.GPTNeoXConfig(**(SMALL | WIDE_HEADS)),  # ignores head_dim
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_head_size_that_no_class_declares_is_that_of_the_models_code(
+    config: Any, make_model: Callable[[Any], Path]
+) -> None:
+    directory = make_model(config)
+    model = load(directory)
+    used = 16 if config.model_type == "gpt_neox" else 32
+    assert (model.kv.shape.key_dim, model.kv.shape.value_dim) == (used, used)
+    prompt = tokens_of(random.Random(2), 60)
+    ours, theirs = whole(model, prompt), eager(directory, prompt)
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
 def test_packed_weights_give_the_logits_of_plain_ones(

@@ -25,9 +25,10 @@ from galley.engine import paged
 from galley.engine.cpu import llama
 from galley.engine.cpu.kernels import openmp, ops
 from galley.engine.cpu.kernels.compile import compile_kernels
+from galley.engine.kv_shape import kv_shape
 from galley.engine.model import Rows
 from galley.engine.paged import CompiledAttention, TorchAttention
-from galley.engine.pages import KvPool, KvShape, Shape, Span, kv_shape
+from galley.engine.pages import KvPool, KvShape, Shape, Span
 from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of, whole
 from tests.integration.services.target.invariance import InvarianceTrial
 

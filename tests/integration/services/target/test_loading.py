@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 
 from galley.core.errors import OutOfMemory
+from galley.engine.kv_shape import kv_shape
 from galley.engine.load.module import load_config, parse_dtype
 from galley.engine.model import CausalModel
-from galley.engine.pages import kv_shape
 from services.target.loading import kv_blocks, load_engine
 from services.target.paged import PagedEngine
 from services.target.ranks.rank import device_environment
