@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Callable
 from typing import TypeAlias
@@ -19,7 +20,7 @@ from galley.client.client import AsyncClient
 from galley.client.errors import BadKey, GalleyRpcError
 from galley.client.options import Retries
 from galley.client.streams import TokenStream
-from galley.common.printable import printable
+from galley.common.printable import one_line, printable
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 DRAFT_COLOUR = "green"
@@ -34,6 +35,8 @@ _FINAL = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
+# A hostile gateway's session id could hold a flag or a command of the shell.
+_SAFE_ARGUMENT = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,255}")
 
 
 class JsonView:
@@ -48,7 +51,10 @@ class JsonView:
 
 
 class TextView:
-    """The text of an answer, with a line break at its end and without control characters on a terminal.
+    """The text of an answer, with a line break at its end.
+
+    On a terminal, U+FFFD replaces each character that the terminal would interpret; a file or pipe gets the
+    text as it is.
 
     With `origins`, tokens that the draft proposed are green, on a terminal without colours underlined, and
     elsewhere in brackets. With `logprobs`, a line for each token follows the text: its log-probability and
@@ -125,7 +131,10 @@ def reason(finished: pb.Finished) -> str:
         case "stop_token_id":
             return f"stop token {finished.stop_token_id}"
         case _:
-            return pb.Finished.Reason.Name(finished.reason).removeprefix("REASON_").lower()
+            known = pb.Finished.Reason.DESCRIPTOR.values_by_number.get(finished.reason)
+            return (
+                f"reason {finished.reason}" if known is None else known.name.removeprefix("REASON_").lower()
+            )
 
 
 def mean_accepted_length(stats: pb.SpeculationStats) -> float:
@@ -136,7 +145,7 @@ def mean_accepted_length(stats: pb.SpeculationStats) -> float:
 def summary_line(session_id: str, finished: pb.Finished) -> str:
     stats, usage = finished.speculation, finished.usage
     return (
-        f"session {session_id} · {usage.prompt_tokens} + {usage.output_tokens} tokens · "
+        f"session {one_line(session_id)} · {usage.prompt_tokens} + {usage.output_tokens} tokens · "
         f"{stats.rounds} rounds · "
         f"mean accepted length {mean_accepted_length(stats):.2f} · ended by {reason(finished)}"
     )
@@ -196,6 +205,6 @@ async def _show(
 
 def _say_how_to_resume(streams: list[TokenStream]) -> None:
     for stream in streams:
-        if stream.session_id:
+        if _SAFE_ARGUMENT.fullmatch(stream.session_id):
             point = stream.resume_from()
             say(f"to continue: galley resume {point.session_id} --next-index {point.next_index}")

@@ -26,6 +26,7 @@ from galley.cli.flags import (
 )
 from galley.cli.up import DraftModel, DType, LogDir, Model, Threads, run_stack, shown_stack, stack_options
 from galley.client.options import Tls  # Typer reads the annotation
+from galley.common.printable import one_line
 from galley.stack.options import StackOptions
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def _show(measured: Measured, tuning: Tuning, plot: Path | None, *, as_json: boo
     from galley.bench.closed_loop import OFF  # noqa: PLC0415  # with grpc and numpy, slow to load
     from galley.bench.report import as_dict, report_of  # noqa: PLC0415
 
-    report = report_of(measured.blocks, OFF, f"{measured.model} and its draft")
+    report = report_of(measured.blocks, OFF, f"{one_line(measured.model)} and its draft")
     if plot is not None:
         from galley.bench.plots import draw  # noqa: PLC0415  # matplotlib takes half a second
 

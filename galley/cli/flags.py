@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from galley.client.options import GenerateOptions, Retries, Speculation, Tls
+from galley.common.printable import printable
 from galley.stack.endpoint import NoEndpoint, RunningStack, SeveralStacks, find_stack
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
@@ -29,8 +30,9 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def say(line: str, style: str = "dim") -> None:
-    stderr_console().print(Text(line, style=style), soft_wrap=True)
+def say(text: str, style: str = "dim") -> None:
+    # Servers wrote some of it, so characters that a terminal would interpret are replaced.
+    stderr_console().print(Text(printable(text), style=style), soft_wrap=True)
 
 
 def fail(problem: object, code: int = FAILED) -> typer.Exit:

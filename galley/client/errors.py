@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no types
 
+from galley.common.printable import one_line
 from galley.common.tls.files import BadFile
 
 
@@ -39,12 +40,17 @@ class GalleyRpcError(Exception):
         self.retry_after_s = retry_after_s
 
     def __str__(self) -> str:
-        """Return one line: status, message, the fields that the message does not name, when to retry."""
+        """Return one line: status, message, the fields that the message does not name, when to retry.
+
+        A server wrote most of it: characters that break or reorder the line, or that a terminal would
+        interpret, are replaced. The attributes hold what was sent.
+        """
         parts = [f"{self.code.name}: {self.message}"]
         parts += [f"{field}: {problem}" for field, problem in self.violations if field not in self.message]
         if self.retry_after_s is not None:
             parts.append(f"retry after {self.retry_after_s:g} s")
-        return "; ".join(parts)
+        line = "; ".join(parts)
+        return one_line(line, len(line))
 
 
 def rpc_error(error: grpc.RpcError) -> GalleyRpcError:

@@ -38,6 +38,8 @@ class FakeGateway(rpc.GenerationServicer):
     hang: bool = False
     failures: int | None = None
     silent: bool = False
+    session_id: str = SESSION
+    stop: str = "!"
     requests: list[pb.GenerateRequest | pb.ResumeRequest | pb.AbortRequest] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     deadline_s: float | None = None
@@ -76,7 +78,7 @@ class FakeGateway(rpc.GenerationServicer):
         if self.silent:
             self._maybe_fail(self.fail_at, context)
         yield pb.StreamEvent(
-            started=pb.Started(session_id=SESSION, seed=2**63, prompt_tokens=5, model="tiny")
+            started=pb.Started(session_id=self.session_id, seed=2**63, prompt_tokens=5, model="tiny")
         )
         index = 0
         for number, chunk in enumerate(self.script):
@@ -102,7 +104,7 @@ class FakeGateway(rpc.GenerationServicer):
         yield pb.StreamEvent(
             finished=pb.Finished(
                 reason=pb.Finished.REASON_STOP,
-                stop="!",
+                stop=self.stop,
                 usage=pb.Usage(prompt_tokens=5, output_tokens=index),
                 speculation=stats,
             )
