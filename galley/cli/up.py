@@ -21,6 +21,7 @@ from rich.text import Text
 
 from galley.cli.flags import fail, not_secret, require, say, usage_of
 from galley.core import names
+from galley.core.hints import MAX_DRAFT_TOKENS
 from galley.stack.endpoint import Endpoint
 from galley.stack.options import PartTable, StackOptions
 from galley.stack.part import LOOPBACK, PartFailed, PartStatus, State, unreachable
@@ -83,7 +84,11 @@ def up(  # noqa: PLR0913  # one parameter a flag
     strategy: Strategy = None,
     k: Annotated[
         int | None,
-        typer.Option(min=0, help="Draft tokens a round of requests that name none. Default: by load."),
+        typer.Option(
+            min=0,
+            max=MAX_DRAFT_TOKENS,
+            help="Most draft tokens a round of requests that name none; fewer where fewer pay. Default: 16.",
+        ),
     ] = None,
     dtype: DType = None,
     threads: Threads = 1,

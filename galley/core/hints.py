@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 # Most draft tokens in one hint, to bound memory. A step verifies as many of them as pay.
 MAX_HINT_TOKENS = 256
+# Most draft tokens in a round; targets and drafts have limits of their own.
+MAX_DRAFT_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)

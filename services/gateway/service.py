@@ -24,6 +24,7 @@ from galley.common.server.server import Interceptors, Parts
 from galley.common.tls.channels import ChannelTls, open_channel
 from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile
+from galley.core.hints import MAX_DRAFT_TOKENS
 from galley.core.names import MOVE_REASONS, SCHEMA_URL
 from galley.core.routing.breaker import State
 from galley.core.session.machine import Session, SessionLimits
@@ -46,7 +47,6 @@ from services.gateway.servicer import GenerationServicer, ServedModel
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import Streams
 from services.gateway.settings import (
-    MAX_DRAFT_TOKENS,
     NO_DRAFT,
     TUNING,
     GatewaySettings,

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, SecretStr, model_validator
 from galley.common.config.settings import ServerLimits, ServiceSettings, settings_config
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
+from galley.core.hints import MAX_DRAFT_TOKENS
 from galley.core.store import FINISHED_TTL_S, SESSION_TTL_S
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
@@ -19,8 +20,6 @@ ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES
 JWT_LEEWAY_S = 30.0
 _NEEDS_ISSUER = ("jwt_audience", "jwt_jwks_file", "jwt_jwks_url", "jwt_ca_file")
 
-MAX_DRAFT_TOKENS = 64
-"""The largest number of draft tokens in a round; targets and drafts have limits of their own."""
 _CONNECTION_AGE_S = 600.0
 _CONNECTION_IDLE_S = 900.0
 NO_DRAFT = "none"

@@ -17,13 +17,18 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from galley.common.config.settings import ServiceSettings, parse_settings
 from galley.common.models.files import DEFAULT_MODEL, shipped_draft
+from galley.core.hints import MAX_DRAFT_TOKENS
 from galley.stack import guard
 from galley.stack.endpoint import Service
 from galley.stack.options import environment_of
 from galley.stack.part import PartFailed, PartSpec, PartStatus, State
 from galley.stack.parts import stack_parts
 from galley.stack.stack import Stack, StackDirs, StackOptions
+from services.draft.settings import DraftSettings
+from services.gateway.settings import GatewaySettings
+from services.target.settings import TargetSettings
 from tests.integration.galley.cli.ends import Ends
 from tests.integration.galley.cli.stand_in_stack import once, stack_of, stand_in
 
@@ -275,6 +280,28 @@ def test_commands_of_the_parts() -> None:
         assert flags in command_of(parts["gateway-2"])
     for name in ("target", "draft"):
         assert "--threads 1" in command_of(parts[name])
+
+
+@pytest.mark.parametrize("k", [None, 0, 1, MAX_DRAFT_TOKENS])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_service_accepts_its_command(k: int | None, replicas: int) -> None:
+    options = StackOptions(
+        model="tiny", k=k, dtype="float32", replicas=replicas, drafts=replicas, metrics=True
+    )
+    parts = parts_of(options)
+    read: dict[str, ServiceSettings] = {}
+    services: dict[str, type[ServiceSettings]] = {
+        "gateway": GatewaySettings,
+        "draft": DraftSettings,
+        "target": TargetSettings,
+    }
+    for role, settings in services.items():
+        command = list(parts[role].command(FACTS))
+        argv = [*command[command.index(f"services.{role}") + 1 :], "--ready-fd", "9"]
+        read[role] = parse_settings(settings, argv, role, "")
+    gateway = read["gateway"]
+    assert isinstance(gateway, GatewaySettings)
+    assert gateway.k == (16 if k is None else k)
 
 
 @pytest.mark.parametrize(
