@@ -268,7 +268,7 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
         float | None, _sampling(help="Penalty for tokens that occurred, in [-2, 2]. Default: 0.")
     ] = None,
     repetition_penalty: Annotated[
-        float | None, _sampling(help="Divisor for tokens that occurred, in (0, 10]. Default: 1.")
+        float | None, _sampling(help="Divisor for tokens that occurred, in [0.01, 10]. Default: 1.")
     ] = None,
     seed: Annotated[
         int | None,

@@ -10,6 +10,8 @@ from galley.core.errors import InvalidField, check_length, check_range
 
 MAX_SEED = 2**64 - 1
 MAX_PENALTY = 2.0
+# A logit divided by less could overflow to infinity. 0.01 in the wire's 32 bits, which is less than 0.01.
+MIN_REPETITION_PENALTY = 0.009999999
 MAX_REPETITION_PENALTY = 10.0
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 1024
@@ -45,7 +47,10 @@ class SamplingParams:
         )
         check_range("sampling.presence_penalty", self.presence_penalty, least=-MAX_PENALTY, most=MAX_PENALTY)
         check_range(
-            "sampling.repetition_penalty", self.repetition_penalty, above=0, most=MAX_REPETITION_PENALTY
+            "sampling.repetition_penalty",
+            self.repetition_penalty,
+            least=MIN_REPETITION_PENALTY,
+            most=MAX_REPETITION_PENALTY,
         )
         check_range("sampling.seed", self.seed, least=0, most=MAX_SEED)
         check_length("sampling.logit_bias", self.logit_bias, MAX_LOGIT_BIAS_ENTRIES)

@@ -78,7 +78,7 @@ class SamplingParams(_message.Message):
     """Both penalties are in [-2, 2] and count output tokens only, accepted draft tokens included. Unset: 0."""
     presence_penalty: _builtins.float
     repetition_penalty: _builtins.float
-    """In (0, 10]; counts the prompt too. Unset: 1 (off)."""
+    """In [0.01, 10]; counts the prompt too. Unset: 1 (off)."""
     seed: _builtins.int
     """Seeds the sampling at every position. Unset: the gateway draws one and echoes it in Started."""
     @_builtins.property

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from galley.core import noise
 from galley.core.errors import Broken
 from galley.core.records import PositionLogprobs
-from galley.core.sampling_params import SamplingParams
+from galley.core.sampling_params import MIN_REPETITION_PENALTY, SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cpu.kernels import openmp
 from galley.engine.sampler import draw_all
@@ -316,6 +316,14 @@ def test_frequency_and_presence_penalty_count_the_output_alone(penalty: str) -> 
     params = replace(GREEDY, **values)
     assert one([3.0, 2.0], draw_of(params, prompt=[0, 0])) == 0
     assert one([3.0, 2.0], draw_of(params, prompt=[1], output=[0])) == 1
+
+
+@pytest.mark.parametrize("largest", [30.0, 1e6, 1e36])
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1.0])
+def test_the_least_repetition_penalty_leaves_a_token(largest: float, temperature: float) -> None:
+    params = SamplingParams(temperature, repetition_penalty=MIN_REPETITION_PENALTY)
+    params.validate(vocab_size=3)
+    assert one([largest, -largest, 0.0], draw_of(params, [0, 1, 2])) == 0
 
 
 def test_frequency_penalty_counts_and_presence_penalty_does_not() -> None:

@@ -143,6 +143,7 @@ def test_a_zero_that_is_set_is_not_a_default() -> None:
     assert parse(**sampling(temperature=0)).sampling.temperature == 0.0
     assert parse(**sampling()).sampling.temperature == 1.0
     assert parse(**sampling(seed=0)).sampling.seed == 0
+    assert parse(**sampling(repetition_penalty=0.01)).sampling.repetition_penalty < 0.01, "32 bits"
     assert parse(**sampling(top_k=0, min_p=0)).sampling == SamplingParams(seed=SEED)
 
 
@@ -203,7 +204,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (sampling(min_p=-0.5), "sampling.min_p", "[0, 1]"),
     (sampling(frequency_penalty=2.5), "sampling.frequency_penalty", "[-2, 2]"),
     (sampling(presence_penalty=-2.5), "sampling.presence_penalty", "[-2, 2]"),
-    (sampling(repetition_penalty=0), "sampling.repetition_penalty", "(0, 10]"),
+    (sampling(repetition_penalty=0), "sampling.repetition_penalty", "[0.01, 10]"),
+    (sampling(repetition_penalty=1e-45), "sampling.repetition_penalty", "[0.01, 10]"),
     (sampling(logit_bias={300: 1}), "sampling.logit_bias[300]", "[0, 300)"),
     (sampling(logit_bias={1: 101}), "sampling.logit_bias[1]", "[-100, 100]"),
     (sampling(logit_bias={1: math.nan}), "sampling.logit_bias[1]", "[-100, 100]"),
