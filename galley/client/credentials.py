@@ -13,11 +13,13 @@ from typing import TypeAlias
 
 from galley.client.errors import BadKey, BadTlsFile
 from galley.client.options import Tls
+from galley.common.regular_file import read_regular
 from galley.common.tls.channels import ChannelTls, Material
 from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile, WatchedFiles
 
 API_KEY_VARIABLE = "GALLEY_API_KEY"
 API_KEY_FILE_VARIABLE = "GALLEY_API_KEY_FILE"
+_MAX_KEY_FILE_BYTES = 64 * 1024
 
 Key: TypeAlias = str | Callable[[], str]
 """An API key or token, or a callable that returns the current one."""
@@ -46,11 +48,13 @@ def environment_key() -> Key:
 
 def _read_key(path: Path) -> str:
     try:
-        key = path.read_text(encoding="utf-8").rstrip("\r\n")
+        key = read_regular(path, _MAX_KEY_FILE_BYTES).decode().rstrip("\r\n")
     except OSError as error:
         raise BadKey(f"{API_KEY_FILE_VARIABLE}: {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         key = ""
+    except ValueError as error:
+        raise BadKey(f"{API_KEY_FILE_VARIABLE}: {path}: {error}") from None
     if not key:
         raise BadKey(f"{API_KEY_FILE_VARIABLE}: {path}: must hold the key as UTF-8 text, got none")
     return key

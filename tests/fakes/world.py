@@ -202,6 +202,10 @@ class World:
         stream = gateway.generate(prompt, **options)
         return stream, await receive(stream, until=passes if until is None else until)
 
+    def expect_error(self, event: str) -> None:
+        """Accept the errors of `event` in the log; any others fail the test at its end."""
+        self._errors.lines = [line for line in self._errors.lines if event not in line]
+
     async def __aenter__(self) -> World:
         asyncio.get_running_loop().set_exception_handler(self._note)
         logging.getLogger().addHandler(self._errors)

@@ -18,6 +18,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
 
+from galley.common.regular_file import read_regular
+
 S = TypeVar("S", bound=BaseSettings)
 
 MIB = 2**20
@@ -219,14 +221,13 @@ def load_secret_files(cls: type[BaseSettings], given: Mapping[str, Any]) -> dict
 
 
 def read_secret(path: Path) -> str:
-    """Return a file's text without final line ends. Raise ValueError if it is unreadable, empty or large."""
+    """Return a file's text without final line ends. Raise ValueError if it holds no short text."""
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_SECRET_BYTES + 1)
+        content = read_regular(path, MAX_SECRET_BYTES)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    if len(content) > MAX_SECRET_BYTES:
-        raise ValueError(f"{path}: must be at most {MAX_SECRET_BYTES} bytes")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     try:
         text = content.decode().rstrip("\r\n")
     except UnicodeDecodeError:

@@ -62,7 +62,7 @@ def observe_expiry(registry: Registry, metric: Metric, files: WatchedFiles[Mater
     """Register the expiry of the certificate in `files`; the metric is absent without one."""
 
     def read() -> list[tuple[LabelValues, float]]:
-        expires = None if files is None else files.current().expires
+        expires = None if files is None else files.latest().expires
         return [] if expires is None else [((), expires.timestamp())]
 
     registry.observe(metric, read)

@@ -31,8 +31,12 @@ class _Contexts:
         self._named = [NamedFile(_SETTING, path) for path in (tls.ca, tls.cert, tls.key) if path]
         self._files = WatchedFiles(self._named, self._read)
 
+    async def check(self) -> None:
+        """Have `get` return a context of the current files."""
+        await self._files.checked()
+
     def get(self) -> ssl.SSLContext:
-        return self._files.current()
+        return self._files.latest()
 
     def _read(self) -> ssl.SSLContext:
         for file in self._named:
@@ -51,7 +55,12 @@ class _Contexts:
 class _TlsConnection(SSLConnection):
     def __init__(self, *, contexts: _Contexts, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self._contexts = contexts
         self.ssl_context: Any = contexts  # asked for the context whenever it connects
+
+    async def _connect(self) -> None:
+        await self._contexts.check()
+        await super()._connect()  # type: ignore[no-untyped-call]  # is untyped
 
 
 class Connector:

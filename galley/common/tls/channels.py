@@ -106,7 +106,7 @@ class ReloadingChannel(grpc.aio.Channel):
         self._open_channel = open_channel
         self._files = files
         self._connections: set[_Connection] = set()
-        self._active = self._open(files.current())
+        self._active = self._open(files.latest())
         self._next: _Connection | None = None
         self._generation = 0
         self._connecting: asyncio.Task[None] | None = None
@@ -178,7 +178,7 @@ class ReloadingChannel(grpc.aio.Channel):
     # ----------------------------------------------------------------------------- connections --
 
     def _current(self) -> _Connection:
-        material = self._files.current()
+        material = self._files.latest()
         if material is not (self._next or self._active).material:
             self._reload(material)
         if self._next is not None and self._active.channel.get_state() is not _READY:

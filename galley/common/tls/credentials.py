@@ -42,7 +42,7 @@ def server_credentials(files: WatchedFiles[Material] | None) -> grpc.ServerCrede
     """
     if files is None:
         return None
-    used = files.current()
+    used = files.latest()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal used

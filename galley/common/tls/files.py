@@ -1,18 +1,23 @@
 """Read the files that settings name, and again when they change, as when a mounted Secret is replaced.
 
-Clients import this, so it logs by the standard library (`galley.common.logs` formats both).
+After the start, files are looked at and read in threads only: a mount may hang, and content may be slow to
+parse. Clients import this, so it logs by the standard library (`galley.common.logs` formats both).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
+
+from galley.common.regular_file import read_regular
 
 T = TypeVar("T")
 Version = tuple[int, int, int]
@@ -21,9 +26,11 @@ CHECK_INTERVAL_S = 1.0
 """The time between two checks of files whose content is needed all the time."""
 
 _MAX_BYTES = 4 * 2**20
-"""Far more than any certificate, key, list of keys or bundle of authorities; a device has no end."""
+"""Far more than any certificate, key, list of keys or bundle of authorities."""
 _ATTEMPTS = 3
 _RETRY_S = 1.0
+_CHECK_PATIENCE_S = 1.0
+_STALLED_S = 10.0
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,14 +57,13 @@ class NamedFile:
         return BadFile(self.setting, f"{self.path}: {why}", may_pass=may_pass)
 
     def read(self) -> bytes:
+        """Return the content. Raise BadFile."""
         try:
-            with Path(self.path).open("rb") as file:
-                content = file.read(_MAX_BYTES + 1)
+            return read_regular(self.path, _MAX_BYTES)
         except OSError as error:
             raise self.bad(error.strerror or "cannot be read", may_pass=True) from None
-        if len(content) > _MAX_BYTES:
-            raise self.bad(f"must be at most {_MAX_BYTES} bytes")
-        return content
+        except ValueError as error:
+            raise self.bad(str(error)) from None
 
     def version(self) -> Version | None:
         """Return a value that differs whenever the file does; None while there is no file."""
@@ -69,11 +75,30 @@ class NamedFile:
         return stat.st_ctime_ns, stat.st_ino, stat.st_size
 
 
+@dataclass(slots=True)
+class _Check:
+    """One look at the files, which runs in a thread of its own until `done`."""
+
+    done: Future[None] = field(default_factory=Future)
+    started_s: float = field(default_factory=time.monotonic)
+    is_logged: bool = False
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+    @property
+    def patience_s(self) -> float:
+        """Return how long callers may still wait for it: only the first ones wait for a mount that hangs."""
+        return max(0.0, _CHECK_PATIENCE_S - self.age_s)
+
+
 class WatchedFiles(Generic[T]):
     """The value that `read` makes of some files, made again when one of them changes.
 
-    Files are checked when `current` is called. If the new files cannot be read, the earlier value stays. The
-    failure is logged once for each version and reason; a passing one is retried. Safe for several threads.
+    Files are checked, in a thread, when the value is asked for. If the new files cannot be read, or not yet,
+    the earlier value stays. The failure is logged once for each version and reason; a passing one is retried.
+    Safe for several threads.
     """
 
     def __init__(
@@ -91,20 +116,67 @@ class WatchedFiles(Generic[T]):
         self._clock = clock
         self._lock = threading.Lock()
         self._checked_s = clock()
+        self._running: _Check | None = None
         self._retry_at_s = math.inf
         self._logged: object = None
         self._versions_read, self._value = self._read_together()
 
     def current(self) -> T:
-        """Return the value; the same object as long as what is read is equal."""
+        """Return the value, after a wait of at most 1 s for a check that is due. Call it in a thread.
+
+        It is the same object as long as what is read is equal.
+        """
+        if (check := self._check()) is not None:
+            wait([check.done], check.patience_s)
+        return self._value
+
+    async def checked(self) -> T:
+        """Return what `current` returns, without holding the event loop."""
+        if (check := self._check()) is not None and check.patience_s:
+            await asyncio.wait([asyncio.wrap_future(check.done)], timeout=check.patience_s)
+        return self._value
+
+    def latest(self) -> T:
+        """Return the value of the last check that has ended; begin one if it is due. Never wait."""
+        self._check()
+        return self._value
+
+    def _check(self) -> _Check | None:
+        """Return the check that runs, begun now if one is due; None if the value is recent enough."""
         with self._lock:
             now_s = self._clock()
-            if now_s - self._checked_s >= self._check_interval_s:
+            if self._running is not None:
+                self._log_if_stalled(self._running)
+            elif now_s - self._checked_s >= self._check_interval_s:
                 self._checked_s = now_s
-                self._check(now_s)
-            return self._value
+                self._running = self._begin(now_s)
+            return self._running
 
-    def _check(self, now_s: float) -> None:
+    def _begin(self, now_s: float) -> _Check | None:
+        check = _Check()
+        # No pool: at the end of the process it would wait for a mount that hangs.
+        thread = threading.Thread(target=self._run, args=(check, now_s), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # too many threads, or the interpreter ends: the next call tries again
+            return None
+        return check
+
+    def _log_if_stalled(self, check: _Check) -> None:
+        if check.age_s > _STALLED_S and not check.is_logged:
+            check.is_logged = True
+            paths = [file.path for file in self._files]
+            _LOG.error("files cannot be checked; the earlier ones stay in use", extra={"paths": paths})
+
+    def _run(self, check: _Check, now_s: float) -> None:
+        try:
+            self._read_changes(now_s)
+        finally:
+            with self._lock:
+                self._running = None
+            check.done.set_result(None)
+
+    def _read_changes(self, now_s: float) -> None:
         versions = self._versions()
         if versions == self._versions_read and now_s < self._retry_at_s:
             return

@@ -77,7 +77,8 @@ class Authentication:
         if self._principals is not None:
             if not credentials.key:
                 raise Unauthenticated(KEY_NEEDED if tokens is None else EITHER_NEEDED)
-            principal = self._principals.current().by_key(credentials.key, self._now())
+            principals = await self._principals.checked()
+            principal = principals.by_key(credentials.key, self._now())
             if principal is not None:
                 return principal
             if tokens is None or not credentials.bearer:
@@ -102,14 +103,13 @@ def _tokens(
         """Return the principal with its limits; without a file the only limit is priority 0."""
         if principals is None:
             return Principal(name, PrincipalLimits(max_priority=0))
-        return principals.current().named(name)
+        return principals.latest().named(name)
 
     if settings.jwt_jwks_file:
         file = NamedFile("jwt_jwks_file", settings.jwt_jwks_file)
         keys: jwks.JwksFile | jwks.CachedJwks = jwks.JwksFile(_watched(file, jwks.read_jwks))
     else:
         client = jwks.JwksClient(settings.jwt_issuer, settings.jwt_jwks_url, settings.jwt_ca_file)
-        client.ssl_context()  # refuses an unusable CA file at once
         keys = jwks.CachedJwks(client.fetch)
     return jwt.JwtAuthenticator(settings, keys, principal, tuning.jwt_leeway_s)
 

@@ -140,7 +140,7 @@ class JwksFile:
         self._file = file
 
     async def current(self) -> KeySet:
-        return self._file.current()
+        return await self._file.checked()
 
     refreshed = current
 
@@ -227,7 +227,6 @@ class CachedJwks:
 # ----------------------------------------------------------------------------------------- https --
 
 
-@dataclass(frozen=True, slots=True)
 class JwksClient:
     """Fetch the keys of an issuer over https, with bounds on size and time, and without redirects.
 
@@ -235,46 +234,64 @@ class JwksClient:
     system's authorities.
     """
 
-    issuer: str
-    jwks_url: str = ""
-    ca_file: str = ""
-    timeout_s: float = FETCH_TIMEOUT_S
+    def __init__(
+        self, issuer: str, jwks_url: str = "", ca_file: str = "", timeout_s: float = FETCH_TIMEOUT_S
+    ) -> None:
+        """Raise BadFile if `ca_file` is unusable; later, the earlier authorities stay in use."""
+        self._issuer = issuer
+        self._jwks_url = jwks_url
+        self._timeout_s = timeout_s
+        self._contexts: WatchedFiles[ssl.SSLContext] | None = None
+        if ca_file:
+            file = NamedFile("jwt_ca_file", ca_file)
+            self._contexts = WatchedFiles([file], lambda: _context_of(file))
 
     async def fetch(self) -> KeySet:
         """Return the published keys. Raise ValueError or OSError, after `timeout_s` at the latest."""
-        url = self.jwks_url
+        url = self._jwks_url
         try:
-            async with asyncio.timeout(self.timeout_s):
-                # In a thread, because it takes tens of ms; each time, because the authorities may change.
-                context = await asyncio.to_thread(self.ssl_context)
-                async with httpx2.AsyncClient(verify=context, timeout=self.timeout_s) as client:
+            async with asyncio.timeout(self._timeout_s):
+                context = await self._context()
+                async with httpx2.AsyncClient(verify=context, timeout=self._timeout_s) as client:
                     url = url or await _get(client, self._configuration_url, self._jwks_uri)
                     return await _get(client, url, parse_jwks)
         except TimeoutError:
-            problem = f"no complete response within {self.timeout_s:g} s"
-            raise OSError(f"{url or self.issuer}: {problem}") from None
+            problem = f"no complete response within {self._timeout_s:g} s"
+            raise OSError(f"{url or self._issuer}: {problem}") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:
-            raise OSError(f"{url or self.issuer}: {str(error) or type(error).__name__}") from None
+            raise OSError(f"{url or self._issuer}: {str(error) or type(error).__name__}") from None
 
-    def ssl_context(self) -> ssl.SSLContext:
-        """Return the context that verifies the issuer's host. Raise BadFile if `ca_file` is unusable."""
-        try:
-            return ssl.create_default_context(cafile=self.ca_file or None)
-        except OSError as error:
-            raise NamedFile("jwt_ca_file", self.ca_file).bad(error.strerror or str(error)) from None
+    async def _context(self) -> ssl.SSLContext:
+        """Return the context that verifies the issuer's host, by the authorities of this moment."""
+        if self._contexts is not None:
+            return await self._contexts.checked()
+        # In a thread, because it takes tens of ms.
+        return await asyncio.to_thread(ssl.create_default_context)
 
     @property
     def _configuration_url(self) -> str:
-        return self.issuer.removesuffix("/") + "/.well-known/openid-configuration"
+        return self._issuer.removesuffix("/") + "/.well-known/openid-configuration"
 
     def _jwks_uri(self, content: bytes) -> str:
         configuration = parse_object(content)
-        if configuration.get("issuer") != self.issuer:
-            raise ValueError(f"issuer: must be {self.issuer}, is another")
+        if configuration.get("issuer") != self._issuer:
+            raise ValueError(f"issuer: must be {self._issuer}, is another")
         try:
             return check_https(str(configuration.get("jwks_uri") or None))
         except ValueError as error:
             raise ValueError(f"jwks_uri: {error}") from None
+
+
+def _context_of(file: NamedFile) -> ssl.SSLContext:
+    # OpenSSL takes ASCII; other characters can only be in comments between the certificates.
+    authorities = file.read().decode("ascii", errors="ignore")
+    bad = file.bad("must hold certificates in PEM, got none or a broken one")
+    if not authorities:
+        raise bad  # without any, the context would trust those of the system
+    try:
+        return ssl.create_default_context(cadata=authorities)
+    except (ssl.SSLError, ValueError):
+        raise bad from None
 
 
 async def _get(client: httpx2.AsyncClient, url: str, parse: Callable[[bytes], _T]) -> _T:

@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 from galley.common.config.settings import parse_settings, settings_config
 from galley.common.logs import get_logger, start_logging
 from galley.common.registry.leases import TARGET_POOL, ReplicaRegistry
+from galley.common.regular_file import read_regular
 from galley.common.server.process import Readiness, die_with_parent, run_unless
 from galley.core.errors import GalleyError, StoreUnavailable
 from galley.core.routing.choice import TargetLease
@@ -40,6 +41,7 @@ _DESCRIPTION = (
     "Galley targets on Ray: replicas of several ranks each, placed, healed and scaled by Ray Serve."
 )
 MAX_REPLICAS = 1024
+_MAX_REPLICAS_FILE_BYTES = 1024
 _POLL_S = 0.25
 _WATCH_S = 1.0
 # Ray restarts a dead controller, which takes seconds.
@@ -188,7 +190,10 @@ class Deployment:
         file = self._settings.replicas_file
         if file is None:
             return self._settings.replicas
-        text = file.read_text(encoding="utf-8").strip()
+        try:
+            text = read_regular(file, _MAX_REPLICAS_FILE_BYTES).decode(errors="replace").strip()
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
         if not (text.isdecimal() and 1 <= int(text) <= MAX_REPLICAS):
             raise ValueError(f"{file}: must hold a number in [1, {MAX_REPLICAS}], got {text[:20]!r}")
         return int(text)

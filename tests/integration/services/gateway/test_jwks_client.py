@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -31,6 +32,10 @@ def configure(server: IssuerServer, **more: object) -> None:
     server.publish(CONFIGURATION, json.dumps(fields).encode())
 
 
+def authorities(server: IssuerServer) -> bytes:
+    return Path(server.ca_file).read_bytes()
+
+
 async def ids(issuer: JwksClient) -> list[str | None]:
     return [key.key_id for key in (await issuer.fetch()).keys]
 
@@ -38,6 +43,37 @@ async def ids(issuer: JwksClient) -> list[str | None]:
 async def test_keys_are_fetched_where_the_settings_say(server: IssuerServer) -> None:
     assert await ids(JwksClient("anybody", server.url + KEYS, server.ca_file)) == ["one"]
     assert server.requests == [KEYS]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff", b"no certificate"])
+def test_file_without_authorities_does_not_mean_those_of_the_system(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "ca.pem"
+    path.write_bytes(content)
+    with pytest.raises(BadFile, match="must hold certificates in PEM"):
+        JwksClient("https://issuer.test", "", str(path))
+
+
+async def test_comments_between_authorities_may_be_of_any_characters(
+    server: IssuerServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "ca.pem"
+    path.write_bytes("# Autorité\n".encode() + authorities(server))
+    assert await ids(JwksClient("anybody", server.url + KEYS, str(path))) == ["one"]
+
+
+async def test_authorities_may_be_replaced_and_stay_in_use_while_new_ones_are_unusable(
+    server: IssuerServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "ca.pem"
+    path.write_bytes(Authority(tmp_path, "another").ca.read_bytes())
+    client = JwksClient("anybody", server.url + KEYS, str(path))
+    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+        await client.fetch()
+    path.write_bytes(authorities(server))
+    assert await ids(client) == ["one"]
+    path.unlink()
+    os.mkfifo(path)
+    assert await ids(client) == ["one"]
 
 
 async def test_keys_are_fetched_where_the_issuers_configuration_says(server: IssuerServer) -> None:
@@ -129,7 +165,7 @@ async def test_an_unreachable_issuer(server: IssuerServer) -> None:
 
 def test_unreadable_authorities_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match=r"jwt_ca_file: .*none\.pem: No such file"):
-        JwksClient("anybody", "", str(tmp_path / "none.pem")).ssl_context()
+        JwksClient("anybody", "", str(tmp_path / "none.pem"))
     (tmp_path / "empty.pem").write_text("nothing")
     with pytest.raises(BadFile, match=r"jwt_ca_file: .*empty\.pem"):
-        JwksClient("anybody", "", str(tmp_path / "empty.pem")).ssl_context()
+        JwksClient("anybody", "", str(tmp_path / "empty.pem"))

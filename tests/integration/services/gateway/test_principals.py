@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from galley.common.tls import files
 from galley.core.admission.admission import Principal
+from services.gateway.auth import authentication
+from tests.fakes.log_lines import logged
 from tests.fakes.redis_servers import Server
 from tests.fakes.truth import true_output
+from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, field_of, must_be_true, receive, refused
 from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile, calling
 
@@ -66,6 +72,31 @@ async def test_health_and_reflection_stay_open(gateway: Gateway) -> None:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         [reported] = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
         assert reported.list_services_response.service
+
+
+def remove(path: str) -> None:
+    Path(path).unlink()
+
+
+async def test_a_fifo_in_place_of_the_keys_file_stops_no_call(
+    world: World, key_file: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authentication, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(files, "_CHECK_PATIENCE_S", PATIENCE_S)
+    path = key_file.write(world)
+    gateway = await world.gateway(api_keys_file=path)
+    remove(path)
+    os.mkfifo(path)
+    async with calling(gateway, ALICE) as alice, asyncio.timeout(PATIENCE_S):
+        with logged(files) as logs:
+            must_be_true(await receive(alice.generate()))
+        assert [line["error"] for line in logs] == [f"api_keys_file: {path}: must be a regular file"]
+        world.expect_error("files not reloaded")
+        async with grpc.aio.insecure_channel(gateway.address) as channel:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        remove(path)
+        KeyFile(alice="max_priority = 2").write(world)
+        must_be_true(await receive(alice.generate(priority=2)))
 
 
 async def test_session_of_another_principal_is_not_found(world: World, alice: Gateway, bob: Gateway) -> None:

@@ -37,6 +37,11 @@ def files(tmp_path: Path) -> Mounted:
         ),
         (
             "gateway",
+            ("--api-keys-file=/dev/null",),
+            "--api-keys-file (or GALLEY_GATEWAY_API_KEYS_FILE): /dev/null: must be a regular file",
+        ),
+        (
+            "gateway",
             ("--redis-url=rediss://store?ca=/nowhere",),
             "--redis-url (or GALLEY_GATEWAY_REDIS_URL): /nowhere: No such file or directory",
         ),

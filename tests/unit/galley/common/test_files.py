@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from galley.common.tls import files as files_module
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 from tests.fakes.log_lines import logged
+from tests.fakes.waiting import PATIENCE_S
 
 
 class Watched:
@@ -36,6 +40,11 @@ def replace(path: Path, text: str) -> None:
     fresh = path.with_suffix(".fresh")
     fresh.write_text(text)
     fresh.rename(path)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "_CHECK_PATIENCE_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -156,10 +165,12 @@ def test_wait_for_changing_files_is_bounded(watched: Watched) -> None:
     ("make", "why"),
     [
         (lambda path: None, "No such file or directory"),
-        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.mkdir(), "must be a regular file"),
+        (os.mkfifo, "must be a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "must be a regular file"),
         (lambda path: path.write_bytes(bytes(4 * 2**20 + 1)), "must be at most 4194304 bytes"),
     ],
-    ids=["missing", "directory", "large"],
+    ids=["missing", "directory", "fifo", "device", "large"],
 )
 def test_unreadable_file_is_named_with_its_setting(
     tmp_path: Path, make: Callable[[Path], object], why: str
@@ -172,6 +183,97 @@ def test_unreadable_file_is_named_with_its_setting(
     assert refused.value.problem == f"{path}: {why}"
 
 
-def test_a_device_without_end_is_not_read_to_its_end() -> None:
-    with pytest.raises(BadFile, match="must be at most"):
-        NamedFile("tls_key_file", "/dev/zero").read()
+def test_a_fifo_that_replaces_a_file_is_not_waited_for(watched: Watched) -> None:
+    files = WatchedFiles(watched.named, watched.read)
+    watched.paths[0].unlink()
+    os.mkfifo(watched.paths[0])
+    with logged(files_module) as logs:
+        assert files.current() == ["old"]
+    assert [line["error"] for line in logs] == [f"one: {watched.paths[0]}: must be a regular file"]
+
+
+class Hanging:
+    """Files on a mount that hangs from the second read on, until `resume` is set."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self.hangs, self.resume, self.is_hanging = False, threading.Event(), threading.Event()
+        self.files = WatchedFiles(watched.named, self._read)
+
+    def _read(self) -> list[str]:
+        if self.hangs:
+            self.is_hanging.set()
+            self.resume.wait(PATIENCE_S)
+        return self._watched.read()
+
+    def hang(self) -> None:
+        self.hangs = True
+        self._watched.write("new")
+
+
+@pytest.fixture
+def hanging(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+    monkeypatch.setattr(files_module, "_CHECK_PATIENCE_S", 0.02)
+    made = Hanging(watched)
+    yield made
+    made.resume.set()
+
+
+async def test_a_mount_that_hangs_delays_callers_briefly_and_holds_no_event_loop(hanging: Hanging) -> None:
+    hanging.hang()
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.ensure_future(count())
+    assert await hanging.files.checked() == ["old"]
+    assert hanging.is_hanging.wait(PATIENCE_S)
+    assert turns > 1
+    counting.cancel()
+    assert hanging.files.latest() == hanging.files.current() == ["old"]
+    hanging.hangs = False
+    hanging.resume.set()
+    async with asyncio.timeout(PATIENCE_S):
+        while hanging.files.latest() == ["old"]:  # noqa: ASYNC110  # a thread ends it
+            await asyncio.sleep(0)
+    assert await hanging.files.checked() == ["new"]
+
+
+def test_a_check_that_hangs_is_logged_once(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "_STALLED_S", 0.0)
+    hanging.hang()
+    with logged(files_module) as logs:
+        for _ in range(3):
+            assert hanging.files.current() == ["old"]
+    [line] = logs
+    assert line["event"] == "files cannot be checked; the earlier ones stay in use"
+    assert line["log_level"] == "error"
+
+
+def test_a_check_that_gets_no_thread_is_tried_again(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = WatchedFiles(watched.named, watched.read)
+    watched.write("new")
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        assert files.current() == ["old"]
+    assert files.current() == ["new"]
+
+
+def test_the_latest_value_begins_a_check_without_waiting(watched: Watched) -> None:
+    checked = threading.Event()
+    files = WatchedFiles(watched.named, watched.read)
+    watched.after_one = checked.set
+    watched.write("new")
+    assert files.latest() in (["old"], ["new"])
+    assert checked.wait(PATIENCE_S)
+    assert files.current() == ["new"]

@@ -106,6 +106,12 @@ def test_a_secret_that_is_given_twice_is_refused(file: Path, capsys: pytest.Capt
     assert "must not be given with --redis-url (or GALLEY_GATEWAY_REDIS_URL)" in error
 
 
+def test_a_fifo_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "url"
+    os.mkfifo(path)
+    assert f"{path}: must be a regular file" in refusal(capsys, "--redis-url-file", str(path))
+
+
 class Listed(BaseSettings):
     model_config = settings_config("LISTED_")
 
