@@ -104,6 +104,21 @@ UNAUTHENTICATED: dict[str, Metadata] = {
     "a key in another case": (("x-api-key", GOOD.upper()),),
     "two keys": (("authorization", f"Bearer {GOOD},{BAD}"),),
     "a good key, and then a bad one": (("x-api-key", GOOD), ("x-api-key", NOBODY)),
+    "a bad key, and then a good one": (("x-api-key", NOBODY), ("x-api-key", GOOD)),
+    "a bad bearer, and then a good one": (
+        ("authorization", f"Bearer {NOBODY}"),
+        ("authorization", f"Bearer {GOOD}"),
+    ),
+    "the same bearer twice": (("authorization", f"Bearer {GOOD}"),) * 2,
+    "another scheme, and then a good bearer": (
+        ("authorization", "Basic eDp5"),
+        ("authorization", f"Bearer {GOOD}"),
+    ),
+    "a good bearer, and two keys": (
+        ("authorization", f"Bearer {GOOD}"),
+        ("x-api-key", GOOD),
+        ("x-api-key", NOBODY),
+    ),
     "a hash instead of its key": (("x-api-key", sha256(GOOD.encode()).hexdigest()),),
     "a key of 4,000 bytes": (("x-api-key", GOOD + "x" * 4000),),
 }

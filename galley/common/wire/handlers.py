@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeAlias, cast
@@ -38,6 +39,12 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):
 def text_metadata(context: Context) -> dict[str, str]:
     """Return the text metadata of a call by lower-case name; the last value of a name counts."""
     return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+def repeated_names(context: Context) -> frozenset[str]:
+    """Return the lower-case names that the metadata of a call has more than once."""
+    counts = Counter(name for name, _ in context.invocation_metadata() or ())
+    return frozenset(name for name, count in counts.items() if count > 1)
 
 
 def behavior_of(handler: Handler) -> Behavior:

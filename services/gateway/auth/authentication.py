@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from structlog.contextvars import bind_contextvars
 
 from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile, WatchedFiles
-from galley.common.wire.handlers import Context, Handler, WrappingInterceptor, run_within, text_metadata
+from galley.common.wire.handlers import (
+    Context,
+    Handler,
+    WrappingInterceptor,
+    repeated_names,
+    run_within,
+    text_metadata,
+)
 from galley.core.admission.admission import ANONYMOUS, Principal, PrincipalLimits
 from galley.core.errors import Unauthenticated
 from services.gateway.auth.principals_file import Principals, read_principals
@@ -37,20 +44,30 @@ _BEARER = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The text metadata of a call, by lower-case name. If a name is repeated, the last value counts."""
+    """The text metadata of a call, by lower-case name, and the names that it has more than once.
+
+    Reading a repeated credential raises Unauthenticated: a proxy may have checked the other one.
+    """
 
     metadata: Mapping[str, str]
+    repeated: frozenset[str] = frozenset()
 
     @property
     def bearer(self) -> str:
-        authorization = self.metadata.get("authorization", "")
+        authorization = self._only("authorization")
         if authorization[: len(_BEARER)].lower() == _BEARER:
             return authorization[len(_BEARER) :].strip()
         return ""
 
     @property
     def key(self) -> str:
-        return self.bearer or self.metadata.get("x-api-key", "")
+        bearer, key = self.bearer, self._only("x-api-key")
+        return bearer or key
+
+    def _only(self, name: str) -> str:
+        if name in self.repeated:
+            raise Unauthenticated(f"{name}: must be sent once, got it several times")
+        return self.metadata.get(name, "")
 
 
 class Authentication:
@@ -132,7 +149,8 @@ class PrincipalInterceptor(WrappingInterceptor):
     @asynccontextmanager
     async def _identify(self, log: _Log, context: Context) -> AsyncIterator[None]:
         with logging_rejection(principal="unknown"):
-            principal = await self._authentication.authenticate(Credentials(text_metadata(context)))
+            credentials = Credentials(text_metadata(context), repeated_names(context))
+            principal = await self._authentication.authenticate(credentials)
         _PRINCIPAL.set(principal)
         bind_contextvars(principal=principal.kind)
         with log():

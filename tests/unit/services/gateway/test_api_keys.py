@@ -71,6 +71,16 @@ async def test_a_refusal_never_repeats_the_key(tmp_path: Path) -> None:
     assert KEY not in message
 
 
+@pytest.mark.parametrize("name", ["authorization", "x-api-key"])
+async def test_a_repeated_credential_is_refused_even_if_one_is_good(tmp_path: Path, name: str) -> None:
+    watched = Watched(tmp_path, entry(KEY, "team-a"))
+    repeated = Credentials({"authorization": f"Bearer {KEY}"}, frozenset({name}))
+    with pytest.raises(Unauthenticated, match=f"{name}: must be sent once") as caught:
+        await watched.keys.authenticate(repeated)
+    assert KEY not in str(caught.value)
+    assert (await Authentication().authenticate(repeated)).name == "anonymous", "credentials are not read"
+
+
 async def test_a_key_is_compared_to_its_last_character(tmp_path: Path) -> None:
     longest = "k" * 1024
     watched = Watched(tmp_path, entry(longest, "team-a"))
