@@ -23,7 +23,7 @@ from galley.cli.flags import fail, not_secret, require, say, usage_of
 from galley.core import names
 from galley.core.hints import MAX_DRAFT_TOKENS
 from galley.stack.endpoint import Endpoint
-from galley.stack.options import PartTable, StackOptions
+from galley.stack.options import PartTable, StackOptions, check_private
 from galley.stack.part import LOOPBACK, PartFailed, PartStatus, State, unreachable
 from galley.stack.parts import Viewer, draft_model_of, find_viewer, stack_parts
 from galley.stack.stack import Stack
@@ -119,7 +119,8 @@ def up(  # noqa: PLR0913  # one parameter a flag
     data_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory to keep the embedded store's data in. Default: removed with the stack.",
+            help="Directory to keep the embedded store's data in, closed to other users. "
+            "Default: removed with the stack.",
             file_okay=False,
         ),
     ] = None,
@@ -132,6 +133,9 @@ def up(  # noqa: PLR0913  # one parameter a flag
 
         with usage_of("--redis-url"):
             parse_redis_url(redis_url)
+    if data_dir is not None:
+        with usage_of("--data-dir"):
+            check_private(data_dir)
     options = stack_options(
         **{name: given[name] for name in StackOptions.__dataclass_fields__ if name in given},
         strategy=strategy,

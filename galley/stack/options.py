@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,21 @@ class StackDirs:
     run: Path
     data: Path
     logs: Path
+
+
+def check_private(directory: Path) -> None:
+    """Raise ValueError if the directory exists and others could read what is in it, or replace it."""
+    if not directory.exists():
+        return
+    found = directory.stat()
+    if found.st_uid != os.getuid():
+        raise ValueError(f"{directory}: must be your own directory, as it holds prompts and answers")
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        raise ValueError(
+            f"{directory}: must be closed to other users, as it holds prompts and answers, got mode "
+            f"{mode:04o}; run chmod go-rwx"
+        )
 
 
 PartTable: TypeAlias = "Callable[[StackOptions, StackDirs], Sequence[PartSpec]]"

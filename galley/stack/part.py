@@ -53,7 +53,8 @@ class PartSpec:
     output is a stage, and {"line": the last one} are its facts.
 
     `command` and `environment` are given the facts of the parts in `after`. A `niceness` above 0 gives the
-    other parts precedence where cores are few. The stack outlives a part that is not `vital`.
+    other parts precedence where cores are few. `umask` applies to the files that it makes; -1: inherited. The
+    stack outlives a part that is not `vital`.
     """
 
     name: str
@@ -65,6 +66,7 @@ class PartSpec:
     niceness: int = 0
     environment: Callable[[Facts], Mapping[str, str]] = lambda _: {}
     vital: bool = True
+    umask: int = -1
 
     @property
     def is_service(self) -> bool:
@@ -154,9 +156,8 @@ class Part:
         guarded = [sys.executable, "-I", "-S", guard.__file__, *guard_args, *command]
         with self.log.open("ab") as log:
             options = {"stdin": asyncio.subprocess.DEVNULL, "stdout": log, "stderr": log, **kwargs}
-            self._process = await asyncio.create_subprocess_exec(
-                *guarded, env=self._environment, start_new_session=True, **options
-            )
+            options |= {"env": self._environment, "umask": self.spec.umask}
+            self._process = await asyncio.create_subprocess_exec(*guarded, start_new_session=True, **options)
         return self._process
 
     async def _until_ready(self, command: Sequence[str]) -> PartFacts:

@@ -82,7 +82,8 @@ def _valkey(options: StackOptions, dirs: StackDirs) -> PartSpec:
             *options.extra_args.get("valkey", ()),
         ]
 
-    return PartSpec("valkey", command, socket=socket)
+    # Its files hold prompts and answers.
+    return PartSpec("valkey", command, socket=socket, umask=0o077)
 
 
 def _prepare(name: str, model: str) -> PartSpec:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from galley.stack.endpoint import Service
-from galley.stack.options import PartTable, StackDirs, StackOptions, environment_of
+from galley.stack.options import PartTable, StackDirs, StackOptions, check_private, environment_of
 from galley.stack.part import Facts, OnStatus, Part, PartFacts, PartFailed, PartSpec, PartStatus
 from galley.stack.parts import stack_parts
 
@@ -191,11 +191,13 @@ def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def _make_dirs(options: StackOptions) -> StackDirs:
+    if options.data_dir is not None:
+        check_private(options.data_dir)
     run = Path(tempfile.mkdtemp(prefix="galley-"))
     if len(str(run)) > _MAX_RUN_DIR:
         run.rmdir()
         run = Path(tempfile.mkdtemp(prefix="galley-", dir="/tmp"))
     dirs = StackDirs(run, options.data_dir or run / "data", options.log_dir or run / "logs")
-    dirs.data.mkdir(parents=True, exist_ok=True)
+    dirs.data.mkdir(mode=0o700, parents=True, exist_ok=True)
     dirs.logs.mkdir(parents=True, exist_ok=True)
     return dirs

@@ -304,6 +304,7 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
     [
         (["up", "--strategy=foo"], "--strategy: must be one of ngram, model, hybrid, none, got 'foo'"),
         (["up", "--strategy=model", "--draft-model=none"], "--strategy: must be ngram or none"),
+        (["up", "--data-dir=/usr"], "--data-dir: /usr: must be "),
         (["up", "--k=65"], "--k: Input should be less than or equal to 64"),
         (["up", "--dtype=fp16"], "--dtype: must be one of float32, bfloat16, float16, got 'fp16'"),
         (["demo", "--strategy=foo"], "--strategy: must be one of"),

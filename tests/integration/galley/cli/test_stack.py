@@ -102,6 +102,29 @@ async def test_the_store_is_durable_private_and_has_no_port() -> None:
             assert await store.get("galley") == "kept"
 
 
+async def test_only_the_user_can_read_the_data_of_the_store(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    before = os.umask(0o022)
+    try:
+        stack = stack_of(with_valkey=True, options=StackOptions(data_dir=data))
+        async with stack, redis.asyncio.from_url(f"unix://{stack.dirs.run}/valkey.sock") as store:
+            await store.set("galley", "a prompt")
+    finally:
+        os.umask(before)
+    made = [data, *data.rglob("*")]
+    assert any(path.is_file() for path in made)
+    assert {path: path.stat().st_mode & 0o077 for path in made} == dict.fromkeys(made, 0)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o701, 0o703])
+def test_a_data_directory_that_others_can_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(ValueError, match=f"must be closed to other users.*got mode {mode:04o}"):
+        Stack(StackOptions(data_dir=tmp_path))
+    tmp_path.chmod(0o700)
+    Stack(StackOptions(data_dir=tmp_path)).forget()
+
+
 @pytest.mark.parametrize(
     ("part", "problem", "tail"),
     [
