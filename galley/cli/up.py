@@ -179,7 +179,15 @@ async def _keep_up(
     if options.redis_url:
         await wait_for_store(options.redis_url, console)
     async with shown_stack(options, console) as stack:
-        endpoint.announce(",".join(stack.gateways), stack.services, stack.store_url)
+
+        def announce() -> None:
+            endpoint.announce(",".join(stack.gateways), stack.services, stack.store_url)
+
+        def show_change(change: str) -> None:
+            announce()  # a part that was started again has another address
+            console.print(Text(change), soft_wrap=True)
+
+        announce()
         for address in stack.gateways:
             console.print(Text.assemble("gateway at ", (address, "bold")))
         for service in stack.services:
@@ -190,7 +198,7 @@ async def _keep_up(
             Text(f"stack {endpoint.name!r}: galley generate, chat, resume and top find it; Ctrl-C stops it"),
             soft_wrap=True,
         )
-        await stack.run(_stay(stack, viewer, console))
+        await stack.run(_stay(stack, viewer, console), show_change)
 
 
 async def wait_for_store(redis_url: str, console: Console) -> None:

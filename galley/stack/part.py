@@ -54,7 +54,7 @@ class PartSpec:
 
     `command` and `environment` are given the facts of the parts in `after`. A `niceness` above 0 gives the
     other parts precedence where cores are few. `umask` applies to the files that it makes; -1: inherited. The
-    stack outlives a part that is not `vital`.
+    stack outlives a part that is not `vital`. Parts of one `pool` can stand in for one another.
     """
 
     name: str
@@ -66,6 +66,7 @@ class PartSpec:
     niceness: int = 0
     environment: Callable[[Facts], Mapping[str, str]] = lambda _: {}
     vital: bool = True
+    pool: str = ""
     umask: int = -1
 
     @property
@@ -154,10 +155,13 @@ class Part:
             )
         guard_args = [str(os.getpid()), str(self.spec.niceness)]
         guarded = [sys.executable, "-I", "-S", guard.__file__, *guard_args, *command]
-        with self.log.open("ab") as log:
-            options = {"stdin": asyncio.subprocess.DEVNULL, "stdout": log, "stderr": log, **kwargs}
-            options |= {"env": self._environment, "umask": self.spec.umask}
-            self._process = await asyncio.create_subprocess_exec(*guarded, start_new_session=True, **options)
+        try:
+            with self.log.open("ab") as log:
+                options = {"stdin": asyncio.subprocess.DEVNULL, "stdout": log, "stderr": log, **kwargs}
+                options |= {"env": self._environment, "umask": self.spec.umask, "start_new_session": True}
+                self._process = await asyncio.create_subprocess_exec(*guarded, **options)
+        except OSError as error:  # such as too little memory for another process
+            raise self._failure(f"cannot be started: {error.strerror}") from None
         return self._process
 
     async def _until_ready(self, command: Sequence[str]) -> PartFacts:

@@ -104,7 +104,8 @@ def _target(name: str, options: StackOptions) -> PartSpec:
         module = "services.target.ray" if uses_ray else "services.target"
         return python_module(module, *args, *options.extra_args.get("target", ()))
 
-    return PartSpec(name, command, after=("model", *_store_part(options, has_registered_targets(options))))
+    after = ("model", *_store_part(options, has_registered_targets(options)))
+    return PartSpec(name, command, after=after, pool="target")
 
 
 def _store_part(options: StackOptions, is_needed: bool) -> tuple[str, ...]:
@@ -149,7 +150,7 @@ def _draft(name: str, options: StackOptions) -> PartSpec:
         *(["draft-model"] if has_model else ()),
         *_store_part(options, has_registered_drafts(options)),
     )
-    return PartSpec(name, command, after=after, niceness=_DRAFT_NICENESS)
+    return PartSpec(name, command, after=after, niceness=_DRAFT_NICENESS, pool="draft")
 
 
 def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSpec:
@@ -165,7 +166,7 @@ def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSp
             args += ["--k", str(options.k)]
         return python_module("services.gateway", *args, *options.extra_args.get("gateway", ()))
 
-    return PartSpec(name, command, after=after)
+    return PartSpec(name, command, after=after, pool="gateway")
 
 
 def _served_name(model: str) -> str:

@@ -4,7 +4,7 @@
         first, second = stack.gateways
 
 A part starts as soon as the parts that it needs are ready. If one cannot start, the others are stopped and
-PartFailed is raised. A part that dies later is not started again: `failure()` returns it to the caller.
+PartFailed is raised. A part that ends later ends the work of `run`, or is started again there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from galley.stack.endpoint import Service
 from galley.stack.options import PartTable, StackDirs, StackOptions, check_private, environment_of
 from galley.stack.part import Facts, OnStatus, Part, PartFacts, PartFailed, PartSpec, PartStatus
 from galley.stack.parts import stack_parts
+from galley.stack.restarts import OnChange, Restarts
 
 __all__ = ["Facts", "PartSpec", "Stack", "StackDirs", "StackOptions"]
 
@@ -139,20 +140,26 @@ class Stack:
     async def _start_part(self, part: Part) -> None:
         self._facts[part.spec.name] = await part.start(self._facts, self.options.start_timeout_s)
 
-    async def failure(self) -> PartFailed:
-        """Wait until one of the vital parts that run now ends; return its failure. Logs are then kept."""
-        vital = [part for part in self._parts.values() if part.is_running and part.spec.vital]
-        async with asyncio.TaskGroup() as group:
-            watches = [group.create_task(part.died()) for part in vital]
-            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            for watch in watches:
-                watch.cancel()
-        self._failed = True
-        return done.pop().result()
+    async def _start_again(self, part: Part) -> None:
+        self._failed = True  # so that the log with the reason is kept
+        await self._start_part(part)
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. If a vital part dies meanwhile, cancel it and raise PartFailed."""
-        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self.failure())
+    async def failure(self, on_change: OnChange | None = None) -> PartFailed:
+        """Wait until one of the vital parts that run now ends; return its failure. Logs are then kept.
+
+        With `on_change`, a part is started again while another of its pool serves.
+        """
+        vital = [part for part in self._parts.values() if part.is_running and part.spec.vital]
+        failed = await Restarts(vital, self._start_again, on_change).failure()
+        self._failed = True
+        return failed
+
+    async def run(self, work: Coroutine[Any, Any, T], on_change: OnChange | None = None) -> T:
+        """Return the result of `work`. If a vital part dies meanwhile, cancel it and raise PartFailed.
+
+        With `on_change`, do so only if no other part of its pool serves; else start it again and report it.
+        """
+        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self.failure(on_change))
         try:
             await asyncio.wait([working, dying], return_when=asyncio.FIRST_COMPLETED)
             if working.done() and not working.cancelled() and working.exception() is not None:

@@ -13,12 +13,12 @@ from galley.stack.stack import Stack, StackDirs, StackOptions, ignore_status
 STAND_IN = Path(__file__).with_name("stand_in.py")
 
 
-def stand_in(name: str, *flags: str, after: tuple[str, ...] = ()) -> PartSpec:
+def stand_in(name: str, *flags: str, after: tuple[str, ...] = (), pool: str = "") -> PartSpec:
     def command(facts: Facts) -> list[str]:
         received = [f"--say={part} at {facts[part]['address']}" for part in after]
         return [sys.executable, str(STAND_IN), *flags, *received]
 
-    return PartSpec(name, command, after=after)
+    return PartSpec(name, command, after=after, pool=pool)
 
 
 def once(name: str, code: str) -> PartSpec:

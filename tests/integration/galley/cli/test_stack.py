@@ -29,8 +29,9 @@ from galley.stack.stack import Stack, StackDirs, StackOptions
 from services.draft.settings import DraftSettings
 from services.gateway.settings import GatewaySettings
 from services.target.settings import TargetSettings
+from tests.fakes.waiting import PATIENCE_S
 from tests.integration.galley.cli.ends import Ends
-from tests.integration.galley.cli.stand_in_stack import once, stack_of, stand_in
+from tests.integration.galley.cli.stand_in_stack import STAND_IN, once, stack_of, stand_in
 
 ROOT = Path(__file__).parents[4]
 
@@ -177,6 +178,96 @@ async def test_work_ends_when_a_part_dies(fails: bool) -> None:
 
         with pytest.raises(PartFailed, match="draft was killed by SIGKILL"):
             await stack.run(work())
+    stack.forget()
+
+
+class Changes:
+    """What `run` reports, awaited in its order."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[str] = asyncio.Queue()
+        self.note = self._queue.put_nowait
+
+    async def must_be(self, *parts: str) -> None:
+        for part in parts:
+            async with asyncio.timeout(PATIENCE_S):
+                change = await self._queue.get()
+            assert part in change
+
+
+async def test_replica_that_dies_is_started_again_while_another_serves() -> None:
+    specs = [stand_in(name, pool="target") for name in ("target", "target-2")]
+    async with stack_of(*specs, stand_in("gateway")) as stack:
+        changes = Changes()
+
+        async def work() -> str:
+            for name, when in (("target", "now"), ("target-2", "now"), ("target", "in 1 s")):
+                before, other = stack.address(name), {"target", "target-2"} - {name}
+                await stack.kill(name)
+                death = f"{name} was killed by SIGKILL; starting it again {when}; log: {stack.log(name)}"
+                await changes.must_be(death, f"{name} serves again")
+                assert stack.address(name) != before
+                assert other < set(stack.running)
+            return "done"
+
+        assert await stack.run(work(), changes.note) == "done"
+    assert stack.log("target").exists(), "the log is kept"
+    stack.forget()
+
+
+async def test_stack_ends_when_no_replica_of_a_pool_is_left(tmp_path: Path) -> None:
+    flag = tmp_path / "broken"
+    broken = replace(
+        stand_in("target-2", pool="target"),
+        command=lambda _: [sys.executable, str(STAND_IN), *(["--die=3"] if flag.exists() else [])],
+    )
+    async with stack_of(stand_in("target", pool="target"), broken) as stack:
+        changes = Changes()
+
+        async def work() -> None:
+            flag.touch()
+            await stack.kill("target-2")
+            again = "target-2 ended with exit code 3 before it was ready; starting it again in 1 s"
+            await changes.must_be("target-2 was killed by SIGKILL", again)
+            await stack.kill("target")
+            await asyncio.Event().wait()
+
+        with pytest.raises(PartFailed, match=r"^target was killed by SIGKILL"):
+            await stack.run(work(), changes.note)
+    stack.forget()
+
+
+async def test_replica_whose_process_cannot_be_made_is_tried_again(tmp_path: Path) -> None:
+    flag = tmp_path / "full"
+    limited = replace(
+        stand_in("target-2", pool="target"),
+        command=lambda _: [sys.executable, str(STAND_IN), *(["x" * 2**20] if flag.exists() else [])],
+    )
+    async with stack_of(stand_in("target", pool="target"), limited) as stack:
+        changes = Changes()
+
+        async def work() -> None:
+            flag.touch()
+            await stack.kill("target-2")
+            again = "target-2 cannot be started: Argument list too long; starting it again in 1 s"
+            await changes.must_be("target-2 was killed by SIGKILL", again)
+            flag.unlink()
+            await changes.must_be("target-2 serves again")
+
+        await stack.run(work(), changes.note)
+    stack.forget()
+
+
+@pytest.mark.parametrize(("pool", "reports"), [("target", False), ("", True)])
+async def test_work_ends_with_a_part_that_is_not_to_be_started_again(pool: str, reports: bool) -> None:
+    async with stack_of(*(stand_in(name, pool=pool) for name in ("target", "target-2"))) as stack:
+
+        async def work() -> None:
+            await stack.kill("target-2")
+            await asyncio.Event().wait()
+
+        with pytest.raises(PartFailed, match="target-2 was killed"):
+            await stack.run(work(), Changes().note if reports else None)
     stack.forget()
 
 
