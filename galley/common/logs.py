@@ -18,6 +18,7 @@ from structlog.contextvars import merge_contextvars
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from galley.common.printable import printable
 from galley.common.wire.status import code_of
 from galley.core.errors import CallerFault
 
@@ -101,6 +102,11 @@ def withhold_content(_logger: WrappedLogger, _method: str, event: EventDict) -> 
     return event
 
 
+def _replace_controls(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    # Peers wrote some of the values, and this is for a terminal; the renderer adds its colours later.
+    return {key: printable(value) if isinstance(value, str) else value for key, value in event.items()}
+
+
 class _RepeatFilter(logging.Filter):
     """A filter that passes each message of `library` once in `interval_s`, not at every failed export."""
 
@@ -132,4 +138,5 @@ def _renderers(log_format: Literal["json", "console"]) -> list[Processor]:
     if log_format == "json":
         return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     # A rich traceback would print local variables, and prompts with them.
-    return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    return [structlog.processors.format_exc_info, _replace_controls, console]

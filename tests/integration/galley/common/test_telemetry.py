@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 
 from galley.client.client import w3c_metadata
-from galley.common.logs import start_logging
+from galley.common.logs import log_internal, start_logging
 from galley.common.server.server import Parts, start_server
 from galley.common.tracing.light_spans import LightSpan, packed
 from galley.common.tracing.telemetry import context_from, start_telemetry
@@ -198,6 +198,16 @@ def test_repeated_library_warning_is_logged_once(capsys: pytest.CaptureFixture[s
     logging.getLogger("opentelemetry.exporter").error("another thing")
     text = [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()]
     assert text == ["cannot export, try 0", "try 0", "try 1", "try 2", "another thing"]
+
+
+def test_logs_for_a_terminal_hold_no_escapes_of_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    start_logging("galley-test", log_format="console")
+    hostile = "a\x1b]52;c;ZXZpbA==\x07b\x9b31mc\u202ed"
+    log_internal(ValueError(hostile), peer=hostile)
+    logging.getLogger("another").error("failed: %s", hostile, extra={"address": hostile})
+    output = capsys.readouterr().err
+    assert output.count("a\ufffd]52;c;ZXZpbA==\ufffdb\ufffd31mc\ufffdd") == 4
+    assert not [part for part in ("\x1b]", "\x07", "\x9b", "\u202e") if part in output]
 
 
 def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
