@@ -10,10 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from galley.core.errors import UnknownSession
-from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership, SessionStore, StoredSession
+from galley.core.store import (
+    UNCHANGED,
+    KvDirectory,
+    LogHashes,
+    NewSession,
+    Ownership,
+    SessionStore,
+    StoredSession,
+)
 
 _DURATION = struct.Struct("<q")
-_NONCE = bytes(16)
+_NOBODY = b""
 
 
 @dataclass(slots=True)
@@ -35,24 +43,32 @@ class InstantStore(SessionStore):
     async def ping(self) -> None:
         """Return at once."""
 
-    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        """Create a session; an existing one of the same id is replaced."""
-        self._logs[new.session_id] = _Log(new, list(new.prompt))
-        return StoredSession(
-            Ownership(new.session_id, 1, nonce or _NONCE),
-            new.principal,
-            new.fields,
-            len(new.prompt),
-            list(new.prompt),
-        )
+    async def now_ms(self, session_id: str) -> int:  # noqa: ARG002  # no call is late
+        """Return 0: no time passes."""
+        return 0
 
-    async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
+    async def read(self, session_id: str, principal: str) -> StoredSession:
         """Return the session; raise UnknownSession if it is not the principal's."""
         log = self._logs.get(session_id)
         if log is None or log.new.principal != principal:
             raise UnknownSession(session_id)
-        made = await self.create(log.new, nonce)
-        return replace(made, tokens=list(log.tokens), meta=bytes(log.meta))
+        return _stored(log, _NOBODY)
+
+    async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:  # noqa: ARG002
+        """Create a session; an existing one of the same id is replaced."""
+        log = self._logs[new.session_id] = _Log(new, list(new.prompt))
+        return _stored(log, nonce)
+
+    async def claim(
+        self,
+        former: Ownership,
+        principal: str,
+        nonce: bytes,
+        latest_ms: int,  # noqa: ARG002
+    ) -> StoredSession:
+        """Return the session with its new owner."""
+        read = await self.read(former.session_id, principal)
+        return replace(read, ownership=replace(read.ownership, nonce=nonce))
 
     async def commit(
         self,
@@ -60,6 +76,7 @@ class InstantStore(SessionStore):
         expected_len: int,  # noqa: ARG002  # nobody else writes
         tokens: Sequence[int],
         meta: bytes,
+        hashes: LogHashes,  # noqa: ARG002
         directory: KvDirectory = UNCHANGED,  # noqa: ARG002  # nobody resumes
     ) -> int:
         """Append to the log in memory."""
@@ -68,22 +85,29 @@ class InstantStore(SessionStore):
         log.meta += meta
         return len(log.tokens)
 
-    async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:  # noqa: ARG002
+    async def finish(self, owner: Ownership, expected_len: int, finish: bytes, log_hash: bytes) -> None:  # noqa: ARG002
         """Drop the session's log."""
         self._logs.pop(owner.session_id, None)
 
-    async def recreate(self, owner: Ownership, new: NewSession) -> None:
+    async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
         """Do nothing: no session is ever lost."""
 
     async def renew(self, owner: Ownership) -> None:
         """Return at once; sessions do not expire."""
 
-    async def abort(self, session_id: str, principal: str, finish: bytes) -> None:  # noqa: ARG002
+    async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:  # noqa: ARG002
         """Drop the session's log."""
         self._logs.pop(session_id, None)
 
     async def close(self) -> None:
         """Return at once; nothing is open."""
+
+
+def _stored(log: _Log, nonce: bytes) -> StoredSession:
+    new = log.new
+    owner = Ownership(new.session_id, 1, nonce)
+    meta = bytes(log.meta)
+    return StoredSession(owner, new.principal, new.fields, len(new.prompt), list(log.tokens), meta)
 
 
 class TimedStore(SessionStore):
@@ -100,11 +124,17 @@ class TimedStore(SessionStore):
     async def ping(self) -> None:
         await self._store.ping()
 
-    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        return await self._store.create(new, nonce)
+    async def now_ms(self, session_id: str) -> int:
+        return await self._store.now_ms(session_id)
 
-    async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        return await self._store.claim(session_id, principal, nonce)
+    async def read(self, session_id: str, principal: str) -> StoredSession:
+        return await self._store.read(session_id, principal)
+
+    async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
+        return await self._store.create(new, nonce, latest_ms)
+
+    async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
+        return await self._store.claim(former, principal, nonce, latest_ms)
 
     async def commit(
         self,
@@ -112,25 +142,26 @@ class TimedStore(SessionStore):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
+        hashes: LogHashes,
         directory: KvDirectory = UNCHANGED,
     ) -> int:
         """Call the timed store and write the time of the call."""
         began_ns = time.perf_counter_ns()
-        length = await self._store.commit(owner, expected_len, tokens, meta, directory)
+        length = await self._store.commit(owner, expected_len, tokens, meta, hashes, directory)
         os.write(self._out, _DURATION.pack(time.perf_counter_ns() - began_ns))
         return length
 
-    async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
-        await self._store.finish(owner, expected_len, finish)
+    async def finish(self, owner: Ownership, expected_len: int, finish: bytes, log_hash: bytes) -> None:
+        await self._store.finish(owner, expected_len, finish, log_hash)
 
-    async def recreate(self, owner: Ownership, new: NewSession) -> None:
-        await self._store.recreate(owner, new)
+    async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
+        await self._store.recreate(owner, new, latest_ms)
 
     async def renew(self, owner: Ownership) -> None:
         await self._store.renew(owner)
 
-    async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
-        await self._store.abort(session_id, principal, finish)
+    async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
+        await self._store.abort(session_id, principal, finish, latest_ms)
 
     async def close(self) -> None:
         """Close the other store and the file."""

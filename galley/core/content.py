@@ -24,7 +24,12 @@ _MARK_TOKENS = 512
 
 def prefix_hash(tokens: Sequence[int]) -> bytes:
     """Return the blake2b-128 of `tokens` as little-endian uint32."""
-    return blake2b(token_bytes(tokens), digest_size=HASH_BYTES, person=_PERSON).digest()
+    return prefix_hash_of_bytes(token_bytes(tokens))
+
+
+def prefix_hash_of_bytes(data: bytes) -> bytes:
+    """Return the `prefix_hash` of tokens that are given as `token_bytes`."""
+    return blake2b(data, digest_size=HASH_BYTES, person=_PERSON).digest()
 
 
 def chain_start(salt: bytes) -> bytes:

@@ -2,10 +2,15 @@
 
 1. A session has one owner at a time, named by an epoch and a random nonce. Every change names its owner and
    is refused once another has claimed the session.
-2. The log holds prompt and output tokens. A commit names the length at which it appends, so repeating a
+2. A call becomes the owner only by compare-and-set: it names the owner that it has read, or that there was
+   no session. It also names a latest time on the store's clock, after which it changes nothing: nobody owns
+   a session by a call that its caller has given up.
+3. The log holds prompt and output tokens. A commit names the length at which it appends, so repeating a
    commit whose response was lost changes nothing.
-3. Log, metadata and state of a session change in one step or not at all.
-4. Sessions expire: a live one unless its owner renews it, a finished one some time after its end.
+4. Each commit stores the hash of the whole log (`galley.core.content.prefix_hash`). Readers compare it with
+   the log, and owners with their own.
+5. Log, metadata and state of a session change in one step or not at all.
+6. Sessions expire: a live one unless its owner renews it, a finished one some time after its end.
 
 Any method may raise `StoreUnavailable`: the call was tried once, may or may not have taken effect, and can be
 repeated as it is.
@@ -15,8 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from hashlib import blake2b
+from typing import Literal, NamedTuple, Protocol
 
+from galley.core.content import HASH_BYTES
 from galley.core.errors import Fenced, LogLost, Unavailable
 
 State = Literal["live", "finished"]
@@ -43,15 +50,27 @@ class ClaimLost(Unavailable):
         super().__init__(f"the session store has lost the owner of session {session_id!r}; resume it")
 
 
-class LogBehind(LogLost):
-    """The log holds only the first `have` of the owner's tokens, fewer than the commit assumed.
+class OwnerChanged(Unavailable):
+    """Another call has claimed the session since the caller read it. Resume it to claim it again.
 
-    A store that restarts after a crash may lose its last writes. The owner commits again from `have`.
+    Only a caller that still waits does so; the gateway does not repeat the claim on its behalf.
     """
 
-    def __init__(self, session_id: str, have: int) -> None:
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"session {session_id!r} was claimed by another call at the same time; resume it")
+
+
+class LogBehind(LogLost):
+    """The log holds only `have` tokens, with hash `log_hash`: fewer than the owner's commit assumed.
+
+    A store that restarts after a crash may lose its last writes. The owner commits again from `have` if the
+    hash is that of its own first tokens.
+    """
+
+    def __init__(self, session_id: str, have: int, log_hash: bytes) -> None:
         super().__init__(f"the log of session {session_id!r} holds only {have} tokens")
         self.have = have
+        self.log_hash = log_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +83,19 @@ class NewSession:
     fields: Mapping[str, bytes]
     prompt: Sequence[int]
 
+    @property
+    def request_hash(self) -> bytes:
+        return request_hash(self.principal, self.body_hash, len(self.prompt), self.fields)
+
+
+def request_hash(principal: str, body_hash: bytes, prompt_len: int, fields: Mapping[str, bytes]) -> bytes:
+    """Return the hash of all that is stored of a request besides its prompt."""
+    named = [part for name in sorted(fields) for part in (name.encode(), fields[name])]
+    hashed = blake2b(digest_size=HASH_BYTES, person=b"galley.request")
+    for part in (principal.encode(), body_hash, b"%d" % prompt_len, *named):
+        hashed.update(len(part).to_bytes(8, "little") + part)
+    return hashed.digest()
+
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
@@ -72,6 +104,13 @@ class Ownership:
     session_id: str
     epoch: int
     nonce: bytes
+
+
+class LogHashes(NamedTuple):
+    """The hashes of a log before and after a commit."""
+
+    before: bytes
+    after: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +135,7 @@ UNCHANGED = KvDirectory()
 
 @dataclass(frozen=True, slots=True)
 class StoredSession:
-    """A session as its new owner reads it.
+    """A session as it was read; `ownership` is that of its owner then.
 
     `tokens` is prompt and output; `meta` is what the commits appended (`galley.core.records`). `finish` is
     the opaque record of its end. `created_ms` is the store's Unix time.
@@ -128,17 +167,33 @@ class StoredSession:
 class SessionStore(Protocol):
     """The operations of a session store; the module states their rules. Lengths include the prompt.
 
-    `nonce` (None: a random one) names an attempt to own a session, so a repeat does not fence off the first.
+    `nonce` names an attempt to own a session, so a repeat does not fence off the first. A call that arrives
+    after `latest_ms` of the store's clock changes nothing and raises StoreUnavailable.
     """
 
     async def ping(self) -> None:
         """Raise StoreUnavailable unless the store answers."""
 
-    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        """Create the session and own it; if it exists, claim it. Raise KeyReused for another body."""
+    async def now_ms(self, session_id: str) -> int:
+        """Return the time of the clock by which calls for this session are late, in ms."""
 
-    async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        """Own the session, and fence off its owner. Raise UnknownSession, also for another principal's."""
+    async def read(self, session_id: str, principal: str) -> StoredSession:
+        """Return the session and change nothing.
+
+        Raise LogLost, or UnknownSession, also for another principal's.
+        """
+
+    async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
+        """Create the session and own it; if it exists, change nothing and return it as `read` does.
+
+        An existing session has the nonce of its owner. Raise KeyReused if its body is another, or LogLost.
+        """
+
+    async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
+        """Own a session that `former` owned when it was read, and fence off `former`.
+
+        Raise OwnerChanged, UnknownSession or LogLost; then nothing has changed.
+        """
 
     async def commit(
         self,
@@ -146,18 +201,21 @@ class SessionStore(Protocol):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
+        hashes: LogHashes,
         directory: KvDirectory = UNCHANGED,
     ) -> int:
         """Append `tokens` and `meta` to a log of `expected_len` tokens; return its new length.
+
+        `hashes` are those of the log as the owner knows it.
 
         Raises Fenced, ClaimLost, SessionEnded, UnknownSession (expired), LogBehind (can be repaired) or
         LogLost.
         """
 
-    async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
+    async def finish(self, owner: Ownership, expected_len: int, finish: bytes, log_hash: bytes) -> None:
         """End a session whose log has `expected_len` tokens. Raises as `commit` does; can be repeated."""
 
-    async def recreate(self, owner: Ownership, new: NewSession) -> None:
+    async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
         """Create again, for its owner, a session that the store has lost, with only its prompt in the log.
 
         Raises Fenced, ClaimLost, SessionEnded or LogLost if it exists and is not the owner's. Raises
@@ -167,7 +225,7 @@ class SessionStore(Protocol):
     async def renew(self, owner: Ownership) -> None:
         """Postpone the expiry. Raises Fenced, ClaimLost, SessionEnded or UnknownSession."""
 
-    async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
+    async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
         """End a session for good, whoever owns it; do nothing if it has ended. Raises UnknownSession."""
 
     async def close(self) -> None: ...

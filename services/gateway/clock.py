@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 SECOND = 1_000_000_000
+MILLISECOND = 1_000_000
 
 
 class MonotonicClock:

@@ -12,7 +12,7 @@ from galley.core.errors import Fenced, StoreUnavailable
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.session.events import Replica
-from galley.core.store import UNCHANGED, KvDirectory, Ownership
+from galley.core.store import UNCHANGED, KvDirectory, LogHashes, Ownership
 from services.gateway.clock import SECOND
 from services.gateway.telemetry.observer import request_observer
 from tests.fakes.store import MemoryStore
@@ -51,6 +51,7 @@ class FaultyStore(MemoryStore):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
+        hashes: LogHashes,
         directory: KvDirectory = UNCHANGED,
     ) -> int:
         self._manual.now += self.commit_ns
@@ -58,7 +59,7 @@ class FaultyStore(MemoryStore):
             self.failures -= 1
             raise StoreUnavailable("the session store is unavailable", "it is at 10.0.0.1")
         self.directories.append(directory)
-        return await super().commit(owner, expected_len, tokens, meta, directory)
+        return await super().commit(owner, expected_len, tokens, meta, hashes, directory)
 
     async def renew(self, owner: Ownership) -> None:
         if self.is_fenced:

@@ -15,6 +15,7 @@ from galley.core.session import events as ev
 from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Phase, Session, SessionLimits
 from galley.core.store import LogBehind
+from tests.fakes.owners import hashes_of
 from tests.fakes.target import OpenRequest, admit
 from tests.fakes.truth import IDS, STOP_ID, letters, true_id, true_output
 
@@ -276,9 +277,10 @@ class World:
             assert isinstance(commit, ev.Commit)
             if commit.expected_len > len(self.log):
                 self.known_logged = len(self.log)
-                self.send(ev.StoreFailed(LogBehind(self.spec.session_id, len(self.log))))
+                self._fall_behind()
                 return
             assert commit.expected_len == len(self.log)
+            assert commit.hashes == hashes_of(self.log, commit.tokens)
             assert len(commit.records) == len(commit.tokens)
             self.log += commit.tokens
             self.records += commit.records
@@ -289,10 +291,15 @@ class World:
             assert isinstance(finish, ev.StoreFinish)
             if finish.log_len > len(self.log):
                 self.known_logged = len(self.log)
-                self.send(ev.StoreFailed(LogBehind(self.spec.session_id, len(self.log))))
+                self._fall_behind()
                 return
+            assert finish.log_hash == prefix_hash(self.log)
             self.finish_stored = True
             self.send(ev.FinishStored())
+
+    def _fall_behind(self) -> None:
+        behind = LogBehind(self.spec.session_id, len(self.log), prefix_hash(self.log))
+        self.send(ev.StoreFailed(behind))
 
     def lose_log_tail(self, tokens: int) -> None:
         keep = max(len(self.spec.prompt), len(self.log) - tokens)

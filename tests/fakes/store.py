@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from galley.core.errors import Fenced, KeyReused, LogLost, UnknownSession
+from galley.core.content import prefix_hash
+from galley.core.errors import Fenced, KeyReused, LogLost, StoreUnavailable, UnknownSession
 from galley.core.store import (
     FINISHED_TTL_S,
     LARGEST_CLOCK_STEP_S,
@@ -14,7 +15,9 @@ from galley.core.store import (
     ClaimLost,
     KvDirectory,
     LogBehind,
+    LogHashes,
     NewSession,
+    OwnerChanged,
     Ownership,
     SessionEnded,
     SessionStore,
@@ -30,6 +33,7 @@ class _Record:
     fields: Mapping[str, bytes]
     prompt_len: int
     tokens: list[int]
+    log_hash: bytes
     expires_s: float
     created_ms: int
     epoch: int = 1
@@ -49,34 +53,42 @@ class MemoryStore(SessionStore):
         finished_ttl_s: float = FINISHED_TTL_S,
         *,
         clock: Callable[[], float] = lambda: 0.0,
-        new_nonce: Callable[[], bytes] | None = None,
     ) -> None:
         self._ttl_s = ttl_s
         self._finished_ttl_s = finished_ttl_s
         self._clock = clock
-        self._new_nonce = new_nonce or self._counted_nonce
-        self._nonces = 0
         self._records: dict[str, _Record] = {}
         # The nonce of the owner whose session was aborted, and until when it is known.
         self._aborted: dict[str, tuple[bytes, float]] = {}
 
-    def _counted_nonce(self) -> bytes:
-        self._nonces += 1
-        return self._nonces.to_bytes(16, "little")
-
     async def ping(self) -> None:
         """Return at once."""
 
-    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
+    async def now_ms(self, session_id: str) -> int:
+        return self._now_ms()
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
+    def _must_be_in_time(self, latest_ms: int) -> None:
+        if self._now_ms() > latest_ms:
+            raise StoreUnavailable("the session store is unavailable", "a call reached it too late")
+
+    async def read(self, session_id: str, principal: str) -> StoredSession:
+        return _stored(session_id, self._of(session_id, principal))
+
+    async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
         if not new.prompt or not new.body_hash:
             raise ValueError("prompt and body_hash: must not be empty")
-        nonce = nonce or self._new_nonce()
+        self._must_be_in_time(latest_ms)
         record = self._find(new.session_id)
         if record is None:
-            return _stored(new.session_id, self._make(new, 1, nonce))
-        if record.principal != new.principal or record.body_hash != new.body_hash:
+            record = self._make(new, 1, nonce)
+        elif record.principal != new.principal or record.body_hash != new.body_hash:
             raise KeyReused
-        return self._own(new.session_id, record, nonce)
+        elif record.nonce == nonce:
+            self._touch(record)
+        return _stored(new.session_id, record)
 
     def _make(self, new: NewSession, epoch: int, nonce: bytes) -> _Record:
         record = self._records[new.session_id] = _Record(
@@ -85,16 +97,24 @@ class MemoryStore(SessionStore):
             dict(new.fields),
             len(new.prompt),
             list(new.prompt),
+            prefix_hash(new.prompt),
             self._clock() + self._ttl_s,
-            int(self._clock() * 1000),
+            self._now_ms(),
             epoch,
             nonce,
         )
         return record
 
-    async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        record = self._of(session_id, principal)
-        return self._own(session_id, record, nonce or self._new_nonce())
+    async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
+        self._must_be_in_time(latest_ms)
+        record = self._of(former.session_id, principal)
+        if record.nonce != nonce:
+            if (record.epoch, record.nonce) != (former.epoch, former.nonce):
+                raise OwnerChanged(former.session_id)
+            record.epoch += 1
+            record.nonce = nonce
+        self._touch(record)
+        return _stored(former.session_id, record)
 
     async def commit(
         self,
@@ -102,28 +122,34 @@ class MemoryStore(SessionStore):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
+        hashes: LogHashes,
         directory: KvDirectory = UNCHANGED,
     ) -> int:
         record = self._owned(owner)
         have = len(record.tokens)
         if have < expected_len:
-            raise LogBehind(owner.session_id, have)
+            raise LogBehind(owner.session_id, have, record.log_hash)
         if have > expected_len:
             there = record.tokens[expected_len : expected_len + len(tokens)]
             if there != list(tokens[: len(there)]):
                 raise LogLost(owner.session_id)
             if len(there) < len(tokens):
-                raise LogBehind(owner.session_id, have)
+                raise LogBehind(owner.session_id, have, record.log_hash)
+            if have == expected_len + len(tokens) and record.log_hash != hashes.after:
+                raise LogLost(owner.session_id)
+        elif record.log_hash != hashes.before:
+            raise LogLost(owner.session_id)
         else:
             record.tokens += tokens
             record.meta += meta
+            record.log_hash = hashes.after
         record.directory = KvDirectory(
             directory.draft or record.directory.draft, directory.target or record.directory.target
         )
         self._touch(record)
         return len(record.tokens)
 
-    async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
+    async def finish(self, owner: Ownership, expected_len: int, finish: bytes, log_hash: bytes) -> None:
         record = self._find(owner.session_id)
         repeated = (owner.epoch, owner.nonce, "finished", finish)
         if record is not None and (record.epoch, record.nonce, record.state, record.finish) == repeated:
@@ -131,12 +157,13 @@ class MemoryStore(SessionStore):
             return
         record = self._owned(owner)
         if len(record.tokens) < expected_len:
-            raise LogBehind(owner.session_id, len(record.tokens))
-        if len(record.tokens) > expected_len:
+            raise LogBehind(owner.session_id, len(record.tokens), record.log_hash)
+        if len(record.tokens) > expected_len or record.log_hash != log_hash:
             raise LogLost(owner.session_id)
         self._end(record, finish)
 
-    async def recreate(self, owner: Ownership, new: NewSession) -> None:
+    async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
+        self._must_be_in_time(latest_ms)
         if self._find(owner.session_id) is None:
             nonce, until_s = self._aborted.get(owner.session_id, (b"", 0.0))
             if nonce == owner.nonce and self._clock() < until_s:
@@ -148,7 +175,8 @@ class MemoryStore(SessionStore):
     async def renew(self, owner: Ownership) -> None:
         self._touch(self._owned(owner))
 
-    async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
+    async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
+        self._must_be_in_time(latest_ms)
         record = self._of(session_id, principal)
         if record.state == "live":
             known_s = self._finished_ttl_s + LARGEST_CLOCK_STEP_S
@@ -167,6 +195,7 @@ class MemoryStore(SessionStore):
     def roll_back(self, session_id: str, length: int, meta: bytes) -> None:
         record = self._records[session_id]
         del record.tokens[length:]
+        record.log_hash = prefix_hash(record.tokens)
         record.meta = meta
 
     def _find(self, session_id: str) -> _Record | None:
@@ -192,13 +221,6 @@ class MemoryStore(SessionStore):
             raise SessionEnded(owner.session_id)
         return record
 
-    def _own(self, session_id: str, record: _Record, nonce: bytes) -> StoredSession:
-        if record.nonce != nonce:
-            record.epoch += 1
-            record.nonce = nonce
-        self._touch(record)
-        return _stored(session_id, record)
-
     def _end(self, record: _Record, finish: bytes) -> None:
         record.state, record.finish = "finished", finish
         self._touch(record)
@@ -209,6 +231,8 @@ class MemoryStore(SessionStore):
 
 
 def _stored(session_id: str, record: _Record) -> StoredSession:
+    if prefix_hash(record.tokens) != record.log_hash:
+        raise LogLost(f"the stored session {session_id!r} does not agree with its hash")
     return StoredSession(
         ownership=Ownership(session_id, record.epoch, record.nonce),
         principal=record.principal,

@@ -17,9 +17,10 @@ from galley.core.errors import LogLost, UnknownSession
 from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
 from galley.core.session.drafting import Drafting
-from galley.core.store import Ownership, SessionEnded
+from galley.core.store import UNCHANGED, KvDirectory, LogHashes, Ownership, SessionEnded
 from services.gateway.replicas.drafts import DraftReplica
 from services.gateway.store.session_log import SessionLog
+from tests.fakes.owners import hashes_of
 from tests.fakes.session_world import StreamsBeforeCommit
 from tests.simulation.redis import Sessions
 from tests.simulation.replicas import SimEngine
@@ -44,9 +45,19 @@ class NoFencing(Sessions):
 class AppendsTwice(Sessions):
     """Append the tokens of a repeated commit again."""
 
-    async def commit(self, owner: Ownership, expected_len: int, *rest: Any, **named: Any) -> int:
-        length = len(self._owned(owner).tokens)
-        return await super().commit(owner, max(expected_len, length), *rest, **named)
+    async def commit(
+        self,
+        owner: Ownership,
+        expected_len: int,
+        tokens: Sequence[int],
+        meta: bytes,
+        hashes: LogHashes,
+        directory: KvDirectory = UNCHANGED,
+    ) -> int:
+        log = self._owned(owner).tokens
+        if len(log) > expected_len:
+            expected_len, hashes = len(log), hashes_of(log, tokens)
+        return await super().commit(owner, expected_len, tokens, meta, hashes, directory)
 
 
 class RefusesRepeats(Sessions):

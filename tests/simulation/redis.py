@@ -14,7 +14,15 @@ from typing import Any, TypeVar
 from galley.common.registry.leases import LeasePool, Replaced
 from galley.core.errors import GalleyError, StoreUnavailable
 from galley.core.routing.choice import ReplicaLease
-from galley.core.store import UNCHANGED, KvDirectory, NewSession, Ownership, SessionStore, StoredSession
+from galley.core.store import (
+    UNCHANGED,
+    KvDirectory,
+    LogHashes,
+    NewSession,
+    Ownership,
+    SessionStore,
+    StoredSession,
+)
 from tests.fakes.store import MemoryStore
 from tests.simulation.ledger import Ledger
 from tests.simulation.loop import Process
@@ -36,6 +44,12 @@ class Sessions(MemoryStore):
     def held(self, session_id: str) -> tuple[list[int], bytes]:
         record = self._records[session_id]
         return record.tokens, record.meta
+
+    def flip(self, session_id: str, at: int) -> None:
+        """Change a bit of token `at`, as a fault of the server's memory or disk does."""
+        record = self._find(session_id)
+        if record is not None:
+            record.tokens[at] ^= 1
 
     def is_finished(self, session_id: str) -> bool:
         record = self._find(session_id)
@@ -179,24 +193,33 @@ class SimStore(SessionStore):
     async def ping(self) -> None:
         """Return at once."""
 
-    async def _own(self, work: Callable[[], Coroutine[Any, Any, StoredSession]]) -> StoredSession:
-        def own() -> StoredSession:
-            stored = at_once(work())
+    async def now_ms(self, session_id: str) -> int:
+        return await self._redis.call(self._caller, lambda: at_once(self._sessions.now_ms(session_id)))
+
+    async def read(self, session_id: str, principal: str) -> StoredSession:
+        return await self._redis.call(
+            self._caller, lambda: at_once(self._sessions.read(session_id, principal))
+        )
+
+    async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
+        def create() -> StoredSession:
+            is_new = not self._sessions.holds(new.session_id)
+            stored = at_once(self._sessions.create(new, nonce, latest_ms))
+            if is_new:
+                self._ledger.made(new.session_id)
+            if stored.ownership.nonce == nonce:
+                self._ledger.owned(stored, self._caller.name)
+            return stored
+
+        return await self._redis.call(self._caller, create)
+
+    async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
+        def claim() -> StoredSession:
+            stored = at_once(self._sessions.claim(former, principal, nonce, latest_ms))
             self._ledger.owned(stored, self._caller.name)
             return stored
 
-        return await self._redis.call(self._caller, own)
-
-    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
-        def create() -> Coroutine[Any, Any, StoredSession]:
-            if not self._sessions.holds(new.session_id):
-                self._ledger.made(new.session_id)
-            return self._sessions.create(new, nonce)
-
-        return await self._own(create)
-
-    async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        return await self._own(lambda: self._sessions.claim(session_id, principal, nonce))
+        return await self._redis.call(self._caller, claim)
 
     async def commit(
         self,
@@ -204,26 +227,27 @@ class SimStore(SessionStore):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
+        hashes: LogHashes,
         directory: KvDirectory = UNCHANGED,
     ) -> int:
         def commit() -> int:
-            length = at_once(self._sessions.commit(owner, expected_len, tokens, meta, directory))
+            length = at_once(self._sessions.commit(owner, expected_len, tokens, meta, hashes, directory))
             self._ledger.committed(owner, *self._sessions.held(owner.session_id))
             return length
 
         return await self._redis.call(self._caller, commit)
 
-    async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
+    async def finish(self, owner: Ownership, expected_len: int, finish: bytes, log_hash: bytes) -> None:
         def store_finish() -> None:
-            at_once(self._sessions.finish(owner, expected_len, finish))
+            at_once(self._sessions.finish(owner, expected_len, finish, log_hash))
             self._ledger.finished(owner, *self._sessions.held(owner.session_id))
 
         await self._redis.call(self._caller, store_finish)
 
-    async def recreate(self, owner: Ownership, new: NewSession) -> None:
+    async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
         def recreate() -> None:
             lost = not self._sessions.holds(owner.session_id)
-            at_once(self._sessions.recreate(owner, new))
+            at_once(self._sessions.recreate(owner, new, latest_ms))
             if lost:
                 self._ledger.made(owner.session_id)
                 self._ledger.met["made anew by its owner"] += 1
@@ -233,9 +257,9 @@ class SimStore(SessionStore):
     async def renew(self, owner: Ownership) -> None:
         await self._redis.call(self._caller, lambda: at_once(self._sessions.renew(owner)))
 
-    async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
+    async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
         await self._redis.call(
-            self._caller, lambda: at_once(self._sessions.abort(session_id, principal, finish))
+            self._caller, lambda: at_once(self._sessions.abort(session_id, principal, finish, latest_ms))
         )
 
     async def close(self) -> None:

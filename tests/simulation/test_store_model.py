@@ -11,18 +11,21 @@ from typing import Any, TypeVar
 import pytest
 from redis import asyncio as redis_asyncio
 
-from galley.core.errors import Fenced, GalleyError, KeyReused, LogLost, UnknownSession
+from galley.core.errors import Fenced, GalleyError, KeyReused, LogLost, StoreUnavailable, UnknownSession
 from galley.core.store import (
     CacheLocation,
     ClaimLost,
     KvDirectory,
     LogBehind,
+    LogHashes,
     NewSession,
+    OwnerChanged,
     Ownership,
     SessionEnded,
     StoredSession,
 )
 from services.gateway.store.redis import RedisStore
+from tests.fakes.owners import hashes_of
 from tests.fakes.redis_servers import VALKEY, Server, running
 from tests.simulation.redis import Sessions, at_once
 
@@ -31,11 +34,14 @@ _TTL_S, _FINISHED_TTL_S = 1000.0, 5000.0
 _NAMES = ("session-a", "session-b")
 _SLACK_S = 30.0
 _CALLS = (
-    *("create", "claim", "claim", *["commit"] * 6, "finish", "renew", "recreate", "recreate"),
+    *("create", "read", *["claim"] * 3, *["commit"] * 8, "finish", "renew", "recreate", "recreate"),
     *("abort", "abort", "server", "step"),
 )
 # One that ends live sessions, one that ends all, and one after which an abort is forgotten.
 _STEPS_S = (2_000, 2_000, 6_000, 6_000, 100_000)
+_TIMED = frozenset({"create", "claim", "recreate", "abort"})
+"""Calls whose last argument is their latest time, here in ms from now."""
+_IN_TIME_MS, _LATE_MS = 60_000, -60_000
 
 T = TypeVar("T")
 
@@ -68,7 +74,7 @@ async def _outcome(call: Coroutine[Any, Any, T]) -> tuple[object, T | GalleyErro
     try:
         result = await call
     except GalleyError as error:
-        return (type(error), getattr(error, "have", None)), error
+        return (type(error), getattr(error, "have", None), getattr(error, "log_hash", None)), error
     if isinstance(result, StoredSession):
         return replace(result, created_ms=0, fields=dict(result.fields)), result
     return result, result
@@ -95,14 +101,25 @@ class Real:
                     await self.client.restore(key, lives_ms, dumped)
             case "step":
                 await self._step(1000 * call.arguments[0])
+            case "flip":
+                name, at = call.arguments
+                log = f"galley:{{{name}}}:log"
+                if await self.client.exists(log):
+                    [byte] = await self.client.getrange(log, 4 * at, 4 * at)
+                    await self.client.setrange(log, 4 * at, bytes([byte ^ 1]))
             case name:
-                return (await _outcome(getattr(self._store, name)(*call.arguments)))[0]
+                arguments = await self._timed(call) if name in _TIMED else call.arguments
+                return (await _outcome(getattr(self._store, name)(*arguments)))[0]
         return None
 
     async def _step(self, step_ms: int) -> None:
         """Shorten all lives, as a step of the server's clock does."""
         for key in await self.client.keys():
             await self.client.pexpire(key, await self.client.pttl(key) - step_ms)
+
+    async def _timed(self, call: Call) -> tuple[Any, ...]:
+        *arguments, from_now_ms = call.arguments
+        return (*arguments, await self._store.now_ms("any") + from_now_ms)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +150,10 @@ async def test_random_calls_and_expiry_match_the_scripts(server: Server) -> None
                 assert await real.run(call) == call.answer, (seed, call)
                 await _check_expiry(real, model)
                 refusals.update(call.answer[:1] if isinstance(call.answer, tuple) else ())
-    assert refusals == {ClaimLost, Fenced, SessionEnded, LogBehind, LogLost, KeyReused, UnknownSession}
+    assert refusals == {
+        *(ClaimLost, Fenced, SessionEnded, LogBehind, LogLost, KeyReused, UnknownSession),
+        *(OwnerChanged, StoreUnavailable),
+    }
 
 
 async def _check_expiry(real: Real, model: Random) -> None:
@@ -162,45 +182,71 @@ class Random:
             case "create":
                 fields, body = {"f": b"v"}, rng.choice([b"one", b"one", b"two"])
                 new = NewSession(self._name(), self._principal(), body, fields, (1, 2))
-                return self._called(name, new, self._nonce())
+                return self._called(name, new, self._nonce(), self._latest_ms())
+            case "read":
+                return self._called(name, self._name(), self._principal())
             case "claim":
-                return self._called(name, self._name(), self._principal(), self._nonce())
+                return self._called(name, self._owner(), self._principal(), self._nonce(), self._latest_ms())
             case "commit":
                 tokens = tuple(rng.choices([1, 2], k=rng.randrange(4)))
                 draft, target = rng.choice([None, CacheLocation("d", "i", 3)]), CacheLocation("t", "j", 2)
                 where = KvDirectory(draft, rng.choice([None, target]))
-                return self._called(name, self._owner(), self._expected(), tokens, bytes(tokens), where)
+                owner, length = self._owner(), self._expected()
+                hashes = self._hashes(owner, length, tokens)
+                return self._called(name, owner, length, tokens, bytes(tokens), hashes, where)
             case "finish":
-                return self._called(name, self._owner(), self._expected(), rng.choice([b"x", b"y"]))
+                owner, length = self._owner(), self._expected()
+                log_hash = self._hashes(owner, length, ()).before
+                return self._called(name, owner, length, rng.choice([b"x", b"y"]), log_hash)
             case "renew":
                 return self._called(name, self._owner())
             case "recreate":
                 owner = self._owner()
-                return self._called(
-                    name, owner, NewSession(owner.session_id, "me", b"one", {"f": b"v"}, (1, 2))
-                )
+                lost = NewSession(owner.session_id, "me", b"one", {"f": b"v"}, (1, 2))
+                return self._called(name, owner, lost, self._latest_ms())
             case "abort":
-                return self._called(name, self._name(), self._principal(), b"aborted")
+                return self._called(name, self._name(), self._principal(), b"aborted", self._latest_ms())
             case "step":
                 step_s = rng.choice(_STEPS_S)
                 self.store.now_s += step_s
                 return Call("step", (step_s,))
-            case _ if self._states and rng.random() < 0.5:
-                index = rng.randrange(len(self._states))
-                self.store.restore(self._states[index])
-                return Call("roll back", (index,))
             case _:
-                self._states.append(self.store.state())
-                return Call("remember", (len(self._states) - 1,))
+                return self._server_event()
+
+    def _server_event(self) -> Call:
+        """Remember the state of the server, return it to an earlier one, or change a bit of a log."""
+        rng = self._rng
+        if rng.random() < 0.3:
+            flipped = (self._name(), rng.randrange(2))
+            self.store.flip(*flipped)
+            return Call("flip", flipped)
+        if self._states and rng.random() < 0.5:
+            index = rng.randrange(len(self._states))
+            self.store.restore(self._states[index])
+            return Call("roll back", (index,))
+        self._states.append(self.store.state())
+        return Call("remember", (len(self._states) - 1,))
 
     def _called(self, name: str, *arguments: Any) -> Call:
-        answer, result = at_once(_outcome(getattr(self.store, name)(*arguments)))
+        timed = arguments
+        if name in _TIMED:
+            timed = (*arguments[:-1], round(1000 * self.store.now_s) + arguments[-1])
+        answer, result = at_once(_outcome(getattr(self.store, name)(*timed)))
         if isinstance(result, StoredSession):
             self._owners.append(result.ownership)
             self._length = len(result.tokens)
         elif isinstance(result, int):
             self._length = result
         return Call(name, arguments, answer)
+
+    def _latest_ms(self) -> int:
+        return self._rng.choice([*[_IN_TIME_MS] * 9, _LATE_MS])
+
+    def _hashes(self, owner: Ownership, length: int, tokens: tuple[int, ...]) -> LogHashes:
+        """Return the hashes of the model's log, or now and then others."""
+        log = self.store.held(owner.session_id)[0] if self.store.holds(owner.session_id) else []
+        hashes = hashes_of(log[:length], tokens)
+        return hashes if self._rng.random() < 0.9 else LogHashes(b"?" * 16, b"!" * 16)
 
     def _expected(self) -> int:
         return max(0, self._length + self._rng.choice([0, 0, 0, -1, -2, 1]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from galley.core.answer.answer import Answer
 from galley.core.errors import Broken, LogLost
 from galley.core.session.events import Commit, Emit
+from galley.core.store import LogHashes
 
 
 class Delivery:
@@ -31,6 +32,10 @@ class Delivery:
         return self.logged - len(self._answer.spec.prompt)
 
     @property
+    def log_hash(self) -> bytes:
+        return self._answer.prefix_hash(self.logged)
+
+    @property
     def unlogged(self) -> int:
         return len(self._answer.tokens) - self.logged
 
@@ -48,6 +53,7 @@ class Delivery:
             expected_len=self.logged,
             tokens=tuple(tokens),
             records=tuple(self._answer.records[max(0, self.logged_output) :]),
+            hashes=LogHashes(self.log_hash, self._answer.prefix_hash(len(self._answer.tokens))),
             draft_cache_len=min(draft_cache_len, len(self._answer.tokens)),
             target_cache_len=target_cache_len,
         )

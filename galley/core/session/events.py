@@ -17,6 +17,7 @@ from galley.core.errors import GalleyError
 from galley.core.hints import Hint
 from galley.core.names import NO_STRATEGY
 from galley.core.records import PositionLogprobs, TokenRecord
+from galley.core.store import LogHashes
 
 
 class Pool(enum.Enum):
@@ -233,6 +234,7 @@ class Commit:
     expected_len: int
     tokens: tuple[int, ...]
     records: tuple[TokenRecord, ...]
+    hashes: LogHashes
     draft_cache_len: int = 0
     target_cache_len: int = 0
 
@@ -246,6 +248,7 @@ class Emit:
 class StoreFinish:
     ending: Ending
     log_len: int
+    log_hash: bytes
 
 
 @dataclass(frozen=True, slots=True)

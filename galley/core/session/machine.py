@@ -463,7 +463,7 @@ class Session:
     def _store_finish(self, ending: Ending) -> None:
         self.phase = Phase.FINISHING
         self._finish_requested = True
-        self._effects.append(ev.StoreFinish(ending, self._delivery.logged))
+        self._effects.append(ev.StoreFinish(ending, self._delivery.logged, self._delivery.log_hash))
 
     def _on_finish_stored(self, _event: ev.FinishStored, _now: int) -> None:
         self._conclude(self.answer.ending)
@@ -482,7 +482,7 @@ class Session:
 
     def _on_store_failed(self, event: ev.StoreFailed, _now: int) -> None:
         if isinstance(event.error, LogBehind):
-            self._repair_log(event.error.have)
+            self._repair_log(event.error)
         elif isinstance(event.error, SessionEnded):
             self._on_ended_in_store()
         else:
@@ -501,12 +501,15 @@ class Session:
         else:
             self._end_as_aborted()
 
-    def _repair_log(self, have: int) -> None:
-        """Commit again what the store lost in a crash; its log agrees as far as it goes.
+    def _repair_log(self, behind: LogBehind) -> None:
+        """Commit again what the store lost in a crash, if its log agrees as far as it goes.
 
         After two roll-backs it may hold part of a commit, and so more than was known to be logged.
         """
-        self._delivery.holds(have)
+        if self.answer.prefix_hash(behind.have) != behind.log_hash:
+            self._end_with(LogLost("the log is not that of the answer"))
+            return
+        self._delivery.holds(behind.have)
         if self.phase is Phase.FINISHING:
             self.phase = Phase.SEALING
         self._commit()

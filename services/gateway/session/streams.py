@@ -23,6 +23,7 @@ from galley.core.answer.answer import (
     encode_ending,
     encode_spec,
 )
+from galley.core.content import prefix_hash
 from galley.core.errors import (
     Broken,
     ClientStalled,
@@ -43,7 +44,7 @@ from galley.core.store import NewSession, SessionStore, StoredSession
 from services.gateway.clock import Timeouts
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.redis import NONCE_BYTES
-from services.gateway.store.session_log import SessionLog, retry
+from services.gateway.store.session_log import SessionLog, latest_time_ms, retry
 from services.gateway.telemetry.observer import request_observer
 
 _T = TypeVar("_T")
@@ -134,7 +135,13 @@ class Streams:
         new = NewSession(spec.session_id, principal, body_hash, fields, spec.prompt)
         nonce = secrets.token_bytes(NONCE_BYTES)
         called_ns = self._clock.now_ns()
-        stored = await self._store_call("create", lambda: self._store.create(new, nonce), deadline_ns)
+
+        async def create(latest_ms: int) -> StoredSession:
+            return await self._store.create(new, nonce, latest_ms)
+
+        stored = await self._change("create", spec.session_id, create, deadline_ns)
+        if stored.ownership.nonce != nonce:
+            stored = await self._take_over(stored, nonce, deadline_ns)
         is_new = stored.ownership.epoch == 1  # so that what is stored is what was just encoded
         session = self._session(stored, Answer(spec, self._decode) if is_new else self._answer(stored))
         observer.opened(session, stored, called_ns)
@@ -145,17 +152,16 @@ class Streams:
     ) -> SessionRunner:
         """Take over a session for a client that has output tokens [0, next_index); return its runner.
 
-        Raise UnknownSession, StoreUnavailable, InvalidField, or LogLost if the record cannot be read.
+        Raise UnknownSession, StoreUnavailable, OwnerChanged, InvalidField, or LogLost if the stored session
+        cannot be read or is not the client's. Arguments are checked before the session is claimed, so that a
+        refused call leaves its owner alone.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         called_ns = self._clock.now_ns()
-        stored = await self._store_call(
-            "claim", lambda: self._store.claim(session_id, principal, nonce), deadline_ns
-        )
+        stored = await self._store_call("read", lambda: self._store.read(session_id, principal), deadline_ns)
+        check_resume(stored, next_index, seen_hash)
+        stored = await self._take_over(stored, nonce, deadline_ns)
         session = self._session(stored, self._answer(stored), next_index, seen_hash)
-        longest = session.spec.max_position - stored.prompt_len
-        if next_index > longest:
-            raise InvalidField("next_index", f"must be <= {longest} (most output tokens), got {next_index}")
         request_observer().opened(session, stored, called_ns, next_index)
         return self._runner(session, stored, called_ns, deadline_ns)
 
@@ -168,8 +174,11 @@ class Streams:
         # A slot of its own kind: a principal that has no stream slot left must still be able to end sessions.
         slot = self._aborts.enter(Principal(principal), 0, self._clock.now_ns())
         try:
-            await self._store_call(
-                "abort", lambda: self._store.abort(session_id, principal, record), deadline_ns
+            await self._change(
+                "abort",
+                session_id,
+                lambda latest_ms: self._store.abort(session_id, principal, record, latest_ms),
+                deadline_ns,
             )
         except UnknownSession:  # a session that the store has lost must not be recreated by its owner here
             if not any(runner.log.new.principal == principal for runner in self._of(session_id)):
@@ -225,26 +234,23 @@ class Streams:
     def _session(
         self, stored: StoredSession, answer: Answer, stream_from: int = 0, seen_hash: bytes = b""
     ) -> Session:
-        finished = decode_ending(stored.finish) if stored.state == "finished" else None
         return Session(
             answer,
             self._limits,
             stream_from=stream_from,
             seen_hash=seen_hash,
-            finished=finished,
+            finished=_ending(stored),
             shared=self._book,
         )
 
     def _answer(self, stored: StoredSession) -> Answer:
         """Raise LogLost if the record cannot be read."""
-        prompt = tuple(stored.tokens[: stored.prompt_len])
         output = stored.tokens[stored.prompt_len :]
+        answer = Answer(_spec(stored), self._decode)
         try:
-            spec = decode_spec(stored.fields[SPEC_FIELD], stored.ownership.session_id, prompt)
-            answer = Answer(spec, self._decode)
             for token, record in zip(output, decode_records(stored.meta), strict=True):
                 answer.append(token, record)
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise LogLost("the stored session cannot be read") from error
         return answer
 
@@ -256,11 +262,69 @@ class Streams:
         ports = self._ports_of(stored, session)
         return SessionRunner(session, log, ports, self._timeouts, deadline_ns)
 
+    async def _take_over(self, held: StoredSession, nonce: bytes, deadline_ns: int | None) -> StoredSession:
+        """Claim a session from the owner that it had when it was read."""
+        former = held.ownership
+
+        async def claim(latest_ms: int) -> StoredSession:
+            return await self._store.claim(former, held.principal, nonce, latest_ms)
+
+        return await self._change("claim", former.session_id, claim, deadline_ns)
+
+    async def _change(
+        self,
+        operation: str,
+        session_id: str,
+        change: Callable[[int], Awaitable[_T]],
+        deadline_ns: int | None,
+    ) -> _T:
+        """Retry a change that must not happen once it was given up; it gets its latest time at the store."""
+        until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
+
+        async def attempt() -> _T:
+            return await change(await latest_time_ms(self._store, session_id, until_ns, self._clock))
+
+        return await retry(operation, attempt, until_ns, self._clock)
+
     async def _store_call(
         self, operation: str, call: Callable[[], Awaitable[_T]], deadline_ns: int | None
     ) -> _T:
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
         return await retry(operation, call, until_ns, self._clock)
+
+
+def check_resume(stored: StoredSession, next_index: int, seen_hash: bytes) -> None:
+    """Raise InvalidField or LogLost if a client cannot have `next_index` output tokens of this hash.
+
+    A live session may hold fewer: a store that has lost its latest writes gets them again.
+    """
+    spec = _spec(stored)
+    output = stored.tokens[stored.prompt_len :]
+    longest = spec.max_position - stored.prompt_len
+    if next_index > longest:
+        raise InvalidField("next_index", f"must be <= {longest} (most output tokens), got {next_index}")
+    if next_index > len(output):
+        if stored.state == "finished":
+            raise LogLost(f"the client has {next_index} tokens, the log only {len(output)}")
+    elif seen_hash and prefix_hash(output[:next_index]) != seen_hash:
+        raise LogLost("the answer is not the one whose first tokens the client has seen")
+
+
+def _spec(stored: StoredSession) -> SessionSpec:
+    prompt = tuple(stored.tokens[: stored.prompt_len])
+    try:
+        return decode_spec(stored.fields[SPEC_FIELD], stored.ownership.session_id, prompt)
+    except (ValueError, KeyError, TypeError) as error:
+        raise LogLost("the stored session cannot be read") from error
+
+
+def _ending(stored: StoredSession) -> Ending | None:
+    if stored.state != "finished":
+        return None
+    try:
+        return decode_ending(stored.finish)
+    except (ValueError, KeyError, TypeError) as error:
+        raise LogLost("the ending of the stored session cannot be read") from error
 
 
 class Pump:

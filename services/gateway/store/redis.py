@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies, RedisCalls, Script, script_of
-from galley.core.content import token_bytes, tokens_from_bytes
+from galley.core.content import prefix_hash_of_bytes, token_bytes, tokens_from_bytes
 from galley.core.errors import (
     Broken,
     Fenced,
@@ -27,12 +26,15 @@ from galley.core.store import (
     ClaimLost,
     KvDirectory,
     LogBehind,
+    LogHashes,
     NewSession,
+    OwnerChanged,
     Ownership,
     SessionEnded,
     SessionStore,
     State,
     StoredSession,
+    request_hash,
 )
 
 NONCE_BYTES = 16
@@ -45,7 +47,8 @@ _PIECE = "#"
 _SCRIPTS = Path(__file__).parent / "scripts"
 _POOLS = ("draft", "target")
 _OWN_FIELDS = frozenset(
-    {"principal", "body_hash", "prompt_len", "epoch", "nonce", "state", "finish", "created_ms"}
+    {"principal", "body_hash", "prompt_len", "log_hash", "request_hash"}
+    | {"epoch", "nonce", "state", "finish", "created_ms"}
     | {f"{pool}_{what}" for pool in _POOLS for what in ("replica", "incarnation", "kv_len")}
 )
 
@@ -72,7 +75,6 @@ class RedisStore(SessionStore):
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         max_connections: int = DEFAULT_MAX_CONNECTIONS,
         copies: Copies | None = None,
-        new_nonce: Callable[[], bytes] = lambda: secrets.token_bytes(NONCE_BYTES),
     ) -> None:
         self._calls = RedisCalls(
             url,
@@ -82,7 +84,8 @@ class RedisStore(SessionStore):
         )
         self._ttl_ms = _milliseconds(ttl_s)
         self._finished_ttl_ms = _milliseconds(finished_ttl_s)
-        self._new_nonce = new_nonce
+        self._read = _load("read")
+        self._create = _load("create")
         self._claim = _load("claim")
         self._commit = _load("commit")
         self._finish = _load("finish")
@@ -93,21 +96,26 @@ class RedisStore(SessionStore):
     async def ping(self) -> None:
         await self._calls.command("PING")
 
-    async def create(self, new: NewSession, nonce: bytes | None = None) -> StoredSession:
+    async def now_ms(self, session_id: str) -> int:
+        reply = await self._calls.command("TIME", key=_keys(session_id)[0])
+        seconds, microseconds = cast("tuple[bytes, bytes]", reply)
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
+    async def read(self, session_id: str, principal: str) -> StoredSession:
+        # Not `_run`: nothing changes, so there are no replicas to wait for.
+        reply = await self._calls.run(self._read, _keys(session_id), principal)
+        return _stored(session_id, *_result(session_id, reply))
+
+    async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
         """Raise also ValueError, for names of fields that the store uses itself."""
-        return await self._own(new.session_id, new.principal, nonce, *_content(new))
+        ttls = (self._ttl_ms, self._finished_ttl_ms)
+        args = (latest_ms, new.principal, nonce, *ttls, *_content(new))
+        return _stored(new.session_id, *await self._run(self._create, new.session_id, *args))
 
-    async def claim(self, session_id: str, principal: str, nonce: bytes | None = None) -> StoredSession:
-        return await self._own(session_id, principal, nonce, b"", 0, b"")
-
-    async def _own(
-        self, session_id: str, principal: str, nonce: bytes | None, *rest: bytes | str | int
-    ) -> StoredSession:
-        nonce = nonce or self._new_nonce()
-        reply = await self._run(
-            self._claim, session_id, principal, nonce, self._ttl_ms, self._finished_ttl_ms, *rest
-        )
-        return _stored(session_id, *reply)
+    async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
+        args = (latest_ms, principal, former.epoch, former.nonce, nonce)
+        reply = await self._run(self._claim, former.session_id, *args, self._ttl_ms, self._finished_ttl_ms)
+        return _stored(former.session_id, *reply)
 
     async def commit(
         self,
@@ -115,6 +123,7 @@ class RedisStore(SessionStore):
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
+        hashes: LogHashes,
         directory: KvDirectory = UNCHANGED,
     ) -> int:
         reply = await self._run_owned(
@@ -123,23 +132,26 @@ class RedisStore(SessionStore):
             expected_len,
             token_bytes(tokens),
             meta,
+            *hashes,
             self._ttl_ms,
             *_directory_fields(directory),
         )
         return int(reply[0])
 
-    async def finish(self, owner: Ownership, expected_len: int, finish: bytes) -> None:
-        await self._run_owned(self._finish, owner, expected_len, finish, self._finished_ttl_ms)
+    async def finish(self, owner: Ownership, expected_len: int, finish: bytes, log_hash: bytes) -> None:
+        args = (expected_len, finish, log_hash, self._finished_ttl_ms)
+        await self._run_owned(self._finish, owner, *args)
 
-    async def recreate(self, owner: Ownership, new: NewSession) -> None:
-        await self._run_owned(self._recreate, owner, self._ttl_ms, new.principal, *_content(new))
+    async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
+        args = (latest_ms, self._ttl_ms, new.principal, *_content(new))
+        await self._run_owned(self._recreate, owner, *args)
 
     async def renew(self, owner: Ownership) -> None:
         await self._run_owned(self._renew, owner, self._ttl_ms)
 
-    async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
-        aborted_ttl_ms = self._finished_ttl_ms + _milliseconds(LARGEST_CLOCK_STEP_S)
-        await self._run(self._abort, session_id, principal, finish, self._finished_ttl_ms, aborted_ttl_ms)
+    async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
+        lives_ms = (self._finished_ttl_ms, self._finished_ttl_ms + _milliseconds(LARGEST_CLOCK_STEP_S))
+        await self._run(self._abort, session_id, latest_ms, principal, finish, *lives_ms)
 
     async def close(self) -> None:
         await self._calls.close()
@@ -152,24 +164,35 @@ class RedisStore(SessionStore):
         self, script: Script, session_id: str, *args: bytes | str | int, epoch: int = 0
     ) -> list[Any]:
         """Return the script's reply after "ok", or raise its refusal; `epoch` is the owner's, 0 for none."""
-        key = f"galley:{{{session_id}}}"
-        keys = [key, f"{key}:log", f"{key}:meta"]
+        keys = _keys(session_id)
         if script in {self._abort, self._recreate}:  # the others can then follow a slot that is being moved
-            keys.append(f"galley:aborted:{{{session_id}}}")
+            keys = (*keys, f"galley:aborted:{{{session_id}}}")
         reply, copied = await self._calls.run_copied(script, keys, *args)
-        outcome, *rest = cast("list[Any]", reply)
-        if outcome != b"ok":  # so nothing was written
-            _refuse(session_id, outcome.decode(), rest, epoch)
+        result = _result(session_id, reply, epoch)
         if not copied:
             raise StoreUnavailable("the session store's replicas do not have the change yet")
-        return rest
+        return result
+
+
+def _keys(session_id: str) -> tuple[str, str, str]:
+    key = f"galley:{{{session_id}}}"
+    return key, f"{key}:log", f"{key}:meta"
+
+
+def _result(session_id: str, reply: object, epoch: int = 0) -> list[Any]:
+    outcome, *rest = cast("list[Any]", reply)
+    if outcome != b"ok":  # so nothing was written
+        _refuse(session_id, outcome.decode(), rest, epoch)
+    return rest
 
 
 def _content(new: NewSession) -> list[bytes | str | int]:
     if not new.prompt or not new.body_hash:
         raise ValueError("prompt and body_hash: must not be empty")
     fields = [part for pair in _pieces(new.fields) for part in pair]
-    return [new.body_hash, len(new.prompt), token_bytes(new.prompt), *fields]
+    prompt = token_bytes(new.prompt)
+    hashes = (prefix_hash_of_bytes(prompt), new.request_hash)
+    return [new.body_hash, len(new.prompt), prompt, *hashes, *fields]
 
 
 def _pieces(fields: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
@@ -198,12 +221,16 @@ def _refuse(session_id: str, outcome: str, rest: list[Any], epoch: int) -> NoRet
             raise UnknownSession(session_id)
         case "reused":
             raise KeyReused
+        case "changed":
+            raise OwnerChanged(session_id)
+        case "late":
+            raise StoreUnavailable("the session store is unavailable", "a call reached it too late")
         case "fenced":  # epochs only grow, unless the store has lost its latest writes
             raise ClaimLost(session_id) if int(rest[0]) < epoch else Fenced(session_id)
         case "ended":
             raise SessionEnded(session_id)
         case "behind":
-            raise LogBehind(session_id, int(rest[0]))
+            raise LogBehind(session_id, int(rest[0]), rest[1])
         case "lost":
             raise LogLost(f"the log of session {session_id!r} does not agree with its owner's")
         case _:
@@ -211,7 +238,19 @@ def _refuse(session_id: str, outcome: str, rest: list[Any], epoch: int) -> NoRet
 
 
 def _stored(session_id: str, flat: list[bytes], log: bytes, meta: bytes) -> StoredSession:
-    values = dict(zip((name.decode() for name in flat[::2]), flat[1::2], strict=True))
+    try:
+        values = dict(zip((name.decode() for name in flat[::2]), flat[1::2], strict=True))
+        stored = _decoded(session_id, values, log, meta)
+    except (KeyError, ValueError) as error:
+        raise LogLost(f"the stored session {session_id!r} cannot be read") from error
+    request = request_hash(stored.principal, stored.body_hash, stored.prompt_len, stored.fields)
+    hashes = (prefix_hash_of_bytes(log), request)
+    if hashes != (values.get("log_hash"), values.get("request_hash")):
+        raise LogLost(f"the stored session {session_id!r} does not agree with its hash")
+    return stored
+
+
+def _decoded(session_id: str, values: Mapping[str, bytes], log: bytes, meta: bytes) -> StoredSession:
     return StoredSession(
         ownership=Ownership(session_id, int(values["epoch"]), values["nonce"]),
         principal=values["principal"].decode(),

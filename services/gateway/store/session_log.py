@@ -23,7 +23,7 @@ from galley.core.records import encode_records
 from galley.core.session import events as ev
 from galley.core.session.events import Clock
 from galley.core.store import KvDirectory, LogBehind, SessionStore, StoredSession
-from services.gateway.clock import SECOND, Timeouts
+from services.gateway.clock import MILLISECOND, SECOND, Timeouts
 from services.gateway.telemetry.observer import request_observer
 from services.gateway.telemetry.spans import COMMIT, RENEW
 
@@ -65,7 +65,9 @@ class SessionLog:
         started_ns = self._clock.now_ns()
         event = await self._write(
             COMMIT,
-            lambda: self._store.commit(self.owner, effect.expected_len, effect.tokens, meta, directory),
+            lambda: self._store.commit(
+                self.owner, effect.expected_len, effect.tokens, meta, effect.hashes, directory
+            ),
             ev.Committed,
         )
         length = effect.expected_len + len(effect.tokens)
@@ -77,7 +79,7 @@ class SessionLog:
         record = encode_ending(effect.ending)
         return await self._write(
             "finish",
-            lambda: self._store.finish(self.owner, effect.log_len, record),
+            lambda: self._store.finish(self.owner, effect.log_len, record, effect.log_hash),
             lambda _: ev.FinishStored(),
         )
 
@@ -97,11 +99,13 @@ class SessionLog:
     ) -> _E | ev.StoreFailed:
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), self._deadline_ns)
         try:
-            return event(await retry(operation, lambda: self._attempt(change), until_ns, self._clock))
+            return event(
+                await retry(operation, lambda: self._attempt(change, until_ns), until_ns, self._clock)
+            )
         except GalleyError as error:
             return ev.StoreFailed(error)
 
-    async def _attempt(self, change: Callable[[], Awaitable[_T]]) -> _T:
+    async def _attempt(self, change: Callable[[], Awaitable[_T]], until_ns: int) -> _T:
         """Try a change once; recreate the session first if the store has lost it."""
         # The response shows that the store held the session at the time of the request, or later.
         requested_ns = self._clock.now_ns()
@@ -113,11 +117,21 @@ class SessionLog:
         except UnknownSession:
             if requested_ns - self._held_ns > self._timeouts.trusted_ns:
                 raise
-            await self._store.recreate(self.owner, self.new)
+            latest_ms = await latest_time_ms(self._store, self.owner.session_id, until_ns, self._clock)
+            await self._store.recreate(self.owner, self.new, latest_ms)
             _log.warning("session recreated", session_id=self.owner.session_id)
             result = await change()
         self._held_ns = requested_ns
         return result
+
+
+async def latest_time_ms(store: SessionStore, session_id: str, until_ns: int, clock: Clock) -> int:
+    """Return when a caller that retries until `until_ns` has given up, on the store's clock."""
+    requested_ns = clock.now_ns()
+    store_ms = await store.now_ms(session_id)
+    # The store's clock was read before this, so the result is never too late.
+    left_ns = max(requested_ns, until_ns) + int(LAST_CALL_S * SECOND) - clock.now_ns()
+    return store_ms + left_ns // MILLISECOND
 
 
 async def retry(operation: str, call: Callable[[], Awaitable[_T]], until_ns: int, clock: Clock) -> _T:

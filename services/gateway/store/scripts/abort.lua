@@ -1,9 +1,11 @@
 -- End a session for good, whoever owns it.
 -- The owner does not change, so that its next call gets 'ended' and not 'fenced'. Its nonce is kept for longer
 -- than the session: a step of the clock may expire the session before that call.
--- ARGV: principal, finish, finished_ttl_ms, aborted_ttl_ms.
+-- ARGV: latest_ms, principal, finish, finished_ttl_ms, aborted_ttl_ms.
 
-local principal, finish, finished_ttl_ms, aborted_ttl_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local latest_ms, principal, finish, finished_ttl_ms, aborted_ttl_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+
+if is_late(latest_ms) then return {'late'} end
 
 local held = redis.call('HMGET', SESSION, 'principal', 'state', 'nonce')
 if not held[1] or held[1] ~= principal then return {'unknown'} end

@@ -14,22 +14,40 @@ local function trim()
   for _, key in ipairs({LOG, META}) do redis.call('SET', key, redis.call('GET', key)) end
 end
 
--- Return true if the log holds the prompt and the meta exists. All keys change together, so only eviction or
--- another client can cause anything else.
+-- Return true if the log holds the prompt and whole tokens, and the meta exists. All keys change together, so
+-- only eviction, corruption or another client can cause anything else.
 local function whole()
   local prompt_len = tonumber(redis.call('HGET', SESSION, 'prompt_len'))
-  return redis.call('STRLEN', LOG) >= prompt_len * TOKEN_BYTES and redis.call('EXISTS', META) == 1
+  local bytes = redis.call('STRLEN', LOG)
+  if prompt_len == nil or bytes < prompt_len * TOKEN_BYTES or bytes % TOKEN_BYTES ~= 0 then return false end
+  return redis.call('EXISTS', META) == 1
 end
 
--- Create a session whose log is its prompt; `...` is name, value of each field to store.
-local function make(principal, epoch, nonce, body_hash, prompt_len, prompt, ...)
+-- Return the time of this server in ms.
+local function now_ms()
   local now = redis.call('TIME')
-  local created_ms = string.format('%d%03d', now[1], math.floor(now[2] / 1000))
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
+-- Return true once the caller has given up: the call must not change anything any more.
+local function is_late(latest_ms)
+  return now_ms() > tonumber(latest_ms)
+end
+
+-- Create a session whose log is its prompt.
+-- `...`: body_hash, prompt_len, prompt, log_hash, request_hash, then name, value of each field to store.
+local function make(principal, epoch, nonce, body_hash, prompt_len, prompt, log_hash, request_hash, ...)
   redis.call('DEL', LOG, META)
   redis.call('HSET', SESSION, 'principal', principal, 'body_hash', body_hash, 'prompt_len', prompt_len,
-    'epoch', epoch, 'nonce', nonce, 'state', 'live', 'finish', '', 'created_ms', created_ms, ...)
+    'log_hash', log_hash, 'request_hash', request_hash, 'epoch', epoch, 'nonce', nonce, 'state', 'live',
+    'finish', '', 'created_ms', string.format('%d', now_ms()), ...)
   redis.call('SET', LOG, prompt)
   redis.call('SET', META, '')
+end
+
+-- Return 'ok' and the whole session.
+local function with_session()
+  return {'ok', redis.call('HGETALL', SESSION), redis.call('GET', LOG), redis.call('GET', META)}
 end
 
 -- Return nil if (epoch, nonce) is the owner and may change the session, else the refusal; 'fenced' comes with

@@ -79,8 +79,8 @@ async def test_a_refused_call_is_traced_with_its_reason(world: World, kept: Kept
         assert len(str(attributes_of(span).get(names.REQUEST_MODEL, ""))) < 200
         kept.must_hang_together(span)
     assert attributes_of(requests[3])[names.RPC_METHOD] == "Resume"
-    [claim] = kept.below(requests[3])
-    assert (claim.name, error_of(claim)) == ("EVALSHA claim", "not_found")
+    [read] = kept.below(requests[3])
+    assert (read.name, error_of(read)) == ("EVALSHA read", "not_found")
 
 
 async def test_a_resumed_stream_links_to_the_one_before(world: World, kept: KeptSpans) -> None:

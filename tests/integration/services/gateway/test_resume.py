@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
 import pytest
+from redis.asyncio import Redis
 
 from galley.core.content import prefix_hash
 from tests.fakes.truth import logprobs_of, text_of
-from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, must_be_true, receive
+from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, must_be_true, receive, refused
 
 
 def summary(received: Received) -> tuple[object, ...]:
@@ -105,6 +107,42 @@ async def test_a_session_resumes_where_its_log_ends(world: World) -> None:
     await rest.listen(resumed)
     assert [*received.tokens[:2], *rest.tokens] == (whole := await receive(first.generate())).tokens
     assert text_of(received.tokens[:2]) + rest.text == whole.text
+
+
+@pytest.mark.parametrize(
+    ("next_index", "seen_hash", "code"),
+    [
+        (10**6, b"", grpc.StatusCode.INVALID_ARGUMENT),
+        (2, b"?" * 16, grpc.StatusCode.DATA_LOSS),
+        (0, b"??", grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+    ids=["beyond the answer", "another answer", "no hash"],
+)
+async def test_a_refused_resume_leaves_the_stream_alone(
+    world: World, next_index: int, seen_hash: bytes, code: grpc.StatusCode
+) -> None:
+    first, second = await world.gateway(), await world.gateway()
+    stream, received = await world.held(first, 3)
+    error = await refused(receive(second.client.resume(stream.session_id, next_index, seen_hash)))
+    assert error.code is code
+    world.target.gate.open()
+    must_be_true(await received.listen(stream))
+
+
+async def test_a_changed_token_ends_as_data_loss(world: World) -> None:
+    first, second = await world.gateway(), await world.gateway()
+    stream, _ = await world.held(first, 3)
+    stream.cancel()
+    await first.idle()
+    world.target.gate.open()
+    log = f"galley:{{{stream.session_id}}}:log"
+    async with Redis.from_url(world.redis_url) as store:
+        [byte] = await store.getrange(log, 4, 4)
+        await store.setrange(log, 4, bytes([byte ^ 1]))
+    reported = Received()
+    error = await refused(reported.listen(second.client.resume(stream.session_id, 0)))
+    assert error.code is grpc.StatusCode.DATA_LOSS
+    assert not reported.tokens
 
 
 async def test_a_session_resumes_without_drafts(world: World) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from galley.client.client import TokenStream
 from galley.core.content import prefix_hash
+from tests.fakes.link import Link
 from tests.fakes.redis_servers import Server
+from tests.fakes.relay import Relay
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, any_credit, must_be_true, receive, refused
 
@@ -122,6 +124,28 @@ async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[
 
 async def log_must_be_true(gateway: Gateway, stream: TokenStream) -> None:
     must_be_true(await receive(gateway.client.resume(stream.session_id, 0)))
+
+
+async def test_a_claim_that_was_given_up_takes_no_session(world: World, own_store: Server) -> None:
+    """The gateway sends the claim into a cut, gives up, and the cut heals while another gateway streams."""
+    link = Link()
+    async with Relay(own_store.url.removeprefix("unix://"), link) as relay:
+        cut_off = await world.gateway(redis_url=f"redis://{relay.address}", store_timeout_s=0.5)
+        healthy = await world.gateway()
+        stream, received = await world.held(healthy, 2)
+        stream.cancel()
+        await healthy.idle()
+        link.cut()
+        error = await refused(receive(cut_off.client.resume_stream(stream)))
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+        resumed = healthy.client.resume_stream(stream)
+        world.target.gate.permit(1)
+        await received.listen(resumed, 3)
+        link.mend()
+        known = await refused(cut_off.client.abort("00" * 16))
+        assert known.code is grpc.StatusCode.NOT_FOUND, "what was sent into the cut has arrived"
+        world.target.gate.open()
+        must_be_true(await received.listen(resumed))
 
 
 @any_credit

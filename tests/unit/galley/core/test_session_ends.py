@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from galley.core.answer.answer import Answer, Ending, Reason
+from galley.core.content import prefix_hash
 from galley.core.errors import LogLost, TargetUnavailable
 from galley.core.records import TokenRecord
 from galley.core.session import events as ev
@@ -82,10 +85,21 @@ def test_a_log_with_part_of_a_commit_is_repaired() -> None:
     world.log += commit.tokens[:2]
     world.records += commit.records[:2]
     world.known_logged = len(world.log)
-    world.send(ev.StoreFailed(LogBehind("s", len(world.log))))
+    world.send(ev.StoreFailed(LogBehind("s", len(world.log), prefix_hash(world.log))))
     world.run_to_end()
     assert world.end is not None
     assert world.end.ending is not None
+
+
+@pytest.mark.parametrize("at", ["commit", "finish"])
+def test_a_shorter_log_of_other_tokens_is_not_repaired(at: str) -> None:
+    world = World(spec(k=0), SessionLimits(credit=0))
+    while at not in world.waiting:
+        world.store() if "commit" in world.waiting else world.reply()
+    other = [*world.log[:-1], world.log[-1] + 1]
+    world.send(ev.StoreFailed(LogBehind("s", len(other), prefix_hash(other))))
+    assert world.end is not None
+    assert isinstance(world.end.error, LogLost)
 
 
 def test_a_hanging_target_is_not_retried_at_the_timeout() -> None:

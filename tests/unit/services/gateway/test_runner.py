@@ -13,6 +13,7 @@ from galley.core.store import NewSession
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.session_log import SessionLog
+from tests.fakes.owners import create
 from tests.fakes.session_ports import SPEC, FaultyStore, NoDraft, PortTarget
 
 
@@ -22,7 +23,7 @@ async def runner_of(
     deadline_ns: int | None = None,
     client_ns: int = 60 * SECOND,
 ) -> SessionRunner:
-    stored = await store.create(NewSession("s", "me", b"body", {}, SPEC.prompt))
+    stored = await create(store, NewSession("s", "me", b"body", {}, SPEC.prompt))
     session = Session(
         Answer(SPEC, lambda tokens: "x" * len(tokens)), replace(SessionLimits(), credit=0, window=8)
     )

@@ -7,16 +7,19 @@ import asyncio
 import pytest
 
 from galley.core.answer.answer import Ending, Reason, decode_ending
+from galley.core.content import prefix_hash
 from galley.core.errors import Fenced, StoreUnavailable, UnknownSession
 from galley.core.records import TokenRecord
 from galley.core.session import events as ev
 from galley.core.store import UNCHANGED, LogBehind, NewSession, SessionEnded
 from services.gateway.clock import SECOND, Timeouts
 from services.gateway.store.session_log import LONGEST_PAUSE_S, SessionLog, retry
+from tests.fakes.owners import abort, claim, create, hashes_of
 from tests.fakes.session_ports import FaultyStore, ManualClock
 
 TTL_S, TRUSTED_S = 90.0, 60
 END = Ending(Reason.LENGTH)
+LOG = (1, 2, 3, 3, 4, 5)
 
 
 class World:
@@ -29,14 +32,14 @@ class World:
         )
 
     async def own(self) -> SessionLog:
-        stored = await self.store.create(NewSession("s", "me", b"body", {"f": b"v"}, (1, 2, 3)))
+        stored = await create(self.store, NewSession("s", "me", b"body", {"f": b"v"}, (1, 2, 3)))
         timeouts = Timeouts(renew_ns=TRUSTED_S * SECOND // 2)
         return SessionLog(self.store, stored, self.clock, timeouts, self.clock.now_ns())
 
 
 def commit(length: int, *tokens: int) -> ev.Commit:
     records = tuple(TokenRecord() for _ in tokens)
-    return ev.Commit(length, tokens, records, 0, 0)
+    return ev.Commit(length, tokens, records, hashes_of(LOG[:length], tokens))
 
 
 async def test_a_recently_held_session_is_recreated() -> None:
@@ -47,13 +50,13 @@ async def test_a_recently_held_session_is_recreated() -> None:
         assert await log.commit(commit(length, length), UNCHANGED) == ev.Committed(length + 1)
     world.clock.now += TRUSTED_S * SECOND
     world.store.forget()
-    behind = await log.finish(ev.StoreFinish(END, 6))
+    behind = await log.finish(ev.StoreFinish(END, 6, prefix_hash(LOG)))
     assert isinstance(behind, ev.StoreFailed)
     assert isinstance(behind.error, LogBehind)
     assert behind.error.have == 3
     assert await log.commit(commit(3, 3, 4, 5), UNCHANGED) == ev.Committed(6)
-    assert await log.finish(ev.StoreFinish(END, 6)) == ev.FinishStored()
-    result = await world.store.claim("s", "me")
+    assert await log.finish(ev.StoreFinish(END, 6, prefix_hash(LOG))) == ev.FinishStored()
+    result = await claim(world.store, "s", "me")
     assert (result.tokens, result.fields) == ([1, 2, 3, 3, 4, 5], {"f": b"v"})
     assert decode_ending(result.finish) == END
     assert result.ownership.epoch == log.owner.epoch + 1
@@ -70,14 +73,14 @@ async def test_an_idle_session_is_recreated_by_a_renewal() -> None:
 async def test_a_session_that_may_have_ended_is_not_recreated() -> None:
     world = World()
     log = await world.own()
-    await world.store.abort("s", "me", b"aborted")
+    await abort(world.store, "s", "me", b"aborted")
     world.clock.now += (int(TTL_S) + 1) * SECOND
     for _ in range(2):
         failed = await log.commit(commit(3, 7), UNCHANGED)
         assert isinstance(failed, ev.StoreFailed)
         assert isinstance(failed.error, UnknownSession)
     with pytest.raises(UnknownSession):
-        await world.store.claim("s", "me")
+        await claim(world.store, "s", "me")
 
 
 async def test_a_session_aborted_before_a_step_of_the_stores_clock_is_not_recreated() -> None:

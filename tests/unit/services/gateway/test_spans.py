@@ -26,6 +26,7 @@ from services.gateway.session.outbox import Outbox
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.session_log import SessionLog
 from services.gateway.telemetry.observer import request_observer
+from tests.fakes.owners import create
 from tests.fakes.session_ports import SPEC, FaultyStore, ManualClock, NoDraft, PortTarget
 from tests.fakes.spans import MS, OFFSET_NS, KeptSpans, attributes_of, error_of, lasted_ns, traced_here
 
@@ -48,7 +49,7 @@ class Stream:
         self.observer = traced_here(self.kept, self.clock)
 
     async def run(self, reading: Callable[[Outbox], Awaitable[None]] | None = None) -> ev.End:
-        stored = await self.store.create(NewSession("s", "me", b"body", {}, SPEC.prompt))
+        stored = await create(self.store, NewSession("s", "me", b"body", {}, SPEC.prompt))
         answer = Answer(SPEC, lambda tokens: "x" * len(tokens))
         session = Session(answer, replace(SessionLimits(), credit=0, window=8))
         log = SessionLog(self.store, stored, self.clock, self._timeouts, self.clock.now)

@@ -24,6 +24,7 @@ from services.gateway.session.outbox import Outbox
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.session.streams import SPEC_FIELD, Pump, Streams
 from services.gateway.telemetry.observer import RequestObservers
+from tests.fakes.owners import create
 from tests.fakes.session_ports import SPEC, NoDraft, PortTarget
 from tests.fakes.store import MemoryStore
 
@@ -160,7 +161,7 @@ async def test_a_session_without_client_keeps_its_place(
     target.may_answer.clear()
     spec = replace(SPEC, session_id=SESSION, continue_without_client=True)
     fields = {SPEC_FIELD: encode_spec(spec)}
-    await store.create(NewSession(SESSION, ANONYMOUS_NAME, b"body", fields, spec.prompt))
+    await create(store, NewSession(SESSION, ANONYMOUS_NAME, b"body", fields, spec.prompt))
     ports = Ports(NoDraft(), target, clock)
     limits = SessionLimits(credit=0)
     streams = Streams(
@@ -193,9 +194,9 @@ class SlowStore(MemoryStore):
         super().__init__()
         self.permits = asyncio.Semaphore(0)
 
-    async def abort(self, session_id: str, principal: str, finish: bytes) -> None:
+    async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
         await self.permits.acquire()
-        await super().abort(session_id, principal, finish)
+        await super().abort(session_id, principal, finish, latest_ms)
 
 
 async def test_calls_to_abort_are_shared_among_callers() -> None:

@@ -16,6 +16,7 @@ from galley.core.store import LogBehind, Ownership
 from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.store.redis import RedisStore
 from services.gateway.store.session_log import retry
+from tests.fakes.owners import abort, claim, commit, create, finish
 from tests.fakes.redis_clusters import (
     PATIENCE_S,
     Cluster,
@@ -66,11 +67,11 @@ async def in_time(call: Callable[[], Awaitable[T]]) -> T:
 
 async def copied(pair: ReplicaSet, owner: Ownership, tokens: list[int]) -> None:
     async with store_at(pair, copies=Copies(1)) as careful:
-        await in_time(lambda: careful.commit(owner, 3, tokens, b"." * len(tokens)))
+        await in_time(lambda: commit(careful, owner, 3, tokens, b"." * len(tokens)))
 
 
 async def must_hold(store: RedisStore, owner: Ownership, tokens: list[int]) -> None:
-    seen = await store.claim(owner.session_id, ALICE, nonce=owner.nonce)
+    seen = await claim(store, owner.session_id, ALICE, nonce=owner.nonce)
     assert seen.tokens == [*PROMPT, *tokens]
     assert seen.ownership == owner, "nobody else has claimed it"
 
@@ -112,20 +113,20 @@ async def test_a_session_is_followed_when_its_slot_moves(cluster: Cluster) -> No
     key = key_of(session_id)
     moving = Moving(cluster, key_slot(key.encode()))
     async with store_at(cluster) as store:
-        owner = (await store.create(a_session(session_id))).ownership
-        assert await store.commit(owner, 3, [1], b".") == 4
+        owner = (await create(store, a_session(session_id))).ownership
+        assert await commit(store, owner, 3, [1], b".") == 4
         await moving.begin()
-        assert await store.commit(owner, 4, [2], b".") == 5, "all of it is where it was"
+        assert await commit(store, owner, 4, [2], b".") == 5, "all of it is where it was"
         await moving.move(f"{key}:log")
         with pytest.raises(StoreUnavailable):
-            await store.commit(owner, 5, [3], b".")  # a part of it is here, a part there: TRYAGAIN
+            await commit(store, owner, 5, [3], b".")  # a part of it is here, a part there: TRYAGAIN
         await moving.move(key, f"{key}:meta")
-        commits = [store.commit(owner, 5, [3], b".") for _ in range(20)]
+        commits = [commit(store, owner, 5, [3], b".") for _ in range(20)]
         assert set(await asyncio.gather(*commits)) == {6}, "ASK, each time"
         with pytest.raises(StoreUnavailable):
             await store.abort(session_id, ALICE, b"aborted")  # it needs a key that is nowhere yet: TRYAGAIN
         await moving.end()
-        assert await store.commit(owner, 6, [4], b".") == 7, "MOVED"
+        assert await commit(store, owner, 6, [4], b".") == 7, "MOVED"
         await must_hold(store, owner, [1, 2, 3, 4])
         await store.abort(session_id, ALICE, b"aborted")
 
@@ -134,40 +135,40 @@ async def test_a_lost_node_is_unavailable_until_failover(cluster: Cluster) -> No
     [replica] = cluster.replicas
     async with store_at(cluster, call_timeout_s=1.5, copies=Copies(1)) as careful:
         new = a_session(session_in(1000, 5000))
-        owner = (await in_time(lambda: careful.create(new, b"n" * 16))).ownership
-        assert await careful.commit(owner, 3, [1], b".") == 4
+        owner = (await in_time(lambda: create(careful, new, b"n" * 16))).ownership
+        assert await commit(careful, owner, 3, [1], b".") == 4
         elsewhere = a_session(session_in(7001, 10_000))
         with pytest.raises(StoreUnavailable):
-            await careful.create(elsewhere)  # no replica stands behind that master
+            await create(careful, elsewhere)  # no replica stands behind that master
     async with store_at(cluster, call_timeout_s=1.5) as store:
         await must_hold(store, owner, [1])
         cluster.masters[0].kill()
         with pytest.raises(StoreUnavailable):
-            await store.commit(owner, 4, [2], b".")
-        assert await in_time(lambda: store.commit(owner, 4, [2], b".")) == 5
+            await commit(store, owner, 4, [2], b".")
+        assert await in_time(lambda: commit(store, owner, 4, [2], b".")) == 5
         cluster.masters[0].start()
         await until(lambda: follows(cluster.masters[0]))
         assert (await replica.command("INFO", "replication"))["role"] == "master"
-        assert await in_time(lambda: store.commit(owner, 5, [3], b".")) == 6
+        assert await in_time(lambda: commit(store, owner, 5, [3], b".")) == 6
         await must_hold(store, owner, [1, 2, 3])
 
 
 async def test_a_node_that_hangs_is_unavailable(cluster: Cluster) -> None:
     async with store_at(cluster, call_timeout_s=1) as store:
-        owner = (await store.create(a_session(session_in(6000, 7000)))).ownership
+        owner = (await create(store, a_session(session_in(6000, 7000)))).ownership
         cluster.masters[1].pause()
         try:
             with pytest.raises(StoreUnavailable):
-                await store.commit(owner, 3, [1], b".")
+                await commit(store, owner, 3, [1], b".")
         finally:
             cluster.masters[1].go_on()
-        assert await in_time(lambda: store.commit(owner, 3, [1], b".")) == 4
+        assert await in_time(lambda: commit(store, owner, 3, [1], b".")) == 4
         await must_hold(store, owner, [1])
 
 
 async def test_a_cluster_without_nodes(cluster: Cluster) -> None:
     async with store_at(cluster, call_timeout_s=1.5) as store:
-        owner = (await store.create(a_session())).ownership
+        owner = (await create(store, a_session())).ownership
         for node in cluster.nodes:
             node.kill()
         for _ in range(2):
@@ -201,7 +202,7 @@ async def silent() -> AsyncIterator[tuple[Silent, str]]:
 async def test_concurrent_calls_share_one_lookup_of_nodes(form: str) -> None:
     async with silent() as (server, at), store_at(form.format(at), call_timeout_s=0.2) as store:
         for looks in (1, 2):
-            calls = [asyncio.create_task(store.claim(f"{number:032x}", ALICE)) for number in range(24)]
+            calls = [asyncio.create_task(claim(store, f"{number:032x}", ALICE)) for number in range(24)]
             await asyncio.sleep(0)
             for call in calls[::3]:
                 call.cancel()
@@ -212,36 +213,36 @@ async def test_concurrent_calls_share_one_lookup_of_nodes(form: str) -> None:
 
 async def test_a_lost_master_is_unavailable_until_failover(watched: ReplicaSet) -> None:
     async with store_at(watched, call_timeout_s=1.5) as store:
-        owner = (await store.create(a_session())).ownership
+        owner = (await create(store, a_session())).ownership
         await copied(watched, owner, [1])
         watched.master.kill()
         with pytest.raises(StoreUnavailable):
-            await store.commit(owner, 4, [2], b".")
-        assert await in_time(lambda: store.commit(owner, 4, [2], b".")) == 5
+            await commit(store, owner, 4, [2], b".")
+        assert await in_time(lambda: commit(store, owner, 4, [2], b".")) == 5
         watched.master.start()
         async with store_at(watched) as another:
-            assert await in_time(lambda: another.commit(owner, 5, [3], b".")) == 6
+            assert await in_time(lambda: commit(another, owner, 5, [3], b".")) == 6
         await must_hold(store, owner, [1, 2, 3])
 
 
 async def test_an_owner_commits_again_what_a_failover_lost(watched: ReplicaSet) -> None:
     async with store_at(watched, call_timeout_s=1.5) as store:
-        owner = (await store.create(a_session())).ownership
+        owner = (await create(store, a_session())).ownership
         await copied(watched, owner, [1])
         watched.replica.pause()
         assert await watched.master.command("CLIENT", "KILL", "TYPE", "replica") == 1
-        assert await store.commit(owner, 4, [2, 3], b"..") == 6
+        assert await commit(store, owner, 4, [2, 3], b"..") == 6
         watched.master.kill()
         watched.replica.go_on()
 
         async def have() -> int:
             try:
-                return await store.commit(owner, 6, [4], b".")
+                return await commit(store, owner, 6, [4], b".")
             except LogBehind as behind:
                 return -behind.have
 
         assert await in_time(have) == -4
-        assert await store.commit(owner, 4, [2, 3, 4], b"...") == 7
+        assert await commit(store, owner, 4, [2, 3, 4], b"...") == 7
         await must_hold(store, owner, [1, 2, 3, 4])
 
 
@@ -253,14 +254,14 @@ async def waiting(pair: ReplicaSet) -> AsyncIterator[RedisStore]:
 
 async def test_a_change_counts_once_replicas_have_it(pair: ReplicaSet) -> None:
     async with store_at(pair) as store:
-        owner = (await store.create(a_session())).ownership
+        owner = (await create(store, a_session())).ownership
         pair.replica.pause()
         changes: list[Callable[[RedisStore], Awaitable[Any]]] = [
-            lambda store: store.commit(owner, 3, [1, 2], b".."),
+            lambda store: commit(store, owner, 3, [1, 2], b".."),
             lambda store: store.renew(owner),
-            lambda store: store.claim(owner.session_id, ALICE, nonce=owner.nonce),
-            lambda store: store.finish(owner, 5, b"end"),
-            lambda store: store.abort(owner.session_id, ALICE, b"aborted"),
+            lambda store: claim(store, owner.session_id, ALICE, nonce=owner.nonce),
+            lambda store: finish(store, owner, 5, b"end"),
+            lambda store: abort(store, owner.session_id, ALICE, b"aborted"),
         ]
         for change in changes:
             for _ in range(2):
@@ -270,20 +271,20 @@ async def test_a_change_counts_once_replicas_have_it(pair: ReplicaSet) -> None:
         pair.replica.go_on()
         async with waiting(pair) as careful:
             await in_time(lambda: _finished(careful, owner))
-        seen = await store.claim(owner.session_id, ALICE)
+        seen = await claim(store, owner.session_id, ALICE)
         assert (seen.tokens, seen.meta, seen.finish) == ([*PROMPT, 1, 2], b"..", b"end")
 
 
 async def _finished(store: RedisStore, owner: Ownership) -> int:
-    await store.finish(owner, 5, b"end")
+    await finish(store, owner, 5, b"end")
     return 5
 
 
 async def test_a_refusal_waits_for_no_replica(pair: ReplicaSet) -> None:
     async with store_at(pair) as store:
-        owner = (await store.create(a_session())).ownership
+        owner = (await create(store, a_session())).ownership
         pair.replica.pause()
         async with waiting(pair) as careful:
             with pytest.raises(LogBehind):
-                await careful.commit(owner, 5, [1], b".")
+                await commit(careful, owner, 5, [1], b".")
         pair.replica.go_on()

@@ -19,6 +19,7 @@ from galley.stack.part import free_ports
 from services.gateway.store.redis import RedisStore
 from tests.fakes.certificates import Authority, mounted
 from tests.fakes.log_lines import logged
+from tests.fakes.owners import abort, claim, commit, create, finish
 from tests.fakes.redis_clusters import (
     CLUSTER,
     Cluster,
@@ -68,15 +69,15 @@ async def serve_sessions(url: str) -> None:
     try:
         await store.ping()
         new = a_session()
-        owner = (await store.create(new)).ownership
+        owner = (await create(store, new)).ownership
         where = KvDirectory(draft=CacheLocation("d:1", "x", 4))
-        assert await store.commit(owner, 3, [7, 8], b"..", where) == 5
-        assert await store.commit(owner, 3, [7, 8], b"..", where) == 5
+        assert await commit(store, owner, 3, [7, 8], b"..", where) == 5
+        assert await commit(store, owner, 3, [7, 8], b"..", where) == 5
         await store.renew(owner)
-        owner = (await store.claim(new.session_id, ALICE)).ownership
-        await store.finish(owner, 5, b"end")
-        await store.abort(new.session_id, ALICE, b"aborted")
-        assert (await store.claim(new.session_id, ALICE)).tokens == [*PROMPT, 7, 8]
+        owner = (await claim(store, new.session_id, ALICE)).ownership
+        await finish(store, owner, 5, b"end")
+        await abort(store, new.session_id, ALICE, b"aborted")
+        assert (await claim(store, new.session_id, ALICE)).tokens == [*PROMPT, 7, 8]
         await registry.read(DRAFT_POOL)
     finally:
         await store.close()
@@ -133,13 +134,13 @@ async def test_a_replica_reads_no_session(guarded: Server) -> None:
     owner = await _a_session_there(guarded)
     store = RedisStore(url_of(guarded, REPLICA))
     with pytest.raises(Broken, match=r"NOPERM|[Nn]o permission"):
-        await store.claim(owner, ALICE)
+        await claim(store, owner, ALICE)
     await store.close()
 
 
 async def _a_session_there(server: Server) -> str:
     store = RedisStore(f"{server.url}?db=1")
-    owner = (await store.create(a_session())).ownership
+    owner = (await create(store, a_session())).ownership
     await store.close()
     return owner.session_id
 
@@ -199,8 +200,8 @@ def tls_server(authority: Authority) -> Iterator[TcpServer]:
 async def must_work(url: str) -> None:
     async with store_at(url) as store:
         for _ in range(4):
-            owner = (await store.create(a_session())).ownership
-            assert await store.commit(owner, 3, [7], b".") == 4
+            owner = (await create(store, a_session())).ownership
+            assert await commit(store, owner, 3, [7], b".") == 4
     registry = ReplicaRegistry(url)
     await registry.publish(DRAFT_POOL, LEASE)
     assert await registry.read(DRAFT_POOL) == [LEASE]
