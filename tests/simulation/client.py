@@ -9,7 +9,8 @@ import grpc
 
 from galley.client.client import AsyncClient
 from galley.client.errors import GalleyRpcError
-from galley.client.streams import TokenStream
+from galley.client.options import Retries
+from galley.client.streams import NO_RETRIES, TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.simulation.loop import Process
@@ -20,6 +21,7 @@ from tests.simulation.wire import SimChannel
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+_RETRIES = Retries()
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.8
 _LONGEST_WAIT_S = 5.0
 """Longest time that the client waits before a retry; longer retry delays are cut to it."""
@@ -34,9 +36,9 @@ _MAY_PASS = frozenset(
 )
 
 
-def client_of(world: World, process: Process, principal: str) -> AsyncClient:
+def client_of(world: World, process: Process, principal: str, retries: Retries = _RETRIES) -> AsyncClient:
     addresses = [gateway.address for gateway in world.gateways]
-    client = AsyncClient(addresses)
+    client = AsyncClient(addresses, retries=retries)
     key = (("authorization", f"Bearer {principal}"),)
     for address in addresses:
         channel: Any = SimChannel(world.network, world.servers, process, address, key)
@@ -73,6 +75,21 @@ class SimClient:
         if self._stream is not None:
             self._stream.cancel()
         self.process.crash()
+
+    def resume_wrongly(self, next_index: int) -> None:
+        """Have somebody of this principal send a Resume of the session that must be refused."""
+        intruder = Process(f"intruder of {self.process.name}")
+        intruder.spawn(self._resume_wrongly(intruder, next_index))
+
+    async def _resume_wrongly(self, intruder: Process, next_index: int) -> None:
+        client = client_of(self._world, intruder, self.planned.principal, NO_RETRIES)
+        ledger, other_answer = self._world.ledger, b"?" * 16
+        try:
+            async for event in client.resume(self.spec.session_id, next_index, other_answer):
+                if event.WhichOneof("event") != "started":
+                    ledger.violate(f"{intruder.name}: its Resume at {next_index} is served")
+        except GalleyRpcError as error:
+            ledger.met[f"wrong Resume: {error.code.name}"] += 1
 
     def abort(self) -> None:
         self._world.ledger.aborting(self.spec.session_id)
@@ -183,6 +200,8 @@ class SimClient:
                 self.done = True
             case grpc.StatusCode.FAILED_PRECONDITION if self._yields:
                 self.done = True
+            case grpc.StatusCode.FAILED_PRECONDITION if not self._world.is_contested(self):
+                self._world.ledger.violate(f"{self.process.name} is fenced, and nobody else asked: {error}")
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 self.refused = True
             case code if code not in _MAY_PASS:

@@ -129,7 +129,9 @@ class Faults:
                 client.abort()
             case "leave":
                 client.leave()
+            case "wrong-resume":
+                client.resume_wrongly(int(fault.amount))
             case _:
                 self._world.add_client(f"{fault.where[0]}-rival", client.planned, yields=True)
 
-    _stall = _elsewhere = _abort = _rival = _leave = _at_client
+    _stall = _elsewhere = _abort = _rival = _leave = _wrong_resume = _at_client

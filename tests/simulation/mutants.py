@@ -17,7 +17,7 @@ from galley.core.errors import LogLost, UnknownSession
 from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
 from galley.core.session.drafting import Drafting
-from galley.core.store import UNCHANGED, KvDirectory, LogHashes, Ownership, SessionEnded
+from galley.core.store import UNCHANGED, KvDirectory, LogHashes, Ownership, SessionEnded, StoredSession
 from services.gateway.replicas.drafts import DraftReplica
 from services.gateway.store.session_log import SessionLog
 from tests.fakes.owners import hashes_of
@@ -99,6 +99,10 @@ def _only_accepted_once(draft: DraftReplica) -> bool:
     return not draft.is_accepted
 
 
+def _unchecked(_stored: StoredSession, _next_index: int, _seen_hash: bytes) -> None:
+    """Let every Resume pass."""
+
+
 async def _no_renewal(_log: SessionLog) -> None:
     await asyncio.Future()
 
@@ -130,6 +134,12 @@ MUTANTS = (
     Mutant("does not fence", "wrote after a later claim", Kinds(sessions=NoFencing)),
     Mutant("appends a repeated commit", "the truth is", Kinds(sessions=AppendsTwice)),
     Mutant("refuses a repeated commit", _REFUSED, Kinds(sessions=RefusesRepeats)),
+    Mutant(
+        "claims before it checks a Resume",
+        "is fenced, and nobody else asked",
+        patches={"services.gateway.session.streams.check_resume": _unchecked},
+        theme="refused resumes",
+    ),
     Mutant("draws noise by round", "the truth is", Kinds(engine=NoiseByRound)),
     Mutant(
         "trusts a cache by length",

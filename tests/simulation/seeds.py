@@ -124,7 +124,7 @@ class _Drawer:
         self._kinds: list[tuple[int, str, Sequence[Sequence[str]], float, Sequence[float]]] = [
             (6, "kill", (), 0.0, ()),
             (4, "redis-crash", (), 0.0, ()),
-            (4, "cut", (gateways, [*replicas, "redis", "redis", *clients]), 3.0, ()),
+            (4, "cut", (gateways, [*replicas, "redis", "redis", *clients]), 6.0, ()),
             (3, "freeze", (nodes,), 3.0, ()),
             (2, "slow", ([*nodes, *clients],), 3.0, (3.0, 20.0, 100.0)),
             (2, "reset", (gateways, [*replicas, *clients]), 0.0, ()),
@@ -139,6 +139,7 @@ class _Drawer:
             (1, "abort", (clients,), 0.0, ()),
             (2, "rival", (clients,), 0.0, ()),
             (1, "leave", (clients,), 0.0, ()),
+            (2, "wrong-resume", (clients,), 0.0, (0, 10**6)),
         ]
 
     def fault(self) -> Fault:
@@ -288,6 +289,19 @@ def _no_target(drawn: Schedule, rng: random.Random) -> Schedule:
     return whole.with_faults((*_faults_of(whole, rng, rng.choice([0, 1, 2])), away))
 
 
+def _refused_resumes(drawn: Schedule, rng: random.Random) -> Schedule:
+    """Return a schedule in which others send Resume calls of a running session that must be refused."""
+    running = replace(_lengthened(drawn.sessions[0]), long=False)
+    principals = _without_limits(drawn.principals)
+    whole = replace(drawn, pass_s=0.25, principals=principals, sessions=(running,))
+    return whole.with_faults(
+        tuple(
+            Fault(running.at_s + rng.uniform(0.3, 2.0), "wrong-resume", (running.client,), amount=index)
+            for index in (0, 10**6)
+        )
+    )
+
+
 _THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "wandering": _wandering,
     "failing draft": _failing_draft,
@@ -298,4 +312,5 @@ _THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "standing still": _standing_still,
     "no target": _no_target,
     "lost": _lost,
+    "refused resumes": _refused_resumes,
 }

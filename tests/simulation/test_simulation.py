@@ -48,6 +48,8 @@ COVERED = (
     "jump",
     "drain",
     "rival",
+    "wrong Resume: DATA_LOSS",
+    "wrong Resume: INVALID_ARGUMENT",
 )
 
 

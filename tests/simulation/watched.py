@@ -96,7 +96,8 @@ class _Watch(WrappingInterceptor):
 
     def _raised(self, error: Exception) -> None:
         self._world.ledger.met[f"client: {type(error).__name__}"] += 1
-        if not isinstance(error, GalleyError) or isinstance(error, Broken | InvalidField):
+        is_wrong = isinstance(error, InvalidField) and error.field != "next_index"  # of a wrong Resume
+        if not isinstance(error, GalleyError) or isinstance(error, Broken) or is_wrong:
             self._world.ledger.violate(f"{self._process.name}: a call raised {error!r}")
 
     def _aborted(self, sent: _Sent, code: grpc.StatusCode, details: str) -> None:

@@ -26,7 +26,9 @@ from tests.simulation.wire import Server
 TTL_S = 6.0
 FINISHED_TTL_S = 120.0
 _READY_S = 5.0
-_LEAVE_OWNERS = frozenset({"stall", "jump", "engine-fails", "draft-fails", "repeat", "abort", "leave"})
+_LEAVE_OWNERS = frozenset(
+    {"stall", "jump", "engine-fails", "draft-fails", "repeat", "abort", "leave", "wrong-resume"}
+)
 """Faults that cut off neither a stream from its gateway nor an owner from the store."""
 _LEAVE_ALONE = _LEAVE_OWNERS - {"stall", "jump"}
 """Faults that do not stop a session from continuing without its client."""
@@ -115,6 +117,11 @@ class World:
             self.clients[name] = client
             client.start()
         return client
+
+    def is_contested(self, client: SimClient) -> bool:
+        """Return True if another client has asked for the client's session."""
+        of = client.spec.session_id
+        return any(it is not client and it.spec.session_id == of for it in self.clients.values())
 
     def forgotten(self, client: SimClient) -> None:
         """Check the loss of a session: one whose owner could renew it must not expire."""
