@@ -138,7 +138,7 @@ class StoredSession:
     """A session as it was read; `ownership` is that of its owner then.
 
     `tokens` is prompt and output; `meta` is what the commits appended (`galley.core.records`). `finish` is
-    the opaque record of its end. `created_ms` is the store's Unix time.
+    the opaque record of its end. `created_ms`, and `claimed_ms` of its owner, are the store's Unix times.
     """
 
     ownership: Ownership
@@ -150,6 +150,7 @@ class StoredSession:
     state: State = "live"
     finish: bytes = b""
     created_ms: int = 0
+    claimed_ms: int = 0
     body_hash: bytes = b""
     directory: KvDirectory = field(default_factory=KvDirectory)
 

@@ -36,6 +36,7 @@ class _Record:
     log_hash: bytes
     expires_s: float
     created_ms: int
+    claimed_ms: int
     epoch: int = 1
     nonce: bytes = b""
     meta: bytes = b""
@@ -100,6 +101,7 @@ class MemoryStore(SessionStore):
             prefix_hash(new.prompt),
             self._clock() + self._ttl_s,
             self._now_ms(),
+            self._now_ms(),
             epoch,
             nonce,
         )
@@ -113,6 +115,7 @@ class MemoryStore(SessionStore):
                 raise OwnerChanged(former.session_id)
             record.epoch += 1
             record.nonce = nonce
+            record.claimed_ms = self._now_ms()
         self._touch(record)
         return _stored(former.session_id, record)
 
@@ -243,6 +246,7 @@ def _stored(session_id: str, record: _Record) -> StoredSession:
         state=record.state,
         finish=record.finish,
         created_ms=record.created_ms,
+        claimed_ms=record.claimed_ms,
         body_hash=record.body_hash,
         directory=record.directory,
     )

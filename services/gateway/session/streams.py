@@ -40,17 +40,19 @@ from galley.core.session import events as ev
 from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.events import Clock
 from galley.core.session.machine import Session, SessionLimits
-from galley.core.store import NewSession, SessionStore, StoredSession
+from galley.core.store import NewSession, OwnerChanged, SessionStore, StoredSession
 from services.gateway.clock import Timeouts
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.redis import NONCE_BYTES
-from services.gateway.store.session_log import SessionLog, latest_time_ms, retry
+from services.gateway.store.session_log import SessionLog, StoreTime, read_store_time, retry
 from services.gateway.telemetry.observer import request_observer
 
 _T = TypeVar("_T")
 _log = get_logger(__name__)
 
 SPEC_FIELD = "spec"
+_LEEWAY_MS = 100
+"""Time by which the owner's claim may follow a call that replaces it; clocks are compared less exactly."""
 
 
 class Streams:
@@ -135,13 +137,14 @@ class Streams:
         new = NewSession(spec.session_id, principal, body_hash, fields, spec.prompt)
         nonce = secrets.token_bytes(NONCE_BYTES)
         called_ns = self._clock.now_ns()
+        until_ns = self._timeouts.store_deadline_ns(called_ns, deadline_ns)
 
-        async def create(latest_ms: int) -> StoredSession:
-            return await self._store.create(new, nonce, latest_ms)
+        async def create(time: StoreTime) -> StoredSession:
+            return await self._store.create(new, nonce, time.latest_ms(until_ns))
 
-        stored = await self._change("create", spec.session_id, create, deadline_ns)
+        stored = await self._change("create", spec.session_id, create, until_ns)
         if stored.ownership.nonce != nonce:
-            stored = await self._take_over(stored, nonce, deadline_ns)
+            stored = await self._take_over(stored, nonce, called_ns, until_ns)
         is_new = stored.ownership.epoch == 1  # so that what is stored is what was just encoded
         session = self._session(stored, Answer(spec, self._decode) if is_new else self._answer(stored))
         observer.opened(session, stored, called_ns)
@@ -158,9 +161,10 @@ class Streams:
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         called_ns = self._clock.now_ns()
-        stored = await self._store_call("read", lambda: self._store.read(session_id, principal), deadline_ns)
-        check_resume(stored, next_index, seen_hash)
-        stored = await self._take_over(stored, nonce, deadline_ns)
+        until_ns = self._timeouts.store_deadline_ns(called_ns, deadline_ns)
+        read = await retry("read", lambda: self._store.read(session_id, principal), until_ns, self._clock)
+        check_resume(read, next_index, seen_hash)
+        stored = await self._take_over(read, nonce, called_ns, until_ns)
         session = self._session(stored, self._answer(stored), next_index, seen_hash)
         request_observer().opened(session, stored, called_ns, next_index)
         return self._runner(session, stored, called_ns, deadline_ns)
@@ -173,13 +177,13 @@ class Streams:
         record = encode_ending(Ending(Reason.ABORTED))
         # A slot of its own kind: a principal that has no stream slot left must still be able to end sessions.
         slot = self._aborts.enter(Principal(principal), 0, self._clock.now_ns())
+        until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
+
+        async def abort(time: StoreTime) -> None:
+            await self._store.abort(session_id, principal, record, time.latest_ms(until_ns))
+
         try:
-            await self._change(
-                "abort",
-                session_id,
-                lambda latest_ms: self._store.abort(session_id, principal, record, latest_ms),
-                deadline_ns,
-            )
+            await self._change("abort", session_id, abort, until_ns)
         except UnknownSession:  # a session that the store has lost must not be recreated by its owner here
             if not any(runner.log.new.principal == principal for runner in self._of(session_id)):
                 raise
@@ -262,35 +266,37 @@ class Streams:
         ports = self._ports_of(stored, session)
         return SessionRunner(session, log, ports, self._timeouts, deadline_ns)
 
-    async def _take_over(self, held: StoredSession, nonce: bytes, deadline_ns: int | None) -> StoredSession:
-        """Claim a session from the owner that it had when it was read."""
+    async def _take_over(
+        self, held: StoredSession, nonce: bytes, called_ns: int, until_ns: int
+    ) -> StoredSession:
+        """Claim a session from the owner that it had when it was read, for a call of `called_ns`.
+
+        Raise OwnerChanged if that owner claimed it after the call: its client may have left this gateway
+        for that owner's without this gateway having noticed.
+        """
         former = held.ownership
 
-        async def claim(latest_ms: int) -> StoredSession:
-            return await self._store.claim(former, held.principal, nonce, latest_ms)
+        async def claim(time: StoreTime) -> StoredSession:
+            # A claim in the future shows that the store's clock was set back; it says nothing then.
+            if time.at_ms(called_ns) + _LEEWAY_MS < held.claimed_ms <= time.now_ms:
+                raise OwnerChanged(former.session_id)
+            return await self._store.claim(former, held.principal, nonce, time.latest_ms(until_ns))
 
-        return await self._change("claim", former.session_id, claim, deadline_ns)
+        return await self._change("claim", former.session_id, claim, until_ns)
 
     async def _change(
         self,
         operation: str,
         session_id: str,
-        change: Callable[[int], Awaitable[_T]],
-        deadline_ns: int | None,
+        change: Callable[[StoreTime], Awaitable[_T]],
+        until_ns: int,
     ) -> _T:
-        """Retry a change that must not happen once it was given up; it gets its latest time at the store."""
-        until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
+        """Retry a change that must not happen once it was given up."""
 
         async def attempt() -> _T:
-            return await change(await latest_time_ms(self._store, session_id, until_ns, self._clock))
+            return await change(await read_store_time(self._store, session_id, self._clock))
 
         return await retry(operation, attempt, until_ns, self._clock)
-
-    async def _store_call(
-        self, operation: str, call: Callable[[], Awaitable[_T]], deadline_ns: int | None
-    ) -> _T:
-        until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
-        return await retry(operation, call, until_ns, self._clock)
 
 
 def check_resume(stored: StoredSession, next_index: int, seen_hash: bytes) -> None:

@@ -48,7 +48,7 @@ _SCRIPTS = Path(__file__).parent / "scripts"
 _POOLS = ("draft", "target")
 _OWN_FIELDS = frozenset(
     {"principal", "body_hash", "prompt_len", "log_hash", "request_hash"}
-    | {"epoch", "nonce", "state", "finish", "created_ms"}
+    | {"epoch", "nonce", "state", "finish", "created_ms", "claimed_ms"}
     | {f"{pool}_{what}" for pool in _POOLS for what in ("replica", "incarnation", "kv_len")}
 )
 
@@ -261,6 +261,7 @@ def _decoded(session_id: str, values: Mapping[str, bytes], log: bytes, meta: byt
         state=cast("State", values["state"].decode()),
         finish=values["finish"],
         created_ms=int(values["created_ms"]),
+        claimed_ms=int(values["claimed_ms"]),
         body_hash=values["body_hash"],
         directory=KvDirectory(*(_held(values, pool) for pool in _POOLS)),
     )

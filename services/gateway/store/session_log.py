@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from galley.common.logs import get_logger
@@ -117,21 +118,35 @@ class SessionLog:
         except UnknownSession:
             if requested_ns - self._held_ns > self._timeouts.trusted_ns:
                 raise
-            latest_ms = await latest_time_ms(self._store, self.owner.session_id, until_ns, self._clock)
-            await self._store.recreate(self.owner, self.new, latest_ms)
+            time = await read_store_time(self._store, self.owner.session_id, self._clock)
+            await self._store.recreate(self.owner, self.new, time.latest_ms(until_ns))
             _log.warning("session recreated", session_id=self.owner.session_id)
             result = await change()
         self._held_ns = requested_ns
         return result
 
 
-async def latest_time_ms(store: SessionStore, session_id: str, until_ns: int, clock: Clock) -> int:
-    """Return when a caller that retries until `until_ns` has given up, on the store's clock."""
+@dataclass(frozen=True, slots=True)
+class StoreTime:
+    """A reading of the store's clock, with the gateway's times of the request and of the response."""
+
+    now_ms: int
+    requested_ns: int
+    received_ns: int
+
+    def at_ms(self, time_ns: int) -> int:
+        """Return the store's time at `time_ns` of the gateway's clock, or a slightly earlier one."""
+        return self.now_ms + (time_ns - self.received_ns) // MILLISECOND
+
+    def latest_ms(self, until_ns: int) -> int:
+        """Return when a caller that retries until `until_ns` has given up, on the store's clock."""
+        return self.at_ms(max(self.requested_ns, until_ns) + int(LAST_CALL_S * SECOND))
+
+
+async def read_store_time(store: SessionStore, session_id: str, clock: Clock) -> StoreTime:
     requested_ns = clock.now_ns()
-    store_ms = await store.now_ms(session_id)
-    # The store's clock was read before this, so the result is never too late.
-    left_ns = max(requested_ns, until_ns) + int(LAST_CALL_S * SECOND) - clock.now_ns()
-    return store_ms + left_ns // MILLISECOND
+    now_ms = await store.now_ms(session_id)
+    return StoreTime(now_ms, requested_ns, clock.now_ns())
 
 
 async def retry(operation: str, call: Callable[[], Awaitable[_T]], until_ns: int, clock: Clock) -> _T:

@@ -13,7 +13,7 @@ if not whole() then return {'lost'} end
 if held[3] ~= nonce then
   if held[2] ~= epoch or held[3] ~= former then return {'changed'} end
   redis.call('HINCRBY', SESSION, 'epoch', 1)
-  redis.call('HSET', SESSION, 'nonce', nonce)
+  redis.call('HSET', SESSION, 'nonce', nonce, 'claimed_ms', string.format('%d', now_ms()))
 end
 
 touch(held[4] == 'finished' and finished_ttl_ms or ttl_ms)

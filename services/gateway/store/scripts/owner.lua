@@ -37,10 +37,11 @@ end
 -- Create a session whose log is its prompt.
 -- `...`: body_hash, prompt_len, prompt, log_hash, request_hash, then name, value of each field to store.
 local function make(principal, epoch, nonce, body_hash, prompt_len, prompt, log_hash, request_hash, ...)
+  local now = string.format('%d', now_ms())
   redis.call('DEL', LOG, META)
   redis.call('HSET', SESSION, 'principal', principal, 'body_hash', body_hash, 'prompt_len', prompt_len,
     'log_hash', log_hash, 'request_hash', request_hash, 'epoch', epoch, 'nonce', nonce, 'state', 'live',
-    'finish', '', 'created_ms', string.format('%d', now_ms()), ...)
+    'finish', '', 'created_ms', now, 'claimed_ms', now, ...)
   redis.call('SET', LOG, prompt)
   redis.call('SET', META, '')
 end

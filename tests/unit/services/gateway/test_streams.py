@@ -16,7 +16,7 @@ from galley.core.answer.answer import Answer, Chunk, Ending, Reason, encode_spec
 from galley.core.errors import Fenced, GalleyError, LogLost, Overloaded, UnknownSession
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
-from galley.core.store import NewSession, Ownership, StoredSession
+from galley.core.store import NewSession, OwnerChanged, Ownership, StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.servicer import GenerationServicer
@@ -25,7 +25,7 @@ from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.session.streams import SPEC_FIELD, Pump, Streams
 from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.owners import create
-from tests.fakes.session_ports import SPEC, NoDraft, PortTarget
+from tests.fakes.session_ports import SPEC, ManualClock, NoDraft, PortTarget
 from tests.fakes.store import MemoryStore
 
 DONE = ev.End(ending=Ending(Reason.LENGTH))
@@ -184,6 +184,52 @@ async def test_a_session_without_client_keeps_its_place(
 
 class _Model:
     name = "tiny"
+
+
+class Takeover:
+    """A session that a rival owns, and a gateway that is called for it."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.set_back_s = 0.0
+        self.store = MemoryStore(clock=lambda: self.clock.now / SECOND - self.set_back_s)
+        ports = Ports(NoDraft(), PortTarget(), self.clock)
+        self.streams = Streams(self.store, self.clock, lambda *_: ports, str, SessionLimits(), Timeouts(), 1)
+
+    async def rival(self) -> Ownership:
+        """Create the session, or claim it."""
+        fields = {SPEC_FIELD: encode_spec(SPEC)}
+        return (await create(self.store, NewSession("s", "me", b"body", fields, SPEC.prompt))).ownership
+
+    async def resume(self) -> Ownership:
+        return (await self.streams.claim("s", "me", 0, b"", None)).log.owner
+
+
+async def test_a_call_replaces_no_owner_that_claimed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has left for that owner's gateway, which this gateway may not have noticed."""
+    world = Takeover()
+    first = await world.rival()
+    read = world.store.read
+
+    async def read_late(session_id: str, principal: str) -> StoredSession:
+        world.clock.now += 2 * SECOND
+        await world.rival()
+        return await read(session_id, principal)
+
+    with monkeypatch.context() as late:
+        late.setattr(world.store, "read", read_late)
+        with pytest.raises(OwnerChanged):
+            await world.resume()
+    assert (await read("s", "me")).ownership.epoch == first.epoch + 1
+    world.clock.now += SECOND
+    assert (await world.resume()).epoch == first.epoch + 2, "the next call is newer"
+
+
+async def test_a_store_whose_clock_was_set_back_does_not_lock_sessions() -> None:
+    world = Takeover()
+    first = await world.rival()
+    world.set_back_s = 3600.0
+    assert (await world.resume()).epoch == first.epoch + 1
 
 
 NO_SESSION = "00" * 16

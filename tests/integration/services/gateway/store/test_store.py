@@ -98,6 +98,7 @@ async def test_create_returns_what_was_stored(store: RedisStore) -> None:
         prompt_len=3,
         tokens=PROMPT,
         created_ms=made.created_ms,
+        claimed_ms=made.created_ms,
         body_hash=BODY,
     )
     assert made.to_new_session() == new
@@ -206,7 +207,10 @@ async def test_abort_ends_a_session_whoever_owns_it(store: RedisStore) -> None:
 
 async def test_a_claim_fences_the_owner_before(store: RedisStore) -> None:
     first = (await create(store, a_session())).ownership
-    second = (await claim(store, first.session_id, ALICE)).ownership
+    before_ms = await store.now_ms(first.session_id)
+    claimed = await claim(store, first.session_id, ALICE)
+    second = claimed.ownership
+    assert claimed.claimed_ms >= before_ms
     for change in (
         commit(store, first, 3, [7], b""),
         finish(store, first, 3, b""),
@@ -233,10 +237,11 @@ async def test_a_repeated_claim_does_not_fence_itself(store: RedisStore) -> None
 
 
 async def test_a_read_changes_nothing(store: RedisStore, raw: redis_asyncio.Redis) -> None:
-    owner = (await create(store, a_session())).ownership
+    made = await create(store, a_session())
+    owner = made.ownership
     await raw.pexpire(key_of(owner.session_id), 5_000)
-    seen = await store.read(owner.session_id, ALICE)
-    assert seen.ownership == owner
+    assert await store.read(owner.session_id, ALICE) == made
+    assert await raw.pttl(key_of(owner.session_id)) <= 5_000
     with pytest.raises(UnknownSession):
         await store.read(owner.session_id, BOB)
     assert await commit(store, owner, 3, [7], b".") == 4
