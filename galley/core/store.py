@@ -139,6 +139,7 @@ class StoredSession:
 
     `tokens` is prompt and output; `meta` is what the commits appended (`galley.core.records`). `finish` is
     the opaque record of its end. `created_ms`, and `claimed_ms` of its owner, are the store's Unix times.
+    `idle_ms` is how long ago a live session was last written; negative: unknown.
     """
 
     ownership: Ownership
@@ -151,6 +152,7 @@ class StoredSession:
     finish: bytes = b""
     created_ms: int = 0
     claimed_ms: int = 0
+    idle_ms: int = -1
     body_hash: bytes = b""
     directory: KvDirectory = field(default_factory=KvDirectory)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from galley.core.content import prefix_hash
 from galley.core.errors import Fenced, KeyReused, LogLost, StoreUnavailable, UnknownSession
@@ -76,7 +76,9 @@ class MemoryStore(SessionStore):
             raise StoreUnavailable("the session store is unavailable", "a call reached it too late")
 
     async def read(self, session_id: str, principal: str) -> StoredSession:
-        return _stored(session_id, self._of(session_id, principal))
+        record = self._of(session_id, principal)
+        idle_s = self._clock() + self._ttl_s - record.expires_s
+        return replace(_stored(session_id, record), idle_ms=int(idle_s * 1000))
 
     async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
         if not new.prompt or not new.body_hash:

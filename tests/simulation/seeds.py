@@ -297,7 +297,7 @@ def _refused_resumes(drawn: Schedule, rng: random.Random) -> Schedule:
     return whole.with_faults(
         tuple(
             Fault(running.at_s + rng.uniform(0.3, 2.0), "wrong-resume", (running.client,), amount=index)
-            for index in (0, 10**6)
+            for index in (0, 90, 10**6)
         )
     )
 

@@ -76,7 +76,7 @@ async def _outcome(call: Coroutine[Any, Any, T]) -> tuple[object, T | GalleyErro
     except GalleyError as error:
         return (type(error), getattr(error, "have", None), getattr(error, "log_hash", None)), error
     if isinstance(result, StoredSession):
-        return replace(result, created_ms=0, claimed_ms=0, fields=dict(result.fields)), result
+        return replace(result, created_ms=0, claimed_ms=0, idle_ms=0, fields=dict(result.fields)), result
     return result, result
 
 

@@ -53,6 +53,8 @@ _log = get_logger(__name__)
 SPEC_FIELD = "spec"
 _LEEWAY_MS = 100
 """Time by which the owner's claim may follow a call that replaces it; clocks are compared less exactly."""
+_OWNER_PAUSE_MS = 2_000
+"""An owner that has written nothing for this long may have stopped."""
 
 
 class Streams:
@@ -300,9 +302,10 @@ class Streams:
 
 
 def check_resume(stored: StoredSession, next_index: int, seen_hash: bytes) -> None:
-    """Raise InvalidField or LogLost if a client cannot have `next_index` output tokens of this hash.
+    """Raise InvalidField, LogLost or Unavailable unless a client can have `next_index` tokens of this hash.
 
-    A live session may hold fewer: a store that has lost its latest writes gets them again.
+    A live session may hold fewer: a store that has lost its latest writes gets them again, from the owner,
+    or if that writes nothing any more, from a new one.
     """
     spec = _spec(stored)
     output = stored.tokens[stored.prompt_len :]
@@ -312,6 +315,11 @@ def check_resume(stored: StoredSession, next_index: int, seen_hash: bytes) -> No
     if next_index > len(output):
         if stored.state == "finished":
             raise LogLost(f"the client has {next_index} tokens, the log only {len(output)}")
+        if 0 <= stored.idle_ms < _OWNER_PAUSE_MS:
+            raise Unavailable(
+                f"next_index: must be <= {len(output)} (tokens in the log) while another call writes the "
+                f"log, got {next_index}; resume again"
+            )
     elif seen_hash and prefix_hash(output[:next_index]) != seen_hash:
         raise LogLost("the answer is not the one whose first tokens the client has seen")
 

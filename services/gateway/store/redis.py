@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -104,7 +105,8 @@ class RedisStore(SessionStore):
     async def read(self, session_id: str, principal: str) -> StoredSession:
         # Not `_run`: nothing changes, so there are no replicas to wait for.
         reply = await self._calls.run(self._read, _keys(session_id), principal)
-        return _stored(session_id, *_result(session_id, reply))
+        *session, lives_ms = _result(session_id, reply)
+        return replace(_stored(session_id, *session), idle_ms=self._ttl_ms - lives_ms)
 
     async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
         """Raise also ValueError, for names of fields that the store uses itself."""

@@ -122,6 +122,12 @@ async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[
     return stream, received
 
 
+async def roll_back_unowned(store: Server, stream: TokenStream) -> None:
+    """Roll the store back, for a session whose owner stopped long before."""
+    store.roll_back()
+    assert await store.command("PEXPIRE", f"galley:{{{stream.session_id}}}", "600000") == 1
+
+
 async def log_must_be_true(gateway: Gateway, stream: TokenStream) -> None:
     must_be_true(await receive(gateway.client.resume(stream.session_id, 0)))
 
@@ -167,7 +173,7 @@ async def test_lost_tokens_are_computed_again_on_resume(world: World, own_store:
     stream, received = await stream_beyond(world, own_store, first)
     stream.cancel()
     await first.idle()
-    own_store.roll_back()
+    await roll_back_unowned(own_store, stream)
     answered = world.target.answered
     resumed = second.client.resume_stream(stream)
     world.target.gate.open()
@@ -182,7 +188,7 @@ async def test_a_client_may_have_more_than_the_log(world: World, own_store: Serv
     stream, received = await stream_beyond(world, own_store, first)
     world.target.gate.open()
     must_be_true(await received.listen(stream))
-    own_store.roll_back()
+    await roll_back_unowned(own_store, stream)
     again = await receive(second.client.resume_stream(stream), first_index=MAX_TOKENS)
     assert not again.tokens
     assert again.end.reason == received.end.reason
@@ -195,7 +201,7 @@ async def test_recomputed_tokens_are_checked_against_the_client(world: World, ow
     stream, received = await stream_beyond(world, own_store, first)
     stream.cancel()
     await first.idle()
-    own_store.roll_back()
+    await roll_back_unowned(own_store, stream)
     world.target.gate.open()
     other = [*received.tokens[: RECEIVED - 1], received.tokens[RECEIVED - 1] + 1]
     reported = Received(first_index=RECEIVED)
@@ -217,7 +223,7 @@ async def test_an_owner_whose_claim_was_lost_is_unavailable(world: World, own_st
     world.target.gate.permit(1)
     resumed = second.client.resume_stream(stream)
     await received.listen(resumed, RECEIVED + 1)
-    own_store.roll_back()
+    await roll_back_unowned(own_store, stream)
     world.target.gate.open()
     error = await refused(received.listen(resumed))
     assert error.code is grpc.StatusCode.UNAVAILABLE

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from galley.core.admission.admission import ANONYMOUS, ANONYMOUS_NAME
 from galley.core.answer.answer import Answer, Chunk, Ending, Reason, encode_spec
-from galley.core.errors import Fenced, GalleyError, LogLost, Overloaded, UnknownSession
+from galley.core.errors import Fenced, GalleyError, LogLost, Overloaded, Unavailable, UnknownSession
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import NewSession, OwnerChanged, Ownership, StoredSession
@@ -201,8 +201,8 @@ class Takeover:
         fields = {SPEC_FIELD: encode_spec(SPEC)}
         return (await create(self.store, NewSession("s", "me", b"body", fields, SPEC.prompt))).ownership
 
-    async def resume(self) -> Ownership:
-        return (await self.streams.claim("s", "me", 0, b"", None)).log.owner
+    async def resume(self, next_index: int = 0) -> Ownership:
+        return (await self.streams.claim("s", "me", next_index, b"", None)).log.owner
 
 
 async def test_a_call_replaces_no_owner_that_claimed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +230,17 @@ async def test_a_store_whose_clock_was_set_back_does_not_lock_sessions() -> None
     first = await world.rival()
     world.set_back_s = 3600.0
     assert (await world.resume()).epoch == first.epoch + 1
+
+
+async def test_an_index_beyond_the_log_waits_for_an_owner_that_writes() -> None:
+    """The store may have lost tokens, which their owner writes again; or the client is wrong."""
+    world = Takeover()
+    first = await world.rival()
+    with pytest.raises(Unavailable, match="resume again"):
+        await world.resume(1)
+    assert (await world.store.read("s", "me")).ownership == first
+    world.clock.now += 3 * SECOND
+    assert (await world.resume(1)).epoch == first.epoch + 1, "the owner has stopped"
 
 
 NO_SESSION = "00" * 16

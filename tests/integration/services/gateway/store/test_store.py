@@ -240,8 +240,11 @@ async def test_a_read_changes_nothing(store: RedisStore, raw: redis_asyncio.Redi
     made = await create(store, a_session())
     owner = made.ownership
     await raw.pexpire(key_of(owner.session_id), 5_000)
-    assert await store.read(owner.session_id, ALICE) == made
+    seen = await store.read(owner.session_id, ALICE)
+    assert seen == replace(made, idle_ms=seen.idle_ms)
     assert await raw.pttl(key_of(owner.session_id)) <= 5_000
+    idle_ms = 1000 * SESSION_TTL_S - 5_000
+    assert idle_ms <= seen.idle_ms < idle_ms + 5_000, "since its last write"
     with pytest.raises(UnknownSession):
         await store.read(owner.session_id, BOB)
     assert await commit(store, owner, 3, [7], b".") == 4
