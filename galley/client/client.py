@@ -143,7 +143,7 @@ class AsyncClient:
     ) -> TokenStream:
         call = self._resume(point, trace, timeout_s)
         recovery = self._recovery(None, trace, timeout_s)
-        return TokenStream(call, point.session_id, point.next_index, seen, recovery)
+        return TokenStream(call, point, seen, recovery)
 
     def _resume(self, point: ResumePoint, trace: CallerTrace, timeout_s: float | None) -> Call:
         request = pb.ResumeRequest(**point._asdict())

@@ -38,6 +38,9 @@ class ResumePoint(NamedTuple):
     seen_hash: bytes
 
 
+BEGINNING = ResumePoint("", 0, b"")
+
+
 class TokenStream(AsyncIterator[pb.StreamEvent]):
     """The events of one session, in order and each once.
 
@@ -49,23 +52,23 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
     def __init__(
         self,
         call: Call,
-        session_id: str = "",
-        next_index: int = 0,
+        point: ResumePoint = BEGINNING,
         seen: Sequence[int] = (),
         recovery: Recovery | None = None,
     ) -> None:
-        """Read `call`, of Generate or Resume.
+        """Read `call`, of Generate, or of Resume at `point`.
 
-        `seen` are the output tokens before `next_index`, if known. Without `recovery`, a break is raised.
+        `seen` are the output tokens before `point`, if known. Without `recovery`, a break is raised.
         """
         self._call = call
         self._responses = call.__aiter__()
         self._recovery = recovery
-        self._next_index = next_index
+        self._point = point
+        self._next_index = point.next_index
         self._started = False
         self._cancelled = False
         self._numerics_changed: pb.NumericsChanged | None = None
-        self.session_id = session_id
+        self.session_id = point.session_id
         self.token_ids: list[int] = list(seen)
         self.finished: pb.Finished | None = None
 
@@ -126,9 +129,14 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
             self._recovery.reset()
 
     def resume_from(self) -> ResumePoint:
-        """Return the arguments of `resume`; `seen_hash` is empty (no check) if earlier tokens are unknown."""
-        whole = len(self.token_ids) == self._next_index
-        seen_hash = prefix_hash(self.token_ids) if whole and self.token_ids else b""
+        """Return the arguments of `resume`.
+
+        If the tokens before the point of `resume` are unknown, `seen_hash` is the one given there until
+        tokens have come, and then empty (no check).
+        """
+        seen_hash = self._point.seen_hash if self._next_index == self._point.next_index else b""
+        if self.token_ids and len(self.token_ids) == self._next_index:
+            seen_hash = prefix_hash(self.token_ids)
         return ResumePoint(self.session_id, self._next_index, seen_hash)
 
     def cancel(self) -> None:
