@@ -1,10 +1,12 @@
-"""The fingerprint of a target build: equal fingerprints mean equal bits."""
+"""The fingerprint of a target build: equal fingerprints mean equal bits; and the digest of its weights."""
 
 from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping
 from hashlib import blake2b
+from typing import NamedTuple
 
 import llvmlite.binding
 import numba
@@ -18,18 +20,30 @@ from galley.engine.model import CausalModel, probe_logits
 # Increased with every change to the engine that may change a bit of a logit.
 ENGINE_REVISION = 2
 _DIGEST_BYTES = 8
+_WEIGHTS_DIGEST_BYTES = 16
 _BUILD_FILES = ("*.safetensors", "config.json")
 
 
-def fingerprint(model: CausalModel) -> str:
-    """Return 16 hex digits over everything the bits depend on, and over the logits of a fixed probe prompt.
+class Build(NamedTuple):
+    """Hashes in hex: of everything the bits depend on, and of the model's files alone."""
 
-    Runs one step. Digests of the files are kept in the cache directory.
-    """
+    fingerprint: str
+    weights_digest: str
+
+
+def build_of(model: CausalModel) -> Build:
+    """Return the build of a model; runs one step. Digests of the files are kept in the cache directory."""
     directory = model.info.directory
     files = sorted(path for pattern in _BUILD_FILES for path in directory.glob(pattern))
+    weights = {path.name: file_digest(path) for path in files}
+    listed = json.dumps(weights, sort_keys=True).encode()
+    return Build(_fingerprint(model, weights), blake2b(listed, digest_size=_WEIGHTS_DIGEST_BYTES).hexdigest())
+
+
+def _fingerprint(model: CausalModel, weights: Mapping[str, str]) -> str:
+    """Return a hash of everything the bits depend on, and of the logits of a fixed probe prompt."""
     build = {
-        "weights": {path.name: file_digest(path) for path in files},
+        "weights": weights,
         "dtype": model.info.dtype,
         "engine_revision": ENGINE_REVISION,
         "attention": model.attention_kind,

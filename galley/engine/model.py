@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from galley.common.models.files import hub_model
+from galley.common.models.files import model_name
 from galley.common.server.process import hand_back_free_memory
 from galley.core.errors import Broken, UnsupportedModel
 from galley.core.kv.blocks import BLOCK_TOKENS
@@ -343,7 +343,7 @@ def load_model(  # noqa: PLR0913
         dtype=parse_dtype(dtype, device),
         device=device,
         threads=threads,
-        name=_name_of(spec),
+        name=model_name(spec),
         kv_blocks=kv_blocks,
         ranks=ranks,
         target=target,
@@ -351,11 +351,3 @@ def load_model(  # noqa: PLR0913
     )
     hand_back_free_memory()
     return model
-
-
-def _name_of(spec: str) -> str:
-    """Return the model's name: a hub id without its revision, or the last part of a path."""
-    path = Path(spec).expanduser()
-    if path.suffix == ".gguf":
-        return path.stem
-    return path.resolve().name if path.is_dir() else hub_model(spec)[0]

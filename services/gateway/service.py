@@ -16,6 +16,7 @@ from galley.common.metrics import catalogue
 from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY
 from galley.common.metrics.metering import observe_expiry
 from galley.common.metrics.registry import Registry
+from galley.common.models.files import model_name
 from galley.common.models.tokenizer import Tokenizer
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
@@ -40,6 +41,7 @@ from services.gateway.replicas.membership import (
     ReplicaPool,
     StaticAddresses,
 )
+from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.validate import Limits
@@ -161,10 +163,9 @@ async def _build(
     async with AsyncExitStack() as opened:
         targets = TargetPool(
             _source(settings, settings.target, TARGET_POOL),
-            tokenizer.hash,
+            TargetRequirements(tokenizer.hash, _target_models(settings), MAX_DRAFT_TOKENS),
             opener("target"),
             _CLOCK,
-            MAX_DRAFT_TOKENS,
             hedge_quantile=settings.hedge_quantile,
         )
         opened.push_async_callback(targets.close)
@@ -238,6 +239,10 @@ def _streams(
         ),
         settings.max_sessions,
     )
+
+
+def _target_models(settings: GatewaySettings) -> Sequence[str]:
+    return comma_separated(settings.target_models) or [model_name(settings.model)]
 
 
 def _id_secret(settings: GatewaySettings) -> bytes:

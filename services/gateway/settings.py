@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Annotated, Literal, NamedTuple, Self
 from urllib.parse import urlsplit
@@ -63,6 +64,14 @@ def check_https(url: str) -> str:
     if "@" in parts.netloc:
         raise ValueError("must not contain a user name or password")
     return url
+
+
+def _target_models(text: str) -> str:
+    for entry in comma_separated(text):
+        name, at, digest = entry.partition("@")
+        if not name or (at and not re.fullmatch("[0-9a-f]{32}", digest)):
+            raise ValueError(f"must be NAME or NAME@DIGEST with 32 hex digits, got {entry!r}")
+    return text
 
 
 def _algorithms(text: str) -> str:
@@ -162,6 +171,12 @@ class GatewaySettings(TokenSettings):
         "Off: they are plain text (docs/security.md).",
     )
     model_name: str = Field("", description="Name of the model for clients. Empty: the target's.")
+    target_models: Annotated[str, AfterValidator(_target_models)] = Field(
+        "",
+        description="Models that targets may serve, comma-separated: NAME, or NAME@DIGEST for these weights "
+        "only, as targets log them. Empty: that of --model. Other targets are refused "
+        "(docs/operate/upgrade.md).",
+    )
     k: int = Field(
         16,
         ge=0,

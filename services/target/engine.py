@@ -28,7 +28,10 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts of a target. `fingerprint` names its build. Each rank holds its shard of all `kv_blocks`."""
+    """Facts of a target. Each rank holds its shard of all `kv_blocks`.
+
+    `fingerprint` names its build, `weights_digest` the model's files; empty if unknown.
+    """
 
     model: str
     tokenizer_hash: str
@@ -42,6 +45,7 @@ class EngineInfo:
     ranks: int
     kv_block_tokens: int
     kv_blocks: int
+    weights_digest: str = ""
 
 
 class TargetEngine(Protocol):

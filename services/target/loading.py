@@ -10,6 +10,7 @@ from galley.engine.parallel.ranks import ALONE, Ranks
 from services.target.settings import TargetSettings
 
 if TYPE_CHECKING:
+    from galley.engine.fingerprint import Build
     from galley.engine.model import CausalModel
     from services.target.paged import PagedEngine
 
@@ -27,7 +28,7 @@ def load_engine(settings: TargetSettings) -> PagedEngine:
     from services.target.paged import PagedEngine  # noqa: PLC0415  # imports torch
 
     model, build = load_shard(settings, kv_blocks(settings))
-    engine = PagedEngine(model, build)
+    engine = PagedEngine(model, *build)
     if engine.info.context_window < model.info.context_window:
         _LOG.warning(
             "context window reduced",
@@ -38,13 +39,13 @@ def load_engine(settings: TargetSettings) -> PagedEngine:
     return engine
 
 
-def load_shard(settings: TargetSettings, blocks: int, ranks: Ranks = ALONE) -> tuple[CausalModel, str]:
-    """Load the model, or one rank's shard; return it and the fingerprint of the build.
+def load_shard(settings: TargetSettings, blocks: int, ranks: Ranks = ALONE) -> tuple[CausalModel, Build]:
+    """Load the model, or one rank's shard; return it and its build.
 
     All ranks call it at once, since loading probes the model. Raise UnsupportedModel or OutOfMemory.
     """
     # Late, so that --help and Ray's controller need no torch.
-    from galley.engine.fingerprint import fingerprint  # noqa: PLC0415
+    from galley.engine.fingerprint import build_of  # noqa: PLC0415
     from galley.engine.model import load_model  # noqa: PLC0415
 
     what = f"model: {settings.model} and a KV pool of {settings.kv_memory_mb} MiB"
@@ -58,7 +59,7 @@ def load_shard(settings: TargetSettings, blocks: int, ranks: Ranks = ALONE) -> t
             ranks=ranks,
             invariant=settings.invariant,
         )
-    return model, fingerprint(model)
+    return model, build_of(model)
 
 
 def refuse_model(settings: TargetSettings) -> None:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 class PagedEngine:
     """A `TargetEngine` over a model, which may be sharded over ranks."""
 
-    def __init__(self, model: CausalModel | ShardedModel, fingerprint: str, *, ranks: int = 1) -> None:
+    def __init__(
+        self, model: CausalModel | ShardedModel, fingerprint: str, weights_digest: str = "", *, ranks: int = 1
+    ) -> None:
         warm_up()
         self._model = model
         info, kv = model.info, model.kv
@@ -28,6 +30,7 @@ class PagedEngine:
             vocab_size=info.vocab_size,
             eos_token_ids=tuple(info.eos_token_ids),
             fingerprint=fingerprint,
+            weights_digest=weights_digest,
             deterministic=info.deterministic,
             dtype=info.dtype,
             device=info.device,

@@ -290,6 +290,12 @@ async def add_target(
     times = await in_passing_thread(measure, engine)
     # The names are those of the file that `galley plan --capacity` reads.
     _LOG.info(
+        "model loaded",
+        model=engine.info.model,
+        weights_digest=engine.info.weights_digest,
+        fingerprint=engine.info.fingerprint,
+    )
+    _LOG.info(
         "steps measured",
         step_ms=round(times.one_row_ns / 1e6, 3),
         row_costs=str(times.curve),

@@ -104,6 +104,7 @@ class Victim:
                 "draft": self._running["draft"].address,
                 "redis_url": self._store,
                 "model": str(self._tokenizer),
+                "target_models": "known",
                 "api_keys_file": str(self._directory / "keys.toml"),
                 "client_timeout_s": 2.0,
                 "health_port": 0,

@@ -12,6 +12,7 @@ from galley.core.content import block_hashes
 from galley.core.routing.choice import DraftLease, ReplicaLease, TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.replicas import FakeDraft, FakeTarget
+from tests.fakes.truth import VOCAB
 from tests.fakes.waiting import Gate
 
 if TYPE_CHECKING:
@@ -69,10 +70,11 @@ class FleetTarget(Member[FakeTarget]):
 
     def lease(self) -> TargetLease:
         info = pb.GetTargetInfoResponse(
-            model="tiny",
+            model=self.fake.model,
+            weights_digest=self.fake.weights_digest,
             tokenizer_hash=self.fake.tokenizer_hash,
             context_window=1 << 16,
-            vocab_size=256,
+            vocab_size=VOCAB,
             fingerprint=self.fake.fingerprint,
             incarnation=f"target-{self.fake.incarnations}",
             max_draft_tokens=16,

@@ -33,6 +33,7 @@ async def gateway_process(
         "draft": settings.draft,
         "redis-url": settings.redis_url.get_secret_value(),
         "model": settings.model,
+        "target-models": settings.target_models,
         "credit": str(settings.credit),
         **more,
     }

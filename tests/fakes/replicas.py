@@ -28,6 +28,7 @@ from tests.fakes.waiting import Gate, Watch
 MAX_DRAFT_TOKENS = 16
 # The reported time of a step, as long as a real model's, so that speculation pays.
 PASS_NS = 20_000_000
+MODEL = "tiny"
 STRATEGIES: tuple[str, ...] = ("model", "ngram")
 
 
@@ -138,6 +139,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
     def __init__(self, directory: Path, tokenizer_hash: str) -> None:
         super().__init__(directory, "target")
         self.tokenizer_hash = tokenizer_hash
+        self.model, self.weights_digest = MODEL, ""
         self.fingerprint = "build-1"
         self.row_costs: tuple[tuple[int, int], ...] = ()
         self.info_gate = Gate()
@@ -155,7 +157,8 @@ class FakeTarget(Replica, rpc.TargetServicer):
     async def GetTargetInfo(self, request: pb.GetTargetInfoRequest, context: Any) -> pb.GetTargetInfoResponse:
         await self.info_gate.enter()
         return pb.GetTargetInfoResponse(
-            model="tiny",
+            model=self.model,
+            weights_digest=self.weights_digest,
             tokenizer_hash=self.tokenizer_hash,
             context_window=CONTEXT,
             vocab_size=VOCAB,

@@ -22,7 +22,7 @@ from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.service import build, interceptors
 from services.gateway.settings import GatewaySettings, Tuning
-from tests.fakes.replicas import FakeDraft, FakeTarget
+from tests.fakes.replicas import MODEL, FakeDraft, FakeTarget
 from tests.fakes.truth import SEED, VOCAB, text_of, true_output
 from tests.fakes.waiting import PATIENCE_S
 
@@ -166,6 +166,7 @@ class World:
                 "draft": self.draft.address,
                 "redis_url": self.redis_url,
                 "model": str(self.tokenizer),
+                "target_models": MODEL,
                 "max_message_bytes": 1 << 16,
                 "draft_timeout_s": 10,
                 "drain_timeout_s": 5,

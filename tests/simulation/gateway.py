@@ -13,6 +13,7 @@ from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import StoredSession
 from services.gateway.clock import SECOND, Timeouts
 from services.gateway.replicas.membership import RegisteredAddresses
+from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.validate import Limits
 from services.gateway.service import GatewayService
@@ -75,10 +76,9 @@ class SimGateway:
         self.store = SimStore(world.redis, self.process, world.ledger)
         self.targets = TargetPool(
             RegisteredAddresses(registry, TARGET_POOL),
-            TOKENIZER,
+            TargetRequirements(TOKENIZER, ["known"], MOST_DRAFT_TOKENS),
             channel,
             self.clock,
-            MOST_DRAFT_TOKENS,
             schedule.slow_factor,
             schedule.hedge_quantile,
         )

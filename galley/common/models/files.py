@@ -65,6 +65,14 @@ def hub_model(spec: str) -> tuple[str, str | None]:
     return name, revision or None
 
 
+def model_name(spec: str) -> str:
+    """Return the name that targets report: a hub id without its revision, or the last part of a path."""
+    path = Path(spec).expanduser()
+    if path.suffix == ".gguf":
+        return path.stem
+    return path.resolve().name if path.is_dir() else hub_model(spec)[0]
+
+
 class NoTokenizer(CallerFault):
     """The model's directory has no tokenizer.json that can be read."""
 

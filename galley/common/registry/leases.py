@@ -224,9 +224,12 @@ def _written(value: object) -> str:
 def _lease(pool: LeasePool[LeaseT], flat: list[bytes]) -> LeaseT | None:
     """Decode a lease; log and return None for one that another release wrote and this one cannot read."""
     values = dict(zip((name.decode() for name in flat[::2]), flat[1::2], strict=True))
+    types = {item.name: item.type for item in fields(pool.lease)}
     try:
-        return pool.lease(**{item.name: _read(item.type, values[item.name]) for item in fields(pool.lease)})
-    except (KeyError, ValueError) as error:
+        return pool.lease(
+            **{name: _read(types[name], value) for name, value in values.items() if name in types}
+        )
+    except (TypeError, ValueError) as error:
         _LOG.warning("lease unreadable", address=values.get("address"), error=str(error))
         return None
 

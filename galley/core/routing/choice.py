@@ -52,6 +52,7 @@ class TargetLease(ReplicaLease):
     kv_blocks_free: int = 0
     kv_blocks_total: int = 0
     cached_prefixes: frozenset[bytes] = frozenset()
+    weights_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import grpc
 
 from galley.common.tls.channels import generation_of
-from galley.core.errors import TokenizerMismatch, Unavailable
+from galley.core.errors import GalleyError, Unavailable
 from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -37,6 +37,9 @@ MAX_MESSAGE_BYTES = 64 * 1024
 
 MakeMessage: TypeAlias = Callable[[list[RequestT], list[pb.ItemRef], list[pb.Extension]], object]
 HasMore: TypeAlias = Callable[[ResponseT], bool]
+InfoT = TypeVar("InfoT")
+FaultIn: TypeAlias = Callable[[InfoT], GalleyError | None]
+"""Returns why the replica of a description is refused, or None."""
 
 
 class OpenCall(Protocol):
@@ -290,6 +293,7 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
     address: str
     info: Any
     is_met = False
+    _fault_in: FaultIn[Any]
 
     @property
     def replica(self) -> Replica | None:
@@ -298,11 +302,12 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
     async def meet(self, timeout_s: float) -> None:
         """Ask the replica for its description.
 
-        Raise grpc.aio.AioRpcError if it does not respond in time, TokenizerMismatch or Unavailable if it
-        serves another model than before.
+        Raise grpc.aio.AioRpcError if it does not respond in time, or the reason for which it is refused.
         """
         was_outdated = self.is_outdated
         info = await self._describe(timeout_s)
+        if (fault := self._fault_in(info)) is not None:
+            raise fault
         if self.is_broken or (was_outdated and self.is_outdated):  # no concurrent call has met it meanwhile
             self.reconnect()
         self.info = info
@@ -310,7 +315,7 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
 
     @abstractmethod
     async def _describe(self, timeout_s: float) -> Any:
-        """Return the replica's description. Raise like `meet`."""
+        """Return the replica's description. Raise grpc.aio.AioRpcError."""
 
     def lost(self) -> None:
         """Meet again before the next request: another process may serve there."""
@@ -321,7 +326,11 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
     info: pb.GetTargetInfoResponse
 
     def __init__(
-        self, channel: grpc.aio.Channel, address: str, on_met: Callable[[], None] = lambda: None
+        self,
+        channel: grpc.aio.Channel,
+        address: str,
+        fault_in: FaultIn[pb.GetTargetInfoResponse],
+        on_met: Callable[[], None],
     ) -> None:
         """`on_met` is called when a request had to meet the target first."""
         self._stub = rpc.TargetStub(channel)
@@ -334,18 +343,12 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
             generation_of(channel),
         )
         self.address, self.info = address, pb.GetTargetInfoResponse()
+        self._fault_in = fault_in
         self._on_met = on_met
         self._closes = 0
 
     async def _describe(self, timeout_s: float) -> pb.GetTargetInfoResponse:
-        info = await self._stub.GetTargetInfo(pb.GetTargetInfoRequest(), timeout=timeout_s)
-        if self.info.tokenizer_hash not in {"", info.tokenizer_hash}:
-            raise TokenizerMismatch(info.tokenizer_hash, self.info.tokenizer_hash, "process that replaced it")
-        if self.info.vocab_size not in {0, info.vocab_size}:
-            raise Unavailable(
-                f"vocab_size: must be {self.info.vocab_size} as before, got {info.vocab_size} (another model)"
-            )
-        return info
+        return await self._stub.GetTargetInfo(pb.GetTargetInfoRequest(), timeout=timeout_s)
 
     async def verify(self, item: pb.VerifyItem) -> OpenRequest[pb.VerifyAnswer]:
         """Send a request, after `meet` if the process at the address is not known; return the open request.
@@ -375,7 +378,9 @@ class DraftClient(ReplicaClient[pb.ProposeItem, pb.ProposeAnswer]):
 
     info: pb.GetDraftInfoResponse
 
-    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, address: str, fault_in: FaultIn[pb.GetDraftInfoResponse]
+    ) -> None:
         self._stub = rpc.DraftStub(channel)
         super().__init__(
             self._stub.ProposeStream,
@@ -383,6 +388,7 @@ class DraftClient(ReplicaClient[pb.ProposeItem, pb.ProposeAnswer]):
             generation=generation_of(channel),
         )
         self.address, self.info = address, pb.GetDraftInfoResponse()
+        self._fault_in = fault_in
 
     @property
     def replica(self) -> Replica | None:

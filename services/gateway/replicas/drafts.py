@@ -20,7 +20,8 @@ from galley.core.routing.breaker import Breaker, State
 from galley.core.routing.choice import DraftCandidate, DraftLease, choose_draft
 from galley.core.session import events as ev
 from galley.core.session.events import Clock, Replica
-from services.gateway.replicas.clients import DraftClient
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.replicas.clients import DraftClient, FaultIn
 from services.gateway.replicas.membership import AddressSource, PoolReplica, ReplicaPool
 from services.gateway.telemetry.observer import request_observer
 
@@ -33,8 +34,10 @@ _LATE_SHARE = 0.9
 class DraftReplica(PoolReplica[DraftClient, DraftLease]):
     """One draft replica; `sessions` are those of this gateway that used it recently."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
-        super().__init__(address, DraftClient(channel, address), channel)
+    def __init__(
+        self, address: str, channel: grpc.aio.Channel, fault_in: FaultIn[pb.GetDraftInfoResponse]
+    ) -> None:
+        super().__init__(address, DraftClient(channel, address, fault_in), channel)
         self.sessions = RecentKeys()
         self._breaker = Breaker()
         self._breaker_of = ""
@@ -70,7 +73,8 @@ class DraftPool(ReplicaPool[DraftReplica]):
         timeout_ns: int,
     ) -> None:
         """`timeout_ns` is how long a session waits for a proposal."""
-        super().__init__("draft", source, tokenizer_hash, open_channel, clock)
+        super().__init__("draft", source, open_channel, clock)
+        self._tokenizer_hash = tokenizer_hash
         self._late_ns = int(timeout_ns * _LATE_SHARE)
 
     async def start(self) -> None:
@@ -123,14 +127,12 @@ class DraftPool(ReplicaPool[DraftReplica]):
             _breaker_changed(draft, State.HALF_OPEN, State.CLOSED)
 
     def _new_replica(self, address: str) -> DraftReplica:
-        return DraftReplica(address, self._open_channel(address))
+        return DraftReplica(address, self._open_channel(address), self._fault_in)
 
-    def _wrong_tokenizer(self, tokenizer_hash: str) -> TokenizerMismatch:
-        return TokenizerMismatch(tokenizer_hash, self._tokenizer_hash)
-
-    def _fault_of(self, replica: DraftReplica) -> GalleyError | None:
-        tokenizer_hash = replica.client.info.tokenizer_hash
-        return None if tokenizer_hash == self._tokenizer_hash else self._wrong_tokenizer(tokenizer_hash)
+    def _fault_in(self, info: pb.GetDraftInfoResponse | DraftLease) -> GalleyError | None:
+        if info.tokenizer_hash == self._tokenizer_hash:
+            return None
+        return TokenizerMismatch(info.tokenizer_hash, self._tokenizer_hash)
 
 
 def _breaker_changed(draft: DraftReplica, before: State, after: State) -> None:

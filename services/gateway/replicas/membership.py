@@ -121,16 +121,14 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
         self,
         role: str,
         source: AddressSource,
-        tokenizer_hash: str,
         open_channel: Callable[[str], grpc.aio.Channel],
         clock: Clock,
     ) -> None:
-        """`role` is "draft" or "target"; `tokenizer_hash` is the one that replicas must have."""
+        """`role` is "draft" or "target"."""
         self.role = role
         self.move_counts: Counter[str] = Counter()
         """Sessions that moved, by reason."""
         self._source = source
-        self._tokenizer_hash = tokenizer_hash
         self._open_channel = open_channel
         self._clock = clock
         self._replicas: dict[str, ReplicaT] = {}
@@ -183,10 +181,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
             return
         try:
             await replica.client.meet(self.probe_timeout_s)
-            is_alive = self._fault_of(replica) is None
         except (grpc.aio.AioRpcError, GalleyError):
-            is_alive = False
-        if not is_alive:
             replica.client.lost()
             await replica.client.close()  # its open requests fail, and their sessions move
             self.start_refresh()
@@ -204,10 +199,8 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
     def _new_replica(self, address: str) -> ReplicaT: ...
 
     @abstractmethod
-    def _fault_of(self, replica: ReplicaT) -> GalleyError | None: ...
-
-    @abstractmethod
-    def _wrong_tokenizer(self, tokenizer_hash: str) -> TokenizerMismatch: ...
+    def _fault_in(self, info: Any) -> GalleyError | None:
+        """Return why a replica is refused, by its own description or its lease."""
 
     def _update(self) -> None: ...
 
@@ -241,8 +234,8 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
 
     def _note(self, address: str, lease: ReplicaLease | None) -> bool:
         """Add or update a replica; return False if its lease rules it out."""
-        if lease is not None and lease.tokenizer_hash != self._tokenizer_hash:
-            self._refuse(address, self._wrong_tokenizer(lease.tokenizer_hash))
+        if lease is not None and (fault := self._fault_in(lease)) is not None:
+            self._refuse(address, fault)
             return False
         if address not in self._replicas:
             self._replicas[address] = self._new_replica(address)
@@ -270,15 +263,11 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
             replica.client.lost()
             return
         except (TokenizerMismatch, Unavailable) as error:
-            fault: GalleyError | None = error
+            self._refuse(replica.address, error)
+            await self._drop(replica.address)
         else:
-            fault = self._fault_of(replica)
-        if fault is None:
             replica.is_accepted = True
             self._refusals.pop(replica.address, None)
-        else:
-            self._refuse(replica.address, fault)
-            await self._drop(replica.address)
 
     def _refuse(self, address: str, fault: GalleyError) -> None:
         """Note why a replica is refused; log the reason if it is new."""

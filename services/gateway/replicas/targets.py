@@ -1,7 +1,8 @@
 """The pool of target replicas: what a replica must be to serve here, and what holds for all of them.
 
-A replica is accepted if it has the gateway's tokenizer and the vocabulary size of the replicas met before,
-and takes as many draft tokens as the gateway may send to those.
+A replica is accepted if it has the gateway's model and tokenizer and the vocabulary size of the replicas met
+before, and takes as many draft tokens as the gateway may send to those. Other weights of the same model are
+another build, so that a pool can be updated to them; a gateway can be told to accept certain weights only.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from collections.abc import Callable, Collection, Sequence
 
 import grpc
 
+from galley.common.logs import get_logger
 from galley.common.registry.leases import target_lease
-from galley.core.errors import GalleyError, TargetUnavailable, TokenizerMismatch, Unavailable
+from galley.core.errors import GalleyError, TargetUnavailable
 from galley.core.routing.choice import RoutingRequest, TargetCandidate, TargetLease, choose_target
 from galley.core.routing.lateness import ROWS_OF_A_SESSION, SLOW_FACTOR, VerdictTimes
 from galley.core.session.events import Clock
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.replicas.clients import TargetClient
 from services.gateway.replicas.membership import AddressSource, PoolReplica, ReplicaPool
+from services.gateway.replicas.requirements import TargetRequirements
 
 _FIRST_PAUSE_S = 0.1
+
+_log = get_logger(__name__)
 
 
 class TargetReplica(PoolReplica[TargetClient, TargetLease]):
@@ -81,23 +86,23 @@ class TargetPool(ReplicaPool[TargetReplica]):
     def __init__(
         self,
         source: AddressSource,
-        tokenizer_hash: str,
+        requirements: TargetRequirements,
         open_channel: Callable[[str], grpc.aio.Channel],
         clock: Clock,
-        max_draft_tokens: int,
         slow_factor: float = SLOW_FACTOR,
         hedge_quantile: float = 0.0,
     ) -> None:
-        """`max_draft_tokens` is the largest number of draft tokens that the gateway would send.
+        """Create a pool of the targets that meet `requirements`.
 
         A response that takes `slow_factor` times as long as predicted is late. One slower than the quantile
         `hedge_quantile` of the last ones may be requested from another replica too; 0 means never.
         """
-        super().__init__("target", source, tokenizer_hash, open_channel, clock)
+        super().__init__("target", source, open_channel, clock)
         self.info = pb.GetTargetInfoResponse()
         self.slow_factor = slow_factor
         self.hedge_quantile = hedge_quantile
-        self._max_draft_tokens = max_draft_tokens
+        self._requirements = requirements
+        self._weights: frozenset[str] = frozenset()
 
     async def start(self, timeout_s: float) -> None:
         """Wait for the first replica. Raise TargetUnavailable, or TokenizerMismatch if all are refused."""
@@ -125,30 +130,23 @@ class TargetPool(ReplicaPool[TargetReplica]):
 
     def _new_replica(self, address: str) -> TargetReplica:
         channel = self._open_channel(address)
-        return TargetReplica(address, TargetClient(channel, address, self._update), channel)
+        return TargetReplica(address, TargetClient(channel, address, self._fault_in, self._update), channel)
 
-    def _wrong_tokenizer(self, tokenizer_hash: str) -> TokenizerMismatch:
-        return TokenizerMismatch(self._tokenizer_hash, tokenizer_hash, "gateway")
-
-    def _fault_of(self, replica: TargetReplica) -> GalleyError | None:
-        """Return why a replica cannot serve the same requests as those that were met before."""
-        info = replica.client.info
-        if info.tokenizer_hash != self._tokenizer_hash:
-            return self._wrong_tokenizer(info.tokenizer_hash)
-        if self.info.vocab_size not in {0, info.vocab_size}:
-            return Unavailable(
-                f"vocab_size: must be {self.info.vocab_size} as at the other targets, got {info.vocab_size}"
-            )
-        needed = min(self._max_draft_tokens, self.info.max_draft_tokens)
-        if info.max_draft_tokens < needed:
-            return Unavailable(f"max_draft_tokens: must be >= {needed}, got {info.max_draft_tokens}")
-        return None
+    def _fault_in(self, info: pb.GetTargetInfoResponse | TargetLease) -> GalleyError | None:
+        return self._requirements.fault_in(info, self.info)
 
     def _update(self) -> None:
         """Set `info` to what holds for the replicas that are up; keep the last one while none is."""
         infos = [it.client.info for it in self._replicas.values() if it.is_accepted and it.is_up]
         if infos:
             self.info = _merged(infos)
+            self._note_weights(frozenset(info.weights_digest for info in infos))
+
+    def _note_weights(self, weights: frozenset[str]) -> None:
+        """Log that targets differ in weights: an update goes on, or a replica has the wrong ones."""
+        if weights != self._weights and len(weights) > 1:
+            _log.warning("targets differ in weights", weights_digests=sorted(weights))
+        self._weights = weights
 
 
 def _merged(infos: Sequence[pb.GetTargetInfoResponse]) -> pb.GetTargetInfoResponse:

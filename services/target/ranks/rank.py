@@ -23,6 +23,7 @@ from services.target.settings import TargetSettings
 from services.target.spans import record_rank
 
 if TYPE_CHECKING:
+    from galley.engine.fingerprint import Build
     from galley.engine.model import CausalModel
     from galley.engine.parallel.process_group import ProcessGroup
 
@@ -49,8 +50,8 @@ def settings_for_ranks(settings: TargetSettings) -> dict[str, Any]:
     return settings.model_dump(mode="json", exclude={"redis_url", "redis_url_file"})
 
 
-def load_rank(settings: TargetSettings, group: ProcessGroup, blocks: int) -> tuple[CausalModel, str]:
-    """Load this rank's shard; return it and the fingerprint of the build.
+def load_rank(settings: TargetSettings, group: ProcessGroup, blocks: int) -> tuple[CausalModel, Build]:
+    """Load this rank's shard; return it and its build.
 
     Raise UnsupportedModel, or RankLost if another rank does not get as far within `ranks_timeout_s`: hosts
     read files and compile kernels at their own pace.

@@ -217,7 +217,7 @@ class RankZero:
         self._group = group
         model, build = load_rank(settings, group, agree(group, 0, kv_blocks(settings, group)))
         self._model = ShardedModel(model, group, self._on_loss)
-        return PagedEngine(self._model, build, ranks=size)
+        return PagedEngine(self._model, *build, ranks=size)
 
     def release(self) -> None:
         """Stop the other ranks and leave the group; call after the last step."""

@@ -332,7 +332,7 @@ class SessionSlice(_message.Message):
     priority: _builtins.int
     """A session of higher priority goes first."""
     tenant_salt: _builtins.bytes
-    """Derived from the principal's name; empty for anonymous callers. Caches are never shared across salts."""
+    """An HMAC of the principal's name, whose key only gateways hold. Caches are never shared across salts."""
     traceparent: _builtins.str
     """W3C trace context of the request's span. Empty: none."""
     @_builtins.property
@@ -1775,6 +1775,7 @@ class GetTargetInfoResponse(_message.Message):
     KV_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     QUEUE_DEPTH_FIELD_NUMBER: _builtins.int
     ROW_COSTS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tokenizer_hash: _builtins.str
     context_window: _builtins.int
@@ -1793,6 +1794,8 @@ class GetTargetInfoResponse(_message.Message):
     kv_blocks_free: _builtins.int
     queue_depth: _builtins.int
     """Number of open requests."""
+    weights_digest: _builtins.str
+    """Hash of config.json and of all weights, in hex. Empty: unknown."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The model's own end tokens."""
@@ -1821,10 +1824,11 @@ class GetTargetInfoResponse(_message.Message):
         kv_blocks_free: _builtins.int = ...,
         queue_depth: _builtins.int = ...,
         row_costs: _abc.Iterable[Global___RowCost] | None = ...,
+        weights_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

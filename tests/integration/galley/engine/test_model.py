@@ -11,7 +11,7 @@ import transformers
 
 from galley.core.errors import Broken
 from galley.engine.cpu import packing
-from galley.engine.fingerprint import fingerprint
+from galley.engine.fingerprint import build_of
 from galley.engine.model import MAX_ROWS, CausalModel, Rows
 from tests.fakes.model_configs import CONFIGS, SMALL, VOCAB, load, tokens_of, whole
 from tests.fakes.truncated_model import truncate_model
@@ -136,19 +136,23 @@ def test_refused_rows_leave_the_cache_unchanged(make_model: Callable[[Any], Path
         cache.truncate(1)
 
 
-def test_a_fingerprint_names_weights_dtype_and_machine(
+def test_a_build_names_weights_dtype_and_machine(
     make_model: Callable[[Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GALLEY_CACHE_DIR", str(tmp_path / "cache"))
     directory = make_model(CONFIGS["llama"]())
-    name = fingerprint(load(directory))
-    assert len(name) == 16
-    assert fingerprint(load(directory)) == name
-    assert fingerprint(load(directory, torch.bfloat16)) != name
-    assert fingerprint(load(truncate_model(directory, [0, 2], tmp_path / "shallow"))) != name
+    name, weights = build_of(load(directory))
+    assert (len(name), len(weights)) == (16, 32)
+    assert build_of(load(directory)) == (name, weights)
+    other_dtype = build_of(load(directory, torch.bfloat16))
+    assert other_dtype.fingerprint != name
+    assert other_dtype.weights_digest == weights
+    shallow = build_of(load(truncate_model(directory, [0, 2], tmp_path / "shallow")))
+    assert shallow.fingerprint != name
+    assert shallow.weights_digest != weights
     model = load(directory)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-    assert fingerprint(model) != name
+    assert build_of(model).fingerprint != name
 
 
 @torch.inference_mode()

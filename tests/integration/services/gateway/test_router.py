@@ -19,10 +19,11 @@ from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.replicas.clients import OpenRequest
+from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetPool
 from tests.fakes.fleet import BLOCK, Fleet
-from tests.fakes.replicas import FakeTarget
+from tests.fakes.replicas import MODEL, FakeTarget
 from tests.fakes.spans import KeptSpans, attributes_of, error_of, traced_here
 from tests.fakes.truth import SEED, VOCAB, true_output
 from tests.fakes.waiting import PATIENCE_S
@@ -87,7 +88,8 @@ class Here:
 
 
 def pool_of(leases: Leases, world: World) -> TargetPool:
-    return TargetPool(leases, world.tokenizer_hash, grpc.aio.insecure_channel, MonotonicClock(), 16)
+    requirements = TargetRequirements(world.tokenizer_hash, [MODEL], 16)
+    return TargetPool(leases, requirements, grpc.aio.insecure_channel, MonotonicClock())
 
 
 @pytest.fixture
