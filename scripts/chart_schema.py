@@ -18,7 +18,17 @@ from galley.common.config.settings import ServiceSettings
 ROLES = ("gateway", "draft", "target")
 NOT_IN_A_CLUSTER = frozenset({"die_with_parent", "ready_fd", "oracle_answers", "oracle_spoil"})
 """Settings for tests and for programs that start the services themselves."""
-_WIRING = {"advertise", "draft", "host", "log_format", "port", "redis_url", "redis_url_file", "target"}
+_WIRING = {
+    "advertise",
+    "draft",
+    "host",
+    "log_format",
+    "pool",
+    "port",
+    "redis_url",
+    "redis_url_file",
+    "target",
+}
 _OWN_VALUES = {"drain_timeout_s", "health_port", "log_level", "metrics_port", "model", "startup_timeout_s"}
 _RANKS = {"host_index", "hosts", "ranks_address", "ranks_timeout_s", "tensor_parallel"}
 _TLS = {"tls_cert_file", "tls_client_ca_file", "tls_key_file"}

@@ -37,6 +37,9 @@ def top(
             "Default: the embedded store of that stack, or none with --metrics.",
         ),
     ] = None,
+    pool: Annotated[
+        str, typer.Option(help="Name of the pool in that store, as the services' --pool.")
+    ] = "default",
     stack: StackName = None,
     interval: Annotated[
         float, typer.Option(min=_MIN_S, max=_MAX_S, help="Time between refreshes, in seconds.")
@@ -57,8 +60,8 @@ def top(
         if not services:
             raise fail(f"the stack {running.name!r} serves no metrics; name services with --metrics")
     if store:
-        _check(store)
-    run_stack(_show(services, store, interval, Console(highlight=False), once=once))
+        _check(store, pool)
+    run_stack(_show(services, (store, pool), interval, Console(highlight=False), once=once))
 
 
 def named_by_address(addresses: str) -> tuple[Service, ...]:
@@ -72,18 +75,25 @@ def named_by_address(addresses: str) -> tuple[Service, ...]:
 
 
 async def _show(
-    services: tuple[Service, ...], store: str, interval_s: float, console: Console, *, once: bool
+    services: tuple[Service, ...],
+    store: tuple[str, str],
+    interval_s: float,
+    console: Console,
+    *,
+    once: bool,
 ) -> None:
+    """Show them until the end; `store` is its URL, maybe empty, and the name of the pool."""
     from galley.top import live  # noqa: PLC0415  # after the flags are checked
 
     async with AsyncExitStack() as held:
         read_registry = None
-        if store:
+        url, pool = store
+        if url:
             from galley.common.registry.leases import ReplicaRegistry  # noqa: PLC0415  # needs redis
             from galley.top.registry import read_leases  # noqa: PLC0415
             from galley.top.scrape import TIMEOUT_S  # noqa: PLC0415
 
-            registry = ReplicaRegistry(store, call_timeout_s=TIMEOUT_S)
+            registry = ReplicaRegistry(url, pool, call_timeout_s=TIMEOUT_S)
             held.push_async_callback(registry.close)
             read_registry = partial(read_leases, registry)
         scraper = live.Scraper(services, interval_s, read_registry)
@@ -96,15 +106,18 @@ async def _show(
             await live.lines(scraper, console)
 
 
-def _check(redis_url: str) -> None:
+def _check(redis_url: str, pool: str) -> None:
     try:
         from pydantic import SecretStr  # noqa: PLC0415  # an extra
 
         from galley.common.redis.connections import refuse_bad_files  # noqa: PLC0415
+        from galley.common.registry.leases import check_pool_name  # noqa: PLC0415
     except ImportError as error:
         raise fail("reading the session store needs more packages: pip install 'galley[gateway]'") from error
     with usage_of("--redis-url"):
         refuse_bad_files(SecretStr(redis_url))
+    with usage_of("--pool"):
+        check_pool_name(pool)
     from galley.common.logs import start_logging  # noqa: PLC0415
 
     # Log lines about an unreachable store would come between the frames.

@@ -257,7 +257,7 @@ def _source(settings: GatewaySettings, addresses: str, pool: LeasePool[Any]) -> 
         return StaticAddresses([])
     if configured := comma_separated(addresses):
         return StaticAddresses(configured)
-    return RegisteredAddresses(ReplicaRegistry(settings.redis_url.get_secret_value()), pool)
+    return RegisteredAddresses(ReplicaRegistry(settings.redis_url.get_secret_value(), settings.pool), pool)
 
 
 async def _meet_drafts(settings: GatewaySettings, drafts: DraftPool) -> None:

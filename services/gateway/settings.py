@@ -12,6 +12,8 @@ from pydantic import AfterValidator, Field, SecretStr, model_validator
 from galley.common.config.settings import ServerLimits, ServiceSettings, settings_config
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
+from galley.common.registry.leases import DEFAULT_POOL
+from galley.common.registry.registration import PoolSetting  # pydantic reads it
 from galley.core.hints import MAX_DRAFT_TOKENS
 from galley.core.store import FINISHED_TTL_S, SESSION_TTL_S
 
@@ -146,6 +148,11 @@ class GatewaySettings(TokenSettings):
         "(docs/operate/redis.md); with a password, by environment or by file.",
     )
     redis_url_file: str = Field("", description="File that holds the value of --redis-url.")
+    pool: PoolSetting = Field(
+        DEFAULT_POOL,
+        description="Name of the pool whose registered replicas are used. Deployments that share a Redis "
+        "need names of their own.",
+    )
     redis_wait_replicas: int = Field(
         0, ge=0, description="Redis replicas that must have a commit before its tokens are sent. 0: none."
     )

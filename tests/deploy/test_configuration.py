@@ -74,6 +74,14 @@ def test_chart_sets_what_it_does_not_offer() -> None:
         assert {f"{prefix}{name}".upper() for name in kept} <= ever, role
 
 
+@pytest.mark.parametrize("kind", ["statefulset", "rayservice"])
+@pytest.mark.parametrize("release", ["galley", "blue"])
+def test_the_roles_of_a_release_share_a_pool_of_its_own(kind: str, release: str) -> None:
+    rendered = pods(render({"target": {"kind": kind}}, release))
+    found = {role: env_of(rendered[role]["containers"][0])[f"GALLEY_{role.upper()}_POOL"] for role in ROLES}
+    assert found == dict.fromkeys(ROLES, f"galley.{release}")
+
+
 def settings_of_values(role: str, values: Manifest) -> ServiceSettings:
     return parse_env(role, as_filled_in(galley_pods(values)[role]))
 

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, LeasePool, draft_lease, target_lease
+from galley.common.registry.leases import (
+    DEFAULT_POOL,
+    DRAFT_POOL,
+    TARGET_POOL,
+    LeasePool,
+    draft_lease,
+    target_lease,
+)
 from galley.common.registry.registration import Registration, start_registration
 from galley.core.content import block_hashes
 from galley.core.routing.choice import DraftLease, ReplicaLease, TargetLease
@@ -26,6 +33,7 @@ LEASE_S = 1.5
 
 class Member(Generic[FakeT]):
     pool: LeasePool[Any]
+    pool_name = DEFAULT_POOL
 
     def __init__(self, fake: FakeT, redis_url: str) -> None:
         self.fake = fake
@@ -41,7 +49,9 @@ class Member(Generic[FakeT]):
 
     async def register(self) -> None:
         """Register; return when the registry has the lease."""
-        self.registration = start_registration(self._redis_url, self.pool, self.lease, lease_s=LEASE_S)
+        self.registration = start_registration(
+            self._redis_url, self.pool, self.lease, self.pool_name, lease_s=LEASE_S
+        )
         await self.publish()
 
     async def publish(self, **facts: object) -> None:

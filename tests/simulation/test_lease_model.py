@@ -9,7 +9,7 @@ from operator import attrgetter
 import pytest
 from redis import asyncio as redis_asyncio
 
-from galley.common.registry.leases import TARGET_POOL, Replaced, ReplicaRegistry, target_lease
+from galley.common.registry.leases import DEFAULT_POOL, TARGET_POOL, Replaced, ReplicaRegistry, target_lease
 from galley.core.routing.choice import TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.redis_servers import VALKEY, Server, running
@@ -92,5 +92,5 @@ async def _same(
             await registry.withdraw(TARGET_POOL, address, lease.incarnation)
         case _:
             model.end(address)
-            await client.delete(f"galley:replicas:{{{TARGET_POOL.name}}}:{address}")
+            await client.delete(f"galley:replicas:{{{DEFAULT_POOL}}}:{TARGET_POOL.name}:{address}")
     return False

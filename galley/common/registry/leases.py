@@ -1,11 +1,12 @@
 """The registry of replicas in Redis: addresses, states and leases, which end by the server's clock.
 
-Keys (those of one pool share a hash tag, so that a cluster keeps them together):
+Keys (those of one pool share a hash tag, so that a cluster keeps them together). <pool> is the name that
+separates deployments in one Redis, <role> is target or draft:
 
-    galley:replicas:{pool}                  set of the addresses that are or were registered
-    galley:replicas:{pool}:<address>        hash, one field for each value; expires with the lease
-    galley:replicas:{pool}:<address>:born   start time of the latest process there; expires a day after
-                                            its last update
+    galley:replicas:{<pool>}:<role>                  set of the addresses that are or were registered
+    galley:replicas:{<pool>}:<role>:<address>        hash, one field for each value; expires with the lease
+    galley:replicas:{<pool>}:<role>:<address>:born   start time of the latest process there; expires a day
+                                                     after its last update
 
 A process gets its start time from the server before it registers. So processes at one address have an order,
 a late update of a dead one is ignored, and a replaced process stays replaced.
@@ -16,6 +17,7 @@ The registry holds no secrets.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar, cast
@@ -38,8 +40,11 @@ class LeasePool(Generic[LeaseT]):
 
 TARGET_POOL = LeasePool("target", TargetLease)
 DRAFT_POOL = LeasePool("draft", DraftLease)
+DEFAULT_POOL = "default"
 DEFAULT_LEASE_S = 3.0
 MAX_CACHED_PREFIXES = 512
+
+_POOL_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 _LOG = get_logger(__name__)
 
@@ -104,16 +109,21 @@ class Replaced(ServerFault):
 
 
 class ReplicaRegistry:
-    """The registry at `url`; every call is one attempt, and raises StoreUnavailable if Redis is away."""
+    """The registry of the pool `pool_name` at `url`.
+
+    Every call is one attempt, and raises StoreUnavailable if Redis is away.
+    """
 
     def __init__(
         self,
         url: str,
+        pool_name: str = DEFAULT_POOL,
         *,
         lease_s: float = DEFAULT_LEASE_S,
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
     ) -> None:
         self._calls = RedisCalls(url, call_timeout_s=call_timeout_s, max_connections=2)
+        self._prefix = f"galley:replicas:{{{pool_name}}}:"
         self._lease_ms = max(1, math.ceil(lease_s * 1000))
         self._published: dict[tuple[str, str], dict[str, bytes]] = {}
         self._born: dict[tuple[str, str, str], int] = {}
@@ -133,7 +143,7 @@ class ReplicaRegistry:
         self, pool: LeasePool[LeaseT], lease: LeaseT, facts: Mapping[str, bytes | str]
     ) -> bool:
         flat = [part for pair in facts.items() for part in pair]
-        keys = (*_keys(pool, lease.address), _born_key(pool, lease.address))
+        keys = (self._set(pool), self._hash(pool, lease.address), self._born_key(pool, lease.address))
         how = (self._lease_ms, lease.incarnation, await self._born_at(pool, lease), _BORN_MS)
         known = await self._calls.run(_PUBLISH, keys, *how, *flat)
         if known == -1:
@@ -143,26 +153,43 @@ class ReplicaRegistry:
     async def _born_at(self, pool: LeasePool[LeaseT], lease: LeaseT) -> int:
         life = (pool.name, lease.address, lease.incarnation)
         if life not in self._born:
-            answer = await self._calls.run(_BEAR, (_born_key(pool, lease.address),))
+            answer = await self._calls.run(_BEAR, (self._born_key(pool, lease.address),))
             self._born[life] = cast("int", answer)
         return self._born[life]
 
     async def withdraw(self, pool: LeasePool[Any], address: str, incarnation: str) -> None:
         """End the lease now, if it belongs to this process."""
         self._published.pop((pool.name, address), None)
-        await self._calls.run(_WITHDRAW, _keys(pool, address), incarnation)
+        await self._calls.run(_WITHDRAW, (self._set(pool), self._hash(pool, address)), incarnation)
 
     async def read(self, pool: LeasePool[LeaseT]) -> list[LeaseT]:
         """Return the leases that have not expired, in the order of their addresses."""
-        members = cast("set[bytes]", await self._calls.command("SMEMBERS", _set(pool), key=_set(pool)))
+        index = self._set(pool)
+        members = cast("set[bytes]", await self._calls.command("SMEMBERS", index, key=index))
         if not members:
             return []
-        keys = [_hash(pool, member.decode()) for member in sorted(members)]
-        found = cast("list[list[bytes]]", await self._calls.run(_READ, (_set(pool), *keys)))
+        keys = [self._hash(pool, member.decode()) for member in sorted(members)]
+        found = cast("list[list[bytes]]", await self._calls.run(_READ, (index, *keys)))
         return [lease for flat in found if (lease := _lease(pool, flat)) is not None]
 
     async def close(self) -> None:
         await self._calls.close()
+
+    def _set(self, pool: LeasePool[Any]) -> str:
+        return self._prefix + pool.name
+
+    def _hash(self, pool: LeasePool[Any], address: str) -> str:
+        return f"{self._set(pool)}:{address}"
+
+    def _born_key(self, pool: LeasePool[Any], address: str) -> str:
+        return f"{self._hash(pool, address)}:born"
+
+
+def check_pool_name(name: str) -> str:
+    """Return `name`. Raise ValueError unless it can be part of a key, and of a pattern for a Redis user."""
+    if not _POOL_NAME.fullmatch(name):
+        raise ValueError(f"must be 1 to 128 letters, digits and . _ -, got {name!r}")
+    return name
 
 
 def target_lease(
@@ -184,22 +211,6 @@ def draft_lease(
 def _shared(names: Iterable[str], info: pb.GetTargetInfoResponse | pb.GetDraftInfoResponse) -> Any:
     values = {name: getattr(info, name) for name in names}
     return values | {name: tuple(values[name]) for name in _REPEATED if name in values}
-
-
-def _set(pool: LeasePool[Any]) -> str:
-    return f"galley:replicas:{{{pool.name}}}"
-
-
-def _hash(pool: LeasePool[Any], address: str) -> str:
-    return f"{_set(pool)}:{address}"
-
-
-def _born_key(pool: LeasePool[Any], address: str) -> str:
-    return f"{_hash(pool, address)}:born"
-
-
-def _keys(pool: LeasePool[Any], address: str) -> tuple[str, str]:
-    return _set(pool), _hash(pool, address)
 
 
 def _encode(lease: ReplicaLease) -> tuple[dict[str, str], dict[str, bytes]]:

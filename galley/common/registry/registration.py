@@ -9,14 +9,22 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Generic, Literal
+from typing import Annotated, Any, Generic, Literal, TypeAlias
 
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
 
 from galley.common.config.settings import ServiceSettings
 from galley.common.logs import get_logger
 from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
-from galley.common.registry.leases import DEFAULT_LEASE_S, LeasePool, LeaseT, Replaced, ReplicaRegistry
+from galley.common.registry.leases import (
+    DEFAULT_LEASE_S,
+    DEFAULT_POOL,
+    LeasePool,
+    LeaseT,
+    Replaced,
+    ReplicaRegistry,
+    check_pool_name,
+)
 from galley.common.server.server import Service
 from galley.core.errors import GalleyError
 
@@ -24,6 +32,10 @@ _SHARE_OF_LEASE = 1 / 3
 _CALL_TIMEOUT_S = 1.0
 
 _LOG = get_logger(__name__)
+
+
+PoolSetting: TypeAlias = Annotated[str, AfterValidator(check_pool_name)]
+"""The name that separates deployments that share a Redis."""
 
 
 class ReplicaSettings(ServiceSettings):
@@ -44,6 +56,10 @@ class ReplicaSettings(ServiceSettings):
         "Must come by environment or file if it has a password.",
     )
     redis_url_file: str = Field(default="", description="File that holds the value of --redis-url.")
+    pool: PoolSetting = Field(
+        default=DEFAULT_POOL,
+        description="Name of the pool to register in; only gateways of the same --pool use this replica.",
+    )
     advertise: str = Field(
         default="",
         description="Address of this replica for gateways, host:port. Empty uses the listening address.",
@@ -158,13 +174,14 @@ def registered(
     url = settings.redis_url.get_secret_value()
     if not url:
         return service
-    return Registered(service, start_registration(url, pool, lease), last_sessions)
+    return Registered(service, start_registration(url, pool, lease, settings.pool), last_sessions)
 
 
 def start_registration(
     redis_url: str,
     pool: LeasePool[LeaseT],
     lease: Callable[[], LeaseT],
+    pool_name: str = DEFAULT_POOL,
     *,
     lease_s: float = DEFAULT_LEASE_S,
 ) -> Registration[LeaseT]:
@@ -172,5 +189,5 @@ def start_registration(
 
     Call it in the replica's event loop, where `lease` is called about once a second and must be quick.
     """
-    registry = ReplicaRegistry(redis_url, lease_s=lease_s, call_timeout_s=_CALL_TIMEOUT_S)
+    registry = ReplicaRegistry(redis_url, pool_name, lease_s=lease_s, call_timeout_s=_CALL_TIMEOUT_S)
     return Registration(registry, pool, lease, lease_s * _SHARE_OF_LEASE)

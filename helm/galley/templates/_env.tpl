@@ -19,6 +19,9 @@
   value: {{ $role.drainTimeoutSeconds | quote }}
 - name: {{ $prefix }}REDIS_URL
   {{- include "galley.redisUrl" . | nindent 2 }}
+# Releases may share a store: each uses its own replicas only. A namespace's name has no dot.
+- name: {{ $prefix }}POOL
+  value: {{ .root.Release.Namespace }}.{{ .root.Release.Name }}
 {{- include "galley.tlsEnv" . }}
 {{- include "galley.otelEnv" . }}
 {{- range $key, $value := $role.settings }}

@@ -215,7 +215,7 @@ class Deployment:
 
     async def _registered(self) -> list[TargetLease]:
         """Wait until all replicas run and are registered. Raise Unavailable if they cannot start."""
-        registry = ReplicaRegistry(self._settings.redis_url.get_secret_value())
+        registry = ReplicaRegistry(self._settings.redis_url.get_secret_value(), self._settings.pool)
         try:
             while True:
                 # A lease may belong to a replica that has failed since, or to another deployment.

@@ -205,8 +205,8 @@ def _submit(head_ip: str, service: Manifest, token: str) -> int:
 
 def _leases() -> list[str]:
     client = redis.Redis(NODE_IP, STORE_PORT, decode_responses=True)
-    prefix = "galley:replicas:{target}:"
-    names = [str(key).removeprefix(prefix) for key in client.scan_iter(f"{prefix}*")]
+    keys = client.scan_iter("galley:replicas:{*}:target:*")
+    names = [str(key).partition(":target:")[2] for key in keys]
     return [name for name in names if not name.endswith(":born")]
 
 

@@ -20,6 +20,7 @@ from galley.common.registry.leases import (
     TARGET_POOL,
     Replaced,
     ReplicaRegistry,
+    check_pool_name,
     draft_lease,
     target_lease,
 )
@@ -171,7 +172,7 @@ async def test_an_expired_lease_is_removed(server: Server | Cluster, registry: R
     await short.publish(POOL, lease("gone:1"))
     await registry.publish(POOL, lease("here:1"))
     await until(registry, [("here:1", "life-1", False)])
-    assert await server.command("SMEMBERS", "galley:replicas:{target}") == {b"here:1"}
+    assert await server.command("SMEMBERS", "galley:replicas:{default}:target") == {b"here:1"}
     await short.close()
 
 
@@ -190,16 +191,46 @@ async def test_keys_of_a_pool_share_a_slot_and_expire(
     await registry.publish(POOL, lease())
     async with server.raw() as raw:
         keys = sorted([key async for key in raw.scan_iter()])
-    base = b"galley:replicas:{target}"
+    base = b"galley:replicas:{default}:target"
     assert keys == [base, base + b":host:1", base + b":host:1:born"]
     assert len({key_slot(key) for key in keys}) == 1
-    assert 0 < await server.command("PTTL", "galley:replicas:{target}:host:1") <= 3000
+    assert 0 < await server.command("PTTL", "galley:replicas:{default}:target:host:1") <= 3000
+
+
+async def test_pools_of_one_server_are_apart(server: Server | Cluster, registry: ReplicaRegistry) -> None:
+    other = ReplicaRegistry(server.url, "other", call_timeout_s=5)
+    await registry.publish(POOL, lease("here:1"))
+    await other.publish(POOL, lease("there:1"))
+    await other.publish(POOL, lease("here:1", "life-9"))
+    assert [it.incarnation for it in await registry.read(POOL)] == ["life-1"]
+    await other.withdraw(POOL, "here:1", "life-9")
+    assert [it.address for it in await other.read(POOL)] == ["there:1"]
+    assert [it.address for it in await registry.read(POOL)] == ["here:1"]
+    await other.close()
+
+
+@pytest.mark.parametrize("missing", ["weights_digest", "cached_prefixes"])
+async def test_leases_of_an_older_release_are_read(
+    server: Server | Cluster, registry: ReplicaRegistry, missing: str
+) -> None:
+    await registry.publish(POOL, lease())
+    key = "galley:replicas:{default}:target:host:1"
+    await server.command("HDEL", key, missing)
+    await server.command("HSET", key, "of_a_newer_release", "1")
+    [found] = await registry.read(POOL)
+    assert not getattr(found, missing)
+
+
+@pytest.mark.parametrize("name", ["", "a:b", "{a}", "a*", "x" * 129, "a\n"])
+def test_names_that_are_no_part_of_a_key_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="must be 1 to 128 letters"):
+        check_pool_name(name)
 
 
 async def test_unreadable_leases_are_skipped(server: Server | Cluster, registry: ReplicaRegistry) -> None:
     await registry.publish(POOL, lease("good:1"))
     await registry.publish(POOL, lease("odd:1"))
-    await server.command("HSET", "galley:replicas:{target}:odd:1", "ranks", "three")
+    await server.command("HSET", "galley:replicas:{default}:target:odd:1", "ranks", "three")
     assert [it.address for it in await registry.read(POOL)] == ["good:1"]
 
 
@@ -316,14 +347,14 @@ async def test_a_late_first_publication_does_not_replace_the_successor(
 ) -> None:
     dead = ReplicaRegistry(server.url)
     await dead.publish(POOL, lease(incarnation="life-1"))
-    await server.command("DEL", "galley:replicas:{target}:host:1:born")
+    await server.command("DEL", "galley:replicas:{default}:target:host:1:born")
     await registry.publish(POOL, lease(incarnation="life-2"))
     with pytest.raises(Replaced):
         await dead.publish(POOL, lease(incarnation="life-1"))
     await dead.close()
     await registry.publish(POOL, lease(incarnation="life-2"))
     assert await read(registry) == [("host:1", "life-2", False)]
-    assert await server.command("PTTL", "galley:replicas:{target}:host:1:born") > 23 * 3600 * 1000
+    assert await server.command("PTTL", "galley:replicas:{default}:target:host:1:born") > 23 * 3600 * 1000
 
 
 async def test_a_replaced_registration_logs_an_error_and_stops_renewing(own_server: Server) -> None:

@@ -140,6 +140,19 @@ async def test_a_gateway_refuses_replicas_of_another_tokenizer(world: World, rep
             await world.gateway(target=fleet.addresses if reported else "")
 
 
+async def test_deployments_that_share_a_redis_use_their_own_targets(world: World) -> None:
+    async with Fleet(world) as fleet:
+        for target, name in zip(fleet.members, ("blue", "green"), strict=True):
+            target.pool_name = name
+        await fleet.register()
+        for target in fleet.members:
+            gateway = await gateway_of(world, fleet, pool=target.pool_name)
+            for _ in range(2):
+                must_be_true(await receive(gateway.generate()))
+        first, second = (target.sessions for target in fleet.members)
+        assert (len(first), len(second)) == (2, 2)
+
+
 async def test_listed_addresses_need_no_registry(world: World) -> None:
     async with Fleet(world) as fleet:
         gateway = await world.gateway(target=fleet.addresses)

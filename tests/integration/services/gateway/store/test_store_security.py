@@ -95,6 +95,20 @@ async def register(url: str) -> None:
         await registry.close()
 
 
+async def test_a_user_of_one_pool_reaches_no_other(guarded: Server) -> None:
+    """The pattern of `galley-replica` may name the pool (docs/operate/redis.md)."""
+    rules = [rule.replace("replicas:*", "replicas:{blue}:*") for rule in documented_user(REPLICA)]
+    await guarded.command("ACL", "SETUSER", REPLICA, "reset", *rules)
+    own, other = (ReplicaRegistry(url_of(guarded, REPLICA), name) for name in ("blue", "green"))
+    await own.publish(DRAFT_POOL, LEASE)
+    assert await own.read(DRAFT_POOL) == [LEASE]
+    for call in (other.publish(DRAFT_POOL, LEASE), other.read(DRAFT_POOL)):
+        with pytest.raises(Broken, match=r"NOPERM|[Nn]o permission"):
+            await call
+    await own.close()
+    await other.close()
+
+
 async def a_lease_that_ended(server: Server) -> None:
     registry = ReplicaRegistry(f"{server.url}?db=1", lease_s=0.001)
     await registry.publish(DRAFT_POOL, replace(LEASE, address="gone:1"))
