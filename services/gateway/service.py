@@ -248,7 +248,9 @@ def _target_models(settings: GatewaySettings) -> Sequence[str]:
 def _id_secret(settings: GatewaySettings) -> bytes:
     given = settings.id_secret.get_secret_value().encode()
     if not given:
-        _log.warning("no id secret: idempotency keys are valid at this gateway only, until it restarts")
+        _log.warning(
+            "no id secret: idempotency keys and cached prefixes are this gateway's own, until it restarts"
+        )
     return given or secrets.token_bytes(32)
 
 

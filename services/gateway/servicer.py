@@ -38,6 +38,7 @@ from services.gateway.request.validate import (
     parse_resume,
     parse_session_id,
     session_id_for,
+    tenant_salt_for,
 )
 from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Pump, Streams
@@ -168,9 +169,8 @@ class GenerationServicer(rpc.GenerationServicer):
         spec, hashed = await asyncio.to_thread(self._parse, request)
         session_id = session_id_for(principal.name, request.idempotency_key, self.id_secret)
         _name_in_logs(session_id)
-        spec = replace(
-            spec, session_id=session_id, arrival_ns=time.time_ns(), tenant_salt=principal.tenant_salt
-        )
+        salt = tenant_salt_for(principal.name, self.id_secret)
+        spec = replace(spec, session_id=session_id, arrival_ns=time.time_ns(), tenant_salt=salt)
         return await self.streams.create(spec, principal.name, hashed, deadline_ns)
 
     def _parse(self, request: pb.GenerateRequest) -> tuple[SessionSpec, bytes]:

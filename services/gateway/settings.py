@@ -247,8 +247,8 @@ class GatewaySettings(TokenSettings):
     )
     id_secret: SecretStr = Field(
         SecretStr(""),
-        description="HMAC key that derives session ids from idempotency keys, the same at all gateways. "
-        "Set it by environment or file.",
+        description="HMAC key that derives session ids from idempotency keys and the salts of caches, the "
+        "same at all gateways. Set it by environment or file. Empty: a random one of this process.",
     )
     id_secret_file: str = Field("", description="File that holds the value of --id-secret.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from galley.common.registry.leases import (
     DEFAULT_POOL,
@@ -15,20 +15,22 @@ from galley.common.registry.leases import (
     target_lease,
 )
 from galley.common.registry.registration import Registration, start_registration
+from galley.core.admission.admission import ANONYMOUS_NAME
 from galley.core.content import block_hashes
 from galley.core.routing.choice import DraftLease, ReplicaLease, TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.request.validate import tenant_salt_for
 from tests.fakes.replicas import FakeDraft, FakeTarget
 from tests.fakes.truth import VOCAB
 from tests.fakes.waiting import Gate
-
-if TYPE_CHECKING:
-    from tests.fakes.world import World
+from tests.fakes.world import ID_SECRET, World
 
 FakeT = TypeVar("FakeT", bound="FakeTarget | FakeDraft")
 MemberT = TypeVar("MemberT", bound="Member[Any]")
 BLOCK = 4
 LEASE_S = 1.5
+SALT = tenant_salt_for(ANONYMOUS_NAME, ID_SECRET.encode())
+"""That of callers without a key."""
 
 
 class Member(Generic[FakeT]):
@@ -92,7 +94,7 @@ class FleetTarget(Member[FakeTarget]):
             kv_blocks_free=self.free,
             kv_blocks_total=100,
         )
-        return target_lease(self.fake.address, info, block_hashes(b"", self.cached, BLOCK))
+        return target_lease(self.fake.address, info, block_hashes(SALT, self.cached, BLOCK))
 
 
 class FreezingDraft(FakeDraft):

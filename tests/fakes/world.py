@@ -29,6 +29,7 @@ from tests.fakes.waiting import PATIENCE_S
 PROMPT = "Tell me more."
 PROMPT_TOKENS = list(PROMPT.encode())
 MAX_TOKENS = 40
+ID_SECRET = "the same at all gateways"
 SPEC = SessionSpec("s", tuple(PROMPT_TOKENS), SamplingParams(seed=SEED), max_position=200, vocab_size=VOCAB)
 
 any_credit = pytest.mark.parametrize("credit", [0, 32], ids=["round by round", "with credit"])
@@ -172,7 +173,7 @@ class World:
                 "drain_timeout_s": 5,
                 "buffer": 1000,
                 "credit": self._credit,
-                "id_secret": "the same at all gateways",
+                "id_secret": ID_SECRET,
                 **given,
             }
         )

@@ -14,15 +14,12 @@ Rules; a refused call costs nothing, and the error says when to retry:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from galley.core.errors import Overloaded
 
 ANONYMOUS_NAME = "anonymous"
 TOKEN_PREFIX = "jwt:"  # noqa: S105  # a prefix of names, no secret
 """Prefix of the names of principals that are known by a signed token, and of no others."""
-TENANT_SALT_BYTES = 16
-_TENANT_PERSON = b"galley.tenant.v1"
 _BURST_S = 60
 
 
@@ -55,14 +52,6 @@ class Principal:
         if self.name == ANONYMOUS_NAME:
             return "anonymous"
         return "token" if self.name.startswith(TOKEN_PREFIX) else "key"
-
-    @property
-    def tenant_salt(self) -> bytes:
-        """Return the salt of its caches, the same at all gateways and no secret; empty for ANONYMOUS."""
-        if self.name == ANONYMOUS_NAME:
-            return b""
-        named = self.name.encode()
-        return blake2b(named, digest_size=TENANT_SALT_BYTES, person=_TENANT_PERSON).digest()
 
 
 ANONYMOUS = Principal(ANONYMOUS_NAME)

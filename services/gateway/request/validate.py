@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 from typing import Protocol
 
-from galley.common.wire.codec import check_token_ids, sampling_from
+from galley.common.wire.codec import MAX_SALT_BYTES, check_token_ids, sampling_from
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import HASH_BYTES
 from galley.core.errors import InvalidField, Unimplemented, UnknownSession, check_length, check_range
@@ -321,3 +321,12 @@ def session_id_for(principal: str, key: str, secret: bytes) -> str:
         return secrets.token_hex(SESSION_ID_HEX // 2)
     message = principal.encode() + b"\0" + key.encode()
     return hmac.new(secret, message, sha256).hexdigest()[:SESSION_ID_HEX]
+
+
+def tenant_salt_for(principal: str, secret: bytes) -> bytes:
+    """Return the salt that separates a principal's caches, the same at all gateways of one `secret`.
+
+    Leases name cached blocks by hashes that start from it, so whoever reads leases cannot test guessed
+    prompts. It uses another hash function than session ids, which callers see.
+    """
+    return hmac.digest(secret, principal.encode(), blake2b)[:MAX_SALT_BYTES]

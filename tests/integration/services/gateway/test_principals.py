@@ -14,7 +14,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from galley.common.tls import files
-from galley.core.admission.admission import Principal
 from services.gateway.auth import authentication
 from tests.fakes.log_lines import logged
 from tests.fakes.redis_servers import Server
@@ -162,17 +161,17 @@ async def test_an_idempotency_key_belongs_to_its_caller(world: World, alice: Gat
 
 
 async def test_the_pools_receive_the_callers_salt(world: World, alice: Gateway, bob: Gateway) -> None:
-    plain = await world.gateway()
-    for caller, salt in (
-        (alice, Principal("alice").tenant_salt),
-        (bob, Principal("bob").tenant_salt),
-        (plain, b""),
-    ):
+    plain, second = await world.gateway(), await world.gateway()
+    other = await world.gateway(id_secret="another")
+    salts = []
+    for caller in (alice, bob, plain, other, second, alice):
         before = len(world.target.calls), len(world.draft.calls)
         must_be_true(await receive(caller.generate()))
-        for pool, seen in zip((world.target, world.draft), before, strict=True):
-            assert {call.slice.tenant_salt for call in pool.calls[seen:]} == {salt}
-    assert len({Principal(name).tenant_salt for name in ("alice", "bob", "anonymous")}) == 3
+        calls = [*world.target.calls[before[0] :], *world.draft.calls[before[1] :]]
+        [salt] = {call.slice.tenant_salt for call in calls}
+        salts.append(salt)
+    assert len({*salts[:4], b""}) == 5, "no guess is the salt of an unauthenticated caller either"
+    assert salts[4:] == [salts[2], salts[0]], "gateways of one secret share caches"
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="max_priority = 2")])

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 
-from galley.core.admission.admission import Principal
 from galley.core.content import prefix_hash
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -146,7 +145,7 @@ async def test_a_prefix_is_shared_within_a_principal_and_with_no_other(
     rows = []
     for number, name in enumerate(("alice", "alice", "bob", "anonymous", "alice")):
         engine.passes.clear()
-        part = slice_of(prompt, session_id=str(number), tenant_salt=Principal(name).tenant_salt)
+        part = slice_of(prompt, session_id=str(number), tenant_salt=name.encode())
         await verify(target, pb.VerifyItem(slice=part))
         rows.append(sum(plan.rows for plan in engine.passes))
     assert rows == [len(prompt), 6, len(prompt), len(prompt), 6]

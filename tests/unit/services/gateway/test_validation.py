@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galley.core.answer.answer import SessionSpec
+from galley.core.content import block_hashes
 from galley.core.errors import InvalidField, Unimplemented, UnknownSession
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -24,6 +25,8 @@ from services.gateway.request.validate import (
     parse_generate,
     parse_resume,
     parse_session_id,
+    session_id_for,
+    tenant_salt_for,
 )
 
 LIMITS = Limits(default_max_tokens=20, max_text_bytes=200, max_messages=3)
@@ -308,6 +311,16 @@ def test_invalid_session_id_is_unknown(bad: str) -> None:
 def test_an_empty_session_id_is_a_bad_field() -> None:
     with pytest.raises(InvalidField, match="session_id"):
         parse_resume(pb.ResumeRequest())
+
+
+def test_hashes_in_a_lease_tell_nothing_without_the_id_secret() -> None:
+    prompt = list(range(64))
+    leased = block_hashes(tenant_salt_for("alice", b"secret"), prompt, 16)
+    assert leased == block_hashes(tenant_salt_for("alice", b"secret"), prompt, 16)
+    guesses = [b"", b"alice", tenant_salt_for("alice", b"guess"), tenant_salt_for("bob", b"secret")]
+    guesses += [bytes.fromhex(session_id_for("alice", key, b"secret")) for key in ("", "alice", "key")]
+    for salt in guesses:
+        assert not set(leased) & set(block_hashes(salt, prompt, 16))
 
 
 def test_the_name_of_the_model() -> None:
