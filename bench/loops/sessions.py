@@ -126,7 +126,7 @@ def _part(arm: str, stack: Stack, run: Run, url: str) -> PartSpec:
 async def stored_sessions(url: str) -> list[StoredBytes]:
     """Return the memory and the tokens of each session that is still in the store."""
     async with redis_asyncio.Redis.from_url(url) as client:
-        keys = [key async for key in client.scan_iter("galley:{*}", count=1000)]
+        keys = [key async for key in client.scan_iter("galley:sessions:*}", count=1000)]
         return [await _stored(client, key) for key in keys]
 
 

@@ -138,4 +138,4 @@ def _rollup(pid: int) -> dict[str, int]:
 
 async def session_keys(redis: redis_asyncio.Redis) -> list[bytes]:
     """Return all keys of all sessions in the store: a few for each."""
-    return [key async for key in redis.scan_iter("galley:{*}*", count=1000)]
+    return [key async for key in redis.scan_iter("galley:sessions:*", count=1000)]

@@ -95,6 +95,7 @@ def open_redis(settings: GatewaySettings) -> SessionStore:
         settings.redis_url.get_secret_value(),
         settings.session_ttl_s,
         settings.finished_ttl_s,
+        pool_name=settings.pool,
         call_timeout_s=min(DEFAULT_CALL_TIMEOUT_S, settings.store_timeout_s),
         copies=Copies(copies, _COPY_TIMEOUT_S) if copies else None,
     )

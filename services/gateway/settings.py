@@ -150,7 +150,7 @@ class GatewaySettings(TokenSettings):
     redis_url_file: str = Field("", description="File that holds the value of --redis-url.")
     pool: PoolSetting = Field(
         DEFAULT_POOL,
-        description="Name of the pool whose registered replicas are used. Deployments that share a Redis "
+        description="Name of the pool whose replicas and sessions are used. Deployments that share a Redis "
         "need names of their own.",
     )
     redis_wait_replicas: int = Field(

@@ -203,7 +203,8 @@ async def stored_field(stack: Stack, streams: list[TokenStream], field: str) -> 
     """Return a field of each session in the store; `target_replica` is that of the KV directory."""
     calls = RedisCalls(f"unix://{stack.address('valkey')}", call_timeout_s=5, max_connections=1)
     try:
-        values = [await calls.command("HGET", f"galley:{{{one.session_id}}}", field) for one in streams]
+        keys = [f"galley:sessions:default:{{{one.session_id}}}" for one in streams]
+        values = [await calls.command("HGET", key, field) for key in keys]
     finally:
         await calls.close()
     return [value.decode() for value in values if isinstance(value, bytes)]

@@ -103,7 +103,7 @@ class Real:
                 await self._step(1000 * call.arguments[0])
             case "flip":
                 name, at = call.arguments
-                log = f"galley:{{{name}}}:log"
+                log = f"galley:sessions:default:{{{name}}}:log"
                 if await self.client.exists(log):
                     [byte] = await self.client.getrange(log, 4 * at, 4 * at)
                     await self.client.setrange(log, 4 * at, bytes([byte ^ 1]))
@@ -158,7 +158,7 @@ async def test_random_calls_and_expiry_match_the_scripts(server: Server) -> None
 
 async def _check_expiry(real: Real, model: Random) -> None:
     for name in _NAMES:
-        key = f"galley:{{{name}}}"
+        key = f"galley:sessions:default:{{{name}}}"
         lives_s = [await real.client.pttl(of) / 1000 for of in (key, f"{key}:log", f"{key}:meta")]
         due_s = model.store.lives_s(name)
         assert all(abs(life_s - due_s) < _SLACK_S for life_s in lives_s) or due_s < 0 > max(lives_s)

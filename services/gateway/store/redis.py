@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies, RedisCalls, Script, script_of
+from galley.common.registry.leases import DEFAULT_POOL
 from galley.core.content import prefix_hash_of_bytes, token_bytes, tokens_from_bytes
 from galley.core.errors import (
     Broken,
@@ -59,7 +60,11 @@ def _load(name: str) -> Script:
 
 
 class RedisStore(SessionStore):
-    """Sessions at `url` (`galley.common.redis.url`).
+    """Sessions of the pool `pool_name` at `url` (`galley.common.redis.url`).
+
+    The keys of a session are `galley:sessions:POOL:{ID}`, `...:log`, `...:meta` and `...:aborted`. They carry
+    the pool, so that no deployment resumes a session of another one that shares its Redis. Only the id is
+    their hash tag, so that a pool's sessions are spread over a cluster.
 
     `ttl_s` is how long a live session outlasts its last change or renewal, `finished_ttl_s` how long a
     finished one can be resumed. Every call is one attempt, bounded as in `RedisCalls`; `retry` repeats it.
@@ -73,6 +78,7 @@ class RedisStore(SessionStore):
         ttl_s: float = SESSION_TTL_S,
         finished_ttl_s: float = FINISHED_TTL_S,
         *,
+        pool_name: str = DEFAULT_POOL,
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         max_connections: int = DEFAULT_MAX_CONNECTIONS,
         copies: Copies | None = None,
@@ -83,6 +89,7 @@ class RedisStore(SessionStore):
             max_connections=max_connections,
             copies=copies,
         )
+        self._prefix = f"galley:sessions:{pool_name}:"
         self._ttl_ms = _milliseconds(ttl_s)
         self._finished_ttl_ms = _milliseconds(finished_ttl_s)
         self._read = _load("read")
@@ -98,13 +105,13 @@ class RedisStore(SessionStore):
         await self._calls.command("PING")
 
     async def now_ms(self, session_id: str) -> int:
-        reply = await self._calls.command("TIME", key=_keys(session_id)[0])
+        reply = await self._calls.command("TIME", key=self._keys(session_id)[0])
         seconds, microseconds = cast("tuple[bytes, bytes]", reply)
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     async def read(self, session_id: str, principal: str) -> StoredSession:
         # Not `_run`: nothing changes, so there are no replicas to wait for.
-        reply = await self._calls.run(self._read, _keys(session_id), principal)
+        reply = await self._calls.run(self._read, self._keys(session_id), principal)
         *session, lives_ms = _result(session_id, reply)
         return replace(_stored(session_id, *session), idle_ms=self._ttl_ms - lives_ms)
 
@@ -166,19 +173,18 @@ class RedisStore(SessionStore):
         self, script: Script, session_id: str, *args: bytes | str | int, epoch: int = 0
     ) -> list[Any]:
         """Return the script's reply after "ok", or raise its refusal; `epoch` is the owner's, 0 for none."""
-        keys = _keys(session_id)
+        keys = self._keys(session_id)
         if script in {self._abort, self._recreate}:  # the others can then follow a slot that is being moved
-            keys = (*keys, f"galley:aborted:{{{session_id}}}")
+            keys = (*keys, f"{keys[0]}:aborted")
         reply, copied = await self._calls.run_copied(script, keys, *args)
         result = _result(session_id, reply, epoch)
         if not copied:
             raise StoreUnavailable("the session store's replicas do not have the change yet")
         return result
 
-
-def _keys(session_id: str) -> tuple[str, str, str]:
-    key = f"galley:{{{session_id}}}"
-    return key, f"{key}:log", f"{key}:meta"
+    def _keys(self, session_id: str) -> tuple[str, ...]:
+        key = f"{self._prefix}{{{session_id}}}"
+        return key, f"{key}:log", f"{key}:meta"
 
 
 def _result(session_id: str, reply: object, epoch: int = 0) -> list[Any]:

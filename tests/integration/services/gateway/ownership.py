@@ -84,7 +84,7 @@ class Arena:
         return self.clients[index].generate(PROMPT, **options)  # type: ignore[arg-type]  # as a dict
 
     async def _output(self, session_id: str) -> list[int]:
-        log = await self.store.get(f"galley:{{{session_id}}}:log")
+        log = await self.store.get(f"galley:sessions:default:{{{session_id}}}:log")
         assert isinstance(log, bytes)
         return tokens_from_bytes(log)[len(PROMPT_TOKENS) :]
 

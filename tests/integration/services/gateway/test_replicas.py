@@ -153,6 +153,17 @@ async def test_deployments_that_share_a_redis_use_their_own_targets(world: World
         assert (len(first), len(second)) == (2, 2)
 
 
+async def test_deployments_that_share_a_redis_have_their_own_sessions(world: World) -> None:
+    here, other = await world.gateway(pool="here"), await world.gateway(pool="other")
+    key = f"key-{id(world)}"
+    stream, received = await world.held(here, 2, idempotency_key=key)
+    for call in (receive(other.client.resume(stream.session_id, 0)), other.client.abort(stream.session_id)):
+        assert (await refused(call)).code is grpc.StatusCode.NOT_FOUND
+    world.target.gate.open()
+    await receive(other.generate("Another body.", idempotency_key=key))
+    must_be_true(await received.listen(stream))
+
+
 async def test_listed_addresses_need_no_registry(world: World) -> None:
     async with Fleet(world) as fleet:
         gateway = await world.gateway(target=fleet.addresses)

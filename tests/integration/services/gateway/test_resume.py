@@ -135,7 +135,7 @@ async def test_a_changed_token_ends_as_data_loss(world: World) -> None:
     stream.cancel()
     await first.idle()
     world.target.gate.open()
-    log = f"galley:{{{stream.session_id}}}:log"
+    log = f"galley:sessions:default:{{{stream.session_id}}}:log"
     async with Redis.from_url(world.redis_url) as store:
         [byte] = await store.getrange(log, 4, 4)
         await store.setrange(log, 4, bytes([byte ^ 1]))

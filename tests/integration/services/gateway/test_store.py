@@ -125,7 +125,7 @@ async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[
 async def roll_back_unowned(store: Server, stream: TokenStream) -> None:
     """Roll the store back, for a session whose owner stopped long before."""
     store.roll_back()
-    assert await store.command("PEXPIRE", f"galley:{{{stream.session_id}}}", "600000") == 1
+    assert await store.command("PEXPIRE", f"galley:sessions:default:{{{stream.session_id}}}", "600000") == 1
 
 
 async def log_must_be_true(gateway: Gateway, stream: TokenStream) -> None:

@@ -85,7 +85,22 @@ async def raw(shared_server: Server | Cluster) -> AsyncIterator[redis_asyncio.Re
 
 
 def key_of(session_id: str) -> str:
-    return f"galley:{{{session_id}}}"
+    return f"galley:sessions:default:{{{session_id}}}"
+
+
+async def test_pools_of_one_server_have_sessions_of_their_own(
+    shared_server: Server | Cluster, store: RedisStore
+) -> None:
+    new = a_session()
+    owner = (await store.create(new)).ownership
+    async with store_at(shared_server, pool_name="other") as other:
+        with pytest.raises(UnknownSession):
+            await other.claim(new.session_id, ALICE)
+        with pytest.raises(UnknownSession):
+            await other.abort(new.session_id, ALICE, b"aborted")
+        there = await other.create(replace(new, body_hash=b"another"))
+    assert there.ownership.epoch == 1
+    assert await store.commit(owner, 3, [7], b".") == 4
 
 
 async def test_create_returns_what_was_stored(store: RedisStore) -> None:

@@ -34,6 +34,7 @@ from tests.integration.services.gateway.store.test_store import ALICE, PROMPT, a
 
 GATEWAY, REPLICA, SENTINEL = "galley-gateway", "galley-replica", "galley-sentinel"
 PASSWORD = "change-me"
+FORBIDDEN = r"NOPERM|[Nn]o permission"
 DOC = Path(__file__).parents[5] / "docs" / "operate" / "redis.md"
 LEASE = draft_lease("host:1", pb.GetDraftInfoResponse(incarnation="life", strategies=["ngram"]))
 
@@ -95,18 +96,36 @@ async def register(url: str) -> None:
         await registry.close()
 
 
-async def test_a_user_of_one_pool_reaches_no_other(guarded: Server) -> None:
-    """The pattern of `galley-replica` may name the pool (docs/operate/redis.md)."""
-    rules = [rule.replace("replicas:*", "replicas:{blue}:*") for rule in documented_user(REPLICA)]
-    await guarded.command("ACL", "SETUSER", REPLICA, "reset", *rules)
+async def make_user_of_a_pool(server: Server, name: str, patterns: Sequence[str]) -> None:
+    rules = [rule for rule in documented_user(name) if not rule.startswith("~")]
+    await server.command("ACL", "SETUSER", name, "reset", *rules, *patterns)
+
+
+async def test_a_replica_of_one_pool_reaches_no_other(guarded: Server) -> None:
+    """The patterns of a user may name the pool (docs/operate/redis.md)."""
+    await make_user_of_a_pool(guarded, REPLICA, ["~galley:replicas:{blue}:*"])
     own, other = (ReplicaRegistry(url_of(guarded, REPLICA), name) for name in ("blue", "green"))
     await own.publish(DRAFT_POOL, LEASE)
     assert await own.read(DRAFT_POOL) == [LEASE]
     for call in (other.publish(DRAFT_POOL, LEASE), other.read(DRAFT_POOL)):
-        with pytest.raises(Broken, match=r"NOPERM|[Nn]o permission"):
+        with pytest.raises(Broken, match=FORBIDDEN):
             await call
     await own.close()
     await other.close()
+
+
+async def test_a_gateway_of_one_pool_reaches_no_other(guarded: Server) -> None:
+    await make_user_of_a_pool(guarded, GATEWAY, ["~galley:replicas:{blue}:*", "~galley:sessions:blue:*"])
+    url, new = url_of(guarded, GATEWAY), a_session()
+    async with store_at(url, pool_name="blue") as own, store_at(url, pool_name="green") as other:
+        await own.create(new)
+        assert (await own.claim(new.session_id, ALICE)).tokens == PROMPT
+        for call in (other.create(new), other.claim(new.session_id, ALICE)):
+            with pytest.raises(Broken, match=FORBIDDEN):
+                await call
+    registry = ReplicaRegistry(url, "blue")
+    await registry.read(DRAFT_POOL)
+    await registry.close()
 
 
 async def a_lease_that_ended(server: Server) -> None:
@@ -147,7 +166,7 @@ async def test_a_replica_reads_no_session(guarded: Server) -> None:
     await make_user(guarded, REPLICA)
     owner = await _a_session_there(guarded)
     store = RedisStore(url_of(guarded, REPLICA))
-    with pytest.raises(Broken, match=r"NOPERM|[Nn]o permission"):
+    with pytest.raises(Broken, match=FORBIDDEN):
         await claim(store, owner, ALICE)
     await store.close()
 
