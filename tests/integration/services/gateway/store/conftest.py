@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from redis import asyncio as redis_asyncio
 
+from services.gateway.store.redis import RedisStore
 from tests.fakes.redis_clusters import KINDS, Cluster, backend
 from tests.fakes.redis_servers import BINARIES, Server, running
 
@@ -14,6 +16,20 @@ from tests.fakes.redis_servers import BINARIES, Server, running
 def shared_server(request: pytest.FixtureRequest) -> Iterator[Server | Cluster]:
     with backend(request.param) as server:
         yield server
+
+
+@pytest.fixture
+async def store(shared_server: Server | Cluster) -> AsyncIterator[RedisStore]:
+    store = RedisStore(shared_server.url)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def raw(shared_server: Server | Cluster) -> AsyncIterator[redis_asyncio.Redis]:
+    client = shared_server.raw()
+    yield client
+    await client.aclose()
 
 
 @pytest.fixture(params=BINARIES)

@@ -71,19 +71,6 @@ async def store_at(server: Server | Cluster | ReplicaSet | str, **options: Any) 
         await store.close()
 
 
-@pytest.fixture
-async def store(shared_server: Server | Cluster) -> AsyncIterator[RedisStore]:
-    async with store_at(shared_server) as store:
-        yield store
-
-
-@pytest.fixture
-async def raw(shared_server: Server | Cluster) -> AsyncIterator[redis_asyncio.Redis]:
-    client = shared_server.raw()
-    yield client
-    await client.aclose()
-
-
 def key_of(session_id: str) -> str:
     return f"galley:sessions:default:{{{session_id}}}"
 
@@ -92,15 +79,15 @@ async def test_pools_of_one_server_have_sessions_of_their_own(
     shared_server: Server | Cluster, store: RedisStore
 ) -> None:
     new = a_session()
-    owner = (await store.create(new)).ownership
+    owner = (await create(store, new)).ownership
     async with store_at(shared_server, pool_name="other") as other:
         with pytest.raises(UnknownSession):
-            await other.claim(new.session_id, ALICE)
+            await claim(other, new.session_id, ALICE)
         with pytest.raises(UnknownSession):
-            await other.abort(new.session_id, ALICE, b"aborted")
-        there = await other.create(replace(new, body_hash=b"another"))
+            await abort(other, new.session_id, ALICE, b"aborted")
+        there = await create(other, replace(new, body_hash=b"another"))
     assert there.ownership.epoch == 1
-    assert await store.commit(owner, 3, [7], b".") == 4
+    assert await commit(store, owner, 3, [7], b".") == 4
 
 
 async def test_create_returns_what_was_stored(store: RedisStore) -> None:
@@ -448,20 +435,20 @@ async def test_an_aborted_session_that_expired_early_is_not_recreated(
     store: RedisStore, raw: redis_asyncio.Redis
 ) -> None:
     """A step of the store's clock expires a session while its owner still takes it for lost."""
-    aborted = await store.create(a_session())
+    aborted = await create(store, a_session())
     owner, session_id = aborted.ownership, aborted.ownership.session_id
-    await store.abort(session_id, ALICE, b"aborted")
-    await store.abort(session_id, ALICE, b"aborted again")
+    await abort(store, session_id, ALICE, b"aborted")
+    await abort(store, session_id, ALICE, b"aborted again")
     await lose(raw, owner)
     for _ in range(2):
         with pytest.raises(SessionEnded):
-            await store.recreate(owner, aborted.to_new_session())
+            await recreate(store, owner, aborted.to_new_session())
     with pytest.raises(UnknownSession):
-        await store.claim(session_id, ALICE)
-    again = await store.create(a_session(session_id))  # its idempotency key is free again
+        await claim(store, session_id, ALICE)
+    again = await create(store, a_session(session_id))  # its idempotency key is free again
     await lose(raw, owner)
-    await store.recreate(again.ownership, again.to_new_session())
-    assert (await store.claim(session_id, ALICE)).state == "live"
+    await recreate(store, again.ownership, again.to_new_session())
+    assert (await claim(store, session_id, ALICE)).state == "live"
 
 
 async def test_recreate_keeps_an_existing_session(store: RedisStore, raw: redis_asyncio.Redis) -> None:
