@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 
 import pytest
 import uvloop
 
-from galley.common.redis.calls import Copies, RedisCalls, script_of
+from galley.common.redis.calls import Copies, RedisCalls, Script, script_of
 from galley.core.errors import Broken, StoreUnavailable
+from galley.stack.part import free_ports
 from tests.fakes.link import Link
+from tests.fakes.redis_clusters import TcpServer, follows, serving, until
 from tests.fakes.redis_servers import VALKEY, running
 from tests.fakes.relay import Relay
 
@@ -75,6 +80,43 @@ async def test_waiting_for_replicas_blocks_no_other() -> None:
         assert answers == [(1, False)] * CALLERS
         assert await connections_made(calls) - before == CALLERS - 1, "one connection each"
         await calls.close()
+
+
+async def test_one_replica_does_not_count_for_two() -> None:
+    with ExitStack() as held:
+        server, near, far = (held.enter_context(serving(_tcp_server)) for _ in range(3))
+        for replica in (near, far):
+            await replica.command("REPLICAOF", "127.0.0.1", str(server.port))
+            await until(partial(follows, replica))
+        script = script_of("return redis.call('INCR', KEYS[1])")
+        impatient, patient = (
+            RedisCalls(server.url, call_timeout_s=5.0, max_connections=1, copies=Copies(2, timeout_s))
+            for timeout_s in (0.05, 60.0)
+        )
+        await until(lambda: _is_copied(impatient, script))
+        far.pause()
+        assert await impatient.run_copied(script, ["key"]) == (2, False)
+        call = asyncio.create_task(patient.run_copied(script, ["key"]))
+
+        async def waits_or_is_over() -> bool:
+            return call.done() or (await server.command("INFO", "clients"))["blocked_clients"] == 1
+
+        await until(waits_or_is_over)
+        assert not call.done(), "it waits for the second replica"
+        far.go_on()
+        assert await call == (3, True)
+        for calls in (impatient, patient):
+            await calls.close()
+
+
+def _tcp_server(directory: Path) -> TcpServer:
+    return TcpServer(VALKEY, directory, free_ports(1)[0])
+
+
+async def _is_copied(calls: RedisCalls, script: Script) -> bool:
+    """Return True once both replicas have a change; the first seconds of a replication may take longer."""
+    await calls.command("DEL", "key")
+    return (await calls.run_copied(script, ["key"]))[1]
 
 
 async def test_an_error_is_the_callers_own(calls: RedisCalls) -> None:

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from galley.core.content import prefix_hash
 from galley.core.errors import Broken, DeadlinePassed, LogLost, TargetUnavailable, Unavailable
 from galley.core.session import events as ev
 from galley.core.session.machine import SessionLimits
@@ -246,6 +247,32 @@ def test_an_invalid_verdict_is_an_internal_error(credit: int) -> None:
         assert world.end is not None
         assert isinstance(world.end.error, Broken), wrong
         assert "commit" not in world.waiting
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_a_cache_that_missed_is_used_by_content_and_not_by_length(role: str, credit: int) -> None:
+    for have, held, start in (
+        (2, (1, 2), 2),
+        (2, (1, 9), 0),
+        (3, (1, 2), 0),
+        (4, (1, 2, 3, 4), 0),
+        (-1, (), 0),
+    ):
+        world = World(spec(), SessionLimits(credit=credit))
+        if role == "draft":
+            first = world.waiting.pop("draft")
+            assert isinstance(first, ev.Propose)
+        else:
+            while not world.to_target:
+                world.draft_answers()
+            opened = world.to_target.pop(0)
+            assert isinstance(opened, ev.Verify)
+            world.open_request, first = None, opened
+        world.send(ev.CacheMissed(first.request_id, have, prefix_hash(held)))
+        again = world.waiting["draft"] if role == "draft" else world.to_target[-1]
+        assert isinstance(again, ev.Propose | ev.Verify)
+        assert (again.slice.start, again.slice.tokens) == (start, (1, 2, 3)[start:])
+        assert again.slice.prefix_hash == prefix_hash((1, 2, 3)[:start])
 
 
 def test_an_illegal_event_raises(credit: int) -> None:

@@ -14,12 +14,14 @@ from galley.core.store import LogBehind, SessionEnded
 from tests.fakes.session_world import MS, World, spec
 from tests.fakes.truth import letters
 
+OUTPUT = (1, 2, 3)
 
-def resumed(stream_from: int, ending: Ending) -> list[ev.Effect]:
+
+def resumed(stream_from: int, ending: Ending | None, seen_hash: bytes = b"") -> list[ev.Effect]:
     answer = Answer(spec(), letters)
-    for token in (1, 2, 3):
+    for token in OUTPUT:
         answer.append(token, TokenRecord())
-    return Session(answer, stream_from=stream_from, finished=ending).start(0)
+    return Session(answer, stream_from=stream_from, seen_hash=seen_hash, finished=ending).start(0)
 
 
 def test_a_client_ahead_of_a_finished_answer_gets_data_loss() -> None:
@@ -31,6 +33,17 @@ def test_a_client_ahead_of_a_finished_answer_gets_data_loss() -> None:
 
 def test_a_client_with_the_whole_answer_gets_its_end() -> None:
     assert resumed(3, Ending(Reason.ABORTED)) == [ev.End(ending=Ending(Reason.ABORTED))]
+
+
+@pytest.mark.parametrize("ending", [None, Ending(Reason.STOP, 7)], ids=["live", "finished"])
+@pytest.mark.parametrize("stream_from", range(1, len(OUTPUT) + 1))
+def test_other_tokens_at_the_end_of_the_log_are_data_loss(stream_from: int, ending: Ending | None) -> None:
+    seen = [*OUTPUT[: stream_from - 1], 9]
+    [end] = resumed(stream_from, ending, prefix_hash(seen))
+    assert isinstance(end, ev.End)
+    assert isinstance(end.error, LogLost)
+    served = resumed(stream_from, ending, prefix_hash(OUTPUT[:stream_from]))
+    assert not any(isinstance(effect, ev.End) and effect.error for effect in served)
 
 
 def finishing() -> World:

@@ -18,6 +18,7 @@ from tests.fakes.owners import abort, claim, create, hashes_of
 from tests.fakes.session_ports import FaultyStore, ManualClock
 
 TTL_S, TRUSTED_S = 90.0, 60
+TIMEOUTS = Timeouts(renew_ns=TRUSTED_S * SECOND // 2)
 END = Ending(Reason.LENGTH)
 LOG = (1, 2, 3, 3, 4, 5)
 
@@ -31,9 +32,8 @@ class World:
             clock=lambda: self.clock.now / SECOND + self.store.step_s,
         )
 
-    async def own(self) -> SessionLog:
+    async def own(self, timeouts: Timeouts = TIMEOUTS) -> SessionLog:
         stored = await create(self.store, NewSession("s", "me", b"body", {"f": b"v"}, (1, 2, 3)))
-        timeouts = Timeouts(renew_ns=TRUSTED_S * SECOND // 2)
         return SessionLog(self.store, stored, self.clock, timeouts, self.clock.now_ns())
 
 
@@ -62,6 +62,19 @@ async def test_a_recently_held_session_is_recreated() -> None:
     assert result.ownership.epoch == log.owner.epoch + 1
 
 
+@pytest.mark.parametrize("timeouts", [Timeouts(), Timeouts(renew_ns=7 * SECOND)])
+async def test_a_lost_session_is_trusted_for_two_renewals_and_no_longer(timeouts: Timeouts) -> None:
+    """It could have expired, live or finished, after three."""
+    for late_ns, is_recreated in ((0, True), (1, False)):
+        world = World()
+        log = await world.own(timeouts)
+        world.store.forget()
+        world.clock.now += 2 * timeouts.renew_ns + late_ns
+        failed = await log.renew()
+        assert (failed is None) is is_recreated
+        assert failed is None or isinstance(failed.error, UnknownSession)
+
+
 async def test_an_idle_session_is_recreated_by_a_renewal() -> None:
     world = World()
     log = await world.own()
@@ -86,13 +99,13 @@ async def test_a_session_that_may_have_ended_is_not_recreated() -> None:
 async def test_a_session_aborted_before_a_step_of_the_stores_clock_is_not_recreated() -> None:
     world = World()
     log = await world.own()
-    await world.store.abort("s", "me", b"aborted")
+    await abort(world.store, "s", "me", b"aborted")
     world.store.step_s += TTL_S + 1
     failed = await log.commit(commit(3, 7), UNCHANGED)
     assert isinstance(failed, ev.StoreFailed)
     assert isinstance(failed.error, SessionEnded)
     with pytest.raises(UnknownSession):
-        await world.store.claim("s", "me")
+        await claim(world.store, "s", "me")
 
 
 async def test_a_live_session_is_recreated_after_a_step_of_the_stores_clock() -> None:

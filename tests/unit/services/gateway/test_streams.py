@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -12,20 +13,23 @@ import pytest
 from structlog.testing import capture_logs
 
 from galley.core.admission.admission import ANONYMOUS, ANONYMOUS_NAME
-from galley.core.answer.answer import Answer, Chunk, Ending, Reason, encode_spec
+from galley.core.answer.answer import Answer, Chunk, Ending, Reason, SessionSpec, encode_spec
+from galley.core.content import prefix_hash
 from galley.core.errors import Fenced, GalleyError, LogLost, Overloaded, Unavailable, UnknownSession
+from galley.core.records import TokenRecord, encode_records
 from galley.core.session import events as ev
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import NewSession, OwnerChanged, Ownership, StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
+from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.outbox import Outbox
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.session.streams import SPEC_FIELD, Pump, Streams
 from services.gateway.telemetry.observer import RequestObservers
-from tests.fakes.owners import create
-from tests.fakes.session_ports import SPEC, ManualClock, NoDraft, PortTarget
+from tests.fakes.owners import create, hashes_of
+from tests.fakes.session_ports import SPEC, TOKEN, ManualClock, NoDraft, PortTarget
 from tests.fakes.store import MemoryStore
 
 DONE = ev.End(ending=Ending(Reason.LENGTH))
@@ -189,20 +193,22 @@ class _Model:
 class Takeover:
     """A session that a rival owns, and a gateway that is called for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: SessionSpec = SPEC) -> None:
+        self.spec = spec
         self.clock = ManualClock()
         self.set_back_s = 0.0
         self.store = MemoryStore(clock=lambda: self.clock.now / SECOND - self.set_back_s)
-        ports = Ports(NoDraft(), PortTarget(), self.clock)
+        self.target = PortTarget()
+        ports = Ports(NoDraft(), self.target, self.clock)
         self.streams = Streams(self.store, self.clock, lambda *_: ports, str, SessionLimits(), Timeouts(), 1)
 
     async def rival(self) -> Ownership:
         """Create the session, or claim it."""
-        fields = {SPEC_FIELD: encode_spec(SPEC)}
+        fields = {SPEC_FIELD: encode_spec(self.spec)}
         return (await create(self.store, NewSession("s", "me", b"body", fields, SPEC.prompt))).ownership
 
-    async def resume(self, next_index: int = 0) -> Ownership:
-        return (await self.streams.claim("s", "me", next_index, b"", None)).log.owner
+    async def resume(self, next_index: int = 0, seen_hash: bytes = b"") -> Ownership:
+        return (await self.streams.claim("s", "me", next_index, seen_hash, None)).log.owner
 
 
 async def test_a_call_replaces_no_owner_that_claimed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +247,37 @@ async def test_an_index_beyond_the_log_waits_for_an_owner_that_writes() -> None:
     assert (await world.store.read("s", "me")).ownership == first
     world.clock.now += 3 * SECOND
     assert (await world.resume(1)).epoch == first.epoch + 1, "the owner has stopped"
+
+
+@pytest.mark.parametrize("next_index", [1, 2])
+async def test_other_tokens_up_to_the_end_of_the_log_are_refused_before_the_claim(next_index: int) -> None:
+    world = Takeover()
+    owner = await world.rival()
+    log, tokens = [*SPEC.prompt], (5, 6)
+    meta = encode_records([TokenRecord(), TokenRecord()])
+    await world.store.commit(owner, len(log), tokens, meta, hashes_of(log, tokens))
+    with pytest.raises(LogLost, match="not the one whose first tokens the client has seen"):
+        await world.resume(next_index, prefix_hash([*tokens[: next_index - 1], 7]))
+    assert (await world.store.read("s", "me")).ownership == owner
+    assert (await world.resume(next_index, prefix_hash(tokens[:next_index]))).epoch == owner.epoch + 1
+
+
+async def test_a_draining_gateway_hands_its_sessions_over_after_a_round() -> None:
+    world = Takeover(replace(SPEC, max_position=2000))
+    await world.rival()
+    runner = await world.streams.claim("s", "me", 0, b"", None)
+    runner.outbox.discard()
+    async with asyncio.timeout(20):
+        with world.streams.admit(ANONYMOUS, 0), world.streams.running(runner):
+            gateway = GatewayService(world.streams, AsyncExitStack(), drain_timeout_s=0.0)
+            draining = asyncio.create_task(gateway.drain())
+            end = await runner.run()
+        await draining
+    assert isinstance(end.error, Unavailable), "its client can resume elsewhere"
+    log = world.store.log("s")
+    assert log == [*SPEC.prompt, *[TOKEN] * world.target.answered], "what was confirmed is logged"
+    assert world.target.answered == len(world.target.verifications), "the round under way is finished"
+    assert len(log) < 2000
 
 
 NO_SESSION = "00" * 16

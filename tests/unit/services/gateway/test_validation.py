@@ -313,6 +313,12 @@ def test_an_empty_session_id_is_a_bad_field() -> None:
         parse_resume(pb.ResumeRequest())
 
 
+def test_principal_and_key_do_not_run_together_in_a_session_id() -> None:
+    ids = {session_id_for(*names, b"secret") for names in (("a", "bc"), ("ab", "c"), ("abc", "abc"))}
+    assert len(ids) == 3
+    assert session_id_for("a", "bc", b"secret") in ids, "a repeat gets the same id"
+
+
 def test_hashes_in_a_lease_tell_nothing_without_the_id_secret() -> None:
     prompt = list(range(64))
     leased = block_hashes(tenant_salt_for("alice", b"secret"), prompt, 16)
