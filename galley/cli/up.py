@@ -100,6 +100,12 @@ def up(  # noqa: PLR0913  # one parameter a flag
             help="URL of your Redis 7 or Valkey. Default: an embedded Valkey.",
         ),
     ] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of this stack's pool in --redis-url, for stacks that share it. Default: default."
+        ),
+    ] = None,
     gateways: Annotated[int, typer.Option(min=1, help="Number of gateways, over one store.")] = 1,
     replicas: Annotated[int, typer.Option(min=1, help="Number of target replicas.")] = 1,
     tensor_parallel: Annotated[
@@ -133,6 +139,8 @@ def up(  # noqa: PLR0913  # one parameter a flag
 
         with usage_of("--redis-url"):
             parse_redis_url(redis_url)
+    if pool is not None:
+        _check_pool(pool, redis_url)
     if data_dir is not None:
         with usage_of("--data-dir"):
             check_private(data_dir)
@@ -161,6 +169,15 @@ def stack_options(*, strategy: str | None, **options: Any) -> StackOptions:
         raise typer.BadParameter(problem, param_hint="--strategy")
     require("all")
     return chosen
+
+
+def _check_pool(pool: str, redis_url: str | None) -> None:
+    from galley.common.registry.leases import check_pool_name  # noqa: PLC0415  # an extra
+
+    with usage_of("--pool"):
+        if not redis_url:
+            raise ValueError("must come with --redis-url: an embedded store has only the default pool")
+        check_pool_name(pool)
 
 
 def _check_port(port: int) -> None:

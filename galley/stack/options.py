@@ -27,6 +27,8 @@ class StackOptions:
     dtype: str | None = None
     # None: an embedded Valkey.
     redis_url: str | None = None
+    # Of the stack in `redis_url`.
+    pool: str | None = None
     gateways: int = 1
     replicas: int = 1
     # Ranks a target replica; several run on a Ray of the stack's own.
@@ -94,6 +96,10 @@ def environment_of(options: StackOptions) -> dict[str, str]:
         env.setdefault("GALLEY_GATEWAY_ID_SECRET", secrets.token_hex(32))
     for role in ("GATEWAY", "TARGET", "DRAFT"):  # the stack itself decides which store is used
         env.pop(f"GALLEY_{role}_REDIS_URL_FILE", None)
+        if options.pool is not None:
+            env[f"GALLEY_{role}_POOL"] = options.pool
+        elif not options.redis_url:  # whose only pool is the default one, for `galley top` too
+            env.pop(f"GALLEY_{role}_POOL", None)
     if options.redis_url:
         env["GALLEY_GATEWAY_REDIS_URL"] = options.redis_url
         if has_registered_targets(options):

@@ -309,6 +309,8 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
         (["up", "--dtype=fp16"], "--dtype: must be one of float32, bfloat16, float16, got 'fp16'"),
         (["demo", "--strategy=foo"], "--strategy: must be one of"),
         (["up", "--redis-url=http://x"], "--redis-url: "),
+        (["up", "--redis-url=redis://x", "--pool=a/b"], "--pool: must be 1 to 128 letters"),
+        (["up", "--pool=blue"], "--pool: must come with --redis-url"),
         (
             ["bench", "--strategies=foo"],
             "--strategies: must be one of off, auto, ngram, model, hybrid, got 'foo'",

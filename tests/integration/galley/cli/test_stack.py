@@ -486,6 +486,24 @@ def test_files_of_secrets_in_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert "GALLEY_GATEWAY_ID_SECRET" not in names
 
 
+@pytest.mark.parametrize(
+    ("options", "pool"),
+    [
+        (StackOptions(redis_url="redis://store:6379/0", pool="blue"), "blue"),
+        (StackOptions(redis_url="redis://store:6379/0"), "of the shell"),
+        (StackOptions(), None),
+    ],
+)
+def test_all_services_of_a_stack_are_in_one_pool(
+    options: StackOptions, pool: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"GALLEY_{role}_POOL" for role in ("GATEWAY", "TARGET", "DRAFT")]
+    for name in names:
+        monkeypatch.setenv(name, "of the shell")
+    environment = environment_of(options)
+    assert [environment.get(name) for name in names] == [pool] * 3
+
+
 @pytest.mark.parametrize("name", ["gateways", "replicas", "tensor_parallel", "drafts"])
 def test_least_counts(name: str) -> None:
     options: dict[str, Any] = {name: 0}
