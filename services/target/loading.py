@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from galley.common.logs import get_logger
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
 
 _LOG = get_logger(__name__)
 _MIB = 2**20
+
+
+def memory_reported(settings: TargetSettings) -> AbstractContextManager[None]:
+    """Raise OutOfMemory, in one line with the remedy, if the model and its KV pool do not fit into memory."""
+    what = f"model: {settings.model} and a KV pool of {settings.kv_memory_mb} MiB"
+    return report_memory(what, "lower --kv-memory-mb, or serve a smaller model or --dtype bfloat16")
 
 
 def load_engine(settings: TargetSettings) -> PagedEngine:
@@ -48,8 +56,7 @@ def load_shard(settings: TargetSettings, blocks: int, ranks: Ranks = ALONE) -> t
     from galley.engine.fingerprint import build_of  # noqa: PLC0415
     from galley.engine.model import load_model  # noqa: PLC0415
 
-    what = f"model: {settings.model} and a KV pool of {settings.kv_memory_mb} MiB"
-    with report_memory(what, "lower --kv-memory-mb, or serve a smaller model or --dtype bfloat16"):
+    with memory_reported(settings):
         model = load_model(
             settings.model,
             dtype=settings.dtype,
@@ -59,29 +66,35 @@ def load_shard(settings: TargetSettings, blocks: int, ranks: Ranks = ALONE) -> t
             ranks=ranks,
             invariant=settings.invariant,
         )
-    return model, build_of(model)
+        return model, build_of(model)
 
 
 def refuse_model(settings: TargetSettings) -> None:
     """Raise UnsupportedModel, before anything starts, if the model cannot be sharded over these ranks."""
     from galley.engine.load.module import load_config  # noqa: PLC0415  # so that --help needs no torch
-    from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
     from galley.engine.parallel.sharding import refuse_ranks  # noqa: PLC0415
 
-    refuse_ranks(load_config(resolve_model(settings.model)), settings.tensor_parallel)
+    refuse_ranks(load_config(_directory(settings)), settings.tensor_parallel)
 
 
 def kv_blocks(settings: TargetSettings, ranks: Ranks = ALONE) -> int:
     """Return how many KV blocks fit into a rank's memory. Raise UnsupportedModel, ValueError if too few."""
     from galley.engine.kv_shape import kv_shape  # noqa: PLC0415  # imports torch
     from galley.engine.load.module import load_config, parse_dtype  # noqa: PLC0415
-    from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
     from galley.engine.model import PROBE_BLOCKS  # noqa: PLC0415
 
-    config = load_config(resolve_model(settings.model))
+    config = load_config(_directory(settings))
     block_bytes = kv_shape(config, parse_dtype(settings.dtype, settings.device), ranks).block_bytes
     blocks = settings.kv_memory_mb * _MIB // block_bytes
     if blocks < PROBE_BLOCKS:
         least = f"{-(-PROBE_BLOCKS * block_bytes // _MIB)} ({PROBE_BLOCKS} blocks of {block_bytes} bytes)"
         raise ValueError(f"kv_memory_mb: must be >= {least}, got {settings.kv_memory_mb}")
     return blocks
+
+
+def _directory(settings: TargetSettings) -> Path:
+    """Return the model's directory; download or convert it first if need be, which may take all memory."""
+    from galley.engine.load.resolve import resolve_model  # noqa: PLC0415
+
+    with memory_reported(settings):
+        return resolve_model(settings.model)

@@ -33,6 +33,7 @@ from galley.core.scheduler.scheduler import MAX_ROWS, Scheduler
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine import EngineInfo, TargetEngine, measure
+from services.target.loading import memory_reported
 from services.target.loop import StepLoop, StepMeter, Ticket
 from services.target.settings import TargetSettings
 from services.target.spans import VerifySpan
@@ -287,7 +288,8 @@ async def add_target(
     server: grpc.aio.Server, parts: Parts, engine: TargetEngine, settings: TargetSettings
 ) -> TargetService:
     parts.readiness.stage("measuring steps")
-    times = await in_passing_thread(measure, engine)
+    with memory_reported(settings):  # its steps are the largest
+        times = await in_passing_thread(measure, engine)
     # The names are those of the file that `galley plan --capacity` reads.
     _LOG.info(
         "model loaded",

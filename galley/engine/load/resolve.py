@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from galley.common.models.files import DEFAULT_MODEL, hub_model
+from galley.common.server.process import report_memory
 from galley.core.errors import GalleyError, UnsupportedModel
 from galley.engine.load.support import (
     MODEL_FILES,
@@ -143,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"default: {DEFAULT_MODEL}")
     arguments = parser.parse_args(argv)
     try:
-        directory = resolve_model(arguments.model)
+        with report_memory(f"model: {arguments.model}", "serve a smaller model"):
+            directory = resolve_model(arguments.model)
     except GalleyError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201  # a command
         return 1

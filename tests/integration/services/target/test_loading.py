@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import grpc
 import pytest
 
+from galley.common.server.server import Parts
 from galley.core.errors import OutOfMemory
 from galley.engine.kv_shape import kv_shape
 from galley.engine.load.module import load_config, parse_dtype
@@ -18,7 +20,9 @@ from galley.engine.model import CausalModel
 from services.target.loading import kv_blocks, load_engine
 from services.target.paged import PagedEngine
 from services.target.ranks.rank import device_environment
+from services.target.servicer import add_target
 from services.target.settings import TargetSettings
+from tests.fakes.engine import KnownEngine
 from tests.fakes.tiny_model import CONTEXT
 
 
@@ -54,6 +58,24 @@ def test_weights_that_do_not_fit_into_memory_are_refused_in_one_line(
     with pytest.raises(OutOfMemory) as refused:
         load_engine(settings(tiny))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "where", ["galley.engine.load.resolve.resolve_model", "galley.engine.fingerprint.build_of"]
+)
+def test_each_part_of_loading_may_meet_the_end_of_memory(
+    tiny: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, Mock(side_effect=MemoryError))
+    with pytest.raises(OutOfMemory, match="--kv-memory-mb"):
+        load_engine(settings(tiny))
+
+
+async def test_steps_that_do_not_fit_into_memory_are_refused_at_the_start(tiny: Path) -> None:
+    engine = Mock(info=KnownEngine().info)
+    engine.run.side_effect = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with pytest.raises(OutOfMemory, match="--kv-memory-mb"):
+        await add_target(grpc.aio.server(), Parts(), engine, settings(tiny))
 
 
 def test_other_errors_of_loading_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
