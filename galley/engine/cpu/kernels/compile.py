@@ -86,7 +86,8 @@ def _private_dir() -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         _discard_shared(directory)
-        directory.mkdir(mode=_PRIVATE, exist_ok=True)
+        with suppress(FileExistsError):  # also a file or a link, which is refused below
+            directory.mkdir(mode=_PRIVATE)
         above, own = parent.stat(), directory.lstat()
     except OSError:
         return directory
