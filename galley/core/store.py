@@ -195,7 +195,8 @@ class SessionStore(Protocol):
     async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
         """Own a session that `former` owned when it was read, and fence off `former`.
 
-        Raise OwnerChanged, UnknownSession or LogLost; then nothing has changed.
+        Raise OwnerChanged, UnknownSession or LogLost; then nothing has changed, unless the log was damaged
+        since it was read.
         """
 
     async def commit(

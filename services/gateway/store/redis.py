@@ -46,6 +46,7 @@ DEFAULT_MAX_CONNECTIONS = 32
 # large; with one longer value, each field is an allocation of its own.
 _COMPACT_BYTES = 64
 _PIECE = "#"
+_STATES: Mapping[bytes, State] = {b"live": "live", b"finished": "finished"}
 _SCRIPTS = Path(__file__).parent / "scripts"
 _POOLS = ("draft", "target")
 _OWN_FIELDS = frozenset(
@@ -266,7 +267,7 @@ def _decoded(session_id: str, values: Mapping[str, bytes], log: bytes, meta: byt
         prompt_len=int(values["prompt_len"]),
         tokens=tokens_from_bytes(log),
         meta=meta,
-        state=cast("State", values["state"].decode()),
+        state=_STATES[values["state"]],
         finish=values["finish"],
         created_ms=int(values["created_ms"]),
         claimed_ms=int(values["claimed_ms"]),

@@ -329,6 +329,7 @@ async def test_a_torn_log_is_lost(store: RedisStore, raw: redis_asyncio.Redis) -
 async def test_a_changed_request_is_lost(store: RedisStore, raw: redis_asyncio.Redis) -> None:
     new = a_session()
     changes = {"request": b"\x01\xff\r\n", "model": b"n", "body_hash": OTHER_BODY, "prompt_len": b"2"}
+    changes["state"] = b"finishee"
     for field, changed in changes.items():
         await create(store, replace(new, session_id=(session_id := secrets.token_hex(16))))
         await raw.hset(key_of(session_id), field, changed)
