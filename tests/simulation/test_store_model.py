@@ -105,8 +105,8 @@ class Real:
                 name, at = call.arguments
                 log = f"galley:sessions:default:{{{name}}}:log"
                 if await self.client.exists(log):
-                    [byte] = await self.client.getrange(log, 4 * at, 4 * at)
-                    await self.client.setrange(log, 4 * at, bytes([byte ^ 1]))
+                    bit = 32 * at + 7
+                    await self.client.setbit(log, bit, 1 - await self.client.getbit(log, bit))
             case name:
                 arguments = await self._timed(call) if name in _TIMED else call.arguments
                 return (await _outcome(getattr(self._store, name)(*arguments)))[0]

@@ -124,11 +124,11 @@ async def test_a_session_is_followed_when_its_slot_moves(cluster: Cluster) -> No
         commits = [commit(store, owner, 5, [3], b".") for _ in range(20)]
         assert set(await asyncio.gather(*commits)) == {6}, "ASK, each time"
         with pytest.raises(StoreUnavailable):
-            await store.abort(session_id, ALICE, b"aborted")  # it needs a key that is nowhere yet: TRYAGAIN
+            await abort(store, session_id, ALICE, b"aborted")  # it needs a key that is nowhere yet: TRYAGAIN
         await moving.end()
         assert await commit(store, owner, 6, [4], b".") == 7, "MOVED"
         await must_hold(store, owner, [1, 2, 3, 4])
-        await store.abort(session_id, ALICE, b"aborted")
+        await abort(store, session_id, ALICE, b"aborted")
 
 
 async def test_a_lost_node_is_unavailable_until_failover(cluster: Cluster) -> None:

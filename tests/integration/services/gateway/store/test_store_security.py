@@ -118,9 +118,9 @@ async def test_a_gateway_of_one_pool_reaches_no_other(guarded: Server) -> None:
     await make_user_of_a_pool(guarded, GATEWAY, ["~galley:replicas:{blue}:*", "~galley:sessions:blue:*"])
     url, new = url_of(guarded, GATEWAY), a_session()
     async with store_at(url, pool_name="blue") as own, store_at(url, pool_name="green") as other:
-        await own.create(new)
-        assert (await own.claim(new.session_id, ALICE)).tokens == PROMPT
-        for call in (other.create(new), other.claim(new.session_id, ALICE)):
+        await create(own, new)
+        assert (await claim(own, new.session_id, ALICE)).tokens == PROMPT
+        for call in (create(other, new), claim(other, new.session_id, ALICE)):
             with pytest.raises(Broken, match=FORBIDDEN):
                 await call
     registry = ReplicaRegistry(url, "blue")
