@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+
+from galley.core.answer.stops import StopMatcher
 
 _CONTEXT_TOKENS = 5
 """Tokens of the prompt that are decoded along, for decoders that treat the start of a text specially."""
@@ -36,7 +37,7 @@ class TextStream:
         self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str] = ()
     ) -> None:
         self._decode = decode
-        self._stops = tuple(stops)
+        self._stops = StopMatcher(stops)
         self._held = ""
         # A sliding window, so that a token costs the same anywhere; its first `_settled` tokens are decoded.
         self._window = list(prompt[-_CONTEXT_TOKENS:])
@@ -44,33 +45,28 @@ class TextStream:
 
     def push(self, token: int, *, may_stop: bool = True) -> Piece:
         """Add one token. With `may_stop` False, its text is not searched for stop strings."""
-        self._held += self._text_of(token)
-        if not (may_stop and self._stops):
-            return Piece(self._release(len(self._held)))
-        found = self._find_stop()
-        if found is not None:
-            at, stop = found
-            text = self._release(at)
-            self._held = ""
-            return Piece(text, stop)
-        return Piece(self._release(len(self._held) - self._possible_stop()))
+        text, held = self._text_of(token), len(self._held)
+        self._held += text
+        if not may_stop:
+            return Piece(self._release())
+        found = self._stops.search(text)
+        if found is None:
+            return Piece(self._release(self._stops.pending))
+        at, stop = found
+        return Piece(self._release()[: held + at], stop)
 
     def flush(self) -> str:
         """Return the text that was held back, when no token follows."""
         text = self._new_text(len(self._window))
         self._settled = len(self._window)
-        return self._release(len(self._held)) + text
+        return self._release() + text
 
-    def _find_stop(self) -> tuple[int, str] | None:
-        """Return (position, stop string) of the first stop string in the text, the first listed of a tie."""
-        hits = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        return min(hits, key=itemgetter(0), default=None)
-
-    def _possible_stop(self) -> int:
-        return max((_overlap(self._held, stop) for stop in self._stops), default=0)
-
-    def _release(self, length: int) -> str:
-        text, self._held = self._held[:length], self._held[length:]
+    def _release(self, keep: int = 0) -> str:
+        """Return the text that was held back but for the last `keep` characters, which may begin a stop."""
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        if not keep:
+            self._stops.reset()
         return text
 
     def _text_of(self, token: int) -> str:
@@ -109,10 +105,3 @@ def _common(one: str, other: str) -> int:
     """Return how many characters both texts begin with."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _overlap(text: str, stop: str) -> int:
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
