@@ -39,6 +39,6 @@ def four_heads(default_model_dir: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.model
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)  # above the waits of its parts, whose errors say what is missing
 async def test_streams_survive_a_lost_rank_and_a_removed_replica(four_heads: Path, tmp_path: Path) -> None:
     await Trial(four_heads, streams=8, max_tokens=128, ranks=2).run(tmp_path)
