@@ -129,22 +129,22 @@ class GenerationServicer(rpc.GenerationServicer):
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ResumeResponse]:
-        with self.observers.stream(request, context, self.model.name, self.address) as observer:
-            principal = caller()
-            # Only the store knows how much of the answer is left: its tokens are counted as they come.
-            with self.streams.admit(principal, 0) as slot:
-                parsed = parse_resume(request)
-                _name_in_logs(parsed.session_id)
-                runner = await self.streams.claim(
-                    parsed.session_id,
-                    principal.name,
-                    parsed.next_index,
-                    parsed.seen_hash,
-                    self._deadline_ns(context),
-                )
-                async with aclosing(self._stream(runner, slot, context, observer)) as events:
-                    async for event in events:
-                        yield pb.ResumeResponse(event=event)
+        with (
+            self.observers.stream(request, context, self.model.name, self.address) as observer,
+            self.streams.admit(caller(), 0) as slot,  # `claim` reserves what the answer still needs
+        ):
+            parsed = parse_resume(request)
+            _name_in_logs(parsed.session_id)
+            runner = await self.streams.claim(
+                slot,
+                parsed.session_id,
+                parsed.next_index,
+                parsed.seen_hash,
+                self._deadline_ns(context),
+            )
+            async with aclosing(self._stream(runner, slot, context, observer)) as events:
+                async for event in events:
+                    yield pb.ResumeResponse(event=event)
 
     async def Abort(
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -4,7 +4,8 @@ Rules; a refused call costs nothing, and the error says when to retry:
 
 1. A principal has at most `max_sessions` streams open, and uses at most `tokens_per_s` tokens over time. A
    call that gets a slot takes all the output that it requests from the principal's token bucket, and returns
-   at its end what was not used. Prompts count when their session is created.
+   at its end what was not used. A resume takes what is left of its answer once it has read the session, and
+   no call is admitted while the bucket is in debt. Prompts count when their session is created.
 2. While slots are free and nobody else waits, a principal may have all of them. A principal that was refused
    a slot *waits* until some time after its retry is due. While others wait, a principal gets no slot beyond
    its share: the slots divided by the principals that hold or wait for one, rounded up. So slots pass on as
@@ -189,16 +190,24 @@ class Admission:
         account = self._account(principal, now)
         self._check_own(principal, account, now)
         self._check_slots(principal, account, now)
-        # A call that requests no tokens, such as a resume, does not wait for debt to be paid.
-        wait_ns = account.bucket.try_take(tokens, now) if account.bucket and tokens else 0
-        if wait_ns:
-            rate = f"{principal.limits.tokens_per_s:g} tokens per second"
-            what = f"{principal.name} has no token budget left for {tokens} tokens ({rate})"
-            raise Overloaded(what, wait_ns / _SECOND, OWN_TOKENS)
+        self._take(principal, account, tokens, now)
         account.waits_until_ns = 0
         account.held += 1
         self.held += 1
         return AdmissionSlot(principal, now, tokens)
+
+    def reserve(self, slot: AdmissionSlot, tokens: int, now: int) -> None:
+        """Reserve further output tokens for a call that has a slot. Raise Overloaded."""
+        self._take(slot.principal, self._accounts[slot.principal.name], tokens, now)
+        slot.reserved += tokens
+
+    @staticmethod
+    def _take(principal: Principal, account: _Account, tokens: int, now: int) -> None:
+        wait_ns = account.bucket.try_take(tokens, now) if account.bucket else 0
+        if wait_ns:
+            rate = f"{principal.limits.tokens_per_s:g} tokens per second"
+            what = f"{principal.name} has no token budget left for {tokens} tokens ({rate})"
+            raise Overloaded(what, wait_ns / _SECOND, OWN_TOKENS)
 
     def charge(self, slot: AdmissionSlot, prompt_tokens: int, now: int) -> None:
         _spend(self._accounts[slot.principal.name], prompt_tokens, now)

@@ -90,17 +90,18 @@ class Streams:
         if self._draining:
             request_observer().rejected(DRAINING)
             raise Unavailable("this gateway is shutting down; send the request to another")
-        try:
+        with _counted_refusals():
             slot = self._admission.enter(principal, tokens, self._clock.now_ns())
-        except Overloaded as error:
-            request_observer().rejected(error.reason)
-            raise
         self._idle.clear()
         try:
             yield slot
         finally:
             if not slot.is_kept:
                 self._release(slot)
+
+    def _reserve(self, slot: AdmissionSlot, tokens: int) -> None:
+        with _counted_refusals():
+            self._admission.reserve(slot, tokens, self._clock.now_ns())
 
     @property
     def held(self) -> int:
@@ -153,19 +154,20 @@ class Streams:
         return self._runner(session, stored, called_ns, deadline_ns)
 
     async def claim(
-        self, session_id: str, principal: str, next_index: int, seen_hash: bytes, deadline_ns: int | None
+        self, slot: AdmissionSlot, session_id: str, next_index: int, seen_hash: bytes, deadline_ns: int | None
     ) -> SessionRunner:
         """Take over a session for a client that has output tokens [0, next_index); return its runner.
 
-        Raise UnknownSession, StoreUnavailable, OwnerChanged, InvalidField, or LogLost if the stored session
-        cannot be read or is not the client's. Arguments are checked before the session is claimed, so that a
-        refused call leaves its owner alone.
+        Raise UnknownSession, StoreUnavailable, OwnerChanged, InvalidField, LogLost if the stored session
+        cannot be read or is not the client's, or Overloaded if the token budget does not cover the rest of
+        the answer. All is checked before the session is claimed, so a refused call leaves its owner alone.
         """
+        principal = slot.principal.name
         nonce = secrets.token_bytes(NONCE_BYTES)
         called_ns = self._clock.now_ns()
         until_ns = self._timeouts.store_deadline_ns(called_ns, deadline_ns)
         read = await retry("read", lambda: self._store.read(session_id, principal), until_ns, self._clock)
-        check_resume(read, next_index, seen_hash)
+        self._reserve(slot, check_resume(read, next_index, seen_hash))
         stored = await self._take_over(read, nonce, called_ns, until_ns)
         session = self._session(stored, self._answer(stored), next_index, seen_hash)
         request_observer().opened(session, stored, called_ns, next_index)
@@ -301,8 +303,19 @@ class Streams:
         return await retry(operation, attempt, until_ns, self._clock)
 
 
-def check_resume(stored: StoredSession, next_index: int, seen_hash: bytes) -> None:
-    """Raise InvalidField, LogLost or Unavailable unless a client can have `next_index` tokens of this hash.
+@contextmanager
+def _counted_refusals() -> Iterator[None]:
+    try:
+        yield
+    except Overloaded as error:
+        request_observer().rejected(error.reason)
+        raise
+
+
+def check_resume(stored: StoredSession, next_index: int, seen_hash: bytes) -> int:
+    """Return how many tokens of the answer are left at most.
+
+    Raise InvalidField, LogLost or Unavailable unless a client can have `next_index` tokens of this hash.
 
     A live session may hold fewer: a store that has lost its latest writes gets them again, from the owner,
     or if that writes nothing any more, from a new one.
@@ -322,6 +335,7 @@ def check_resume(stored: StoredSession, next_index: int, seen_hash: bytes) -> No
             )
     elif seen_hash and prefix_hash(output[:next_index]) != seen_hash:
         raise LogLost("the answer is not the one whose first tokens the client has seen")
+    return longest - len(output) if stored.state == "live" else 0
 
 
 def _spec(stored: StoredSession) -> SessionSpec:

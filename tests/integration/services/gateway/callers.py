@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from galley.client.client import AsyncClient
+from galley.client.client import NO_RETRIES, AsyncClient
 
 if TYPE_CHECKING:
     from tests.fakes.world import Gateway, World
@@ -39,5 +39,5 @@ def _entry(name: str, key: str) -> str:
 
 @asynccontextmanager
 async def calling(gateway: Gateway, key: str) -> AsyncIterator[Gateway]:
-    async with AsyncClient(gateway.address, api_key=key) as client:
+    async with AsyncClient(gateway.address, api_key=key, retries=NO_RETRIES) as client:
         yield replace(gateway, client=client)

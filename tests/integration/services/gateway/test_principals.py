@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import grpc
@@ -13,6 +13,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from galley.client.errors import GalleyRpcError
+from galley.client.options import Speculation
 from galley.common.tls import files
 from services.gateway.auth import authentication
 from tests.fakes.log_lines import logged
@@ -245,15 +247,45 @@ async def test_a_joined_session_costs_its_prompt_once(world: World, alice: Gatew
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 60")])
-async def test_a_session_resumes_while_its_caller_is_in_debt(world: World, alice: Gateway) -> None:
-    prompt = "x" * 80
-    stream, received = await world.held(alice, 1, prompt)
-    stream.cancel()
-    await alice.idle()
+async def test_resumed_answers_keep_the_rate(world: World, alice: Gateway) -> None:
+    """Cancelled answers cost little; their resumes must not get the rest for nothing."""
+    begun = []
+    for _ in range(8):
+        stream, received = await world.held(alice, 1, "x", speculation=Speculation(off=True))
+        stream.cancel()
+        begun.append((stream, received))
+        await alice.idle()
+        world.target.gate.open()
+    for stream, received in begun:
+        with suppress(GalleyRpcError):
+            await received.listen(alice.client.resume_stream(stream))
+    assert sum(len(received.tokens) for _, received in begun) <= 60
+    assert len(begun[0][1].tokens) == MAX_TOKENS, "the budget covered this one"
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 60")])
+async def test_a_resume_beyond_the_budget_changes_nothing(world: World, alice: Gateway) -> None:
+    prompt = "x" * 10
+    stream, received = await world.held(alice, 1, prompt, speculation=Speculation(off=True))
+    error = await refused(receive(alice.client.resume(stream.session_id, 1)))
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "39 tokens (0.001 tokens per second)" in error.message
+    assert error.retry_after_s
     world.target.gate.open()
-    await received.listen(alice.client.resume_stream(stream))
-    assert received.tokens == true_output(list(prompt.encode()), MAX_TOKENS)
-    assert (await refused(receive(alice.generate(max_tokens=1)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await received.listen(stream)
+    assert received.tokens == true_output(list(prompt.encode()), MAX_TOKENS), "its owner went on"
+    again = await receive(alice.client.resume(stream.session_id, 1), first_index=1)
+    assert len(again.tokens) == MAX_TOKENS - 1, "a finished answer reserves nothing"
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 60")])
+async def test_a_caller_in_debt_can_end_its_sessions_but_not_resume_them(
+    world: World, alice: Gateway
+) -> None:
+    stream, _ = await world.held(alice, 1, "x" * 80, speculation=Speculation(off=True))
+    error = await refused(receive(alice.client.resume(stream.session_id, 1)))
+    assert "no token budget left for 0 tokens" in error.message, "the session was not even read"
+    await alice.client.abort(stream.session_id)
 
 
 async def test_a_waiting_caller_gets_the_next_place(world: World, alice: Gateway, bob: Gateway) -> None:

@@ -121,6 +121,24 @@ def test_a_prompt_counts_and_may_leave_debt() -> None:
     assert refused(admission, mine).retry_after_s == pytest.approx(5.1)
 
 
+def test_a_further_reservation_is_returned_with_the_first() -> None:
+    admission, mine = Admission(10), named("me", tokens_per_s=1, burst_tokens=100)
+    slot = admission.enter(mine, 0, 0)
+    admission.reserve(slot, 60, 0)
+    with pytest.raises(Overloaded) as caught:
+        admission.reserve(slot, 50, 0)
+    assert caught.value.retry_after_s == pytest.approx(50)
+    admission.leave(slot, 0)
+    admission.enter(mine, 100, 0)
+
+
+def test_a_principal_in_debt_waits_even_for_no_tokens() -> None:
+    admission, mine = Admission(10), named("me", tokens_per_s=10, burst_tokens=100)
+    admission.charge(admission.enter(mine, 100, 0), 50, 0)
+    assert refused(admission, mine, 0).retry_after_s == pytest.approx(5)
+    admission.enter(mine, 0, 5 * SECOND + 1)
+
+
 def test_more_than_the_burst_is_taken_from_a_full_bucket() -> None:
     admission, mine = Admission(10), named("me", tokens_per_s=10, burst_tokens=100)
     slot = admission.enter(mine, 1000, 0)

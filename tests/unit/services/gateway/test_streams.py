@@ -12,7 +12,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from galley.core.admission.admission import ANONYMOUS, ANONYMOUS_NAME
+from galley.core.admission.admission import ANONYMOUS, ANONYMOUS_NAME, Principal
 from galley.core.answer.answer import Answer, Chunk, Ending, Reason, SessionSpec, encode_spec
 from galley.core.content import prefix_hash
 from galley.core.errors import Fenced, GalleyError, LogLost, Overloaded, Unavailable, UnknownSession
@@ -208,7 +208,8 @@ class Takeover:
         return (await create(self.store, NewSession("s", "me", b"body", fields, SPEC.prompt))).ownership
 
     async def resume(self, next_index: int = 0, seen_hash: bytes = b"") -> Ownership:
-        return (await self.streams.claim("s", "me", next_index, seen_hash, None)).log.owner
+        with self.streams.admit(Principal("me"), 0) as slot:
+            return (await self.streams.claim(slot, "s", next_index, seen_hash, None)).log.owner
 
 
 async def test_a_call_replaces_no_owner_that_claimed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,13 +266,14 @@ async def test_other_tokens_up_to_the_end_of_the_log_are_refused_before_the_clai
 async def test_a_draining_gateway_hands_its_sessions_over_after_a_round() -> None:
     world = Takeover(replace(SPEC, max_position=2000))
     await world.rival()
-    runner = await world.streams.claim("s", "me", 0, b"", None)
-    runner.outbox.discard()
     async with asyncio.timeout(20):
-        with world.streams.admit(ANONYMOUS, 0), world.streams.running(runner):
-            gateway = GatewayService(world.streams, AsyncExitStack(), drain_timeout_s=0.0)
-            draining = asyncio.create_task(gateway.drain())
-            end = await runner.run()
+        with world.streams.admit(Principal("me"), 0) as slot:
+            runner = await world.streams.claim(slot, "s", 0, b"", None)
+            runner.outbox.discard()
+            with world.streams.running(runner):
+                gateway = GatewayService(world.streams, AsyncExitStack(), drain_timeout_s=0.0)
+                draining = asyncio.create_task(gateway.drain())
+                end = await runner.run()
         await draining
     assert isinstance(end.error, Unavailable), "its client can resume elsewhere"
     log = world.store.log("s")
