@@ -89,7 +89,7 @@ WORKERS ?= 2
 MINUTES ?= 30
 
 .PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-attacks
-.PHONY: prove-boot prove-images simulate chaos soak
+.PHONY: prove-boot prove-images simulate chaos soak mutate-known
 prove-noise: setup ## prove that no noise value is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
 
@@ -123,6 +123,9 @@ simulate: setup ## run 100,000 schedules of faults on virtual time (SCHEDULES, S
 
 chaos: setup ## disturb all processes and links under 16 streams, with 500 kills; no stream may lose or double a token
 	@$(BIN)/python -m tests.chaos.run
+
+mutate-known: setup ## put each defect of tests/mutation/known.toml into a copy; prove that its test fails
+	@$(BIN)/python -m tests.mutation.known
 
 soak: setup ## keep the highest sustained load for half an hour, then overload, then look for leaks (MINUTES)
 	@$(BIN)/python -m bench.soak --minutes $(MINUTES)
