@@ -110,7 +110,8 @@ class AsyncClient:
             )
 
         timeout_s = options.get("timeout_s")
-        return TokenStream(start(timeout_s), recovery=self._recovery(start, trace, timeout_s))
+        recovery = self._recovery(start, trace, timeout_s)
+        return TokenStream(start(timeout_s), recovery=recovery, max_tokens=options.get("max_tokens"))
 
     def resume(
         self,
@@ -130,7 +131,9 @@ class AsyncClient:
     ) -> TokenStream:
         """Continue `stream` where it broke; the new stream holds the tokens of the old one as well."""
         trace = self._trace(force=force_trace)
-        return self._resumed(stream.resume_from(), stream.token_ids, trace, timeout_s)
+        resumed = self._resumed(stream.resume_from(), stream.token_ids, trace, timeout_s)
+        resumed.max_tokens = stream.max_tokens
+        return resumed
 
     def _trace(self, *, force: bool) -> CallerTrace:
         return CallerTrace(force=force or self._force_trace)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no types
 
 from galley.common.printable import one_line
@@ -54,16 +55,24 @@ class GalleyRpcError(Exception):
 
 
 def rpc_error(error: grpc.RpcError) -> GalleyRpcError:
-    """Return `error` with the details of its status decoded."""
+    """Return `error` with the details of its status decoded; without them if they are unreadable."""
+    try:
+        violations, retry_after_s = _decoded(_details(error))
+    except DecodeError:
+        violations, retry_after_s = [], None
+    return GalleyRpcError(error.code(), error.details() or "", violations, retry_after_s)
+
+
+def _decoded(details: Sequence[Any]) -> tuple[list[tuple[str, str]], float | None]:
     violations: list[tuple[str, str]] = []
     retry_after_s = None
-    for detail in _details(error):
+    for detail in details:
         bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
         if detail.Unpack(bad_request):
             violations += [(one.field, one.description) for one in bad_request.field_violations]
         elif detail.Unpack(retry_info):
-            retry_after_s = retry_info.retry_delay.seconds + retry_info.retry_delay.nanos / 1e9
-    return GalleyRpcError(error.code(), error.details() or "", violations, retry_after_s)
+            retry_after_s = max(0.0, retry_info.retry_delay.seconds + retry_info.retry_delay.nanos / 1e9)
+    return violations, retry_after_s
 
 
 def _details(error: grpc.RpcError) -> list[Any]:

@@ -2,7 +2,8 @@
 
 A broken stream is resumed at the next gateway, after the last token that it delivered. A stream that broke
 before it started is requested again; its idempotency key makes that safe. Errors that another attempt cannot
-help (a refusal, a lost log, another owner, the deadline) are raised.
+help (a refusal, a lost log, another owner, the deadline) are raised, and so is INTERNAL for an answer that
+breaks the protocol.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
 
 import grpc
 import grpc.aio
@@ -28,6 +29,13 @@ NO_RETRIES = Retries(patience_s=0.0)
 _RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 # Words of gRPC's INTERNAL and UNKNOWN errors for a connection that ended during a call.
 _BROKEN_CONNECTION = ("RST_STREAM", "GOAWAY", "Stream removed")
+# gRPC's own RESOURCE_EXHAUSTED for a message above the client's limit.
+_TOO_LARGE = "larger than max"
+_UNFINISHED = "the gateway ended the stream before the answer was complete"
+_MAX_EVENTS_WITHOUT_TOKEN = 100
+_COMPLETE = frozenset({pb.Finished.REASON_STOP, pb.Finished.REASON_LENGTH})
+# A gateway ends the stream at once after the last event; the client does not wait longer for that.
+_END_WAIT_S = 5.0
 
 
 class ResumePoint(NamedTuple):
@@ -55,10 +63,12 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
         point: ResumePoint = BEGINNING,
         seen: Sequence[int] = (),
         recovery: Recovery | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         """Read `call`, of Generate, or of Resume at `point`.
 
         `seen` are the output tokens before `point`, if known. Without `recovery`, a break is raised.
+        `max_tokens` is that of the request; None: unknown, and not checked.
         """
         self._call = call
         self._responses = call.__aiter__()
@@ -66,7 +76,9 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
         self._point = point
         self._next_index = point.next_index
         self._started = False
+        self._events_without_token = 0
         self._cancelled = False
+        self.max_tokens = max_tokens
         self._numerics_changed: pb.NumericsChanged | None = None
         self.session_id = point.session_id
         self.token_ids: list[int] = list(seen)
@@ -76,9 +88,11 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
         return self
 
     async def __anext__(self) -> pb.StreamEvent:
-        while True:
+        while self.finished is None:
             try:
                 event: pb.StreamEvent = (await anext(self._responses)).event
+            except StopAsyncIteration:
+                await self._recover(GalleyRpcError(grpc.StatusCode.UNAVAILABLE, _UNFINISHED))
             except grpc.RpcError as error:
                 await self._recover(rpc_error(error))
             except asyncio.CancelledError:
@@ -88,19 +102,35 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
             else:
                 if self._apply(event):
                     return event
+        await self._end_call()
+        raise StopAsyncIteration
+
+    async def _end_call(self) -> None:
+        """Wait for the end of a call whose answer is complete, whatever follows; cancel it after a while."""
+        try:
+            async with asyncio.timeout(_END_WAIT_S):
+                async for _ in self._responses:
+                    pass
+        except (grpc.RpcError, TimeoutError):
+            self._call.cancel()
+        except asyncio.CancelledError:
+            if self._cancelled or _is_reader_cancelled():
+                raise
 
     async def _recover(self, error: GalleyRpcError) -> None:
-        if self.finished is not None:
-            raise StopAsyncIteration  # the output is complete
         if self._recovery is None:
             raise error
         self._call = await self._recovery.reconnect(error, self)
         self._responses = self._call.__aiter__()
+        self._events_without_token = 0
         if self._cancelled:
             self._call.cancel()
 
     def _apply(self, event: pb.StreamEvent) -> bool:
         """Take note of `event`. Return False if a resumed stream only repeats it."""
+        self._events_without_token = 0 if event.chunk.token_ids else self._events_without_token + 1
+        if self._events_without_token > _MAX_EVENTS_WITHOUT_TOKEN:
+            self._refuse(f"the gateway sent {self._events_without_token} events without a token")
         match event.WhichOneof("event"):
             case "started":
                 self.session_id = event.started.session_id
@@ -113,20 +143,31 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
                     return False
                 self._numerics_changed = event.numerics_changed
             case "finished":
-                self.finished = event.finished
+                self._finish(event.finished)
             case _:
                 pass
         return True
 
     def _append(self, chunk: pb.Chunk) -> None:
         if chunk.index != self._next_index:
-            self._call.cancel()
-            problem = f"the gateway continued at token {chunk.index}, not at {self._next_index}"
-            raise GalleyRpcError(grpc.StatusCode.INTERNAL, problem)
+            self._refuse(f"the gateway continued at token {chunk.index}, not at {self._next_index}")
+        end = chunk.index + len(chunk.token_ids)
+        if self.max_tokens is not None and end > self.max_tokens:
+            self._refuse(f"the gateway sent {end} tokens, {self.max_tokens} were asked for")
         self.token_ids += chunk.token_ids
-        self._next_index += len(chunk.token_ids)
-        if self._recovery is not None:
+        self._next_index = end
+        if self._recovery is not None and chunk.token_ids:
             self._recovery.reset()
+
+    def _finish(self, finished: pb.Finished) -> None:
+        tokens = finished.usage.output_tokens
+        if finished.reason in _COMPLETE and tokens > self._next_index:
+            self._refuse(f"the gateway finished after {tokens} tokens, of which it sent {self._next_index}")
+        self.finished = finished
+
+    def _refuse(self, problem: str) -> NoReturn:
+        self._call.cancel()
+        raise GalleyRpcError(grpc.StatusCode.INTERNAL, problem)
 
     def resume_from(self) -> ResumePoint:
         """Return the arguments of `resume`.
@@ -196,6 +237,8 @@ class Recovery:
 
     def _pause_after(self, error: GalleyRpcError, stream: TokenStream) -> float:
         """Return the pause before the next attempt; raises `error` if no attempt can help."""
+        if _TOO_LARGE in error.message:
+            raise error
         if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and stream.session_id:
             return max(error.retry_after_s or 0.0, self._next_pause_s())
         if error.code in _RETRYABLE or any(word in error.message for word in _BROKEN_CONNECTION):

@@ -50,7 +50,8 @@ class FakeGateway(rpc.GenerationServicer):
     ) -> Iterator[pb.GenerateResponse]:
         self._note(request, context)
         self.deadline_s = context.time_remaining()
-        for event in self._events(0, context):
+        max_tokens = request.max_tokens if request.HasField("max_tokens") else None
+        for event in self._events(0, context, max_tokens):
             yield pb.GenerateResponse(event=event)
 
     def Resume(self, request: pb.ResumeRequest, context: grpc.ServicerContext) -> Iterator[pb.ResumeResponse]:
@@ -73,7 +74,9 @@ class FakeGateway(rpc.GenerationServicer):
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
 
-    def _events(self, next_index: int, context: grpc.ServicerContext) -> Iterator[pb.StreamEvent]:
+    def _events(
+        self, next_index: int, context: grpc.ServicerContext, max_tokens: int | None = None
+    ) -> Iterator[pb.StreamEvent]:
         context.add_callback(self.cancelled.set)
         if self.silent:
             self._maybe_fail(self.fail_at, context)
@@ -83,19 +86,20 @@ class FakeGateway(rpc.GenerationServicer):
         index = 0
         for number, chunk in enumerate(self.script):
             self._maybe_fail(number, context)
-            size = len(chunk.token_ids)
-            if index >= next_index:
+            token_ids = chunk.token_ids if max_tokens is None else chunk.token_ids[: max_tokens - index]
+            size = len(token_ids)
+            if index >= next_index and size:
                 yield pb.StreamEvent(
                     chunk=pb.Chunk(
                         index=index,
-                        token_ids=chunk.token_ids,
+                        token_ids=token_ids,
                         text=chunk.text,
                         from_draft=[chunk.from_draft] * size,
                         logprobs=[
                             pb.PositionLogprobs(
                                 logprob=logprob, top=[pb.TokenLogprob(token_id=token_id, logprob=logprob)]
                             )
-                            for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=False)
+                            for token_id, logprob in zip(token_ids, chunk.logprobs, strict=False)
                         ],
                     )
                 )
