@@ -106,7 +106,7 @@ def test_another_systems_trace_is_shown_plainly(tmp_path: Path) -> None:
     assert "GET / (web)" in result.stdout
 
 
-def test_100_000_rounds_take_some_seconds_and_some_hundred_megabytes(tmp_path: Path) -> None:
+def test_20_000_rounds_take_less_than_four_kilobytes_each(tmp_path: Path) -> None:
     scene = Scene()
     request = scene.request()
     for _ in range(1000):
@@ -115,7 +115,7 @@ def test_100_000_rounds_take_some_seconds_and_some_hundred_megabytes(tmp_path: P
     path = write(Scene(spans=scene.spans[-1:]), tmp_path / "big.jsonl")
     rounds = write(Scene(spans=scene.spans[:-1]), tmp_path / "rounds.jsonl").read_bytes()
     with path.open("ab") as file:
-        for copy in range(100):
+        for copy in range(20):
             file.write(rounds.replace(b'"spanId":"0000', b'"spanId":"%04x' % copy))
     command = [sys.executable, "-m", "galley.cli", "trace", SESSION, "--file", str(path)]
     # In a small process: RUSAGE_CHILDREN includes the memory of the forking process.
@@ -127,16 +127,15 @@ def test_100_000_rounds_take_some_seconds_and_some_hundred_megabytes(tmp_path: P
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "99,972 rounds" in done.stdout
-    used_s, most_kib = map(float, done.stderr.splitlines()[-1].split())
-    assert used_s < 60
-    assert most_kib * 1024 < 400 * 2**20
+    assert "20,000 rounds" in done.stdout
+    assert int(done.stderr.splitlines()[-1]) < 20_000 * 4 + _STARTED_KIB
 
 
+_STARTED_KIB = 64 * 1024
 _MEASURE = """
 import resource, subprocess, sys
 status = subprocess.run(sys.argv[1:]).returncode
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(used.ru_utime, used.ru_maxrss, file=sys.stderr)
+print(used.ru_maxrss, file=sys.stderr)
 sys.exit(status)
 """
