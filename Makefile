@@ -121,7 +121,7 @@ prove-images: setup ## build the images without a daemon, check their contents, 
 simulate: setup ## run 100,000 schedules of faults on virtual time (SCHEDULES, SEED, WORKERS)
 	@$(BIN)/python -m tests.simulation.run --schedules $(SCHEDULES) --seed $(SEED) --workers $(WORKERS)
 
-chaos: setup ## disturb all processes and links under 16 streams, with 500 kills; no stream may lose or double a token
+chaos: setup ## disturb processes, links and the store under 16 streams, with 700 kills and 300 cuts; no token may be lost or doubled
 	@$(BIN)/python -m tests.chaos.run
 
 mutate-known: setup ## put each defect of tests/mutation/known.toml into a copy; prove that its test fails

@@ -15,6 +15,7 @@ import psutil
 
 from galley.stack.parts import stack_parts
 from galley.stack.stack import Facts, PartSpec, Stack, StackDirs, StackOptions
+from tests.chaos.store_files import StoreClock
 from tests.fakes.link import Link
 from tests.fakes.relay import Relay
 
@@ -37,7 +38,8 @@ LINKS: tuple[Ends, ...] = (
 class Links:
     """The relays of all links, open within `async with`; `of` connects them to a stack."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, clock: StoreClock) -> None:
+        self.clock = clock
         self._links = {ends: Link(seed=seed + number) for number, ends in enumerate(LINKS)}
         self._stack: Stack | None = None
         self._relays: dict[str, Relay] = {}
@@ -46,6 +48,12 @@ class Links:
 
     def __getitem__(self, ends: Ends) -> Link:
         return self._links[ends]
+
+    def port(self, ends: Ends) -> int:
+        """Return the port of the relay that only this link uses, of clients or to the store."""
+        source, to = ends
+        relay = self._relays[to] if source == CLIENT else self._to_store[source]
+        return int(relay.address.rpartition(":")[2])
 
     async def __aenter__(self) -> Self:
         for gateway in GATEWAYS:
@@ -90,9 +98,12 @@ class Links:
 
     def parts(self, asked: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
         """Return the parts of a stack, configured to use the relays."""
-        return [
-            self._behind(spec) if spec.name in self._to_store else spec for spec in stack_parts(asked, dirs)
-        ]
+        return [self._placed(spec) for spec in stack_parts(asked, dirs)]
+
+    def _placed(self, spec: PartSpec) -> PartSpec:
+        if spec.name == STORE:
+            return replace(spec, environment=lambda _: self.clock.environment)
+        return self._behind(spec) if spec.name in self._to_store else spec
 
     def _behind(self, spec: PartSpec) -> PartSpec:
         def command(facts: Facts) -> list[str]:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 from statistics import median
 
+import grpc
+
 from galley.client.client import AsyncClient
+from galley.client.errors import GalleyRpcError
 from galley.client.options import GenerateOptions, Retries, Speculation
 from galley.client.streams import TokenStream
 from galley.core.names import NGRAM
+from tests.chaos.disturbances import CLIENT_PATIENCE_S
 from tests.fakes.tiny_model import POISON
 from tests.fakes.waiting import Watch
 
 PROMPT_TOKENS = 24
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
+"""Longest time without a token, after which a stream counts as lost."""
+_RETRIES = Retries(CLIENT_PATIENCE_S, CLIENT_PATIENCE_S, longest_pause_s=0.5)
+_GIVEN_UP = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
 
 class WrongToken(Exception):
@@ -51,6 +59,8 @@ class Stream:
     """A stream under disturbance.
 
     Each answer has a client of its own, which tries the first of `gateways` again even if it had died before.
+    Once the client has given up, the session is resumed as an application does. No other error is forgiven,
+    except those that `may_end` names: then the answer counts as `ended`, and another one is requested.
     """
 
     prompt: list[int]
@@ -62,6 +72,9 @@ class Stream:
     heard_s: list[float] = field(default_factory=lambda: [0.0])
     asked_s: list[float] = field(default_factory=list)
     over: bool = False
+    given_up: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    _ends: frozenset[grpc.StatusCode] = frozenset()
     watch: Watch = field(default_factory=Watch)
 
     async def learn(self) -> None:
@@ -76,12 +89,38 @@ class Stream:
         """Request the answer until `over` is set. Raise WrongToken, or GalleyRpcError if a stream is lost."""
         while not self.over:
             self.asked_s.append(time.monotonic())
+            self._ends = frozenset()
             async with self._client() as client:
-                await self._hear(client.generate(self.prompt, **self.options))
-            self.answers += 1
+                await self._answer(client)
+
+    async def _answer(self, client: AsyncClient) -> None:
+        stream = client.generate(self.prompt, **self.options)
+        while True:
+            asked_s = time.monotonic()
+            try:
+                await self._hear(stream)
+            except GalleyRpcError as error:
+                if error.code in self._ends:
+                    self.ended[error.code.name] += 1
+                    return
+                waited_s = time.monotonic() - max(asked_s, self.heard_s[-1])
+                if error.code not in _GIVEN_UP or waited_s < CLIENT_PATIENCE_S - _RETRIES.longest_pause_s:
+                    raise
+                self.given_up += 1
+                if stream.session_id:
+                    stream = client.resume_stream(stream)
+                else:
+                    stream = client.generate(self.prompt, **self.options)
+            else:
+                self.answers += 1
+                return
+
+    def may_end(self, codes: frozenset[grpc.StatusCode]) -> None:
+        """Allow the present answer to end with one of these: what the store holds of it may be lost."""
+        self._ends = codes
 
     def _client(self) -> AsyncClient:
-        return AsyncClient(self.gateways, retries=Retries(PATIENCE_S, PATIENCE_S))
+        return AsyncClient(self.gateways, retries=_RETRIES)
 
     async def _hear(self, stream: TokenStream) -> None:
         async for event in stream:

@@ -9,20 +9,28 @@ import pytest
 import pytest_asyncio
 
 from tests.chaos.disturbances import (
+    ALL,
+    CUT,
+    CUT_REQUESTS,
+    CUT_RESPONSES,
+    CUTS,
+    DEFAULT_COUNT,
     DELAY,
+    FLIP,
     KILL,
+    LONGEST_GIVE_UP_S,
     LOSS,
-    PARTITION,
     RESET,
     STOP,
     TERM,
+    TRUNCATE,
     Disturbance,
-    disturbances,
+    count_of,
+    events,
     killed,
 )
-from tests.chaos.goals import KILLS, goals
-from tests.chaos.links import LINKS, PARTS
-from tests.chaos.run import DEFAULT_COUNT
+from tests.chaos.goals import CUT_LINKS, KILLS, goals
+from tests.chaos.links import GATEWAYS
 from tests.chaos.streams import longest_wait, longest_within, usual_wait
 from tests.chaos.trial import Measured, Trial, save_model, trial
 
@@ -62,24 +70,44 @@ async def test_a_link_to_a_target_that_is_bad_costs_no_token(under: Trial, what:
 
 @on_one_loop
 async def test_a_gateway_leaves_a_target_that_only_it_cannot_reach(under: Trial) -> None:
-    measured = await under.disturb(Disturbance(("gateway", "target"), PARTITION, 8.0))
+    measured = await under.disturb(Disturbance(("gateway", "target"), CUT, 8.0))
     assert measured.worst_s < 7.5
 
 
 @on_one_loop
 async def test_a_gateway_waits_for_a_store_that_it_cannot_reach(under: Trial) -> None:
-    measured = await under.disturb(Disturbance(("gateway", "valkey"), PARTITION, 1.5))
+    measured = await under.disturb(Disturbance(("gateway", "valkey"), CUT, 1.5))
     assert measured.worst_s > 1.0
+
+
+@on_one_loop
+@pytest.mark.parametrize("what", [CUT_REQUESTS, CUT_RESPONSES])
+async def test_a_one_way_cut_from_the_store_costs_no_token(under: Trial, what: str) -> None:
+    """Commits arrive whose responses are lost; in the other case, neither."""
+    await under.disturb(Disturbance(("gateway", "valkey"), what, 1.0))
+
+
+@on_one_loop
+async def test_two_cuts_at_once_that_outlast_every_give_up_cost_no_token(under: Trial) -> None:
+    cuts = [Disturbance((gateway, "valkey"), CUT, 1.1 * LONGEST_GIVE_UP_S) for gateway in GATEWAYS]
+    await under.disturb(*cuts)
+    assert any(stream.given_up for stream in under.streams), "the cuts were too short"
+
+
+@on_one_loop
+@pytest.mark.parametrize("what", [TRUNCATE, FLIP])
+async def test_a_damaged_file_of_the_store_makes_no_token_wrong(under: Trial, what: str) -> None:
+    await under.disturb(Disturbance(("valkey",), what, amount=0.3))
 
 
 @on_one_loop
 async def test_a_client_is_heard_again_after_a_partition(under: Trial) -> None:
-    measured = await under.disturb(Disturbance(("client", "gateway"), PARTITION, 1.5))
+    measured = await under.disturb(Disturbance(("client", "gateway"), CUT, 1.5))
     assert measured.worst_s > 1.0
 
 
 @on_one_loop
-@pytest.mark.parametrize(("where", "what"), [(("gateway", "draft"), PARTITION), (("draft",), STOP)])
+@pytest.mark.parametrize(("where", "what"), [(("gateway", "draft"), CUT), (("draft",), STOP)])
 async def test_streams_continue_without_an_unreachable_draft(
     under: Trial, where: tuple[str, ...], what: str
 ) -> None:
@@ -113,17 +141,18 @@ async def test_every_stream_was_its_reference(under: Trial) -> None:
 
 
 def test_the_same_seed_disturbs_the_same() -> None:
-    assert disturbances(500, seed=3) == disturbances(500, seed=3)
-    assert disturbances(500, seed=3) != disturbances(500, seed=4)
+    assert events(500, seed=3) == events(500, seed=3)
+    assert events(500, seed=3) != events(500, seed=4)
 
 
 def test_all_is_done_to_all() -> None:
-    done = {(each.where, each.what) for each in disturbances(DEFAULT_COUNT, seed=3)}
-    assert done == {
-        *(((part,), what) for part in PARTS for what in (KILL, TERM, STOP)),
-        *((ends, what) for ends in LINKS for what in (DELAY, LOSS, PARTITION, RESET)),
-    }
-    assert sum(each.what == KILL for each in disturbances(DEFAULT_COUNT, seed=3)) >= KILLS
+    planned = events(DEFAULT_COUNT, seed=3)
+    assert {(one.where, one.what) for event in planned for one in event} == ALL
+    assert count_of(planned, {KILL}) >= KILLS
+    assert count_of(planned, CUTS) >= CUT_LINKS
+    assert all(len({one.where for one in event}) == len(event) for event in planned)
+    for what in CUTS:
+        assert any(one.is_long for event in planned for one in event if one.what == what)
 
 
 def test_waits_are_counted_from_the_strike_and_to_their_end() -> None:
@@ -139,13 +168,14 @@ def test_waits_are_counted_from_the_strike_and_to_their_end() -> None:
 
 def test_goals_are_of_every_kill_and_not_of_their_middle() -> None:
     def measured(part: str, wait_s: float, restart_s: float = 0.0) -> Measured:
-        return Measured(killed(part), (0.1, wait_s), 0.2, 0.2 + wait_s, 0.03, restart_s)
+        return Measured((killed(part),), (0.1, wait_s), 0.2, 0.2 + wait_s, 0.03, restart_s)
 
     some = [measured("target", 0.5), measured("target", 3.5), measured("gateway-2", 2.9)]
     some += [measured("valkey", 2.5, 1.6), measured("draft", 0.02)]
     met = {goal.name: goal.met for goal in goals(some, 16, 100, "")}
     assert met == {
         "kills": False,
+        "cuts": False,
         "streams": True,
         "target-killed": False,
         "gateway-killed": True,

@@ -1,32 +1,47 @@
 """A full stack of processes under streams; each disturbance of it is measured and undone.
 
 The stack has two gateways, two targets, two drafts and a Valkey. Every link between them, and from the
-streams' clients, is behind a relay. A disturbance strikes a process (SIGKILL; SIGTERM; SIGSTOP, later
-SIGCONT) or a link (delay, loss, partition, reset). A process that died is restarted once every stream
-continues without it; the store is restarted at once, because there is only one. The next disturbance waits
-for a restart only in the same pool, so that there is always a replica to stand in.
+streams' clients, is behind a relay. An event strikes a process (SIGKILL; SIGTERM; SIGSTOP, later SIGCONT), a
+link (delay, loss, reset, cuts of one direction or both), the store's file or its clock; or two of these at
+once. A process that died alone is restarted once every stream continues without it; the store, and whatever
+died together with something else, at once. The next event waits for a restart only in the same pool, so that
+there is a replica to stand in.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+import grpc
 import torch
 
 from galley.stack.stack import Stack, StackOptions
 from services.gateway.replicas.membership import POLL_S
-from tests.chaos.disturbances import KILL, STOP, TERM, Disturbance, killed, pool_of
+from tests.chaos.disturbances import (
+    CLOCK,
+    FLIP,
+    GIVE_UPS,
+    KILL,
+    POOLS,
+    TERM,
+    TRUNCATE,
+    Disturbance,
+    Event,
+    killed,
+    kind_of,
+    pool_of,
+)
 from tests.chaos.links import GATEWAYS, REPLICAS, STORE, Links
+from tests.chaos.packets import PacketFilter, is_isolated
+from tests.chaos.store_files import StoreClock
 from tests.chaos.streams import (
     PATIENCE_S,
     Stream,
@@ -36,11 +51,16 @@ from tests.chaos.streams import (
     prompts,
     usual_wait,
 )
+from tests.chaos.strikes import Strikes
 from tests.fakes import tiny_model
 
 WATCHED_S = 1.0
 """Time for which streams are watched after a disturbance is over."""
 DRAFT_KILL = killed("draft").kind
+_EXPIRED = frozenset({grpc.StatusCode.NOT_FOUND})
+_LOST = _EXPIRED | {grpc.StatusCode.DATA_LOSS, grpc.StatusCode.FAILED_PRECONDITION}
+_ENDS = {TRUNCATE: _LOST, FLIP: _LOST, CLOCK: _EXPIRED}
+"""Errors with which an answer may end: of a bit inverted in the owner's name, FAILED_PRECONDITION."""
 _TOKENS_AGO_S = 10.0
 _KNOWN_S = POLL_S + 0.1
 """Time after which a gateway that can reach a replica has met it."""
@@ -51,7 +71,7 @@ _CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The effect of a disturbance on streams, in seconds.
+    """The effect of an event on streams, in seconds.
 
     `waits_s` has the longest wait of each stream, from the strike until WATCHED_S after the disturbance.
     `before_s` and `after_s` are the longest waits of any stream within WATCHED_S before and after the strike,
@@ -60,12 +80,16 @@ class Measured:
     it answers again.
     """
 
-    disturbance: Disturbance
+    event: Event
     waits_s: tuple[float, ...]
     before_s: float
     after_s: float
     round_s: float
     restart_s: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.event)
 
     @property
     def worst_s(self) -> float:
@@ -75,10 +99,11 @@ class Measured:
 class Trial:
     """A stack under streams."""
 
-    def __init__(self, stack: Stack, links: Links, streams: list[Stream]) -> None:
+    def __init__(self, stack: Stack, links: Links, streams: list[Stream], strikes: Strikes) -> None:
         self.stack = stack
         self.links = links
         self.streams = streams
+        self.strikes = strikes
         self.mended_s: dict[str, list[float]] = defaultdict(list)
         self._running: list[asyncio.Task[None]] = []
         self._mending: dict[str, asyncio.Task[None]] = {}
@@ -93,7 +118,7 @@ class Trial:
     async def finish(self, *, mended: bool = True) -> None:
         """Let each stream end its answer. Raise the error of a stream, or with `mended` of a restart."""
         if mended:
-            await self._unless_one_fails(self._whole(frozenset(self._mending)))
+            await self._unless_one_fails(self._whole(frozenset(POOLS)))
         for stream in self.streams:
             stream.over = True
         async with asyncio.timeout(PATIENCE_S):
@@ -106,24 +131,31 @@ class Trial:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def disturb(self, disturbance: Disturbance) -> Measured:
+    def first_possible(self, planned: Sequence[Event]) -> int:
+        """Return the index of the first event that waits for no restart, else of the first."""
+        busy = {pool_of(part) for part, task in self._mending.items() if not task.done()}
+        free = (at for at, event in enumerate(planned) if not busy & _pools_of(event))
+        return next(free, 0)
+
+    async def disturb(self, *event: Disturbance) -> Measured:
         """Strike, and return the measured effect once every stream continues.
 
         Raise the error of a stream, TimeoutError if one gets no more tokens, PartFailed if a part does not
         restart.
         """
-        return await self._unless_one_fails(self._disturb(disturbance))
+        return await self._unless_one_fails(self._disturb(event))
 
-    async def _disturb(self, disturbance: Disturbance) -> Measured:
-        await self._whole(disturbance.pools)
-        if disturbance.kind == DRAFT_KILL:
+    async def _disturb(self, event: Event) -> Measured:
+        await self._whole(_pools_of(event))
+        if kind_of(event) == DRAFT_KILL:
             await asyncio.sleep(WATCHED_S)
-        struck_s = time.monotonic()
-        restart_s = await self._strike(disturbance)
+        struck_s, alone = time.monotonic(), len(event) == 1
+        down_s = await asyncio.gather(*(self._strike(one, alone=alone) for one in event))
         over_s = time.monotonic() + WATCHED_S
         await self._heard_after(over_s)
-        measured = self._measured(disturbance, struck_s, over_s, restart_s)
-        self._mend(disturbance)
+        measured = self._measured(event, struck_s, over_s, max(down_s))
+        if alone:
+            self._mend(event[0])
         for stream in self.streams:
             stream.forget(time.monotonic() - _TOKENS_AGO_S)
         return measured
@@ -131,14 +163,12 @@ class Trial:
     async def _heard_after(self, since_s: float) -> None:
         await asyncio.gather(*(stream.heard_after(since_s) for stream in self.streams))
 
-    def _measured(
-        self, disturbance: Disturbance, struck_s: float, over_s: float, restart_s: float
-    ) -> Measured:
+    def _measured(self, event: Event, struck_s: float, over_s: float, restart_s: float) -> Measured:
         heard = [stream.heard_s for stream in self.streams]
         since_s = struck_s - WATCHED_S
         usual = [usual_wait(times, since_s, struck_s) for times in heard]
         return Measured(
-            disturbance,
+            event,
             tuple(longest_wait(times, struck_s, over_s) for times in heard),
             self._longest_within(since_s, struck_s),
             self._longest_within(struck_s, struck_s + WATCHED_S),
@@ -151,56 +181,21 @@ class Trial:
             longest_within(stream.heard_s, since_s, until_s, stream.asked_s) for stream in self.streams
         )
 
-    async def _strike(self, disturbance: Disturbance) -> float:
+    async def _strike(self, disturbance: Disturbance, *, alone: bool) -> float:
         """Do the disturbance until it is over; return how long the store was down, or 0."""
-        if len(disturbance.where) > 1:
-            await self._strike_link(disturbance)
-            return 0.0
-        [part] = disturbance.where
-        if disturbance.what == STOP:
-            await self._freeze(part, disturbance.lasts_s)
-            return 0.0
-        struck_s = time.monotonic()
-        if disturbance.what == TERM:
-            self.stack.send(part, signal.SIGTERM)
-            await self.stack.ended(part)
-        else:
-            _at_once(self.stack.pid(part))
-            await self.stack.kill(part)
-        if part != STORE:
-            return 0.0
-        await self.stack.restart(part)
-        return time.monotonic() - struck_s
-
-    async def _freeze(self, part: str, for_s: float) -> None:
-        self.stack.send(part, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(for_s)
-        finally:
-            self.stack.send(part, signal.SIGCONT)
-
-    async def _strike_link(self, disturbance: Disturbance) -> None:
-        source, to = disturbance.where
-        link = self.links[source, to]
-        try:
-            match disturbance.what:
-                case "DELAY":
-                    link.delay(disturbance.amount)
-                case "LOSS":
-                    link.lose(disturbance.amount)
-                case "PARTITION":
-                    link.cut()
-                case _:
-                    link.reset()
-            await asyncio.sleep(disturbance.lasts_s)
-        finally:
-            link.mend()
+        if ends := _ENDS.get(disturbance.what):
+            for stream in self.streams:
+                stream.may_end(ends)
+        down_s = await self.strikes.strike(disturbance)
+        if not alone:
+            self._mend(disturbance)
+        return down_s
 
     def _mend(self, disturbance: Disturbance) -> None:
         """Start to restart a process that has ended, in the background."""
         [part, *rest] = disturbance.where
         if not rest and part != STORE and disturbance.what in {KILL, TERM}:
-            self._mending[pool_of(part)] = asyncio.create_task(self._bring_back(part))
+            self._mending[part] = asyncio.create_task(self._bring_back(part))
 
     async def _bring_back(self, part: str) -> None:
         since_s = time.monotonic()
@@ -215,7 +210,7 @@ class Trial:
 
     async def _whole(self, pools: frozenset[str]) -> None:
         """Wait until no part of these pools is being restarted. Raise PartFailed."""
-        await asyncio.gather(*(self._mending[pool] for pool in pools if pool in self._mending))
+        await asyncio.gather(*(task for part, task in self._mending.items() if pool_of(part) in pools))
 
     async def _unless_one_fails(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`; raise the error of a stream that fails meanwhile."""
@@ -231,17 +226,8 @@ class Trial:
             await asyncio.wait({working})
 
 
-def _at_once(pid: int) -> None:
-    """Give a process normal priority, so that it closes its connections as soon as it is killed.
-
-    A process of idle priority (a draft that shares a machine with its target) closes them only when a core is
-    idle.
-    """
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
-        os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
-    with suppress(OSError):  # the file exists only if Linux groups processes by session
-        Path(f"/proc/{pid}/autogroup").write_text("0")
+def _pools_of(event: Event) -> frozenset[str]:
+    return frozenset[str]().union(*(one.pools for one in event))
 
 
 @asynccontextmanager
@@ -256,10 +242,10 @@ async def trial(model: Path, streams: int, max_tokens: int, seed: int, log_dir: 
         drafts=2,
         log_dir=log_dir,
         # A restarted store then loads the sessions of a minute, not those of the whole run.
-        extra_args={"gateway": ("--finished-ttl-s", "60")},
+        extra_args={"gateway": ("--finished-ttl-s", "60", *(f"{flag}={s}" for flag, s in GIVE_UPS.items()))},
     )
     async with AsyncExitStack() as opened:
-        links = await opened.enter_async_context(Links(seed))
+        links = await opened.enter_async_context(Links(seed, StoreClock(log_dir / "clock")))
         stack = Stack(asked, parts=links.parts)
         links.of(stack)
         await opened.enter_async_context(stack)
@@ -267,7 +253,8 @@ async def trial(model: Path, streams: int, max_tokens: int, seed: int, log_dir: 
             Stream(prompt, options(max_tokens, number), links.fronts[:: 1 if number % 2 else -1])
             for number, prompt in enumerate(prompts(streams, seed))
         ]
-        running = Trial(stack, links, made)
+        packets = PacketFilter() if is_isolated() else None
+        running = Trial(stack, links, made, Strikes(stack, links, packets))
         opened.push_async_callback(running.stop)
         yield running
 

@@ -5,8 +5,9 @@ The disturbances are what programs see of network faults through TCP; they need 
 - delay: each piece arrives later by the same time.
 - loss: TCP resends a lost piece after a timeout that doubles each time (RFC 6298: at least a second; on Linux
   200 ms) and delivers in order. So a lost piece, and all pieces after it, are late.
-- a partition (`cut`): nothing passes, neither bytes nor ends of connections; new connections hang. After
-  `mend`, the waiting bytes are delivered, as TCP resends them.
+- a cut: nothing passes, neither bytes nor ends of connections; new connections hang. After `mend`, the
+  waiting bytes are delivered, as TCP resends them. A one-way cut holds back only what the caller sends
+  (requests), or only what it receives (responses).
 - `reset`: all connections end at once, as when a middlebox has dropped its state.
 """
 
@@ -37,12 +38,13 @@ class Link:
         self._chance = Random(seed)
         self._whole = asyncio.Event()
         self._whole.set()
+        self._cut: frozenset[bool] = frozenset()
         self._connections: set[Connection] = set()
         self._used = asyncio.Event()
 
-    @property
-    def is_cut(self) -> bool:
-        return not self._whole.is_set()
+    def is_cut(self, *, requests: bool) -> bool:
+        """Return True if requests, else responses, do not pass."""
+        return requests in self._cut
 
     def delay(self, delay_s: float) -> None:
         self._delay_s = delay_s
@@ -51,11 +53,13 @@ class Link:
         """Lose this share, in [0, 1), of the pieces at each try to send them."""
         self._loss = share
 
-    def cut(self) -> None:
+    def cut(self, *, requests: bool = True, responses: bool = True) -> None:
+        self._cut = frozenset({True} if requests else ()) | frozenset({False} if responses else ())
         self._whole.clear()
 
     def mend(self) -> None:
         self._delay_s = self._loss = 0.0
+        self._cut = frozenset()
         self._whole.set()
         for connection in list(self._connections):
             connection.pass_on()

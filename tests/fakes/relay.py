@@ -196,7 +196,7 @@ class _End(asyncio.Protocol):
     def pass_on(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        while self._line and not self._link.is_cut:
+        while self._line and not self._link.is_cut(requests=self._on_made is not None):
             due_s, action = self._line[0]
             if due_s > self._loop.time():
                 self._timer = self._loop.call_at(due_s, self.pass_on)

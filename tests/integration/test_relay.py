@@ -216,6 +216,34 @@ async def test_nothing_passes_a_link_that_is_cut_until_it_is_mended() -> None:
         await closed(fresh_writer)
 
 
+@pytest.mark.parametrize("requests", [True, False])
+async def test_a_one_way_cut_holds_back_one_direction(requests: bool) -> None:
+    received: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def greet(reader: Reader, writer: Writer) -> None:
+        while data := await reader.read(1 << 16):
+            received.put_nowait(data)
+            writer.write(b"response")
+            await writer.drain()
+
+    link = Link()
+    async with serving(greet) as server, Relay(server.address, link) as relay:
+        reader, writer = await connect(relay.address)
+        writer.write(b"first")
+        assert await received.get() == b"first"
+        assert await reader.readexactly(8) == b"response"
+        link.cut(requests=requests, responses=not requests)
+        writer.write(b"second")
+        if not requests:
+            assert await received.get() == b"second"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(HELD_S):
+                await (received.get() if requests else reader.read(1))
+        link.mend()
+        assert await reader.readexactly(8) == b"response"
+        await closed(writer)
+
+
 async def test_a_link_may_reset_its_connections_and_no_other_s() -> None:
     links = {True: Link(), False: Link()}
     made = 0
