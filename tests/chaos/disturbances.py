@@ -52,6 +52,7 @@ _LONG = (1.1, 1.3)
 _LONG_SHARE = 0.15
 _DELAY_S = (0.02, 0.2)
 _LOSS = (0.01, 0.2)
+_CLOCK_LASTS_S = (3.0, 5.0)
 _CLOCK_S = (-4000.0, -60.0, -2.0, 2.0, 60.0, 4000.0)
 
 Where = tuple[str, ...]
@@ -182,7 +183,7 @@ def _disturbance(where: Where, what: str, chance: Random) -> Disturbance:
         case "TRUNCATE" | "FLIP":
             return Disturbance(where, what, amount=chance.random())
         case "CLOCK":
-            return Disturbance(where, what, chance.uniform(1.5, 4.0), chance.choice(_CLOCK_S))
+            return Disturbance(where, what, chance.uniform(*_CLOCK_LASTS_S), chance.choice(_CLOCK_S))
         case _ if what in CUTS:
             long = chance.random() < _LONG_SHARE
             lasts_s = LONGEST_GIVE_UP_S * chance.uniform(*_LONG) if long else chance.uniform(*_SHORT_S)

@@ -72,5 +72,5 @@ class StoreClock:
         }
 
     def step(self, ahead_s: float) -> None:
-        """Set the clock this much ahead of the true time; the store sees it within a second."""
+        """Set the clock this much ahead of the true time; the store sees it within two seconds."""
         self._file.write_text(f"{ahead_s:+.3f}\n")
