@@ -20,11 +20,13 @@ import grpc.aio
 
 from galley.common.tls.files import WatchedFiles
 
-# A peer that vanishes (a partition, a lost machine) is noticed within 15 seconds.
+# A peer that vanishes (a partition, a lost machine) is noticed within 15 seconds. While gRPC's own ping for
+# flow control is unanswered, it sends no keepalive ping. That ping may take 60 s by default.
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 15_000),
 )
 # A peer that comes back is found at once, not after a long back-off.
 RECONNECT = (
