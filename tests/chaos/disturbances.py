@@ -37,6 +37,8 @@ LONGEST_GIVE_UP_S = max(
     2 * GIVE_UPS["--store-timeout-s"] + CLIENT_PATIENCE_S, DEFAULT_LEASE_S + LEASE_GRACE_S, *GIVE_UPS.values()
 )
 """The time after which even a client has given up that was waiting for two gateways, one after the other."""
+_KEEPALIVE_S = 15.0
+"""The time after which a client notices that its gateway is silent (`galley.common.tls.channels`)."""
 
 _KILLED = {"gateway": 6, "draft": 6, STORE: 7, "target": 1}
 """Shares of the pools among kills; the restart of a target is slowest."""
@@ -92,7 +94,11 @@ class Disturbance:
     @property
     def is_long(self) -> bool:
         """Return True for a cut that is longer than every give-up."""
-        return self.what in CUTS and self.lasts_s > LONGEST_GIVE_UP_S
+        return self.what in CUTS and self.lasts_s > _give_up_s(self.where)
+
+
+def _give_up_s(where: Where) -> float:
+    return _KEEPALIVE_S if CLIENT in where else LONGEST_GIVE_UP_S
 
 
 def killed(part: str) -> Disturbance:
@@ -186,7 +192,7 @@ def _disturbance(where: Where, what: str, chance: Random) -> Disturbance:
             return Disturbance(where, what, chance.uniform(*_CLOCK_LASTS_S), chance.choice(_CLOCK_S))
         case _ if what in CUTS:
             long = chance.random() < _LONG_SHARE
-            lasts_s = LONGEST_GIVE_UP_S * chance.uniform(*_LONG) if long else chance.uniform(*_SHORT_S)
+            lasts_s = _give_up_s(where) * chance.uniform(*_LONG) if long else chance.uniform(*_SHORT_S)
             return Disturbance(where, what, lasts_s)
         case _:
             return Disturbance(where, what)
