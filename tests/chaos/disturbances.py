@@ -38,7 +38,7 @@ LONGEST_GIVE_UP_S = max(
 )
 """The time after which even a client has given up that was waiting for two gateways, one after the other."""
 _KEEPALIVE_S = 15.0
-"""The time after which a client notices that its gateway is silent (`galley.common.tls.channels`)."""
+"""The time that a ping of gRPC may be unanswered (`galley.common.tls.channels`)."""
 
 _KILLED = {"gateway": 6, "draft": 6, STORE: 7, "target": 1}
 """Shares of the pools among kills; the restart of a target is slowest."""

@@ -20,7 +20,8 @@ import grpc.aio
 
 from galley.common.tls.files import WatchedFiles
 
-# A peer that vanishes (a partition, a lost machine) is noticed within 15 seconds. While gRPC's own ping for
+# A peer that vanishes (a partition, a lost machine) is noticed within 15 seconds; one whose system still
+# acknowledges, within 15 seconds of a ping. While gRPC's own ping for
 # flow control is unanswered, it sends no keepalive ping. That ping may take 60 s by default.
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 10_000),
