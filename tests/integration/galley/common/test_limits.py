@@ -84,7 +84,7 @@ def test_every_option_is_one_that_grpc_knows() -> None:
     assert result.origin is not None
     library = Path(result.origin).read_bytes()
     reported = server_options(ServerLimits(max_connection_age_s=1, max_connection_idle_s=1))
-    assert len(reported) == 18
+    assert len(reported) == 19
     assert [name for name, _ in reported if name.encode() + b"\0" not in library] == []
 
 
