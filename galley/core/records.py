@@ -52,10 +52,10 @@ def _encode(record: TokenRecord) -> bytes:
     return bytes([flags]) + body
 
 
-def decode_records(data: bytes) -> list[TokenRecord]:
-    """Return the inverse of `encode_records`. Raise ValueError if `data` is truncated."""
+def decode_records(data: bytes) -> Iterator[TokenRecord]:
+    """Yield what `encode_records` was given. Raise ValueError where `data` is truncated."""
     try:
-        return list(_decode(memoryview(data)))
+        yield from _decode(memoryview(data))
     except (IndexError, struct.error) as error:
         raise ValueError("the session's token records are truncated") from error
 

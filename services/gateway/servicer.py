@@ -15,7 +15,7 @@ import grpc
 from structlog.contextvars import bind_contextvars
 
 from galley.common.wire.codec import logprobs_message
-from galley.core.admission.admission import AdmissionSlot, Principal
+from galley.core.admission.admission import AdmissionSlot
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged, Reason, SessionSpec
 from galley.core.errors import Broken
 from galley.core.names import STRATEGIES
@@ -120,8 +120,7 @@ class GenerationServicer(rpc.GenerationServicer):
             principal = caller()
             check_priority(request.priority, principal.limits.max_priority)
             with self.streams.admit(principal, self._max_output_tokens(request)) as slot:
-                runner = await self._begin(request, principal, self._deadline_ns(context))
-                self.streams.charge_prompt(slot, runner)
+                runner = await self._begin(request, slot, self._deadline_ns(context))
                 async with aclosing(self._stream(runner, slot, context, observer)) as events:
                     async for event in events:
                         yield pb.GenerateResponse(event=event)
@@ -136,11 +135,7 @@ class GenerationServicer(rpc.GenerationServicer):
             parsed = parse_resume(request)
             _name_in_logs(parsed.session_id)
             runner = await self.streams.claim(
-                slot,
-                parsed.session_id,
-                parsed.next_index,
-                parsed.seen_hash,
-                self._deadline_ns(context),
+                slot, parsed.session_id, parsed.next_index, parsed.seen_hash, self._deadline_ns(context)
             )
             async with aclosing(self._stream(runner, slot, context, observer)) as events:
                 async for event in events:
@@ -162,16 +157,17 @@ class GenerationServicer(rpc.GenerationServicer):
         return self.model.describe()
 
     async def _begin(
-        self, request: pb.GenerateRequest, principal: Principal, deadline_ns: int | None
+        self, request: pb.GenerateRequest, slot: AdmissionSlot, deadline_ns: int | None
     ) -> SessionRunner:
         """Check the request and store its session, or join the stored one; return its runner."""
         # In a thread: a long prompt takes the tokenizer longer than other streams should wait.
         spec, hashed = await asyncio.to_thread(self._parse, request)
-        session_id = session_id_for(principal.name, request.idempotency_key, self.id_secret)
+        principal = slot.principal.name
+        session_id = session_id_for(principal, request.idempotency_key, self.id_secret)
         _name_in_logs(session_id)
-        salt = tenant_salt_for(principal.name, self.id_secret)
+        salt = tenant_salt_for(principal, self.id_secret)
         spec = replace(spec, session_id=session_id, arrival_ns=time.time_ns(), tenant_salt=salt)
-        return await self.streams.create(spec, principal.name, hashed, deadline_ns)
+        return await self.streams.create(slot, spec, hashed, deadline_ns)
 
     def _parse(self, request: pb.GenerateRequest) -> tuple[SessionSpec, bytes]:
         model = self.model

@@ -180,7 +180,7 @@ class Ledger:
 
     def _extend(self, session: _SessionRecord, log: Sequence[int], meta: bytes) -> None:
         spec, prompt_len = session.spec, len(session.spec.prompt)
-        records = decode_records(meta[session.meta_bytes :])
+        records = list(decode_records(meta[session.meta_bytes :]))
         new = records[len(records) - (len(log) - len(session.log)) :]
         for record in new:
             position = len(session.log)

@@ -209,8 +209,9 @@ class Admission:
             what = f"{principal.name} has no token budget left for {tokens} tokens ({rate})"
             raise Overloaded(what, wait_ns / _SECOND, OWN_TOKENS)
 
-    def charge(self, slot: AdmissionSlot, prompt_tokens: int, now: int) -> None:
-        _spend(self._accounts[slot.principal.name], prompt_tokens, now)
+    def charge(self, slot: AdmissionSlot, tokens: int, now: int) -> None:
+        """Spend tokens that the call made the gateway read: a prompt, or a stored answer."""
+        _spend(self._accounts[slot.principal.name], tokens, now)
 
     def leave(self, slot: AdmissionSlot, now: int) -> None:
         """Release the slot; repeating it changes nothing."""

@@ -19,7 +19,6 @@ from galley.core.answer.answer import (
     Reason,
     SessionSpec,
     decode_ending,
-    decode_spec,
     encode_ending,
     encode_spec,
 )
@@ -35,13 +34,13 @@ from galley.core.errors import (
     Unavailable,
     UnknownSession,
 )
-from galley.core.records import decode_records
 from galley.core.session import events as ev
 from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.events import Clock
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import NewSession, OwnerChanged, SessionStore, StoredSession
 from services.gateway.clock import Timeouts
+from services.gateway.session.replay import SPEC_FIELD, Replays, stored_spec
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.redis import NONCE_BYTES
 from services.gateway.store.session_log import SessionLog, StoreTime, read_store_time, retry
@@ -50,7 +49,6 @@ from services.gateway.telemetry.observer import request_observer
 _T = TypeVar("_T")
 _log = get_logger(__name__)
 
-SPEC_FIELD = "spec"
 _LEEWAY_MS = 100
 """Time by which the owner's claim may follow a call that replaces it; clocks are compared less exactly."""
 _OWNER_PAUSE_MS = 2_000
@@ -74,6 +72,7 @@ class Streams:
         self._clock = clock
         self._ports_of = ports_of
         self._decode = decode
+        self._replays = Replays(decode)
         self._limits = limits
         self._timeouts = timeouts
         self._admission = Admission(max_sessions)
@@ -122,22 +121,20 @@ class Streams:
         if not self._admission.held:
             self._idle.set()
 
-    def charge_prompt(self, slot: AdmissionSlot, runner: SessionRunner) -> None:
-        """Charge the prompt, unless the session was joined: then it had an owner before."""
-        if runner.log.owner.epoch == 1:
-            self._admission.charge(slot, len(runner.session.spec.prompt), self._clock.now_ns())
+    def charge(self, slot: AdmissionSlot, tokens: int) -> None:
+        """Charge the slot's principal for tokens that a call made the gateway read."""
+        self._admission.charge(slot, tokens, self._clock.now_ns())
 
     async def create(
-        self,
-        spec: SessionSpec,
-        principal: str,
-        body_hash: bytes,
-        deadline_ns: int | None,
+        self, slot: AdmissionSlot, spec: SessionSpec, body_hash: bytes, deadline_ns: int | None
     ) -> SessionRunner:
-        """Return the runner of a stored or joined session. Raise KeyReused, LogLost or StoreUnavailable."""
+        """Return the runner of a stored or joined session. Charge the prompt, or what a joined one replays.
+
+        Raise KeyReused, LogLost, OwnerChanged or StoreUnavailable.
+        """
         observer = request_observer()
         fields = {SPEC_FIELD: encode_spec(spec), **observer.stored_fields()}
-        new = NewSession(spec.session_id, principal, body_hash, fields, spec.prompt)
+        new = NewSession(spec.session_id, slot.principal.name, body_hash, fields, spec.prompt)
         nonce = secrets.token_bytes(NONCE_BYTES)
         called_ns = self._clock.now_ns()
         until_ns = self._timeouts.store_deadline_ns(called_ns, deadline_ns)
@@ -146,30 +143,38 @@ class Streams:
             return await self._store.create(new, nonce, time.latest_ms(until_ns))
 
         stored = await self._change("create", spec.session_id, create, until_ns)
-        if stored.ownership.nonce != nonce:
-            stored = await self._take_over(stored, nonce, called_ns, until_ns)
-        is_new = stored.ownership.epoch == 1  # so that what is stored is what was just encoded
-        session = self._session(stored, Answer(spec, self._decode) if is_new else self._answer(stored))
+        if stored.ownership.nonce == nonce:
+            self.charge(slot, len(spec.prompt))
+            answer = Answer(spec, self._decode)
+        else:
+            stored, answer = await self._take_over(slot, stored, nonce, called_ns, deadline_ns)
+        session = self._session(stored, answer)
         observer.opened(session, stored, called_ns)
         return self._runner(session, stored, called_ns, deadline_ns)
 
     async def claim(
-        self, slot: AdmissionSlot, session_id: str, next_index: int, seen_hash: bytes, deadline_ns: int | None
+        self,
+        slot: AdmissionSlot,
+        session_id: str,
+        next_index: int,
+        seen_hash: bytes,
+        deadline_ns: int | None,
     ) -> SessionRunner:
         """Take over a session for a client that has output tokens [0, next_index); return its runner.
 
         Raise UnknownSession, StoreUnavailable, OwnerChanged, InvalidField, LogLost if the stored session
         cannot be read or is not the client's, or Overloaded if the token budget does not cover the rest of
         the answer. All is checked before the session is claimed, so a refused call leaves its owner alone.
+        The replay is charged.
         """
-        principal = slot.principal.name
         nonce = secrets.token_bytes(NONCE_BYTES)
         called_ns = self._clock.now_ns()
         until_ns = self._timeouts.store_deadline_ns(called_ns, deadline_ns)
+        principal = slot.principal.name
         read = await retry("read", lambda: self._store.read(session_id, principal), until_ns, self._clock)
         self._reserve(slot, check_resume(read, next_index, seen_hash))
-        stored = await self._take_over(read, nonce, called_ns, until_ns)
-        session = self._session(stored, self._answer(stored), next_index, seen_hash)
+        stored, answer = await self._take_over(slot, read, nonce, called_ns, deadline_ns)
+        session = self._session(stored, answer, next_index, seen_hash)
         request_observer().opened(session, stored, called_ns, next_index)
         return self._runner(session, stored, called_ns, deadline_ns)
 
@@ -251,17 +256,6 @@ class Streams:
             shared=self._book,
         )
 
-    def _answer(self, stored: StoredSession) -> Answer:
-        """Raise LogLost if the record cannot be read."""
-        output = stored.tokens[stored.prompt_len :]
-        answer = Answer(_spec(stored), self._decode)
-        try:
-            for token, record in zip(output, decode_records(stored.meta), strict=True):
-                answer.append(token, record)
-        except ValueError as error:
-            raise LogLost("the stored session cannot be read") from error
-        return answer
-
     def _runner(
         self, session: Session, stored: StoredSession, held_ns: int, deadline_ns: int | None
     ) -> SessionRunner:
@@ -271,14 +265,22 @@ class Streams:
         return SessionRunner(session, log, ports, self._timeouts, deadline_ns)
 
     async def _take_over(
-        self, held: StoredSession, nonce: bytes, called_ns: int, until_ns: int
-    ) -> StoredSession:
-        """Claim a session from the owner that it had when it was read, for a call of `called_ns`.
+        self,
+        slot: AdmissionSlot,
+        held: StoredSession,
+        nonce: bytes,
+        called_ns: int,
+        deadline_ns: int | None,
+    ) -> tuple[StoredSession, Answer]:
+        """Replay a session, then claim it from the owner that it had when it was read.
 
-        Raise OwnerChanged if that owner claimed it after the call: its client may have left this gateway
-        for that owner's without this gateway having noticed.
+        Raise OwnerChanged if that owner claimed it after the call of `called_ns`: its client may have left
+        this gateway for that owner's without this gateway having noticed.
         """
         former = held.ownership
+        self.charge(slot, len(held.tokens) - held.prompt_len)
+        answer = await self._replays.replay(held)
+        until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
 
         async def claim(time: StoreTime) -> StoredSession:
             # A claim in the future shows that the store's clock was set back; it says nothing then.
@@ -286,7 +288,8 @@ class Streams:
                 raise OwnerChanged(former.session_id)
             return await self._store.claim(former, held.principal, nonce, time.latest_ms(until_ns))
 
-        return await self._change("claim", former.session_id, claim, until_ns)
+        stored = await self._change("claim", former.session_id, claim, until_ns)
+        return stored, await self._replays.extend(answer, held, stored)
 
     async def _change(
         self,
@@ -320,7 +323,7 @@ def check_resume(stored: StoredSession, next_index: int, seen_hash: bytes) -> in
     A live session may hold fewer: a store that has lost its latest writes gets them again, from the owner,
     or if that writes nothing any more, from a new one.
     """
-    spec = _spec(stored)
+    spec = stored_spec(stored)
     output = stored.tokens[stored.prompt_len :]
     longest = spec.max_position - stored.prompt_len
     if next_index > longest:
@@ -336,14 +339,6 @@ def check_resume(stored: StoredSession, next_index: int, seen_hash: bytes) -> in
     elif seen_hash and prefix_hash(output[:next_index]) != seen_hash:
         raise LogLost("the answer is not the one whose first tokens the client has seen")
     return longest - len(output) if stored.state == "live" else 0
-
-
-def _spec(stored: StoredSession) -> SessionSpec:
-    prompt = tuple(stored.tokens[: stored.prompt_len])
-    try:
-        return decode_spec(stored.fields[SPEC_FIELD], stored.ownership.session_id, prompt)
-    except (ValueError, KeyError, TypeError) as error:
-        raise LogLost("the stored session cannot be read") from error
 
 
 def _ending(stored: StoredSession) -> Ending | None:

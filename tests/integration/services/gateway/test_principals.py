@@ -21,7 +21,17 @@ from tests.fakes.log_lines import logged
 from tests.fakes.redis_servers import Server
 from tests.fakes.truth import true_output
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, field_of, must_be_true, receive, refused
+from tests.fakes.world import (
+    MAX_TOKENS,
+    PROMPT_TOKENS,
+    Gateway,
+    Received,
+    World,
+    field_of,
+    must_be_true,
+    receive,
+    refused,
+)
 from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile, calling
 
 UNKNOWN = "0" * 32
@@ -220,15 +230,22 @@ async def test_a_caller_out_of_tokens_learns_when_to_retry(
     must_be_true(await receive(alice.generate()))
 
 
+@pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
-async def test_replaying_an_answer_costs_no_tokens(world: World, alice: Gateway) -> None:
-    key = f"key-{id(world)}-told-again"
+async def test_a_replay_costs_the_tokens_that_are_read_again(
+    world: World, alice: Gateway, resumed: bool
+) -> None:
+    key = f"key-{id(world)}-{resumed}"
     stream = alice.generate(idempotency_key=key)
     must_be_true(await receive(stream))
-    for _ in range(3):
-        must_be_true(await receive(alice.generate(idempotency_key=key)))
-        must_be_true(await receive(alice.client.resume(stream.session_id, 0)))
-    assert (await refused(receive(alice.generate(max_tokens=60)))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await alice.idle()
+    again = alice.client.resume(stream.session_id, 0) if resumed else alice.generate(idempotency_key=key)
+    must_be_true(await receive(again))
+    await alice.idle()
+    left = 100 - len(PROMPT_TOKENS) - MAX_TOKENS - MAX_TOKENS
+    error = await refused(receive(alice.generate(max_tokens=left + 1)))
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    must_be_true(await receive(alice.generate(max_tokens=left)), left)
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
 import pytest
 from redis.asyncio import Redis
 
+from galley.core.answer.answer import Answer
 from galley.core.content import prefix_hash
+from galley.core.records import TokenRecord
+from services.gateway.session.replay import SLICE_TOKENS
 from tests.fakes.truth import logprobs_of, text_of
 from tests.fakes.world import MAX_TOKENS, Gateway, Received, World, must_be_true, receive, refused
 
@@ -75,6 +79,38 @@ async def test_a_finished_session_is_replayed_from_any_index(world: World) -> No
         assert whole.text.endswith(rest.text)
         assert (rest.end.reason, rest.end.usage) == (whole.end.reason, whole.end.usage)
     assert (len(world.target.calls), len(world.draft.calls)) == calls, "nothing is computed twice"
+
+
+async def test_a_long_resume_with_long_stop_strings_leaves_turns_to_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took one turn of the event loop, and 16 x 255 comparisons for each token."""
+    first, second = await world.gateway(), await world.gateway()
+    length, appended, most = 900, 0, 0
+    stop = [" " * size + "never said" for size in range(200, 216)]
+    streams = [first.generate(max_tokens=length, stop=stop) for _ in range(3)]
+    whole = await asyncio.gather(*map(receive, streams))
+    assert len(whole[0].tokens) == length
+    append = Answer.append
+
+    def counted(answer: Answer, token: int, record: TokenRecord) -> bool:
+        nonlocal appended, most
+        appended += 1
+        most = max(most, appended)
+        return append(answer, token, record)
+
+    async def take_turns() -> None:
+        nonlocal appended
+        while True:
+            appended = 0
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Answer, "append", counted)
+    turns = asyncio.create_task(take_turns())
+    again = await asyncio.gather(*(receive(second.client.resume(it.session_id, 0)) for it in streams))
+    turns.cancel()
+    assert [received.text for received in again] == [received.text for received in whole]
+    assert most == SLICE_TOKENS
 
 
 async def test_the_text_does_not_depend_on_the_chunks(world: World) -> None:

@@ -25,8 +25,9 @@ from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.outbox import Outbox
+from services.gateway.session.replay import SPEC_FIELD
 from services.gateway.session.runner import Ports, SessionRunner
-from services.gateway.session.streams import SPEC_FIELD, Pump, Streams
+from services.gateway.session.streams import Pump, Streams
 from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.owners import create, hashes_of
 from tests.fakes.session_ports import SPEC, TOKEN, ManualClock, NoDraft, PortTarget

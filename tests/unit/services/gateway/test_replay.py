@@ -1,0 +1,175 @@
+"""Replays of stored answers: other tasks get their turn, and nothing changes before the claim."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from galley.core.admission.admission import Principal, PrincipalLimits
+from galley.core.answer.answer import Ending, Reason, encode_spec
+from galley.core.errors import LogLost, Overloaded
+from galley.core.records import TokenRecord, encode_records
+from galley.core.session.machine import SessionLimits
+from galley.core.store import NewSession, OwnerChanged, Ownership
+from services.gateway.clock import Timeouts
+from services.gateway.session.replay import SLICE_TOKENS, SPEC_FIELD
+from services.gateway.session.runner import Ports, SessionRunner
+from services.gateway.session.streams import Streams
+from tests.fakes import owners
+from tests.fakes.session_ports import SPEC, ManualClock, NoDraft, PortTarget
+from tests.fakes.store import MemoryStore
+
+LONG = 40 * SLICE_TOKENS
+ME = Principal("me")
+
+
+class Replaying:
+    """A gateway whose tokenizer counts what it decodes between two turns of another task."""
+
+    def __init__(self, slots: int = 8) -> None:
+        self.store = MemoryStore()
+        self.most = self.since = self.turns = 0
+        self.begun = asyncio.Event()
+        clock = ManualClock()
+        ports = Ports(NoDraft(), PortTarget(), clock)
+        self.streams = Streams(
+            self.store, clock, lambda *_: ports, self._decode, SessionLimits(), Timeouts(), slots
+        )
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        self.begun.set()
+        self.since += 1
+        self.most = max(self.most, self.since)
+        return "x" * len(tokens)
+
+    async def stored(self, session_id: str = "s", length: int = LONG) -> Ownership:
+        """Return the owner of a stored session with `length` output tokens."""
+        spec = replace(SPEC, session_id=session_id, max_position=10**6)
+        new = NewSession(session_id, ME.name, b"body", {SPEC_FIELD: encode_spec(spec)}, SPEC.prompt)
+        owner = (await owners.create(self.store, new)).ownership
+        await self.add(owner, length)
+        return owner
+
+    async def add(self, owner: Ownership, count: int) -> None:
+        log, tokens = self.store.log(owner.session_id), [5] * count
+        meta = encode_records([TokenRecord()] * count)
+        await self.store.commit(owner, len(log), tokens, meta, owners.hashes_of(log, tokens))
+
+    async def owner(self, session_id: str = "s") -> Ownership:
+        return (await self.store.read(session_id, ME.name)).ownership
+
+    async def claim(self, session_id: str = "s", principal: Principal = ME) -> SessionRunner:
+        with self.streams.admit(principal, 0) as slot:
+            return await self.streams.claim(slot, session_id, 0, b"", None)
+
+    @asynccontextmanager
+    async def claiming(self) -> AsyncIterator[asyncio.Task[SessionRunner]]:
+        """Start a claim and return in the middle of its replay."""
+        task = asyncio.create_task(self.claim())
+        await self.begun.wait()
+        yield task
+        await asyncio.wait({task})
+
+    async def tick(self) -> None:
+        """Be the other task."""
+        while True:
+            self.since = 0
+            self.turns += 1
+            await asyncio.sleep(0)
+
+
+DECODED_PER_TOKEN = 2
+
+
+@pytest.mark.parametrize("streams", [1, 5])
+async def test_other_tasks_get_a_turn_after_each_slice(streams: int) -> None:
+    world = Replaying()
+    names = [f"s{index}" for index in range(streams)]
+    for name in names:
+        await world.stored(name)
+    ticking = asyncio.create_task(world.tick())
+    runners = await asyncio.gather(*(world.claim(name) for name in names))
+    ticking.cancel()
+    assert [runner.session.answer.output_len for runner in runners] == [LONG] * streams
+    assert world.turns >= streams * LONG // SLICE_TOKENS
+    assert world.most <= DECODED_PER_TOKEN * SLICE_TOKENS, "however many are replayed at once"
+
+
+async def test_an_owner_goes_on_until_the_replay_is_done() -> None:
+    world = Replaying()
+    owner = await world.stored()
+    async with world.claiming() as claim:
+        assert await world.owner() == owner
+        await world.add(owner, SLICE_TOKENS + 1)
+    runner = claim.result()
+    assert runner.session.answer.output_len == LONG + SLICE_TOKENS + 1
+    assert runner.session.answer.tokens == world.store.log("s")
+    assert runner.log.owner.epoch == owner.epoch + 1
+
+
+async def test_a_cancelled_replay_leaves_the_session_to_its_owner() -> None:
+    world = Replaying()
+    owner = await world.stored()
+    await world.stored("other")
+    async with world.claiming() as claim:
+        claim.cancel()
+        other = await world.claim("other")
+    assert claim.cancelled()
+    assert await world.owner() == owner
+    assert other.session.answer.output_len == LONG, "the turn was passed on"
+
+
+async def test_a_session_that_was_claimed_during_the_replay_is_left_alone() -> None:
+    world = Replaying()
+    owner = await world.stored()
+    async with world.claiming() as claim:
+        rival = (await owners.claim(world.store, "s", ME.name)).ownership
+    with pytest.raises(OwnerChanged):
+        claim.result()
+    assert rival.epoch == owner.epoch + 1
+    assert await world.owner() == rival
+
+
+async def test_a_session_that_was_aborted_during_the_replay_ends_as_aborted() -> None:
+    world = Replaying()
+    await world.stored()
+    async with world.claiming() as claim:
+        await world.streams.abort("s", ME.name, None)
+    runner = claim.result()
+    runner.outbox.discard()
+    end = await runner.run()
+    assert end.ending == Ending(Reason.ABORTED)
+
+
+async def test_a_log_that_lost_its_end_during_the_replay_is_replayed_anew() -> None:
+    world = Replaying()
+    await world.stored()
+    before = await world.store.read("s", ME.name)
+    shorter = replace(before, tokens=before.tokens[:-5], meta=before.meta[:-5])
+    answer = await world.streams._replays.replay(before)
+    again = await world.streams._replays.extend(answer, before, shorter)
+    assert again.tokens == shorter.tokens
+    assert again.output_len == LONG - 5
+
+
+async def test_an_unreadable_record_is_refused_before_the_claim() -> None:
+    world = Replaying()
+    owner = await world.stored()
+    log = world.store.log("s")
+    await world.store.commit(owner, len(log), [5], b"\x02", owners.hashes_of(log, [5]))
+    with pytest.raises(LogLost, match="cannot be read"):
+        await world.claim()
+    assert await world.owner() == owner
+
+
+async def test_a_resume_is_charged_for_what_it_replays() -> None:
+    world = Replaying()
+    await world.stored()
+    poor = replace(ME, limits=PrincipalLimits(tokens_per_s=1.0, burst_tokens=LONG))
+    await world.claim(principal=poor)
+    with pytest.raises(Overloaded, match="no token budget left"), world.streams.admit(poor, 1):
+        pass
