@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from galley.core.answer.answer import Answer, Chunk, SessionSpec
+from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.content import prefix_hash
 from galley.core.cost.model import StepTimes
 from galley.core.kv.table import KvTable
@@ -108,9 +108,7 @@ class _Stream:
                     length = effect.expected_len + len(effect.tokens)
                     pool.later(_COMMIT_NS, self.handle, ev.Committed(length))
                 case ev.Emit():
-                    last = effect.items[-1]
-                    assert isinstance(last, Chunk)
-                    pool.later(0, self.handle, ev.Sent(last.index + len(last.tokens)))
+                    pool.later(0, self.handle, ev.Sent(effect.end))
                 case ev.StoreFinish():
                     pool.later(_COMMIT_NS, self.handle, ev.FinishStored())
                 case ev.End():

@@ -19,7 +19,7 @@ from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.sampling_params import SamplingParams
 
 # Bounds the messages in which a resumed stream replays a long answer.
-MAX_CHUNK_TOKENS = 256
+MAX_CHUNK_TOKENS = 64
 
 
 class Reason(enum.Enum):

@@ -77,9 +77,9 @@ class Delivery:
             self._emitted = self.stream_from
         if logged <= self._emitted or logged <= self.stream_from:
             return None
-        items = tuple(self._answer.chunks(self._emitted, logged))
+        items = self._answer.chunks(self._emitted, logged)
         self._emitted = logged
-        return Emit(items)
+        return Emit(items, logged)
 
     def sent(self, index: int) -> None:
         """Record that the client was sent all output tokens below `index`."""

@@ -8,7 +8,7 @@ CancelVerify ends it. All times are nanoseconds.
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self, TypeAlias
 
@@ -241,7 +241,10 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    items: tuple[Chunk | NumericsChanged, ...]
+    """Send the client output tokens up to `end`; each of the items is made when it is taken."""
+
+    items: Iterator[Chunk | NumericsChanged]
+    end: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 The first item counts as sent: the transport takes it as soon as it has room. The session machine bounds how
 many tokens wait behind it. If they wait for the client's time limit, the client has stalled.
+
+Only the first items are made: those of a long answer that is resumed would take the event loop too long.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -20,6 +22,8 @@ from services.gateway.clock import SECOND
 from services.gateway.telemetry.observer import request_observer
 
 Item: TypeAlias = Chunk | NumericsChanged
+
+_READY_ITEMS = 8
 
 
 class Outbox:
@@ -33,29 +37,45 @@ class Outbox:
         self._report = report
         self._observer = request_observer()
         self._items: deque[tuple[Item | ev.End, int]] = deque()
+        self._later: deque[tuple[Iterator[Item | ev.End], int]] = deque()
+        """Items to be made, with the time when they were put."""
+        self._end = 0
+        """Output tokens [0, _end) were put."""
         self._sent_ns = 0
         """The time when the last item counted as sent."""
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._has_reader = True
 
-    def put(self, items: Iterable[Item | ev.End]) -> None:
-        """Add items; drop them once the client has stalled or left."""
-        for item in items:
-            if self.stalled is not None and not isinstance(item, ev.End):
-                return
-            self._items.append((item, self._clock.now_ns()))
+    def put(self, items: Iterable[Item], end: int = 0) -> None:
+        """Add items, up to output token `end`; drop them once the client has stalled or left."""
+        self._end = end
+        if not self._has_reader:
+            self._report(ev.Sent(end))
+        elif self.stalled is None:
+            self._add(items)
+
+    def end(self, end: ev.End) -> None:
+        self.close()
+        self._add((end,))
+
+    def _add(self, items: Iterable[Item | ev.End]) -> None:
+        self._later.append((iter(items), self._clock.now_ns()))
+        self._fill()
+        self._changed.set()
+
+    def _fill(self) -> None:
+        while self._later and len(self._items) < _READY_ITEMS:
+            items, put_ns = self._later[0]
+            item = next(items, None)
+            if item is None:
+                self._later.popleft()
+                continue
+            self._items.append((item, put_ns))
             if len(self._items) == 1:
                 self._send_first()
             elif len(self._items) == 2:
                 self._watch()
-            if not self._has_reader:
-                self._items.clear()
-        self._changed.set()
-
-    def end(self, end: ev.End) -> None:
-        self.close()
-        self.put((end,))
 
     async def next(self) -> Item | ev.End:
         """Return the next item; End is the last. Call it once the transport has taken the item before."""
@@ -64,6 +84,7 @@ class Outbox:
         item, _ = self._items.popleft()
         if self._items:
             self._send_first()
+        self._fill()
         self._watch()
         self._changed.set()
         return item
@@ -85,16 +106,16 @@ class Outbox:
     def discard(self) -> None:
         """Count all items as sent, also those to come: nobody reads them any more."""
         self._has_reader = False
-        while len(self._items) > 1:
-            self._items.popleft()
-            self._send_first()
         self._items.clear()
+        self._later.clear()
+        self._report(ev.Sent(self._end))
         self._watch()
         self._changed.set()
 
     def close(self) -> None:
         if len(self._items) > 1 and not isinstance(self._items[1][0], ev.End):
             self._observer.sent(self._waited_ns(1))
+        self._later.clear()
         while len(self._items) > 1:
             self._items.pop()
         self._watch()

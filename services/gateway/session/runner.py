@@ -98,8 +98,7 @@ class SessionRunner:
                         self._renewal.cancel()  # it would be refused once the session has ended
                     self._spawn(self._tell_result(partial(self.log.finish, effect)))
                 case ev.Emit():
-                    self._observer.emitted(effect.items)
-                    self.outbox.put(effect.items)
+                    self.outbox.put(self._observer.emitted(effect.items), effect.end)
                 case ev.SetTimer():
                     self._call_at(effect.at_ns, ev.TimerFired())
                 case RoundEnded():

@@ -10,7 +10,7 @@ stay consistent when the system's clock is set.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -180,16 +180,19 @@ class RequestObserver:
 
     # --------------------------------------------------------------------------- the session --
 
-    def emitted(self, items: Iterable[Chunk | NumericsChanged]) -> None:
-        """Report items that the client may have, for their tokens are committed."""
+    def emitted(self, items: Iterator[Chunk | NumericsChanged]) -> Iterator[Chunk | NumericsChanged]:
+        """Return items that the client may have, for their tokens are committed; report them when taken."""
         if self._request is None or self._start is None:
-            return
+            return items
         if self._sums.ttft_ns is None:
             self._sums.ttft_ns = self._request.now_ns() - self._start.start_ns
-        for item in items:
-            if isinstance(item, NumericsChanged):
-                index, fingerprint = item.index, item.fingerprint
-                self.event(names.NUMERICS_CHANGED, {names.INDEX: index, names.FINGERPRINT: fingerprint})
+        return map(self._taken, items)
+
+    def _taken(self, item: Chunk | NumericsChanged) -> Chunk | NumericsChanged:
+        if isinstance(item, NumericsChanged):
+            index, fingerprint = item.index, item.fingerprint
+            self.event(names.NUMERICS_CHANGED, {names.INDEX: index, names.FINGERPRINT: fingerprint})
+        return item
 
     def round_ended(self, done: RoundEnded, draft: Replica | None, target: Replica | None) -> None:
         """Report a round with the replicas that drafted and verified it."""
