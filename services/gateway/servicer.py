@@ -31,6 +31,7 @@ from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.validate import (
     Limits,
     Model,
+    PromptRefused,
     body_hash,
     check_model,
     check_priority,
@@ -161,7 +162,11 @@ class GenerationServicer(rpc.GenerationServicer):
     ) -> SessionRunner:
         """Check the request and store its session, or join the stored one; return its runner."""
         # In a thread: a long prompt takes the tokenizer longer than other streams should wait.
-        spec, hashed = await asyncio.to_thread(self._parse, request)
+        try:
+            spec, hashed = await asyncio.to_thread(self._parse, request)
+        except PromptRefused as error:
+            self.streams.charge(slot, error.tokens)
+            raise
         principal = slot.principal.name
         session_id = session_id_for(principal, request.idempotency_key, self.id_secret)
         _name_in_logs(session_id)

@@ -47,8 +47,19 @@ _REFUSALS = (
 )
 
 
+class TooManyTokens(Exception):
+    """A text has more tokens than the caller can use; `tokens` is how many."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"the text has {tokens} tokens")
+        self.tokens = tokens
+
+
 class Tokenizer:
-    """Text to token ids and back, as the model's own files say. Safe to use from several threads."""
+    """Text to token ids and back, as the model's own files say.
+
+    Safe to use from several threads. Other threads run while a text is encoded.
+    """
 
     def __init__(
         self, fast: FastTokenizer, template: ChatTemplate | None, digest: str, *, plain_messages: bool
@@ -103,25 +114,39 @@ class Tokenizer:
         """Return the number of known tokens, added ones included; a model may pad its vocabulary beyond."""
         return int(self._fast.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text to complete, with the special tokens that the model's rules add."""
-        return list(self._fast.encode(text).ids)
+    def encode(self, text: str, most_tokens: int | None = None) -> list[int]:
+        """Return the token ids of a text to complete, with the special tokens that the model's rules add.
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        Raise TooManyTokens if there are more than `most_tokens`.
+        """
+        return _ids(self._fast, text, most_tokens)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], most_tokens: int | None = None) -> list[int]:
         """Return the token ids of a chat up to the answer; each message has `role` and `content`.
 
-        Raise InvalidField("messages") if the model has no chat template or its template refuses.
+        Raise InvalidField("messages") if the model has no chat template or its template refuses, and
+        TooManyTokens if there are more than `most_tokens`.
         """
         if self._template is None:
             raise InvalidField("messages", "must be absent: the model has no chat template. Send text")
         if self._control_tokens is not None:
             messages = [self._control_tokens.mark(message) for message in messages]
         rendered = self._template.render(messages)
-        return list(self._chat.encode(rendered, add_special_tokens=False).ids)
+        return _ids(self._chat, rendered, most_tokens, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without control tokens; unfinished UTF-8 reads as U+FFFD."""
         return str(self._fast.decode(list(ids), skip_special_tokens=True))
+
+
+def _ids(
+    fast: FastTokenizer, text: str, most_tokens: int | None, *, add_special_tokens: bool = True
+) -> list[int]:
+    # A batch of one: `encode` holds the interpreter's lock until it is done.
+    [encoding] = fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    if most_tokens is not None and len(encoding) > most_tokens:
+        raise TooManyTokens(len(encoding))
+    return list(encoding.ids)
 
 
 def _directory(model: str) -> Path:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 from typing import Protocol
 
+from galley.common.models.tokenizer import TooManyTokens
 from galley.common.wire.codec import MAX_SALT_BYTES, check_token_ids, sampling_from
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import HASH_BYTES
@@ -26,11 +27,21 @@ _FIXED_K = 4
 
 
 class PromptTokenizer(Protocol):
-    def encode(self, text: str) -> list[int]: ...
+    """Both methods raise TooManyTokens if there are more than `most_tokens`."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode(self, text: str, most_tokens: int) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], most_tokens: int) -> list[int]:
         """Return token ids that include the turn that opens the answer."""
         ...
+
+
+class PromptRefused(InvalidField):
+    """A prompt of `tokens` tokens that is too long, alone or with the requested output."""
+
+    def __init__(self, field: str, problem: str, tokens: int) -> None:
+        super().__init__(field, problem)
+        self.tokens = tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,8 @@ def parse_generate(
     """Return the session that `request` describes, without id, arrival and tenant salt.
 
     All of the request is checked, cheap things first; its prompt is tokenized last. `draw_seed` gives the
-    seed, in [0, 2**64), of a request that brings none. Raise InvalidField or Unimplemented.
+    seed, in [0, 2**64), of a request that brings none. Raise InvalidField or Unimplemented, and
+    PromptRefused once the prompt was tokenized.
     """
     _check_fixed(request, model)
     sampling = _sampling(request.sampling, model.vocab_size, draw_seed)
@@ -238,36 +250,34 @@ def _check_asked_length(request: pb.GenerateRequest, context_window: int) -> Non
 def _prompt(
     request: pb.GenerateRequest, limits: Limits, tokenizer: PromptTokenizer, model: Model
 ) -> tuple[int, ...]:
-    field = request.WhichOneof("input")
-    match field:
-        case "text":
-            prompt = _text_prompt(request.text, limits, tokenizer)
-        case "messages":
-            prompt = _chat_prompt(request.messages.messages, limits, tokenizer)
-        case "token_ids":
-            prompt = _token_prompt(request.token_ids.ids, model)
-        case _:
-            raise InvalidField("input", "must have one of text, messages, token_ids, got none")
+    field, most = request.WhichOneof("input"), model.context_window - 1
+    try:
+        match field:
+            case "text":
+                prompt = _text_prompt(request.text, limits, tokenizer, most)
+            case "messages":
+                prompt = _chat_prompt(request.messages.messages, limits, tokenizer, most)
+            case "token_ids":
+                prompt = _token_prompt(request.token_ids.ids, model)
+            case _:
+                raise InvalidField("input", "must have one of text, messages, token_ids, got none")
+    except TooManyTokens as error:
+        problem = f"must have at most {most} tokens (context window: {model.context_window})"
+        raise PromptRefused(str(field), f"{problem}, got {error.tokens}", error.tokens) from None
     if not prompt:
         raise InvalidField(field, "must come to at least one token, got 0")
-    if len(prompt) >= model.context_window:
-        raise InvalidField(
-            field,
-            f"must have at most {model.context_window - 1} tokens (context window: {model.context_window}), "
-            f"got {len(prompt)}",
-        )
     return tuple(prompt)
 
 
-def _text_prompt(text: str, limits: Limits, tokenizer: PromptTokenizer) -> Sequence[int]:
+def _text_prompt(text: str, limits: Limits, tokenizer: PromptTokenizer, most_tokens: int) -> Sequence[int]:
     if not text:
         raise InvalidField("text", "must not be empty")
     check_length("text", text.encode(), limits.max_text_bytes, "bytes")
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, most_tokens)
 
 
 def _chat_prompt(
-    messages: Sequence[pb.ChatMessage], limits: Limits, tokenizer: PromptTokenizer
+    messages: Sequence[pb.ChatMessage], limits: Limits, tokenizer: PromptTokenizer, most_tokens: int
 ) -> Sequence[int]:
     if not 1 <= len(messages) <= limits.max_messages:
         raise InvalidField(
@@ -281,14 +291,15 @@ def _chat_prompt(
     size = sum(len(message.content.encode()) for message in messages)
     if size > limits.max_text_bytes:
         raise InvalidField("messages", f"must be at most {limits.max_text_bytes} bytes, got {size} bytes")
-    return tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in messages])
+    return tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in messages], most_tokens)
 
 
 def _token_prompt(ids: Sequence[int], model: Model) -> Sequence[int]:
     if not ids:
         raise InvalidField("token_ids.ids", "must not be empty")
-    if len(ids) < model.context_window:  # a longer one is refused for that
-        check_token_ids("token_ids.ids", ids, model.vocab_size)
+    if len(ids) >= model.context_window:
+        raise TooManyTokens(len(ids))
+    check_token_ids("token_ids.ids", ids, model.vocab_size)
     return ids
 
 
@@ -298,13 +309,15 @@ def _max_tokens(request: pb.GenerateRequest, prompt_len: int, limits: Limits, co
         request.max_tokens if request.HasField("max_tokens") else min(limits.default_max_tokens, room)
     )
     if max_tokens > room:
-        raise InvalidField(
+        raise PromptRefused(
             "max_tokens",
             f"must be <= {room} after a prompt of {prompt_len} tokens (context window: {context_window}), "
             f"got {max_tokens}",
+            prompt_len,
         )
     if request.min_tokens > max_tokens:
-        raise InvalidField("min_tokens", f"must be <= max_tokens ({max_tokens}), got {request.min_tokens}")
+        problem = f"must be <= max_tokens ({max_tokens}), got {request.min_tokens}"
+        raise PromptRefused("min_tokens", problem, prompt_len)
     return max_tokens
 
 

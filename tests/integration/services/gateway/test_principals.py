@@ -19,7 +19,7 @@ from galley.common.tls import files
 from services.gateway.auth import authentication
 from tests.fakes.log_lines import logged
 from tests.fakes.redis_servers import Server
-from tests.fakes.truth import true_output
+from tests.fakes.truth import CONTEXT, true_output
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import (
     MAX_TOKENS,
@@ -212,6 +212,15 @@ async def test_the_callers_own_streams_are_bounded(world: World, alice: Gateway,
     stream.cancel()
     await alice.idle()
     must_be_true(await receive(alice.generate()))
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
+async def test_a_refused_prompt_costs_the_tokens_that_were_made_of_it(world: World, alice: Gateway) -> None:
+    error = await refused(receive(alice.generate("a" * 60, max_tokens=CONTEXT - 1)))
+    assert field_of(error) == "max_tokens"
+    error = await refused(receive(alice.generate(max_tokens=41)))
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    must_be_true(await receive(alice.generate(max_tokens=40)))
 
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 20\nburst_tokens = 60")])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from galley.common.models.files import DEFAULT_MODEL, tokenizer_hash
-from galley.common.models.tokenizer import ChatTemplate, Tokenizer
+from galley.common.models.tokenizer import ChatTemplate, Tokenizer, TooManyTokens
 from galley.core.errors import InvalidField
 from galley.engine.load.resolve import resolve_model
 
@@ -120,6 +122,34 @@ def test_sizes_and_special_tokens_are_those_of_transformers(
     assert real.vocab_size == len(reference)
     assert not real.decode(reference.all_special_ids)
     assert real.hash == tokenizer_hash(default_model)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """It held the interpreter's lock, and with it the gateway's event loop, for its whole time."""
+    tokenizer = Tokenizer.load(str(a_directory(tmp_path)))
+    turns, meanwhile = 0, 0
+
+    def encode() -> None:
+        nonlocal meanwhile
+        before = turns
+        tokenizer.encode("word " * 50_000)
+        meanwhile = turns - before
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0)
+    assert meanwhile > 100
+
+
+def test_a_text_of_too_many_tokens_is_refused_with_their_number(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(str(a_directory(tmp_path)))
+    ids = tokenizer.encode("abcde")
+    assert tokenizer.encode("abcde", most_tokens=len(ids)) == ids
+    with pytest.raises(TooManyTokens) as caught:
+        tokenizer.encode("abcde", most_tokens=len(ids) - 1)
+    assert caught.value.tokens == len(ids)
 
 
 def a_directory(path: Path, config: dict[str, Any] | None = None, *, truncate: bool = False) -> Path:

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from galley.common.models.tokenizer import TooManyTokens
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import block_hashes
 from galley.core.errors import InvalidField, Unimplemented, UnknownSession
@@ -19,6 +20,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.request.validate import (
     Limits,
     Model,
+    PromptRefused,
     ResumeSpec,
     body_hash,
     check_model,
@@ -46,12 +48,16 @@ class Bytes:
     def __init__(self) -> None:
         self.calls = 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most_tokens: int) -> list[int]:
         self.calls += 1
-        return list(text.encode())
+        ids = list(text.encode())
+        if len(ids) > most_tokens:
+            raise TooManyTokens(len(ids))
+        return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode("".join(f"{message['role']}:{message['content']};" for message in messages))
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], most_tokens: int) -> list[int]:
+        text = "".join(f"{message['role']}:{message['content']};" for message in messages)
+        return self.encode(text, most_tokens)
 
 
 def request(**fields: Any) -> pb.GenerateRequest:
@@ -252,9 +258,25 @@ def test_unsupported_option_is_refused_by_name() -> None:
         parse(structured_output=pb.StructuredOutput())
 
 
+@pytest.mark.parametrize(
+    ("field", "tokens", "fields"),
+    [
+        ("text", 64, {"text": "a" * 64}),
+        ("messages", 64, {"messages": {"messages": [pb.ChatMessage(role="u", content="a" * 61)]}}),
+        ("token_ids", 64, {"token_ids": {"ids": [1] * 64}}),
+        ("max_tokens", 60, {"text": "a" * 60, "max_tokens": 5}),
+        ("min_tokens", 60, {"text": "a" * 60, "min_tokens": 5}),
+    ],
+)
+def test_a_prompt_that_is_refused_tells_its_tokens(field: str, tokens: int, fields: dict[str, Any]) -> None:
+    with pytest.raises(PromptRefused) as caught:
+        parse(**fields)
+    assert (caught.value.field, caught.value.tokens) == (field, tokens)
+
+
 def test_a_text_that_comes_to_no_token() -> None:
     class Silent(Bytes):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, most_tokens: int) -> list[int]:
             return []
 
     with pytest.raises(InvalidField, match="text: must come to at least one token"):
