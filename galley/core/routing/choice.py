@@ -80,19 +80,36 @@ class TargetCandidate:
         return max(self.lease.queue_depth, self.sessions)
 
 
+class HashedTokens:
+    """A session's tokens so far, as far as known; its blocks are hashed once, for all replicas."""
+
+    def __init__(self, tokens: Sequence[int], tenant_salt: bytes = b"") -> None:
+        self.tokens = tokens
+        self._tenant_salt = tenant_salt
+        self._hashes: dict[int, list[bytes]] = {}
+
+    def block_hashes(self, block_tokens: int) -> list[bytes]:
+        if block_tokens not in self._hashes:
+            self._hashes[block_tokens] = block_hashes(self._tenant_salt, self.tokens, block_tokens)
+        return self._hashes[block_tokens]
+
+
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
     """A session that needs a target.
 
-    `tokens` are its tokens so far, as far as known. `fingerprint` is the build that computed them, empty for
-    a new session. `cached_at` is where the KV directory says that its KV is.
+    `fingerprint` is the build that computed its `prefix`, empty for a new session. `cached_at` is where the
+    KV directory says that its KV is.
     """
 
-    tokens: Sequence[int]
+    prefix: HashedTokens
     max_position: int
-    tenant_salt: bytes = b""
     fingerprint: str = ""
     cached_at: CacheLocation | None = None
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self.prefix.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +186,7 @@ def _score(request: RoutingRequest, candidate: TargetCandidate) -> int:
 def _cached_prefix(request: RoutingRequest, lease: TargetLease) -> int:
     if not lease.cached_prefixes or lease.kv_block_tokens < 1:
         return 0
-    hashes = block_hashes(request.tenant_salt, request.tokens, lease.kv_block_tokens)
+    hashes = request.prefix.block_hashes(lease.kv_block_tokens)
     # A block's hash stands for all before it, so the last known one is the answer.
     for count in range(len(hashes), 0, -1):
         if hashes[count - 1] in lease.cached_prefixes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 
 import grpc
 
@@ -19,7 +20,7 @@ from galley.core import names
 from galley.core.answer.answer import SessionSpec
 from galley.core.errors import TokenizerMismatch, Unavailable
 from galley.core.names import MOVE_FAILED, MOVE_HEDGED, MOVE_LATE, MOVE_LEFT
-from galley.core.routing.choice import RoutingRequest, cached_tokens
+from galley.core.routing.choice import HashedTokens, RoutingRequest, cached_tokens
 from galley.core.routing.lateness import VerdictTimeout
 from galley.core.session import events as ev
 from galley.core.session.events import Replica, Verification
@@ -47,6 +48,8 @@ class TargetSession:
         self._fingerprint = fingerprint
         self._held = held
         self._at: TargetReplica | None = None
+        self._routed: tuple[ev.Verify, HashedTokens] | None = None
+        """The request that was routed last, and its tokens."""
         self._failed: set[str] = set()
         self._served_by: Replica | None = None
         self._why_left = MOVE_LEFT
@@ -106,14 +109,11 @@ class TargetSession:
         return at.times.first_verdict_quantile(quantile) if quantile else None
 
     def _routing(self, spec: SessionSpec, request: ev.Verify) -> RoutingRequest:
-        part = request.slice
-        return RoutingRequest(
-            tokens=part.tokens if part.start == 0 else spec.prompt,
-            max_position=spec.max_position,
-            tenant_salt=spec.tenant_salt,
-            fingerprint=self._fingerprint,
-            cached_at=self._held,
-        )
+        if self._routed is None or self._routed[0] is not request:
+            part = request.slice
+            tokens = part.tokens if part.start == 0 else spec.prompt
+            self._routed = (request, HashedTokens(tokens, spec.tenant_salt))
+        return RoutingRequest(self._routed[1], spec.max_position, self._fingerprint, self._held)
 
     # ---------------------------------------------------------------------------------- reports --
 
@@ -182,7 +182,8 @@ class _Attempt:
         self._extensions = extensions
         self._sent_to: Replica | None = None
         self._span = request_observer().call(names.VERIFY, target.address)
-        self._item = messages.verify_item(spec, request, remaining_ns, self._span.traceparent)
+        # Made when it is sent: a message with a long prompt takes a turn of the event loop of its own.
+        self._item = partial(messages.verify_item, spec, request, remaining_ns, self._span.traceparent)
         self._has_ended = False
         target.add_request(self.rows)
 
@@ -214,7 +215,7 @@ class _Attempt:
         client = self.target.client
         try:
             if self.sent is None:
-                self.sent = await client.verify(self._item)
+                self.sent = await client.verify(self._item())
                 self._sent_to = client.replica
                 for extension in self._extensions:
                     self.sent.extend(messages.extension(extension))

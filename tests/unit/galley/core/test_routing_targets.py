@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galley.core.content import block_hashes
+from galley.core.routing import choice
 from galley.core.routing.choice import (
     LOAD_TOKENS,
+    HashedTokens,
     RoutingRequest,
     TargetCandidate,
     TargetLease,
@@ -21,7 +24,8 @@ from galley.core.store import CacheLocation
 
 BLOCK = 4
 TOKENS = tuple(range(100, 140))
-REQUEST = RoutingRequest(tokens=TOKENS, max_position=64)
+MINE = RoutingRequest(HashedTokens(TOKENS, b"me"), max_position=64)
+REQUEST = RoutingRequest(HashedTokens(TOKENS), max_position=64)
 
 
 def lease(address: str, **facts: object) -> TargetLease:
@@ -56,6 +60,21 @@ def test_the_longest_cached_prefix_wins() -> None:
     assert chosen(REQUEST, caching("a", TOKENS[:8]), caching("b", TOKENS[:16]), lease("c")) == "b"
 
 
+def test_a_prompt_is_hashed_once_for_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+
+    def counted(salt: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+        hashed.append(block_tokens)
+        return block_hashes(salt, tokens, block_tokens)
+
+    monkeypatch.setattr(choice, "block_hashes", counted)
+    request = replace(REQUEST, prefix=HashedTokens(TOKENS))
+    replicas = [caching(f"r{count}", TOKENS[: 4 * count]) for count in range(1, 9)]
+    assert chosen(request, *replicas) == "r8"
+    assert chosen(replace(request, fingerprint="build-1"), *replicas) == "r8"
+    assert hashed == [BLOCK]
+
+
 def test_a_prefix_counts_in_whole_blocks_of_that_replica() -> None:
     hashes = frozenset(block_hashes(b"", TOKENS, 8))
     assert cached_tokens(REQUEST, caching("a", TOKENS[:7])) == BLOCK
@@ -63,8 +82,8 @@ def test_a_prefix_counts_in_whole_blocks_of_that_replica() -> None:
 
 
 def test_the_prefix_of_another_tenant_does_not_count() -> None:
-    assert cached_tokens(replace(REQUEST, tenant_salt=b"me"), caching("a", TOKENS, b"you")) == 0
-    assert cached_tokens(replace(REQUEST, tenant_salt=b"me"), caching("a", TOKENS, b"me")) == len(TOKENS) - 1
+    assert cached_tokens(MINE, caching("a", TOKENS, b"you")) == 0
+    assert cached_tokens(MINE, caching("a", TOKENS, b"me")) == len(TOKENS) - 1
 
 
 def test_a_chain_without_its_first_blocks_counts_as_a_whole() -> None:
@@ -89,7 +108,7 @@ def test_own_sessions_count_before_the_lease_shows_them() -> None:
 
 
 def test_a_prefix_is_worth_some_crowding_and_no_more() -> None:
-    long = RoutingRequest(tokens=tuple(range(1, 2 * LOAD_TOKENS + 2)), max_position=512)
+    long = RoutingRequest(HashedTokens(range(1, 2 * LOAD_TOKENS + 2)), max_position=512)
     home = caching("home", long.tokens)
     assert chosen(long, replace(home, queue_depth=1), lease("empty")) == "home"
     assert chosen(long, replace(home, queue_depth=20, kv_blocks_free=0), lease("empty")) == "empty"
