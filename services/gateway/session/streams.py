@@ -71,7 +71,6 @@ class Streams:
         self._store = store
         self._clock = clock
         self._ports_of = ports_of
-        self._decode = decode
         self._replays = Replays(decode)
         self._limits = limits
         self._timeouts = timeouts
@@ -145,7 +144,7 @@ class Streams:
         stored = await self._change("create", spec.session_id, create, until_ns)
         if stored.ownership.nonce == nonce:
             self.charge(slot, len(spec.prompt))
-            answer = Answer(spec, self._decode)
+            answer = await self._replays.begin(spec)
         else:
             stored, answer = await self._take_over(slot, stored, nonce, called_ns, deadline_ns)
         session = self._session(stored, answer)

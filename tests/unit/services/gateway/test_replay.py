@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from galley.core.admission.admission import Principal, PrincipalLimits
-from galley.core.answer.answer import Ending, Reason, encode_spec
+from galley.core.answer.answer import Answer, Ending, Reason, encode_spec
 from galley.core.errors import LogLost, Overloaded
 from galley.core.records import TokenRecord, encode_records
 from galley.core.session.machine import SessionLimits
-from galley.core.store import NewSession, OwnerChanged, Ownership
+from galley.core.store import NewSession, OwnerChanged, Ownership, StoredSession
 from services.gateway.clock import Timeouts
 from services.gateway.session.replay import SLICE_TOKENS, SPEC_FIELD
 from services.gateway.session.runner import Ports, SessionRunner
@@ -97,6 +97,38 @@ async def test_other_tasks_get_a_turn_after_each_slice(streams: int) -> None:
     assert [runner.session.answer.output_len for runner in runners] == [LONG] * streams
     assert world.turns >= streams * LONG // SLICE_TOKENS
     assert world.most <= DECODED_PER_TOKEN * SLICE_TOKENS, "however many are replayed at once"
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+async def test_an_answer_is_made_in_a_turn_of_its_own(is_new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a long log takes milliseconds, and so does the automaton of long stop strings."""
+    world = Replaying()
+    await world.stored()
+    turns: dict[str, int] = {}
+
+    def note(owner: object, name: str) -> None:
+        call = getattr(owner, name)
+
+        def noted(*arguments: object) -> object:
+            turns[name] = world.turns
+            return call(*arguments)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(Answer, "__init__")
+    note(StoredSession, "to_new_session")
+    note(world.store, "create" if is_new else "read")
+    note(world.streams._replays, "_append")
+    ticking = asyncio.create_task(world.tick())
+    if is_new:
+        with world.streams.admit(ME, 0) as slot:
+            await world.streams.create(slot, replace(SPEC, session_id="new"), b"body", None)
+        last = "to_new_session"
+    else:
+        await world.claim()
+        last = "_append"
+    ticking.cancel()
+    assert turns["create" if is_new else "read"] < turns["__init__"] < turns[last]
 
 
 async def test_an_owner_goes_on_until_the_replay_is_done() -> None:
