@@ -276,12 +276,15 @@ async def test_a_joined_session_costs_its_prompt_once(world: World, alice: Gatew
 async def test_resumed_answers_keep_the_rate(world: World, alice: Gateway) -> None:
     """Cancelled answers cost little; their resumes must not get the rest for nothing."""
     begun = []
-    for _ in range(8):
+    for count in range(1, 9):
         stream, received = await world.held(alice, 1, "x", speculation=Speculation(off=True))
-        stream.cancel()
         begun.append((stream, received))
+        # Its second request must not take the gate's permit for the next stream's first.
+        await world.target.waits_after(count)
+        stream.cancel()
+        await world.target.was_cancelled(count)
         await alice.idle()
-        world.target.gate.open()
+    world.target.gate.open()
     for stream, received in begun:
         with suppress(GalleyRpcError):
             await received.listen(alice.client.resume_stream(stream))
