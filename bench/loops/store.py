@@ -12,12 +12,15 @@ from pathlib import Path
 from galley.core.errors import UnknownSession
 from galley.core.store import (
     UNCHANGED,
+    Exchange,
+    Exchanged,
     KvDirectory,
     LogHashes,
     NewSession,
     Ownership,
     SessionStore,
     StoredSession,
+    TokenBucket,
 )
 
 _DURATION = struct.Struct("<q")
@@ -99,6 +102,10 @@ class InstantStore(SessionStore):
         """Drop the session's log."""
         self._logs.pop(session_id, None)
 
+    async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
+        """Grant the call; the bucket is always full."""
+        return Exchanged(exchange.needed is not None, 0, bucket.burst)
+
     async def close(self) -> None:
         """Return at once; nothing is open."""
 
@@ -162,6 +169,9 @@ class TimedStore(SessionStore):
 
     async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
         await self._store.abort(session_id, principal, finish, latest_ms)
+
+    async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
+        return await self._store.exchange(bucket, exchange)
 
     async def close(self) -> None:
         """Close the other store and the file."""

@@ -167,6 +167,36 @@ class StoredSession:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TokenBucket:
+    """The token bucket of a principal: it fills with `per_s` tokens a second up to `burst`."""
+
+    principal: str
+    per_s: float
+    burst: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A change of a bucket: return tokens, then take what a call needs, then lease up to `ahead` tokens.
+
+    A negative `returned` is a charge. `needed` is None if no call waits; a refused call leases nothing.
+    """
+
+    returned: int
+    needed: int | None
+    ahead: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """`level` is what the bucket holds after the exchange."""
+
+    granted: bool
+    leased: int
+    level: float
+
+
 class SessionStore(Protocol):
     """The operations of a session store; the module states their rules. Lengths include the prompt.
 
@@ -231,5 +261,8 @@ class SessionStore(Protocol):
 
     async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
         """End a session for good, whoever owns it; do nothing if it has ended. Raises UnknownSession."""
+
+    async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
+        """Change a token bucket (`galley.core.admission.budget`); one that does not exist is full."""
 
     async def close(self) -> None: ...

@@ -189,6 +189,7 @@ async def _build(
         await retry("ping", store.ping, until_ns, _CLOCK)
         model = _served_model(settings, tuning, tokenizer, targets, drafts)
         streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
+        opened.push_async_callback(streams.close)
         observers = RequestObservers(_CLOCK)
         if (registry := parts.metrics) is not None:
             peer_files = None if tls["target"] is None else tls["target"].files

@@ -120,8 +120,10 @@ class GenerationServicer(rpc.GenerationServicer):
         with self.observers.stream(request, context, self.model.name, self.address) as observer:
             principal = caller()
             check_priority(request.priority, principal.limits.max_priority)
-            with self.streams.admit(principal, self._max_output_tokens(request)) as slot:
-                runner = await self._begin(request, slot, self._deadline_ns(context))
+            with self.streams.admit(principal) as slot:
+                deadline_ns = self._deadline_ns(context)
+                await self.streams.reserve(slot, self._max_output_tokens(request), deadline_ns)
+                runner = await self._begin(request, slot, deadline_ns)
                 async with aclosing(self._stream(runner, slot, context, observer)) as events:
                     async for event in events:
                         yield pb.GenerateResponse(event=event)
@@ -131,7 +133,7 @@ class GenerationServicer(rpc.GenerationServicer):
     ) -> AsyncIterator[pb.ResumeResponse]:
         with (
             self.observers.stream(request, context, self.model.name, self.address) as observer,
-            self.streams.admit(caller(), 0) as slot,  # `claim` reserves what the answer still needs
+            self.streams.admit(caller()) as slot,  # `claim` reserves what the answer still needs
         ):
             parsed = parse_resume(request)
             _name_in_logs(parsed.session_id)

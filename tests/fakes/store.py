@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,8 @@ from galley.core.store import (
     SESSION_TTL_S,
     UNCHANGED,
     ClaimLost,
+    Exchange,
+    Exchanged,
     KvDirectory,
     LogBehind,
     LogHashes,
@@ -23,6 +26,7 @@ from galley.core.store import (
     SessionStore,
     State,
     StoredSession,
+    TokenBucket,
 )
 
 
@@ -59,6 +63,8 @@ class MemoryStore(SessionStore):
         self._finished_ttl_s = finished_ttl_s
         self._clock = clock
         self._records: dict[str, _Record] = {}
+        # What each principal's token bucket holds, and at what time.
+        self._buckets: dict[str, tuple[float, float]] = {}
         # The nonce of the owner whose session was aborted, and until when it is known.
         self._aborted: dict[str, tuple[bytes, float]] = {}
 
@@ -187,6 +193,19 @@ class MemoryStore(SessionStore):
             known_s = self._finished_ttl_s + LARGEST_CLOCK_STEP_S
             self._aborted[session_id] = record.nonce, self._clock() + known_s
         self._end(record, finish if record.state == "live" else record.finish)
+
+    async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
+        burst, now_s = bucket.burst, self._clock()
+        level, at_s = self._buckets.get(bucket.principal, (burst, now_s))
+        level += max(0.0, now_s - at_s) * bucket.per_s
+        level = min(burst, min(burst, level) + exchange.returned)
+        granted = exchange.needed is not None and level >= min(exchange.needed, burst) - 1e-6
+        level -= exchange.needed or 0 if granted else 0
+        leased = 0
+        if granted or exchange.needed is None:
+            leased = max(0, min(exchange.ahead, math.floor(level + 1e-6)))
+        self._buckets[bucket.principal] = level - leased, now_s
+        return Exchanged(granted, leased, level - leased)
 
     async def close(self) -> None:
         pass

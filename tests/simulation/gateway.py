@@ -128,6 +128,7 @@ class SimGateway:
         await GatewayService(self.streams, AsyncExitStack(), DRAIN_S).drain()
 
     async def _close(self) -> None:
+        await self.streams.close()
         await self.targets.close()
         await self.drafts.close()
 

@@ -16,12 +16,15 @@ from galley.core.errors import GalleyError, StoreUnavailable
 from galley.core.routing.choice import ReplicaLease
 from galley.core.store import (
     UNCHANGED,
+    Exchange,
+    Exchanged,
     KvDirectory,
     LogHashes,
     NewSession,
     Ownership,
     SessionStore,
     StoredSession,
+    TokenBucket,
 )
 from tests.fakes.store import MemoryStore
 from tests.simulation.ledger import Ledger
@@ -56,10 +59,10 @@ class Sessions(MemoryStore):
         return record is not None and record.state == "finished"
 
     def state(self) -> object:
-        return deepcopy((self._records, self._aborted))
+        return deepcopy((self._records, self._aborted, self._buckets))
 
     def restore(self, state: Any) -> None:
-        self._records, self._aborted = deepcopy(state)
+        self._records, self._aborted, self._buckets = deepcopy(state)
 
 
 def at_once(work: Coroutine[Any, Any, T]) -> T:
@@ -141,10 +144,11 @@ class SimRedis:
             self.leases.clear()
             self._ledger.rolled_back()
 
-    async def call(self, caller: Process, work: Callable[[], T]) -> T:
+    async def call(self, caller: Process, work: Callable[[], T], *, repeats: bool = True) -> T:
+        """Make the change; a call that `repeats` may be made twice, as `retry` does after a lost reply."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[T] = loop.create_future()
-        for _ in range(self._copies(caller)):
+        for _ in range(min(self._copies(caller), 1 + repeats)):
             loop.call_at(self._network.arrival_s(caller.name, REDIS), self._carry_out, caller, work, reply)
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
@@ -260,6 +264,11 @@ class SimStore(SessionStore):
     async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
         await self._redis.call(
             self._caller, lambda: at_once(self._sessions.abort(session_id, principal, finish, latest_ms))
+        )
+
+    async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
+        return await self._redis.call(
+            self._caller, lambda: at_once(self._sessions.exchange(bucket, exchange)), repeats=False
         )
 
     async def close(self) -> None:

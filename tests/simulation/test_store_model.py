@@ -15,6 +15,8 @@ from galley.core.errors import Fenced, GalleyError, KeyReused, LogLost, StoreUna
 from galley.core.store import (
     CacheLocation,
     ClaimLost,
+    Exchange,
+    Exchanged,
     KvDirectory,
     LogBehind,
     LogHashes,
@@ -23,6 +25,7 @@ from galley.core.store import (
     Ownership,
     SessionEnded,
     StoredSession,
+    TokenBucket,
 )
 from services.gateway.store.redis import RedisStore
 from tests.fakes.owners import hashes_of
@@ -35,10 +38,13 @@ _NAMES = ("session-a", "session-b")
 _SLACK_S = 30.0
 _CALLS = (
     *("create", "read", *["claim"] * 3, *["commit"] * 8, "finish", "renew", "recreate", "recreate"),
-    *("abort", "abort", "server", "step"),
+    *("abort", "abort", "server", "step", *["exchange"] * 4),
 )
 # One that ends live sessions, one that ends all, and one after which an abort is forgotten.
 _STEPS_S = (2_000, 2_000, 6_000, 6_000, 100_000)
+# Full within the longest step. A second of the real server fills too little to tell.
+_BUCKETS = [TokenBucket("me", 0.001, 50.0), TokenBucket("you", 0.001, 3.0)]
+_BUDGETS = "galley:budgets:default:"
 _TIMED = frozenset({"create", "claim", "recreate", "abort"})
 """Calls whose last argument is their latest time, here in ms from now."""
 _IN_TIME_MS, _LATE_MS = 60_000, -60_000
@@ -58,6 +64,9 @@ class Model(Sessions):
         self.now_s = 0.0
         super().__init__(_TTL_S, _FINISHED_TTL_S, clock=lambda: self.now_s)
 
+    def is_full(self, bucket: TokenBucket) -> bool:
+        return at_once(self.exchange(bucket, Exchange(0, None, 0))).level == bucket.burst
+
     def lives_s(self, session_id: str) -> float:
         record = self._find(session_id)
         return -1.0 if record is None else record.expires_s - self.now_s
@@ -75,6 +84,8 @@ async def _outcome(call: Coroutine[Any, Any, T]) -> tuple[object, T | GalleyErro
         result = await call
     except GalleyError as error:
         return (type(error), getattr(error, "have", None), getattr(error, "log_hash", None)), error
+    if isinstance(result, Exchanged):
+        return replace(result, level=round(result.level)), result
     if isinstance(result, StoredSession):
         return replace(result, created_ms=0, claimed_ms=0, idle_ms=0, fields=dict(result.fields)), result
     return result, result
@@ -116,6 +127,8 @@ class Real:
         """Shorten all lives, as a step of the server's clock does."""
         for key in await self.client.keys():
             await self.client.pexpire(key, await self.client.pttl(key) - step_ms)
+            if _BUDGETS in str(key) and await self.client.exists(key):
+                await self.client.hincrby(key, "at_us", -1000 * step_ms)
 
     async def _timed(self, call: Call) -> tuple[Any, ...]:
         *arguments, from_now_ms = call.arguments
@@ -162,6 +175,9 @@ async def _check_expiry(real: Real, model: Random) -> None:
         lives_s = [await real.client.pttl(of) / 1000 for of in (key, f"{key}:log", f"{key}:meta")]
         due_s = model.store.lives_s(name)
         assert all(abs(life_s - due_s) < _SLACK_S for life_s in lives_s) or due_s < 0 > max(lives_s)
+    for bucket in _BUCKETS:
+        is_held = await real.client.exists(f"{_BUDGETS}{{{bucket.principal}}}")
+        assert is_held or model.store.is_full(bucket), "a bucket that is not full must not expire"
 
 
 class Random:
@@ -204,18 +220,21 @@ class Random:
                 owner = self._owner()
                 lost = NewSession(owner.session_id, "me", b"one", {"f": b"v"}, (1, 2))
                 return self._called(name, owner, lost, self._latest_ms())
+            case "exchange":
+                exchange = Exchange(rng.randint(-9, 20), rng.choice([None, 0, 2, 10, 60]), rng.randrange(9))
+                return self._called(name, rng.choice(_BUCKETS), exchange)
             case "abort":
                 return self._called(name, self._name(), self._principal(), b"aborted", self._latest_ms())
-            case "step":
-                step_s = rng.choice(_STEPS_S)
-                self.store.now_s += step_s
-                return Call("step", (step_s,))
             case _:
-                return self._server_event()
+                return self._server_event(name)
 
-    def _server_event(self) -> Call:
-        """Remember the state of the server, return it to an earlier one, or change a bit of a log."""
+    def _server_event(self, name: str) -> Call:
+        """Step its clock, remember its state, return it to an earlier one, or change a bit of a log."""
         rng = self._rng
+        if name == "step":
+            step_s = rng.choice(_STEPS_S)
+            self.store.now_s += step_s
+            return Call("step", (step_s,))
         if rng.random() < 0.3:
             flipped = (self._name(), rng.randrange(2))
             self.store.flip(*flipped)

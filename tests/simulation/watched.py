@@ -134,8 +134,8 @@ class CheckedAdmission(Admission):
 
     ledger: Ledger
 
-    def enter(self, principal: Principal, tokens: int, now: int) -> AdmissionSlot:
-        slot = super().enter(principal, tokens, now)
+    def enter(self, principal: Principal, now: int) -> AdmissionSlot:
+        slot = super().enter(principal, now)
         self._check()
         return slot
 

@@ -2,10 +2,7 @@
 
 Rules; a refused call costs nothing, and the error says when to retry:
 
-1. A principal has at most `max_sessions` streams open, and uses at most `tokens_per_s` tokens over time. A
-   call that gets a slot takes all the output that it requests from the principal's token bucket, and returns
-   at its end what was not used. A resume takes what is left of its answer once it has read the session, and
-   no call is admitted while the bucket is in debt. Prompts count when their session is created.
+1. A principal has at most `max_sessions` streams open. (`budget` limits its tokens.)
 2. While slots are free and nobody else waits, a principal may have all of them. A principal that was refused
    a slot *waits* until some time after its retry is due. While others wait, a principal gets no slot beyond
    its share: the slots divided by the principals that hold or wait for one, rounded up. So slots pass on as
@@ -26,9 +23,10 @@ _BURST_S = 60
 
 @dataclass(frozen=True, slots=True)
 class PrincipalLimits:
-    """The limits of one principal at one gateway; None means no limit of its own.
+    """The limits of one principal; None means no limit of its own.
 
-    `tokens_per_s` holds over time; `burst_tokens` may be used at once (default: a minute's worth).
+    `max_sessions` holds for each gateway, `tokens_per_s` over time for all together. `burst_tokens` may be
+    used at once (default: a minute's worth).
     """
 
     max_sessions: int | None = None
@@ -63,8 +61,6 @@ _SECOND = 1_000_000_000
 _LEAST_WAIT_NS = 50_000_000
 _MOST_WAIT_NS = 60 * _SECOND
 _FIRST_LENGTH_NS = 1 * _SECOND
-# Float rounding tolerance, in tokens, so that a caller that waited exactly `retry_after` is admitted.
-_ROUNDING = 1e-6
 # Weight of the latest stream in the mean length.
 _NEWEST = 0.2
 # How long after its retry is due a principal still counts as waiting.
@@ -77,51 +73,6 @@ NO_SHARE = "share"
 OWN_STREAMS = "own_streams"
 OWN_TOKENS = "own_tokens"
 DRAINING = "draining"
-
-
-class TokenBucket:
-    """A bucket that fills with `per_s` tokens a second up to `burst`; it may be overdrawn.
-
-    A call takes the most that it may use and returns the rest, so the rate holds however long answers turn
-    out.
-    """
-
-    def __init__(self, per_s: float, burst: float, now: int) -> None:
-        self.per_s = per_s
-        self.burst = burst
-        self._level = burst
-        self._at_ns = now
-        self._assigned_ns = now
-
-    def try_take(self, tokens: int, now: int) -> int:
-        """Take the tokens and return 0; or take none and return how many nanoseconds to wait.
-
-        A full bucket gives any number and may be overdrawn. Calls that must wait get successive times.
-        """
-        self._fill(now)
-        needed = min(float(tokens), self.burst)
-        if self._level >= needed - _ROUNDING:
-            self._level -= tokens
-            return 0
-        ready = now + int((needed - self._level) / self.per_s * _SECOND) + 1
-        after_others = self._assigned_ns + int(needed / self.per_s * _SECOND)
-        self._assigned_ns = max(ready, min(after_others, now + _MOST_WAIT_NS))
-        return max(self._assigned_ns - now, _LEAST_WAIT_NS)
-
-    def is_full(self, now: int) -> bool:
-        self._fill(now)
-        return self._level >= self.burst
-
-    def spend(self, tokens: int, now: int) -> None:
-        """Take the tokens even if they are not there; a negative number returns some."""
-        self._fill(now)
-        self._level = min(self.burst, self._level - tokens)
-
-    def _fill(self, now: int) -> None:
-        self._level = min(self.burst, self._level + (now - self._at_ns) / _SECOND * self.per_s)
-        self._at_ns = now
-        if self._level >= self.burst:
-            self._assigned_ns = now
 
 
 class Turnover:
@@ -144,7 +95,6 @@ class Turnover:
 @dataclass(slots=True)
 class _Account:
     limits: PrincipalLimits
-    bucket: TokenBucket | None
     turnover: Turnover = field(default_factory=Turnover)
     held: int = 0
     waits_until_ns: int = 0
@@ -157,21 +107,19 @@ class _Account:
         return wait_ns
 
     def is_idle(self, now: int) -> bool:
-        return (
-            not self.held and not self.is_waiting(now) and (self.bucket is None or self.bucket.is_full(now))
-        )
+        return not self.held and not self.is_waiting(now)
 
 
 @dataclass(slots=True)
 class AdmissionSlot:
-    """One call's slot. It reserves `reserved` output tokens; `used` stays None if no session began.
+    """One call's slot. Its call has reserved `reserved` output tokens; `used` is None if no session began.
 
     If `is_kept`, it is held beyond the call, until its session has stopped or finished without a client.
     """
 
     principal: Principal
     since_ns: int
-    reserved: int
+    reserved: int = 0
     used: int | None = None
     is_kept: bool = False
     is_released: bool = False
@@ -185,33 +133,15 @@ class Admission:
         self._accounts: dict[str, _Account] = {}
         self.held = 0
 
-    def enter(self, principal: Principal, tokens: int, now: int) -> AdmissionSlot:
-        """Return a slot for a call that requests at most `tokens` output tokens. Raise Overloaded."""
+    def enter(self, principal: Principal, now: int) -> AdmissionSlot:
+        """Return a slot for a call. Raise Overloaded."""
         account = self._account(principal, now)
         self._check_own(principal, account, now)
         self._check_slots(principal, account, now)
-        self._take(principal, account, tokens, now)
         account.waits_until_ns = 0
         account.held += 1
         self.held += 1
-        return AdmissionSlot(principal, now, tokens)
-
-    def reserve(self, slot: AdmissionSlot, tokens: int, now: int) -> None:
-        """Reserve further output tokens for a call that has a slot. Raise Overloaded."""
-        self._take(slot.principal, self._accounts[slot.principal.name], tokens, now)
-        slot.reserved += tokens
-
-    @staticmethod
-    def _take(principal: Principal, account: _Account, tokens: int, now: int) -> None:
-        wait_ns = account.bucket.try_take(tokens, now) if account.bucket else 0
-        if wait_ns:
-            rate = f"{principal.limits.tokens_per_s:g} tokens per second"
-            what = f"{principal.name} has no token budget left for {tokens} tokens ({rate})"
-            raise Overloaded(what, wait_ns / _SECOND, OWN_TOKENS)
-
-    def charge(self, slot: AdmissionSlot, tokens: int, now: int) -> None:
-        """Spend tokens that the call made the gateway read: a prompt, or a stored answer."""
-        _spend(self._accounts[slot.principal.name], tokens, now)
+        return AdmissionSlot(principal, now)
 
     def leave(self, slot: AdmissionSlot, now: int) -> None:
         """Release the slot; repeating it changes nothing."""
@@ -219,7 +149,6 @@ class Admission:
             return
         slot.is_released = True
         account = self._accounts[slot.principal.name]
-        _spend(account, (slot.used or 0) - slot.reserved, now)
         account.held -= 1
         self.held -= 1
         if slot.used is not None:  # a call that failed before its session says nothing of stream lengths
@@ -259,20 +188,10 @@ class Admission:
         limits = principal.limits
         if account is None:
             self._forget_idle(now)
-            account = self._accounts[principal.name] = _Account(limits, _bucket(limits, now))
-        elif account.limits != limits:
-            account.limits, account.bucket = limits, _bucket(limits, now)
+            account = self._accounts[principal.name] = _Account(limits)
+        account.limits = limits
         return account
 
     def _forget_idle(self, now: int) -> None:
         if len(self._accounts) >= _MOST_ACCOUNTS:
             self._accounts = {name: kept for name, kept in self._accounts.items() if not kept.is_idle(now)}
-
-
-def _spend(account: _Account, tokens: int, now: int) -> None:
-    if account.bucket is not None:
-        account.bucket.spend(tokens, now)
-
-
-def _bucket(limits: PrincipalLimits, now: int) -> TokenBucket | None:
-    return None if limits.tokens_per_s is None else TokenBucket(limits.tokens_per_s, limits.burst, now)

@@ -40,6 +40,7 @@ from galley.core.session.events import Clock
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import NewSession, OwnerChanged, SessionStore, StoredSession
 from services.gateway.clock import Timeouts
+from services.gateway.session.budgets import Budgets
 from services.gateway.session.replay import SPEC_FIELD, Replays, stored_spec
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.redis import NONCE_BYTES
@@ -75,6 +76,7 @@ class Streams:
         self._limits = limits
         self._timeouts = timeouts
         self._admission = Admission(max_sessions)
+        self._budgets = Budgets(store, clock)
         self._aborts = Admission(max_sessions, "calls to Abort")
         self._draining = False
         self._book = SharedStatistics()
@@ -83,13 +85,14 @@ class Streams:
         self._idle.set()
 
     @contextmanager
-    def admit(self, principal: Principal, tokens: int) -> Iterator[AdmissionSlot]:
-        """Hold a slot for a stream of at most `tokens` output tokens. Raise Overloaded or Unavailable."""
+    def admit(self, principal: Principal) -> Iterator[AdmissionSlot]:
+        """Hold a slot for a stream. Raise Overloaded or Unavailable."""
         if self._draining:
             request_observer().rejected(DRAINING)
             raise Unavailable("this gateway is shutting down; send the request to another")
         with _counted_refusals():
-            slot = self._admission.enter(principal, tokens, self._clock.now_ns())
+            self._budgets.check(principal)
+            slot = self._admission.enter(principal, self._clock.now_ns())
         self._idle.clear()
         try:
             yield slot
@@ -97,9 +100,16 @@ class Streams:
             if not slot.is_kept:
                 self._release(slot)
 
-    def _reserve(self, slot: AdmissionSlot, tokens: int) -> None:
+    async def reserve(self, slot: AdmissionSlot, tokens: int, deadline_ns: int | None) -> None:
+        """Reserve output tokens of the principal's budget. Raise Overloaded or StoreUnavailable."""
+        until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
         with _counted_refusals():
-            self._admission.reserve(slot, tokens, self._clock.now_ns())
+            await self._budgets.reserve(slot.principal, tokens, until_ns)
+        slot.reserved += tokens
+
+    def charge(self, slot: AdmissionSlot, tokens: int) -> None:
+        """Charge the slot's principal for tokens that a call made the gateway read."""
+        self._budgets.add(slot.principal, -tokens)
 
     @property
     def held(self) -> int:
@@ -116,13 +126,11 @@ class Streams:
         work.add_done_callback(done)
 
     def _release(self, slot: AdmissionSlot) -> None:
+        if not slot.is_released:
+            self._budgets.add(slot.principal, slot.reserved - (slot.used or 0))
         self._admission.leave(slot, self._clock.now_ns())
         if not self._admission.held:
             self._idle.set()
-
-    def charge(self, slot: AdmissionSlot, tokens: int) -> None:
-        """Charge the slot's principal for tokens that a call made the gateway read."""
-        self._admission.charge(slot, tokens, self._clock.now_ns())
 
     async def create(
         self, slot: AdmissionSlot, spec: SessionSpec, body_hash: bytes, deadline_ns: int | None
@@ -171,7 +179,7 @@ class Streams:
         until_ns = self._timeouts.store_deadline_ns(called_ns, deadline_ns)
         principal = slot.principal.name
         read = await retry("read", lambda: self._store.read(session_id, principal), until_ns, self._clock)
-        self._reserve(slot, check_resume(read, next_index, seen_hash))
+        await self.reserve(slot, check_resume(read, next_index, seen_hash), deadline_ns)
         stored, answer = await self._take_over(slot, read, nonce, called_ns, deadline_ns)
         session = self._session(stored, answer, next_index, seen_hash)
         request_observer().opened(session, stored, called_ns, next_index)
@@ -184,7 +192,7 @@ class Streams:
         """
         record = encode_ending(Ending(Reason.ABORTED))
         # A slot of its own kind: a principal that has no stream slot left must still be able to end sessions.
-        slot = self._aborts.enter(Principal(principal), 0, self._clock.now_ns())
+        slot = self._aborts.enter(Principal(principal), self._clock.now_ns())
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
 
         async def abort(time: StoreTime) -> None:
@@ -239,6 +247,10 @@ class Streams:
     async def wait_idle(self) -> None:
         """Return once no stream is open, and what worked for them has stopped."""
         await self._idle.wait()
+
+    async def close(self) -> None:
+        """Return what the gateway holds of token budgets."""
+        await self._budgets.close()
 
     def _of(self, session_id: str) -> list[SessionRunner]:
         return [runner for runner in self._running if runner.session.spec.session_id == session_id]

@@ -26,6 +26,8 @@ from galley.core.store import (
     UNCHANGED,
     CacheLocation,
     ClaimLost,
+    Exchange,
+    Exchanged,
     KvDirectory,
     LogBehind,
     LogHashes,
@@ -36,6 +38,7 @@ from galley.core.store import (
     SessionStore,
     State,
     StoredSession,
+    TokenBucket,
     request_hash,
 )
 
@@ -65,7 +68,8 @@ class RedisStore(SessionStore):
 
     The keys of a session are `galley:sessions:POOL:{ID}`, `...:log`, `...:meta` and `...:aborted`. They carry
     the pool, so that no deployment resumes a session of another one that shares its Redis. Only the id is
-    their hash tag, so that a pool's sessions are spread over a cluster.
+    their hash tag, so that a pool's sessions are spread over a cluster. The token bucket of a principal is
+    `galley:budgets:POOL:{PRINCIPAL}`.
 
     `ttl_s` is how long a live session outlasts its last change or renewal, `finished_ttl_s` how long a
     finished one can be resumed. Every call is one attempt, bounded as in `RedisCalls`; `retry` repeats it.
@@ -91,6 +95,7 @@ class RedisStore(SessionStore):
             copies=copies,
         )
         self._prefix = f"galley:sessions:{pool_name}:"
+        self._budgets = f"galley:budgets:{pool_name}:"
         self._ttl_ms = _milliseconds(ttl_s)
         self._finished_ttl_ms = _milliseconds(finished_ttl_s)
         self._read = _load("read")
@@ -101,6 +106,7 @@ class RedisStore(SessionStore):
         self._abort = _load("abort")
         self._renew = _load("renew")
         self._recreate = _load("recreate")
+        self._budget = script_of((_SCRIPTS / "budget.lua").read_text())
 
     async def ping(self) -> None:
         await self._calls.command("PING")
@@ -162,6 +168,14 @@ class RedisStore(SessionStore):
     async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
         lives_ms = (self._finished_ttl_ms, self._finished_ttl_ms + _milliseconds(LARGEST_CLOCK_STEP_S))
         await self._run(self._abort, session_id, latest_ms, principal, finish, *lives_ms)
+
+    async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
+        # Not `_run`: no replicas are waited for. One that is promoted without the latest changes admits more.
+        needed = -1 if exchange.needed is None else exchange.needed
+        args = (repr(bucket.per_s), repr(bucket.burst), exchange.returned, needed, exchange.ahead)
+        reply = await self._calls.run(self._budget, (f"{self._budgets}{{{bucket.principal}}}",), *args)
+        granted, leased, level = cast("tuple[int, int, bytes]", reply)
+        return Exchanged(bool(granted), leased, float(level))
 
     async def close(self) -> None:
         await self._calls.close()

@@ -44,7 +44,13 @@ def key_file() -> KeyFile:
 
 @pytest.fixture
 async def gateway(world: World, key_file: KeyFile) -> Gateway:
-    return await world.gateway(api_keys_file=key_file.write(world), max_sessions=4)
+    return await limiting(world, key_file)
+
+
+async def limiting(world: World, key_file: KeyFile) -> Gateway:
+    """Return a gateway of the test's own pool: the pool's gateways share the token budgets."""
+    pool = f"test-{id(world)}"
+    return await world.gateway(api_keys_file=key_file.write(world), max_sessions=4, pool=pool)
 
 
 @pytest.fixture
@@ -313,8 +319,22 @@ async def test_a_caller_in_debt_can_end_its_sessions_but_not_resume_them(
 ) -> None:
     stream, _ = await world.held(alice, 1, "x" * 80, speculation=Speculation(off=True))
     error = await refused(receive(alice.client.resume(stream.session_id, 1)))
-    assert "no token budget left for 0 tokens" in error.message, "the session was not even read"
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "no token budget left" in error.message
     await alice.client.abort(stream.session_id)
+
+
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
+async def test_gateways_of_a_pool_share_the_budget(world: World, key_file: KeyFile, alice: Gateway) -> None:
+    async with calling(await limiting(world, key_file), ALICE) as second:
+        for caller in (alice, second) * 5:
+            assert len((await receive(caller.generate("x", max_tokens=4))).tokens) == 4
+        await alice.running.stop()  # it returns what it has leased
+        left = 100 - 10 * (4 + 1)
+        error = await refused(receive(second.generate("x", max_tokens=left + 1)))
+        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len((await receive(second.generate("x", max_tokens=left))).tokens) == left
+        assert (await refused(receive(second.generate("x", max_tokens=1)))).retry_after_s
 
 
 async def test_a_waiting_caller_gets_the_next_place(world: World, alice: Gateway, bob: Gateway) -> None:

@@ -6,8 +6,6 @@ import heapq
 import random
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from galley.core.admission.admission import (
     ANONYMOUS,
@@ -15,7 +13,6 @@ from galley.core.admission.admission import (
     AdmissionSlot,
     Principal,
     PrincipalLimits,
-    TokenBucket,
 )
 from galley.core.errors import Overloaded
 
@@ -26,15 +23,15 @@ def named(name: str, **limits: float) -> Principal:
     return Principal(name, PrincipalLimits(**limits))  # type: ignore[arg-type]  # the test's own
 
 
-def refused(admission: Admission, principal: Principal, tokens: int = 1, now: int = 0) -> Overloaded:
+def refused(admission: Admission, principal: Principal, now: int = 0) -> Overloaded:
     with pytest.raises(Overloaded) as caught:
-        admission.enter(principal, tokens, now)
+        admission.enter(principal, now)
     assert 0 < caught.value.retry_after_s <= 60
     return caught.value
 
 
 def entered(admission: Admission, principal: Principal, count: int, now: int = 0) -> list[AdmissionSlot]:
-    return [admission.enter(principal, 1, now) for _ in range(count)]
+    return [admission.enter(principal, now) for _ in range(count)]
 
 
 def test_a_principal_has_no_more_streams_than_its_own_limit() -> None:
@@ -80,7 +77,7 @@ def test_slots_pass_to_waiting_principals_up_to_their_share() -> None:
 def test_calls_without_a_session_do_not_shorten_the_retry_delay() -> None:
     admission = Admission(1)
     for used in (1, None, None):
-        slot = admission.enter(ANONYMOUS, 1, 0)
+        slot = admission.enter(ANONYMOUS, 0)
         slot.used = used
         admission.leave(slot, 0 if used is None else 30 * SECOND)
     entered(admission, ANONYMOUS, 1, now=40 * SECOND)
@@ -104,87 +101,14 @@ def test_anonymous_callers_count_as_one_principal() -> None:
     entered(admission, ANONYMOUS, 1, now=1)
 
 
-def test_unused_tokens_are_returned_at_the_end() -> None:
-    admission, mine = Admission(10), named("me", tokens_per_s=1, burst_tokens=100)
-    slot = admission.enter(mine, 100, 0)
-    assert refused(admission, mine, 50).retry_after_s == pytest.approx(50)
-    slot.used = 30
-    admission.leave(slot, 0)
-    admission.leave(admission.enter(mine, 70, 0), 0)
-    refused(admission, mine, 71)
-
-
-def test_a_prompt_counts_and_may_leave_debt() -> None:
-    admission, mine = Admission(10), named("me", tokens_per_s=10, burst_tokens=100)
-    slot = admission.enter(mine, 100, 0)
-    admission.charge(slot, 50, 0)
-    assert refused(admission, mine).retry_after_s == pytest.approx(5.1)
-
-
-def test_a_further_reservation_is_returned_with_the_first() -> None:
-    admission, mine = Admission(10), named("me", tokens_per_s=1, burst_tokens=100)
-    slot = admission.enter(mine, 0, 0)
-    admission.reserve(slot, 60, 0)
-    with pytest.raises(Overloaded) as caught:
-        admission.reserve(slot, 50, 0)
-    assert caught.value.retry_after_s == pytest.approx(50)
-    admission.leave(slot, 0)
-    admission.enter(mine, 100, 0)
-
-
-def test_a_principal_in_debt_waits_even_for_no_tokens() -> None:
-    admission, mine = Admission(10), named("me", tokens_per_s=10, burst_tokens=100)
-    admission.charge(admission.enter(mine, 100, 0), 50, 0)
-    assert refused(admission, mine, 0).retry_after_s == pytest.approx(5)
-    admission.enter(mine, 0, 5 * SECOND + 1)
-
-
-def test_more_than_the_burst_is_taken_from_a_full_bucket() -> None:
-    admission, mine = Admission(10), named("me", tokens_per_s=10, burst_tokens=100)
-    slot = admission.enter(mine, 1000, 0)
-    slot.used = 1000
-    admission.leave(slot, 0)
-    assert TokenBucket(10, 100, 0).try_take(1000, 0) == 0
-    assert refused(admission, mine, 1, now=31 * SECOND).retry_after_s == pytest.approx(59.1)
-
-
-def test_the_default_burst_is_a_minutes_worth() -> None:
-    assert PrincipalLimits(tokens_per_s=2).burst == 120
-    assert PrincipalLimits(tokens_per_s=0.001).burst == 1
-
-
 def test_new_limits_apply_from_the_next_call() -> None:
     admission = Admission(10)
-    before = admission.enter(named("me", max_sessions=5), 1, 0)
+    before = admission.enter(named("me", max_sessions=5), 0)
     less = named("me", max_sessions=1)
     refused(admission, less)
     admission.leave(before, 1)
-    admission.enter(less, 1, 1)
+    admission.enter(less, 1)
     refused(admission, less, now=1)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3 * SECOND), st.floats(0, 1)), max_size=40),
-    st.sampled_from([1.0, 7.0, 300.0]),
-    st.sampled_from([1, 50, 1000]),
-)
-@example(calls=[(157, 0, 0.2109375), (1, 501, 0.0)], per_s=1.0, burst=1)
-@settings(max_examples=60)
-def test_retry_delays_are_exact_and_keep_the_rate(
-    calls: list[tuple[int, int, float]], per_s: float, burst: int
-) -> None:
-    bucket, now, used = TokenBucket(per_s, burst, 0), 0, 0
-    for tokens, pause_ns, share in calls:
-        now += pause_ns
-        wait_ns = bucket.try_take(tokens, now)
-        if wait_ns:
-            now += wait_ns
-            assert bucket.try_take(tokens, now) == 0, "retry_after has passed"
-        came = int(tokens * share)
-        bucket.spend(came - tokens, now)
-        used += came
-        # More than the burst is taken once.
-        assert used <= burst + per_s * now / SECOND + max(0, tokens - burst) + 1
 
 
 def test_refused_callers_find_a_slot_when_they_retry() -> None:
@@ -204,7 +128,7 @@ def test_refused_callers_find_a_slot_when_they_retry() -> None:
             continue
         attempts += 1
         try:
-            slots[caller] = admission.enter(ANONYMOUS, 1, now)
+            slots[caller] = admission.enter(ANONYMOUS, now)
         except Overloaded as error:
             heapq.heappush(events, (now + int(error.retry_after_s * SECOND), caller, "enters"))
         else:

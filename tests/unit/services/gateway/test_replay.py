@@ -63,7 +63,7 @@ class Replaying:
         return (await self.store.read(session_id, ME.name)).ownership
 
     async def claim(self, session_id: str = "s", principal: Principal = ME) -> SessionRunner:
-        with self.streams.admit(principal, 0) as slot:
+        with self.streams.admit(principal) as slot:
             return await self.streams.claim(slot, session_id, 0, b"", None)
 
     @asynccontextmanager
@@ -121,7 +121,7 @@ async def test_an_answer_is_made_in_a_turn_of_its_own(is_new: bool, monkeypatch:
     note(world.streams._replays, "_append")
     ticking = asyncio.create_task(world.tick())
     if is_new:
-        with world.streams.admit(ME, 0) as slot:
+        with world.streams.admit(ME) as slot:
             await world.streams.create(slot, replace(SPEC, session_id="new"), b"body", None)
         last = "to_new_session"
     else:
@@ -203,5 +203,5 @@ async def test_a_resume_is_charged_for_what_it_replays() -> None:
     await world.stored()
     poor = replace(ME, limits=PrincipalLimits(tokens_per_s=1.0, burst_tokens=LONG))
     await world.claim(principal=poor)
-    with pytest.raises(Overloaded, match="no token budget left"), world.streams.admit(poor, 1):
-        pass
+    with world.streams.admit(poor) as slot, pytest.raises(Overloaded, match="no token budget left"):
+        await world.streams.reserve(slot, 1, None)

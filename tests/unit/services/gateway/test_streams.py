@@ -87,7 +87,7 @@ class Served:
         request, context = pb.ResumeRequest(), cast("Any", self.call)
         with (
             RequestObservers(MonotonicClock()).stream(request, context, "tiny", "") as observer,
-            self.streams.admit(ANONYMOUS, 0) as slot,
+            self.streams.admit(ANONYMOUS) as slot,
         ):
             observer.opened(self.runner.session, StoredSession(self.runner.owner, "me", {}, 3, [1, 2, 3]), 0)
             runner = cast("SessionRunner", self.runner)
@@ -151,7 +151,7 @@ async def test_a_place_is_free_once_its_session_has_stopped() -> None:
     served.runner.may_stop.set()
     async with asyncio.timeout(10):
         await waiting
-    with served.streams.admit(ANONYMOUS, 0):
+    with served.streams.admit(ANONYMOUS):
         pass
 
 
@@ -183,7 +183,7 @@ async def test_a_session_without_client_keeps_its_place(
     target.may_answer.set()
     async with asyncio.timeout(10):
         await idle
-    with streams.admit(ANONYMOUS, 0):
+    with streams.admit(ANONYMOUS):
         pass
 
 
@@ -209,7 +209,7 @@ class Takeover:
         return (await create(self.store, NewSession("s", "me", b"body", fields, SPEC.prompt))).ownership
 
     async def resume(self, next_index: int = 0, seen_hash: bytes = b"") -> Ownership:
-        with self.streams.admit(Principal("me"), 0) as slot:
+        with self.streams.admit(Principal("me")) as slot:
             return (await self.streams.claim(slot, "s", next_index, seen_hash, None)).log.owner
 
 
@@ -268,7 +268,7 @@ async def test_a_draining_gateway_hands_its_sessions_over_after_a_round() -> Non
     world = Takeover(replace(SPEC, max_position=2000))
     await world.rival()
     async with asyncio.timeout(20):
-        with world.streams.admit(Principal("me"), 0) as slot:
+        with world.streams.admit(Principal("me")) as slot:
             runner = await world.streams.claim(slot, "s", 0, b"", None)
             runner.outbox.discard()
             with world.streams.running(runner):

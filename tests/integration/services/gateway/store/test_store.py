@@ -28,6 +28,7 @@ from galley.core.store import (
     SESSION_TTL_S,
     CacheLocation,
     ClaimLost,
+    Exchange,
     KvDirectory,
     LogBehind,
     NewSession,
@@ -35,6 +36,7 @@ from galley.core.store import (
     Ownership,
     SessionEnded,
     StoredSession,
+    TokenBucket,
 )
 from galley.stack.part import free_ports
 from services.gateway.request.validate import session_id_for
@@ -88,6 +90,13 @@ async def test_pools_of_one_server_have_sessions_of_their_own(
         there = await create(other, replace(new, body_hash=b"another"))
     assert there.ownership.epoch == 1
     assert await commit(store, owner, 3, [7], b".") == 4
+
+
+async def test_a_lowered_burst_holds_at_once(store: RedisStore) -> None:
+    name = secrets.token_hex(8)
+    before = await store.exchange(TokenBucket(name, 0.001, 100.0), Exchange(-10, None, 0))
+    after = await store.exchange(TokenBucket(name, 0.001, 20.0), Exchange(-5, None, 0))
+    assert (round(before.level), round(after.level)) == (90, 15)
 
 
 async def test_create_returns_what_was_stored(store: RedisStore) -> None:

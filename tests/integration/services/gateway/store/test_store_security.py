@@ -13,7 +13,7 @@ from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lea
 from galley.common.tls import files as files_module
 from galley.common.tls.files import BadFile
 from galley.core.errors import Broken, GalleyError, StoreUnavailable
-from galley.core.store import CacheLocation, KvDirectory
+from galley.core.store import CacheLocation, Exchange, KvDirectory, TokenBucket
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack.part import free_ports
 from services.gateway.store.redis import RedisStore
@@ -36,6 +36,7 @@ GATEWAY, REPLICA, SENTINEL = "galley-gateway", "galley-replica", "galley-sentine
 PASSWORD = "change-me"
 FORBIDDEN = r"NOPERM|[Nn]o permission"
 DOC = Path(__file__).parents[5] / "docs" / "operate" / "redis.md"
+LIMITED = TokenBucket("jwt:a%7Bb@example.com", per_s=0.5, burst=30.0)
 LEASE = draft_lease("host:1", pb.GetDraftInfoResponse(incarnation="life", strategies=["ngram"]))
 
 
@@ -79,6 +80,7 @@ async def serve_sessions(url: str) -> None:
         await finish(store, owner, 5, b"end")
         await abort(store, new.session_id, ALICE, b"aborted")
         assert (await claim(store, new.session_id, ALICE)).tokens == [*PROMPT, 7, 8]
+        assert (await store.exchange(LIMITED, Exchange(-1, 2, 3))).leased == 3
         await registry.read(DRAFT_POOL)
     finally:
         await store.close()
@@ -115,12 +117,16 @@ async def test_a_replica_of_one_pool_reaches_no_other(guarded: Server) -> None:
 
 
 async def test_a_gateway_of_one_pool_reaches_no_other(guarded: Server) -> None:
-    await make_user_of_a_pool(guarded, GATEWAY, ["~galley:replicas:{blue}:*", "~galley:sessions:blue:*"])
+    patterns = ["~galley:replicas:{blue}:*", "~galley:sessions:blue:*", "~galley:budgets:blue:*"]
+    await make_user_of_a_pool(guarded, GATEWAY, patterns)
     url, new = url_of(guarded, GATEWAY), a_session()
     async with store_at(url, pool_name="blue") as own, store_at(url, pool_name="green") as other:
         await create(own, new)
         assert (await claim(own, new.session_id, ALICE)).tokens == PROMPT
-        for call in (create(other, new), claim(other, new.session_id, ALICE)):
+        budget = Exchange(0, 1, 0)
+        assert (await own.exchange(LIMITED, budget)).granted
+        others = other.exchange(LIMITED, budget)
+        for call in (create(other, new), claim(other, new.session_id, ALICE), others):
             with pytest.raises(Broken, match=FORBIDDEN):
                 await call
     registry = ReplicaRegistry(url, "blue")
