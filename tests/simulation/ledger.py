@@ -9,6 +9,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NoReturn
 
+from galley.core.admission.admission import Principal
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import common_prefix_len
 from galley.core.records import decode_records
@@ -28,8 +29,9 @@ class _SessionRecord:
     After a roll-back another build may confirm other tokens; until then no logged token changes.
     """
 
-    def __init__(self, spec: SessionSpec) -> None:
+    def __init__(self, spec: SessionSpec, principal: Principal) -> None:
         self.spec = spec
+        self.principal = principal
         self.log: list[int] = list(spec.prompt)
         self.builds: list[str] = []
         self.changes: set[int] = set()
@@ -69,6 +71,7 @@ class Ledger:
         self.violation: str | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._records: dict[str, _SessionRecord] = {}
+        self._output: Counter[str] = Counter()
         self._keep = keep
         self._hash = blake2b(digest_size=12)
 
@@ -107,9 +110,9 @@ class Ledger:
         """Note that a draft got a request for the session."""
         self.drafted_at[session_id] = asyncio.get_running_loop().time()
 
-    def opened(self, spec: SessionSpec) -> None:
+    def opened(self, spec: SessionSpec, principal: Principal) -> None:
         """Note that a session with this spec will be created."""
-        self._records[spec.session_id] = _SessionRecord(spec)
+        self._records[spec.session_id] = _SessionRecord(spec, principal)
 
     def rolled_back(self) -> None:
         """Note that the store has lost its latest writes: epochs may repeat."""
@@ -199,6 +202,19 @@ class Ledger:
             session.builds.append(build)
         if len(session.log) != len(log):
             self.violate(f"{spec.session_id}: {len(log)} tokens in the log, records of {len(session.log)}")
+        self._keeps_rate(session.principal, len(new))
+
+    def _keeps_rate(self, principal: Principal, tokens: int) -> None:
+        """Check what a principal gets over all gateways; a store that lost writes admits tokens again."""
+        limits = principal.limits
+        if limits.tokens_per_s is None or self.roll_backs:
+            return
+        self._output[principal.name] += tokens
+        specs = [it.spec for it in self._records.values() if it.principal == principal]
+        longest = max(spec.max_position - len(spec.prompt) for spec in specs)
+        most = max(limits.burst, longest) + limits.tokens_per_s * asyncio.get_running_loop().time()
+        if self._output[principal.name] > most:
+            self.violate(f"{principal.name} got {self._output[principal.name]} tokens, at most {most:.0f}")
 
     def streamed(self, session_id: str, index: int, tokens: Sequence[int], *, announced: bool) -> None:
         """Check output tokens that a gateway sends, `announced` as the first of another build or not."""

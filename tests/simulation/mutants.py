@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -17,12 +17,22 @@ from galley.core.errors import LogLost, UnknownSession
 from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
 from galley.core.session.drafting import Drafting
-from galley.core.store import UNCHANGED, KvDirectory, LogHashes, Ownership, SessionEnded, StoredSession
+from galley.core.store import (
+    UNCHANGED,
+    Exchange,
+    Exchanged,
+    KvDirectory,
+    LogHashes,
+    Ownership,
+    SessionEnded,
+    StoredSession,
+    TokenBucket,
+)
 from services.gateway.replicas.drafts import DraftReplica
 from services.gateway.store.session_log import SessionLog
 from tests.fakes.owners import hashes_of
 from tests.fakes.session_world import StreamsBeforeCommit
-from tests.simulation.redis import Sessions
+from tests.simulation.redis import Sessions, SimStore
 from tests.simulation.replicas import SimEngine
 from tests.simulation.truth import true_token
 from tests.simulation.world import Kinds
@@ -104,6 +114,15 @@ def _unchecked(_stored: StoredSession, _next_index: int, _seen_hash: bytes) -> i
     return 0
 
 
+_exchange = SimStore.exchange
+
+
+async def _own_bucket(store: SimStore, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
+    """Keep a bucket for each gateway."""
+    own = replace(bucket, principal=f"{bucket.principal} at {store._caller.name}")
+    return await _exchange(store, own, exchange)
+
+
 async def _no_renewal(_log: SessionLog) -> None:
     await asyncio.Future()
 
@@ -169,5 +188,11 @@ MUTANTS = (
         "its session has expired",
         patches={"services.gateway.store.session_log.SessionLog.keep_alive": _no_renewal},
         theme="standing still",
+    ),
+    Mutant(
+        "counts tokens for each gateway",
+        "tokens, at most",
+        patches={"tests.simulation.redis.SimStore.exchange": _own_bucket},
+        theme="metered",
     ),
 )

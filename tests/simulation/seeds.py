@@ -302,6 +302,17 @@ def _refused_resumes(drawn: Schedule, rng: random.Random) -> Schedule:
     )
 
 
+def _metered(drawn: Schedule, rng: random.Random) -> Schedule:
+    """Return a schedule in which one principal asks several gateways for more tokens than its budget has."""
+    principals = (Principal("me", PrincipalLimits(tokens_per_s=rng.choice([8.0, 20.0]), burst_tokens=40)),)
+    planned = [replace(_plan_session(rng, i, principals), within_s=None) for i in range(6)]
+    whole = replace(
+        drawn, gateways=rng.choice([2, 3]), pass_s=0.05, principals=principals, sessions=tuple(planned)
+    )
+    leaving = [Fault(it.at_s + rng.uniform(0.1, 1.5), "elsewhere", (it.client,)) for it in planned]
+    return whole.with_faults((*_faults_of(whole, rng, rng.choice([0, 1, 2, 4])), *leaving))
+
+
 _THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "wandering": _wandering,
     "failing draft": _failing_draft,
@@ -313,4 +324,5 @@ _THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "no target": _no_target,
     "lost": _lost,
     "refused resumes": _refused_resumes,
+    "metered": _metered,
 }

@@ -18,6 +18,7 @@ from tests.simulation.world import quiet, run_schedule
 
 SEEDS = range(200)
 CROWDS = range(15)
+METERED = range(8)
 MOST_SEEDS = 300
 """Every mutant must be detected within this many seeds."""
 
@@ -71,6 +72,12 @@ def test_hedging_breaks_no_rule() -> None:
     part = part_of([run_schedule(schedule_of(seed, "crowd")) for seed in CROWDS])
     assert not part.violations
     assert part.met["hedged request"] > part.met["another target has hedged"] > 0
+
+
+def test_gateways_share_a_token_budget_under_faults() -> None:
+    part = part_of([run_schedule(schedule_of(seed, "metered")) for seed in METERED])
+    assert not part.violations
+    assert part.met["client: Overloaded"]
 
 
 def first_violation(mutant: Mutant) -> tuple[int, str] | None:

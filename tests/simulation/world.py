@@ -93,8 +93,9 @@ class World:
         faults = Faults(self)
         for fault in self.schedule.faults:
             faults.plan(fault)
+        principals = {principal.name: principal for principal in self.schedule.principals}
         for planned in self.schedule.sessions:
-            self.ledger.opened(planned.spec)
+            self.ledger.opened(planned.spec, principals[planned.principal])
             client = SimClient(self, planned.client, planned)
             self.clients[planned.client] = client
             loop.call_later(planned.at_s, client.start)
