@@ -108,7 +108,7 @@ prove-ray: setup ## prove that streams survive a killed rank and fewer replicas,
 prove-ownership: setup ## let two gateways claim one session at once, 1,000 times; prove that one at a time extends its log
 	@$(BIN)/python -m bench.prove_ownership
 
-prove-attacks: setup ## send 100,000 fuzzed messages, floods, bombs and idle streams; prove that nothing crashes, hangs or leaks
+prove-attacks: setup ## send 200,000 fuzzed messages, floods, storms and idle streams; prove that nothing crashes, leaks or delays others
 	@$(BIN)/python -m bench.prove_attacks
 
 prove-boot: setup helm ## run the chart as pods: boots, rolls, kills and hangs under load (root, nft, ip, crun)

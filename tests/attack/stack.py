@@ -18,23 +18,34 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from galley.client.client import AsyncClient
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.fakes.truth import SEED, true_output
+from tests.attack.bystander import GOOD, Bystander
 from tests.fakes.waiting import PATIENCE_S
 
-GOOD, BAD, EXPIRED = "good-3f9a1c77", "bad-8d20e4b1", "expired-51c6f0aa"
-_PRINCIPALS = ((GOOD, "good", ""), (BAD, "bad", ""), (EXPIRED, "late", "expires = 2020-01-01T00:00:00Z\n"))
-_LIMITS = "[principals.bad]\nmax_sessions = 16\n"
+BAD, EXPIRED, METERED = "bad-8d20e4b1", "expired-51c6f0aa", "metered-0b7d93ee"
+_PRINCIPALS = (
+    (GOOD, "good", ""),
+    (BAD, "bad", ""),
+    (METERED, "metered", ""),
+    (EXPIRED, "late", "expires = 2020-01-01T00:00:00Z\n"),
+)
+MAX_SESSIONS = 16
+METERED_TOKENS_PER_S, METERED_BURST = 1, 100
+_LIMITS = f"""
+[principals.bad]
+max_sessions = {MAX_SESSIONS}
+[principals.metered]
+tokens_per_s = {METERED_TOKENS_PER_S}
+burst_tokens = {METERED_BURST}
+"""
 MAX_MESSAGE_BYTES = 1 << 16
 MIB = 1 << 20
-_PROMPT = "Tell me more."
-_TOKENS = 40
 CALL = "_handle_exceptions"
 _REPLICA_STREAM = "_Connection._read"
 SERVICES = ("gateway", "target", "draft", "collector")
@@ -178,49 +189,21 @@ def _entry(key: str, name: str, more: str) -> str:
     return f'[[keys]]\nprincipal = "{name}"\nsha256 = "{sha256(key.encode()).hexdigest()}"\n{more}'
 
 
-@dataclass
-class Bystander:
-    client: AsyncClient
-    answers: int = 0
-    longest_pause_s: float = 0.0
-    _stop: bool = False
-    _began: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def run(self) -> None:
-        truth = true_output(list(_PROMPT.encode()), _TOKENS)
-        while not self._stop:
-            tokens = await self._read_stream()
-            assert tokens == truth, f"disturbed: {tokens} is not {truth}"
-            self.answers += 1
-
-    async def _read_stream(self) -> list[int]:
-        stream = self.client.generate(_PROMPT, max_tokens=_TOKENS, seed=SEED, ignore_eos=True)
-        tokens: list[int] = []
-        received_s = time.monotonic()
-        async with asyncio.timeout(PATIENCE_S):
-            async for event in stream:
-                tokens += event.chunk.token_ids
-                self.longest_pause_s = max(self.longest_pause_s, time.monotonic() - received_s)
-                received_s = time.monotonic()
-                if tokens:
-                    self._began.set()
-        return tokens
-
-
 @asynccontextmanager
 async def undisturbed(stack: Attacked) -> AsyncIterator[Bystander]:
     async with AsyncClient(stack.gateway, api_key=GOOD) as client:
         bystander = Bystander(client)
         running = asyncio.create_task(bystander.run())
-        began = asyncio.create_task(bystander._began.wait())
+        began = asyncio.create_task(bystander.began.wait())
         try:
             await asyncio.wait({running, began}, return_when=asyncio.FIRST_COMPLETED)
             yield bystander
         finally:
             began.cancel()
-            bystander._stop = True
+            bystander.stop()
             await running
         assert bystander.answers
+        assert bystander.calls
 
 
 @asynccontextmanager

@@ -16,7 +16,8 @@ from redis import asyncio as redis_asyncio
 
 from galley.client.client import NO_RETRIES, AsyncClient, TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.attack.stack import BAD, EXPIRED, GOOD, Attacked, hello, unharmed
+from tests.attack.bystander import GOOD
+from tests.attack.stack import BAD, EXPIRED, Attacked, hello, unharmed
 from tests.fakes.waiting import PATIENCE_S
 
 UNKNOWN = "0" * 32

@@ -1,0 +1,132 @@
+"""A FIFO in place of any file that a setting names: the start is refused, names it, and never waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from galley.common.server.server import Parts, start_server
+from services.draft.__main__ import build as build_draft
+from services.draft.settings import DraftSettings
+from services.gateway.service import build as build_gateway
+from services.gateway.service import interceptors
+from services.gateway.settings import GatewaySettings
+from services.target.settings import TargetSettings
+from tests.fakes import tokenizer_files
+from tests.fakes.certificates import Authority, mounted
+from tests.fakes.waiting import PATIENCE_S
+
+TLS = ("tls_cert_file", "tls_key_file", "tls_client_ca_file")
+GATEWAY = (
+    *TLS,
+    *("peer_ca_file", "peer_cert_file", "peer_key_file"),
+    *("jwt_jwks_file", "jwt_ca_file", "api_keys_file", "id_secret_file", "redis_url_file"),
+    *("redis_ca", "model"),
+)
+DRAFT = (*TLS, "redis_url_file", "redis_ca", "tokenizer")
+KEYS = f'[[keys]]\nprincipal = "p"\nsha256 = "{"0" * 64}"\n'
+REFUSED = re.compile(r"/fifos/tokenizer\.json: must be a (regular file|file or a directory)")
+BEYOND_SUFFIX = {"redis_ca", "model", "tokenizer"}
+"""Files that are named by a URL or by a setting of another name."""
+
+
+def test_every_setting_that_names_a_file_is_attacked() -> None:
+    kinds = (GatewaySettings, DraftSettings, TargetSettings)
+    named = {name for kind in kinds for name in kind.model_fields if name.endswith("_file")}
+    assert named == {*GATEWAY, *DRAFT} - BEYOND_SUFFIX
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """Return a valid value of each setting."""
+    authority = Authority(tmp_path, "authority")
+    pair = mounted(tmp_path / "pair", authority.ca, authority.issue("server"))
+    texts = {"jwt_jwks_file": json.dumps({"keys": []}), "api_keys_file": KEYS, "id_secret_file": "secret"}
+    texts |= {"redis_url_file": "redis://127.0.0.1:1"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    tokenizer_files.write(tmp_path)
+    return {
+        **{name: str(tmp_path / name) for name in texts},
+        **dict.fromkeys(("tls_client_ca_file", "peer_ca_file", "jwt_ca_file", "redis_ca"), pair.ca),
+        **dict.fromkeys(("tls_cert_file", "peer_cert_file"), pair.cert),
+        **dict.fromkeys(("tls_key_file", "peer_key_file"), pair.key),
+        **{name: str(tmp_path) for name in ("model", "tokenizer")},
+    }
+
+
+def values_with(files: dict[str, str], names: Sequence[str], name: str, fifo: Path) -> dict[str, str]:
+    """Return settings of `names` in which `name` leads to the FIFO."""
+    leads_there = str(fifo.parent if name in {"model", "tokenizer"} else fifo)
+    values = {key: value for key, value in files.items() if key in names} | {name: leads_there}
+    if name.startswith("jwt_"):
+        values |= {"jwt_issuer": "https://issuer.test", "jwt_audience": "galley"}
+    for other in {"jwt_jwks_file", "jwt_ca_file"} - {name}:
+        values.pop(other, None)
+    if values.pop("redis_ca", None) and name == "redis_ca":
+        values["redis_url"] = f"rediss://127.0.0.1:1?ca={fifo}"
+        del values["redis_url_file"]
+    return values
+
+
+async def start_gateway(values: dict[str, str]) -> None:
+    settings = GatewaySettings.model_validate(values)
+    running = await start_server(settings, build_gateway(settings), Parts(), interceptors(settings))
+    await running.stop()
+
+
+async def start_draft(values: dict[str, str]) -> None:
+    settings = DraftSettings.model_validate(values)
+    running = await start_server(settings, build_draft(settings))
+    await running.stop()
+
+
+def outcome(start: Callable[[dict[str, str]], Any], values: dict[str, str], fifo: Path) -> str:
+    """Return the error of a start; fail if it waits for somebody to write into the FIFO."""
+    results: list[str] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(start(values))
+            results.append("started")
+        except Exception as error:  # noqa: BLE001  # the outcome of the test
+            results.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    if not results:
+        os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
+        pytest.fail("it waits")
+    return results[0]
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Path:
+    directory = tmp_path / "fifos"
+    directory.mkdir()
+    tokenizer_files.write(directory)
+    path = directory / "tokenizer.json"
+    path.unlink()
+    os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize("name", GATEWAY)
+def test_a_gateway_waits_for_no_fifo(files: dict[str, str], fifo: Path, name: str) -> None:
+    error = outcome(start_gateway, values_with(files, GATEWAY, name, fifo), fifo)
+    assert REFUSED.search(error)
+    assert name in {"redis_ca", "model"} or name in error.replace("-", "_")
+
+
+@pytest.mark.parametrize("name", DRAFT)
+def test_a_draft_waits_for_no_fifo(files: dict[str, str], fifo: Path, name: str) -> None:
+    assert REFUSED.search(outcome(start_draft, values_with(files, DRAFT, name, fifo), fifo))

@@ -1,0 +1,42 @@
+"""Valid calls in numbers and sizes that no honest caller needs. `make prove-attacks` is the long form."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attack import storms
+from tests.attack.stack import MAX_SESSIONS, METERED_BURST, METERED_TOKENS_PER_S, Attacked, unharmed
+
+
+async def test_replays_of_a_long_answer_block_no_other(stack: Attacked) -> None:
+    async with unharmed(stack):
+        ends = await storms.replays(stack.gateway, tokens=600, at_once=MAX_SESSIONS, rounds=2)
+    assert ends["OK"]
+    assert ends.keys() <= {"OK", "RESOURCE_EXHAUSTED", "UNAVAILABLE"}
+
+
+async def test_crafted_stop_strings_block_no_other(stack: Attacked) -> None:
+    async with unharmed(stack):
+        ends = await storms.crafted_stops(stack.gateway, tokens=100, at_once=MAX_SESSIONS, rounds=1)
+    assert ends == {"OK": MAX_SESSIONS}
+
+
+@pytest.mark.parametrize("name", storms.TEXTS)
+async def test_texts_beyond_the_context_are_refused_and_block_no_other(stack: Attacked, name: str) -> None:
+    async with unharmed(stack):
+        assert await storms.tokenizer_bomb(stack.gateway, name, 12) == {"INVALID_ARGUMENT": 12}
+
+
+async def test_streams_beyond_a_principals_own_are_refused(stack: Attacked) -> None:
+    at_once = 3 * MAX_SESSIONS
+    async with unharmed(stack):
+        ends = await storms.resumes(stack.gateway, at_once, rounds=2)
+    assert ends["RESOURCE_EXHAUSTED"]
+    assert ends.total() == 2 * at_once
+    assert ends.keys() <= {"OK", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "UNAVAILABLE"}
+
+
+async def test_cancels_and_resumes_give_no_more_tokens_than_the_rate(stack: Attacked) -> None:
+    async with unharmed(stack):
+        delivered, took_s = await storms.cancels(stack.gateway, sessions=50, tokens=METERED_BURST // 2)
+    assert delivered <= METERED_BURST + METERED_TOKENS_PER_S * took_s
