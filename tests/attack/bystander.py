@@ -1,7 +1,7 @@
 """A second principal, which streams and calls beside an attack, and notes how long it waits.
 
-It runs in the event loop of a test, or in a process of its own (`python -m tests.attack.bystander ADDRESS`):
-there an attacker's work in Python does not count as a wait.
+It uses one door of the gateway (`DOORS`). It runs in the event loop of a test, or in a process of its own
+(`python -m tests.attack.bystander DOOR ADDRESS`), where an attacker's work in Python does not delay it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,68 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from itertools import count
+from typing import Protocol
 
 import grpc
 
 from galley.client.client import AsyncClient, GalleyRpcError
-from tests.fakes.truth import SEED, true_output
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.truth import SEED, text_of, true_output
+from tests.fakes.waiting import PATIENCE_S, Watch
 
 GOOD = "good-3f9a1c77"
-_PROMPT = "Tell me more."
-_TOKENS = 40
-_TRUTH = true_output(list(_PROMPT.encode()), _TOKENS)
+PROMPT = "Tell me more."
+TOKENS = 40
+TRUTH = true_output(list(PROMPT.encode()), TOKENS)
 _EVERY_S = 0.01
+
+
+class Door(Protocol):
+    """One protocol of the gateway, as a caller with the key GOOD uses it."""
+
+    def stream(self) -> AsyncIterator[str]:
+        """Yield the texts of a streamed answer of TOKENS tokens to PROMPT, with SEED."""
+
+    async def call(self) -> None:
+        """Make a unary call; fail if its response is not the expected one."""
+
+
+class GrpcDoor:
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._calls = count()
+
+    async def stream(self) -> AsyncIterator[str]:
+        stream = self._client.generate(PROMPT, max_tokens=TOKENS, seed=SEED, ignore_eos=True)
+        async for event in stream:
+            yield event.chunk.text
+        assert stream.token_ids == TRUTH, f"disturbed: {stream.token_ids} is not {TRUTH}"
+
+    async def call(self) -> None:
+        """Ask for the model, or, every second time, for something that only the store can answer."""
+        if next(self._calls) % 2:
+            await self._abort_nothing()
+        else:
+            assert (await self._client.model_info(timeout_s=PATIENCE_S)).max_sessions
+
+    async def _abort_nothing(self) -> None:
+        try:
+            await self._client.abort("0" * 32, timeout_s=PATIENCE_S)
+        except GalleyRpcError as error:
+            if error.code is not grpc.StatusCode.NOT_FOUND:
+                raise
+
+
+@asynccontextmanager
+async def grpc_door(address: str) -> AsyncIterator[Door]:
+    async with AsyncClient(address, api_key=GOOD) as client:
+        yield GrpcDoor(client)
+
+
+DOORS: dict[str, Callable[[str], AbstractAsyncContextManager[Door]]] = {"grpc": grpc_door}
+"""By name: opens a door at an address of the gateway."""
 
 
 class Waits:
@@ -52,11 +100,11 @@ class Waits:
 
 
 class Bystander:
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, door: Door) -> None:
         self.answers = self.calls = 0
-        self.chunks, self.responses = Waits(), Waits()
-        self.began = asyncio.Event()
-        self._client = client
+        self._chunks, self._responses = Waits(), Waits()
+        self._door = door
+        self._progress = Watch()
         self._stopping = False
 
     async def run(self) -> None:
@@ -68,10 +116,15 @@ class Bystander:
         """End `run` after the stream and the call that are open."""
         self._stopping = True
 
+    async def progress(self, count: int = 2) -> None:
+        """Wait until `count` answers and calls have ended; of two, one began after now."""
+        answers, calls = self.answers + count, self.calls + count
+        await self._progress.until(lambda: self.answers >= answers and self.calls >= calls)
+
     def report(self) -> dict[str, float]:
         """Return what was noted since the last report; waits are in milliseconds."""
-        chunks, responses = self.chunks, self.responses
-        self.chunks, self.responses = Waits(), Waits()
+        chunks, responses = self._chunks, self._responses
+        self._chunks, self._responses = Waits(), Waits()
         return {
             "answers": self.answers,
             "calls": self.calls,
@@ -83,40 +136,41 @@ class Bystander:
 
     async def _stream(self) -> None:
         while not self._stopping:
-            tokens = await self._read_stream()
-            assert tokens == _TRUTH, f"disturbed: {tokens} is not {_TRUTH}"
+            text = await self._read_stream()
+            assert text == text_of(TRUTH), f"disturbed: {text!r}"
             self.answers += 1
+            self._progress.changed()
 
-    async def _read_stream(self) -> list[int]:
-        tokens: list[int] = []
+    async def _read_stream(self) -> str:
+        texts: list[str] = []
         received_s = time.monotonic()
         async with asyncio.timeout(PATIENCE_S):
-            stream = self._client.generate(_PROMPT, max_tokens=_TOKENS, seed=SEED, ignore_eos=True)
-            async for event in stream:
-                tokens += event.chunk.token_ids
-                self.chunks.add(time.monotonic() - received_s)
+            async for text in self._door.stream():
+                texts.append(text)
+                self._chunks.add(time.monotonic() - received_s)
                 received_s = time.monotonic()
-                if tokens:
-                    self.began.set()
-        return tokens
+        return "".join(texts)
 
     async def _call(self) -> None:
         while not self._stopping:
             began_s = time.monotonic()
-            if self.calls % 2:
-                await self._abort_nothing()
-            else:
-                assert (await self._client.model_info(timeout_s=PATIENCE_S)).max_sessions
-            self.responses.add(time.monotonic() - began_s)
+            async with asyncio.timeout(PATIENCE_S):
+                await self._door.call()
+            self._responses.add(time.monotonic() - began_s)
             self.calls += 1
+            self._progress.changed()
             await asyncio.sleep(_EVERY_S)
 
-    async def _abort_nothing(self) -> None:
-        try:
-            await self._client.abort("0" * 32, timeout_s=PATIENCE_S)
-        except GalleyRpcError as error:
-            if error.code is not grpc.StatusCode.NOT_FOUND:
-                raise
+
+@asynccontextmanager
+async def beside(door: Door) -> AsyncIterator[Bystander]:
+    """Run a bystander, which must end without a wrong answer."""
+    bystander = Bystander(door)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(bystander.run())
+        await bystander.progress(1)
+        yield bystander
+        bystander.stop()
 
 
 class BystanderProcess:
@@ -133,14 +187,15 @@ class BystanderProcess:
         assert self._process.stdout is not None
         self._process.stdin.write(b"report\n")
         self._process.stdin.flush()
-        report: dict[str, float] = json.loads(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        assert line, "the bystander was disturbed"
+        report: dict[str, float] = json.loads(line)
         return report
 
 
 @contextmanager
-def bystander_process(address: str) -> Iterator[BystanderProcess]:
-    """Run a bystander, which must end without a wrong answer."""
-    command = (sys.executable, "-m", "tests.attack.bystander", address)
+def bystander_process(door: str, address: str) -> Iterator[BystanderProcess]:
+    command = (sys.executable, "-m", "tests.attack.bystander", door, address)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             yield BystanderProcess(process)
@@ -151,16 +206,12 @@ def bystander_process(address: str) -> Iterator[BystanderProcess]:
             process.kill()
 
 
-async def _serve(address: str) -> None:
-    async with AsyncClient(address, api_key=GOOD) as client, asyncio.TaskGroup() as tasks:
-        bystander = Bystander(client)
-        tasks.create_task(bystander.run())
-        await bystander.began.wait()
+async def _serve(door: str, address: str) -> None:
+    async with DOORS[door](address) as opened, beside(opened) as bystander:
         while await asyncio.to_thread(sys.stdin.readline):
             sys.stdout.write(json.dumps(bystander.report()) + "\n")
             sys.stdout.flush()
-        bystander.stop()
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1]))
+    asyncio.run(_serve(*sys.argv[1:]))

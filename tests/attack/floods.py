@@ -34,6 +34,10 @@ from tests.fakes.http2 import (
 WATCH = "/grpc.health.v1.Health/Watch"
 CLIENT_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(32)) + b"\x00" * 163
 KEY = (("x-api-key", BAD),)
+REPEATED = (
+    *((":method", "GET"), (":scheme", "https"), (":authority", "other"), ("content-type", "text/html")),
+    *(("te", "gzip"), ("grpc-timeout", "1n"), ("grpc-encoding", "gzip"), ("content-length", "9")),
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ def cases() -> Iterator[Sent]:
         "a header with line breaks", frame(Kind.HEADERS, whole, 1, call + field_of("x", "a\r\nb: c\0"))
     )
     yield Sent("a late pseudo header", frame(Kind.HEADERS, whole, 1, call + field_of(":path", "/other")))
+    for name, value in REPEATED:
+        yield Sent(f"{name} twice", frame(Kind.HEADERS, whole, 1, call + field_of(name, value)))
     yield Sent("no path", frame(Kind.HEADERS, whole, 1, field_of(":method", "POST")))
     yield Sent(
         "a path of bytes", opening(1, "/\udcff/x".encode("utf-8", "surrogateescape").decode("latin-1"))

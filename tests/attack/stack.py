@@ -16,16 +16,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from galley.client.client import AsyncClient
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.attack.bystander import GOOD, Bystander
+from tests.attack.bystander import GOOD, Bystander, beside, grpc_door
 from tests.fakes.waiting import PATIENCE_S
 
 BAD, EXPIRED, METERED = "bad-8d20e4b1", "expired-51c6f0aa", "metered-0b7d93ee"
@@ -46,6 +45,8 @@ burst_tokens = {METERED_BURST}
 """
 MAX_MESSAGE_BYTES = 1 << 16
 MIB = 1 << 20
+MOST_HELD_S = 0.15
+"""The longest that an attack may hold the event loop, in CPU time. The long form measures waits instead."""
 CALL = "_handle_exceptions"
 _REPLICA_STREAM = "_Connection._read"
 SERVICES = ("gateway", "target", "draft", "collector")
@@ -58,7 +59,8 @@ class ProcessState:
     """The state of the process.
 
     `connections` counts connections from other processes, `sessions` open streams, `items` open requests at
-    the target, `logged` the bytes of its log; `errors` are the errors that it logged.
+    the target, `logged` the bytes of its log; `errors` are the errors that it logged. `held_s` is the longest
+    turn of its event loop since the state before, in CPU time, so that a busy machine does not lengthen it.
     """
 
     rss: int
@@ -69,6 +71,7 @@ class ProcessState:
     items: int
     errors: list[str]
     logged: int
+    held_s: float
 
     @property
     def task_count(self) -> int:
@@ -80,9 +83,11 @@ class ProcessState:
 
 
 class Attacked:
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, store: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, store: str, keys: Path) -> None:
         self.log = log
         self.store = store
+        self.keys = keys
+        self.held_s = 0.0
         self._process = process
         self._lock = threading.Lock()
         ready = self._read()
@@ -95,7 +100,12 @@ class Attacked:
         return self.addresses["gateway"]
 
     async def state(self) -> ProcessState:
-        return ProcessState(**await asyncio.to_thread(self._command, "state"))
+        return await self._state("state")
+
+    async def _state(self, command: str) -> ProcessState:
+        state = ProcessState(**await asyncio.to_thread(self._command, command))
+        self.held_s = max(self.held_s, state.held_s)
+        return state
 
     async def connected(self) -> ProcessState:
         """Return the state once the gateway has a stream to the target and one to the draft.
@@ -111,7 +121,7 @@ class Attacked:
         """Return the state once no new connection and no task is left; fail if that never happens."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
-            state = ProcessState(**await asyncio.to_thread(self._command, f"tasks-left {before.task_count}"))
+            state = await self._state(f"tasks-left {before.task_count}")
             if state.task_count <= before.task_count and state.connections <= before.connections:
                 return state
             assert time.monotonic() < until_s, f"left behind: {leftovers(before, state)}"
@@ -123,11 +133,29 @@ class Attacked:
         tasks = before.tasks | {"somebody's": spare}
         return await self.settled(replace(before, tasks=tasks, connections=before.connections + 1))
 
-    async def after_calls(self, calls: int) -> ProcessState:
-        return ProcessState(**await asyncio.to_thread(self._command, f"calls-there {calls}"))
+    async def after_calls(self, calls: int) -> int:
+        """Return the number of open calls, once there are `calls`."""
+        return int((await asyncio.to_thread(self._command, f"calls-there {calls}"))["calls"])
 
-    async def after_sessions(self, sessions: int) -> ProcessState:
-        return ProcessState(**await asyncio.to_thread(self._command, f"sessions-left {sessions}"))
+    async def after_sessions(self, sessions: int) -> int:
+        """Return the number of open streams, once there are at most `sessions`."""
+        return int((await asyncio.to_thread(self._command, f"sessions-left {sessions}"))["sessions"])
+
+    async def expect_error(self, event: str) -> None:
+        """Accept the errors of `event` in the log; fail if there are none."""
+        assert (await asyncio.to_thread(self._command, f"expect {event}"))["removed"], f"no {event!r}"
+
+    @contextmanager
+    def out_of_files(self, spare: int) -> Iterator[Callable[[], bool]]:
+        """Let the process open a few more files at most; yield whether it has opened them."""
+        files = Path(f"/proc/{self._process.pid}/fd")
+        before = resource.prlimit(self._process.pid, resource.RLIMIT_NOFILE)
+        limit = max(int(path.name) for path in files.iterdir()) + 1 + spare
+        resource.prlimit(self._process.pid, resource.RLIMIT_NOFILE, (limit, before[1]))
+        try:
+            yield lambda: len(list(files.iterdir())) >= limit
+        finally:
+            resource.prlimit(self._process.pid, resource.RLIMIT_NOFILE, before)
 
     def peak_rss(self) -> int:
         status = Path(f"/proc/{self._process.pid}/status").read_text()
@@ -167,7 +195,8 @@ def leftovers(before: ProcessState, now: ProcessState) -> str:
 def attacked(store: str, tokenizer: Path) -> Iterator[Attacked]:
     with tempfile.TemporaryDirectory(prefix="galley-") as folder:
         directory = Path(folder)
-        keys = directory / "keys.toml"
+        keys = directory / "keys" / "keys.toml"
+        keys.parent.mkdir()
         keys.write_text("".join(_entry(*one) for one in _PRINCIPALS) + _LIMITS)
         log = directory / "log"
         with log.open("wb") as out:
@@ -180,7 +209,7 @@ def attacked(store: str, tokenizer: Path) -> Iterator[Attacked]:
             )
         with process:
             try:
-                yield Attacked(process, log, store)
+                yield Attacked(process, log, store, keys)
             finally:
                 process.kill()
 
@@ -191,31 +220,23 @@ def _entry(key: str, name: str, more: str) -> str:
 
 @asynccontextmanager
 async def undisturbed(stack: Attacked) -> AsyncIterator[Bystander]:
-    async with AsyncClient(stack.gateway, api_key=GOOD) as client:
-        bystander = Bystander(client)
-        running = asyncio.create_task(bystander.run())
-        began = asyncio.create_task(bystander.began.wait())
-        try:
-            await asyncio.wait({running, began}, return_when=asyncio.FIRST_COMPLETED)
-            yield bystander
-        finally:
-            began.cancel()
-            bystander.stop()
-            await running
-        assert bystander.answers
-        assert bystander.calls
+    async with grpc_door(stack.gateway) as door, beside(door) as bystander:
+        yield bystander
 
 
 @asynccontextmanager
-async def unharmed(stack: Attacked, *, most_rss: int = 64 * MIB) -> AsyncIterator[ProcessState]:
+async def unharmed(stack: Attacked, *, most_held_s: float = MOST_HELD_S) -> AsyncIterator[ProcessState]:
+    """Run a bystander beside the attack; afterwards nothing may be left of the attack."""
     before = await stack.connected()
+    stack.held_s = 0.0
     async with undisturbed(stack):
         yield before
     gc.collect()
     after = await stack.settled(before)
     assert after.errors == before.errors
     assert (after.sessions, after.items) == (0, 0)
-    assert after.rss - before.rss < most_rss, f"{(after.rss - before.rss) / MIB:.0f} MiB stay taken"
+    assert after.rss - before.rss < 64 * MIB, f"{(after.rss - before.rss) / MIB:.0f} MiB stay taken"
+    assert stack.held_s < most_held_s, f"the event loop was held for {stack.held_s:.3f} s"
 
 
 def files_allowed() -> int:

@@ -1,4 +1,4 @@
-"""Storms of valid calls by known principals: replays, stop strings, texts, cancels and resumes."""
+"""Storms of calls: replays, stop strings, texts, cancels, resumes, bad credentials, and damaged logs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable
+from hashlib import sha256
 from itertools import repeat
-from typing import TypeVar
+from typing import Any
+
+import grpc
+from redis.asyncio import Redis
 
 from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
-from tests.attack.stack import BAD, MAX_MESSAGE_BYTES, METERED
-from tests.fakes.truth import SEED
+from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.attack.bystander import GOOD
+from tests.attack.stack import BAD, EXPIRED, MAX_MESSAGE_BYTES, METERED
+from tests.fakes.changed_logs import CHANGES, change
+from tests.fakes.truth import SEED, true_output
 from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import PROMPT, PROMPT_TOKENS
 
 _PROMPT = "Go on."
 CRAFTED_STOPS = tuple("a" * 120 + "e " * 60 + f"{number:015d}" for number in range(16))
@@ -27,7 +35,39 @@ TEXTS = {
     "right to left": "\u202eא",
     "zero width": "\u200b",
 }
-T = TypeVar("T")
+NOBODY = "nobody-7c19e4d2"
+Metadata = tuple[tuple[str, str], ...]
+UNAUTHENTICATED: dict[str, Metadata] = {
+    "no key": (),
+    "an empty key": (("x-api-key", ""),),
+    "an empty bearer": (("authorization", "Bearer "),),
+    "another scheme": (("authorization", f"Basic {GOOD}"),),
+    "an unknown key": (("x-api-key", NOBODY),),
+    "an expired key": (("authorization", f"Bearer {EXPIRED}"),),
+    "a name instead of its key": (("x-api-key", "good"),),
+    "a key that is longer": (("x-api-key", GOOD + "0"),),
+    "a key that is shorter": (("x-api-key", GOOD[:-1]),),
+    "a key in another case": (("x-api-key", GOOD.upper()),),
+    "two keys": (("authorization", f"Bearer {GOOD},{BAD}"),),
+    "a good key, and then a bad one": (("x-api-key", GOOD), ("x-api-key", NOBODY)),
+    "a bad key, and then a good one": (("x-api-key", NOBODY), ("x-api-key", GOOD)),
+    "a bad bearer, and then a good one": (
+        ("authorization", f"Bearer {NOBODY}"),
+        ("authorization", f"Bearer {GOOD}"),
+    ),
+    "the same bearer twice": (("authorization", f"Bearer {GOOD}"),) * 2,
+    "another scheme, and then a good bearer": (
+        ("authorization", "Basic eDp5"),
+        ("authorization", f"Bearer {GOOD}"),
+    ),
+    "a good bearer, and two keys": (
+        ("authorization", f"Bearer {GOOD}"),
+        ("x-api-key", GOOD),
+        ("x-api-key", NOBODY),
+    ),
+    "a hash instead of its key": (("x-api-key", sha256(GOOD.encode()).hexdigest()),),
+    "a key of 4,000 bytes": (("x-api-key", GOOD + "x" * 4000),),
+}
 
 
 def storm_client(address: str, key: str = BAD) -> AsyncClient:
@@ -115,3 +155,40 @@ async def cancels(address: str, sessions: int, tokens: int) -> tuple[int, float]
             await _end(tokens_of(resumed))
             delivered += len(resumed.token_ids)
     return delivered, time.monotonic() - began_s
+
+
+async def bad_credentials(address: str, rounds: int) -> Counter[str]:
+    """Call with every kind of bad credentials, all kinds at once."""
+    request = pb.GetModelInfoRequest().SerializeToString()
+    async with grpc.aio.insecure_channel(address) as channel:
+        call: Any = channel.unary_unary("/galley.v1.Generation/GetModelInfo")
+
+        async def end(metadata: Metadata) -> str:
+            try:
+                await call(request, metadata=metadata, timeout=PATIENCE_S)
+            except grpc.RpcError as error:
+                return str(error.code().name)
+            return "OK"
+
+        results: Counter[str] = Counter()
+        for _ in range(rounds):
+            results += Counter(await asyncio.gather(*(end(each) for each in UNAUTHENTICATED.values())))
+    return results
+
+
+async def changed_logs(address: str, store: str, tokens: int) -> Counter[str]:
+    """Change the log of a stream in every way, then resume it; fail on a wrong token."""
+    truth = true_output(PROMPT_TOKENS, tokens)
+    results: Counter[str] = Counter()
+    async with storm_client(address) as client, Redis.from_url(store) as raw:
+        for name in CHANGES:
+            stream = client.generate(PROMPT, max_tokens=tokens, seed=SEED, ignore_eos=True)
+            while len(stream.token_ids) < 4:
+                await anext(stream)
+            await change(raw, stream.session_id, name)
+            results[await _end(tokens_of(stream))] += 1
+            resumed = client.resume(stream.session_id)
+            results[await _end(tokens_of(resumed))] += 1
+            for received in (stream.token_ids, resumed.token_ids):
+                assert received == truth[: len(received)], f"{name}: a wrong token"
+    return results

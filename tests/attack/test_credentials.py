@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 import grpc
@@ -16,13 +15,13 @@ from redis import asyncio as redis_asyncio
 
 from galley.client.client import NO_RETRIES, AsyncClient, TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.attack import storms
 from tests.attack.bystander import GOOD
 from tests.attack.stack import BAD, EXPIRED, Attacked, hello, unharmed
+from tests.attack.storms import NOBODY, UNAUTHENTICATED, Metadata
 from tests.fakes.waiting import PATIENCE_S
 
 UNKNOWN = "0" * 32
-NOBODY = "nobody-7c19e4d2"
-Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -92,39 +91,6 @@ async def commands(client: redis_asyncio.Redis) -> int:
     return sum(int(entry["calls"]) for name, entry in stats.items() if name != "cmdstat_info")
 
 
-UNAUTHENTICATED: dict[str, Metadata] = {
-    "no key": (),
-    "an empty key": (("x-api-key", ""),),
-    "an empty bearer": (("authorization", "Bearer "),),
-    "another scheme": (("authorization", f"Basic {GOOD}"),),
-    "an unknown key": (("x-api-key", NOBODY),),
-    "an expired key": (("authorization", f"Bearer {EXPIRED}"),),
-    "a name instead of its key": (("x-api-key", "good"),),
-    "a key that is longer": (("x-api-key", GOOD + "0"),),
-    "a key that is shorter": (("x-api-key", GOOD[:-1]),),
-    "a key in another case": (("x-api-key", GOOD.upper()),),
-    "two keys": (("authorization", f"Bearer {GOOD},{BAD}"),),
-    "a good key, and then a bad one": (("x-api-key", GOOD), ("x-api-key", NOBODY)),
-    "a bad key, and then a good one": (("x-api-key", NOBODY), ("x-api-key", GOOD)),
-    "a bad bearer, and then a good one": (
-        ("authorization", f"Bearer {NOBODY}"),
-        ("authorization", f"Bearer {GOOD}"),
-    ),
-    "the same bearer twice": (("authorization", f"Bearer {GOOD}"),) * 2,
-    "another scheme, and then a good bearer": (
-        ("authorization", "Basic eDp5"),
-        ("authorization", f"Bearer {GOOD}"),
-    ),
-    "a good bearer, and two keys": (
-        ("authorization", f"Bearer {GOOD}"),
-        ("x-api-key", GOOD),
-        ("x-api-key", NOBODY),
-    ),
-    "a hash instead of its key": (("x-api-key", sha256(GOOD.encode()).hexdigest()),),
-    "a key of 4,000 bytes": (("x-api-key", GOOD + "x" * 4000),),
-}
-
-
 async def test_unauthenticated_calls_are_refused_before_any_work(
     stack: Attacked, channel: grpc.aio.Channel
 ) -> None:
@@ -140,6 +106,12 @@ async def test_unauthenticated_calls_are_refused_before_any_work(
                 output = f"{end.details} {end.trailing}"
                 assert not [key for key in (GOOD, BAD, EXPIRED, NOBODY) if key in output]
         assert await commands(client) == before
+
+
+async def test_bad_and_repeated_credentials_block_no_other(stack: Attacked) -> None:
+    async with unharmed(stack):
+        ends = await storms.bad_credentials(stack.gateway, rounds=10)
+    assert ends == {"UNAUTHENTICATED": 10 * len(UNAUTHENTICATED)}
 
 
 async def test_no_key_is_let_in_that_differs_in_a_single_character(channel: grpc.aio.Channel) -> None:

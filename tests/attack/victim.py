@@ -48,6 +48,7 @@ from tests.fakes.engine import KnownEngine
 from tests.fakes.truth import END, VOCAB, true_next
 
 _PASS_S = 0.002
+_TICK_S = 0.005
 _TIMES = StepTimes.measured([(1, 2_000_000), (1024, 2_000_001)])
 
 
@@ -60,12 +61,31 @@ class Engine(KnownEngine):
         return true_next(history, seed)
 
 
+class Turns:
+    """The longest turn of the event loop in CPU time: how long one call can keep all others waiting."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._began_s = time.thread_time()
+
+    def start(self) -> None:
+        now_s = time.thread_time()
+        self.longest_s = max(self.longest_s, now_s - self._began_s)
+        self._began_s = now_s
+        asyncio.get_running_loop().call_later(_TICK_S, self.start)
+
+    def forget(self) -> None:
+        self.longest_s = 0.0
+        self._began_s = time.thread_time()
+
+
 class Victim:
     def __init__(self, store: str, tokenizer: Path, directory: Path) -> None:
         self._store = store
         self._tokenizer = tokenizer
         self._directory = directory
         self._errors = _Errors()
+        self._turns = Turns()
         self._running: dict[str, RunningServer] = {}
         self._metrics: dict[str, str] = {}
         self._target: TargetService
@@ -80,12 +100,10 @@ class Victim:
             addresses = {name: running.address for name, running in self._running.items()}
             addresses[HEALTH] = self._running["gateway"].health_address
             _write({"addresses": addresses, "metrics": self._metrics, "traces": str(traces)})
-            while (command := (await commands.readline()).decode().split()) not in ([], ["stop"]):
-                await self._until(command[0], int(command[1]) if command[1:] else 0)
-                if command[0] in {"state", "tasks-left"}:
-                    gc.collect()
-                    hand_back_free_memory()
-                _write(self._state())
+            self._turns.start()
+            while (command := (await commands.readline()).decode().strip()) not in {"", "stop"}:
+                _write(await self._answer(*command.split(maxsplit=1)))
+                self._turns.forget()
         _write({"tasks": len(asyncio.all_tasks()) - 1, "errors": self._errors.lines})
 
     async def _start(self, opened: AsyncExitStack) -> None:
@@ -105,7 +123,7 @@ class Victim:
                 "redis_url": self._store,
                 "model": str(self._tokenizer),
                 "target_models": "known",
-                "api_keys_file": str(self._directory / "keys.toml"),
+                "api_keys_file": str(self._directory / "keys" / "keys.toml"),
                 "client_timeout_s": 2.0,
                 "health_port": 0,
                 **self._common(),
@@ -142,6 +160,12 @@ class Victim:
         rpc.add_TargetServicer_to_server(self._target, server)
         return self._target
 
+    async def _answer(self, name: str, value: str = "0") -> dict[str, Any]:
+        if name == "expect":
+            return {"removed": self._errors.remove(value)}
+        await self._until(name, int(value))
+        return self._counts() if name in {"calls-there", "sessions-left"} else self._state()
+
     async def _until(self, what: str, count: int, patience_s: float = 10.0) -> None:
         holds: Callable[[], bool] = {
             "state": lambda: True,
@@ -158,9 +182,16 @@ class Victim:
     def _sessions(self) -> int:
         return int(cast("Any", self._running["gateway"].service)._streams.held)
 
+    def _counts(self) -> dict[str, int]:
+        return {"calls": _tasks().count(CALL), "sessions": self._sessions}
+
     def _state(self) -> dict[str, Any]:
+        held_s = self._turns.longest_s
+        gc.collect()
+        hand_back_free_memory()
         process = psutil.Process()
         return {
+            "held_s": held_s,
             "rss": process.memory_info().rss,
             "tasks": Counter(_tasks()),
             "connections": self._connections(process),
@@ -201,6 +232,12 @@ class _Errors(logging.Handler):
     def unhandled(self, loop: asyncio.AbstractEventLoop, what: dict[str, Any]) -> None:
         self._note(f"unhandled: {what.get('message')} {what.get('exception')!r}")
         loop.default_exception_handler(what)
+
+    def remove(self, event: str) -> int:
+        """Forget the errors of an event; return how many they were."""
+        kept = [line for line in self.lines if event not in line]
+        removed, self.lines = len(self.lines) - len(kept), kept
+        return removed
 
     def _note(self, line: str) -> None:
         if len(self.lines) < self._MOST:

@@ -123,10 +123,11 @@ class Server:
 
 
 @contextmanager
-def running(kind: str, *options: str) -> Iterator[Server]:
+def running(kind: str, *options: str, directory: Path | None = None) -> Iterator[Server]:
+    """Start a server; without `directory`, in a temporary one."""
     # The path of a unix socket is limited to 107 bytes, which pytest's tmp_path can exceed.
-    with tempfile.TemporaryDirectory(prefix="galley-", ignore_cleanup_errors=True) as directory:
-        server = Server(kind, Path(directory), *options)
+    with tempfile.TemporaryDirectory(prefix="galley-", ignore_cleanup_errors=True) as temporary:
+        server = Server(kind, directory or Path(temporary), *options)
         server.start()
         try:
             yield server
