@@ -142,8 +142,22 @@ class Attacked:
         return int((await asyncio.to_thread(self._command, f"sessions-left {sessions}"))["sessions"])
 
     async def expect_error(self, event: str) -> None:
-        """Accept the errors of `event` in the log; fail if there are none."""
+        """Wait for errors of `event` in the log, and accept them."""
         assert (await asyncio.to_thread(self._command, f"expect {event}"))["removed"], f"no {event!r}"
+
+    async def forget_errors(self, event: str) -> None:
+        """Accept errors of `event` in the log, if there are any."""
+        await asyncio.to_thread(self._command, f"forget {event}")
+
+    @contextmanager
+    def keys_replaced_by_fifo(self) -> Iterator[None]:
+        aside = self.keys.with_suffix(".aside")
+        self.keys.rename(aside)
+        os.mkfifo(self.keys)
+        try:
+            yield
+        finally:
+            aside.rename(self.keys)
 
     @contextmanager
     def out_of_files(self, spare: int) -> Iterator[Callable[[], bool]]:

@@ -1,27 +1,31 @@
-"""A FIFO in place of any file that a setting names: the start is refused, names it, and never waits."""
+"""A FIFO in place of any file that a setting names, and mounts that hang: who waits, and for how long."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from galley.common.server.server import Parts, start_server
+from galley.common.tls.files import CHECK_INTERVAL_S
 from services.draft.__main__ import build as build_draft
 from services.draft.settings import DraftSettings
 from services.gateway.service import build as build_gateway
 from services.gateway.service import interceptors
 from services.gateway.settings import GatewaySettings
 from services.target.settings import TargetSettings
+from tests.attack.stack import Attacked, undisturbed, unharmed
 from tests.fakes import tokenizer_files
 from tests.fakes.certificates import Authority, mounted
+from tests.fakes.issuers import AUDIENCE, ISSUER
+from tests.fakes.mounts import hanging, require_mounts
 from tests.fakes.waiting import PATIENCE_S
 
 TLS = ("tls_cert_file", "tls_key_file", "tls_client_ca_file")
@@ -49,7 +53,7 @@ def files(tmp_path: Path) -> dict[str, str]:
     """Return a valid value of each setting."""
     authority = Authority(tmp_path, "authority")
     pair = mounted(tmp_path / "pair", authority.ca, authority.issue("server"))
-    texts = {"jwt_jwks_file": json.dumps({"keys": []}), "api_keys_file": KEYS, "id_secret_file": "secret"}
+    texts = {"jwt_jwks_file": "{}", "api_keys_file": KEYS, "id_secret_file": "secret"}
     texts |= {"redis_url_file": "redis://127.0.0.1:1"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
@@ -68,7 +72,7 @@ def values_with(files: dict[str, str], names: Sequence[str], name: str, fifo: Pa
     leads_there = str(fifo.parent if name in {"model", "tokenizer"} else fifo)
     values = {key: value for key, value in files.items() if key in names} | {name: leads_there}
     if name.startswith("jwt_"):
-        values |= {"jwt_issuer": "https://issuer.test", "jwt_audience": "galley"}
+        values |= {"jwt_issuer": ISSUER, "jwt_audience": AUDIENCE}
     for other in {"jwt_jwks_file", "jwt_ca_file"} - {name}:
         values.pop(other, None)
     if values.pop("redis_ca", None) and name == "redis_ca":
@@ -89,14 +93,14 @@ async def start_draft(values: dict[str, str]) -> None:
     await running.stop()
 
 
-def outcome(start: Callable[[dict[str, str]], Any], values: dict[str, str], fifo: Path) -> str:
-    """Return the error of a start; fail if it waits for somebody to write into the FIFO."""
+def outcome(work: Callable[[], Coroutine[Any, Any, object]], unblock: Callable[[], object]) -> str:
+    """Return the error of some work, in a thread of its own, that may wait for a file; fail if it does."""
     results: list[str] = []
 
     def run() -> None:
         try:
-            asyncio.run(start(values))
-            results.append("started")
+            asyncio.run(work())
+            results.append("")
         except Exception as error:  # noqa: BLE001  # the outcome of the test
             results.append(str(error))
 
@@ -104,9 +108,13 @@ def outcome(start: Callable[[dict[str, str]], Any], values: dict[str, str], fifo
     thread.start()
     thread.join(PATIENCE_S)
     if not results:
-        os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
+        unblock()
         pytest.fail("it waits")
     return results[0]
+
+
+def write_into(fifo: Path) -> None:
+    os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
 
 
 @pytest.fixture
@@ -122,11 +130,31 @@ def fifo(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", GATEWAY)
 def test_a_gateway_waits_for_no_fifo(files: dict[str, str], fifo: Path, name: str) -> None:
-    error = outcome(start_gateway, values_with(files, GATEWAY, name, fifo), fifo)
+    values = values_with(files, GATEWAY, name, fifo)
+    error = outcome(lambda: start_gateway(values), lambda: write_into(fifo))
     assert REFUSED.search(error)
     assert name in {"redis_ca", "model"} or name in error.replace("-", "_")
 
 
 @pytest.mark.parametrize("name", DRAFT)
 def test_a_draft_waits_for_no_fifo(files: dict[str, str], fifo: Path, name: str) -> None:
-    assert REFUSED.search(outcome(start_draft, values_with(files, DRAFT, name, fifo), fifo))
+    values = values_with(files, DRAFT, name, fifo)
+    assert REFUSED.search(outcome(lambda: start_draft(values), lambda: write_into(fifo)))
+
+
+async def test_a_fifo_in_place_of_the_keys_blocks_no_other(stack: Attacked) -> None:
+    async with unharmed(stack), undisturbed(stack) as bystander:
+        with stack.keys_replaced_by_fifo():
+            await stack.expect_error("files not reloaded")
+            await bystander.progress()
+
+
+async def test_keys_on_a_mount_that_hangs_block_no_other(stack: Attacked) -> None:
+    require_mounts()
+    async with unharmed(stack), undisturbed(stack) as bystander:
+        with hanging(stack.keys.parent):
+            until_s = time.monotonic() + 2 * CHECK_INTERVAL_S
+            while time.monotonic() < until_s:
+                await bystander.progress()
+        await bystander.progress()
+        await stack.forget_errors("files not reloaded")

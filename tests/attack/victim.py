@@ -162,17 +162,22 @@ class Victim:
 
     async def _answer(self, name: str, value: str = "0") -> dict[str, Any]:
         if name == "expect":
+            await self._until(lambda: self._errors.has(value))
+        if name in {"expect", "forget"}:
             return {"removed": self._errors.remove(value)}
-        await self._until(name, int(value))
+        await self._until(self._condition(name, int(value)))
         return self._counts() if name in {"calls-there", "sessions-left"} else self._state()
 
-    async def _until(self, what: str, count: int, patience_s: float = 10.0) -> None:
-        holds: Callable[[], bool] = {
+    def _condition(self, name: str, count: int) -> Callable[[], bool]:
+        conditions: dict[str, Callable[[], bool]] = {
             "state": lambda: True,
             "tasks-left": lambda: len(_tasks()) <= count,
             "calls-there": lambda: _tasks().count(CALL) >= count,
             "sessions-left": lambda: self._sessions <= count,
-        }[what]
+        }
+        return conditions[name]
+
+    async def _until(self, holds: Callable[[], bool], patience_s: float = 10.0) -> None:
         until_s = time.monotonic() + patience_s
         while (looked_s := time.monotonic()) < until_s and not holds():  # noqa: ASYNC110
             # Counting thousands of tasks is slow, so it takes at most a tenth of the time.
@@ -232,6 +237,9 @@ class _Errors(logging.Handler):
     def unhandled(self, loop: asyncio.AbstractEventLoop, what: dict[str, Any]) -> None:
         self._note(f"unhandled: {what.get('message')} {what.get('exception')!r}")
         loop.default_exception_handler(what)
+
+    def has(self, event: str) -> bool:
+        return any(event in line for line in self.lines)
 
     def remove(self, event: str) -> int:
         """Forget the errors of an event; return how many they were."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.fakes.waiting import PATIENCE_S
 
 NEEDED = "mounting needs CAP_SYS_ADMIN"
 _CAP_SYS_ADMIN = 21
@@ -39,16 +42,21 @@ def small_disk() -> Iterator[Path]:
 
 @contextmanager
 def hanging(directory: Path) -> Iterator[None]:
-    """Have every look into the directory wait until the end, as on a network file system without its server.
+    """Have every look into the directory wait, as on a network file system without its server.
 
-    It is a FUSE file system whose server, this process, answers nothing.
+    It is a FUSE file system whose server, this process, answers nothing. It fails after PATIENCE_S, as the
+    event loop may be what waits.
     """
-    server = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        with _mounted("fuse", directory, f"fd={server},rootmode=40000,user_id=0,group_id=0"):
+    server = os.fdopen(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC), "rb", buffering=0)
+    watchdog = threading.Timer(PATIENCE_S, server.close)
+    with server, _mounted("fuse", directory, f"fd={server.fileno()},rootmode=40000,user_id=0,group_id=0"):
+        watchdog.start()
+        try:
             yield
-    finally:
-        os.close(server)
+        finally:
+            watchdog.cancel()
+            watchdog.join()
+        assert not server.closed, "somebody waited for the mount"
 
 
 @contextmanager

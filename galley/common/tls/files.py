@@ -25,6 +25,9 @@ Version = tuple[int, int, int]
 CHECK_INTERVAL_S = 1.0
 """The time between two checks of files whose content is needed all the time."""
 
+CALL_PATIENCE_S = 0.1
+"""The longest that a call waits for a check: others notice what delays their calls."""
+
 _MAX_BYTES = 4 * 2**20
 """Far more than any certificate, key, list of keys or bundle of authorities."""
 _ATTEMPTS = 3
@@ -87,10 +90,9 @@ class _Check:
     def age_s(self) -> float:
         return time.monotonic() - self.started_s
 
-    @property
-    def patience_s(self) -> float:
+    def left_s(self, patience_s: float) -> float:
         """Return how long callers may still wait for it: only the first ones wait for a mount that hangs."""
-        return max(0.0, _CHECK_PATIENCE_S - self.age_s)
+        return max(0.0, patience_s - self.age_s)
 
 
 class WatchedFiles(Generic[T]):
@@ -127,13 +129,13 @@ class WatchedFiles(Generic[T]):
         It is the same object as long as what is read is equal.
         """
         if (check := self._check()) is not None:
-            wait([check.done], check.patience_s)
+            wait([check.done], check.left_s(_CHECK_PATIENCE_S))
         return self._value
 
-    async def checked(self) -> T:
-        """Return what `current` returns, without holding the event loop."""
-        if (check := self._check()) is not None and check.patience_s:
-            await asyncio.wait([asyncio.wrap_future(check.done)], timeout=check.patience_s)
+    async def checked(self, patience_s: float = _CHECK_PATIENCE_S) -> T:
+        """Return what `current` returns, without holding the event loop; wait for at most `patience_s`."""
+        if (check := self._check()) is not None and (left_s := check.left_s(patience_s)):
+            await asyncio.wait([asyncio.wrap_future(check.done)], timeout=left_s)
         return self._value
 
     def latest(self) -> T:

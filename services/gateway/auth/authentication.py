@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from structlog.contextvars import bind_contextvars
 
-from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile, WatchedFiles
+from galley.common.tls.files import CALL_PATIENCE_S, CHECK_INTERVAL_S, NamedFile, WatchedFiles
 from galley.common.wire.handlers import (
     Context,
     Handler,
@@ -94,7 +94,7 @@ class Authentication:
         if self._principals is not None:
             if not credentials.key:
                 raise Unauthenticated(KEY_NEEDED if tokens is None else EITHER_NEEDED)
-            principals = await self._principals.checked()
+            principals = await self._principals.checked(CALL_PATIENCE_S)
             principal = principals.by_key(credentials.key, self._now())
             if principal is not None:
                 return principal

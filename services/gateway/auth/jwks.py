@@ -25,7 +25,7 @@ from jwt import PyJWK
 from jwt.exceptions import PyJWTError
 
 from galley.common.logs import get_logger
-from galley.common.tls.files import NamedFile, WatchedFiles
+from galley.common.tls.files import CALL_PATIENCE_S, NamedFile, WatchedFiles
 from galley.core.errors import AuthenticationUnavailable
 from services.gateway.settings import check_https
 
@@ -140,7 +140,7 @@ class JwksFile:
         self._file = file
 
     async def current(self) -> KeySet:
-        return await self._file.checked()
+        return await self._file.checked(CALL_PATIENCE_S)
 
     refreshed = current
 

@@ -100,6 +100,7 @@ async def test_a_fifo_in_place_of_the_keys_file_stops_no_call(
 ) -> None:
     monkeypatch.setattr(authentication, "CHECK_INTERVAL_S", 0.0)
     monkeypatch.setattr(files, "_CHECK_PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(authentication, "CALL_PATIENCE_S", PATIENCE_S)
     path = key_file.write(world)
     gateway = await world.gateway(api_keys_file=path)
     remove(path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,18 @@ from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY, SERVED_CERT
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
+from galley.common.tls.files import CHECK_INTERVAL_S
 from galley.core.errors import TargetUnavailable
 from services.gateway.settings import GatewaySettings
 from tests.fakes.certificates import DAY, Authority, Mounted, mounted
+from tests.fakes.issuers import AUDIENCE, ISSUER, TokenIssuer, write_jwks
+from tests.fakes.mounts import hanging, require_mounts
 from tests.fakes.readings import number, total
 from tests.fakes.replicas import Replica
 from tests.fakes.tls_servers import credentials_of, tls_settings
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import Gateway, Received, World, any_credit, must_be_true, receive, refused
+from tests.integration.services.gateway.callers import ALICE, KeyFile
 
 LONG = 400
 """Tokens of an answer that takes as long as it takes to replace files."""
@@ -64,10 +69,12 @@ class Mesh:
         return await self.world.gateway(**self.peers(), **tls_settings(self["gateway"], mutual=True), **given)
 
     @asynccontextmanager
-    async def calling(self, gateway: Gateway, name: str = "client") -> AsyncIterator[Gateway]:
+    async def calling(
+        self, gateway: Gateway, name: str = "client", api_key: str = ""
+    ) -> AsyncIterator[Gateway]:
         files = self[name]
         tls = Tls(files.ca, files.cert, files.key)
-        async with AsyncClient(gateway.address, retries=NO_RETRIES, tls=tls) as client:
+        async with AsyncClient(gateway.address, retries=NO_RETRIES, tls=tls, api_key=api_key) as client:
             yield replace(gateway, client=client)
 
     def put(self, ca: bytes, issuer: Authority, suffix: str) -> None:
@@ -216,3 +223,24 @@ async def test_authorities_and_certificates_are_replaced_under_a_stream(mesh: Me
     mesh["client"].put_pair(mesh.authority.ca, mesh.authority.issue("client"))
     async with mesh.calling(gateway) as older:
         assert (await refused(receive(older.generate()))).code.name == "UNAVAILABLE"
+
+
+async def test_new_connections_and_calls_go_on_while_the_mounts_of_all_files_hang(mesh: Mesh) -> None:
+    require_mounts()
+    await mesh.secure_both()
+    issuer, auth = TokenIssuer(), mesh.directory / "auth"
+    auth.mkdir()
+    gateway = await mesh.start_gateway(
+        api_keys_file=KeyFile().write_to(auth),
+        jwt_jwks_file=str(write_jwks(auth / "jwks", issuer)),
+        jwt_issuer=ISSUER,
+        jwt_audience=AUDIENCE,
+    )
+    with ExitStack() as mounts:
+        for name in ("target", "draft", "gateway", "peer", "auth"):
+            mounts.enter_context(hanging(mesh.directory / name))
+        until_s = time.monotonic() + 2 * CHECK_INTERVAL_S
+        while time.monotonic() < until_s:
+            for key in (ALICE, issuer.token()):
+                async with mesh.calling(gateway, api_key=key) as seen:
+                    must_be_true(await receive(seen.generate()))

@@ -243,6 +243,13 @@ async def test_a_mount_that_hangs_delays_callers_briefly_and_holds_no_event_loop
     assert await hanging.files.checked() == ["new"]
 
 
+async def test_a_caller_bounds_its_wait(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "_CHECK_PATIENCE_S", PATIENCE_S)
+    hanging.hang()
+    async with asyncio.timeout(PATIENCE_S / 2):
+        assert await hanging.files.checked(0.02) == ["old"]
+
+
 def test_a_check_that_hangs_is_logged_once(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files_module, "_STALLED_S", 0.0)
     hanging.hang()
