@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from tests.fakes.http2 import (
     settings,
     wire,
 )
+from tests.fakes.waiting import PATIENCE_S
 
 WATCH = "/grpc.health.v1.Health/Watch"
 CLIENT_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(32)) + b"\x00" * 163
@@ -259,3 +261,11 @@ async def idle_connections(stack: Attacked, opened: AsyncExitStack, count: int) 
         attacker = await opened.enter_async_context(wire(stack.gateway))
         await attacker.begin()
     return count
+
+
+async def connections_until(holds: Callable[[], bool], stack: Attacked, opened: AsyncExitStack) -> None:
+    """Open connections to every port until the condition holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():
+            for address in (*stack.addresses.values(), *stack.metrics.values()):
+                await opened.enter_async_context(wire(address))

@@ -10,7 +10,7 @@ import pytest
 
 from galley.common.config.settings import ServerLimits
 from galley.common.server.server import start_server
-from tests.attack.floods import CLIENT_HELLO, KEY, idle_connections, idle_streams
+from tests.attack.floods import CLIENT_HELLO, KEY, connections_until, idle_connections, idle_streams
 from tests.attack.stack import MIB, Attacked, hello, undisturbed, unharmed
 from tests.fakes import echo_service as service
 from tests.fakes.certificates import Authority, mounted
@@ -132,10 +132,7 @@ async def test_open_connections_work_without_file_descriptors(stack: Attacked) -
     """Take all file descriptors of the process; new callers wait until it has some again."""
     async with unharmed(stack), undisturbed(stack) as bystander, AsyncExitStack() as opened:
         with stack.out_of_files(spare=4) as is_exhausted:
-            async with asyncio.timeout(PATIENCE_S):
-                while not is_exhausted():
-                    for address in (*stack.addresses.values(), *stack.metrics.values()):
-                        await opened.enter_async_context(wire(address))
+            await connections_until(is_exhausted, stack, opened)
             await bystander.progress()
             assert is_exhausted()
         async with undisturbed(stack):

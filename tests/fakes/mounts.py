@@ -20,12 +20,15 @@ _NOSUID_NODEV = 2 | 4
 _FORCE_DETACH = 1 | 2
 
 
+def may_mount() -> bool:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [capabilities] = [int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")]
+    return bool(capabilities >> _CAP_SYS_ADMIN & 1)
+
+
 def require_mounts() -> None:
     """Skip the test if this process may not mount. With the capability, a mount that fails is an error."""
-    [line] = [
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff")
-    ]
-    if not int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1:
+    if not may_mount():
         pytest.skip(NEEDED)
 
 

@@ -57,6 +57,7 @@ class ScrapeServer:
         self._registry = registry
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
 
     async def start(self, host: str, port: int) -> str:
         """Start serving; return the address (host:port). Raise OSError if the port cannot be bound."""
@@ -92,7 +93,10 @@ class ScrapeServer:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(high=0)  # so that `drain` waits until all is sent
         try:
-            writer.write(self._answer(await _request(reader)))
+            request = await _request(reader)
+            async with self._turn:
+                writer.write(self._answer(request))
+                await asyncio.sleep(0)  # rendering takes milliseconds: let others run between two of them
         except _Refused as refused:
             writer.write(_response(refused.status, b"", "text/plain", {"Allow": "GET, HEAD"}))
         await writer.drain()

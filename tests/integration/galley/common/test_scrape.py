@@ -17,8 +17,8 @@ PATIENCE_S = 10.0
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[str]:
-    server = ScrapeServer(Registry("draft"))
+async def serving(registry: Registry | None = None) -> AsyncIterator[str]:
+    server = ScrapeServer(registry or Registry("draft"))
     address = await server.start("127.0.0.1", 0)
     try:
         yield address
@@ -41,6 +41,30 @@ async def ask(address: str, request: str) -> tuple[int, dict[str, str], str]:
     first, *lines = head.split("\r\n")
     fields = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
     return int(first.split()[1]), fields, body
+
+
+async def test_other_callbacks_run_between_two_responses() -> None:
+    registry, in_this_turn, together = Registry("draft"), 0, []
+
+    def turn() -> None:
+        nonlocal in_this_turn
+        in_this_turn = 0
+
+    def flush() -> None:
+        nonlocal in_this_turn
+        in_this_turn += 1
+        together.append(in_this_turn)
+        asyncio.get_running_loop().call_soon(turn)
+
+    registry.before_reading(flush)
+    async with serving(registry) as address:
+        connections = [await connect(address) for _ in range(MAX_CONNECTIONS)]
+        for _, writer in connections:
+            writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        for reader, writer in connections:
+            assert (await ended(reader)).startswith(b"HTTP/1.1 200")
+            writer.close()
+    assert together == [1] * MAX_CONNECTIONS
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
