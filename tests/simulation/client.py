@@ -13,10 +13,10 @@ from galley.client.options import Retries
 from galley.client.streams import NO_RETRIES, TokenStream
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from tests.simulation.loop import Process
 from tests.simulation.schedule import PlannedSession
+from tests.simulation.system.loop import Process
+from tests.simulation.system.wire import SimChannel
 from tests.simulation.truth import text_of
-from tests.simulation.wire import SimChannel
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

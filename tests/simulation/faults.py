@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from tests.simulation.gateway import DRAIN_S
-from tests.simulation.network import KEEPALIVE_S
 from tests.simulation.schedule import Fault
+from tests.simulation.system.gateway import DRAIN_S
+from tests.simulation.system.network import KEEPALIVE_S
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

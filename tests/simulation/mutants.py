@@ -32,8 +32,8 @@ from services.gateway.replicas.drafts import DraftReplica
 from services.gateway.store.session_log import SessionLog
 from tests.fakes.owners import hashes_of
 from tests.fakes.session_world import StreamsBeforeCommit
-from tests.simulation.redis import Sessions, SimStore
-from tests.simulation.replicas import SimEngine
+from tests.simulation.system.redis import Sessions, SimStore
+from tests.simulation.system.replicas import SimEngine
 from tests.simulation.truth import true_token
 from tests.simulation.world import Kinds
 
@@ -192,7 +192,7 @@ MUTANTS = (
     Mutant(
         "counts tokens for each gateway",
         "tokens, at most",
-        patches={"tests.simulation.redis.SimStore.exchange": _own_bucket},
+        patches={"tests.simulation.system.redis.SimStore.exchange": _own_bucket},
         theme="metered",
     ),
 )

@@ -13,7 +13,7 @@ from galley.common.registry.leases import DEFAULT_POOL, TARGET_POOL, Replaced, R
 from galley.core.routing.choice import TargetLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.redis_servers import VALKEY, Server, running
-from tests.simulation.redis import Leases
+from tests.simulation.system.redis import Leases
 
 _RUNS = 10
 _CALLS = 60

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.simulation.loop import Deadlock, SimLoop
 from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.run import part_of, play, shrink
 from tests.simulation.schedule import Schedule
 from tests.simulation.seeds import schedule_of
+from tests.simulation.system.loop import Deadlock, SimLoop
 from tests.simulation.world import quiet, run_schedule
 
 SEEDS = range(200)

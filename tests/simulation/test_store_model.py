@@ -30,7 +30,7 @@ from galley.core.store import (
 from services.gateway.store.redis import RedisStore
 from tests.fakes.owners import hashes_of
 from tests.fakes.redis_servers import VALKEY, Server, running
-from tests.simulation.redis import Sessions, at_once
+from tests.simulation.system.redis import Sessions, at_once
 
 _RUNS = 24
 _TTL_S, _FINISHED_TTL_S = 1000.0, 5000.0

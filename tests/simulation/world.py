@@ -14,14 +14,14 @@ import structlog
 from tests.fakes.kv_check import check_table
 from tests.simulation.client import SimClient
 from tests.simulation.faults import Faults
-from tests.simulation.gateway import SimGateway
 from tests.simulation.ledger import Ledger, Violation
-from tests.simulation.loop import Deadlock, Livelock, SimLoop, virtual_time
-from tests.simulation.network import Network
-from tests.simulation.redis import Sessions, SimRedis
-from tests.simulation.replicas import SimDraft, SimEngine, SimTarget
 from tests.simulation.schedule import Fault, PlannedSession, Schedule
-from tests.simulation.wire import Server
+from tests.simulation.system.gateway import SimGateway
+from tests.simulation.system.loop import Deadlock, Livelock, SimLoop, virtual_time
+from tests.simulation.system.network import Network
+from tests.simulation.system.redis import Sessions, SimRedis
+from tests.simulation.system.replicas import SimDraft, SimEngine, SimTarget
+from tests.simulation.system.wire import Server
 
 TTL_S = 6.0
 FINISHED_TTL_S = 120.0

@@ -18,11 +18,11 @@ from services.draft.servicer import DraftService
 from services.draft.strategies.base import DraftJob, Proposal
 from services.target.servicer import Limits, TargetService
 from tests.fakes.engine import KnownEngine
-from tests.simulation.loop import Process
-from tests.simulation.redis import LEASE_S, SimRegistry
 from tests.simulation.schedule import MOST_K
+from tests.simulation.system.loop import Process
+from tests.simulation.system.redis import LEASE_S, SimRegistry
+from tests.simulation.system.wire import Server
 from tests.simulation.truth import STOP, VOCAB, true_token
-from tests.simulation.wire import Server
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -28,8 +28,8 @@ from galley.core.store import (
 )
 from tests.fakes.store import MemoryStore
 from tests.simulation.ledger import Ledger
-from tests.simulation.loop import Process
-from tests.simulation.network import Network
+from tests.simulation.system.loop import Process
+from tests.simulation.system.network import Network
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from zlib import crc32
 
-from tests.simulation.loop import Process
+from tests.simulation.system.loop import Process
 
 KEEPALIVE_S = 1.5
 """Time of a partition after which its connections are given up."""

@@ -21,12 +21,12 @@ from services.gateway.servicer import GenerationServicer, ServedModel
 from services.gateway.session.runner import Ports
 from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.truth import letters
-from tests.simulation.loop import Process
-from tests.simulation.redis import SimRegistry, SimStore
-from tests.simulation.replicas import MOST_DRAFT_TOKENS, TOKENIZER
 from tests.simulation.schedule import ID_SECRET
-from tests.simulation.watched import CountedDraft, CountedDrafts, CountedStreams, CountedTarget, behind
-from tests.simulation.wire import Server, SimChannel
+from tests.simulation.system.loop import Process
+from tests.simulation.system.redis import SimRegistry, SimStore
+from tests.simulation.system.replicas import MOST_DRAFT_TOKENS, TOKENIZER
+from tests.simulation.system.watched import CountedDraft, CountedDrafts, CountedStreams, CountedTarget, behind
+from tests.simulation.system.wire import Server, SimChannel
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

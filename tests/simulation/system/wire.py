@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import grpc
 
 from galley.common.wire.status import code_of, message_of
-from tests.simulation.loop import Process
-from tests.simulation.network import Connection, Network
+from tests.simulation.system.loop import Process
+from tests.simulation.system.network import Connection, Network
 
 _REFUSED = "failed to connect to all addresses"
 _ROOM = 2

@@ -28,7 +28,7 @@ from services.gateway.replicas.targets import TargetReplica
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.streams import Streams
 from tests.simulation.ledger import Ledger
-from tests.simulation.loop import Process
+from tests.simulation.system.loop import Process
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
