@@ -1,8 +1,13 @@
-"""Clients of the simulation: the real client, and an application that reads one answer and checks it."""
+"""Clients of the simulation: the product's client, and an application that reads one answer and checks it.
+
+The application forgives nothing: an error that the client raises ends its stream, and `verdicts.py` decides
+whether the faults in force allow it. Some applications come back to their stream later, as a person would.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,22 +26,13 @@ from tests.simulation.truth import text_of
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-_RETRIES = Retries()
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.8
 _LONGEST_WAIT_S = 5.0
-"""Longest time that the client waits before a retry; longer retry delays are cut to it."""
-_MAY_PASS = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.FAILED_PRECONDITION,
-    }
-)
+"""Longest time that an application waits before it comes back; longer retry delays are cut to it."""
+_FINAL = frozenset({grpc.StatusCode.DATA_LOSS, grpc.StatusCode.FAILED_PRECONDITION})
+"""Statuses after which nobody comes back."""
 
 
-def client_of(world: World, process: Process, principal: str, retries: Retries = _RETRIES) -> AsyncClient:
+def client_of(world: World, process: Process, principal: str, retries: Retries) -> AsyncClient:
     addresses = [gateway.address for gateway in world.gateways]
     client = AsyncClient(addresses, retries=retries)
     key = (("authorization", f"Bearer {principal}"),)
@@ -47,33 +43,43 @@ def client_of(world: World, process: Process, principal: str, retries: Retries =
 
 
 class SimClient:
-    def __init__(self, world: World, name: str, planned: PlannedSession, *, yields: bool = False) -> None:
+    """An application; `before` is one whose stream it continues, or whose answer it reads again."""
+
+    def __init__(
+        self, world: World, name: str, planned: PlannedSession, before: SimClient | None = None
+    ) -> None:
         self.process = Process(name)
         self.spec = planned.spec
-        self.seen: list[int] = []
+        self.seen: list[int] = [] if before is None else list(before.seen)
         self.done = False
         self.left = False
         self.refused = False
         self.stalled_until = 0.0
+        self.heard_s = 0.0
+        """When it last got tokens, or opened its stream."""
+        self.opened_s = 0.0
+        self.broke_s: float = math.inf if before is None else before.broke_s
+        """When its stream ended by an error; nobody has owned the session since."""
         self.planned = planned
-        self._yields = yields
+        self.error: GalleyRpcError | None = None
+        """The error that ended its last stream."""
         self._world = world
-        self._client = client_of(world, self.process, planned.principal)
-        self._stream: TokenStream | None = None
+        self._client = client_of(world, self.process, planned.principal, planned.retries)
+        self.stream: TokenStream | None = None if before is None else before.stream
         self._finished: pb.Finished | None = None
         self._at = 0
 
     def start(self) -> None:
-        """Request the answer, and resume it until it has ended."""
+        """Read the answer, as often as the plan allows."""
         self.process.spawn(self._run())
 
     def go_elsewhere(self) -> None:
-        self._world.network.break_all(self.process.name, "the client's network changed")
+        self._world.network.move(self.process.name)
 
     def leave(self) -> None:
         self.done = self.left = True
-        if self._stream is not None:
-            self._stream.cancel()
+        if self.stream is not None:
+            self.stream.cancel()
         self.process.crash()
 
     def resume_wrongly(self, next_index: int) -> None:
@@ -96,26 +102,25 @@ class SimClient:
         self.process.spawn(self._abort())
 
     async def _abort(self) -> None:
-        client = client_of(self._world, self.process, self.planned.principal)
-        while not self.done:
-            try:
-                await client.abort(self.spec.session_id)
-            except GalleyRpcError:
-                await asyncio.sleep(_LAST_PAUSE_S)
-            else:
-                return
+        client = client_of(self._world, self.process, self.planned.principal, self.planned.retries)
+        try:
+            await client.abort(self.spec.session_id)
+        except GalleyRpcError as error:
+            self._world.verdicts.abort_failed(self, error)
 
     async def _run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while not self.done:
-            before = len(self.seen)
-            wait_s = await self._attempt()
-            pause_s = _FIRST_PAUSE_S if len(self.seen) > before else min(2 * pause_s, _LAST_PAUSE_S)
-            if not self.done:
-                await asyncio.sleep(max(pause_s, wait_s))
+        await self._read()
+        for _ in range(self.planned.returns):
+            error = self.error
+            if self.done or error is None or error.code in _FINAL:
+                break
+            pause_s = max(self.planned.return_s, error.retry_after_s or 0.0)
+            await asyncio.sleep(min(pause_s, _LONGEST_WAIT_S))
+            await self._read()
+        self.done = True
 
     def _open(self) -> TokenStream:
-        planned, before = self.planned, self._stream
+        planned, before = self.planned, self.stream
         if before is None or not before.session_id:
             self._at = 0
             return self._client.generate(planned.spec.prompt, **planned.options())
@@ -125,23 +130,30 @@ class SimClient:
             return self._client.resume_stream(before, timeout_s=planned.within_s)
         return self._client.resume(point.session_id, point.next_index, timeout_s=planned.within_s)
 
-    async def _attempt(self) -> float:
-        self._finished = None
-        stream = self._stream = self._open()
+    async def _read(self) -> None:
+        self._finished = self.error = None
+        self.opened_s = self.heard_s = asyncio.get_running_loop().time()
+        stream = self.stream = self._open()
         try:
             async for event in stream:
                 await self._linger()
                 if self.done:
                     stream.cancel()
-                    break
+                    return
                 self._take(event)
         except GalleyRpcError as error:
-            self._world.ledger.note(f"{self.process.name} gets {error}")
-            self._note_error(error)
-            return min(error.retry_after_s or 0.0, _LONGEST_WAIT_S)
-        if not self.done:
+            self.error = error
+            ledger, name = self._world.ledger, self.process.name
+            ledger.note(f"{name} gets {error}")
+            if self._finished is not None:
+                ledger.violate(f"{name}: {error.code.name} after the end of its answer")
+            self._world.verdicts.raised(self, error)
+            self.broke_s = asyncio.get_running_loop().time()
+            self.refused |= error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            if error.code is grpc.StatusCode.NOT_FOUND:
+                self.stream = None
+        else:
             self._conclude()
-        return 0.0
 
     async def _linger(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -168,6 +180,7 @@ class SimClient:
 
     def _take_chunk(self, chunk: pb.Chunk) -> None:
         ledger, name = self._world.ledger, self.process.name
+        self.heard_s = asyncio.get_running_loop().time()
         if chunk.index != self._at:
             ledger.violate(f"{name}: index {chunk.index} where {self._at} was due")
         for token in chunk.token_ids:
@@ -184,28 +197,9 @@ class SimClient:
             ledger.violate(f"{name}: logprobs {values} of {chunk.token_ids}")
 
     def _lost(self, what: str) -> None:
-        self._world.data_lost(self, what)
+        self._world.verdicts.data_lost(self, what)
         self.go_elsewhere()
         self.done = True
-
-    def _note_error(self, error: GalleyRpcError) -> None:
-        if self._finished is not None:
-            self._world.ledger.violate(f"{self.process.name}: {error.code.name} after the end of its answer")
-        match error.code:
-            case grpc.StatusCode.NOT_FOUND:
-                self._world.forgotten(self)
-                self._stream = None
-            case grpc.StatusCode.DATA_LOSS:
-                self._world.data_lost(self, str(error))
-                self.done = True
-            case grpc.StatusCode.FAILED_PRECONDITION if self._yields:
-                self.done = True
-            case grpc.StatusCode.FAILED_PRECONDITION if not self._world.is_contested(self):
-                self._world.ledger.violate(f"{self.process.name} is fenced, and nobody else asked: {error}")
-            case grpc.StatusCode.RESOURCE_EXHAUSTED:
-                self.refused = True
-            case code if code not in _MAY_PASS:
-                self._world.ledger.violate(f"{self.process.name}: {error}")
 
     def _conclude(self) -> None:
         ledger, name, finished = self._world.ledger, self.process.name, self._finished

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.schedule import Fault
 from tests.simulation.system.gateway import DRAIN_S
-from tests.simulation.system.network import KEEPALIVE_S
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -43,11 +42,7 @@ class Faults:
         node = self._world.nodes[name]
         node.process.crash()
         self._world.ledger.note(f"{name} is dead")
-        network = self._world.network
-        if silent:  # a machine that has vanished resets no connections
-            self._later(KEEPALIVE_S, network.break_dead, name)
-        else:
-            network.break_all(name, "connection reset by peer")
+        self._world.network.die(name, silent=silent)
 
     def _start_life(self, name: str) -> None:
         node = self._world.nodes[name]
@@ -84,6 +79,10 @@ class Faults:
         one, other = fault.where
         self._world.network.cut(one, other, fault.for_s)
 
+    def _deaf(self, fault: Fault) -> None:
+        sender, receiver = fault.where
+        self._world.network.cut_one_way(sender, receiver, fault.for_s)
+
     def _freeze(self, fault: Fault) -> None:
         [name] = fault.where
         self._world.network.freeze(name, fault.for_s)
@@ -102,7 +101,7 @@ class Faults:
 
     def _reset(self, fault: Fault) -> None:
         one, other = fault.where
-        self._world.network.break_between(one, other, "connection reset by peer")
+        self._world.network.reset(one, other)
 
     def _redis_crash(self, fault: Fault) -> None:
         redis = self._world.redis
@@ -132,6 +131,6 @@ class Faults:
             case "wrong-resume":
                 client.resume_wrongly(int(fault.amount))
             case _:
-                self._world.add_client(f"{fault.where[0]}-rival", client.planned, yields=True)
+                self._world.add_client(f"{fault.where[0]}-rival", client.planned)
 
     _stall = _elsewhere = _abort = _rival = _leave = _wrong_resume = _at_client

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from galley.core.admission.admission import Principal
 from galley.core.answer.answer import SessionSpec
@@ -16,7 +16,12 @@ from galley.core.records import decode_records
 from galley.core.store import Ownership, StoredSession
 from tests.simulation.truth import is_over, true_token
 
+if TYPE_CHECKING:
+    from tests.simulation.system.call import Call
+
 _KEPT_LINES = 4000
+LEEWAY_S = 0.1
+"""Calls that follow each other so closely may replace one another (decision 028)."""
 
 
 class Violation(Exception):
@@ -40,6 +45,10 @@ class _SessionRecord:
         self.epochs: dict[int, bytes] = {}
         self.latest = 0
         self.aborted = False
+        self.holder: Call | None = None
+        """The call by which the session has its owner."""
+        self.claimants: set[str] = set()
+        """The clients that waited for the session when they came to own it."""
 
     def cut(self, length: int) -> None:
         self.former.append(list(self.log))
@@ -122,6 +131,7 @@ class Ledger:
         for session in self._records.values():
             session.epochs.clear()
             session.latest = 0
+            session.holder = None
 
     def made(self, session_id: str) -> None:
         """Note that the store creates a session that it does not hold: its epochs start again."""
@@ -133,15 +143,37 @@ class Ledger:
             session.meta_bytes = 0
             session.epochs.clear()
             session.latest = 0
+            session.holder = None
 
-    def owned(self, stored: StoredSession, by: str) -> None:
+    def owned(self, stored: StoredSession, by: str, call: Call | None) -> bool:
+        """Note the owner that a session has by `call`; return True if it had another one."""
         owner = stored.ownership
         session = self._records[owner.session_id]
+        is_new = session.epochs.get(owner.epoch) != owner.nonce
+        if is_new and call is not None:
+            self._succeeds(session, call)
         self.owned_at[owner.session_id] = asyncio.get_running_loop().time()
         self.note(f"{by} owns {owner.session_id} epoch {owner.epoch} at {len(stored.tokens)}")
         session.latest = max(session.latest, owner.epoch)
         self._has_one_owner(owner)
         self._is_true(owner.session_id, stored.tokens, stored.meta)
+        return is_new
+
+    def _succeeds(self, session: _SessionRecord, call: Call) -> None:
+        """Check that a stream that is read is not fenced for a call that ended before it began."""
+        former, session.holder = session.holder, call
+        call.has_changed = True
+        if call.waits:
+            session.claimants.add(call.near.name)
+        ended_s = call.ended_s if call.near.alive else call.near.died_s
+        if former is None or former is call or ended_s is None or not former.waits:
+            return
+        if ended_s + LEEWAY_S < former.began_s:
+            self.violate(f"{former.near.name} is fenced for a call that {call.near.name} had given up")
+
+    def is_succeeded(self, session_id: str, client: str) -> bool:
+        """Return True if another client has come to own the session while it waited for it."""
+        return bool(self._records[session_id].claimants - {client})
 
     def committed(self, owner: Ownership, log: Sequence[int], meta: bytes) -> None:
         self.note(f"commit {owner.session_id} epoch {owner.epoch} to {len(log)}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,20 +23,23 @@ from galley.core.store import (
     Exchanged,
     KvDirectory,
     LogHashes,
+    NewSession,
     Ownership,
     SessionEnded,
     StoredSession,
     TokenBucket,
 )
 from services.gateway.replicas.drafts import DraftReplica
-from services.gateway.store.session_log import SessionLog
+from services.gateway.session.streams import Streams
+from services.gateway.store.session_log import SessionLog, StoreTime, retry
 from tests.fakes.owners import hashes_of
 from tests.fakes.session_world import StreamsBeforeCommit
-from tests.simulation.system.redis import Sessions, SimStore
+from tests.simulation.system.redis import Sessions, SimStore, at_once
 from tests.simulation.system.replicas import SimEngine
 from tests.simulation.truth import true_token
 from tests.simulation.world import Kinds
 
+_NEVER_MS = 10**15
 _REFUSED = "the commit is refused, as it is there already"
 
 
@@ -50,6 +53,32 @@ class NoFencing(Sessions):
         if record.state == "finished":
             raise SessionEnded(owner.session_id)
         return record
+
+
+class Unconditional(Sessions):
+    """Give a session to any call that comes, as before decision 028."""
+
+    async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
+        stored = await super().create(new, nonce, self._now_ms())
+        if stored.ownership.nonce == nonce:
+            return stored
+        return await self.claim(stored.ownership, new.principal, nonce, latest_ms)
+
+    async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
+        held = await self.read(former.session_id, principal)
+        return await super().claim(held.ownership, principal, nonce, self._now_ms())
+
+
+async def _changed_any_time(
+    streams: Streams, operation: str, _session_id: str, change: Callable[..., Awaitable[Any]], until_ns: int
+) -> Any:
+    """Change the store whenever the call reaches it."""
+    return await retry(operation, lambda: change(StoreTime(_NEVER_MS, 0, 0)), until_ns, streams._clock)
+
+
+async def _read_at_once(store: SimStore, session_id: str, principal: str) -> StoredSession:
+    """Need no call for what is not read: the claim comes first."""
+    return at_once(store._sessions.read(session_id, principal))
 
 
 class AppendsTwice(Sessions):
@@ -155,10 +184,18 @@ MUTANTS = (
     Mutant("appends a repeated commit", "the truth is", Kinds(sessions=AppendsTwice)),
     Mutant("refuses a repeated commit", _REFUSED, Kinds(sessions=RefusesRepeats)),
     Mutant(
+        "executes claims that were given up",
+        "given up",
+        Kinds(sessions=Unconditional),
+        {
+            "services.gateway.session.streams.Streams._change": _changed_any_time,
+            "tests.simulation.system.redis.SimStore.read": _read_at_once,
+        },
+    ),
+    Mutant(
         "claims before it checks a Resume",
-        "is fenced, and nobody else asked",
+        "was refused, but has replaced an owner",
         patches={"services.gateway.session.streams.check_resume": _unchecked},
-        theme="refused resumes",
     ),
     Mutant("draws noise by round", "the truth is", Kinds(engine=NoiseByRound)),
     Mutant(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from galley.client.options import GenerateOptions, Speculation
+from galley.client.options import GenerateOptions, Retries, Speculation
 from galley.core.admission.admission import Principal
 from galley.core.answer.answer import SessionSpec
 from tests.simulation.truth import STOP
@@ -31,8 +31,35 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """The time limits of all parts, in seconds. `keepalive_s` is that of clients, `pings_s` of servers."""
+
+    store_s: float = 2.0
+    verify_s: float = 2.0
+    draft_s: float = 0.1
+    target_s: float = 2.0
+    call_s: float = 0.6
+    lease_s: float = 2.0
+    ttl_s: float = 6.0
+    keepalive_s: float = 1.5
+    pings_s: float = 1.5
+
+    @property
+    def renew_s(self) -> float:
+        return self.ttl_s / 3
+
+    @property
+    def settled_s(self) -> float:
+        """Return how long after the last fault a client may still see an error."""
+        return max(self.store_s, self.verify_s + self.target_s, self.lease_s) + self.keepalive_s + 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedSession:
-    """A client that `breaks_off` loses its connection; a `long` session outlasts the faults."""
+    """A client that `breaks_off` loses its connection; a `long` session outlasts the faults.
+
+    After an error, its application opens the stream again up to `returns` times, each after `return_s`.
+    """
 
     name: str
     principal: str
@@ -43,6 +70,9 @@ class PlannedSession:
     pause_s: float = 0.0
     breaks_off: bool = False
     long: bool = False
+    retries: Retries = field(default_factory=Retries)
+    returns: int = 0
+    return_s: float = 0.5
 
     @property
     def client(self) -> str:
@@ -67,6 +97,7 @@ class PlannedSession:
         length = spec.max_position - len(spec.prompt)
         alone = ", goes on alone" if spec.continue_without_client else ""
         what = f"{self.name} ({spec.session_id}) of {len(spec.prompt)} + {length} tokens, k {spec.k}{alone}"
+        what += f", returns {self.returns} times after {self.return_s} s, {self.retries}"
         return f"at {self.at_s:.3f} s: {self.principal} wants {what}"
 
 
@@ -84,6 +115,7 @@ class Schedule:
     slow_factor: float
     hedge_quantile: float
     looks_up: bool
+    timing: Timing
     principals: tuple[Principal, ...]
     sessions: tuple[PlannedSession, ...]
     faults: tuple[Fault, ...]
@@ -93,7 +125,8 @@ class Schedule:
             f"seed {self.seed}: {self.gateways} gateways of {self.slots} slots, "
             f"targets {', '.join(self.builds)}, {self.drafts} drafts, credit {self.credit}, "
             f"window {self.window}, passes of {self.pass_s} s, client_s {self.client_s}, "
-            f"slow_factor {self.slow_factor}, hedge_quantile {self.hedge_quantile}, looks_up {self.looks_up}"
+            f"slow_factor {self.slow_factor}, hedge_quantile {self.hedge_quantile}, "
+            f"looks_up {self.looks_up}, {self.timing}"
         )
         return "\n".join([head, *(f"  {what}" for what in (*self.principals, *self.sessions, *self.faults))])
 

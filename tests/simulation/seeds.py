@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, astuple, replace
 
+from galley.client.options import Retries
 from galley.core.admission.admission import Principal, PrincipalLimits
 from galley.core.answer.answer import SessionSpec
 from galley.core.sampling_params import SamplingParams
 from services.gateway.request.validate import session_id_for
-from tests.simulation.schedule import ID_SECRET, MOST_K, Fault, PlannedSession, Schedule
+from tests.simulation.schedule import ID_SECRET, MOST_K, Fault, PlannedSession, Schedule, Timing
 from tests.simulation.truth import STOP, VOCAB
 
 _FAULTS_END_S = 2.5
 """All faults begin before this time; they last a few seconds at most."""
+_AROUND = frozenset({"cut", "deaf", "freeze", "lossy", "stall"})
+"""Faults whose length is often that of a time limit."""
+_LONGEST_S = 10.0
 _THEMED = 0.2
 """Share of the schedules with a theme."""
 
@@ -34,6 +38,7 @@ def _plain(seed: int, rng: random.Random) -> Schedule:
     long = drafts > 0 and rng.random() < 0.15
     if long:
         planned[0], principals = _lengthened(planned[0]), _without_limits(principals)
+    timing = _timing(rng)
     mixed = targets > 1 and not long and rng.random() < 0.25
     whole = Schedule(
         seed=seed,
@@ -48,11 +53,33 @@ def _plain(seed: int, rng: random.Random) -> Schedule:
         slow_factor=rng.choice([2.0, 8.0]),
         hedge_quantile=rng.choice([0.0, 0.5, 0.9]),
         looks_up=rng.random() < 0.7,
+        timing=timing,
         principals=principals,
         sessions=tuple(planned),
         faults=(),
     )
     return whole.with_faults(_faults_of(whole, rng, rng.choice([1, 2, 3, 4, 6, 8])))
+
+
+def _timing(rng: random.Random) -> Timing:
+    """Return the time limits that others are multiples of, or each shrunk or grown at random."""
+    if rng.random() < 0.5:
+        return Timing()
+    values = {
+        name: value * rng.choice([0.25, 0.5, 1.0, 1.0, 2.0]) for name, value in asdict(Timing()).items()
+    }
+    return Timing(**{**values, "ttl_s": max(3.0, values["ttl_s"])})
+
+
+def _retries(rng: random.Random) -> Retries:
+    if rng.random() < 0.5:
+        return Retries()
+    return Retries(
+        rng.choice([0.0, 0.3, 2.0, 8.0, 30.0]),
+        rng.choice([0.3, 2.0, 5.0]),
+        rng.choice([0.01, 0.05, 0.5]),
+        rng.choice([0.1, 0.5, 2.0]),
+    )
 
 
 def _faults_of(schedule: Schedule, rng: random.Random, count: int) -> tuple[Fault, ...]:
@@ -99,7 +126,9 @@ def _plan_session(rng: random.Random, number: int, principals: tuple[Principal, 
     within_s = rng.uniform(1.2, 4.0) if rng.random() < 0.15 else None
     pause_s = rng.choice([0.0, 0.0, 0.0, 0.0, 0.05, 0.4])
     at_s, checks_seen, breaks_off = rng.uniform(0.0, 1.0), rng.random() < 0.8, rng.random() < 0.2
-    return PlannedSession(name, principal, spec, at_s, checks_seen, within_s, pause_s, breaks_off)
+    planned = PlannedSession(name, principal, spec, at_s, checks_seen, within_s, pause_s, breaks_off)
+    returns, return_s = rng.choice([0, 0, 1, 5]), rng.choice([0.05, 0.5, 2.0])
+    return replace(planned, retries=_retries(rng), returns=returns, return_s=return_s)
 
 
 def _lengthened(planned: PlannedSession) -> PlannedSession:
@@ -107,7 +136,7 @@ def _lengthened(planned: PlannedSession) -> PlannedSession:
     spec = planned.spec
     length = len(spec.prompt) + 100
     spec = replace(spec, max_position=length, stop_token_ids=frozenset(), k=4, auto=False)
-    return replace(planned, spec=spec, within_s=None, pause_s=0.0, long=True)
+    return replace(planned, spec=spec, within_s=None, pause_s=0.0, long=True, retries=Retries(), returns=5)
 
 
 class _Drawer:
@@ -119,12 +148,15 @@ class _Drawer:
         clients = [planned.client for planned in schedule.sessions]
         replicas = self._targets + drafts
         nodes = [*gateways, *replicas, "redis"]
+        timing, patience = schedule.timing, {it.retries.patience_s for it in schedule.sessions}
+        self._give_ups = [*astuple(timing), *sorted(patience), schedule.client_s, timing.renew_s]
         self._killed = gateways + replicas + self._targets
         # (weight, kind, the groups that its subjects come from, its longest time in seconds, amounts)
         self._kinds: list[tuple[int, str, Sequence[Sequence[str]], float, Sequence[float]]] = [
             (6, "kill", (), 0.0, ()),
             (4, "redis-crash", (), 0.0, ()),
             (4, "cut", (gateways, [*replicas, "redis", "redis", *clients]), 6.0, ()),
+            (3, "deaf", (gateways, [*replicas, "redis", "redis", *clients]), 6.0, ()),
             (3, "freeze", (nodes,), 3.0, ()),
             (2, "slow", ([*nodes, *clients],), 3.0, (3.0, 20.0, 100.0)),
             (2, "reset", (gateways, [*replicas, *clients]), 0.0, ()),
@@ -153,7 +185,11 @@ class _Drawer:
             lost_s = rng.choice([0.0, 0.0, 0.02, 0.2, 1.0, 9.0])
             return Fault(at_s, kind, (), self._span(3.0), lost_s)
         where = tuple(rng.choice(group) for group in groups)
+        if kind == "deaf" and rng.random() < 0.5:
+            where = where[::-1]
         for_s = self._span(longest_s) if longest_s else 0.0
+        if kind in _AROUND and rng.random() < 0.5:
+            for_s = self._around()
         if kind == "jump":
             return Fault(at_s, kind, where, amount=for_s)
         if kind in {"lossy", "repeat"}:
@@ -171,6 +207,12 @@ class _Drawer:
             )
             for turn in range(4)
         ]
+
+    def _around(self) -> float:
+        """Return a time just before or after some part gives up, or after two of them in turn."""
+        rng = self._rng
+        limits_s: float = sum(rng.choice(self._give_ups) for _ in range(rng.choice([1, 1, 2])))
+        return min(_LONGEST_S, max(0.02, limits_s * rng.uniform(0.95, 1.1) + rng.uniform(-0.1, 0.2)))
 
     def _span(self, longest_s: float) -> float:
         return self._rng.choice([0.03, 0.3, 1.0]) * longest_s * self._rng.uniform(0.5, 1.0)

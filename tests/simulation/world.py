@@ -5,43 +5,41 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import structlog
 
+from galley.client.options import Retries
 from tests.fakes.kv_check import check_table
 from tests.simulation.client import SimClient
 from tests.simulation.faults import Faults
 from tests.simulation.ledger import Ledger, Violation
 from tests.simulation.schedule import Fault, PlannedSession, Schedule
+from tests.simulation.system.call import Server
 from tests.simulation.system.gateway import SimGateway
 from tests.simulation.system.loop import Deadlock, Livelock, SimLoop, virtual_time
 from tests.simulation.system.network import Network
 from tests.simulation.system.redis import Sessions, SimRedis
 from tests.simulation.system.replicas import SimDraft, SimEngine, SimTarget
-from tests.simulation.system.wire import Server
+from tests.simulation.verdicts import LEAVE_OWNERS, Verdicts
 
-TTL_S = 6.0
 FINISHED_TTL_S = 120.0
 _READY_S = 5.0
-_LEAVE_OWNERS = frozenset(
-    {"stall", "jump", "engine-fails", "draft-fails", "repeat", "abort", "leave", "wrong-resume"}
-)
-"""Faults that cut off neither a stream from its gateway nor an owner from the store."""
-_LEAVE_ALONE = _LEAVE_OWNERS - {"stall", "jump"}
+_LEAVE_ALONE = LEAVE_OWNERS - {"stall", "jump"}
 """Faults that do not stop a session from continuing without its client."""
-_DELAY_READERS = frozenset({"stall", "cut", "freeze", "slow"})
-_DELAY_RENEWALS = frozenset({"redis-crash", "lossy", "cut", "freeze", "slow", "kill"})
-_FENCED_S = 3.0
-"""Time within which a fenced owner notices it, because it renews its session more often."""
+_DELAY_READERS = frozenset({"stall", "cut", "deaf", "freeze", "slow"})
+_DELAY_RENEWALS = frozenset({"redis-crash", "lossy", "cut", "deaf", "freeze", "slow", "kill"})
+_FENCED_S = 1.0
+"""Time after its next renewal within which a fenced owner notices it."""
 _HEALED_S = 60.0
 """Time after the last fault within which all answers must be complete."""
 _SETTLE_S = 1.0
 _MENDED_S = 1.5
 """Time after the last fault within which drafts must be used again."""
 _LONG_S = 1.5
+_MOST_RETURNS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +68,11 @@ class World:
         self.schedule = schedule
         self.ledger = ledger
         self.kinds = kinds
-        self.network = Network(schedule.seed)
+        timing = schedule.timing
+        self.network = Network(schedule.seed, timing.keepalive_s, timing.pings_s)
+        self.verdicts = Verdicts(self)
         self.servers: dict[str, Server] = {}
-        self.redis = SimRedis(self.network, ledger, TTL_S, FINISHED_TTL_S, kinds.sessions)
+        self.redis = SimRedis(self.network, ledger, timing, FINISHED_TTL_S, kinds.sessions)
         self.snapshots: dict[Fault, object] = {}
         self.targets = {
             f"target-{i}": SimTarget(self, f"target-{i}", build) for i, build in enumerate(schedule.builds)
@@ -85,7 +85,7 @@ class World:
             **{gateway.address: gateway for gateway in self.gateways},
         }
         self.clients: dict[str, SimClient] = {}
-        self.healed_s = 0.0
+        self.ready_s = self.healed_s = 0.0
 
     async def run(self) -> None:
         await self._until(lambda: all(gateway.ready for gateway in self.gateways), _READY_S, "not ready")
@@ -99,7 +99,8 @@ class World:
             client = SimClient(self, planned.client, planned)
             self.clients[planned.client] = client
             loop.call_later(planned.at_s, client.start)
-        self.healed_s = loop.time() + self.schedule.healed_s
+        self.ready_s = loop.time()
+        self.healed_s = self.ready_s + self.schedule.healed_s
         await asyncio.sleep(self.schedule.healed_s)
         await self._until(self._all_answered, _HEALED_S, "an answer never came")
         await self._until(self._orphans_ended, _HEALED_S, "what goes on without its client never ends")
@@ -112,45 +113,39 @@ class World:
         for gateway in self.gateways:
             await gateway.check_leaks()
 
-    def add_client(self, name: str, planned: PlannedSession, *, yields: bool = False) -> SimClient:
-        client = SimClient(self, name, replace(planned, at_s=0.0, within_s=None), yields=yields)
-        if name not in self.clients:
-            self.clients[name] = client
-            client.start()
+    def add_client(
+        self, name: str, planned: PlannedSession, before: SimClient | None = None
+    ) -> SimClient | None:
+        if name in self.clients:
+            return None
+        client = self.clients[name] = SimClient(self, name, replace(planned, within_s=None), before)
+        client.start()
         return client
-
-    def is_contested(self, client: SimClient) -> bool:
-        """Return True if another client has asked for the client's session."""
-        of = client.spec.session_id
-        return any(it is not client and it.spec.session_id == of for it in self.clients.values())
-
-    def forgotten(self, client: SimClient) -> None:
-        """Check the loss of a session: one whose owner could renew it must not expire."""
-        owned = client.planned.within_s is None and not client.refused and not self.ledger.roll_backs
-        read = all(fault.kind != "stall" or fault.for_s < self._unread_s for fault in self.schedule.faults)
-        if owned and read and self._only(_LEAVE_OWNERS):
-            self.ledger.violate(f"{client.process.name}: its session has expired")
 
     def ended_unread(self, gateway: str, session_id: str, began_s: float) -> None:
         """Check a stream, started at `began_s`, that a gateway ended because it was left unread."""
         kinds = {fault.kind for fault in self.schedule.faults}
         slowest_s = max(planned.pause_s for planned in self.schedule.sessions)
-        if not kinds & _DELAY_READERS and slowest_s < self._unread_s:
+        if not kinds & _DELAY_READERS and slowest_s < self.unread_s:
             self.ledger.violate(f"{gateway} ended a stream that was read in time")
         owned_s = self.ledger.owned_at[session_id]
-        fenced_for_s = asyncio.get_running_loop().time() - owned_s
-        if owned_s > began_s and fenced_for_s > _FENCED_S and not kinds & _DELAY_RENEWALS:
-            self.ledger.violate(f"{gateway} calls a stream unread that is fenced for {fenced_for_s:.1f} s")
+        fenced_s = asyncio.get_running_loop().time() - owned_s
+        is_known = fenced_s > self.schedule.timing.renew_s + _FENCED_S and not kinds & _DELAY_RENEWALS
+        if owned_s > began_s and is_known:
+            self.ledger.violate(f"{gateway} calls a stream unread that is fenced for {fenced_s:.1f} s")
 
     @property
-    def _unread_s(self) -> float:
+    def unread_s(self) -> float:
         return 0.9 * self.schedule.client_s
 
-    def _only(self, kinds: frozenset[str]) -> bool:
+    def has_only(self, kinds: frozenset[str]) -> bool:
         return all(fault.kind in kinds for fault in self.schedule.faults)
 
+    def has_any(self, kinds: Collection[str]) -> bool:
+        return any(fault.kind in kinds for fault in self.schedule.faults)
+
     def _orphans_ended(self) -> bool:
-        if not self._only(_LEAVE_ALONE):
+        if not self.has_only(_LEAVE_ALONE):
             return True
         return all(
             self.redis.sessions.is_finished(client.spec.session_id)
@@ -168,14 +163,6 @@ class World:
             any(service._scheduler.queue_depth or service._table.live_blocks for service in targets)
             or any(draft.service._loop.queue_depth for draft in self.drafts.values())
         )
-
-    def data_lost(self, client: SimClient, what: str) -> None:
-        """Violate a rule, unless the store lost tokens and builds differ or the session was aborted."""
-        mixed = len(set(self.schedule.builds)) > 1
-        session_id = client.spec.session_id
-        lost = self.ledger.roll_backs or session_id in self.ledger.forgotten
-        if not (lost and (mixed or self.ledger.was_aborted(session_id))):
-            self.ledger.violate(f"{client.process.name}: {what}")
 
     def _all_answered(self) -> bool:
         return all(client.done for client in self.clients.values()) and all(
@@ -204,11 +191,15 @@ class World:
                     self.ledger.violate(f"{session_id} was not drafted for again since {since_s:.3f} s")
 
     async def _audit(self) -> None:
-        auditors = [
-            self.add_client(f"auditor of {planned.name}", replace(planned, pause_s=0.0, checks_seen=True))
-            for planned in self.schedule.sessions
-        ]
-        await self._until(lambda: all(it.done for it in auditors), _HEALED_S, "cannot be resumed")
+        """Read every answer again from its beginning; those that broke off are resumed first."""
+        for client in list(self.clients.values()):
+            if client.error is not None and client.stream is not None:
+                patient = replace(client.planned, pause_s=0.0, retries=Retries(), returns=_MOST_RETURNS)
+                self.add_client(f"{client.process.name} once more", patient, client)
+        for planned in self.schedule.sessions:
+            patient = replace(planned, pause_s=0.0, retries=Retries(), returns=_MOST_RETURNS)
+            self.add_client(f"auditor of {planned.name}", patient)
+            await self._until(self._all_answered, _HEALED_S, "cannot be resumed")
 
 
 def run_schedule(schedule: Schedule, kinds: Kinds | None = None, *, keep: bool = False) -> Outcome:
@@ -267,9 +258,11 @@ async def _play(schedule: Schedule, ledger: Ledger, kinds: Kinds) -> None:
 
 async def _end_all() -> None:
     mine = asyncio.current_task()
-    for _ in range(3):
-        for task in asyncio.all_tasks():
-            if task is not mine:
-                task.cancel()
+    for _ in range(20):
+        others = asyncio.all_tasks() - {mine}
+        if not others:
+            break
+        for task in others:
+            task.cancel()
         await asyncio.sleep(0.001)
     await asyncio.get_running_loop().shutdown_asyncgens()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
@@ -21,18 +20,17 @@ from services.gateway.servicer import GenerationServicer, ServedModel
 from services.gateway.session.runner import Ports
 from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.truth import letters
-from tests.simulation.schedule import ID_SECRET
+from tests.simulation.schedule import ID_SECRET, Schedule
+from tests.simulation.system.call import Server
 from tests.simulation.system.loop import Process
 from tests.simulation.system.redis import SimRegistry, SimStore
 from tests.simulation.system.replicas import MOST_DRAFT_TOKENS, TOKENIZER
 from tests.simulation.system.watched import CountedDraft, CountedDrafts, CountedStreams, CountedTarget, behind
-from tests.simulation.system.wire import Server, SimChannel
+from tests.simulation.system.wire import SimChannel
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-_MS = 1_000_000
-TIMEOUTS = Timeouts(store_ns=2 * SECOND, verify_ns=2 * SECOND, draft_ns=100 * _MS, renew_ns=2 * SECOND)
 DRAIN_S = 0.5
 """A draining process is killed after this time."""
 
@@ -47,6 +45,17 @@ class SimClock:
         return round(asyncio.get_running_loop().time() * SECOND) + self.ahead_ns
 
 
+def _timeouts(schedule: Schedule) -> Timeouts:
+    timing = schedule.timing
+    return Timeouts(
+        store_ns=int(timing.store_s * SECOND),
+        verify_ns=int(timing.verify_s * SECOND),
+        draft_ns=int(timing.draft_s * SECOND),
+        renew_ns=int(timing.renew_s * SECOND),
+        client_ns=int(schedule.client_s * SECOND),
+    )
+
+
 class SimGateway:
     def __init__(self, world: World, address: str) -> None:
         self.address = address
@@ -57,7 +66,7 @@ class SimGateway:
             buffer=8,
             credit=world.schedule.credit,
             item_drafts=MOST_DRAFT_TOKENS,
-            target_timeout_ns=2 * SECOND,
+            target_timeout_ns=int(world.schedule.timing.target_s * SECOND),
             max_draft_cooldown_ns=SECOND,
         )
         self.start()
@@ -73,6 +82,7 @@ class SimGateway:
         world, schedule = self._world, self._world.schedule
         registry: Any = SimRegistry(world.redis, self.process)
         channel: Any = self._channel
+        timeouts = _timeouts(schedule)
         self.store = SimStore(world.redis, self.process, world.ledger)
         self.targets = TargetPool(
             RegisteredAddresses(registry, TARGET_POOL),
@@ -83,10 +93,9 @@ class SimGateway:
             schedule.hedge_quantile,
         )
         self.drafts = CountedDrafts(
-            RegisteredAddresses(registry, DRAFT_POOL), TOKENIZER, channel, self.clock, TIMEOUTS.draft_ns
+            RegisteredAddresses(registry, DRAFT_POOL), TOKENIZER, channel, self.clock, timeouts.draft_ns
         )
         self.drafts.ledger = world.ledger
-        timeouts = replace(TIMEOUTS, client_ns=int(schedule.client_s * SECOND))
         self.streams = CountedStreams(
             self.store, self.clock, self._ports_of, letters, self._limits, timeouts, schedule.slots
         )

@@ -71,6 +71,7 @@ class Process:
         self.compute_s = 0.001
         self.slow = 1.0
         self.frozen_until = 0.0
+        self.died_s = 0.0
         self.tasks: dict[int, SimTask] = {}
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -89,6 +90,7 @@ class Process:
 
     def crash(self) -> None:
         self.alive = False
+        self.died_s = asyncio.get_running_loop().time()
         for task in list(self.tasks.values()):
             task.cancel()
 

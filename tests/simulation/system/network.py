@@ -1,7 +1,8 @@
-"""A network between named nodes: delays, partitions, frozen nodes, and connections that break.
+"""A network between named nodes: delays, cuts of one or both directions, frozen nodes, broken connections.
 
 Messages on one connection arrive in order, as over TCP; those on different connections may overtake each
-other. A message sent into a partition arrives when it heals, unless the connection is given up before.
+other. A message that is sent into a cut arrives when it heals. Each end of a connection finds out by itself
+that the other is away; one that gives up says so to the other, after all that it has sent before.
 """
 
 from __future__ import annotations
@@ -9,32 +10,31 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from functools import partial
 from zlib import crc32
 
 from tests.simulation.system.loop import Process
-
-KEEPALIVE_S = 1.5
-"""Time of a partition after which its connections are given up."""
 
 _MEAN_DELAY_S = 0.002
 _TICK_S = 1e-6
 
 
 class Connection:
-    """A connection, which breaks when either end dies, or the network between them is down for long."""
+    """A connection between two processes, each of which may take it for broken while the other does not."""
 
     def __init__(self, network: Network, near: Process, far: str) -> None:
         self.near = near
         self.far = far
         self.server: Process | None = None
+        self.broken = False
         self._network = network
         self._last_s = {True: 0.0, False: 0.0}
-        self.broken = False
+        self._gone = {True: False, False: False}
         network.connections[id(self)] = self
 
     def send(self, deliver: Callable[[], None], *, forth: bool) -> None:
         sender = self.near if forth else self.server
-        if self.broken or sender is None or not sender.alive:
+        if self._gone[forth] or sender is None or not sender.alive:
             return
         ends = (self.near.name, self.far) if forth else (self.far, self.near.name)
         at_s = max(self._network.arrival_s(*ends), self._last_s[forth] + _TICK_S)
@@ -43,39 +43,68 @@ class Connection:
 
     def _deliver(self, deliver: Callable[[], None], forth: bool) -> None:
         receiver = self.server if forth else self.near
-        if not self.broken and (receiver is None or receiver.alive):
+        if not self._gone[not forth] and not self.broken and (receiver is None or receiver.alive):
             deliver()
 
-    def give_up(self, reason: str) -> None:
-        if not self.broken:
+    def give_up(self, reason: str, *, near: bool, silent: bool = False) -> None:
+        """Let one end take the connection for broken; unless `silent`, it tells the other."""
+        if self.broken or self._gone[near]:
+            return
+        if not silent and not near and self.server is None:
+            self._network.tell(self.far, self, "connection reset by peer")
+        elif not silent:
+            self.send(partial(self.give_up, reason, near=not near), forth=near)
+        self._gone[near] = True
+        if near:
+            self.near_broke(reason)
+        else:
+            self.far_broke()
+        if self._gone[not near]:
             self.close()
-            self.broke(reason)
+
+    def break_both(self, reason: str) -> None:
+        self.give_up(reason, near=True, silent=True)
+        self.give_up(reason, near=False, silent=True)
 
     def close(self) -> None:
         self.broken = True
         self._network.connections.pop(id(self), None)
 
-    def broke(self, reason: str) -> None:
-        """Notify both ends, each as soon as it can be reached."""
+    def near_broke(self, reason: str) -> None:
+        """End the call for its client."""
+
+    def far_broke(self) -> None:
+        """End the call for its server."""
 
 
 class Network:
-    """All links; each draws its random delays from a generator of its own."""
+    """All links; each draws its random delays from a generator of its own.
 
-    def __init__(self, seed: int) -> None:
+    A client end gives up on a silent peer after `keepalive_s`, a server end after `pings_s`.
+    """
+
+    def __init__(self, seed: int, keepalive_s: float, pings_s: float) -> None:
         self.connections: dict[int, Connection] = {}
+        self.keepalive_s = keepalive_s
+        self.pings_s = pings_s
         self._seed = seed
         self._links: dict[tuple[str, str], random.Random] = {}
-        self._cut_until: dict[frozenset[str], float] = {}
+        self._cut_until: dict[tuple[str, str], float] = {}
+        self._down: dict[frozenset[str], tuple[float, float]] = {}
         self._frozen_until: dict[str, float] = {}
         self._slow: dict[str, float] = {}
 
     def arrival_s(self, sender: str, receiver: str) -> float:
         """Return when a message sent now arrives."""
         at_s = max(asyncio.get_running_loop().time(), self._frozen_until.get(sender, 0.0))
-        at_s = max(at_s, self._cut_until.get(frozenset((sender, receiver)), 0.0))
+        at_s = max(at_s, self._cut_until.get((sender, receiver), 0.0))
         at_s += self._delay_s(sender, receiver)
         return max(at_s, self._frozen_until.get(receiver, 0.0))
+
+    def is_down(self, one: str, other: str) -> bool:
+        """Return True if the ends have given up on each other, and no new connection comes about."""
+        from_s, until_s = self._down.get(frozenset((one, other)), (0.0, 0.0))
+        return from_s <= asyncio.get_running_loop().time() < until_s
 
     def link(self, sender: str, receiver: str) -> random.Random:
         key = (sender, receiver)
@@ -88,34 +117,65 @@ class Network:
         return (0.0002 + self.link(sender, receiver).expovariate(1.0 / _MEAN_DELAY_S)) * slow
 
     def cut(self, one: str, other: str, for_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        ends = frozenset((one, other))
-        self._cut_until[ends] = max(self._cut_until.get(ends, 0.0), loop.time() + for_s)
-        if for_s > KEEPALIVE_S:
-            loop.call_later(KEEPALIVE_S, self.break_between, one, other, "keepalive ping timed out")
+        self.cut_one_way(one, other, for_s)
+        self.cut_one_way(other, one, for_s)
+
+    def cut_one_way(self, sender: str, receiver: str, for_s: float) -> None:
+        """Hold back what one node sends to another; neither gets the other's replies to its pings."""
+        now_s, ends = asyncio.get_running_loop().time(), (sender, receiver)
+        self._cut_until[ends] = max(self._cut_until.get(ends, 0.0), now_s + for_s)
+        if for_s > self.keepalive_s:
+            self._down[frozenset(ends)] = now_s + self.keepalive_s, now_s + for_s
+        self._ping(for_s, lambda it: {it.near.name, it.far} == {sender, receiver}, (True, False))
 
     def freeze(self, node: str, for_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._frozen_until[node] = max(self._frozen_until.get(node, 0.0), loop.time() + for_s)
-        if for_s > KEEPALIVE_S:
-            loop.call_later(KEEPALIVE_S, self.break_all, node, "keepalive ping timed out")
+        until_s = asyncio.get_running_loop().time() + for_s
+        self._frozen_until[node] = max(self._frozen_until.get(node, 0.0), until_s)
+        self._ping(for_s, lambda it: it.far == node, (True,))
+        self._ping(for_s, lambda it: it.near.name == node, (False,))
 
     def slow(self, node: str, factor: float) -> None:
         self._slow[node] = factor
 
-    def break_between(self, one: str, other: str, reason: str) -> None:
-        for connection in list(self.connections.values()):
-            if {connection.near.name, connection.far} == {one, other}:
-                connection.give_up(reason)
+    def reset(self, one: str, other: str) -> None:
+        for it in self._of(lambda it: {it.near.name, it.far} == {one, other}):
+            it.break_both("connection reset by peer")
 
-    def break_dead(self, node: str) -> None:
-        """End the connections of dead processes of a node, which answer no pings."""
-        for connection in list(self.connections.values()):
-            ends = (connection.near, connection.server)
-            if any(it is not None and it.name == node and not it.alive for it in ends):
-                connection.give_up("keepalive ping timed out")
+    def die(self, node: str, *, silent: bool) -> None:
+        """Break the connections of a process that has died; a machine that has vanished resets none."""
+        for it in self._of(lambda it: node in {it.near.name, it.far}):
+            near = it.far == node
+            if silent:
+                wait_s = self.keepalive_s if near else self.pings_s
+                self._give_up_after(wait_s, it, near, "keepalive ping timed out")
+            else:
+                self.tell(node, it, "connection reset by peer")
 
-    def break_all(self, node: str, reason: str) -> None:
-        for connection in list(self.connections.values()):
-            if node in {connection.near.name, connection.far}:
-                connection.give_up(reason)
+    def tell(self, node: str, it: Connection, reason: str) -> None:
+        """Reset a connection of a node that has no process for it (any more)."""
+        near = it.far == node
+        at_s = self.arrival_s(node, it.near.name if near else it.far)
+        asyncio.get_running_loop().call_at(at_s, partial(it.give_up, reason, near=near))
+
+    def move(self, client: str) -> None:
+        """Give a client another address: its connections are broken, which servers find out by pings."""
+        for it in self._of(lambda it: it.near.name == client):
+            it.give_up("the client's network changed", near=True, silent=True)
+            self._give_up_after(self.pings_s, it, False, "keepalive ping timed out")
+
+    def _ping(self, for_s: float, chosen: Callable[[Connection], bool], ends: tuple[bool, ...]) -> None:
+        for near in ends:
+            wait_s = self.keepalive_s if near else self.pings_s
+            if for_s > wait_s:
+                asyncio.get_running_loop().call_later(wait_s, self._give_up_all, chosen, near)
+
+    def _give_up_all(self, chosen: Callable[[Connection], bool], near: bool) -> None:
+        for it in self._of(chosen):
+            it.give_up("keepalive ping timed out", near=near)
+
+    @staticmethod
+    def _give_up_after(wait_s: float, it: Connection, near: bool, reason: str) -> None:
+        asyncio.get_running_loop().call_later(wait_s, partial(it.give_up, reason, near=near))
+
+    def _of(self, chosen: Callable[[Connection], bool]) -> list[Connection]:
+        return [it for it in self.connections.values() if chosen(it)]

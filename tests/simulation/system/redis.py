@@ -26,16 +26,18 @@ from galley.core.store import (
     StoredSession,
     TokenBucket,
 )
+from services.gateway.store.session_log import LAST_CALL_S
 from tests.fakes.store import MemoryStore
 from tests.simulation.ledger import Ledger
+from tests.simulation.schedule import Timing
+from tests.simulation.system.call import Call, current_call
 from tests.simulation.system.loop import Process
 from tests.simulation.system.network import Network
 
 T = TypeVar("T")
 
 REDIS = "redis"
-CALL_TIMEOUT_S = 0.6
-LEASE_S = 2.0
+_LAST_CALL_S = LAST_CALL_S + 0.05
 
 
 class Sessions(MemoryStore):
@@ -120,13 +122,14 @@ class SimRedis:
         self,
         network: Network,
         ledger: Ledger,
-        ttl_s: float,
+        timing: Timing,
         finished_ttl_s: float,
         kind: type[Sessions] = Sessions,
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.sessions = kind(ttl_s, finished_ttl_s, clock=loop.time)
-        self.leases = Leases(LEASE_S, loop.time)
+        self.timing = timing
+        self.sessions = kind(timing.ttl_s, finished_ttl_s, clock=loop.time)
+        self.leases = Leases(timing.lease_s, loop.time)
         self.up = True
         self.lossy = 0.0
         self.repeat = 0.0
@@ -135,7 +138,6 @@ class SimRedis:
 
     def crash(self) -> None:
         self.up = False
-        self._network.break_all(REDIS, "connection reset")
 
     def come_back(self, state: object | None) -> None:
         self.up = True
@@ -151,7 +153,7 @@ class SimRedis:
         for _ in range(min(self._copies(caller), 1 + repeats)):
             loop.call_at(self._network.arrival_s(caller.name, REDIS), self._carry_out, caller, work, reply)
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
+            async with asyncio.timeout(self.timing.call_s):
                 return await reply
         except TimeoutError:
             raise StoreUnavailable("the session store is unavailable", "timeout") from None
@@ -206,24 +208,35 @@ class SimStore(SessionStore):
         )
 
     async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
+        call = current_call()
+
         def create() -> StoredSession:
             is_new = not self._sessions.holds(new.session_id)
             stored = at_once(self._sessions.create(new, nonce, latest_ms))
             if is_new:
                 self._ledger.made(new.session_id)
             if stored.ownership.nonce == nonce:
-                self._ledger.owned(stored, self._caller.name)
+                self._owned(stored, call)
             return stored
 
         return await self._redis.call(self._caller, create)
 
     async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
+        call = current_call()
+
         def claim() -> StoredSession:
             stored = at_once(self._sessions.claim(former, principal, nonce, latest_ms))
-            self._ledger.owned(stored, self._caller.name)
+            self._owned(stored, call)
             return stored
 
         return await self._redis.call(self._caller, claim)
+
+    def _owned(self, stored: StoredSession, call: Call | None) -> None:
+        """Note who owns a session now; what executes after all retries of the call is a dead call."""
+        name = self._caller.name
+        late_s = asyncio.get_running_loop().time() - self._redis.timing.store_s - _LAST_CALL_S
+        if self._ledger.owned(stored, name, call) and call is not None and call.served_s < late_s:
+            self._ledger.violate(f"{name} owns a session by a call that it has given up")
 
     async def commit(
         self,

@@ -19,9 +19,9 @@ from services.draft.strategies.base import DraftJob, Proposal
 from services.target.servicer import Limits, TargetService
 from tests.fakes.engine import KnownEngine
 from tests.simulation.schedule import MOST_K
+from tests.simulation.system.call import Server
 from tests.simulation.system.loop import Process
-from tests.simulation.system.redis import LEASE_S, SimRegistry
-from tests.simulation.system.wire import Server
+from tests.simulation.system.redis import SimRegistry
 from tests.simulation.truth import STOP, VOCAB, true_token
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class SimTarget:
         )
         registry: Any = SimRegistry(world.redis, process)
         lease = partial(self.service.lease, self.address)
-        self.registration = Registration(registry, TARGET_POOL, lease, LEASE_S / 3)
+        self.registration = Registration(registry, TARGET_POOL, lease, world.schedule.timing.lease_s / 3)
         world.servers[self.address] = Server(process, self.service)
 
     async def drain(self) -> None:
@@ -144,9 +144,8 @@ class SimDraft:
         self.service = _NotedDraft(loop, info, None)
         self.service.world = world
         registry: Any = SimRegistry(world.redis, process)
-        self.registration = Registration(
-            registry, DRAFT_POOL, lambda: self.service.lease(self.address), LEASE_S / 3
-        )
+        lease, every_s = partial(self.service.lease, self.address), world.schedule.timing.lease_s / 3
+        self.registration = Registration(registry, DRAFT_POOL, lease, every_s)
         world.servers[self.address] = Server(process, self.service)
 
     async def drain(self) -> None:

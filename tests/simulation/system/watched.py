@@ -15,9 +15,18 @@ from galley.common.server.interceptors import StatusInterceptor
 from galley.common.wire.handlers import Behavior, Handler, WrappingInterceptor, wrap_handler
 from galley.core.admission.admission import Admission, AdmissionSlot, Principal
 from galley.core.answer.answer import SessionSpec
-from galley.core.errors import Broken, GalleyError, InvalidField
+from galley.core.errors import (
+    Broken,
+    GalleyError,
+    InvalidField,
+    KeyReused,
+    LogLost,
+    Overloaded,
+    UnknownSession,
+)
 from galley.core.routing.breaker import LONGEST_PAUSE_NS, Breaker
 from galley.core.session import events as ev
+from galley.core.store import OwnerChanged
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.auth.authentication import Authentication, Credentials, PrincipalInterceptor
 from services.gateway.clock import SECOND
@@ -28,12 +37,14 @@ from services.gateway.replicas.targets import TargetReplica
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.streams import Streams
 from tests.simulation.ledger import Ledger
+from tests.simulation.system.call import current_call
 from tests.simulation.system.loop import Process
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _SERVICE = "/galley.v1.Generation/"
+_REFUSALS = (InvalidField, LogLost, UnknownSession, KeyReused, Overloaded, OwnerChanged)
 
 
 def behind(world: World, process: Process, servicer: GenerationServicer) -> SimpleNamespace:
@@ -90,9 +101,18 @@ class _Watch(WrappingInterceptor):
                         yield response
             except Exception as error:
                 self._raised(error)
+                self._refused(error, sent)
                 raise
 
         return watched
+
+    def _refused(self, error: Exception, sent: _Sent) -> None:
+        """Violate a rule if a call that was refused has replaced the owner of a session."""
+        ledger, call = self._world.ledger, current_call()
+        if not isinstance(error, _REFUSALS) or sent.has_tokens or call is None or not call.has_changed:
+            return
+        if not ledger.roll_backs:
+            ledger.violate(f"{call.near.name} was refused, but has replaced an owner: {error!r}")
 
     def _raised(self, error: Exception) -> None:
         self._world.ledger.met[f"client: {type(error).__name__}"] += 1
@@ -112,6 +132,7 @@ class _Sent:
     def __init__(self, ledger: Ledger) -> None:
         self.session_id = ""
         self.began_s = 0.0
+        self.has_tokens = False
         self._ledger = ledger
         self._announced: int | None = None
 
@@ -123,6 +144,7 @@ class _Sent:
             case "numerics_changed":
                 self._announced = event.numerics_changed.index
             case "chunk":
+                self.has_tokens = True
                 index, tokens = event.chunk.index, list(event.chunk.token_ids)
                 self._ledger.streamed(self.session_id, index, tokens, announced=self._announced == index)
             case _:

@@ -1,0 +1,111 @@
+"""Which errors the faults in force allow the product's client to raise, and which it should have survived."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import grpc
+
+from galley.client.errors import GalleyRpcError
+from tests.simulation.schedule import Fault
+
+if TYPE_CHECKING:
+    from tests.simulation.client import SimClient
+    from tests.simulation.world import World
+
+LEAVE_OWNERS = frozenset(
+    {"stall", "jump", "engine-fails", "draft-fails", "repeat", "abort", "leave", "wrong-resume"}
+)
+"""Faults that cut off neither a stream from its gateway nor an owner from the store."""
+_HARMLESS = frozenset({"draft-fails", "jump", "repeat", "wrong-resume", "abort"})
+"""Faults that no stream may end for."""
+_RETRIED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
+_DEADLINE_S = 0.1
+"""Time by which a gateway may call a deadline passed too early: it knows it from a message."""
+
+
+class Verdicts:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def raised(self, client: SimClient, error: GalleyRpcError) -> None:
+        """Violate a rule unless the faults allow the client to raise `error`."""
+        self._world.ledger.met[f"raised {error.code.name}"] += 1
+        match error.code:
+            case grpc.StatusCode.NOT_FOUND:
+                self._forgotten(client)
+            case grpc.StatusCode.DATA_LOSS:
+                self.data_lost(client, str(error))
+            case grpc.StatusCode.FAILED_PRECONDITION:
+                if not self._world.ledger.is_succeeded(client.spec.session_id, client.process.name):
+                    self._wrong(client, error, "is fenced without a living successor")
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._deadline_passed(client, error)
+            case code if code in _RETRIED:
+                self._gave_up(client, error)
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                pass  # `CheckedAdmission` judges it
+            case _:
+                self._wrong(client, error, "raises what no fault explains")
+
+    def abort_failed(self, client: SimClient, error: GalleyRpcError) -> None:
+        lost = error.code is grpc.StatusCode.NOT_FOUND
+        if not lost and not (error.code in _RETRIED and self._is_troubled()):
+            self._wrong(client, error, "cannot abort")
+
+    def data_lost(self, client: SimClient, what: str) -> None:
+        """Violate a rule, unless the store lost tokens and builds differ or the session was aborted."""
+        mixed = len(set(self._world.schedule.builds)) > 1
+        session_id, ledger = client.spec.session_id, self._world.ledger
+        lost = ledger.roll_backs or session_id in ledger.forgotten
+        if not (lost and (mixed or ledger.was_aborted(session_id))):
+            ledger.violate(f"{client.process.name}: {what}")
+
+    def _forgotten(self, client: SimClient) -> None:
+        """Check the loss of a session: one whose owner could renew it must not expire."""
+        world = self._world
+        owned = client.planned.within_s is None and not client.refused and not world.ledger.roll_backs
+        owned = owned and _now_s() - client.broke_s < 0.9 * world.schedule.timing.ttl_s
+        read = all(fault.kind != "stall" or fault.for_s < world.unread_s for fault in world.schedule.faults)
+        if owned and read and world.has_only(LEAVE_OWNERS):
+            world.ledger.violate(f"{client.process.name}: its session has expired")
+
+    def _deadline_passed(self, client: SimClient, error: GalleyRpcError) -> None:
+        within_s, jumped = client.planned.within_s, self._world.has_any({"jump"})
+        if within_s is None or (_now_s() < client.opened_s + within_s - _DEADLINE_S and not jumped):
+            self._wrong(client, error, "has time left")
+
+    def _gave_up(self, client: SimClient, error: GalleyRpcError) -> None:
+        """Check that the client has retried for as long as it should, and that there was a reason."""
+        retries, within_s = client.planned.retries, client.planned.within_s
+        patience_s, started = retries.patience_s, client.stream is not None and client.stream.session_id
+        if not started:
+            patience_s = min(patience_s, retries.start_patience_s)
+        due_s = client.heard_s + patience_s
+        if within_s is not None:
+            due_s = min(due_s, client.opened_s + within_s)
+        if _now_s() < due_s - max(retries.first_pause_s, retries.longest_pause_s):
+            self._wrong(client, error, f"gives up {due_s - _now_s():.3f} s before its time")
+        if not self._is_troubled():
+            self._wrong(client, error, "gives up although all faults have ended")
+
+    def _is_troubled(self) -> bool:
+        """Return True if a fault is in force, or ended so recently that its effects may last."""
+        world = self._world
+        since_s = _now_s() - world.ready_s
+        return any(fault.at_s <= since_s <= self._ends_s(fault) for fault in world.schedule.faults)
+
+    def _ends_s(self, fault: Fault) -> float:
+        if fault.kind in _HARMLESS:
+            return 0.0
+        schedule = self._world.schedule
+        unread_s = schedule.client_s if fault.kind == "stall" else 0.0
+        return fault.at_s + fault.for_s + unread_s + schedule.timing.settled_s
+
+    def _wrong(self, client: SimClient, error: GalleyRpcError, what: str) -> None:
+        self._world.ledger.violate(f"{client.process.name} {what}: {error}")
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
