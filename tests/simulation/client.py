@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -205,7 +206,40 @@ class SimClient:
         ledger, name, finished = self._world.ledger, self.process.name, self._finished
         if finished is None:
             ledger.violate(f"{name}: its stream ended before its answer")
+        if self.planned.checks_seen and not ledger.was_logged(self.spec.session_id, self.seen):
+            ledger.violate(f"{name}: what it has of its answer mixes two answers")
         aborted = finished.reason == pb.Finished.REASON_ABORTED
         ledger.has_ended(self.spec.session_id, self.seen, aborted=aborted)
         ledger.note(f"{name} has all {len(self.seen)}: {pb.Finished.Reason.Name(finished.reason)}")
         self.done = True
+
+
+class Stranger:
+    """A principal who knows the id of another's session."""
+
+    def __init__(self, world: World, planned: PlannedSession) -> None:
+        self._world = world
+        self._planned = planned
+        self._process = Process(f"stranger to {planned.client}")
+
+    def start(self) -> None:
+        self._process.spawn(self._run())
+
+    async def _run(self) -> None:
+        others = (it.name for it in self._world.schedule.principals if it.name != self._planned.principal)
+        client = client_of(self._world, self._process, next(others), NO_RETRIES)
+        await self._must_fail(self._read(client))
+        await self._must_fail(client.abort(self._planned.spec.session_id))
+
+    async def _read(self, client: AsyncClient) -> None:
+        async for _ in client.resume(self._planned.spec.session_id, 0):
+            return
+
+    async def _must_fail(self, call: Awaitable[None]) -> None:
+        name = self._process.name
+        try:
+            await call
+        except GalleyRpcError as error:
+            self._world.verdicts.stranger_failed(name, error)
+        else:
+            self._world.ledger.violate(f"{name} reads or ends the session of another principal")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
+from tests.simulation.client import Stranger
 from tests.simulation.schedule import Fault
-from tests.simulation.system.gateway import DRAIN_S
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -55,10 +56,11 @@ class Faults:
         node = self._world.nodes[name]
         if node.process.alive:
             node.process.spawn(node.drain())
-            self._later(DRAIN_S, self._replace, name, node.process)
+            self._later(self._world.schedule.timing.drain_s, self._replace, name, node.process)
 
     def _replace(self, name: str, process: object) -> None:
         if self._world.nodes[name].process is process:
+            self._world.verdicts.drained(name)
             self._end_life(name, silent=False)
             self._start_life(name)
 
@@ -108,6 +110,32 @@ class Faults:
         if redis.up:
             redis.crash()
             self._later(fault.for_s, redis.come_back, self._world.snapshots.get(fault))
+
+    def _failover(self, fault: Fault) -> None:
+        redis = self._world.redis
+        if redis.up:
+            redis.crash()
+            self._later(fault.for_s, partial(redis.fail_over, latest=not fault.amount))
+
+    def _step(self, fault: Fault) -> None:
+        [name] = fault.where
+        if name in self._world.nodes:
+            self._world.nodes[name].process.wall_s += fault.amount
+        else:
+            self._world.redis.ahead_s += fault.amount
+            self._world.ledger.stepped()
+
+    def _damage(self, fault: Fault) -> None:
+        client, how = fault.where
+        session_id = self._world.planned(client).spec.session_id
+        sessions = self._world.redis.sessions
+        if sessions.holds(session_id):
+            self._world.ledger.damaged.add(session_id)
+            sessions.damage(session_id, fault.amount, tear=how == "torn")
+
+    def _stranger(self, fault: Fault) -> None:
+        planned = self._world.planned(fault.where[0])
+        Stranger(self._world, planned).start()
 
     def _at_redis(self, fault: Fault) -> None:
         setattr(self._world.redis, fault.kind, fault.amount)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from galley.core.admission.admission import Principal
 from galley.core.answer.answer import SessionSpec
-from galley.core.content import common_prefix_len
+from galley.core.content import block_hashes, common_prefix_len
 from galley.core.records import decode_records
 from galley.core.store import Ownership, StoredSession
 from tests.simulation.truth import is_over, true_token
@@ -19,6 +20,8 @@ from tests.simulation.truth import is_over, true_token
 if TYPE_CHECKING:
     from tests.simulation.system.call import Call
 
+BLOCK_TOKENS = 8
+"""Size of a target's KV blocks."""
 _KEPT_LINES = 4000
 LEEWAY_S = 0.1
 """Calls that follow each other so closely may replace one another (decision 028)."""
@@ -45,6 +48,9 @@ class _SessionRecord:
         self.epochs: dict[int, bytes] = {}
         self.latest = 0
         self.aborted = False
+        self.has_aborted = False
+        self.acknowledged = 0
+        """How many tokens the store has said to hold."""
         self.holder: Call | None = None
         """The call by which the session has its owner."""
         self.claimants: set[str] = set()
@@ -76,11 +82,18 @@ class Ledger:
         self.was_streamed: set[str] = set()
         self.rests_until_s = 0.0
         self.roll_backs = 0
+        self.stepped_s = -math.inf
+        """When the clock of the store was last set."""
+        self.damaged: set[str] = set()
+        self.lost: set[str] = set()
+        """The sessions of which the store has lost acknowledged tokens."""
         self.forgotten: set[str] = set()
         self.violation: str | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._records: dict[str, _SessionRecord] = {}
         self._output: Counter[str] = Counter()
+        self._salts: dict[str, bytes] = {}
+        self._guesses: set[bytes] = set()
         self._keep = keep
         self._hash = blake2b(digest_size=12)
 
@@ -119,19 +132,58 @@ class Ledger:
         """Note that a draft got a request for the session."""
         self.drafted_at[session_id] = asyncio.get_running_loop().time()
 
-    def opened(self, spec: SessionSpec, principal: Principal) -> None:
-        """Note that a session with this spec will be created."""
+    def opened(self, spec: SessionSpec, principal: Principal, salt: bytes) -> None:
+        """Note that a session with this spec will be created; its principal has this salt."""
         self._records[spec.session_id] = _SessionRecord(spec, principal)
+        self._salts[spec.session_id] = salt
+        self._guesses.update(block_hashes(b"", spec.prompt, BLOCK_TOKENS))
 
-    def rolled_back(self) -> None:
-        """Note that the store has lost its latest writes: epochs may repeat."""
+    def requested(self, replica: str, session_id: str, salt: bytes) -> None:
+        """Check that a replica gets the salt of the session's principal."""
+        if self._salts[session_id] != salt:
+            self.violate(f"{replica} gets {session_id} with the salt of another principal")
+
+    def published(self, replica: str, cached_prefixes: frozenset[bytes]) -> None:
+        """Check that who reads leases cannot confirm a guessed prompt."""
+        self.met["published what it caches"] += bool(cached_prefixes)
+        if not cached_prefixes.isdisjoint(self._guesses):
+            self.violate(f"{replica} publishes by names that can be guessed what it caches")
+
+    def rolled_back(
+        self, before: Mapping[str, int], after: Mapping[str, int], *, keeps: bool = False
+    ) -> None:
+        """Note that the store has lost its latest writes: epochs may repeat.
+
+        Its logs have the lengths `after` instead of `before`. Check that if it `keeps` what was acknowledged.
+        """
         self.roll_backs += 1
         self.met["roll-back"] += 1
         self.note("redis rolled back")
-        for session in self._records.values():
+        for session_id, session in self._records.items():
+            self._shortened(session, before.get(session_id, 0), after.get(session_id, 0), keeps=keeps)
             session.epochs.clear()
             session.latest = 0
             session.holder = None
+
+    def _shortened(self, session: _SessionRecord, before: int, after: int, *, keeps: bool) -> None:
+        if after < session.acknowledged <= before:
+            session_id = session.spec.session_id
+            if keeps:
+                self.violate(
+                    f"{session_id}: {session.acknowledged} tokens were acknowledged, {after} are left"
+                )
+            self.met["lost what it had acknowledged"] += 1
+            self.lost.add(session_id)
+        session.acknowledged = min(session.acknowledged, after)
+
+    def acknowledged(self, session_id: str, length: int) -> None:
+        """Note that the store has told a gateway that it holds `length` tokens."""
+        session = self._records[session_id]
+        session.acknowledged = max(session.acknowledged, length)
+
+    def stepped(self) -> None:
+        """Note that the clock of the store was set: it does not know any more which call is late."""
+        self.stepped_s = asyncio.get_running_loop().time()
 
     def made(self, session_id: str) -> None:
         """Note that the store creates a session that it does not hold: its epochs start again."""
@@ -141,9 +193,18 @@ class Ledger:
             self.forgotten.add(session_id)
             session.cut(len(session.spec.prompt))
             session.meta_bytes = 0
+            session.acknowledged = 0
+            session.has_aborted = False
             session.epochs.clear()
             session.latest = 0
             session.holder = None
+
+    def made_anew(self, session_id: str) -> None:
+        """Note that an owner has created a session that the store had lost."""
+        self.met["made anew by its owner"] += 1
+        if self._records[session_id].has_aborted and not self.roll_backs:
+            self.violate(f"{session_id} was made anew after its abort")
+        self.made(session_id)
 
     def owned(self, stored: StoredSession, by: str, call: Call | None) -> bool:
         """Note the owner that a session has by `call`; return True if it had another one."""
@@ -167,6 +228,8 @@ class Ledger:
             session.claimants.add(call.near.name)
         ended_s = call.ended_s if call.near.alive else call.near.died_s
         if former is None or former is call or ended_s is None or not former.waits:
+            return
+        if self.stepped_s > call.began_s:
             return
         if ended_s + LEEWAY_S < former.began_s:
             self.violate(f"{former.near.name} is fenced for a call that {call.near.name} had given up")
@@ -237,9 +300,9 @@ class Ledger:
         self._keeps_rate(session.principal, len(new))
 
     def _keeps_rate(self, principal: Principal, tokens: int) -> None:
-        """Check what a principal gets over all gateways; a store that lost writes admits tokens again."""
+        """Check what a principal gets over all gateways, unless the store may have lost count of it."""
         limits = principal.limits
-        if limits.tokens_per_s is None or self.roll_backs:
+        if limits.tokens_per_s is None or self.roll_backs or self.forgotten or self.stepped_s > 0:
             return
         self._output[principal.name] += tokens
         specs = [it.spec for it in self._records.values() if it.principal == principal]
@@ -260,8 +323,16 @@ class Ledger:
         if not session.former and changed != [index] * announced:
             self.violate(f"{session_id}: another build from {changed}, announced at {index}: {announced}")
 
+    def was_logged(self, session_id: str, tokens: Sequence[int]) -> bool:
+        """Return True if the log has begun with these output tokens at some time."""
+        return self._records[session_id].held(0, tokens)
+
     def aborting(self, session_id: str) -> None:
         self._records[session_id].aborted = True
+
+    def has_aborted(self, session_id: str) -> None:
+        """Note that the store has aborted a live session, and has told a gateway."""
+        self._records[session_id].has_aborted = True
 
     def was_aborted(self, session_id: str) -> bool:
         return self._records[session_id].aborted

@@ -13,60 +13,36 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from galley.core.errors import LogLost, UnknownSession
+from galley.core.answer.answer import Answer
+from galley.core.content import chain_start
 from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
+from galley.core.session.delivery import Delivery
 from galley.core.session.drafting import Drafting
-from galley.core.store import (
-    UNCHANGED,
-    Exchange,
-    Exchanged,
-    KvDirectory,
-    LogHashes,
-    NewSession,
-    Ownership,
-    SessionEnded,
-    StoredSession,
-    TokenBucket,
-)
+from galley.core.store import Exchange, Exchanged, StoredSession, TokenBucket
 from services.gateway.replicas.drafts import DraftReplica
-from services.gateway.session.streams import Streams
+from services.gateway.request.validate import session_id_for, tenant_salt_for
+from services.gateway.session.streams import Streams, check_resume
 from services.gateway.store.session_log import SessionLog, StoreTime, retry
-from tests.fakes.owners import hashes_of
 from tests.fakes.session_world import StreamsBeforeCommit
-from tests.simulation.system.redis import Sessions, SimStore, at_once
+from tests.simulation.system.mutated import (
+    REFUSED,
+    AnyPrincipal,
+    AppendsTwice,
+    ForgetsAborts,
+    LateAborts,
+    NoFencing,
+    OneForAll,
+    RefusesRepeats,
+    TrustsLogs,
+    Unconditional,
+)
+from tests.simulation.system.redis import SimStore, at_once
 from tests.simulation.system.replicas import SimEngine
 from tests.simulation.truth import true_token
 from tests.simulation.world import Kinds
 
 _NEVER_MS = 10**15
-_REFUSED = "the commit is refused, as it is there already"
-
-
-class NoFencing(Sessions):
-    """Let earlier owners of a session go on changing it."""
-
-    def _owned(self, owner: Ownership) -> object:  # type: ignore[override]  # as the record is private
-        record = self._find(owner.session_id)
-        if record is None:
-            raise UnknownSession(owner.session_id)
-        if record.state == "finished":
-            raise SessionEnded(owner.session_id)
-        return record
-
-
-class Unconditional(Sessions):
-    """Give a session to any call that comes, as before decision 028."""
-
-    async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
-        stored = await super().create(new, nonce, self._now_ms())
-        if stored.ownership.nonce == nonce:
-            return stored
-        return await self.claim(stored.ownership, new.principal, nonce, latest_ms)
-
-    async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
-        held = await self.read(former.session_id, principal)
-        return await super().claim(held.ownership, principal, nonce, self._now_ms())
 
 
 async def _changed_any_time(
@@ -79,33 +55,6 @@ async def _changed_any_time(
 async def _read_at_once(store: SimStore, session_id: str, principal: str) -> StoredSession:
     """Need no call for what is not read: the claim comes first."""
     return at_once(store._sessions.read(session_id, principal))
-
-
-class AppendsTwice(Sessions):
-    """Append the tokens of a repeated commit again."""
-
-    async def commit(
-        self,
-        owner: Ownership,
-        expected_len: int,
-        tokens: Sequence[int],
-        meta: bytes,
-        hashes: LogHashes,
-        directory: KvDirectory = UNCHANGED,
-    ) -> int:
-        log = self._owned(owner).tokens
-        if len(log) > expected_len:
-            expected_len, hashes = len(log), hashes_of(log, tokens)
-        return await super().commit(owner, expected_len, tokens, meta, hashes, directory)
-
-
-class RefusesRepeats(Sessions):
-    """Refuse a repeated commit as if the log were another."""
-
-    async def commit(self, owner: Ownership, expected_len: int, *rest: Any, **named: Any) -> int:
-        if len(self._owned(owner).tokens) > expected_len:
-            raise LogLost(_REFUSED)
-        return await super().commit(owner, expected_len, *rest, **named)
 
 
 class NoiseByRound(SimEngine):
@@ -152,6 +101,38 @@ async def _own_bucket(store: SimStore, bucket: TokenBucket, exchange: Exchange) 
     return await _exchange(store, own, exchange)
 
 
+def _reserving_nothing(stored: StoredSession, next_index: int, seen_hash: bytes) -> int:
+    check_resume(stored, next_index, seen_hash)
+    return 0
+
+
+def _unchecked_at_the_end(stored: StoredSession, next_index: int, seen_hash: bytes) -> int:
+    """Check `seen_hash` only if the log holds more than the client has."""
+    is_end = next_index == len(stored.tokens) - stored.prompt_len
+    return check_resume(stored, next_index, b"" if is_end else seen_hash)
+
+
+class Unchecked(Delivery):
+    def __init__(self, answer: Answer, stream_from: int, _seen_hash: bytes) -> None:
+        super().__init__(answer, stream_from, b"")
+
+
+def _run_together(principal: str, key: str, secret: bytes) -> str:
+    return session_id_for("", principal + key, secret)
+
+
+def _one_salt(_principal: str, secret: bytes) -> bytes:
+    return tenant_salt_for("", secret)
+
+
+def _no_salt(_salt: bytes) -> bytes:
+    return chain_start(b"")
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
+
+
 async def _no_renewal(_log: SessionLog) -> None:
     await asyncio.Future()
 
@@ -182,7 +163,7 @@ MUTANTS = (
     ),
     Mutant("does not fence", "wrote after a later claim", Kinds(sessions=NoFencing)),
     Mutant("appends a repeated commit", "the truth is", Kinds(sessions=AppendsTwice)),
-    Mutant("refuses a repeated commit", _REFUSED, Kinds(sessions=RefusesRepeats)),
+    Mutant("refuses a repeated commit", REFUSED, Kinds(sessions=RefusesRepeats)),
     Mutant(
         "executes claims that were given up",
         "given up",
@@ -196,6 +177,70 @@ MUTANTS = (
         "claims before it checks a Resume",
         "was refused, but has replaced an owner",
         patches={"services.gateway.session.streams.check_resume": _unchecked},
+    ),
+    Mutant(
+        "executes aborts that were given up",
+        "aborts a session by a call that it has given up",
+        Kinds(sessions=LateAborts),
+        theme="aborted late",
+    ),
+    Mutant("forgets an abort", "made anew after its abort", Kinds(sessions=ForgetsAborts), theme="aborted"),
+    Mutant("gives sessions to all principals", "of another principal", Kinds(sessions=AnyPrincipal)),
+    Mutant(
+        "lets principal and key run together in a session id",
+        "another principal",
+        patches={
+            "services.gateway.servicer.session_id_for": _run_together,
+            "tests.simulation.schedules.sessions.session_id_for": _run_together,
+        },
+        theme="twins",
+    ),
+    Mutant(
+        "salts the caches of all principals alike",
+        "with the salt of another principal",
+        patches={"services.gateway.servicer.tenant_salt_for": _one_salt},
+    ),
+    Mutant(
+        "publishes cached prefixes by unsalted hashes",
+        "by names that can be guessed",
+        patches={"galley.core.kv.session.chain_start": _no_salt},
+    ),
+    Mutant(
+        "trusts a damaged log", "lost or changed what it held", Kinds(sessions=TrustsLogs), theme="damaged"
+    ),
+    Mutant(
+        "takes one copy for two", "tokens were acknowledged", Kinds(copies=OneForAll), theme="failing over"
+    ),
+    Mutant(
+        "checks no hash at the end of a log",
+        "mixes two answers",
+        patches={
+            "services.gateway.session.streams.check_resume": _unchecked_at_the_end,
+            "galley.core.session.machine.Delivery": Unchecked,
+        },
+        theme="rewritten",
+    ),
+    Mutant(
+        "gives up after all breaks together have taken its time",
+        "before its time",
+        patches={"galley.client.streams.Recovery.reset": _nothing},
+        theme="breaking",
+    ),
+    Mutant(
+        "admits more streams than it has places for",
+        "slots are held",
+        patches={"galley.core.admission.admission.Admission._check_slots": _nothing},
+    ),
+    Mutant(
+        "keeps the place of a stream that has ended",
+        "that nobody uses",
+        patches={"services.gateway.session.streams.Streams._release": _nothing},
+    ),
+    Mutant(
+        "hands nothing over when it drains",
+        "as its drain has ended",
+        patches={"galley.core.session.machine.Session._on_draining": _nothing},
+        theme="leaving",
     ),
     Mutant("draws noise by round", "the truth is", Kinds(engine=NoiseByRound)),
     Mutant(
@@ -225,6 +270,12 @@ MUTANTS = (
         "its session has expired",
         patches={"services.gateway.store.session_log.SessionLog.keep_alive": _no_renewal},
         theme="standing still",
+    ),
+    Mutant(
+        "reserves nothing at Resume",
+        "tokens, at most",
+        patches={"services.gateway.session.streams.check_resume": _reserving_nothing},
+        theme="metered",
     ),
     Mutant(
         "counts tokens for each gateway",

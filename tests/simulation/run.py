@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from bench.harness import commit, result_path, write_record
 from tests.simulation.schedule import Schedule
-from tests.simulation.seeds import schedule_of
+from tests.simulation.schedules.seeds import schedule_of
 from tests.simulation.world import Outcome, quiet, run_schedule
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""A schedule: the world, its sessions and its faults. `seeds.py` draws it."""
+"""A schedule: the world, its sessions and its faults. `schedules/` draws it."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Timing:
     ttl_s: float = 6.0
     keepalive_s: float = 1.5
     pings_s: float = 1.5
+    drain_s: float = 0.5
 
     @property
     def renew_s(self) -> float:
@@ -73,6 +74,8 @@ class PlannedSession:
     retries: Retries = field(default_factory=Retries)
     returns: int = 0
     return_s: float = 0.5
+    key: str = ""
+    """The idempotency key; empty: the name."""
 
     @property
     def client(self) -> str:
@@ -87,7 +90,7 @@ class PlannedSession:
             "seed": spec.sampling.seed,
             "logprobs": spec.logprobs,
             "speculation": Speculation() if spec.auto else Speculation(off=spec.k == 0, k=spec.k),
-            "idempotency_key": self.name,
+            "idempotency_key": self.key or self.name,
             "continue_without_client": spec.continue_without_client,
             "timeout_s": self.within_s,
         }
@@ -103,6 +106,8 @@ class PlannedSession:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
+    """`replicas` are the store's; `copies` of them must have a change before it counts (WAIT)."""
+
     seed: int
     gateways: int
     builds: tuple[str, ...]
@@ -115,6 +120,8 @@ class Schedule:
     slow_factor: float
     hedge_quantile: float
     looks_up: bool
+    replicas: int
+    copies: int
     timing: Timing
     principals: tuple[Principal, ...]
     sessions: tuple[PlannedSession, ...]
@@ -126,7 +133,7 @@ class Schedule:
             f"targets {', '.join(self.builds)}, {self.drafts} drafts, credit {self.credit}, "
             f"window {self.window}, passes of {self.pass_s} s, client_s {self.client_s}, "
             f"slow_factor {self.slow_factor}, hedge_quantile {self.hedge_quantile}, "
-            f"looks_up {self.looks_up}, {self.timing}"
+            f"looks_up {self.looks_up}, {self.copies} of {self.replicas} copies, {self.timing}"
         )
         return "\n".join([head, *(f"  {what}" for what in (*self.principals, *self.sessions, *self.faults))])
 

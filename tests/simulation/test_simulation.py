@@ -12,7 +12,7 @@ import pytest
 from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.run import part_of, play, shrink
 from tests.simulation.schedule import Schedule
-from tests.simulation.seeds import schedule_of
+from tests.simulation.schedules.seeds import schedule_of
 from tests.simulation.system.loop import Deadlock, SimLoop
 from tests.simulation.world import quiet, run_schedule
 
@@ -103,7 +103,7 @@ def test_every_mutant_is_detected(mutant: Mutant) -> None:
 
 
 _TRACES = """
-from tests.simulation.seeds import schedule_of
+from tests.simulation.schedules.seeds import schedule_of
 from tests.simulation.world import quiet, run_schedule
 with quiet():
     print([run_schedule(schedule_of(seed)).trace for seed in range(12)])

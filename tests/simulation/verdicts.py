@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 LEAVE_OWNERS = frozenset(
-    {"stall", "jump", "engine-fails", "draft-fails", "repeat", "abort", "leave", "wrong-resume"}
+    {"stall", "jump", "engine-fails", "draft-fails", "repeat", "abort", "leave", "wrong-resume", "stranger"}
 )
 """Faults that cut off neither a stream from its gateway nor an owner from the store."""
-_HARMLESS = frozenset({"draft-fails", "jump", "repeat", "wrong-resume", "abort"})
+_HARMLESS = frozenset({"draft-fails", "jump", "repeat", "wrong-resume", "abort", "stranger"})
 """Faults that no stream may end for."""
 _RETRIED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 _DEADLINE_S = 0.1
@@ -38,7 +38,9 @@ class Verdicts:
             case grpc.StatusCode.DATA_LOSS:
                 self.data_lost(client, str(error))
             case grpc.StatusCode.FAILED_PRECONDITION:
-                if not self._world.ledger.is_succeeded(client.spec.session_id, client.process.name):
+                session_id, ledger = client.spec.session_id, self._world.ledger
+                succeeded = ledger.is_succeeded(session_id, client.process.name)
+                if not succeeded and session_id not in ledger.damaged:
                     self._wrong(client, error, "is fenced without a living successor")
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._deadline_passed(client, error)
@@ -49,17 +51,42 @@ class Verdicts:
             case _:
                 self._wrong(client, error, "raises what no fault explains")
 
+    def stranger_failed(self, name: str, error: GalleyRpcError) -> None:
+        """Violate a rule unless the session of another principal looks as if there was none."""
+        self._world.ledger.met[f"stranger: {error.code.name}"] += 1
+        busy = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        if error.code is grpc.StatusCode.NOT_FOUND or busy:
+            return
+        if error.code not in _RETRIED or not self._is_troubled():
+            self._world.ledger.violate(f"{name} does not get NOT_FOUND: {error}")
+
+    def drained(self, name: str) -> None:
+        """Violate a rule if a gateway has streams when its drain ends, and nothing else is in the way."""
+        world = self._world
+        schedule = world.schedule
+        rounds_s = schedule.timing.drain_s - 10 * schedule.pass_s
+        alone = all(fault.kind in _HARMLESS or fault.where == (name,) for fault in schedule.faults)
+        open_streams = sum(len(it.streams._running) for it in world.gateways if it.address == name)
+        if alone and rounds_s > 0.5 and all(it.pause_s == 0.0 for it in schedule.sessions):
+            world.ledger.met["drained in time"] += 1
+            if open_streams:
+                world.ledger.violate(
+                    f"{name} is killed with {open_streams} open streams, as its drain has ended"
+                )
+
     def abort_failed(self, client: SimClient, error: GalleyRpcError) -> None:
         lost = error.code is grpc.StatusCode.NOT_FOUND
-        if not lost and not (error.code in _RETRIED and self._is_troubled()):
+        troubled = self._is_troubled() or client.planned.breaks_off
+        if not lost and not (error.code in _RETRIED and troubled):
             self._wrong(client, error, "cannot abort")
 
     def data_lost(self, client: SimClient, what: str) -> None:
-        """Violate a rule, unless the store lost tokens and builds differ or the session was aborted."""
+        """Violate a rule unless the log was damaged, or the lost part was computed by another build."""
         mixed = len(set(self._world.schedule.builds)) > 1
         session_id, ledger = client.spec.session_id, self._world.ledger
-        lost = ledger.roll_backs or session_id in ledger.forgotten
-        if not (lost and (mixed or ledger.was_aborted(session_id))):
+        lost = session_id in ledger.lost or session_id in ledger.forgotten
+        explained = lost and (mixed or ledger.was_aborted(session_id))
+        if not explained and session_id not in ledger.damaged:
             ledger.violate(f"{client.process.name}: {what}")
 
     def _forgotten(self, client: SimClient) -> None:

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 import structlog
 
 from galley.client.options import Retries
+from services.gateway.request.validate import tenant_salt_for
 from tests.fakes.kv_check import check_table
 from tests.simulation.client import SimClient
 from tests.simulation.faults import Faults
 from tests.simulation.ledger import Ledger, Violation
-from tests.simulation.schedule import Fault, PlannedSession, Schedule
+from tests.simulation.schedule import ID_SECRET, Fault, PlannedSession, Schedule
 from tests.simulation.system.call import Server
+from tests.simulation.system.copies import Copies
 from tests.simulation.system.gateway import SimGateway
 from tests.simulation.system.loop import Deadlock, Livelock, SimLoop, virtual_time
 from tests.simulation.system.network import Network
@@ -48,6 +50,7 @@ class Kinds:
 
     engine: type[SimEngine] = SimEngine
     sessions: type[Sessions] = Sessions
+    copies: type[Copies] = Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class World:
         self.network = Network(schedule.seed, timing.keepalive_s, timing.pings_s)
         self.verdicts = Verdicts(self)
         self.servers: dict[str, Server] = {}
-        self.redis = SimRedis(self.network, ledger, timing, FINISHED_TTL_S, kinds.sessions)
+        self.redis = SimRedis(self.network, ledger, schedule, FINISHED_TTL_S, kinds.sessions, kinds.copies)
         self.snapshots: dict[Fault, object] = {}
         self.targets = {
             f"target-{i}": SimTarget(self, f"target-{i}", build) for i, build in enumerate(schedule.builds)
@@ -95,7 +98,8 @@ class World:
             faults.plan(fault)
         principals = {principal.name: principal for principal in self.schedule.principals}
         for planned in self.schedule.sessions:
-            self.ledger.opened(planned.spec, principals[planned.principal])
+            principal = principals[planned.principal]
+            self.ledger.opened(planned.spec, principal, tenant_salt_for(principal.name, ID_SECRET))
             client = SimClient(self, planned.client, planned)
             self.clients[planned.client] = client
             loop.call_later(planned.at_s, client.start)
@@ -121,6 +125,9 @@ class World:
         client = self.clients[name] = SimClient(self, name, replace(planned, within_s=None), before)
         client.start()
         return client
+
+    def planned(self, client: str) -> PlannedSession:
+        return next(planned for planned in self.schedule.sessions if planned.client == client)
 
     def ended_unread(self, gateway: str, session_id: str, began_s: float) -> None:
         """Check a stream, started at `began_s`, that a gateway ended because it was left unread."""

@@ -31,9 +31,6 @@ from tests.simulation.system.wire import SimChannel
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-DRAIN_S = 0.5
-"""A draining process is killed after this time."""
-
 
 class SimClock:
     """The clock of one process; it may jump forward."""
@@ -134,7 +131,8 @@ class SimGateway:
 
     async def drain(self) -> None:
         self.ready = False
-        await GatewayService(self.streams, AsyncExitStack(), DRAIN_S).drain()
+        drain_s = self._world.schedule.timing.drain_s
+        await GatewayService(self.streams, AsyncExitStack(), drain_s).drain()
 
     async def _close(self) -> None:
         await self.streams.close()

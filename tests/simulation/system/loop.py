@@ -42,7 +42,10 @@ class _VirtualTime:
 
     @staticmethod
     def time_ns() -> int:
-        return round(asyncio.get_running_loop().time() * 1e9) + 1_700_000_000_000_000_000
+        """Return the wall clock of the process, which can be set."""
+        process = _CURRENT.get()
+        ahead_s = 1_700_000_000.0 if process is None else process.wall_s
+        return round((asyncio.get_running_loop().time() + ahead_s) * 1e9)
 
 
 @contextmanager
@@ -70,6 +73,7 @@ class Process:
         self.alive = True
         self.compute_s = 0.001
         self.slow = 1.0
+        self.wall_s = 1_700_000_000.0
         self.frozen_until = 0.0
         self.died_s = 0.0
         self.tasks: dict[int, SimTask] = {}

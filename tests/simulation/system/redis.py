@@ -1,7 +1,7 @@
 """The simulated Redis: the sessions of a `MemoryStore`, the leases of replicas, and the faults of a server.
 
-It may be down, lose its latest writes in a crash, and lose, delay or repeat messages. A call that its caller
-has given up may still be executed later.
+It may be down, lose its latest writes in a crash or a fail-over, damage a log, have its clock set, and lose,
+delay or repeat messages. A call that its caller has given up may still be executed later.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from galley.common.registry.leases import LeasePool, Replaced
 from galley.core.errors import GalleyError, StoreUnavailable
-from galley.core.routing.choice import ReplicaLease
+from galley.core.routing.choice import ReplicaLease, TargetLease
 from galley.core.store import (
     UNCHANGED,
     Exchange,
@@ -29,8 +31,9 @@ from galley.core.store import (
 from services.gateway.store.session_log import LAST_CALL_S
 from tests.fakes.store import MemoryStore
 from tests.simulation.ledger import Ledger
-from tests.simulation.schedule import Timing
+from tests.simulation.schedule import Schedule
 from tests.simulation.system.call import Call, current_call
+from tests.simulation.system.copies import Copies
 from tests.simulation.system.loop import Process
 from tests.simulation.system.network import Network
 
@@ -38,17 +41,43 @@ T = TypeVar("T")
 
 REDIS = "redis"
 _LAST_CALL_S = LAST_CALL_S + 0.05
+_COPIED_WITHIN = 0.8
+"""Share of a call's time in which the replicas must have its change."""
 
 
 class Sessions(MemoryStore):
     """The rules of the scripts; `state` and `restore` return the server to an earlier state."""
 
+    def __init__(self, *times: float, clock: Callable[[], float]) -> None:
+        super().__init__(*times, clock=clock)
+        self._damaged: dict[str, list[int]] = {}
+        """The tokens that the damaged logs held before."""
+
     def holds(self, session_id: str) -> bool:
         return self._find(session_id) is not None
 
     def held(self, session_id: str) -> tuple[list[int], bytes]:
-        record = self._records[session_id]
-        return record.tokens, record.meta
+        """Return log and metadata as they would be without damage."""
+        record, before = self._records[session_id], self._damaged.get(session_id)
+        tokens = record.tokens if before is None else [*before, *record.tokens[len(before) :]]
+        return tokens, record.meta
+
+    def lengths(self) -> dict[str, int]:
+        return {of: len(self.held(of)[0]) for of in list(self._records) if self.holds(of)}
+
+    def damage(self, session_id: str, share: float, *, tear: bool) -> None:
+        """Flip a bit of the token at a `share` of the log, or tear off the log from there on."""
+        tokens = self._records[session_id].tokens
+        self._damaged[session_id] = list(self.held(session_id)[0])
+        at = int(share * len(tokens))
+        if tear:
+            del tokens[at:]
+        else:
+            self.flip(session_id, at)
+
+    def _make(self, new: NewSession, epoch: int, nonce: bytes) -> Any:
+        self._damaged.pop(new.session_id, None)
+        return super()._make(new, epoch, nonce)
 
     def flip(self, session_id: str, at: int) -> None:
         """Change a bit of token `at`, as a fault of the server's memory or disk does."""
@@ -61,10 +90,26 @@ class Sessions(MemoryStore):
         return record is not None and record.state == "finished"
 
     def state(self) -> object:
-        return deepcopy((self._records, self._aborted, self._buckets))
+        return deepcopy((self._records, self._aborted, self._buckets, self._damaged))
 
     def restore(self, state: Any) -> None:
-        self._records, self._aborted, self._buckets = deepcopy(state)
+        self._records, self._aborted, self._buckets, self._damaged = deepcopy(state)
+
+    def entry(self, session_id: str) -> Any:
+        """Return what a replica gets of a session: changes, and so no damage."""
+        record = self._records.get(session_id)
+        if record is not None:
+            record = replace(record, tokens=list(self.held(session_id)[0]))
+        return record, self._aborted.get(session_id)
+
+    def entries(self) -> dict[str, Any]:
+        return {of: self.entry(of) for of in [*self._records, *self._aborted]}
+
+    def adopt(self, entries: dict[str, Any]) -> None:
+        """Hold what a replica has got."""
+        self._records = {of: record for of, (record, _) in entries.items() if record is not None}
+        self._aborted = {of: aborted for of, (_, aborted) in entries.items() if aborted is not None}
+        self._damaged = {}
 
 
 def at_once(work: Coroutine[Any, Any, T]) -> T:
@@ -116,42 +161,63 @@ class Leases:
 
 
 class SimRedis:
-    """The server; the schedule sets its `faults`."""
+    """The server, whose clock is `ahead_s`, and its replicas."""
 
     def __init__(
         self,
         network: Network,
         ledger: Ledger,
-        timing: Timing,
+        schedule: Schedule,
         finished_ttl_s: float,
         kind: type[Sessions] = Sessions,
+        copies: type[Copies] = Copies,
     ) -> None:
-        loop = asyncio.get_running_loop()
-        self.timing = timing
-        self.sessions = kind(timing.ttl_s, finished_ttl_s, clock=loop.time)
-        self.leases = Leases(timing.lease_s, loop.time)
+        timing = self.timing = schedule.timing
+        self.ahead_s = 0.0
+        self.sessions = kind(timing.ttl_s, finished_ttl_s, clock=self._now_s)
+        self.leases = Leases(timing.lease_s, self._now_s)
+        self.copies = copies(network, REDIS, schedule.replicas, schedule.copies)
         self.up = True
         self.lossy = 0.0
         self.repeat = 0.0
         self._network = network
-        self._ledger = ledger
+        self.ledger = ledger
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time() + self.ahead_s
 
     def crash(self) -> None:
         self.up = False
+        self.copies.forget_calls()
 
     def come_back(self, state: object | None) -> None:
         self.up = True
         if state is not None:
+            before = self.sessions.lengths()
             self.sessions.restore(state)
+            self.copies.follow(self.sessions)
             self.leases.clear()
-            self._ledger.rolled_back()
+            self.ledger.rolled_back(before, self.sessions.lengths())
 
-    async def call(self, caller: Process, work: Callable[[], T], *, repeats: bool = True) -> T:
-        """Make the change; a call that `repeats` may be made twice, as `retry` does after a lost reply."""
+    def fail_over(self, *, latest: bool) -> None:
+        """Go on with a replica: the one that has most, as Sentinel chooses it, or another."""
+        self.up, before, copies = True, self.sessions.lengths(), self.copies
+        if copies.promote(self.sessions, latest=latest):
+            keeps = copies.wanted == len(copies.all) or (latest and copies.wanted > 0)
+            self.ledger.rolled_back(before, self.sessions.lengths(), keeps=keeps)
+
+    async def call(
+        self, caller: Process, work: Callable[[], T], writes: str = "", *, repeats: bool = True
+    ) -> T:
+        """Return the result of `work`, which changes the session `writes`, or no session.
+
+        A call that `repeats` may be made twice, as `retry` does after a lost reply.
+        """
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[T] = loop.create_future()
         for _ in range(min(self._copies(caller), 1 + repeats)):
-            loop.call_at(self._network.arrival_s(caller.name, REDIS), self._carry_out, caller, work, reply)
+            at_s = self._network.arrival_s(caller.name, REDIS)
+            loop.call_at(at_s, self._carry_out, caller, work, reply, writes)
         try:
             async with asyncio.timeout(self.timing.call_s):
                 return await reply
@@ -166,16 +232,29 @@ class SimRedis:
     def _is_lost(self, sender: str, receiver: str) -> bool:
         return self.lossy > 0 and self._network.link(sender, receiver).random() < self.lossy
 
-    def _carry_out(self, caller: Process, work: Callable[[], T], reply: asyncio.Future[T]) -> None:
+    def _carry_out(
+        self, caller: Process, work: Callable[[], T], reply: asyncio.Future[T], writes: str
+    ) -> None:
         result: T | GalleyError
         try:
             if not self.up:
                 raise StoreUnavailable("the session store is unavailable", "connection refused")
             result = work()
         except GalleyError as error:
-            self._ledger.met[f"store: {type(error).__name__}"] += 1
+            self.ledger.met[f"store: {type(error).__name__}"] += 1
             result = error
-        if not self._is_lost(REDIS, caller.name):
+        offset = self.copies.wrote(self.sessions, writes) if writes and self.up else 0
+        if isinstance(result, GalleyError) or not (writes and self.copies.wanted):
+            self._send(caller, reply, result)
+            return
+        late = StoreUnavailable("the session store's replicas do not have the change yet")
+        asyncio.get_running_loop().call_later(
+            _COPIED_WITHIN * self.timing.call_s, self._send, caller, reply, late
+        )
+        self.copies.when_copied(offset, partial(self._send, caller, reply, result))
+
+    def _send(self, caller: Process, reply: asyncio.Future[T], result: T | GalleyError) -> None:
+        if not reply.done() and not self._is_lost(REDIS, caller.name):
             loop = asyncio.get_running_loop()
             loop.call_at(self._network.arrival_s(REDIS, caller.name), _reply, caller, reply, result)
 
@@ -219,7 +298,7 @@ class SimStore(SessionStore):
                 self._owned(stored, call)
             return stored
 
-        return await self._redis.call(self._caller, create)
+        return self._read(await self._redis.call(self._caller, create, new.session_id))
 
     async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
         call = current_call()
@@ -229,14 +308,21 @@ class SimStore(SessionStore):
             self._owned(stored, call)
             return stored
 
-        return await self._redis.call(self._caller, claim)
+        return self._read(await self._redis.call(self._caller, claim, former.session_id))
+
+    def _read(self, stored: StoredSession) -> StoredSession:
+        self._ledger.acknowledged(stored.ownership.session_id, len(stored.tokens))
+        return stored
 
     def _owned(self, stored: StoredSession, call: Call | None) -> None:
-        """Note who owns a session now; what executes after all retries of the call is a dead call."""
-        name = self._caller.name
+        if self._ledger.owned(stored, self._caller.name, call) and call is not None:
+            self._must_be_in_time("owns a session", call.served_s)
+
+    def _must_be_in_time(self, what: str, since_s: float) -> None:
+        """Check that a change is not executed after all retries of the call that began at `since_s`."""
         late_s = asyncio.get_running_loop().time() - self._redis.timing.store_s - _LAST_CALL_S
-        if self._ledger.owned(stored, name, call) and call is not None and call.served_s < late_s:
-            self._ledger.violate(f"{name} owns a session by a call that it has given up")
+        if max(since_s, self._ledger.stepped_s) < late_s:
+            self._ledger.violate(f"{self._caller.name} {what} by a call that it has given up")
 
     async def commit(
         self,
@@ -252,32 +338,43 @@ class SimStore(SessionStore):
             self._ledger.committed(owner, *self._sessions.held(owner.session_id))
             return length
 
-        return await self._redis.call(self._caller, commit)
+        length = await self._redis.call(self._caller, commit, owner.session_id)
+        self._ledger.acknowledged(owner.session_id, expected_len + len(tokens))
+        return length
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes, log_hash: bytes) -> None:
         def store_finish() -> None:
             at_once(self._sessions.finish(owner, expected_len, finish, log_hash))
             self._ledger.finished(owner, *self._sessions.held(owner.session_id))
 
-        await self._redis.call(self._caller, store_finish)
+        await self._redis.call(self._caller, store_finish, owner.session_id)
 
     async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
+        began_s = asyncio.get_running_loop().time()
+
         def recreate() -> None:
             lost = not self._sessions.holds(owner.session_id)
             at_once(self._sessions.recreate(owner, new, latest_ms))
             if lost:
-                self._ledger.made(owner.session_id)
-                self._ledger.met["made anew by its owner"] += 1
+                self._must_be_in_time("makes a session anew", began_s)
+                self._ledger.made_anew(owner.session_id)
 
-        await self._redis.call(self._caller, recreate)
+        await self._redis.call(self._caller, recreate, owner.session_id)
 
     async def renew(self, owner: Ownership) -> None:
-        await self._redis.call(self._caller, lambda: at_once(self._sessions.renew(owner)))
+        await self._redis.call(self._caller, lambda: at_once(self._sessions.renew(owner)), owner.session_id)
 
     async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
-        await self._redis.call(
-            self._caller, lambda: at_once(self._sessions.abort(session_id, principal, finish, latest_ms))
-        )
+        began_s = asyncio.get_running_loop().time()
+
+        def abort() -> bool:
+            was_live = not self._sessions.is_finished(session_id)
+            at_once(self._sessions.abort(session_id, principal, finish, latest_ms))
+            self._must_be_in_time("aborts a session", began_s)
+            return was_live
+
+        if await self._redis.call(self._caller, abort, session_id):
+            self._ledger.has_aborted(session_id)
 
     async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
         return await self._redis.call(
@@ -294,6 +391,7 @@ class SimRegistry:
     def __init__(self, redis: SimRedis, caller: Process) -> None:
         self._redis = redis
         self._caller = caller
+        self._ledger = redis.ledger
         self._numbers: dict[str, int] = {}
 
     async def publish(self, pool: LeasePool[Any], lease: ReplicaLease) -> None:
@@ -301,6 +399,8 @@ class SimRegistry:
         if lease.incarnation not in self._numbers:
             self._numbers[lease.incarnation] = await self._redis.call(self._caller, leases.next_number)
         number = self._numbers[lease.incarnation]
+        if isinstance(lease, TargetLease):
+            self._ledger.published(lease.address, lease.cached_prefixes)
         await self._redis.call(self._caller, lambda: leases.publish(pool.name, lease, number))
 
     async def withdraw(self, pool: LeasePool[Any], address: str, incarnation: str) -> None:

@@ -18,6 +18,7 @@ from services.draft.servicer import DraftService
 from services.draft.strategies.base import DraftJob, Proposal
 from services.target.servicer import Limits, TargetService
 from tests.fakes.engine import KnownEngine
+from tests.simulation.ledger import BLOCK_TOKENS
 from tests.simulation.schedule import MOST_K
 from tests.simulation.system.call import Server
 from tests.simulation.system.loop import Process
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer-1"
 MOST_DRAFT_TOKENS = MOST_K
-BLOCK_TOKENS = 8
 BLOCKS = 24
 WINDOW = BLOCKS * BLOCK_TOKENS
 _MS = 1_000_000
@@ -104,9 +104,10 @@ class SimTarget:
     def _start(self) -> None:
         world, process = self._world, self.process
         self.engine = world.kinds.engine(self._build)
-        self.service = TargetService(
+        self.service = _NotedTarget(
             self.engine, PASS_TIMES, None, Limits(max_draft_tokens=MOST_DRAFT_TOKENS, max_linger_ms=5.0)
         )
+        self.service.world, self.service.name = world, self.address
         registry: Any = SimRegistry(world.redis, process)
         lease = partial(self.service.lease, self.address)
         self.registration = Registration(registry, TARGET_POOL, lease, world.schedule.timing.lease_s / 3)
@@ -142,7 +143,7 @@ class SimDraft:
             vocab_size=VOCAB,
         )
         self.service = _NotedDraft(loop, info, None)
-        self.service.world = world
+        self.service.world, self.service.name = world, self.address
         registry: Any = SimRegistry(world.redis, process)
         lease, every_s = partial(self.service.lease, self.address), world.schedule.timing.lease_s / 3
         self.registration = Registration(registry, DRAFT_POOL, lease, every_s)
@@ -153,12 +154,26 @@ class SimDraft:
         await self.service.drain()
 
 
-class _NotedDraft(DraftService):
-    """Record in the ledger which session requested a proposal, and when."""
+class _NotedTarget(TargetService):
+    """Check the salt of each request."""
 
     world: World
+    name: str
+
+    async def _respond(self, item: pb.VerifyItem, tickets: Any = None) -> AsyncGenerator[pb.VerifyAnswer]:
+        self.world.ledger.requested(self.name, item.slice.session_id, item.slice.tenant_salt)
+        async for response in super()._respond(item, tickets):
+            yield response
+
+
+class _NotedDraft(DraftService):
+    """Record in the ledger which session requested a proposal, and when; check its salt."""
+
+    world: World
+    name: str
 
     async def _respond(self, item: Any) -> AsyncGenerator[Any]:
         self.world.ledger.drafted(item.slice.session_id)
+        self.world.ledger.requested(self.name, item.slice.session_id, item.slice.tenant_salt)
         async for response in super()._respond(item):
             yield response

@@ -1,0 +1,74 @@
+"""The schedule of a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict
+
+from tests.simulation.schedule import Schedule, Timing
+from tests.simulation.schedules.draw import faults_of
+from tests.simulation.schedules.sessions import (
+    draw_principals,
+    lengthened,
+    plan_session,
+    twin,
+    without_limits,
+)
+from tests.simulation.schedules.themes import THEMES
+
+_TWINS = 0.15
+"""Share of the schedules in which both principals send one request."""
+_THEMED = 0.2
+"""Share of the schedules with a theme."""
+
+
+def schedule_of(seed: int, theme: str = "") -> Schedule:
+    rng = random.Random(seed)
+    drawn = rng.choice(tuple(THEMES)) if rng.random() < _THEMED else ""
+    schedule = _plain(seed, rng)
+    make = THEMES.get(theme or drawn)
+    return schedule if make is None else make(schedule, rng)
+
+
+def _plain(seed: int, rng: random.Random) -> Schedule:
+    principals = draw_principals(rng)
+    planned = [plan_session(rng, i, principals) for i in range(rng.choice([1, 1, 2, 2, 3, 4]))]
+    targets, drafts = rng.choice([1, 2, 2, 3]), rng.choice([0, 1, 1, 2])
+    long = drafts > 0 and rng.random() < 0.15
+    if long:
+        planned[0], principals = lengthened(planned[0]), without_limits(principals)
+    if rng.random() < _TWINS:
+        planned.append(twin(planned[0], rng))
+    timing, copies = _timing(rng), rng.choice([None, None, 0, 1, 2])
+    mixed = targets > 1 and not long and rng.random() < 0.25
+    whole = Schedule(
+        seed=seed,
+        gateways=rng.choice([1, 2, 2, 2, 3]),
+        builds=tuple(f"build-{1 + mixed * (i % 2)}" for i in range(targets)),
+        drafts=drafts,
+        credit=rng.choice([0, 4, 8, 16]),
+        window=rng.choice([3, 8, 8, 32]),
+        pass_s=0.25 if long else 0.05,
+        slots=rng.choice([2, 3, 8]),
+        client_s=rng.choice([2.0, 30.0]),
+        slow_factor=rng.choice([2.0, 8.0]),
+        hedge_quantile=rng.choice([0.0, 0.5, 0.9]),
+        looks_up=rng.random() < 0.7,
+        replicas=2 * (copies is not None),
+        copies=copies or 0,
+        timing=timing,
+        principals=principals,
+        sessions=tuple(planned),
+        faults=(),
+    )
+    return whole.with_faults(faults_of(whole, rng, rng.choice([1, 2, 3, 4, 6, 8])))
+
+
+def _timing(rng: random.Random) -> Timing:
+    """Return the time limits that others are multiples of, or each shrunk or grown at random."""
+    if rng.random() < 0.5:
+        return Timing()
+    values = {
+        name: value * rng.choice([0.25, 0.5, 1.0, 1.0, 2.0]) for name, value in asdict(Timing()).items()
+    }
+    return Timing(**{**values, "ttl_s": max(3.0, values["ttl_s"])})
