@@ -118,6 +118,7 @@ class MemoryStore(SessionStore):
     async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
         self._must_be_in_time(latest_ms)
         record = self._of(former.session_id, principal)
+        self._must_have_its_prompt(former.session_id, record)
         if record.nonce != nonce:
             if (record.epoch, record.nonce) != (former.epoch, former.nonce):
                 raise OwnerChanged(former.session_id)
@@ -243,7 +244,13 @@ class MemoryStore(SessionStore):
             raise (ClaimLost if record.epoch < owner.epoch else Fenced)(owner.session_id)
         if record.state == "finished":
             raise SessionEnded(owner.session_id)
+        self._must_have_its_prompt(owner.session_id, record)
         return record
+
+    @staticmethod
+    def _must_have_its_prompt(session_id: str, record: _Record) -> None:
+        if len(record.tokens) < record.prompt_len:
+            raise LogLost(session_id)
 
     def _end(self, record: _Record, finish: bytes) -> None:
         record.state, record.finish = "finished", finish

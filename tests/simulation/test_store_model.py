@@ -115,9 +115,15 @@ class Real:
             case "flip":
                 name, at = call.arguments
                 log = f"galley:sessions:default:{{{name}}}:log"
-                if await self.client.exists(log):
+                if await self.client.strlen(log) > 4 * at:
                     bit = 32 * at + 7
                     await self.client.setbit(log, bit, 1 - await self.client.getbit(log, bit))
+            case "tear":
+                name, at = call.arguments
+                log = f"galley:sessions:default:{{{name}}}:log"
+                kept = await self.client.getrange(log, 0, 4 * at - 1) if at else b""
+                if await self.client.exists(log):
+                    await self.client.set(log, kept, keepttl=True)
             case name:
                 arguments = await self._timed(call) if name in _TIMED else call.arguments
                 return (await _outcome(getattr(self._store, name)(*arguments)))[0]
@@ -229,16 +235,17 @@ class Random:
                 return self._server_event(name)
 
     def _server_event(self, name: str) -> Call:
-        """Step its clock, remember its state, return it to an earlier one, or change a bit of a log."""
+        """Step its clock, remember its state, return it to an earlier one, or damage a log."""
         rng = self._rng
         if name == "step":
             step_s = rng.choice(_STEPS_S)
             self.store.now_s += step_s
             return Call("step", (step_s,))
         if rng.random() < 0.3:
-            flipped = (self._name(), rng.randrange(2))
-            self.store.flip(*flipped)
-            return Call("flip", flipped)
+            damaged = (self._name(), rng.randrange(2))
+            how = rng.choice(["flip", "tear"])
+            (self.store.flip if how == "flip" else self.store.tear)(*damaged)
+            return Call(how, damaged)
         if self._states and rng.random() < 0.5:
             index = rng.randrange(len(self._states))
             self.store.restore(self._states[index])

@@ -69,11 +69,7 @@ class Sessions(MemoryStore):
         """Flip a bit of the token at a `share` of the log, or tear off the log from there on."""
         tokens = self._records[session_id].tokens
         self._damaged[session_id] = list(self.held(session_id)[0])
-        at = int(share * len(tokens))
-        if tear:
-            del tokens[at:]
-        else:
-            self.flip(session_id, at)
+        (self.tear if tear else self.flip)(session_id, int(share * len(tokens)))
 
     def _make(self, new: NewSession, epoch: int, nonce: bytes) -> Any:
         self._damaged.pop(new.session_id, None)
@@ -82,8 +78,14 @@ class Sessions(MemoryStore):
     def flip(self, session_id: str, at: int) -> None:
         """Change a bit of token `at`, as a fault of the server's memory or disk does."""
         record = self._find(session_id)
-        if record is not None:
+        if record is not None and at < len(record.tokens):
             record.tokens[at] ^= 1
+
+    def tear(self, session_id: str, at: int) -> None:
+        """Keep only the first `at` tokens of a log."""
+        record = self._find(session_id)
+        if record is not None:
+            del record.tokens[at:]
 
     def is_finished(self, session_id: str) -> bool:
         record = self._find(session_id)
