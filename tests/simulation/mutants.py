@@ -19,7 +19,7 @@ from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
 from galley.core.session.delivery import Delivery
 from galley.core.session.drafting import Drafting
-from galley.core.store import Exchange, Exchanged, StoredSession, TokenBucket
+from galley.core.store import Exchange, Exchanged, OwnerChanged, StoredSession, TokenBucket
 from services.gateway.replicas.drafts import DraftReplica
 from services.gateway.request.validate import session_id_for, tenant_salt_for
 from services.gateway.session.streams import Streams, check_resume
@@ -133,6 +133,12 @@ def _nothing(*_: object) -> None:
     """Do nothing."""
 
 
+async def _never_over(
+    _streams: Streams, held: StoredSession, _nonce: bytes, _called_ns: int, _until_ns: int
+) -> StoredSession:
+    raise OwnerChanged(held.ownership.session_id)
+
+
 async def _no_renewal(_log: SessionLog) -> None:
     await asyncio.Future()
 
@@ -237,6 +243,11 @@ MUTANTS = (
         patches={"services.gateway.session.streams.Streams._release": _nothing},
     ),
     Mutant(
+        "lets nobody replace an owner",
+        "although all faults have ended",
+        patches={"services.gateway.session.streams.Streams._take_over": _never_over},
+    ),
+    Mutant(
         "hands nothing over when it drains",
         "as its drain has ended",
         patches={"galley.core.session.machine.Session._on_draining": _nothing},
@@ -264,6 +275,7 @@ MUTANTS = (
         "never reconnects to a draft",
         "was not drafted for again",
         patches={"services.gateway.replicas.drafts.DraftReplica.is_unknown": _only_accepted_once},
+        theme="failing draft",
     ),
     Mutant(
         "does not renew a session",

@@ -1,7 +1,8 @@
 """Run many schedules: `make simulate`, the long form of `test_simulation.py`.
 
 Each seed is one schedule. The number of schedules, the first seed, the commit and the time are written to
-bench/results/simulation.json. A seed that fails is run again, shrunk and printed:
+bench/results/simulation.json, with the seed at which each mutant (`mutants.py`) is detected. A seed that
+fails is run again, shrunk and printed:
 
     python -m tests.simulation.run --seed 4711 --schedules 1
 """
@@ -20,6 +21,7 @@ from multiprocessing import get_context
 from typing import TypeVar
 
 from bench.harness import commit, result_path, write_record
+from tests.simulation.mutants import MUTANTS
 from tests.simulation.schedule import Schedule
 from tests.simulation.schedules.seeds import schedule_of
 from tests.simulation.world import Outcome, quiet, run_schedule
@@ -29,6 +31,8 @@ T = TypeVar("T")
 _CHUNK = 50
 _EXPLAINED = 3
 _TAIL = 60
+MOST_MUTANT_SEEDS = 2000
+"""Every mutant must be detected within this many seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ def main() -> int:
     for seed, _ in violations[:_EXPLAINED]:
         explain(seed)
     report = _report(seeds, parts, violations, seconds)
+    if not options.dry:
+        report["mutants"] = _detected(options.workers)
     _print(json.dumps({name: report[name] for name in ("schedules", "seconds", "per_minute")}))
     if not options.dry:
         path = result_path("simulation")
@@ -99,6 +105,28 @@ def _progress(seeds: range, workers: int, began_s: float) -> Iterator[Part]:
                 reported_s = time.monotonic()
                 _print(f"{done} of {len(seeds)}, {60 * done / (reported_s - began_s):.0f} a minute")
             yield part
+
+
+def _detected(workers: int) -> dict[str, object]:
+    """Return the seed and the rule by which each mutant is detected; None if it is not."""
+    names = [mutant.name for mutant in MUTANTS]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        found = pool.map(detect, names)
+        return {
+            name: result and {"seed": result[0], "rule": result[1]}
+            for name, result in zip(names, found, strict=True)
+        }
+
+
+def detect(name: str, most_seeds: int = MOST_MUTANT_SEEDS) -> tuple[int, str] | None:
+    """Return the first seed that violates a rule with this mutant, and the rule."""
+    mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
+    with mutant.put_in(), quiet():
+        for seed in range(most_seeds):
+            violation = run_schedule(schedule_of(seed, mutant.theme), mutant.kinds).violation
+            if violation:
+                return seed, violation
+    return None
 
 
 def explain(seed: int) -> None:

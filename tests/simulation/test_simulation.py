@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.simulation.mutants import MUTANTS, Mutant
-from tests.simulation.run import part_of, play, shrink
+from tests.simulation.run import detect, part_of, play, shrink
 from tests.simulation.schedule import Schedule
 from tests.simulation.schedules.seeds import schedule_of
 from tests.simulation.system.loop import Deadlock, SimLoop
@@ -57,6 +57,13 @@ COVERED = (
     "raised NOT_FOUND",
     "wrong Resume: DATA_LOSS",
     "wrong Resume: INVALID_ARGUMENT",
+    "stranger: NOT_FOUND",
+    "failover",
+    "lost what it had acknowledged",
+    "step",
+    "damage",
+    "raised DATA_LOSS",
+    "published what it caches",
 )
 
 
@@ -86,18 +93,9 @@ def test_gateways_share_a_token_budget_under_faults() -> None:
     assert part.met["client: Overloaded"]
 
 
-def first_violation(mutant: Mutant) -> tuple[int, str] | None:
-    for seed in range(MOST_SEEDS):
-        outcome = run_schedule(schedule_of(seed, mutant.theme), mutant.kinds)
-        if outcome.violation:
-            return seed, outcome.violation
-    return None
-
-
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_is_detected(mutant: Mutant) -> None:
-    with mutant.put_in():
-        violation = first_violation(mutant)
+    violation = detect(mutant.name, MOST_SEEDS)
     assert violation is not None
     assert mutant.breaks in violation[1]
 
@@ -131,9 +129,9 @@ def test_a_failing_schedule_is_shrunk() -> None:
     def fails(schedule: Schedule) -> bool:
         return run_schedule(schedule, mutant.kinds).violation is not None
 
+    violation = detect(mutant.name, MOST_SEEDS)
+    assert violation is not None
     with mutant.put_in():
-        violation = first_violation(mutant)
-        assert violation is not None
         whole = schedule_of(violation[0])
         small = shrink(whole, fails)
         assert fails(small)

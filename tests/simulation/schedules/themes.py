@@ -27,7 +27,7 @@ def _wandering(drawn: Schedule, rng: random.Random) -> Schedule:
 
 
 def _failing_draft(drawn: Schedule, rng: random.Random) -> Schedule:
-    """Return a schedule in which the only draft fails every request for a time."""
+    """Return a schedule in which the only draft fails every request for a time, or restarts."""
     whole = replace(
         drawn,
         builds=tuple("build-1" for _ in drawn.builds),
@@ -36,7 +36,8 @@ def _failing_draft(drawn: Schedule, rng: random.Random) -> Schedule:
         principals=without_limits(drawn.principals),
         sessions=(lengthened(drawn.sessions[0]), *drawn.sessions[1:]),
     )
-    failing = Fault(rng.uniform(0.3, 1.5), "draft-fails", ("draft-0",), rng.uniform(1.0, 2.5))
+    kind = rng.choice(["draft-fails", "kill"])
+    failing = Fault(rng.uniform(0.3, 1.5), kind, ("draft-0",), rng.uniform(1.0, 2.5))
     return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1, 2])), failing))
 
 

@@ -186,9 +186,8 @@ class CountedStreams(Streams):
         super().keep(work, slot, used)
 
     @property
-    def left(self) -> str:
-        held, aborting, running = self._admission.held, self._aborts.held, len(self._running)
-        return f"{held} slots, {aborting} aborts, {running} sessions" if held or aborting or running else ""
+    def left(self) -> int:
+        return self._admission.held + self._aborts.held + len(self._running)
 
 
 class CountedDrafts(DraftPool):
