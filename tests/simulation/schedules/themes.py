@@ -239,8 +239,8 @@ def _leaving(drawn: Schedule, rng: random.Random) -> Schedule:
 
 def _failing_over(drawn: Schedule, rng: random.Random) -> Schedule:
     """Return a schedule in which a replica of the store is behind when one of them becomes the server."""
-    whole = replace(drawn, replicas=2, copies=rng.choice([0, 1, 2]), pass_s=0.05)
-    at_s = rng.uniform(0.5, 1.5)
+    whole = replace(drawn, replicas=2, copies=rng.choice([0, 1, 2, 2]), pass_s=0.05)
+    at_s = whole.sessions[0].at_s + rng.uniform(0.1, 0.6)
     behind = Fault(at_s, "cut", ("redis", rng.choice(COPIES)), rng.uniform(0.3, 1.5))
     then = Fault(
         at_s + rng.uniform(0.1, 1.0), "failover", ("redis",), rng.uniform(0.1, 1.0), rng.choice([0, 1])
