@@ -199,12 +199,15 @@ class Ledger:
             session.latest = 0
             session.holder = None
 
-    def made_anew(self, session_id: str) -> None:
+    def made_anew(self, owner: Ownership) -> None:
         """Note that an owner has created a session that the store had lost."""
         self.met["made anew by its owner"] += 1
-        if self._records[session_id].has_aborted and not self.roll_backs:
-            self.violate(f"{session_id} was made anew after its abort")
-        self.made(session_id)
+        session = self._records[owner.session_id]
+        if session.has_aborted and not self.roll_backs:
+            self.violate(f"{owner.session_id} was made anew after its abort")
+        if owner.epoch < session.latest and self.stepped_s < 0:
+            self.violate(f"{owner.session_id} was made anew by an owner that had been fenced")
+        self.made(owner.session_id)
 
     def owned(self, stored: StoredSession, by: str, call: Call | None) -> bool:
         """Note the owner that a session has by `call`; return True if it had another one."""

@@ -227,6 +227,12 @@ MUTANTS = (
         theme="rewritten",
     ),
     Mutant(
+        "trusts a lost session for six renewals",
+        "by an owner that had been fenced",
+        patches={"services.gateway.clock.Timeouts.trusted_ns": property(lambda it: 6 * it.renew_ns)},
+        theme="outlived",
+    ),
+    Mutant(
         "gives up after all breaks together have taken its time",
         "before its time",
         patches={"galley.client.streams.Recovery.reset": _nothing},

@@ -279,6 +279,28 @@ def _metered(drawn: Schedule, rng: random.Random) -> Schedule:
     return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1])), *breaks))
 
 
+def _outlived(drawn: Schedule, rng: random.Random) -> Schedule:
+    """Return a schedule in which a session expires while its first owner is cut off and its second dead."""
+    planned = replace(lengthened(drawn.sessions[0]), long=False)
+    planned = replace(planned, spec=replace(planned.spec, continue_without_client=True))
+    whole = replace(
+        drawn,
+        gateways=2,
+        pass_s=0.05,
+        timing=Timing(store_s=4.0, ttl_s=3.0, pings_s=3.0),
+        principals=without_limits(drawn.principals),
+        sessions=(planned,),
+    )
+    at_s = planned.at_s + rng.uniform(0.3, 0.6)
+    return whole.with_faults(
+        (
+            Fault(at_s, "cut", ("gateway-0", "redis"), rng.uniform(3.4, 3.9)),
+            Fault(at_s + 0.02, "elsewhere", (planned.client,)),
+            Fault(at_s + rng.uniform(0.2, 0.4), "kill", ("gateway-1",), 6.0),
+        )
+    )
+
+
 THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "wandering": _wandering,
     "failing draft": _failing_draft,
@@ -300,4 +322,5 @@ THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "rewritten": _rewritten,
     "breaking": _breaking,
     "metered": _metered,
+    "outlived": _outlived,
 }

@@ -359,7 +359,7 @@ class SimStore(SessionStore):
             at_once(self._sessions.recreate(owner, new, latest_ms))
             if lost:
                 self._must_be_in_time("makes a session anew", began_s)
-                self._ledger.made_anew(owner.session_id)
+                self._ledger.made_anew(owner)
 
         await self._redis.call(self._caller, recreate, owner.session_id)
 
