@@ -242,6 +242,7 @@ MUTANTS = (
         "admits more streams than it has places for",
         "slots are held",
         patches={"galley.core.admission.admission.Admission._check_slots": _nothing},
+        theme="few places",
     ),
     Mutant(
         "keeps the place of a stream that has ended",

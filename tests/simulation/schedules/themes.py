@@ -301,6 +301,14 @@ def _outlived(drawn: Schedule, rng: random.Random) -> Schedule:
     )
 
 
+def _few_places(drawn: Schedule, rng: random.Random) -> Schedule:
+    """Return a schedule in which more clients come at once than a gateway has places for."""
+    principals = without_limits(drawn.principals)
+    planned = [replace(plan_session(rng, i, principals), at_s=rng.uniform(0.0, 0.3)) for i in range(6)]
+    whole = replace(drawn, gateways=1, slots=2, principals=principals, sessions=tuple(planned))
+    return whole.with_faults(faults_of(whole, rng, rng.choice([0, 1, 2])))
+
+
 THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "wandering": _wandering,
     "failing draft": _failing_draft,
@@ -322,5 +330,6 @@ THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "rewritten": _rewritten,
     "breaking": _breaking,
     "metered": _metered,
+    "few places": _few_places,
     "outlived": _outlived,
 }

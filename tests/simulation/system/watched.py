@@ -107,11 +107,15 @@ class _Watch(WrappingInterceptor):
         return watched
 
     def _refused(self, error: Exception, sent: _Sent) -> None:
-        """Violate a rule if a call that was refused has replaced the owner of a session."""
+        """Violate a rule if a call that was refused has replaced the owner of a session.
+
+        A call that has started its stream is refused only if the client has not the tokens that it names.
+        """
         ledger, call = self._world.ledger, current_call()
-        if not isinstance(error, _REFUSALS) or sent.has_tokens or call is None or not call.has_changed:
+        refusals = (InvalidField, LogLost) if sent.session_id else _REFUSALS
+        if not isinstance(error, refusals) or sent.has_tokens or call is None or not call.has_changed:
             return
-        if not ledger.roll_backs:
+        if not (ledger.roll_backs or ledger.damaged):
             ledger.violate(f"{call.near.name} was refused, but has replaced an owner: {error!r}")
 
     def _raised(self, error: Exception) -> None:
