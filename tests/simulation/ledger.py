@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 8
 """Size of a target's KV blocks."""
 _KEPT_LINES = 4000
+_MOST_REPLAYED = 32
+"""Most tokens that a gateway replays before others get a turn: about 1 ms of work (decision 029)."""
 LEEWAY_S = 0.1
 """Calls that follow each other so closely may replace one another (decision 028)."""
 
@@ -93,6 +95,7 @@ class Ledger:
         self._records: dict[str, _SessionRecord] = {}
         self._output: Counter[str] = Counter()
         self._salts: dict[str, bytes] = {}
+        self._replayed = (0, 0, 0)
         self._guesses: set[bytes] = set()
         self._keep = keep
         self._hash = blake2b(digest_size=12)
@@ -278,6 +281,14 @@ class Ledger:
             self.grew_at[session_id] = asyncio.get_running_loop().time()
             self._extend(session, log, meta)
         session.meta_bytes = len(meta)
+
+    def replayed(self, gateway: str, turn: int, task: int) -> None:
+        """Check that a gateway replays few tokens of stored answers without giving others a turn."""
+        before_turn, before_task, count = self._replayed
+        count = count + 1 if (before_turn, before_task) == (turn, task) else 1
+        self._replayed = turn, task, count
+        if count > _MOST_REPLAYED:
+            self.violate(f"{gateway} replays more than {_MOST_REPLAYED} tokens before others get a turn")
 
     def _extend(self, session: _SessionRecord, log: Sequence[int], meta: bytes) -> None:
         spec, prompt_len = session.spec, len(session.spec.prompt)

@@ -255,6 +255,12 @@ MUTANTS = (
         patches={"services.gateway.session.streams.Streams._take_over": _never_over},
     ),
     Mutant(
+        "replays a whole answer at once",
+        "before others get a turn",
+        patches={"services.gateway.session.replay.SLICE_TOKENS": 10**6},
+        theme="replayed",
+    ),
+    Mutant(
         "hands nothing over when it drains",
         "as its drain has ended",
         patches={"galley.core.session.machine.Session._on_draining": _nothing},

@@ -309,6 +309,16 @@ def _few_places(drawn: Schedule, rng: random.Random) -> Schedule:
     return whole.with_faults(faults_of(whole, rng, rng.choice([0, 1, 2])))
 
 
+def _replayed(drawn: Schedule, rng: random.Random) -> Schedule:
+    """Return a schedule in which long answers are replayed at once."""
+    planned = [replace(lengthened(it), long=False) for it in drawn.sessions]
+    principals = without_limits(drawn.principals)
+    whole = replace(drawn, slots=8, principals=principals, sessions=tuple(planned))
+    at_s = rng.uniform(3.0, 5.0)
+    rivals = [Fault(at_s, "rival", (it.client,)) for it in planned]
+    return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1])), *rivals))
+
+
 THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "wandering": _wandering,
     "failing draft": _failing_draft,
@@ -331,5 +341,6 @@ THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "breaking": _breaking,
     "metered": _metered,
     "few places": _few_places,
+    "replayed": _replayed,
     "outlived": _outlived,
 }

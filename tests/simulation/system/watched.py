@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import grpc
 from galley.common.server.interceptors import StatusInterceptor
 from galley.common.wire.handlers import Behavior, Handler, WrappingInterceptor, wrap_handler
 from galley.core.admission.admission import Admission, AdmissionSlot, Principal
-from galley.core.answer.answer import SessionSpec
+from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.errors import (
     Broken,
     GalleyError,
@@ -24,6 +24,7 @@ from galley.core.errors import (
     Overloaded,
     UnknownSession,
 )
+from galley.core.records import TokenRecord
 from galley.core.routing.breaker import LONGEST_PAUSE_NS, Breaker
 from galley.core.session import events as ev
 from galley.core.store import OwnerChanged
@@ -35,6 +36,7 @@ from services.gateway.replicas.drafts import DraftPool, DraftReplica
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetReplica
 from services.gateway.servicer import GenerationServicer
+from services.gateway.session.replay import Replays
 from services.gateway.session.streams import Streams
 from tests.simulation.ledger import Ledger
 from tests.simulation.system.call import current_call
@@ -177,6 +179,23 @@ class CheckedAdmission(Admission):
             self.ledger.violate(f"{self.held} of {self._slots} slots are held, by each {held}")
 
 
+class CountedReplays(Replays):
+    """Count the tokens that a gateway replays in each turn of the event loop."""
+
+    def watch(self, ledger: Ledger, address: str) -> None:
+        self._ledger, self._address = ledger, address
+
+    async def _append(self, answer: Answer, entries: Iterable[tuple[int, TokenRecord]]) -> None:
+        await super()._append(answer, self._counted(entries))
+
+    def _counted(self, entries: Iterable[tuple[int, TokenRecord]]) -> Iterator[tuple[int, TokenRecord]]:
+        loop: Any = asyncio.get_running_loop()
+        task = hash(asyncio.current_task())
+        for entry in entries:
+            self._ledger.replayed(self._address, loop.turns, task)
+            yield entry
+
+
 class CountedStreams(Streams):
     def watch(self, ledger: Ledger, address: str) -> None:
         self._ledger, self._address = ledger, address
@@ -184,6 +203,8 @@ class CountedStreams(Streams):
             checked = CheckedAdmission(getattr(self, name)._slots)
             checked.ledger = ledger
             setattr(self, name, checked)
+        self._replays = CountedReplays(self._replays._decode)
+        self._replays.watch(ledger, address)
 
     def keep(self, work: asyncio.Task[None], slot: AdmissionSlot, used: Callable[[], int]) -> None:
         self._ledger.met["went on alone"] += 1
