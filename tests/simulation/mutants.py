@@ -133,9 +133,7 @@ def _nothing(*_: object) -> None:
     """Do nothing."""
 
 
-async def _never_over(
-    _streams: Streams, held: StoredSession, _nonce: bytes, _called_ns: int, _until_ns: int
-) -> StoredSession:
+async def _never_over(_streams: Streams, _slot: object, held: StoredSession, *_: object) -> StoredSession:
     raise OwnerChanged(held.ownership.session_id)
 
 

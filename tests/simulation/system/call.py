@@ -108,8 +108,6 @@ class Call(Connection):
         self.began_s = asyncio.get_running_loop().time()
         self.ended_s: float | None = None
         """When it ended for its client."""
-        self.served_s = 0.0
-        """When its handler began."""
         self.has_changed = False
         """Whether the store has a new owner by it."""
         context.finish = self._finish
@@ -195,7 +193,6 @@ class Call(Connection):
 
     async def _handle(self, serve: Any) -> None:
         _CALL.set(self)
-        self.served_s = asyncio.get_running_loop().time()
         try:
             await self._serve(serve)
         except asyncio.CancelledError:

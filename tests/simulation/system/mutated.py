@@ -41,10 +41,7 @@ class Unconditional(Sessions):
     """Give a session to any call that comes, as before decision 028."""
 
     async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
-        stored = await super().create(new, nonce, self._now_ms())
-        if stored.ownership.nonce == nonce:
-            return stored
-        return await self.claim(stored.ownership, new.principal, nonce, latest_ms)
+        return await super().create(new, nonce, self._now_ms())
 
     async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
         held = await self.read(former.session_id, principal)

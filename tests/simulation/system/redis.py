@@ -289,7 +289,7 @@ class SimStore(SessionStore):
         )
 
     async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
-        call = current_call()
+        call, began_s = current_call(), asyncio.get_running_loop().time()
 
         def create() -> StoredSession:
             is_new = not self._sessions.holds(new.session_id)
@@ -297,17 +297,17 @@ class SimStore(SessionStore):
             if is_new:
                 self._ledger.made(new.session_id)
             if stored.ownership.nonce == nonce:
-                self._owned(stored, call)
+                self._owned(stored, call, began_s)
             return stored
 
         return self._read(await self._redis.call(self._caller, create, new.session_id))
 
     async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
-        call = current_call()
+        call, began_s = current_call(), asyncio.get_running_loop().time()
 
         def claim() -> StoredSession:
             stored = at_once(self._sessions.claim(former, principal, nonce, latest_ms))
-            self._owned(stored, call)
+            self._owned(stored, call, began_s)
             return stored
 
         return self._read(await self._redis.call(self._caller, claim, former.session_id))
@@ -316,12 +316,12 @@ class SimStore(SessionStore):
         self._ledger.acknowledged(stored.ownership.session_id, len(stored.tokens))
         return stored
 
-    def _owned(self, stored: StoredSession, call: Call | None) -> None:
-        if self._ledger.owned(stored, self._caller.name, call) and call is not None:
-            self._must_be_in_time("owns a session", call.served_s)
+    def _owned(self, stored: StoredSession, call: Call | None, began_s: float) -> None:
+        if self._ledger.owned(stored, self._caller.name, call):
+            self._must_be_in_time("owns a session", began_s)
 
     def _must_be_in_time(self, what: str, since_s: float) -> None:
-        """Check that a change is not executed after all retries of the call that began at `since_s`."""
+        """Check that a change, tried at `since_s`, is not executed after all its retries."""
         late_s = asyncio.get_running_loop().time() - self._redis.timing.store_s - _LAST_CALL_S
         if max(since_s, self._ledger.stepped_s) < late_s:
             self._ledger.violate(f"{self._caller.name} {what} by a call that it has given up")
