@@ -150,6 +150,6 @@ class SimGateway:
             ledger.met.update({f"{pool.role} {why}": count for why, count in pool.move_counts.items()})
         self.process.spawn(self._close())
         await asyncio.sleep(0.5)
-        left = [getattr(task.get_coro(), "__qualname__", "a task") for task in self.process.tasks.values()]
+        left = [getattr(task.get_coro(), "__qualname__", "a task") for task in self.process.tasks]
         if left:
             ledger.violate(f"{self.address} leaves tasks behind: {left}")

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import Context, ContextVar
-from typing import Any, TypeVar
+from contextvars import Context, ContextVar, copy_context
+from heapq import heappop, heappush
+from typing import Any, TypeVar, TypeVarTuple
 from unittest import mock
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 MOST_TURNS = 400_000
 """Most iterations of the loop in one schedule; with more, it runs for ever without time passing."""
+_RESOLUTION_S = 1e-9
+"""Timers that are so close to each other are due in one turn."""
 
 
 _CLOCKED = (
@@ -76,7 +81,12 @@ class Process:
         self.wall_s = 1_700_000_000.0
         self.frozen_until = 0.0
         self.died_s = 0.0
-        self.tasks: dict[int, SimTask] = {}
+
+    @property
+    def tasks(self) -> list[SimTask]:
+        """Return its tasks that have not ended, in the order of their creation."""
+        mine = [task for task in asyncio.all_tasks() if isinstance(task, SimTask) and task.process is self]
+        return sorted(mine, key=_number_of)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         before = _CURRENT.set(self)
@@ -95,7 +105,7 @@ class Process:
     def crash(self) -> None:
         self.alive = False
         self.died_s = asyncio.get_running_loop().time()
-        for task in list(self.tasks.values()):
+        for task in self.tasks:
             task.cancel()
 
 
@@ -105,49 +115,118 @@ _CURRENT: ContextVar[Process | None] = ContextVar("process", default=None)
 class SimTask(asyncio.Task[Any]):
     """A task of a process, hashed by its number, so that sets of tasks have an order."""
 
-    def __init__(self, coro: Any, number: int, process: Process | None, **options: Any) -> None:
+    def __init__(
+        self,
+        coro: Any,
+        number: int,
+        process: Process | None,
+        loop: SimLoop,
+        context: Context | None,
+    ) -> None:
         self.number = number
         self.process = process
-        super().__init__(coro, **options)
+        super().__init__(coro, loop=loop, name="of the simulation", context=context)
 
     def __hash__(self) -> int:
         return self.number
 
 
-class _NoSelector:
-    """Replaces waiting for sockets."""
+def _number_of(task: SimTask) -> int:
+    return task.number
 
-    def __init__(self, loop: SimLoop) -> None:
-        self._loop = loop
 
-    def select(self, timeout: float | None) -> list[object]:
-        self._loop.turn(timeout)
-        return []
+class _Callback(asyncio.TimerHandle):
+    """A call of the loop, at a time or soon: it holds what it runs, and no more."""
+
+    __slots__ = ()
+
+    def __init__(  # the other attributes are for debugging
+        self, when_s: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
+    ) -> None:
+        self._when = when_s
+        self._callback = callback
+        self._args = args
+        self._context = copy_context() if context is None else context
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback, self._args = _nothing, ()
+
+
+def _nothing() -> None:
+    """Do nothing: what was to be called has been cancelled."""
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """The loop of one schedule; the module states its rules."""
+    """The loop of one schedule; the module states its rules.
+
+    A turn of the loop takes a few instructions, because a schedule has thousands of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.turns = 0
         self._now_s = 0.0
         self._task_numbers = 0
-        self._clock_resolution = 1e-9
-        self._selector = _NoSelector(self)
-        self.set_task_factory(self._make_task)
+        self._soon: deque[_Callback] = deque()
+        self._timers: list[tuple[float, int, _Callback]] = []
+        self._timer_numbers = 0
 
     def time(self) -> float:
         return self._now_s
 
-    def turn(self, timeout: float | None) -> None:
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = _Callback(self._now_s, callback, args, context)
+        self._soon.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # there are no other threads
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = _Callback(when, callback, args, context)
+        self._timer_numbers += 1
+        heappush(self._timers, (when, self._timer_numbers, handle))
+        return handle
+
+    def _run_once(self) -> None:
+        """Run turns until the loop is stopped: what is ready, and the timers that are due, in this order."""
+        soon = self._soon
+        while not self._stopping:  # type: ignore[attr-defined]
+            self._take_timers()
+            for _ in range(len(soon)):
+                handle = soon.popleft()
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001  # as in every loop
+                    self.call_exception_handler({"message": "in a callback", "exception": error})
+
+    def _take_timers(self) -> None:
+        """Begin a turn; if nothing is ready, move on to the next timer."""
+        soon, timers = self._soon, self._timers
         self.turns += 1
-        if timeout is None:
-            raise Deadlock
         if self.turns > MOST_TURNS:
             raise Livelock
-        if timeout > 0:
-            self._now_s = self._scheduled[0]._when  # type: ignore[attr-defined]
+        while timers and timers[0][2]._cancelled:
+            heappop(timers)
+        if not soon:
+            if not timers:
+                raise Deadlock
+            self._now_s = max(self._now_s, timers[0][0])
+        due_s = self._now_s + _RESOLUTION_S
+        while timers and timers[0][0] < due_s:
+            soon.append(heappop(timers)[2])
 
     def run_in_executor(self, _executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
         process = _CURRENT.get()
@@ -168,26 +247,12 @@ class SimLoop(asyncio.BaseEventLoop):
         except Exception as error:  # noqa: BLE001  # as an executor hands it over
             done.set_exception(error)
 
-    def _make_task(self, _loop: object, coro: Any, context: Context | None = None) -> SimTask:
+    def create_task(self, coro: Any, *, name: object = None, context: Context | None = None) -> SimTask:
         process = _CURRENT.get()
         if context is not None:
             context.run(_CURRENT.set, process)
         self._task_numbers += 1
-        task = SimTask(coro, self._task_numbers, process, loop=self, context=context)
-        if process is not None:
-            process.tasks[task.number] = task
-            task.add_done_callback(_forget)
-            if not process.alive:
-                task.cancel()
+        task = SimTask(coro, self._task_numbers, process, self, context)
+        if process is not None and not process.alive:
+            task.cancel()
         return task
-
-    def _process_events(self, event_list: object) -> None:
-        """Do nothing: there are no sockets."""
-
-    def _write_to_self(self) -> None:
-        """Do nothing: the loop never waits in a selector."""
-
-
-def _forget(task: SimTask) -> None:
-    if task.process is not None:
-        task.process.tasks.pop(task.number, None)
