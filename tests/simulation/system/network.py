@@ -11,11 +11,14 @@ import asyncio
 import random
 from collections.abc import Callable
 from functools import partial
+from math import log
 from zlib import crc32
 
 from tests.simulation.system.loop import Process
 
-_MEAN_DELAY_S = 0.002
+_LEAST_DELAY_S = 0.0002
+_DELAYS_A_S = 1.0 / 0.002
+"""The rest of a delay is exponential, with this rate."""
 _TICK_S = 1e-6
 
 
@@ -36,9 +39,9 @@ class Connection:
         sender = self.near if forth else self.server
         if self._gone[forth] or sender is None or not sender.alive:
             return
-        ends = (self.near.name, self.far) if forth else (self.far, self.near.name)
-        at_s = max(self._network.arrival_s(*ends), self._last_s[forth] + _TICK_S)
-        self._last_s[forth] = at_s
+        near, far = self.near.name, self.far
+        at_s = self._network.arrival_s(near, far) if forth else self._network.arrival_s(far, near)
+        at_s = self._last_s[forth] = max(at_s, self._last_s[forth] + _TICK_S)
         asyncio.get_running_loop().call_at(at_s, self._deliver, deliver, forth)
 
     def _deliver(self, deliver: Callable[[], None], forth: bool) -> None:
@@ -96,10 +99,16 @@ class Network:
 
     def arrival_s(self, sender: str, receiver: str) -> float:
         """Return when a message sent now arrives."""
-        at_s = max(asyncio.get_running_loop().time(), self._frozen_until.get(sender, 0.0))
-        at_s = max(at_s, self._cut_until.get((sender, receiver), 0.0))
-        at_s += self._delay_s(sender, receiver)
-        return max(at_s, self._frozen_until.get(receiver, 0.0))
+        at_s = asyncio.get_running_loop().time()
+        if self._frozen_until:
+            at_s = max(at_s, self._frozen_until.get(sender, 0.0))
+        if self._cut_until:
+            at_s = max(at_s, self._cut_until.get((sender, receiver), 0.0))
+        delay_s = _LEAST_DELAY_S - log(1.0 - self.link(sender, receiver).random()) / _DELAYS_A_S
+        if self._slow:
+            delay_s *= max(self._slow.get(sender, 1.0), self._slow.get(receiver, 1.0))
+        at_s += delay_s
+        return max(at_s, self._frozen_until[receiver]) if receiver in self._frozen_until else at_s
 
     def is_down(self, one: str, other: str) -> bool:
         """Return True if the ends have given up on each other, and no new connection comes about."""
@@ -108,13 +117,10 @@ class Network:
 
     def link(self, sender: str, receiver: str) -> random.Random:
         key = (sender, receiver)
-        if key not in self._links:
-            self._links[key] = random.Random(crc32(f"{self._seed} {sender} {receiver}".encode()))
-        return self._links[key]
-
-    def _delay_s(self, sender: str, receiver: str) -> float:
-        slow = max(self._slow.get(sender, 1.0), self._slow.get(receiver, 1.0))
-        return (0.0002 + self.link(sender, receiver).expovariate(1.0 / _MEAN_DELAY_S)) * slow
+        link = self._links.get(key)
+        if link is None:
+            link = self._links[key] = random.Random(crc32(f"{self._seed} {sender} {receiver}".encode()))
+        return link
 
     def cut(self, one: str, other: str, for_s: float) -> None:
         self.cut_one_way(one, other, for_s)

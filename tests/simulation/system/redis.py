@@ -220,11 +220,11 @@ class SimRedis:
         for _ in range(min(self._copies(caller), 1 + repeats)):
             at_s = self._network.arrival_s(caller.name, REDIS)
             loop.call_at(at_s, self._carry_out, caller, work, reply, writes)
+        timer = loop.call_later(self.timing.call_s, _give_up, reply)
         try:
-            async with asyncio.timeout(self.timing.call_s):
-                return await reply
-        except TimeoutError:
-            raise StoreUnavailable("the session store is unavailable", "timeout") from None
+            return await reply
+        finally:
+            timer.cancel()
 
     def _copies(self, caller: Process) -> int:
         if not caller.alive or self._is_lost(caller.name, REDIS):
@@ -259,6 +259,11 @@ class SimRedis:
         if not reply.done() and not self._is_lost(REDIS, caller.name):
             loop = asyncio.get_running_loop()
             loop.call_at(self._network.arrival_s(REDIS, caller.name), _reply, caller, reply, result)
+
+
+def _give_up(reply: asyncio.Future[Any]) -> None:
+    if not reply.done():
+        reply.set_exception(StoreUnavailable("the session store is unavailable", "timeout"))
 
 
 def _reply(caller: Process, reply: asyncio.Future[T], result: T | GalleyError) -> None:
