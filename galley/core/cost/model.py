@@ -199,13 +199,13 @@ class StepNs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Measured times of a replica's steps by number of rows, in nanoseconds; tabulated for use in a loop."""
+    """Measured times of a replica's steps by number of rows, in ns; those in use are remembered."""
 
     one_row_ns: int
     curve: RowCostCurve
-    _table: list[int] = field(default_factory=list, repr=False, compare=False)
+    _known: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
 
-    _TABLED: ClassVar[int] = 1024
+    _MOST_KNOWN: ClassVar[int] = 1024
 
     @classmethod
     def measured(cls, points: Sequence[tuple[int, int]]) -> StepTimes:
@@ -225,11 +225,12 @@ class StepTimes:
         )
 
     def __call__(self, rows: int) -> int:
-        if not self._table:
-            self._table.extend(round(self.one_row_ns * self.curve(r)) for r in range(1, self._TABLED + 1))
-        if rows <= self._TABLED:
-            return self._table[rows - 1]
-        return round(self.one_row_ns * self.curve(rows))
+        took_ns = self._known.get(rows)
+        if took_ns is None:
+            took_ns = round(self.one_row_ns * self.curve(rows))
+            if rows <= self._MOST_KNOWN:
+                self._known[rows] = took_ns
+        return took_ns
 
     @property
     def points(self) -> tuple[tuple[int, int], ...]:
