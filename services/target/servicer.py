@@ -79,10 +79,16 @@ class TargetService(rpc.TargetServicer):
         """Make it within the running event loop; `spans` is None if traces are off."""
         info = engine.info
         self._engine = engine
-        self._times = times
         self._spans = spans
         self._max_draft_tokens = limits.max_draft_tokens
-        self._incarnation = secrets.token_hex(8)
+        facts = asdict(info)
+        self._about = pb.GetTargetInfoResponse(
+            kv_blocks_total=facts.pop("kv_blocks"),
+            **facts,
+            incarnation=secrets.token_hex(8),
+            max_draft_tokens=limits.max_draft_tokens,
+            row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in times.points],
+        )
         self._table = KvTable(info.kv_blocks, info.kv_block_tokens, limits.max_sessions)
         self._scheduler = Scheduler(
             self._table,
@@ -182,16 +188,11 @@ class TargetService(rpc.TargetServicer):
             self._loop.extend(ticket, extension)
 
     def describe(self) -> pb.GetTargetInfoResponse:
-        facts = asdict(self._engine.info)
-        return pb.GetTargetInfoResponse(
-            kv_blocks_total=facts.pop("kv_blocks"),
-            **facts,
-            incarnation=self._incarnation,
-            max_draft_tokens=self._max_draft_tokens,
-            kv_blocks_free=self._table.free,
-            queue_depth=self._scheduler.queue_depth,
-            row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in self._times.points],
-        )
+        about = pb.GetTargetInfoResponse()
+        about.CopyFrom(self._about)
+        about.kv_blocks_free = self._table.free
+        about.queue_depth = self._scheduler.queue_depth
+        return about
 
 
 def read_item(

@@ -116,8 +116,11 @@ class Registration(Generic[LeaseT]):
         async with self._one_at_a_time:
             if self._replaced:
                 return
+            lease = self._lease()
+            if self._draining:
+                lease = replace(lease, draining=True)
             try:
-                await self._registry.publish(self._pool, replace(self._lease(), draining=self._draining))
+                await self._registry.publish(self._pool, lease)
             except Replaced as error:
                 self._replaced = True
                 _LOG.error("replica replaced; end this process", error=str(error))
