@@ -222,7 +222,8 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
             return
         self._read_error = ""
         await self._drop_missing({address for address, lease in leases.items() if self._note(address, lease)})
-        await asyncio.gather(*(self._meet(it) for it in self._replicas.values() if it.is_unknown()))
+        if unknown := [it for it in self._replicas.values() if it.is_unknown()]:
+            await asyncio.gather(*map(self._meet, unknown))
         self._update()
 
     def _read_failed(self, error: GalleyError) -> None:

@@ -102,6 +102,7 @@ class TargetPool(ReplicaPool[TargetReplica]):
         self.slow_factor = slow_factor
         self.hedge_quantile = hedge_quantile
         self._requirements = requirements
+        self._infos: list[pb.GetTargetInfoResponse] = []
         self._weights: frozenset[str] = frozenset()
 
     async def start(self, timeout_s: float) -> None:
@@ -138,7 +139,8 @@ class TargetPool(ReplicaPool[TargetReplica]):
     def _update(self) -> None:
         """Set `info` to what holds for the replicas that are up; keep the last one while none is."""
         infos = [it.client.info for it in self._replicas.values() if it.is_accepted and it.is_up]
-        if infos:
+        if infos and infos != self._infos:
+            self._infos = infos
             self.info = _merged(infos)
             self._note_weights(frozenset(info.weights_digest for info in infos))
 
