@@ -19,7 +19,6 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 MAX_SESSION_ID_BYTES = 256
 MAX_SALT_BYTES = 16
 # Where the proto tells an unset field from 0, unset means the core's default.
-_DEFAULTS = SamplingParams()
 _OPTIONAL = (
     "temperature",
     "top_p",
@@ -30,6 +29,7 @@ _OPTIONAL = (
     "repetition_penalty",
     "seed",
 )
+_DEFAULTS = {name: getattr(SamplingParams(), name) for name in _OPTIONAL if name != "seed"}
 
 
 def sampling_from(message: pb.SamplingParams) -> SamplingParams:
@@ -45,9 +45,12 @@ def sampling_from(message: pb.SamplingParams) -> SamplingParams:
 
 def sampling_message(params: SamplingParams) -> pb.SamplingParams:
     """Return a message with the seed and each field that differs from its default."""
-    given = {name: getattr(params, name) for name in _OPTIONAL if name != "seed"}
-    changed = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
-    return pb.SamplingParams(**changed, seed=params.seed, logit_bias=dict(params.logit_bias))
+    message = pb.SamplingParams(seed=params.seed, logit_bias=params.logit_bias)
+    for name, default in _DEFAULTS.items():
+        value = getattr(params, name)
+        if value != default:
+            setattr(message, name, value)
+    return message
 
 
 def logprobs_from(message: pb.PositionLogprobs) -> PositionLogprobs:
