@@ -56,8 +56,9 @@ class KnownEngine:
 
     def draw(self, chunk: StepChunk, seen: Sequence[int]) -> Sampled:
         """Return the tokens after what was `seen` in the blocks, where a token that is not there is -1."""
-        draw, known = chunk.draw, [max(0, token) for token in seen]
+        draw = chunk.draw
         assert draw is not None
+        known = seen if -1 not in seen else [max(0, token) for token in seen]
         tokens: list[int] = []
         first = len(draw.history)
         for i in range(chunk.want_logits):

@@ -28,6 +28,7 @@ STOP_ID = IDS - 1
 _WIDE = tuple(char.encode() for char in ("é", "…", "😀"))
 _FIRST_BYTES = (*b"abcdeghilmnorstu   ,.\n", *(char[0] for char in _WIDE))
 _END_CHANCE = 2  # of 256
+_LETTERS = [chr(ord("A") + token) for token in range(64)]
 _IDS_SALT = "88"  # for which the answers to (0, 2, 3), (1, 2, 3), ... have at least 17 tokens
 
 NextToken = Callable[[Sequence[int], int, Set[int]], int]
@@ -84,7 +85,7 @@ def true_output(
 
 
 def letters(tokens: Sequence[int]) -> str:
-    return "".join(chr(ord("A") + token) for token in tokens)
+    return "".join([_LETTERS[token] for token in tokens])
 
 
 def text_of(tokens: Sequence[int]) -> str:

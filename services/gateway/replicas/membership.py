@@ -212,7 +212,7 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
     async def _poll(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            await self.refresh()
+            await self.start_refresh()  # not shielded: `close` ends both
 
     async def _refresh(self) -> None:
         try:

@@ -37,9 +37,10 @@ class SimClock:
 
     def __init__(self) -> None:
         self.ahead_ns = 0
+        self._time = asyncio.get_running_loop().time
 
     def now_ns(self) -> int:
-        return round(asyncio.get_running_loop().time() * SECOND) + self.ahead_ns
+        return round(self._time() * SECOND) + self.ahead_ns
 
 
 def _timeouts(schedule: Schedule) -> Timeouts:
