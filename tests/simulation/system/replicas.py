@@ -160,10 +160,9 @@ class _NotedTarget(TargetService):
     world: World
     name: str
 
-    async def _respond(self, item: pb.VerifyItem, tickets: Any = None) -> AsyncGenerator[pb.VerifyAnswer]:
+    def _respond(self, item: pb.VerifyItem, tickets: Any = None) -> AsyncGenerator[pb.VerifyAnswer]:
         self.world.ledger.requested(self.name, item.slice.session_id, item.slice.tenant_salt)
-        async for response in super()._respond(item, tickets):
-            yield response
+        return super()._respond(item, tickets)
 
 
 class _NotedDraft(DraftService):
@@ -172,8 +171,7 @@ class _NotedDraft(DraftService):
     world: World
     name: str
 
-    async def _respond(self, item: Any) -> AsyncGenerator[Any]:
+    def _respond(self, item: Any) -> AsyncGenerator[Any]:
         self.world.ledger.drafted(item.slice.session_id)
         self.world.ledger.requested(self.name, item.slice.session_id, item.slice.tenant_salt)
-        async for response in super()._respond(item):
-            yield response
+        return super()._respond(item)
