@@ -270,23 +270,21 @@ class LiveStepTimes:
     has come near. Steps with draft tokens have factors of their own: the draft may work on the same machine.
     """
 
-    __slots__ = ("_drafted", "_measured", "_plain", "_seen")
+    __slots__ = ("_apart", "_drafted", "_measured", "_plain", "_seen")
 
     def __init__(self, measured: StepTimes) -> None:
         self._measured = measured
         self._plain = [1.0] * _FACTORS
         self._seen = [False] * _FACTORS
-        # None until a step with drafts has come near; the plain factor holds then.
-        self._drafted: list[float | None] = [None] * _FACTORS
+        # The plain factor until a step with drafts has come near.
+        self._drafted = [1.0] * _FACTORS
+        self._apart = [False] * _FACTORS
 
     def __call__(self, rows: int, drafts: int) -> int:
         below, share = _place(rows)
-        low, high = self._factor(below, drafts), self._factor(below + 1, drafts)
+        factors = self._drafted if drafts else self._plain
+        low, high = factors[below], factors[below + 1]
         return max(1, round(self._measured(rows) * (low + share * (high - low))))
-
-    def _factor(self, i: int, drafts: int) -> float:
-        drafted = self._drafted[i]
-        return self._plain[i] if drafted is None or not drafts else drafted
 
     def added_row_ns(self, rows: int) -> int:
         """Return the ns that a draft row adds to `rows` rows, for the cheapest number of added rows."""
@@ -309,16 +307,19 @@ class LiveStepTimes:
     def _learn_plain(self, i: int, near: float, factor: float) -> None:
         self._plain[i] += _WEIGHT * (near if self._seen[i] else 1.0) * (factor - self._plain[i])
         self._seen[i] = self._seen[i] or near > 0.0
-        drafted = self._drafted[i]
-        if drafted is not None:
-            self._drafted[i] = drafted + _FORGET * near * (self._plain[i] - drafted)
+        if self._apart[i]:
+            self._drafted[i] += _FORGET * near * (self._plain[i] - self._drafted[i])
+        else:
+            self._drafted[i] = self._plain[i]
 
     def _learn_drafted(self, i: int, near: float, factor: float) -> None:
         if near > 0.0:
-            before = self._factor(i, drafts=1)
-            self._drafted[i] = before + _WEIGHT * near * (factor - before)
+            self._drafted[i] += _WEIGHT * near * (factor - self._drafted[i])
+            self._apart[i] = True
         if not self._seen[i]:
             self._plain[i] += _WEIGHT * (factor - self._plain[i])
+            if not self._apart[i]:
+                self._drafted[i] = self._plain[i]
 
 
 def _place(rows: int) -> tuple[int, float]:
