@@ -292,12 +292,12 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
 
     address: str
     info: Any
-    is_met = False
+    _met: Replica | None = None
     _fault_in: FaultIn[Any]
 
     @property
     def replica(self) -> Replica | None:
-        return Replica(self.address, self.info.incarnation) if self.is_met else None
+        return self._met
 
     async def meet(self, timeout_s: float) -> None:
         """Ask the replica for its description.
@@ -311,7 +311,7 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
         if self.is_broken or (was_outdated and self.is_outdated):  # no concurrent call has met it meanwhile
             self.reconnect()
         self.info = info
-        self.is_met = True
+        self._met = Replica(self.address, info.incarnation)
 
     @abstractmethod
     async def _describe(self, timeout_s: float) -> Any:
@@ -319,7 +319,7 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
 
     def lost(self) -> None:
         """Meet again before the next request: another process may serve there."""
-        self.is_met = False
+        self._met = None
 
 
 class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
@@ -357,7 +357,7 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
         """
         if self.is_broken:
             self.lost()  # no request was open to notice
-        if not self.is_met or self.is_outdated:
+        if self._met is None or self.is_outdated:
             # A silent target must not keep the request from another one, even if the request has more time.
             remaining_s = item.slice.remaining_ns / SECOND
             closes = self._closes
