@@ -126,7 +126,7 @@ async def _answers(gateway: str) -> tuple[dict[str, Any], dict[str, Any]]:
 async def _answer(client: AsyncClient, speculation: Speculation) -> dict[str, Any]:
     tokens: list[int] = []
     text, drafted, accepted = "", 0, 0
-    async for event in client.generate(
+    async for event in client.stream(
         PROMPT, max_tokens=LENGTH, temperature=0.0, ignore_eos=True, speculation=speculation
     ):
         tokens += event.chunk.token_ids

@@ -3,7 +3,7 @@
 from galley import Client
 
 with Client("127.0.0.1:50051") as client:
-    for event in client.generate("The capital of France is", max_tokens=16):
+    for event in client.stream("The capital of France is", max_tokens=16):
         print(event.chunk.text, end="")
 """
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:  # loaded on first use: grpc takes a while, and the services n
     from galley.client.client import AsyncClient
     from galley.client.errors import BadKey, BadTlsFile, GalleyRpcError
     from galley.client.options import GenerateOptions, Message, Retries, Speculation, Tls
-    from galley.client.streams import ResumePoint, TokenStream
+    from galley.client.streams import AsyncStream, ResumePoint
     from galley.client.sync import Client, Stream
 
 __all__ = [
     "AsyncClient",
+    "AsyncStream",
     "BadKey",
     "BadTlsFile",
     "Client",
@@ -34,7 +35,6 @@ __all__ = [
     "Speculation",
     "Stream",
     "Tls",
-    "TokenStream",
     "__version__",
 ]
 
@@ -51,7 +51,7 @@ _MODULES = {
     "Speculation": "options",
     "Stream": "sync",
     "Tls": "options",
-    "TokenStream": "streams",
+    "AsyncStream": "streams",
 }
 
 

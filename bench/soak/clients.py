@@ -13,7 +13,7 @@ import grpc
 from bench.soak.requests import Manner, Mix, References, Visit
 from galley.client.client import AsyncClient, GalleyRpcError, generate_request
 from galley.client.options import GenerateOptions, Message
-from galley.client.streams import TokenStream
+from galley.client.streams import AsyncStream
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
 SLOW, NEVER = "slow", "never"
@@ -97,7 +97,7 @@ class Caller:
 
     async def _visit(self, visit: Visit) -> None:
         request = visit.request
-        stream = self._client.generate(request.prompt, **request.options(visit.speculation))
+        stream = self._client.stream(request.prompt, **request.options(visit.speculation))
         until = None if visit.manner is Manner.READ else visit.leave_after
         if await self._read(stream, until):
             self._compare(visit, stream, whole=True)
@@ -110,18 +110,18 @@ class Caller:
         whole = visit.manner is Manner.RESUME and await self._read(stream, None)
         self._compare(visit, stream, whole=whole)
 
-    def _compare(self, visit: Visit, stream: TokenStream, *, whole: bool) -> None:
-        if not self._references.agree(visit.request, stream.token_ids, whole=whole):
+    def _compare(self, visit: Visit, stream: AsyncStream, *, whole: bool) -> None:
+        if not self._references.agree(visit.request, stream.tokens, whole=whole):
             self._heard.wrong.append(f"{visit.request.name or 'once'}: {stream.session_id}")
 
-    async def _read(self, stream: TokenStream, until: int | None) -> bool:
+    async def _read(self, stream: AsyncStream, until: int | None) -> bool:
         """Read all, or until `until` tokens arrived, and leave; return True if the stream ended."""
         self._called_s, self._last_s = time.monotonic(), None
         try:
             async for event in stream:
                 if tokens := len(event.chunk.token_ids):
                     self._note(tokens)
-                if until is not None and len(stream.token_ids) >= until:
+                if until is not None and len(stream.tokens) >= until:
                     break
             return stream.finished is not None
         finally:
@@ -191,7 +191,7 @@ class Misreader:
         options = GenerateOptions(
             max_tokens=_SLOW_TOKENS if slow else _UNREAD_TOKENS, ignore_eos=True, logprobs=_LOGPROBS
         )
-        stream = TokenStream(stub.Generate(generate_request([Message("user", "Tell me a story.")], options)))
+        stream = AsyncStream(stub.Generate(generate_request([Message("user", "Tell me a story.")], options)))
         kind = SLOW if slow else NEVER
         try:
             await anext(stream)

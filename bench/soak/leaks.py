@@ -91,7 +91,7 @@ async def _drafts_waiting(store: str) -> int:
 async def admitted(client: AsyncClient, count: int) -> int:
     """Open `count` streams at once; return how many were admitted, and cancel them."""
     prompt = "Count as far as you can."
-    streams = [client.generate(prompt, max_tokens=1024, ignore_eos=True) for _ in range(count)]
+    streams = [client.stream(prompt, max_tokens=1024, ignore_eos=True) for _ in range(count)]
     try:
         began = await asyncio.gather(*(anext(stream) for stream in streams), return_exceptions=True)
     finally:

@@ -88,10 +88,10 @@ class Soak:
 
         async def learn(request: Request) -> None:
             async with few:
-                stream = self.clients[0].generate(request.prompt, **request.options(Speculation(off=True)))
+                stream = self.clients[0].stream(request.prompt, **request.options(Speculation(off=True)))
                 async for _ in stream:
                     pass
-                self.references.learn(request.name, stream.token_ids)
+                self.references.learn(request.name, stream.tokens)
 
         await asyncio.gather(*map(learn, self.known))
         self.max_sessions = (await self.clients[0].model_info()).max_sessions
@@ -109,7 +109,7 @@ class Soak:
         async def write() -> None:
             async with few:
                 prompt = [chance.randrange(info.vocab_size // 2, info.vocab_size) for _ in range(size)]
-                async for _ in self.clients[0].generate(prompt, max_tokens=1):
+                async for _ in self.clients[0].stream(prompt, max_tokens=1):
                     pass
 
         await asyncio.gather(*(write() for _ in range(count)))

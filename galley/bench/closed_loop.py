@@ -201,7 +201,7 @@ class GatewayLoop:
         """Return one streamed answer. Raises GalleyRpcError."""
         at_s: list[float] = []
         began_s = time.perf_counter()
-        stream = self._client.generate(
+        stream = self._client.stream(
             [Message("user", prompt.text)],
             max_tokens=max_tokens,
             temperature=temperature,
@@ -214,7 +214,7 @@ class GatewayLoop:
         wall_s = time.perf_counter() - began_s
         if stream.finished is None:
             raise RuntimeError(f"{arm}: {prompt.id} ended without a reason")
-        return Answer(tuple(stream.token_ids), tuple(at_s), wall_s, _rounds(stream.finished.speculation))
+        return Answer(tuple(stream.tokens), tuple(at_s), wall_s, _rounds(stream.finished.speculation))
 
 
 def _rounds(stats: pb.SpeculationStats) -> Rounds:

@@ -19,7 +19,7 @@ from galley.cli.flags import INTERRUPTED, Connection, fail, say, stderr_console
 from galley.client.client import AsyncClient
 from galley.client.errors import BadKey, GalleyRpcError
 from galley.client.options import Retries
-from galley.client.streams import TokenStream
+from galley.client.streams import AsyncStream
 from galley.common.printable import one_line, printable
 from galley.pb.galley.v1 import galley_pb2 as pb
 
@@ -152,10 +152,10 @@ def summary_line(session_id: str, finished: pb.Finished) -> str:
 
 
 def show_stream(
-    connection: Connection, start: Callable[[AsyncClient], TokenStream], view: View, *, summary: bool = True
+    connection: Connection, start: Callable[[AsyncClient], AsyncStream], view: View, *, summary: bool = True
 ) -> str:
     """Show the stream, return its text. If it breaks, raise typer.Exit and, if useful, say how to resume."""
-    streams: list[TokenStream] = []
+    streams: list[AsyncStream] = []
     try:
         text = asyncio.run(_show(connection, start, view, streams))
     except KeyboardInterrupt:
@@ -173,9 +173,9 @@ def show_stream(
 
 async def _show(
     connection: Connection,
-    start: Callable[[AsyncClient], TokenStream],
+    start: Callable[[AsyncClient], AsyncStream],
     view: View,
-    streams: list[TokenStream],
+    streams: list[AsyncStream],
 ) -> str:
     try:
         from galley.common.tracing.telemetry import start_telemetry  # noqa: PLC0415  # an extra
@@ -203,7 +203,7 @@ async def _show(
     return text
 
 
-def _say_how_to_resume(streams: list[TokenStream]) -> None:
+def _say_how_to_resume(streams: list[AsyncStream]) -> None:
     for stream in streams:
         if _SAFE_ARGUMENT.fullmatch(stream.session_id):
             point = stream.resume_from()

@@ -28,7 +28,7 @@ from galley.stack.options import StackOptions
 
 if TYPE_CHECKING:
     from galley.cli.answer import View
-    from galley.client.client import AsyncClient, TokenStream
+    from galley.client.client import AsyncClient, AsyncStream
     from galley.pb.galley.v1 import galley_pb2 as pb
 
 # The answer repeats the prompt, which suits n-gram drafts best.
@@ -46,7 +46,7 @@ _WARM_UP_TOKENS = 8
 class Timed:
     """One answer as the client saw it; times in seconds since the request."""
 
-    stream: TokenStream
+    stream: AsyncStream
     finished: pb.Finished
     first_token_s: float
     total_s: float
@@ -54,7 +54,7 @@ class Timed:
     @property
     def tokens_per_s(self) -> float:
         """Output tokens over the time of the whole answer, prefill included."""
-        return len(self.stream.token_ids) / self.total_s
+        return len(self.stream.tokens) / self.total_s
 
 
 def demo(
@@ -118,7 +118,7 @@ async def compare(client: AsyncClient, console: Console, prompt: str, max_tokens
     console.print(
         Text(f"session {with_draft.stream.session_id}, plain {without.stream.session_id}"), soft_wrap=True
     )
-    return with_draft.stream.token_ids == without.stream.token_ids
+    return with_draft.stream.tokens == without.stream.tokens
 
 
 async def _timed(
@@ -126,7 +126,7 @@ async def _timed(
 ) -> Timed:
     started_at = time.perf_counter()
     first_token_s = 0.0
-    stream = client.generate([Message("user", prompt)], **options)
+    stream = client.stream([Message("user", prompt)], **options)
     try:
         async for event in stream:
             if not first_token_s and event.HasField("chunk"):
@@ -151,7 +151,7 @@ def _summary(with_draft: Timed, without: Timed) -> Table:
     table.add_column("plain", justify="right")
     for name, one, other in (
         ("prompt tokens", with_draft.finished.usage.prompt_tokens, without.finished.usage.prompt_tokens),
-        ("output tokens", len(with_draft.stream.token_ids), len(without.stream.token_ids)),
+        ("output tokens", len(with_draft.stream.tokens), len(without.stream.tokens)),
         ("rounds", on.rounds, off.rounds),
         ("drafted", on.drafted, off.drafted),
         ("verified", on.verified, off.verified),
@@ -164,7 +164,7 @@ def _summary(with_draft: Timed, without: Timed) -> Table:
     table.add_row("time to first token", *(f"{seconds * 1000:.0f} ms" for seconds in times))
     table.add_row("tokens/s", f"{with_draft.tokens_per_s:.1f}", f"{without.tokens_per_s:.1f}")
     table.add_row("speed-up", f"{with_draft.tokens_per_s / without.tokens_per_s:.2f}×", "")
-    same = with_draft.stream.token_ids == without.stream.token_ids
+    same = with_draft.stream.tokens == without.stream.tokens
     table.add_row("same tokens", "yes" if same else "NO", "")
     return table
 

@@ -46,7 +46,7 @@ def generate(
     text = _standard_input() if prompt == "-" else prompt
     whole: Prompt = [Message("user", text)] if chat else text
     view = view_of(as_json=as_json, origins=origins, logprobs=options.get("logprobs") is not None)
-    show_stream(connection, lambda client: client.generate(whole, **options), view, summary=not as_json)
+    show_stream(connection, lambda client: client.stream(whole, **options), view, summary=not as_json)
 
 
 def _standard_input() -> str:
@@ -111,7 +111,7 @@ def chat(
             with contextlib.suppress(typer.Exit):
                 text = show_stream(
                     connection,
-                    lambda client: client.generate(turns, **options),  # noqa: B023  # called at once
+                    lambda client: client.stream(turns, **options),  # noqa: B023  # called at once
                     view,
                     summary=False,
                 )

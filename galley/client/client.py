@@ -1,7 +1,7 @@
 """The asynchronous Python client.
 
     async with AsyncClient("10.0.0.1:50051,10.0.0.2:50051") as client:
-        async for event in client.generate("The capital of France is", max_tokens=16, temperature=0.0):
+        async for event in client.stream("The capital of France is", max_tokens=16, temperature=0.0):
             print(event.chunk.text, end="")
 
 A gateway that dies during a stream is a pause: the stream is resumed at the next gateway, or at the same
@@ -22,13 +22,13 @@ from galley.client.addresses import parse_addresses
 from galley.client.credentials import Key, environment_key, key_metadata, tls_to_gateways
 from galley.client.errors import GalleyRpcError, rpc_error
 from galley.client.options import GenerateOptions, Message, Prompt, Retries, Speculation, Tls
-from galley.client.streams import NO_RETRIES, Call, Recovery, ResumePoint, TokenStream
+from galley.client.streams import NO_RETRIES, AsyncStream, Call, Recovery, ResumePoint
 from galley.common.tls.channels import open_channel
 from galley.core.names import FORCE_KEY, FORCE_VALUE
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
-__all__ = ["NO_RETRIES", "AsyncClient", "GalleyRpcError", "TokenStream"]
+__all__ = ["NO_RETRIES", "AsyncClient", "AsyncStream", "GalleyRpcError"]
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Stub: TypeAlias = "rpc.GenerationAsyncStub"
@@ -93,7 +93,7 @@ class AsyncClient:
             raise RuntimeError("open the client with `async with AsyncClient(address) as client`")
         return self._stubs[self._current]
 
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TokenStream:
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Stream the output for `prompt`: text to complete, messages for the chat template, or token ids.
 
         The request gets an idempotency key if it has none, so that it can be repeated.
@@ -111,7 +111,7 @@ class AsyncClient:
 
         timeout_s = options.get("timeout_s")
         recovery = self._recovery(start, trace, timeout_s)
-        return TokenStream(start(timeout_s), recovery=recovery, max_tokens=options.get("max_tokens"))
+        return AsyncStream(start(timeout_s), recovery=recovery, max_tokens=options.get("max_tokens"))
 
     def resume(
         self,
@@ -121,17 +121,17 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         force_trace: bool = False,
-    ) -> TokenStream:
+    ) -> AsyncStream:
         """Stream a session from output token `next_index` on; `seen_hash` checks the tokens before it."""
         point = ResumePoint(session_id, next_index, seen_hash)
         return self._resumed(point, (), self._trace(force=force_trace), timeout_s)
 
     def resume_stream(
-        self, stream: TokenStream, *, timeout_s: float | None = None, force_trace: bool = False
-    ) -> TokenStream:
+        self, stream: AsyncStream, *, timeout_s: float | None = None, force_trace: bool = False
+    ) -> AsyncStream:
         """Continue `stream` where it broke; the new stream holds the tokens of the old one as well."""
         trace = self._trace(force=force_trace)
-        resumed = self._resumed(stream.resume_from(), stream.token_ids, trace, timeout_s)
+        resumed = self._resumed(stream.resume_from(), stream.tokens, trace, timeout_s)
         resumed.max_tokens = stream.max_tokens
         return resumed
 
@@ -143,10 +143,10 @@ class AsyncClient:
 
     def _resumed(
         self, point: ResumePoint, seen: Sequence[int], trace: CallerTrace, timeout_s: float | None
-    ) -> TokenStream:
+    ) -> AsyncStream:
         call = self._resume(point, trace, timeout_s)
         recovery = self._recovery(None, trace, timeout_s)
-        return TokenStream(call, point, seen, recovery)
+        return AsyncStream(call, point, seen, recovery)
 
     def _resume(self, point: ResumePoint, trace: CallerTrace, timeout_s: float | None) -> Call:
         request = pb.ResumeRequest(**point._asdict())

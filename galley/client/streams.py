@@ -49,10 +49,10 @@ class ResumePoint(NamedTuple):
 BEGINNING = ResumePoint("", 0, b"")
 
 
-class TokenStream(AsyncIterator[pb.StreamEvent]):
+class AsyncStream(AsyncIterator[pb.StreamEvent]):
     """The events of one session, in order and each once.
 
-    Raises GalleyRpcError when the session cannot be continued. `token_ids` are the output tokens from index 0
+    Raises GalleyRpcError when the session cannot be continued. `tokens` are the output tokens from index 0
     on, or from the index at which the stream was resumed if the earlier ones are unknown. `finished` is the
     last event, None before it.
     """
@@ -81,7 +81,7 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
         self.max_tokens = max_tokens
         self._numerics_changed: pb.NumericsChanged | None = None
         self.session_id = point.session_id
-        self.token_ids: list[int] = list(seen)
+        self.tokens: list[int] = list(seen)
         self.finished: pb.Finished | None = None
 
     def __aiter__(self) -> Self:
@@ -154,7 +154,7 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
         end = chunk.index + len(chunk.token_ids)
         if self.max_tokens is not None and end > self.max_tokens:
             self._refuse(f"the gateway sent {end} tokens, {self.max_tokens} were asked for")
-        self.token_ids += chunk.token_ids
+        self.tokens += chunk.token_ids
         self._next_index = end
         if self._recovery is not None and chunk.token_ids:
             self._recovery.reset()
@@ -176,8 +176,8 @@ class TokenStream(AsyncIterator[pb.StreamEvent]):
         tokens have come, and then empty (no check).
         """
         seen_hash = self._point.seen_hash if self._next_index == self._point.next_index else b""
-        if self.token_ids and len(self.token_ids) == self._next_index:
-            seen_hash = prefix_hash(self.token_ids)
+        if self.tokens and len(self.tokens) == self._next_index:
+            seen_hash = prefix_hash(self.tokens)
         return ResumePoint(self.session_id, self._next_index, seen_hash)
 
     def cancel(self) -> None:
@@ -214,7 +214,7 @@ class Recovery:
         self._broken_since_s = None
         self._pause_s = self._retries.first_pause_s
 
-    async def reconnect(self, error: GalleyRpcError, stream: TokenStream) -> Call:
+    async def reconnect(self, error: GalleyRpcError, stream: AsyncStream) -> Call:
         """Return a call that continues `stream`; raises `error` if that is useless or took too long."""
         pause_s = self._pause_after(error, stream)
         if time.monotonic() + pause_s >= self._give_up_at_s(started=bool(stream.session_id)):
@@ -235,7 +235,7 @@ class Recovery:
         end_s = self._broken_since_s + patience_s
         return end_s if self._deadline_s is None else min(end_s, self._deadline_s)
 
-    def _pause_after(self, error: GalleyRpcError, stream: TokenStream) -> float:
+    def _pause_after(self, error: GalleyRpcError, stream: AsyncStream) -> float:
         """Return the pause before the next attempt; raises `error` if no attempt can help."""
         if _TOO_LARGE in error.message:
             raise error

@@ -1,7 +1,7 @@
 """The synchronous Python client: the asynchronous one, on an event loop in a thread of its own.
 
 with Client("127.0.0.1:50051") as client:
-    for event in client.generate("The capital of France is", max_tokens=16, temperature=0.0):
+    for event in client.stream("The capital of France is", max_tokens=16, temperature=0.0):
         print(event.chunk.text, end="")
 """
 
@@ -16,16 +16,16 @@ from typing import Any, Self, TypeVar, Unpack
 from galley.client.client import AsyncClient
 from galley.client.credentials import Key
 from galley.client.options import GenerateOptions, Prompt, Retries, Tls
-from galley.client.streams import ResumePoint, TokenStream
+from galley.client.streams import AsyncStream, ResumePoint
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 _T = TypeVar("_T")
 
 
 class Stream(Iterator[pb.StreamEvent]):
-    """The events of one session; see TokenStream, whose attributes it has."""
+    """The events of one session; see AsyncStream, whose attributes it has."""
 
-    def __init__(self, stream: TokenStream) -> None:
+    def __init__(self, stream: AsyncStream) -> None:
         self._stream = stream
 
     def __next__(self) -> pb.StreamEvent:
@@ -40,9 +40,9 @@ class Stream(Iterator[pb.StreamEvent]):
         return self._stream.session_id
 
     @property
-    def token_ids(self) -> list[int]:
+    def tokens(self) -> list[int]:
         """Return the output tokens received so far."""
-        return self._stream.token_ids
+        return self._stream.tokens
 
     @property
     def finished(self) -> pb.Finished | None:
@@ -84,9 +84,9 @@ class Client:
     def __exit__(self, *_: object) -> None:
         _run(self._client.__aexit__())
 
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Stream the output for `prompt`: text to complete, messages for the chat template, or token ids."""
-        return _stream(lambda: self._client.generate(prompt, **options))
+        return _stream(lambda: self._client.stream(prompt, **options))
 
     def resume(
         self,
@@ -130,12 +130,12 @@ def _run(work: Coroutine[Any, Any, _T]) -> _T:
         raise
 
 
-def _stream(start: Callable[[], TokenStream]) -> Stream:
-    async def started() -> TokenStream:
+def _stream(start: Callable[[], AsyncStream]) -> Stream:
+    async def started() -> AsyncStream:
         return start()
 
     return Stream(_run(started()))
 
 
-async def _next_event(stream: TokenStream) -> pb.StreamEvent | None:
+async def _next_event(stream: AsyncStream) -> pb.StreamEvent | None:
     return await anext(stream, None)

@@ -45,7 +45,7 @@ class GrpcDoor:
         self._calls = count()
 
     async def stream(self) -> AsyncIterator[str]:
-        stream = self._client.generate(PROMPT, max_tokens=TOKENS, seed=SEED, ignore_eos=True)
+        stream = self._client.stream(PROMPT, max_tokens=TOKENS, seed=SEED, ignore_eos=True)
         async for event in stream:
             yield event.chunk.text
         assert stream.token_ids == TRUTH, f"disturbed: {stream.token_ids} is not {TRUTH}"

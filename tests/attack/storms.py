@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from redis.asyncio import Redis
 
-from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream, GalleyRpcError
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.bystander import GOOD
 from tests.attack.stack import BAD, EXPIRED, MAX_MESSAGE_BYTES, METERED
@@ -88,7 +88,7 @@ async def _end(call: Awaitable[object]) -> str:
     return "OK"
 
 
-async def tokens_of(stream: TokenStream) -> list[int]:
+async def tokens_of(stream: AsyncStream) -> list[int]:
     async for _ in stream:
         pass
     return stream.token_ids
@@ -97,7 +97,7 @@ async def tokens_of(stream: TokenStream) -> list[int]:
 async def replays(address: str, tokens: int, at_once: int, rounds: int) -> Counter[str]:
     """Make an answer with crafted stop strings, and resume it from its beginning many times."""
     async with storm_client(address) as client:
-        stream = client.generate(
+        stream = client.stream(
             _PROMPT, max_tokens=tokens, seed=SEED, ignore_eos=True, stop=CRAFTED_STOPS, logprobs=1
         )
         answer = await tokens_of(stream)
@@ -113,7 +113,7 @@ async def crafted_stops(address: str, tokens: int, at_once: int, rounds: int) ->
     async with storm_client(address) as client:
 
         def generate() -> Awaitable[list[int]]:
-            return tokens_of(client.generate(_PROMPT, max_tokens=tokens, ignore_eos=True, stop=CRAFTED_STOPS))
+            return tokens_of(client.stream(_PROMPT, max_tokens=tokens, ignore_eos=True, stop=CRAFTED_STOPS))
 
         results = [await ends(generate() for _ in range(at_once)) for _ in range(rounds)]
     return sum(results, Counter())
@@ -124,7 +124,7 @@ async def tokenizer_bomb(address: str, name: str, at_once: int) -> Counter[str]:
     piece = TEXTS[name]
     text = piece * ((MAX_MESSAGE_BYTES - 1024) // len(piece.encode()))
     async with storm_client(address) as client:
-        return await ends(tokens_of(client.generate(one)) for one in repeat(text, at_once))
+        return await ends(tokens_of(client.stream(one)) for one in repeat(text, at_once))
 
 
 async def resumes(address: str, at_once: int, rounds: int) -> Counter[str]:
@@ -132,7 +132,7 @@ async def resumes(address: str, at_once: int, rounds: int) -> Counter[str]:
     results: Counter[str] = Counter()
     async with storm_client(address) as client:
         for _ in range(rounds):
-            stream = client.generate(_PROMPT, max_tokens=200, ignore_eos=True)
+            stream = client.stream(_PROMPT, max_tokens=200, ignore_eos=True)
             await anext(stream)
             results += await ends(tokens_of(client.resume(stream.session_id)) for _ in range(at_once))
             stream.cancel()
@@ -144,7 +144,7 @@ async def cancels(address: str, sessions: int, tokens: int) -> tuple[int, float]
     began_s, delivered, started = time.monotonic(), 0, []
     async with storm_client(address, METERED) as client:
         for _ in range(sessions):
-            stream = client.generate(_PROMPT, max_tokens=tokens, ignore_eos=True)
+            stream = client.stream(_PROMPT, max_tokens=tokens, ignore_eos=True)
             if await _end(anext(stream)) == "OK":
                 stream.cancel()
                 started.append(stream)
@@ -182,7 +182,7 @@ async def changed_logs(address: str, store: str, tokens: int) -> Counter[str]:
     results: Counter[str] = Counter()
     async with storm_client(address) as client, Redis.from_url(store) as raw:
         for name in CHANGES:
-            stream = client.generate(PROMPT, max_tokens=tokens, seed=SEED, ignore_eos=True)
+            stream = client.stream(PROMPT, max_tokens=tokens, seed=SEED, ignore_eos=True)
             while len(stream.token_ids) < 4:
                 await anext(stream)
             await change(raw, stream.session_id, name)

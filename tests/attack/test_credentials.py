@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.message import Message
 from redis import asyncio as redis_asyncio
 
-from galley.client.client import NO_RETRIES, AsyncClient, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack import storms
 from tests.attack.bystander import GOOD
@@ -126,9 +126,9 @@ async def test_no_key_is_let_in_that_differs_in_a_single_character(channel: grpc
 
 
 @asynccontextmanager
-async def foreign_stream(stack: Attacked, tokens: int) -> AsyncIterator[TokenStream]:
+async def foreign_stream(stack: Attacked, tokens: int) -> AsyncIterator[AsyncStream]:
     async with AsyncClient(stack.gateway, api_key=GOOD, retries=NO_RETRIES) as client:
-        stream = client.generate("a secret", max_tokens=tokens, ignore_eos=True)
+        stream = client.stream("a secret", max_tokens=tokens, ignore_eos=True)
         async for event in stream:
             if event.chunk.token_ids:
                 break

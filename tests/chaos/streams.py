@@ -15,7 +15,7 @@ import grpc
 from galley.client.client import AsyncClient
 from galley.client.errors import GalleyRpcError
 from galley.client.options import GenerateOptions, Retries, Speculation
-from galley.client.streams import TokenStream
+from galley.client.streams import AsyncStream
 from galley.core.names import NGRAM
 from tests.chaos.disturbances import CLIENT_PATIENCE_S
 from tests.fakes.tiny_model import POISON
@@ -80,10 +80,10 @@ class Stream:
     async def learn(self) -> None:
         """Read the reference; call it while nothing is disturbed."""
         async with self._client() as client:
-            stream = client.generate(self.prompt, **self.options)
+            stream = client.stream(self.prompt, **self.options)
             async for _ in stream:
                 pass
-            self.reference = list(stream.token_ids)
+            self.reference = list(stream.tokens)
 
     async def run(self) -> None:
         """Request the answer until `over` is set. Raise WrongToken, or GalleyRpcError if a stream is lost."""
@@ -94,7 +94,7 @@ class Stream:
                 await self._answer(client)
 
     async def _answer(self, client: AsyncClient) -> None:
-        stream = client.generate(self.prompt, **self.options)
+        stream = client.stream(self.prompt, **self.options)
         while True:
             asked_s = time.monotonic()
             try:
@@ -110,7 +110,7 @@ class Stream:
                 if stream.session_id:
                     stream = client.resume_stream(stream)
                 else:
-                    stream = client.generate(self.prompt, **self.options)
+                    stream = client.stream(self.prompt, **self.options)
             else:
                 self.answers += 1
                 return
@@ -122,19 +122,19 @@ class Stream:
     def _client(self) -> AsyncClient:
         return AsyncClient(self.gateways, retries=_RETRIES)
 
-    async def _hear(self, stream: TokenStream) -> None:
+    async def _hear(self, stream: AsyncStream) -> None:
         async for event in stream:
             if not event.chunk.token_ids:
                 continue
-            end = len(stream.token_ids)
+            end = len(stream.tokens)
             start = end - len(event.chunk.token_ids)
-            if stream.token_ids[start:end] != self.reference[start:end]:
+            if stream.tokens[start:end] != self.reference[start:end]:
                 raise WrongToken(f"{stream.session_id}: other tokens at {start}")
             self.tokens += end - start
             self.heard_s.append(time.monotonic())
             self.watch.changed()
-        if stream.token_ids != self.reference or stream.finished is None:
-            raise WrongToken(f"{stream.session_id}: ended after {len(stream.token_ids)} tokens")
+        if stream.tokens != self.reference or stream.finished is None:
+            raise WrongToken(f"{stream.session_id}: ended after {len(stream.tokens)} tokens")
 
     async def heard_after(self, since_s: float) -> None:
         """Wait for a token that arrives after `since_s`. Raise TimeoutError."""

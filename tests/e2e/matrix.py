@@ -83,14 +83,14 @@ class Answer:
 
 async def read_answer(client: AsyncClient, prompt: Prompt, options: GenerateOptions) -> Answer:
     """Stream one answer to its end."""
-    stream = client.generate(prompt, **options)
+    stream = client.stream(prompt, **options)
     text = ""
     from_draft: list[bool] = []
     async for event in stream:
         text += event.chunk.text
         from_draft += event.chunk.from_draft
     stats = pb.SpeculationStats() if stream.finished is None else stream.finished.speculation
-    return Answer(tuple(stream.token_ids), text, tuple(from_draft), stats)
+    return Answer(tuple(stream.tokens), text, tuple(from_draft), stats)
 
 
 async def read_answers(

@@ -119,7 +119,7 @@ class Trial:
                 ignore_eos=True,
                 speculation=Speculation(off=True),
             )
-            async for event in client.generate(PROMPTS[index], **options):
+            async for event in client.stream(PROMPTS[index], **options):
                 if event.WhichOneof("event") == "chunk":
                     tokens += event.chunk.token_ids
                     started[index].set()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream, GalleyRpcError
 from galley.client.options import Speculation, Tls
 from galley.stack.part import Facts, PartSpec
 from galley.stack.parts import python_module, stack_parts
@@ -69,7 +69,7 @@ async def stack(tmp_path: Path, files: Mounted) -> AsyncIterator[Stack]:
 async def traffic(client: AsyncClient) -> None:
     """Request answers with and without drafts, resume one, and have a request refused."""
     # At other temperatures the tiny model may draw the token that poisons it.
-    greedy = partial(client.generate, PROMPT, temperature=0.0)
+    greedy = partial(client.stream, PROMPT, temperature=0.0)
     while True:
         await read(greedy(max_tokens=CONTEXT - len(PROMPT), ignore_eos=True, workload="w", speculation=FIXED))
         plain = greedy(max_tokens=8, ignore_eos=True, speculation=Speculation(off=True))
@@ -79,7 +79,7 @@ async def traffic(client: AsyncClient) -> None:
             await read(greedy(max_tokens=0))
 
 
-async def read(stream: TokenStream) -> None:
+async def read(stream: AsyncStream) -> None:
     async for _ in stream:
         pass
 

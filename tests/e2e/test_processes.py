@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from galley.client.client import AsyncClient, TokenStream
+from galley.client.client import AsyncClient, AsyncStream
 from galley.client.options import GenerateOptions, Message, Speculation
 from galley.core.names import NGRAM
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -50,7 +50,7 @@ class Seen:
             self.finished = event.finished
 
 
-async def read(stream: TokenStream, seen: Seen, until: int | None = None) -> None:
+async def read(stream: AsyncStream, seen: Seen, until: int | None = None) -> None:
     async for event in stream:
         seen.take(event)
         if until is not None and len(seen.tokens) >= until:
@@ -59,13 +59,13 @@ async def read(stream: TokenStream, seen: Seen, until: int | None = None) -> Non
 
 async def test_killed_gateway_is_a_pause(clients: Clients) -> None:
     whole = Seen()
-    await read(clients.main.generate(PROMPT, **OPTIONS), whole)
+    await read(clients.main.stream(PROMPT, **OPTIONS), whole)
     assert whole.finished is not None
 
     cut = Seen()
     addresses = [clients.stack.address(name) for name in ("gateway-2", "gateway")]
     async with AsyncClient(addresses) as client:
-        stream = client.generate(PROMPT, **OPTIONS)
+        stream = client.stream(PROMPT, **OPTIONS)
         await read(stream, cut, until=len(whole.tokens) // 2)
         await clients.stack.kill("gateway-2")
         try:
@@ -111,10 +111,10 @@ async def test_buf_curl_streams_by_reflection(clients: Clients) -> None:
     tokens = [token for event in events for token in event.get("chunk", {}).get("tokenIds", [])]
     assert 0 < len(tokens) <= 8
 
-    ours = clients.main.generate([Message("user", "Name three colours.")], temperature=0.0, max_tokens=8)
+    ours = clients.main.stream([Message("user", "Name three colours.")], temperature=0.0, max_tokens=8)
     async for _ in ours:
         pass
-    assert tokens == ours.token_ids
+    assert tokens == ours.tokens
 
 
 def _json_objects(text: str) -> list[dict[str, Any]]:

@@ -16,8 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from galley.client.client import (
     NO_RETRIES,
     AsyncClient,
+    AsyncStream,
     GalleyRpcError,
-    TokenStream,
     generate_request,
     w3c_metadata,
 )
@@ -71,11 +71,11 @@ class _Client:
     def __init__(self, telemetry: Telemetry) -> None:
         self._tracer = telemetry.tracer("test")
 
-    async def ask(self, made: list[str], client: AsyncClient, **options: object) -> TokenStream:
+    async def ask(self, made: list[str], client: AsyncClient, **options: object) -> AsyncStream:
         """Read a whole answer within a span; append its trace to `made`."""
         with self._tracer.start_as_current_span(ASK) as span:
             made.append(f"{span.get_span_context().trace_id:032x}")
-            stream = client.generate(PROMPT, **{**OPTIONS, **options})  # type: ignore[arg-type]  # as a dict
+            stream = client.stream(PROMPT, **{**OPTIONS, **options})  # type: ignore[arg-type]  # as a dict
             await _read(stream)
         return stream
 
@@ -85,7 +85,7 @@ class _Client:
             made.append(f"{span.get_span_context().trace_id:032x}")
             async with narrow(address, 1024) as stub:
                 request = generate_request(PROMPT, {**OPTIONS, "logprobs": 20, "speculation": FIXED})
-                stream = TokenStream(stub.Generate(request, metadata=w3c_metadata()))
+                stream = AsyncStream(stub.Generate(request, metadata=w3c_metadata()))
                 await _read(stream, READ_TOKENS)
                 await cutting.wait(stream)
                 if cutting.other is None:
@@ -100,11 +100,11 @@ class _Cut:
 
     def __init__(self, count: int, other: str | None = None) -> None:
         self.other = other
-        self.streams: list[TokenStream] = []
+        self.streams: list[AsyncStream] = []
         self._barrier = asyncio.Barrier(count + 1)
         self._done = asyncio.Event()
 
-    async def wait(self, stream: TokenStream) -> None:
+    async def wait(self, stream: AsyncStream) -> None:
         self.streams.append(stream)
         await self._barrier.wait()
         await self._done.wait()
@@ -117,13 +117,13 @@ class _Cut:
         self._done.set()
 
 
-async def _read(stream: TokenStream, until: int = MAX_TOKENS) -> None:
+async def _read(stream: AsyncStream, until: int = MAX_TOKENS) -> None:
     async with asyncio.timeout(PATIENCE_S):
         async for _ in stream:
-            if len(stream.token_ids) >= until and stream.finished is None and until < MAX_TOKENS:
+            if len(stream.tokens) >= until and stream.finished is None and until < MAX_TOKENS:
                 return
     assert stream.finished is not None
-    assert len(stream.token_ids) == MAX_TOKENS
+    assert len(stream.tokens) == MAX_TOKENS
 
 
 async def traced_run(model: Path) -> Run:
@@ -199,7 +199,7 @@ async def _kill_gateway(run: Run, stack: Stack, client: _Client, collector: Coll
         cut.done()
 
 
-async def stored_field(stack: Stack, streams: list[TokenStream], field: str) -> list[str]:
+async def stored_field(stack: Stack, streams: list[AsyncStream], field: str) -> list[str]:
     """Return a field of each session in the store; `target_replica` is that of the KV directory."""
     calls = RedisCalls(f"unix://{stack.address('valkey')}", call_timeout_s=5, max_connections=1)
     try:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream, GalleyRpcError
 from galley.client.options import Prompt
 from galley.common.models.files import tokenizer_hash
 from galley.common.server.server import Parts, RunningServer, start_server
@@ -76,7 +76,7 @@ class Received:
             case "finished":
                 self.finished = event.finished
 
-    async def listen(self, stream: TokenStream, until: int | None = None) -> Received:
+    async def listen(self, stream: AsyncStream, until: int | None = None) -> Received:
         async with asyncio.timeout(PATIENCE_S):
             while until is None or len(self.tokens) < until:
                 try:
@@ -86,7 +86,7 @@ class Received:
         return self
 
 
-async def receive(stream: TokenStream, until: int | None = None, first_index: int = 0) -> Received:
+async def receive(stream: AsyncStream, until: int | None = None, first_index: int = 0) -> Received:
     return await Received(first_index=first_index).listen(stream, until)
 
 
@@ -112,9 +112,9 @@ class Gateway:
     def address(self) -> str:
         return self.running.address
 
-    def generate(self, prompt: Prompt = PROMPT, **options: Any) -> TokenStream:
+    def generate(self, prompt: Prompt = PROMPT, **options: Any) -> AsyncStream:
         fields = {"max_tokens": MAX_TOKENS, "seed": SEED, "ignore_eos": True, **options}
-        return self.client.generate(prompt, **fields)
+        return self.client.stream(prompt, **fields)
 
     async def has_places(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -199,7 +199,7 @@ class World:
         *,
         until: int | None = None,
         **options: Any,
-    ) -> tuple[TokenStream, Received]:
+    ) -> tuple[AsyncStream, Received]:
         self.target.gate.close_after(passes)
         stream = gateway.generate(prompt, **options)
         return stream, await receive(stream, until=passes if until is None else until)

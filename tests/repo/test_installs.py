@@ -38,12 +38,12 @@ from galley import Client, Message, Retries, Speculation, Tls
 assert galley.__file__.startswith(sys.prefix), "imported from the tree"
 with Client(sys.argv[1], retries=Retries(0)) as client:
     assert client.model_info().model
-    stream = client.generate({PROMPT!r}, max_tokens=40, seed={SEED}, ignore_eos=True)
+    stream = client.stream({PROMPT!r}, max_tokens=40, seed={SEED}, ignore_eos=True)
     text = "".join(event.chunk.text for event in stream)
     assert stream.finished is not None
     again = client.resume(stream.session_id)
     assert "".join(event.chunk.text for event in again) == text
-print(",".join(str(token) for token in stream.token_ids))
+print(",".join(str(token) for token in stream.tokens))
 """
 
 

@@ -16,7 +16,7 @@ import grpc
 from galley.client.client import AsyncClient
 from galley.client.errors import GalleyRpcError
 from galley.client.options import Retries
-from galley.client.streams import NO_RETRIES, TokenStream
+from galley.client.streams import NO_RETRIES, AsyncStream
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.simulation.schedule import PlannedSession
@@ -66,7 +66,7 @@ class SimClient:
         """The error that ended its last stream."""
         self._world = world
         self._client = client_of(world, self.process, planned.principal, planned.retries)
-        self.stream: TokenStream | None = None if before is None else before.stream
+        self.stream: AsyncStream | None = None if before is None else before.stream
         self._finished: pb.Finished | None = None
         self._at = 0
 
@@ -120,11 +120,11 @@ class SimClient:
             await self._read()
         self.done = True
 
-    def _open(self) -> TokenStream:
+    def _open(self) -> AsyncStream:
         planned, before = self.planned, self.stream
         if before is None or not before.session_id:
             self._at = 0
-            return self._client.generate(planned.spec.prompt, **planned.options())
+            return self._client.stream(planned.spec.prompt, **planned.options())
         point = before.resume_from()
         self._at = point.next_index
         if planned.checks_seen:

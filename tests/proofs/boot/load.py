@@ -80,7 +80,7 @@ async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
     data: dict[str, Any] = {"question": question, "began_s": time.monotonic(), "first_s": None, "error": ""}
     longest_s, last_s, changed = 0.0, time.monotonic(), 0
     async with AsyncClient(given.address, retries=retries, tls=_tls(), interceptors=[calls]) as client:
-        stream = client.generate(PROMPTS[question // len(TEMPERATURES)], **options)
+        stream = client.stream(PROMPTS[question // len(TEMPERATURES)], **options)
         try:
             async for event in stream:
                 now = time.monotonic()
@@ -93,7 +93,7 @@ async def _answer(given: argparse.Namespace, question: int) -> dict[str, Any]:
         **data,
         "ended_s": time.monotonic(),
         "max_tokens": given.max_tokens,
-        "tokens": stream.token_ids,
+        "tokens": stream.tokens,
         "calls": calls.count,
         "longest_pause_s": round(longest_s, 3),
         "numerics_changed": changed,

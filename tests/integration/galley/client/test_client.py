@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream, GalleyRpcError
 from galley.client.errors import BadKey
 from galley.client.options import Message, Speculation
 from galley.core.content import prefix_hash
@@ -38,10 +38,10 @@ def generate_request_of(gateway: FakeGateway) -> pb.GenerateRequest:
 
 async def test_events_come_in_order_and_the_stream_keeps_the_tokens() -> None:
     async with client_of(FakeGateway()) as client:
-        stream = client.generate("Say hello")
+        stream = client.stream("Say hello")
         events = [event.WhichOneof("event") async for event in stream]
     assert events == ["started", "chunk", "chunk", "chunk", "finished"]
-    assert stream.token_ids == [11, 12, 13, 14]
+    assert stream.tokens == [11, 12, 13, 14]
     assert stream.finished is not None
     assert stream.resume_from() == (SESSION, 4, prefix_hash([11, 12, 13, 14]))
 
@@ -53,7 +53,7 @@ async def test_key_that_cannot_be_sent_is_refused_without_showing_it(
     gateway = FakeGateway()
 
     async def generate(client: AsyncClient) -> None:
-        await _text(client.generate("x"))
+        await _text(client.stream("x"))
 
     async def model_info(client: AsyncClient) -> None:
         await client.model_info()
@@ -70,7 +70,7 @@ async def test_key_that_cannot_be_sent_is_refused_without_showing_it(
 async def test_options_left_out_are_not_sent() -> None:
     gateway = FakeGateway()
     async with client_of(gateway) as client:
-        await _text(client.generate("x", temperature=None, max_tokens=None, idempotency_key="key"))
+        await _text(client.stream("x", temperature=None, max_tokens=None, idempotency_key="key"))
     assert generate_request_of(gateway) == pb.GenerateRequest(
         text="x",
         sampling=pb.SamplingParams(),
@@ -82,7 +82,7 @@ async def test_options_left_out_are_not_sent() -> None:
 async def test_options_reach_the_wire() -> None:
     gateway = FakeGateway()
     async with client_of(gateway) as client:
-        stream = client.generate(
+        stream = client.stream(
             [Message("system", "Be brief."), Message("user", "Hi")],
             temperature=0.0,
             top_k=0,
@@ -120,7 +120,7 @@ async def test_options_reach_the_wire() -> None:
 async def test_speculation_modes(speculation: Speculation, mode: pb.Speculation.Mode.ValueType) -> None:
     gateway = FakeGateway()
     async with client_of(gateway) as client:
-        await _text(client.generate([1, 2], speculation=speculation))
+        await _text(client.stream([1, 2], speculation=speculation))
     assert list(generate_request_of(gateway).token_ids.ids) == [1, 2]
     assert generate_request_of(gateway).speculation.mode == mode
 
@@ -128,14 +128,14 @@ async def test_speculation_modes(speculation: Speculation, mode: pb.Speculation.
 async def test_mixed_prompt_is_refused() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(TypeError, match="got messages and token ids"):
-            client.generate([Message("user", "Hi"), 1])  # type: ignore[arg-type]  # that is the point
+            client.stream([Message("user", "Hi"), 1])  # type: ignore[arg-type]  # that is the point
 
 
 async def test_a_refusal_names_the_field() -> None:
     gateway = FakeGateway(error=InvalidField("sampling.top_p", "must be in (0, 1], is 2"))
     async with client_of(gateway) as client:
         with pytest.raises(GalleyRpcError) as caught:
-            await _text(client.generate("x", top_p=2.0))
+            await _text(client.stream("x", top_p=2.0))
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.violations == (("sampling.top_p", "must be in (0, 1], is 2"),)
     assert str(caught.value) == "INVALID_ARGUMENT: sampling.top_p: must be in (0, 1], is 2"
@@ -144,26 +144,26 @@ async def test_a_refusal_names_the_field() -> None:
 async def test_overload_has_a_retry_time() -> None:
     async with client_of(FakeGateway(error=Overloaded("too many open sessions", 1.5), silent=True)) as client:
         with pytest.raises(GalleyRpcError, match=r"retry after 1\.5 s") as caught:
-            await _text(client.generate("x"))
+            await _text(client.stream("x"))
     assert caught.value.retry_after_s == 1.5
 
 
 async def test_resume_without_retries() -> None:
     gateway = FakeGateway(error=Unavailable("draining"), fail_at=2)
     async with client_of(gateway, retries=NO_RETRIES) as client:
-        first = client.generate("x")
+        first = client.stream("x")
         text, error = await _until_broken(first)
         assert error.code is grpc.StatusCode.UNAVAILABLE
         gateway.error = None
         second = client.resume_stream(first)
         text += await _text(second)
     assert text == "Hello, world!\n"
-    assert second.token_ids == [11, 12, 13, 14]
+    assert second.tokens == [11, 12, 13, 14]
     request = gateway.requests[1]
     assert request == pb.ResumeRequest(session_id=SESSION, next_index=3, seen_hash=prefix_hash([11, 12, 13]))
 
 
-async def _until_broken(stream: TokenStream) -> tuple[str, GalleyRpcError]:
+async def _until_broken(stream: AsyncStream) -> tuple[str, GalleyRpcError]:
     text = ""
     try:
         async for event in stream:
@@ -184,7 +184,7 @@ async def test_resume_without_earlier_tokens_sends_no_hash() -> None:
 async def test_cancelling_the_reader_cancels_the_call() -> None:
     gateway = FakeGateway(hang=True, fail_at=1)
     async with client_of(gateway) as client:
-        stream = client.generate("x")
+        stream = client.stream("x")
         assert (await anext(stream)).HasField("started")
         assert (await anext(stream)).chunk.text == "Hello"
         reader = asyncio.ensure_future(anext(stream))
@@ -211,4 +211,4 @@ async def test_abort_and_model_info() -> None:
 
 async def test_a_client_must_be_opened() -> None:
     with pytest.raises(RuntimeError, match="async with"):
-        AsyncClient("127.0.0.1:1").generate("x")
+        AsyncClient("127.0.0.1:1").stream("x")

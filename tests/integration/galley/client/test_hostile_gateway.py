@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from galley.client import streams
-from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream, GalleyRpcError
 from galley.client.options import Retries
 from galley.core.errors import Unavailable
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -45,7 +45,7 @@ def finished(output_tokens: int) -> pb.StreamEvent:
     return pb.StreamEvent(finished=pb.Finished(reason=pb.Finished.REASON_STOP, usage=usage))
 
 
-async def read(stream: TokenStream) -> None:
+async def read(stream: AsyncStream) -> None:
     async with asyncio.timeout(PATIENCE_S):
         async for _ in stream:
             pass
@@ -55,7 +55,7 @@ async def problem_of(gateway: FakeGateway, retries: Retries = NO_RETRIES) -> Gal
     with serving(gateway) as address:
         async with AsyncClient(address, retries=retries) as client:
             with pytest.raises(GalleyRpcError) as caught:
-                await read(client.generate("x", max_tokens=4))
+                await read(client.stream("x", max_tokens=4))
     return caught.value
 
 
@@ -109,10 +109,10 @@ async def test_a_finished_answer_is_complete_though_its_stream_never_ends() -> N
     gateway = Hostile(events=[STARTED, chunk(0, 1), finished(1)], hang=True)
     with serving(gateway) as address:
         async with AsyncClient(address) as client:
-            stream = client.generate("x")
+            stream = client.stream("x")
             await read(stream)
             assert await asyncio.to_thread(gateway.cancelled.wait, PATIENCE_S), "the call stays open"
-    assert stream.token_ids == [1]
+    assert stream.tokens == [1]
 
 
 @pytest.mark.usefixtures("waits_briefly")
@@ -120,6 +120,6 @@ async def test_what_follows_the_end_is_not_delivered() -> None:
     events = itertools.chain([STARTED, chunk(0, 1), finished(1)], itertools.repeat(chunk(1, 2)))
     with serving(Hostile(events=events)) as address:
         async with AsyncClient(address) as client:
-            stream = client.generate("x")
+            stream = client.stream("x")
             await read(stream)
-    assert stream.token_ids == [1]
+    assert stream.tokens == [1]

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, TraceFlags
 
-from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream, GalleyRpcError
 from galley.client.options import Retries
 from galley.common.tracing.telemetry import telemetry_to, traceparent_of
 from galley.core.content import prefix_hash
@@ -41,14 +41,14 @@ CALLER, READER = (
 SOON = Retries(patience_s=1.0, start_patience_s=0.5, first_pause_s=0.01)
 
 
-async def read(stream: TokenStream) -> tuple[list[str | None], str]:
+async def read(stream: AsyncStream) -> tuple[list[str | None], str]:
     events = [event async for event in stream]
     return [event.WhichOneof("event") for event in events], "".join(event.chunk.text for event in events)
 
 
 async def generate(addresses: str, **options: Any) -> tuple[list[str | None], str]:
     async with AsyncClient(addresses, **options) as client:
-        return await read(client.generate("x"))
+        return await read(client.stream("x"))
 
 
 @pytest.fixture
@@ -67,11 +67,11 @@ async def test_broken_stream_continues_at_the_next_gateway(
     leaving, staying, addresses = two
     leaving.error, leaving.fail_at = error, fail_at
     async with AsyncClient(addresses) as client:
-        stream = client.generate("x")
+        stream = client.stream("x")
         events, text = await read(stream)
     assert text == "Hello, world!\n"
     assert events == ["started", "chunk", "chunk", "chunk", "finished"]
-    assert stream.token_ids == [11, 12, 13, 14]
+    assert stream.tokens == [11, 12, 13, 14]
     seen = [11, 12, 13][: (0, 1, 3)[fail_at]]
     expected = pb.ResumeRequest(
         session_id=SESSION, next_index=len(seen), seen_hash=prefix_hash(seen) if seen else b""
@@ -98,7 +98,7 @@ async def test_stream_survives_many_breaks(two: tuple[FakeGateway, FakeGateway, 
         gateway.script, gateway.error = script, Unavailable("again")
     retries = Retries(first_pause_s=0.001)
     async with AsyncClient(two[2], retries=retries) as client:
-        stream = client.generate("x")
+        stream = client.stream("x")
         text = ""
         for index in range(len(script)):
             for gateway in two[:2]:
@@ -108,7 +108,7 @@ async def test_stream_survives_many_breaks(two: tuple[FakeGateway, FakeGateway, 
         assert [event.WhichOneof("event") async for event in stream] == ["finished"]
 
 
-async def _next_chunk(stream: TokenStream) -> pb.Chunk:
+async def _next_chunk(stream: AsyncStream) -> pb.Chunk:
     async for event in stream:
         if event.WhichOneof("event") == "chunk":
             return event.chunk
@@ -121,8 +121,8 @@ async def test_unstarted_stream_is_requested_again_with_its_key(
     first, second, addresses = two
     first.error, first.silent = Unavailable("draining"), True
     async with AsyncClient(f"{NOWHERE},{addresses}") as client:
-        assert (await read(client.generate("x")))[1] == "Hello, world!\n"
-        assert (await read(client.generate("x")))[1] == "Hello, world!\n"
+        assert (await read(client.stream("x")))[1] == "Hello, world!\n"
+        assert (await read(client.stream("x")))[1] == "Hello, world!\n"
     assert len(first.requests) == 1, "who failed is not asked first again"
     [request, repeated, other] = [*first.requests, *second.requests]
     assert isinstance(request, pb.GenerateRequest)
@@ -166,7 +166,7 @@ async def test_overloaded_gateway_refuses_new_streams_and_delays_resumed_ones(
     first.silent = second.silent = True
     async with AsyncClient(addresses) as client:
         with pytest.raises(GalleyRpcError) as caught:
-            await read(client.generate("x"))
+            await read(client.stream("x"))
         assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not second.requests
         first.failures = second.failures = 1
@@ -198,7 +198,7 @@ async def test_deadline_covers_all_attempts() -> None:
         async with AsyncClient(address) as client:
             async with asyncio.timeout(30):
                 with pytest.raises(GalleyRpcError):
-                    await read(client.generate("x", timeout_s=0.5))
+                    await read(client.stream("x", timeout_s=0.5))
     assert gateway.deadline_s is not None
 
 
@@ -206,7 +206,7 @@ async def test_cancelled_stream_is_not_resumed() -> None:
     gateway = FakeGateway(hang=True, fail_at=1)
     with serving(gateway) as address:
         async with AsyncClient(address) as client:
-            stream = client.generate("x")
+            stream = client.stream("x")
             await _next_chunk(stream)
             stream.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -251,7 +251,7 @@ async def test_stream_stays_in_the_trace_of_its_request(
     leaving.error, leaving.fail_at = Unavailable("draining"), 1
     async with AsyncClient(addresses, force_trace=not by_call) as client:
         with trace.use_span(trace.NonRecordingSpan(CALLER)):
-            stream = client.generate("x", force_trace=True) if by_call else client.generate("x")
+            stream = client.stream("x", force_trace=True) if by_call else client.stream("x")
         with trace.use_span(trace.NonRecordingSpan(READER)):
             await read(stream)
     for metadata in (*leaving.metadata, *staying.metadata):
@@ -267,7 +267,7 @@ async def test_no_trace_context_without_a_trace() -> None:
     gateway = FakeGateway()
     with serving(gateway) as address:
         async with AsyncClient(address) as client:
-            await read(client.generate("x"))
+            await read(client.stream("x"))
             with trace.use_span(trace.NonRecordingSpan(CALLER)):
                 await read(client.resume(SESSION, 0))
     request, resumed = gateway.metadata
@@ -285,7 +285,7 @@ async def test_spans_of_the_client(
     telemetry = telemetry_to(SimpleSpanProcessor(kept), "client")
     async with AsyncClient(addresses, interceptors=telemetry.client_interceptors()) as client:
         with trace.use_span(trace.NonRecordingSpan(CALLER)):
-            stream = client.generate("x")
+            stream = client.stream("x")
         await read(stream)
     spans = kept.get_finished_spans()
     assert [span.parent and span.parent.span_id for span in spans] == [CALLER.span_id] * 2

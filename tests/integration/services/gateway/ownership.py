@@ -17,7 +17,7 @@ from itertools import pairwise
 import grpc
 from redis.asyncio import Redis
 
-from galley.client.client import AsyncClient, GalleyRpcError, TokenStream
+from galley.client.client import AsyncClient, AsyncStream, GalleyRpcError
 from galley.core.content import tokens_from_bytes
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.settings import NO_DRAFT
@@ -79,9 +79,9 @@ class Arena:
         session_id = next(stream.session_id for stream in calls if stream.session_id)
         self._judge(tally, response, await self._output(session_id))
 
-    def _ask(self, index: int, key: str) -> TokenStream:
+    def _ask(self, index: int, key: str) -> AsyncStream:
         options = {"max_tokens": LENGTH, "seed": SEED, "ignore_eos": True, "idempotency_key": key}
-        return self.clients[index].generate(PROMPT, **options)  # type: ignore[arg-type]  # as a dict
+        return self.clients[index].stream(PROMPT, **options)  # type: ignore[arg-type]  # as a dict
 
     async def _output(self, session_id: str) -> list[int]:
         log = await self.store.get(f"galley:sessions:default:{{{session_id}}}:log")
@@ -112,7 +112,7 @@ class _Outcome:
     outcome: str
 
 
-async def _listen(stream: TokenStream) -> _Outcome:
+async def _listen(stream: AsyncStream) -> _Outcome:
     received = Received()
     try:
         await received.listen(stream)

@@ -15,7 +15,7 @@ from typing import Any, Self
 import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-from galley.client.client import NO_RETRIES, AsyncClient, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream
 from galley.common.metrics.labels import DRAFT, GATEWAY, TARGET
 from galley.common.metrics.metric import Metric
 from galley.common.metrics.registry import Registry
@@ -110,9 +110,9 @@ class Real:
         self.draft_address = "" if drafts else "none"
         self.gateway: Gateway
 
-    def generate(self, prompt: Sequence[int], **options: Any) -> TokenStream:
+    def generate(self, prompt: Sequence[int], **options: Any) -> AsyncStream:
         fields = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, **options}
-        return self.gateway.client.generate(list(prompt), **fields)
+        return self.gateway.client.stream(list(prompt), **fields)
 
     def total(self, metric: Metric, *labels: str) -> float:
         registries = [registry for name in metric.services for registry in self._registries[name]]
@@ -121,7 +121,7 @@ class Real:
             return sum(histogram(registry, metric, *labels).total for registry in read)
         return sum(number(registry, metric, *labels) for registry in read)
 
-    def story(self, stream: TokenStream) -> Story:
+    def story(self, stream: AsyncStream) -> Story:
         file = OtlpFile(self._file)
         file.append(encode_spans(self.kept.spans))
         file.close()

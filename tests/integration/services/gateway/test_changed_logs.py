@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from galley.client.client import GalleyRpcError, TokenStream
+from galley.client.client import AsyncStream, GalleyRpcError
 from tests.fakes.changed_logs import CHANGES, REPAIRED, change
 from tests.fakes.redis_servers import Server
 from tests.fakes.truth import true_output
@@ -14,7 +14,7 @@ from tests.fakes.world import MAX_TOKENS, PROMPT_TOKENS, Received, World, must_b
 RECEIVED = 8
 
 
-async def end_of(received: Received, stream: TokenStream) -> grpc.StatusCode:
+async def end_of(received: Received, stream: AsyncStream) -> grpc.StatusCode:
     """Read to the end, or to the error."""
     try:
         await received.listen(stream)

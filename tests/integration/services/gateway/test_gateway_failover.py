@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 
-from galley.client.client import AsyncClient, TokenStream
+from galley.client.client import AsyncClient, AsyncStream
 from galley.client.options import Retries
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.truth import SEED
@@ -32,8 +32,8 @@ def client_of(*gateways: Gateway) -> AsyncClient:
     return AsyncClient([gateway.address for gateway in gateways], retries=SOON)
 
 
-def ask(client: AsyncClient) -> TokenStream:
-    return client.generate(PROMPT, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True, logprobs=2)
+def ask(client: AsyncClient) -> AsyncStream:
+    return client.stream(PROMPT, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True, logprobs=2)
 
 
 @any_credit

@@ -8,12 +8,12 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from galley.client.client import GalleyRpcError, TokenStream
+from galley.client.client import AsyncStream, GalleyRpcError
 from tests.fakes.truth import logprobs_of
 from tests.fakes.world import Gateway, Received, World, any_credit, must_be_true, receive, refused
 
 
-async def outcome(stream: TokenStream) -> Received | grpc.StatusCode:
+async def outcome(stream: AsyncStream) -> Received | grpc.StatusCode:
     try:
         return await receive(stream)
     except GalleyRpcError as error:

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from galley.client.client import NO_RETRIES, AsyncClient, GalleyRpcError, TokenStream
+from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream, GalleyRpcError
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.truth import SEED, true_output
 from tests.fakes.waiting import PATIENCE_S
@@ -121,7 +121,7 @@ async def test_a_draining_gateway_finishes_its_streams(world: World) -> None:
     await gateway.idle()
 
 
-async def refused_or_held(stream: TokenStream) -> grpc.StatusCode | None:
+async def refused_or_held(stream: AsyncStream) -> grpc.StatusCode | None:
     try:
         await anext(stream)
     except GalleyRpcError as error:
@@ -175,7 +175,7 @@ async def test_a_session_may_go_on_without_its_client(world: World) -> None:
     for leave in ("cancel", "break"):
         world.target.gate.close_after(2)
         client = await AsyncClient(first.address, retries=NO_RETRIES).__aenter__()
-        stream = client.generate(
+        stream = client.stream(
             PROMPT, max_tokens=256, seed=SEED, ignore_eos=True, continue_without_client=True
         )
         received = await receive(stream, until=2)

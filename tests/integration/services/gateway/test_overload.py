@@ -7,7 +7,7 @@ from collections import Counter
 
 import grpc
 
-from galley.client.client import GalleyRpcError, TokenStream
+from galley.client.client import AsyncStream, GalleyRpcError
 from tests.fakes.redis_servers import Server
 from tests.fakes.world import Received, World, any_credit, must_be_true, receive, refused
 
@@ -15,7 +15,7 @@ PLACES = 4
 CALLS = 20 * PLACES
 
 
-async def first_of(stream: TokenStream) -> TokenStream | GalleyRpcError:
+async def first_of(stream: AsyncStream) -> AsyncStream | GalleyRpcError:
     try:
         await anext(stream)
     except GalleyRpcError as error:
@@ -30,7 +30,7 @@ async def test_an_overload_is_refused_at_once(world: World) -> None:
     # The answers would come only once the gate is open: what comes before was refused without waiting.
     outcomes = await asyncio.gather(*(first_of(gateway.generate()) for _ in range(CALLS)))
     refusals = [outcome for outcome in outcomes if isinstance(outcome, GalleyRpcError)]
-    streams = [outcome for outcome in outcomes if isinstance(outcome, TokenStream)]
+    streams = [outcome for outcome in outcomes if isinstance(outcome, AsyncStream)]
     assert len(streams) == PLACES
     assert {error.code for error in refusals} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
     waits = sorted(error.retry_after_s or 0.0 for error in refusals)

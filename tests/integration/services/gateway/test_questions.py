@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from galley.client.client import TokenStream, generate_request
+from galley.client.client import AsyncStream, generate_request
 from galley.client.options import Speculation
 from galley.common.metrics import catalogue
 from galley.common.metrics.metric import Metric
@@ -223,7 +223,7 @@ async def test_the_stalled_client(real: Callable[..., Real]) -> None:
         {"max_tokens": LONG, "temperature": 0.0, "ignore_eos": True, "logprobs": 20, "speculation": PLAIN},
     )
     async with real(buffer=4) as it, narrow(it.gateway.address, 1024) as stub:
-        stream = TokenStream(stub.Generate(request))
+        stream = AsyncStream(stub.Generate(request))
         received = await receive(stream, until=4)
         await asyncio.sleep(3)  # a stall of more than 1 s, however slowly the buffer fills
         await received.listen(stream)

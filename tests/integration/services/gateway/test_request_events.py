@@ -137,7 +137,7 @@ async def test_a_fenced_owner_and_its_successor_are_both_traced(
     world.target.gate.open()
     must_be_true(await received.listen(resumed_stream))
     assert (
-        await refused(receive(stream, first_index=len(stream.token_ids)))
+        await refused(receive(stream, first_index=len(stream.tokens)))
     ).code is grpc.StatusCode.FAILED_PRECONDITION
     requests = await kept.requests(2)
     [fenced] = [span for span in requests if not span.links]

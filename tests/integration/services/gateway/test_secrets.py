@@ -101,7 +101,7 @@ class Mesh:
     async def generate(self, gateway: str, key: str) -> str:
         async with AsyncClient(gateway, retries=NO_RETRIES, api_key=key, tls=self.tls) as client:
             try:
-                await receive(client.generate([5, 9, 2, 33], max_tokens=8, temperature=0, ignore_eos=True))
+                await receive(client.stream([5, 9, 2, 33], max_tokens=8, temperature=0, ignore_eos=True))
             except GalleyRpcError as error:
                 return str(error)
         return ""

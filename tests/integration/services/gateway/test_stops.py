@@ -119,7 +119,7 @@ async def test_logprobs_are_those_of_the_target(gateway: Gateway, top: int | Non
 
 
 async def test_a_chat_goes_through_the_models_template(gateway: Gateway) -> None:
-    stream = gateway.client.generate([Message("user", "hé")], max_tokens=8, seed=SEED, ignore_eos=True)
+    stream = gateway.client.stream([Message("user", "hé")], max_tokens=8, seed=SEED, ignore_eos=True)
     received = await receive(stream)
     prompt = [USER, *"hé".encode(), ASSISTANT]
     assert received.tokens == true_output(prompt, 8, SEED)

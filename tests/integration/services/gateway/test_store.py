@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from galley.client.client import TokenStream
+from galley.client.client import AsyncStream
 from galley.core.content import prefix_hash
 from tests.fakes.link import Link
 from tests.fakes.redis_servers import Server
@@ -110,7 +110,7 @@ async def test_cancelling_while_the_store_hangs_is_harmless(world: World, own_st
     must_be_true(await receive(gateway.client.resume(stream.session_id, 0)))
 
 
-async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[TokenStream, Received]:
+async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[AsyncStream, Received]:
     world.target.gate.close()
     stream = gateway.generate()
     received = Received()
@@ -122,13 +122,13 @@ async def stream_beyond(world: World, store: Server, gateway: Gateway) -> tuple[
     return stream, received
 
 
-async def roll_back_unowned(store: Server, stream: TokenStream) -> None:
+async def roll_back_unowned(store: Server, stream: AsyncStream) -> None:
     """Roll the store back, for a session whose owner stopped long before."""
     store.roll_back()
     assert await store.command("PEXPIRE", f"galley:sessions:default:{{{stream.session_id}}}", "600000") == 1
 
 
-async def log_must_be_true(gateway: Gateway, stream: TokenStream) -> None:
+async def log_must_be_true(gateway: Gateway, stream: AsyncStream) -> None:
     must_be_true(await receive(gateway.client.resume(stream.session_id, 0)))
 
 
@@ -233,7 +233,7 @@ async def test_an_owner_whose_claim_was_lost_is_unavailable(world: World, own_st
 
 
 class Lost:
-    def __init__(self, gateway: Gateway, stream: TokenStream, received: Received) -> None:
+    def __init__(self, gateway: Gateway, stream: AsyncStream, received: Received) -> None:
         self.gateway = gateway
         self.stream = stream
         self.received = received

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from galley.client.client import TokenStream, generate_request
+from galley.client.client import AsyncStream, generate_request
 from galley.client.options import GenerateOptions, Speculation
 from galley.core.content import token_bytes
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -88,4 +88,4 @@ async def generate_within_a_trace(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub: rpc.GenerationAsyncStub = rpc.GenerationStub(channel)
         metadata = (("traceparent", f"00-{TRACE.hex()}-{PARENT.hex()}-01"),)
-        must_be_true(await receive(TokenStream(stub.Generate(request, metadata=metadata))))
+        must_be_true(await receive(AsyncStream(stub.Generate(request, metadata=metadata))))

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from galley.client.client import TokenStream, generate_request
+from galley.client.client import AsyncStream, generate_request
 from tests.fakes.narrow_client import narrow
 from tests.fakes.truth import SEED, true_output
 from tests.fakes.world import (
@@ -31,11 +31,11 @@ SHORT = 900
 
 
 @asynccontextmanager
-async def left_unread(gateway: Gateway, max_tokens: int, count: int) -> AsyncIterator[list[TokenStream]]:
+async def left_unread(gateway: Gateway, max_tokens: int, count: int) -> AsyncIterator[list[AsyncStream]]:
     options = {"max_tokens": max_tokens, "seed": SEED, "ignore_eos": True, "logprobs": 20}
     async with narrow(gateway.address) as stub:
         streams = [
-            TokenStream(stub.Generate(generate_request(PROMPT, options)))  # type: ignore[arg-type]  # as a dict
+            AsyncStream(stub.Generate(generate_request(PROMPT, options)))  # type: ignore[arg-type]  # as a dict
             for _ in range(count)
         ]
         for stream in streams:
@@ -43,7 +43,7 @@ async def left_unread(gateway: Gateway, max_tokens: int, count: int) -> AsyncIte
         yield streams
 
 
-async def held_up(world: World, gateway: Gateway, stream: TokenStream) -> int:
+async def held_up(world: World, gateway: Gateway, stream: AsyncStream) -> int:
     before = -1
     while before != (before := world.target.confirmed[stream.session_id]):
         must_be_true(await receive(gateway.generate()))

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from galley.client.errors import GalleyRpcError
-from galley.client.streams import ResumePoint, TokenStream
+from galley.client.streams import AsyncStream, ResumePoint
 from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
 
@@ -40,7 +40,7 @@ GIVEN = ResumePoint("5e" * 16, 2, b"h" * 16)
 async def test_a_repeated_resume_checks_what_is_known(
     chunks: tuple[tuple[int, list[int]], ...], seen: tuple[int, ...], resumed_at: ResumePoint
 ) -> None:
-    stream = TokenStream(cast("Any", chunk_then_break(*chunks)), GIVEN, seen)
+    stream = AsyncStream(cast("Any", chunk_then_break(*chunks)), GIVEN, seen)
     with pytest.raises(GalleyRpcError):
         async for _ in stream:
             pass
