@@ -3,8 +3,7 @@
 from galley import Client
 
 with Client("127.0.0.1:50051") as client:
-    for event in client.stream("The capital of France is", max_tokens=16):
-        print(event.chunk.text, end="")
+    print(client.generate("The capital of France is", max_tokens=16).text)
 """
 
 from __future__ import annotations
@@ -16,46 +15,74 @@ from galley.version import __version__
 
 if TYPE_CHECKING:  # loaded on first use: grpc takes a while, and the services never need the client
     from galley.client.client import AsyncClient
-    from galley.client.errors import BadKey, BadTlsFile, GalleyRpcError
+    from galley.client.errors import (
+        AlreadyExistsError,
+        BadKey,
+        BadTlsFile,
+        DataLossError,
+        DeadlineExceededError,
+        FailedPreconditionError,
+        GalleyRpcError,
+        InternalError,
+        InvalidArgumentError,
+        NotFoundError,
+        ResourceExhaustedError,
+        UnauthenticatedError,
+        UnavailableError,
+        UnimplementedError,
+    )
     from galley.client.options import GenerateOptions, Message, Retries, Speculation, Tls
+    from galley.client.result import Result, SpeculationUsage, TokenLogprobs, Usage
     from galley.client.streams import AsyncStream, ResumePoint
     from galley.client.sync import Client, Stream
 
 __all__ = [
+    "AlreadyExistsError",
     "AsyncClient",
     "AsyncStream",
     "BadKey",
     "BadTlsFile",
     "Client",
+    "DataLossError",
+    "DeadlineExceededError",
+    "FailedPreconditionError",
     "GalleyRpcError",
     "GenerateOptions",
+    "InternalError",
+    "InvalidArgumentError",
     "Message",
+    "NotFoundError",
+    "ResourceExhaustedError",
+    "Result",
     "ResumePoint",
     "Retries",
     "Speculation",
+    "SpeculationUsage",
     "Stream",
     "Tls",
+    "TokenLogprobs",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "UnimplementedError",
+    "Usage",
     "__version__",
 ]
 
 _MODULES = {
-    "AsyncClient": "client",
-    "BadKey": "errors",
-    "BadTlsFile": "errors",
-    "Client": "sync",
-    "GalleyRpcError": "errors",
-    "GenerateOptions": "options",
-    "Message": "options",
-    "ResumePoint": "streams",
-    "Retries": "options",
-    "Speculation": "options",
-    "Stream": "sync",
-    "Tls": "options",
-    "AsyncStream": "streams",
+    "client": ("AsyncClient",),
+    "options": ("GenerateOptions", "Message", "Retries", "Speculation", "Tls"),
+    "result": ("Result", "SpeculationUsage", "TokenLogprobs", "Usage"),
+    "streams": ("AsyncStream", "ResumePoint"),
+    "sync": ("Client", "Stream"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module 'galley' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"galley.client.{_MODULES[name]}"), name)
+    module = next((module for module, names in _MODULES.items() if name in names), "errors")
+    return getattr(importlib.import_module(f"galley.client.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import grpc
 
 from bench.soak.requests import Manner, Mix, References, Visit
-from galley.client.client import AsyncClient, GalleyRpcError, generate_request
+from galley.client.client import AsyncClient, GalleyRpcError
 from galley.client.options import GenerateOptions, Message
+from galley.client.request import generate_request
 from galley.client.streams import AsyncStream
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 

@@ -19,6 +19,7 @@ from galley.cli.flags import INTERRUPTED, Connection, fail, say, stderr_console
 from galley.client.client import AsyncClient
 from galley.client.errors import BadKey, GalleyRpcError
 from galley.client.options import Retries
+from galley.client.result import speculation_usage
 from galley.client.streams import AsyncStream
 from galley.common.printable import one_line, printable
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -137,17 +138,12 @@ def reason(finished: pb.Finished) -> str:
             )
 
 
-def mean_accepted_length(stats: pb.SpeculationStats) -> float:
-    """Return 1 + accepted / rounds, the mean number of tokens that a round confirms; 0 without rounds."""
-    return 1 + stats.accepted / stats.rounds if stats.rounds else 0.0
-
-
 def summary_line(session_id: str, finished: pb.Finished) -> str:
-    stats, usage = finished.speculation, finished.usage
+    stats, usage = speculation_usage(finished.speculation), finished.usage
     return (
         f"session {one_line(session_id)} · {usage.prompt_tokens} + {usage.output_tokens} tokens · "
         f"{stats.rounds} rounds · "
-        f"mean accepted length {mean_accepted_length(stats):.2f} · ended by {reason(finished)}"
+        f"mean accepted length {stats.mean_accepted_length:.2f} · ended by {reason(finished)}"
     )
 
 

@@ -143,7 +143,7 @@ async def _timed(
 
 
 def _summary(with_draft: Timed, without: Timed) -> Table:
-    from galley.cli.answer import mean_accepted_length  # noqa: PLC0415  # protobuf is slow to load
+    from galley.client.result import speculation_usage  # noqa: PLC0415  # protobuf is slow to load
 
     on, off = with_draft.finished.speculation, without.finished.speculation
     table = Table("", title="Summary", title_justify="left")
@@ -158,7 +158,7 @@ def _summary(with_draft: Timed, without: Timed) -> Table:
         ("accepted", on.accepted, off.accepted),
     ):
         table.add_row(name, str(one), str(other))
-    mean = (mean_accepted_length(on), mean_accepted_length(off))
+    mean = [speculation_usage(stats).mean_accepted_length for stats in (on, off)]
     table.add_row("mean accepted length", *(f"{one:.2f}" for one in mean))
     times = (with_draft.first_token_s, without.first_token_s)
     table.add_row("time to first token", *(f"{seconds * 1000:.0f} ms" for seconds in times))

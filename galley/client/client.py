@@ -1,15 +1,16 @@
 """The asynchronous Python client.
 
     async with AsyncClient("10.0.0.1:50051,10.0.0.2:50051") as client:
-        async for event in client.stream("The capital of France is", max_tokens=16, temperature=0.0):
-            print(event.chunk.text, end="")
+        result = await client.generate("The capital of France is", max_tokens=16, temperature=0.0)
+        print(result.text)
 
-A gateway that dies during a stream is a pause: the stream is resumed at the next gateway, or at the same
+A gateway that dies during an answer is a pause: the stream is resumed at the next gateway, or at the same
 address if there is only one (a name or a balancer may lead to another gateway). `Retries` sets for how long.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,9 +20,18 @@ import grpc
 import grpc.aio
 
 from galley.client.addresses import parse_addresses
+from galley.client.arguments import (
+    check_names,
+    check_type,
+    checked_messages,
+    checked_resume_point,
+    show_options,
+)
 from galley.client.credentials import Key, environment_key, key_metadata, tls_to_gateways
 from galley.client.errors import GalleyRpcError, rpc_error
-from galley.client.options import GenerateOptions, Message, Prompt, Retries, Speculation, Tls
+from galley.client.options import Conversation, GenerateOptions, Prompt, Retries, Tls
+from galley.client.request import generate_request
+from galley.client.result import Output, Result
 from galley.client.streams import NO_RETRIES, AsyncStream, Call, Recovery, ResumePoint
 from galley.common.tls.channels import open_channel
 from galley.core.names import FORCE_KEY, FORCE_VALUE
@@ -34,14 +44,11 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Stub: TypeAlias = "rpc.GenerationAsyncStub"
 
 _KEY_BYTES = 16
-# Most options have the name of their field.
-_SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name.keys() & GenerateOptions.__annotations__.keys()
-_REQUEST = pb.GenerateRequest.DESCRIPTOR.fields_by_name.keys() & GenerateOptions.__annotations__.keys()
 _T = TypeVar("_T")
 
 
 class AsyncClient:
-    """A client of one or more gateways over one session store; open it with `async with`.
+    """A client of one or more gateways over one session store.
 
     `addresses` are "host:port", comma-separated or a sequence. The first is used until it fails, then the
     next. Without `tls`, "https://" or "grpcs://", calls go in plain text. `api_key` is a key or a token, or a
@@ -49,6 +56,12 @@ class AsyncClient:
     GALLEY_API_KEY. Calls raise BadKey if it cannot be sent. Streams join the current OpenTelemetry trace of
     the caller; `force_trace` makes the gateways trace every request whatever they sample. `interceptors` are
     added to every channel.
+
+    Connections open with the first call, in the event loop that runs then. Use the client in that loop only,
+    and end it by `async with` or `close`.
+
+    >>> async with AsyncClient("127.0.0.1:50051") as client:
+    ...     result = await client.generate("Say hello", max_tokens=4)
     """
 
     def __init__(
@@ -61,7 +74,15 @@ class AsyncClient:
         force_trace: bool = False,
         interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
     ) -> None:
-        """Prepare the client. Raises ValueError without an address, BadTlsFile for an unusable TLS file."""
+        """Prepare the client.
+
+        Raises ValueError without an address, TypeError for an argument of another type, BadTlsFile for an
+        unusable TLS file.
+        """
+        check_type("addresses", addresses, str | Sequence, "HOST:PORT, or several")
+        check_type("retries", retries, Retries, "Retries(patience_s=…)")
+        check_type("tls", tls, Tls | None, "Tls(ca_file=…)")
+        check_type("api_key", api_key, str | Callable | None, "text, or a function that returns it")
         try:
             self.addresses, over_tls = parse_addresses(addresses)
         except ValueError as error:
@@ -76,32 +97,86 @@ class AsyncClient:
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[Stub] = []
         self._current = 0
+        self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
-        self._channels = [open_channel(one, self._tls, self._interceptors) for one in self.addresses]
-        self._stubs = [rpc.GenerationStub(channel) for channel in self._channels]
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections, which ends open streams; further calls raise RuntimeError."""
+        self._is_closed = True
         self._stubs = []
-        for channel in self._channels:
+        channels, self._channels = self._channels, []
+        for channel in channels:
             await channel.close()
 
     @property
     def _stub(self) -> Stub:
+        if self._is_closed:
+            raise RuntimeError("the client is closed; make another one")
         if not self._stubs:
-            raise RuntimeError("open the client with `async with AsyncClient(address) as client`")
+            self._open()
+        if self._loop is not None and self._loop is not _running_loop():
+            raise RuntimeError("AsyncClient: must be used in one event loop; make one for each loop")
         return self._stubs[self._current]
 
-    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
-        """Stream the output for `prompt`: text to complete, messages for the chat template, or token ids.
+    def _open(self) -> None:
+        self._loop = _running_loop()
+        self._channels = [open_channel(one, self._tls, self._interceptors) for one in self.addresses]
+        self._stubs = [rpc.GenerationStub(channel) for channel in self._channels]
 
-        The request gets an idempotency key if it has none, so that it can be repeated.
+    @show_options
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
+        """Return the output for `prompt`: text to complete, messages for the chat template, or token ids.
+
+        A gateway that dies meanwhile is a pause. Raises GalleyRpcError; if it has a `session_id`, `resume`
+        returns what was generated.
+
+        >>> result = await client.generate("Say hello", max_tokens=4, temperature=0.0)
+        >>> result.text, result.tokens, result.usage.output_tokens
+        ('Hello, world!\\n', [11, 12, 13, 14], 4)
         """
+        async with self._start("generate", prompt, options) as stream:
+            return await stream.result()
+
+    @show_options
+    async def chat(self, messages: str | Conversation, **options: Unpack[GenerateOptions]) -> Result:
+        """Return the model's answer to a conversation; text is one message of the user.
+
+        A message is a `Message`, or a dict with `role` and `content`. `stream` takes a conversation too.
+
+        >>> history = [{"role": "user", "content": "Say hello"}]
+        >>> result = await client.chat(history, temperature=0.0)
+        >>> history.append(result.message)
+        >>> result.message
+        Message(role='assistant', content='Hello, world!\\n')
+        """
+        async with self._start("chat", checked_messages(messages), options) as stream:
+            return await stream.result()
+
+    @show_options
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """Return a stream of the output for `prompt`: text, messages for the chat template, or token ids.
+
+        Each event has one of `started`, `chunk`, `numerics_changed` and `finished`. The text of others than a
+        chunk is empty.
+
+        >>> async for event in client.stream("Say hello", max_tokens=4, temperature=0.0):
+        ...     print(event.chunk.text, end="")
+        Hello, world!
+        """
+        return self._start("stream", prompt, options)
+
+    def _start(self, method: str, prompt: Prompt, options: GenerateOptions) -> AsyncStream:
+        """Request an answer; without an idempotency key it gets one, so that the request can be repeated."""
+        check_names(method, options)
         request = generate_request(prompt, options)
         if not request.idempotency_key:
             request.idempotency_key = secrets.token_hex(_KEY_BYTES)
-
         trace = self._trace(force=options.get("force_trace", False))
 
         def start(timeout_s: float | None) -> Call:
@@ -122,16 +197,24 @@ class AsyncClient:
         timeout_s: float | None = None,
         force_trace: bool = False,
     ) -> AsyncStream:
-        """Stream a session from output token `next_index` on; `seen_hash` checks the tokens before it."""
-        point = ResumePoint(session_id, next_index, seen_hash)
-        return self._resumed(point, (), self._trace(force=force_trace), timeout_s)
+        """Return a stream of a session from output token `next_index` on.
+
+        `seen_hash` checks the tokens before it. `resume_from` of a stream returns these three arguments.
+
+        >>> stream = client.stream("Say hello")
+        >>> point = stream.resume_from()
+        >>> (await client.resume("session-1", 1).result()).text
+        ', world!\\n'
+        """
+        point = ResumePoint(*checked_resume_point(session_id, next_index, seen_hash))
+        return self._resumed(point, None, self._trace(force=force_trace), timeout_s)
 
     def resume_stream(
         self, stream: AsyncStream, *, timeout_s: float | None = None, force_trace: bool = False
     ) -> AsyncStream:
-        """Continue `stream` where it broke; the new stream holds the tokens of the old one as well."""
+        """Continue `stream` where it broke; the new stream holds the output of the old one as well."""
         trace = self._trace(force=force_trace)
-        resumed = self._resumed(stream.resume_from(), stream.tokens, trace, timeout_s)
+        resumed = self._resumed(stream.resume_from(), stream.output, trace, timeout_s)
         resumed.max_tokens = stream.max_tokens
         return resumed
 
@@ -142,7 +225,7 @@ class AsyncClient:
         return trace.call(lambda metadata: make(self._stub, (*metadata, *key_metadata(self._key))))
 
     def _resumed(
-        self, point: ResumePoint, seen: Sequence[int], trace: CallerTrace, timeout_s: float | None
+        self, point: ResumePoint, seen: Output | None, trace: CallerTrace, timeout_s: float | None
     ) -> AsyncStream:
         call = self._resume(point, trace, timeout_s)
         recovery = self._recovery(None, trace, timeout_s)
@@ -171,12 +254,19 @@ class AsyncClient:
         return Recovery(self._retries, start, resume, switch_gateway, timeout_s)
 
     async def abort(self, session_id: str, *, timeout_s: float | None = None) -> None:
-        """End a session for good."""
+        """End a session for good.
+
+        >>> await client.abort("session-1")
+        """
         request = pb.AbortRequest(session_id=session_id)
         await self._first_response(lambda stub, key: stub.Abort(request, timeout=timeout_s, metadata=key))
 
     async def model_info(self, model: str = "", *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
-        """Return the served model, its strategies and its limits; `model`, if given, must be its name."""
+        """Return the served model, its strategies and its limits; `model`, if given, must be its name.
+
+        >>> (await client.model_info()).model
+        'tiny'
+        """
         request = pb.GetModelInfoRequest(model=model)
         return await self._first_response(
             lambda stub, key: stub.GetModelInfo(request, timeout=timeout_s, metadata=key)
@@ -195,40 +285,12 @@ class AsyncClient:
                 self._current = (self._current + 1) % len(self.addresses)
 
 
-def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """Return the request; the gateway checks its bounds. Raises TypeError if messages and ids are mixed."""
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    speculation = _speculation(given.pop("speculation", Speculation()))
-    request = pb.GenerateRequest(
-        sampling=pb.SamplingParams(**{name: given[name] for name in _SAMPLING & given.keys()}),
-        speculation=speculation,
-        **{name: given[name] for name in _REQUEST & given.keys()},
-    )
-    _set_prompt(request, prompt)
-    return request
-
-
-def _speculation(options: Speculation) -> pb.Speculation:
-    if options.off:
-        return pb.Speculation(mode=pb.Speculation.MODE_OFF)
-    if options.k is None and not options.strategy:
-        return pb.Speculation(mode=pb.Speculation.MODE_AUTO)
-    return pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=options.k, strategy=options.strategy)
-
-
-def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        request.text = prompt
-        return
-    messages = [part for part in prompt if isinstance(part, Message)]
-    ids = [part for part in prompt if isinstance(part, int)]
-    if messages and ids:
-        raise TypeError("prompt: must be text, messages or token ids, got messages and token ids")
-    if messages:
-        turns = [pb.ChatMessage(role=turn.role, content=turn.content) for turn in messages]
-        request.messages.CopyFrom(pb.ChatMessages(messages=turns))
-    else:
-        request.token_ids.CopyFrom(pb.TokenIds(ids=ids))
+def _running_loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        problem = "AsyncClient: must be called by a coroutine; galley.Client does the same without asyncio"
+        raise RuntimeError(problem) from None
 
 
 class CallerTrace:

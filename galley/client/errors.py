@@ -22,9 +22,10 @@ BadTlsFile = BadFile
 
 
 class GalleyRpcError(Exception):
-    """A call ended with a status other than OK.
+    """A call ended with a status other than OK; each status of docs/errors.md has a class of its own.
 
     `violations` are the (field, problem) pairs of a BadRequest; `retry_after_s` that of a RetryInfo or None.
+    `session_id` is that of the answer, if the gateway has sent it, else empty.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class GalleyRpcError(Exception):
         violations: Sequence[tuple[str, str]] = (),
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message)
+        # All arguments, because pickle calls the class with them.
+        super().__init__(code, message, violations, retry_after_s)
         self.code = code
         self.message = message
         self.violations = tuple(violations)
         self.retry_after_s = retry_after_s
+        self.session_id = ""
 
     def __str__(self) -> str:
         """Return one line: status, message, the fields that the message does not name, when to retry.
@@ -54,13 +57,84 @@ class GalleyRpcError(Exception):
         return one_line(line, len(line))
 
 
+class InvalidArgumentError(GalleyRpcError):
+    """A field of the request is out of its bounds; `violations` names it."""
+
+
+class UnimplementedError(GalleyRpcError):
+    """The request has a field, or names a method, that the gateway does not serve."""
+
+
+class UnauthenticatedError(GalleyRpcError):
+    """The API key or token is missing or not accepted."""
+
+
+class NotFoundError(GalleyRpcError):
+    """The session is unknown, expired or another principal's."""
+
+
+class AlreadyExistsError(GalleyRpcError):
+    """The idempotency key was used with another request."""
+
+
+class FailedPreconditionError(GalleyRpcError):
+    """A newer call has claimed the session."""
+
+
+class ResourceExhaustedError(GalleyRpcError):
+    """The gateway, or the principal's share of it, is full; try again after `retry_after_s`."""
+
+
+class DeadlineExceededError(GalleyRpcError):
+    """`timeout_s` passed; `resume` with `session_id` returns the rest."""
+
+
+class UnavailableError(GalleyRpcError):
+    """No gateway could be reached, or none could go on with the session, for the time of `Retries`."""
+
+
+class DataLossError(GalleyRpcError):
+    """The token log contradicts what was received, or cannot be read."""
+
+
+class InternalError(GalleyRpcError):
+    """A fault of Galley, or a stream that breaks the protocol."""
+
+
+_CLASSES: dict[grpc.StatusCode, type[GalleyRpcError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
+    grpc.StatusCode.UNIMPLEMENTED: UnimplementedError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPreconditionError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhaustedError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    # A stopping gateway cancels its streams.
+    grpc.StatusCode.CANCELLED: UnavailableError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.DATA_LOSS: DataLossError,
+    grpc.StatusCode.INTERNAL: InternalError,
+}
+
+
+def status_error(
+    code: grpc.StatusCode,
+    message: str,
+    violations: Sequence[tuple[str, str]] = (),
+    retry_after_s: float | None = None,
+) -> GalleyRpcError:
+    """Return an error of the class of `code`."""
+    return _CLASSES.get(code, GalleyRpcError)(code, message, violations, retry_after_s)
+
+
 def rpc_error(error: grpc.RpcError) -> GalleyRpcError:
     """Return `error` with the details of its status decoded; without them if they are unreadable."""
     try:
         violations, retry_after_s = _decoded(_details(error))
     except DecodeError:
         violations, retry_after_s = [], None
-    return GalleyRpcError(error.code(), error.details() or "", violations, retry_after_s)
+    return status_error(error.code(), error.details() or "", violations, retry_after_s)
 
 
 def _decoded(details: Sequence[Any]) -> tuple[list[tuple[str, str]], float | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypedDict
+from typing import Literal, TypeAlias, TypedDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,11 @@ class Tls:
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The keyword arguments of `generate`; names, bounds and defaults are those of the proto.
+    """The keyword arguments of `generate`, `stream` and `chat`; None leaves one to the gateway.
 
-    `timeout_s` is the deadline of the whole stream, in seconds. `force_trace` makes the gateways trace this
-    request whatever they sample.
+    Names, bounds and defaults are those of the proto. `stop` is one text or several. `timeout_s` is the
+    deadline of the whole answer, in seconds. `force_trace` makes the gateways trace this request whatever
+    they sample.
     """
 
     model: str
@@ -78,11 +79,11 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty: float | None
     logit_bias: Mapping[int, float]
     seed: int | None
-    stop: Sequence[str]
+    stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int | None
-    speculation: Speculation
+    speculation: Speculation | Literal["auto", "off"]
     workload: str
     idempotency_key: str
     priority: int
@@ -91,5 +92,8 @@ class GenerateOptions(TypedDict, total=False):
     force_trace: bool
 
 
-Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
+Conversation: TypeAlias = Sequence[Message | Mapping[str, object]]
+"""Messages; a dict has the keys "role" and "content"."""
+
+Prompt: TypeAlias = str | Conversation | Sequence[int]
 """Text to complete, a conversation for the chat template, or token ids."""

@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
 
 import grpc
 import grpc.aio
 
-from galley.client.errors import GalleyRpcError, rpc_error
+from galley.client.errors import GalleyRpcError, rpc_error, status_error
 from galley.client.options import Retries
+from galley.client.result import Output, Result
 from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
 
@@ -52,28 +53,35 @@ BEGINNING = ResumePoint("", 0, b"")
 class AsyncStream(AsyncIterator[pb.StreamEvent]):
     """The events of one session, in order and each once.
 
-    Raises GalleyRpcError when the session cannot be continued. `tokens` are the output tokens from index 0
-    on, or from the index at which the stream was resumed if the earlier ones are unknown. `finished` is the
-    last event, None before it.
+    Iterate over it for the events, or `await result()` for the whole answer. `async with` cancels it at the
+    end of the block. Raises GalleyRpcError when the session cannot be continued. `tokens` are the output
+    tokens from index 0 on, or from the index at which the stream was resumed if the earlier ones are unknown.
+    `finished` is the last event, None before it.
+
+    >>> async with client.stream("Say hello") as stream:
+    ...     async for event in stream:
+    ...         print(event.chunk.text, end="")
+    Hello, world!
     """
 
     def __init__(
         self,
         call: Call,
         point: ResumePoint = BEGINNING,
-        seen: Sequence[int] = (),
+        seen: Output | None = None,
         recovery: Recovery | None = None,
         max_tokens: int | None = None,
     ) -> None:
         """Read `call`, of Generate, or of Resume at `point`.
 
-        `seen` are the output tokens before `point`, if known. Without `recovery`, a break is raised.
+        `seen` is the output before `point`, if known. Without `recovery`, a break is raised.
         `max_tokens` is that of the request; None: unknown, and not checked.
         """
         self._call = call
         self._responses = call.__aiter__()
         self._recovery = recovery
         self._point = point
+        self.output = Output(point.next_index) if seen is None else seen.copy()
         self._next_index = point.next_index
         self._started = False
         self._events_without_token = 0
@@ -81,8 +89,26 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         self.max_tokens = max_tokens
         self._numerics_changed: pb.NumericsChanged | None = None
         self.session_id = point.session_id
-        self.tokens: list[int] = list(seen)
         self.finished: pb.Finished | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the output tokens received so far."""
+        return self.output.tokens
+
+    async def result(self) -> Result:
+        """Return the whole answer once the stream has ended. Raises RuntimeError if it was cancelled."""
+        async for _ in self:
+            pass
+        if self.finished is None:
+            raise RuntimeError("result: the stream was cancelled before the answer had ended")
+        return self.output.result(self.finished)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
 
     def __aiter__(self) -> Self:
         return self
@@ -92,13 +118,15 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
             try:
                 event: pb.StreamEvent = (await anext(self._responses)).event
             except StopAsyncIteration:
-                await self._recover(GalleyRpcError(grpc.StatusCode.UNAVAILABLE, _UNFINISHED))
+                await self._recover(status_error(grpc.StatusCode.UNAVAILABLE, _UNFINISHED))
             except grpc.RpcError as error:
                 await self._recover(rpc_error(error))
             except asyncio.CancelledError:
-                if self._cancelled or _is_reader_cancelled():
+                if _is_reader_cancelled():
                     raise
-                await self._recover(GalleyRpcError(grpc.StatusCode.CANCELLED, "the gateway cancelled"))
+                if self._cancelled:
+                    raise StopAsyncIteration from None
+                await self._recover(status_error(grpc.StatusCode.CANCELLED, "the gateway cancelled"))
             else:
                 if self._apply(event):
                     return event
@@ -114,10 +142,11 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         except (grpc.RpcError, TimeoutError):
             self._call.cancel()
         except asyncio.CancelledError:
-            if self._cancelled or _is_reader_cancelled():
+            if _is_reader_cancelled():
                 raise
 
     async def _recover(self, error: GalleyRpcError) -> None:
+        error.session_id = self.session_id
         if self._recovery is None:
             raise error
         self._call = await self._recovery.reconnect(error, self)
@@ -134,6 +163,7 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         match event.WhichOneof("event"):
             case "started":
                 self.session_id = event.started.session_id
+                self.output.started = event.started
                 is_repeated, self._started = self._started, True
                 return not is_repeated
             case "chunk":
@@ -142,6 +172,7 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
                 if event.numerics_changed == self._numerics_changed:
                     return False
                 self._numerics_changed = event.numerics_changed
+                self.output.numerics_changed.append(event.numerics_changed.index)
             case "finished":
                 self._finish(event.finished)
             case _:
@@ -154,7 +185,7 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         end = chunk.index + len(chunk.token_ids)
         if self.max_tokens is not None and end > self.max_tokens:
             self._refuse(f"the gateway sent {end} tokens, {self.max_tokens} were asked for")
-        self.tokens += chunk.token_ids
+        self.output.add(chunk)
         self._next_index = end
         if self._recovery is not None and chunk.token_ids:
             self._recovery.reset()
@@ -167,7 +198,9 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
 
     def _refuse(self, problem: str) -> NoReturn:
         self._call.cancel()
-        raise GalleyRpcError(grpc.StatusCode.INTERNAL, problem)
+        error = status_error(grpc.StatusCode.INTERNAL, problem)
+        error.session_id = self.session_id
+        raise error
 
     def resume_from(self) -> ResumePoint:
         """Return the arguments of `resume`.
@@ -181,7 +214,7 @@ class AsyncStream(AsyncIterator[pb.StreamEvent]):
         return ResumePoint(self.session_id, self._next_index, seen_hash)
 
     def cancel(self) -> None:
-        """Stop the stream; the session stays resumable."""
+        """End the stream before its end; the session stays resumable."""
         self._cancelled = True
         self._call.cancel()
 

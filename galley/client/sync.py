@@ -1,8 +1,9 @@
 """The synchronous Python client: the asynchronous one, on an event loop in a thread of its own.
 
 with Client("127.0.0.1:50051") as client:
-    for event in client.stream("The capital of France is", max_tokens=16, temperature=0.0):
-        print(event.chunk.text, end="")
+    print(client.generate("The capital of France is", max_tokens=16, temperature=0.0).text)
+
+So it works where an event loop runs already, as in a notebook.
 """
 
 from __future__ import annotations
@@ -10,29 +11,54 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
+from galley.client.arguments import show_options
 from galley.client.client import AsyncClient
 from galley.client.credentials import Key
-from galley.client.options import GenerateOptions, Prompt, Retries, Tls
+from galley.client.options import Conversation, GenerateOptions, Prompt, Retries, Tls
+from galley.client.result import Result
 from galley.client.streams import AsyncStream, ResumePoint
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 _T = TypeVar("_T")
+_starting = threading.Lock()
 
 
 class Stream(Iterator[pb.StreamEvent]):
-    """The events of one session; see AsyncStream, whose attributes it has."""
+    """The events of one session, in order and each once.
+
+    Iterate over it for the events, or call `result()` for the whole answer. `with` cancels it at the end of
+    the block, and so does Python when nothing refers to it any more.
+
+    >>> with client.stream("Say hello") as stream:
+    ...     for event in stream:
+    ...         print(event.chunk.text, end="")
+    Hello, world!
+    """
 
     def __init__(self, stream: AsyncStream) -> None:
         self._stream = stream
+        # Its call must end in the thread of its event loop, not in the one that collects garbage.
+        weakref.finalize(self, _loop().call_soon_threadsafe, stream.cancel).atexit = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
 
     def __next__(self) -> pb.StreamEvent:
         event = _run(_next_event(self._stream))
         if event is None:
             raise StopIteration
         return event
+
+    def result(self) -> Result:
+        """Return the whole answer once the stream has ended. Raises RuntimeError if it was cancelled."""
+        return _run(self._stream.result())
 
     @property
     def session_id(self) -> str:
@@ -50,18 +76,22 @@ class Stream(Iterator[pb.StreamEvent]):
         return self._stream.finished
 
     def resume_from(self) -> ResumePoint:
-        """Return the arguments of `resume` that continue this stream."""
+        """Return the arguments of `resume` that continue this stream, in another process if need be."""
         return self._stream.resume_from()
 
     def cancel(self) -> None:
-        """Stop the stream; the session stays resumable."""
+        """End the stream before its end; the session stays resumable."""
         _loop().call_soon_threadsafe(self._stream.cancel)
 
 
 class Client:
-    """A synchronous client; open it with `with`. It may be used from several threads.
+    """A client of one or more gateways over one session store. It may be used from several threads.
 
-    Arguments and methods are those of AsyncClient, but for `interceptors` and `resume_stream`.
+    Arguments and methods are those of AsyncClient, but for `interceptors` and `resume_stream`. End it by
+    `with` or `close`.
+
+    >>> with Client("127.0.0.1:50051") as client:
+    ...     result = client.generate("Say hello", max_tokens=4)
     """
 
     def __init__(
@@ -78,14 +108,55 @@ class Client:
         )
 
     def __enter__(self) -> Self:
-        _run(self._client.__aenter__())
         return self
 
     def __exit__(self, *_: object) -> None:
-        _run(self._client.__aexit__())
+        self.close()
 
+    def close(self) -> None:
+        """Close the connections, which ends open streams; further calls raise RuntimeError."""
+        _run(self._client.close())
+
+    @show_options
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
+        """Return the output for `prompt`: text to complete, messages for the chat template, or token ids.
+
+        A gateway that dies meanwhile is a pause. Raises GalleyRpcError; if it has a `session_id`, `resume`
+        returns what was generated.
+
+        >>> result = client.generate("Say hello", max_tokens=4, temperature=0.0)
+        >>> result.text, result.tokens, result.usage.output_tokens
+        ('Hello, world!\\n', [11, 12, 13, 14], 4)
+        >>> result.speculation.acceptance_rate
+        0.5
+        """
+        return _run(self._client.generate(prompt, **options))
+
+    @show_options
+    def chat(self, messages: str | Conversation, **options: Unpack[GenerateOptions]) -> Result:
+        """Return the model's answer to a conversation; text is one message of the user.
+
+        A message is a `Message`, or a dict with `role` and `content`. `stream` takes a conversation too.
+
+        >>> history = [{"role": "user", "content": "Say hello"}]
+        >>> result = client.chat(history, temperature=0.0)
+        >>> history.append(result.message)
+        >>> result.message
+        Message(role='assistant', content='Hello, world!\\n')
+        """
+        return _run(self._client.chat(messages, **options))
+
+    @show_options
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
-        """Stream the output for `prompt`: text to complete, messages for the chat template, or token ids."""
+        """Return a stream of the output for `prompt`: text, messages for the chat template, or token ids.
+
+        Each event has one of `started`, `chunk`, `numerics_changed` and `finished`. The text of others than a
+        chunk is empty.
+
+        >>> for event in client.stream("Say hello", max_tokens=4, temperature=0.0):
+        ...     print(event.chunk.text, end="")
+        Hello, world!
+        """
         return _stream(lambda: self._client.stream(prompt, **options))
 
     def resume(
@@ -97,7 +168,13 @@ class Client:
         timeout_s: float | None = None,
         force_trace: bool = False,
     ) -> Stream:
-        """Stream a session from output token `next_index` on; `seen_hash` checks the tokens before it."""
+        """Return a stream of a session from output token `next_index` on.
+
+        `seen_hash` checks the tokens before it. `resume_from` of a stream returns these three arguments.
+
+        >>> client.resume("session-1", 1).result().text
+        ', world!\\n'
+        """
         return _stream(
             lambda: self._client.resume(
                 session_id, next_index, seen_hash, timeout_s=timeout_s, force_trace=force_trace
@@ -105,16 +182,28 @@ class Client:
         )
 
     def abort(self, session_id: str, *, timeout_s: float | None = None) -> None:
-        """End a session for good."""
+        """End a session for good.
+
+        >>> client.abort("session-1")
+        """
         _run(self._client.abort(session_id, timeout_s=timeout_s))
 
     def model_info(self, model: str = "", *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
-        """Return the served model, its strategies and its limits; `model`, if given, must be its name."""
+        """Return the served model, its strategies and its limits; `model`, if given, must be its name.
+
+        >>> client.model_info().model
+        'tiny'
+        """
         return _run(self._client.model_info(model, timeout_s=timeout_s))
 
 
-@functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
+    with _starting:
+        return _started_loop()
+
+
+@functools.cache
+def _started_loop() -> asyncio.AbstractEventLoop:
     # One for all clients of the process: grpc.aio serves one event loop well, and several badly.
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="galley-client", daemon=True).start()

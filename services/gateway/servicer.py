@@ -257,6 +257,7 @@ def _finished(session: Session, ending: Ending) -> pb.StreamEvent:
             output_tokens=session.logged_output,
         ),
         speculation=pb.SpeculationStats(**{name: getattr(session.stats, name) for name in _STATS}),
+        fingerprint=session.answer.fingerprint or "",
     )
     if isinstance(ending.matched, str):
         message.stop = ending.matched

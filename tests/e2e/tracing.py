@@ -18,10 +18,10 @@ from galley.client.client import (
     AsyncClient,
     AsyncStream,
     GalleyRpcError,
-    generate_request,
     w3c_metadata,
 )
 from galley.client.options import GenerateOptions, Speculation
+from galley.client.request import generate_request
 from galley.common.redis.calls import RedisCalls
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core import names

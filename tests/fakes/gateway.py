@@ -111,6 +111,7 @@ class FakeGateway(rpc.GenerationServicer):
                 stop=self.stop,
                 usage=pb.Usage(prompt_tokens=5, output_tokens=index),
                 speculation=stats,
+                fingerprint="build-1",
             )
         )
         self._maybe_fail(len(self.script), context)

@@ -8,9 +8,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 TEMPLATE = (
-    "{% for message in messages %}{% if message.role != 'user' %}"
-    "{{ raise_exception('only users speak here') }}{% endif %}"
-    "<|user|>{{ message.content }}{% endfor %}<|assistant|>"
+    "{% for message in messages %}{% if message.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('only users and assistants speak here') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}{% endfor %}<|assistant|>"
 )
 
 

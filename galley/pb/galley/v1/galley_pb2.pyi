@@ -885,9 +885,12 @@ class Finished(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     reason: Global___Finished.Reason.ValueType
     stop: _builtins.str
     stop_token_id: _builtins.int
+    fingerprint: _builtins.str
+    """Build that computed the last token, as in GetModelInfo. Empty: no token was computed."""
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
@@ -900,10 +903,11 @@ class Finished(_message.Message):
         stop_token_id: _builtins.int = ...,
         usage: Global___Usage | None = ...,
         speculation: Global___SpeculationStats | None = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop", "speculation", b"speculation", "stop", b"stop", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop", "reason", b"reason", "speculation", b"speculation", "stop", b"stop", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "matched_stop", b"matched_stop", "reason", b"reason", "speculation", b"speculation", "stop", b"stop", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_matched_stop: _TypeAlias = _typing.Literal["stop", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_matched_stop: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop"]  # noqa: Y015

@@ -207,8 +207,3 @@ async def test_abort_and_model_info() -> None:
         with pytest.raises(GalleyRpcError):
             await client.model_info()
     assert gateway.requests[0] == pb.AbortRequest(session_id=SESSION)
-
-
-async def test_a_client_must_be_opened() -> None:
-    with pytest.raises(RuntimeError, match="async with"):
-        AsyncClient("127.0.0.1:1").stream("x")

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from galley.client.client import AsyncStream, generate_request
+from galley.client.client import AsyncStream
 from galley.client.options import Speculation
+from galley.client.request import generate_request
 from galley.common.metrics import catalogue
 from galley.common.metrics.metric import Metric
 from galley.core import names

@@ -38,7 +38,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "a role that the template refuses": (
         {"messages": pb.ChatMessages(messages=[pb.ChatMessage(role="robot", content="hello")])},
         "messages",
-        "only users speak here",
+        "only users and assistants speak here",
     ),
     "an answer beyond the context window": (
         {"text": PROMPT, "max_tokens": CONTEXT - len(PROMPT) + 1},

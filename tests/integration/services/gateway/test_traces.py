@@ -9,8 +9,9 @@ from pathlib import Path
 import grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from galley.client.client import AsyncStream, generate_request
+from galley.client.client import AsyncStream
 from galley.client.options import GenerateOptions, Speculation
+from galley.client.request import generate_request
 from galley.core.content import token_bytes
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.collector import Collector

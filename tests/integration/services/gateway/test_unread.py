@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from galley.client.client import AsyncStream, generate_request
+from galley.client.client import AsyncStream
+from galley.client.request import generate_request
 from tests.fakes.narrow_client import narrow
 from tests.fakes.truth import SEED, true_output
 from tests.fakes.world import (
@@ -34,10 +35,7 @@ SHORT = 900
 async def left_unread(gateway: Gateway, max_tokens: int, count: int) -> AsyncIterator[list[AsyncStream]]:
     options = {"max_tokens": max_tokens, "seed": SEED, "ignore_eos": True, "logprobs": 20}
     async with narrow(gateway.address) as stub:
-        streams = [
-            AsyncStream(stub.Generate(generate_request(PROMPT, options)))  # type: ignore[arg-type]  # as a dict
-            for _ in range(count)
-        ]
+        streams = [AsyncStream(stub.Generate(generate_request(PROMPT, options))) for _ in range(count)]
         for stream in streams:
             assert (await anext(stream)).HasField("started")
         yield streams

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from galley.cli.answer import TextView, legend, mean_accepted_length, reason
+from galley.cli.answer import TextView, legend, reason
 from galley.cli.up import StackProgress
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack.part import PartStatus, State
@@ -64,11 +64,6 @@ def test_the_legend_explains_it(terminal: bool) -> None:
     text = legend(_console(terminal=terminal)).plain
     assert "draft" in text
     assert "target" in text
-
-
-def test_mean_accepted_length() -> None:
-    assert mean_accepted_length(pb.SpeculationStats(rounds=4, accepted=6)) == 2.5
-    assert mean_accepted_length(pb.SpeculationStats()) == 0
 
 
 def test_why_an_answer_ended() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+from pathlib import Path
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # ships no types
 
-from galley.client.errors import rpc_error
+import galley
+from galley.client.errors import GalleyRpcError, rpc_error, status_error
 
 
 def error_with(details: bytes) -> grpc.aio.AioRpcError:
@@ -40,3 +45,33 @@ def test_a_negative_delay_means_at_once() -> None:
     info = error_details_pb2.RetryInfo()
     info.retry_delay.seconds = -5
     assert rpc_error(error_with(status_with("RetryInfo", info.SerializeToString()))).retry_after_s == 0.0
+
+
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "errors.md"
+
+
+def documented_classes() -> dict[str, str]:
+    return dict(re.findall(r"^\| `([A-Z_]+)` \| `(\w+Error)` \|", PAGE.read_text(), re.MULTILINE))
+
+
+def test_each_documented_status_has_its_class() -> None:
+    documented = documented_classes()
+    assert len(documented) == 12
+    for name, kind in documented.items():
+        error = status_error(grpc.StatusCode[name], "why")
+        assert type(error) is getattr(galley, kind)
+        assert isinstance(error, GalleyRpcError)
+        assert error.code.name == name
+
+
+def test_a_status_of_others_is_the_base_class() -> None:
+    assert type(status_error(grpc.StatusCode.PERMISSION_DENIED, "a proxy's")) is GalleyRpcError
+
+
+def test_an_error_goes_to_another_process() -> None:
+    error = status_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy", [("field", "bad")], 1.5)
+    error.session_id = "session-1"
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is galley.ResourceExhaustedError
+    assert vars(again) == vars(error)
+    assert str(again) == str(error)

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from galley.client.errors import GalleyRpcError
+from galley.client.result import Output
 from galley.client.streams import AsyncStream, ResumePoint
 from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -31,16 +32,16 @@ GIVEN = ResumePoint("5e" * 16, 2, b"h" * 16)
 @pytest.mark.parametrize(
     ("chunks", "seen", "resumed_at"),
     [
-        ((), (), GIVEN),
-        (((2, [7]),), (), ResumePoint(GIVEN.session_id, 3, b"")),
-        (((2, [7]),), (5, 6), ResumePoint(GIVEN.session_id, 3, prefix_hash([5, 6, 7]))),
+        ((), [], GIVEN),
+        (((2, [7]),), [], ResumePoint(GIVEN.session_id, 3, b"")),
+        (((2, [7]),), [5, 6], ResumePoint(GIVEN.session_id, 3, prefix_hash([5, 6, 7]))),
     ],
     ids=["before a token", "earlier tokens unknown", "all tokens known"],
 )
 async def test_a_repeated_resume_checks_what_is_known(
-    chunks: tuple[tuple[int, list[int]], ...], seen: tuple[int, ...], resumed_at: ResumePoint
+    chunks: tuple[tuple[int, list[int]], ...], seen: list[int], resumed_at: ResumePoint
 ) -> None:
-    stream = AsyncStream(cast("Any", chunk_then_break(*chunks)), GIVEN, seen)
+    stream = AsyncStream(cast("Any", chunk_then_break(*chunks)), GIVEN, Output(tokens=seen))
     with pytest.raises(GalleyRpcError):
         async for _ in stream:
             pass

@@ -1,0 +1,150 @@
+"""The result of an answer, and the output of a stream from which it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self, TypeAlias
+
+from galley.client.options import Message
+from galley.pb.galley.v1 import galley_pb2 as pb
+
+FinishReason: TypeAlias = Literal["stop", "length", "aborted", "unknown"]
+_REASONS: dict[int, FinishReason] = {
+    pb.Finished.REASON_STOP: "stop",
+    pb.Finished.REASON_LENGTH: "length",
+    pb.Finished.REASON_ABORTED: "aborted",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of the whole session."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationUsage:
+    """Rounds, and draft tokens that were sent to the target, verified and accepted.
+
+    A gateway counts from the start of its stream. If the stream was resumed, the rounds before are missing.
+    """
+
+    rounds: int
+    drafted: int
+    verified: int
+    accepted: int
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over verified draft tokens; 0 if none was verified."""
+        return self.accepted / self.verified if self.verified else 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens confirmed per round, 1 + accepted / rounds; 0 without rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprob of an output token; `top` maps the likeliest tokens to theirs, the likeliest first."""
+
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An answer that has ended.
+
+    `tokens`, `from_draft` (True for an accepted draft token) and `logprobs` have an entry a token; `logprobs`
+    is empty unless the request set it. `stop` is the stop string or stop token that ended the answer. `seed`
+    repeats the answer on the target build of `fingerprint`. `numerics_changed` are the indexes of output
+    tokens from which another build computed. `first_index` is above 0 only for an answer that `resume`
+    continued.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    stop: str | int | None
+    usage: Usage
+    speculation: SpeculationUsage
+    session_id: str
+    model: str
+    seed: int
+    fingerprint: str
+    from_draft: list[bool] = field(repr=False)
+    logprobs: list[TokenLogprobs] = field(repr=False)
+    numerics_changed: list[int]
+    first_index: int = 0
+
+    @property
+    def message(self) -> Message:
+        """Return the answer as a message of the assistant, to continue a conversation."""
+        return Message("assistant", self.text)
+
+
+@dataclass(slots=True)
+class Output:
+    """The delivered part of an answer, from output token `first_index` on."""
+
+    first_index: int = 0
+    tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    logprobs: list[pb.PositionLogprobs] = field(default_factory=list)
+    numerics_changed: list[int] = field(default_factory=list)
+    started: pb.Started = field(default_factory=pb.Started)
+
+    def copy(self) -> Self:
+        """Return a copy to which another stream can add."""
+        return replace(
+            self,
+            tokens=list(self.tokens),
+            texts=list(self.texts),
+            from_draft=list(self.from_draft),
+            logprobs=list(self.logprobs),
+            numerics_changed=list(self.numerics_changed),
+        )
+
+    def add(self, chunk: pb.Chunk) -> None:
+        self.tokens += chunk.token_ids
+        self.texts.append(chunk.text)
+        self.from_draft += chunk.from_draft
+        self.logprobs += chunk.logprobs
+
+    def result(self, finished: pb.Finished) -> Result:
+        """Return the answer that `finished` has ended."""
+        started, matched = self.started, finished.WhichOneof("matched_stop")
+        return Result(
+            text="".join(self.texts),
+            tokens=list(self.tokens),
+            finish_reason=_REASONS.get(finished.reason, "unknown"),
+            stop=getattr(finished, matched) if matched else None,
+            usage=Usage(finished.usage.prompt_tokens, finished.usage.output_tokens),
+            speculation=speculation_usage(finished.speculation),
+            session_id=started.session_id,
+            model=started.model,
+            seed=started.seed,
+            fingerprint=finished.fingerprint,
+            from_draft=list(self.from_draft),
+            logprobs=_logprobs(self.logprobs),
+            numerics_changed=list(self.numerics_changed),
+            first_index=self.first_index,
+        )
+
+
+def speculation_usage(stats: pb.SpeculationStats) -> SpeculationUsage:
+    return SpeculationUsage(stats.rounds, stats.drafted, stats.verified, stats.accepted)
+
+
+def _logprobs(entries: Iterable[pb.PositionLogprobs]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(one.logprob, {top.token_id: top.logprob for top in one.top}) for one in entries]
