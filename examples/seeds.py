@@ -1,0 +1,26 @@
+"""Show what a seed fixes: python examples/seeds.py [HOST:PORT].
+
+A seed gives the same tokens again, with speculation and without. Another seed gives another answer.
+"""
+
+import sys
+
+from galley import Client
+
+PROMPT = "Three names for a ship:"
+
+
+def main(address: str = "127.0.0.1:50051") -> None:
+    with Client(address) as client:
+        first = client.generate(PROMPT, max_tokens=32, temperature=1.0)
+        again = client.generate(PROMPT, max_tokens=32, temperature=1.0, seed=first.seed)
+        plain = client.generate(PROMPT, max_tokens=32, temperature=1.0, seed=first.seed, speculation="off")
+        other = client.generate(PROMPT, max_tokens=32, temperature=1.0, seed=first.seed ^ 1)
+    print(f"seed {first.seed}, build {first.fingerprint}: {first.text!r}")
+    print("the same seed:             ", "same tokens" if again.tokens == first.tokens else "OTHER TOKENS")
+    print("the same seed, plain:      ", "same tokens" if plain.tokens == first.tokens else "OTHER TOKENS")
+    print("another seed:              ", "same tokens" if other.tokens == first.tokens else "other tokens")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
