@@ -1,4 +1,4 @@
-"""Each program in examples/ runs against a real gateway and does what its first line says."""
+"""The programs in examples/, and those of the pages, run against a real gateway and do what they say."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
             yield world
 
 
-async def start(name: str, *arguments: object) -> Process:
-    program = ROOT / "examples" / f"{name}.py"
+async def start(name: str | Path, *arguments: object) -> Process:
+    program = name if isinstance(name, Path) else ROOT / "examples" / f"{name}.py"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GALLEY_")}
     environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     words = [str(one) for one in arguments]
@@ -56,6 +56,17 @@ async def output(process: Process, given: str = "", *, rc: int = 0) -> tuple[str
 
 def test_every_example_is_tested() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == TESTED
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+async def test_the_python_of_the_pages(world: World, page: str, tmp_path: Path) -> None:
+    gateway = await world.gateway()
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    program = tmp_path / "page.py"
+    program.write_text(code.replace("127.0.0.1:50051", gateway.address))
+    out, err = await output(await start(program))
+    assert out
+    assert err == ""
 
 
 def answers(world: World, max_tokens: int) -> list[str]:
