@@ -23,8 +23,8 @@ from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import PROMPT, PROMPT_TOKENS
 
 _PROMPT = "Go on."
-CRAFTED_STOPS = tuple("a" * 120 + "e " * 60 + f"{number:015d}" for number in range(16))
-"""As many and as long as a request may have; beginnings of them are in every answer."""
+CRAFTED_STOPS = tuple(letter + "e " * 127 for letter in "abcdeghilmnorstu")
+"""As many and as long as a request may have, all different; beginnings of them are in every answer."""
 TEXTS = {
     "one letter": "a",
     "spaces": " ",
@@ -35,6 +35,8 @@ TEXTS = {
     "right to left": "\u202eא",
     "zero width": "\u200b",
 }
+ENDS_OF_CHANGED_LOGS = {"OK", "DATA_LOSS", "NOT_FOUND"}
+"""A session that is gone after its stream has ended is not found; a test beside the gateway is exact."""
 NOBODY = "nobody-7c19e4d2"
 Metadata = tuple[tuple[str, str], ...]
 UNAUTHENTICATED: dict[str, Metadata] = {
@@ -128,14 +130,17 @@ async def tokenizer_bomb(address: str, name: str, at_once: int) -> Counter[str]:
 
 
 async def resumes(address: str, at_once: int, rounds: int) -> Counter[str]:
-    """Resume one running session from many calls at once, each of which takes it from the one before."""
+    """Start many streams at once, then resume each that started three times, while it runs."""
     results: Counter[str] = Counter()
     async with storm_client(address) as client:
         for _ in range(rounds):
-            stream = client.stream(_PROMPT, max_tokens=200, ignore_eos=True)
-            await anext(stream)
-            results += await ends(tokens_of(client.resume(stream.session_id)) for _ in range(at_once))
-            stream.cancel()
+            streams = [client.stream(_PROMPT, max_tokens=1000, ignore_eos=True) for _ in range(at_once)]
+            results += await ends(anext(stream) for stream in streams)
+            started = [stream.session_id for stream in streams if stream.session_id]
+            again = [client.resume(session_id) for session_id in started * 3]
+            results += await ends(anext(stream) for stream in again)
+            for stream in (*streams, *again):
+                stream.cancel()
     return results
 
 

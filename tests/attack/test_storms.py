@@ -8,7 +8,7 @@ from tests.attack.stack import MAX_SESSIONS, METERED_BURST, METERED_TOKENS_PER_S
 
 async def test_replays_of_a_long_answer_block_no_other(stack: Attacked) -> None:
     async with unharmed(stack):
-        ends = await storms.replays(stack.gateway, tokens=600, at_once=MAX_SESSIONS, rounds=2)
+        ends = await storms.replays(stack.gateway, tokens=400, at_once=MAX_SESSIONS, rounds=2)
     assert ends["OK"]
     assert ends.keys() <= {"OK", "RESOURCE_EXHAUSTED", "UNAVAILABLE"}
 
@@ -26,11 +26,17 @@ async def test_texts_beyond_the_context_are_refused_and_block_no_other(stack: At
 
 
 async def test_streams_beyond_a_principals_own_are_refused(stack: Attacked) -> None:
-    at_once = 3 * MAX_SESSIONS
     async with unharmed(stack):
-        ends = await storms.resumes(stack.gateway, at_once, rounds=2)
-    assert ends["RESOURCE_EXHAUSTED"]
-    assert ends.total() == 2 * at_once
+        ends = await storms.resumes(stack.gateway, at_once=3 * MAX_SESSIONS, rounds=1)
+    assert ends["OK"] >= MAX_SESSIONS
+    assert ends["RESOURCE_EXHAUSTED"] >= 2 * MAX_SESSIONS
+    assert ends.keys() <= {"OK", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "UNAVAILABLE"}
+
+
+async def test_resumes_that_supersede_one_another_block_no_other(stack: Attacked) -> None:
+    async with unharmed(stack):
+        ends = await storms.resumes(stack.gateway, at_once=MAX_SESSIONS // 4, rounds=3)
+    assert ends["OK"] >= MAX_SESSIONS // 4
     assert ends.keys() <= {"OK", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "UNAVAILABLE"}
 
 
@@ -44,4 +50,4 @@ async def test_changed_logs_end_their_own_streams_only(stack: Attacked) -> None:
     async with unharmed(stack):
         ends = await storms.changed_logs(stack.gateway, stack.store, tokens=200)
     assert ends["DATA_LOSS"]
-    assert ends.keys() <= {"OK", "DATA_LOSS"}
+    assert ends.keys() <= storms.ENDS_OF_CHANGED_LOGS
