@@ -10,6 +10,7 @@ fails is run again, shrunk and printed:
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -93,10 +94,15 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _workers(count: int) -> ProcessPoolExecutor:
+    """Return processes whose garbage collector leaves alone what they have imported."""
+    return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=gc.freeze)
+
+
 def _progress(seeds: range, workers: int, began_s: float) -> Iterator[Part]:
     chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
     done, reported_s = 0, began_s
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with _workers(workers) as pool:
         for part in pool.map(play, chunks):
             done += part.schedules
             for seed, rule in part.violations:
@@ -110,7 +116,7 @@ def _progress(seeds: range, workers: int, began_s: float) -> Iterator[Part]:
 def _detected(workers: int) -> dict[str, object]:
     """Return the seed and the rule by which each mutant is detected; None if it is not."""
     names = [mutant.name for mutant in MUTANTS]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with _workers(workers) as pool:
         found = pool.map(detect, names)
         return {
             name: result and {"seed": result[0], "rule": result[1]}
