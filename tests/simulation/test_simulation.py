@@ -13,12 +13,15 @@ from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.run import detect, part_of, play, shrink
 from tests.simulation.schedule import Schedule
 from tests.simulation.schedules.seeds import schedule_of
+from tests.simulation.schedules.themes import THEMES
 from tests.simulation.system.loop import Deadlock, SimLoop
 from tests.simulation.world import quiet, run_schedule
 
-SEEDS = range(200)
+SEEDS = range(80)
+THEMED = range(2)
+"""The seeds with which each theme is run."""
 CROWDS = range(15)
-METERED = range(8)
+METERED = range(4)
 MOST_SEEDS = 300
 """Every mutant must be detected within this many seeds."""
 
@@ -74,11 +77,18 @@ def silence() -> Iterator[None]:
 
 
 def test_no_schedule_breaks_a_rule() -> None:
-    part = play(SEEDS)
+    schedules = [schedule_of(seed) for seed in SEEDS]
+    schedules += [schedule_of(seed, theme) for theme in THEMES for seed in THEMED]
+    part = part_of([run_schedule(schedule) for schedule in schedules])
     assert not part.violations
-    assert part.schedules == len(SEEDS)
     missing = [what for what in COVERED if not part.met[what]]
     assert not missing, "these schedules do not cover everything"
+
+
+def test_a_part_is_played_from_its_seeds() -> None:
+    part = play(range(3))
+    assert part.schedules == 3
+    assert not part.violations
 
 
 def test_hedging_breaks_no_rule() -> None:

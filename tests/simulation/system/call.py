@@ -108,6 +108,8 @@ class Call(Connection):
         self.began_s = asyncio.get_running_loop().time()
         self.ended_s: float | None = None
         """When it ended for its client."""
+        self.looks_newer = False
+        """Whether it waited at a frozen server, which takes it for newer than it is."""
         self.has_changed = False
         """Whether the store has a new owner by it."""
         context.finish = self._finish
@@ -183,8 +185,10 @@ class Call(Connection):
             self.give_up(_REFUSED, near=True)
             return
         self.server = server.process
+        self.looks_newer = server.process.frozen_until > self.began_s
         self._handler = server.process.spawn(self._handle(getattr(server.servicer, self._method)))
-        self._handler.add_done_callback(self._context.ended)
+        # What follows the end of a call is the server's work, though the client's message started the call.
+        server.process.call(self._handler.add_done_callback, self._context.ended)
 
     def _cancel_handler(self) -> None:
         self._given_up = True

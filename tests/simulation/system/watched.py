@@ -22,12 +22,10 @@ from galley.core.errors import (
     KeyReused,
     LogLost,
     Overloaded,
-    UnknownSession,
 )
 from galley.core.records import TokenRecord
 from galley.core.routing.breaker import LONGEST_PAUSE_NS, Breaker
 from galley.core.session import events as ev
-from galley.core.store import OwnerChanged
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.auth.authentication import Authentication, Credentials, PrincipalInterceptor
 from services.gateway.clock import SECOND
@@ -46,7 +44,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _SERVICE = "/galley.v1.Generation/"
-_REFUSALS = (InvalidField, LogLost, UnknownSession, KeyReused, Overloaded, OwnerChanged)
+_REFUSALS = (InvalidField, LogLost, KeyReused, Overloaded)
+"""Errors of calls that never owned the session: one whose response was lost may have, until another took it."""
 
 
 def behind(world: World, process: Process, servicer: GenerationServicer) -> SimpleNamespace:
