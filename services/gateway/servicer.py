@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,6 +27,7 @@ from services.gateway.auth.authentication import caller
 from services.gateway.clock import SECOND
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.targets import TargetPool
+from services.gateway.request.threads import PromptThreads
 from services.gateway.request.validate import (
     Limits,
     Model,
@@ -112,6 +112,7 @@ class GenerationServicer(rpc.GenerationServicer):
     id_secret: bytes
     observers: RequestObservers
     address: str = ""
+    prompt_threads: PromptThreads = field(default_factory=PromptThreads)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -163,13 +164,12 @@ class GenerationServicer(rpc.GenerationServicer):
         self, request: pb.GenerateRequest, slot: AdmissionSlot, deadline_ns: int | None
     ) -> SessionRunner:
         """Check the request and store its session, or join the stored one; return its runner."""
-        # In a thread: a long prompt takes the tokenizer longer than other streams should wait.
+        principal = slot.principal.name
         try:
-            spec, hashed = await asyncio.to_thread(self._parse, request)
+            spec, hashed = await self.prompt_threads.run(principal, partial(self._parse, request))
         except PromptRefused as error:
             self.streams.charge(slot, error.tokens)
             raise
-        principal = slot.principal.name
         session_id = session_id_for(principal, request.idempotency_key, self.id_secret)
         _name_in_logs(session_id)
         salt = tenant_salt_for(principal, self.id_secret)
