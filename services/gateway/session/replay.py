@@ -25,9 +25,10 @@ class Replays:
 
     async def begin(self, spec: SessionSpec) -> Answer:
         """Return an answer without output, made in a turn of its own: long stop strings take 4 ms."""
-        await asyncio.sleep(0)
-        answer = Answer(spec, self._decode)
-        await asyncio.sleep(0)
+        async with self._turn:
+            await asyncio.sleep(0)
+            answer = Answer(spec, self._decode)
+            await asyncio.sleep(0)
         return answer
 
     async def replay(self, stored: StoredSession) -> Answer:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -129,6 +130,25 @@ async def test_an_answer_is_made_in_a_turn_of_its_own(is_new: bool, monkeypatch:
         last = "_append"
     ticking.cancel()
     assert turns["create" if is_new else "read"] < turns["__init__"] < turns[last]
+
+
+async def test_answers_that_begin_together_are_made_in_turns_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, made, turns = Replaying(), Answer.__init__, []
+    names = [f"s{index}" for index in range(5)]
+    for name in names:
+        await world.stored(name, length=1)
+
+    def noted(*arguments: Any) -> None:
+        turns.append(world.turns)
+        made(*arguments)
+
+    monkeypatch.setattr(Answer, "__init__", noted)
+    ticking = asyncio.create_task(world.tick())
+    await asyncio.gather(*(world.claim(name) for name in names))
+    ticking.cancel()
+    assert len(set(turns)) == len(turns) == len(names)
 
 
 async def test_an_owner_goes_on_until_the_replay_is_done() -> None:
