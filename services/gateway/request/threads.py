@@ -28,7 +28,8 @@ class PromptThreads:
 
         def end(parsed: asyncio.Future[T]) -> None:
             turn.release()
-            parsed.exception()  # nobody else asks for it if the caller has gone
+            if not parsed.cancelled():
+                parsed.exception()  # nobody else asks for it if the caller has gone
 
         parsing.add_done_callback(end)
         # The thread goes on when its call is cancelled, and so does the principal's turn.
