@@ -48,7 +48,7 @@ class GrpcDoor:
         stream = self._client.stream(PROMPT, max_tokens=TOKENS, seed=SEED, ignore_eos=True)
         async for event in stream:
             yield event.chunk.text
-        assert stream.token_ids == TRUTH, f"disturbed: {stream.token_ids} is not {TRUTH}"
+        assert stream.tokens == TRUTH, f"disturbed: {stream.tokens} is not {TRUTH}"
 
     async def call(self) -> None:
         """Ask for the model, or, every second time, for something that only the store can answer."""

@@ -93,7 +93,7 @@ async def _end(call: Awaitable[object]) -> str:
 async def tokens_of(stream: AsyncStream) -> list[int]:
     async for _ in stream:
         pass
-    return stream.token_ids
+    return stream.tokens
 
 
 async def replays(address: str, tokens: int, at_once: int, rounds: int) -> Counter[str]:
@@ -158,7 +158,7 @@ async def cancels(address: str, sessions: int, tokens: int) -> tuple[int, float]
         for stream in started:
             resumed = client.resume(stream.session_id)
             await _end(tokens_of(resumed))
-            delivered += len(resumed.token_ids)
+            delivered += len(resumed.tokens)
     return delivered, time.monotonic() - began_s
 
 
@@ -188,12 +188,12 @@ async def changed_logs(address: str, store: str, tokens: int) -> Counter[str]:
     async with storm_client(address) as client, Redis.from_url(store) as raw:
         for name in CHANGES:
             stream = client.stream(PROMPT, max_tokens=tokens, seed=SEED, ignore_eos=True)
-            while len(stream.token_ids) < 4:
+            while len(stream.tokens) < 4:
                 await anext(stream)
             await change(raw, stream.session_id, name)
             results[await _end(tokens_of(stream))] += 1
             resumed = client.resume(stream.session_id)
             results[await _end(tokens_of(resumed))] += 1
-            for received in (stream.token_ids, resumed.token_ids):
+            for received in (stream.tokens, resumed.tokens):
                 assert received == truth[: len(received)], f"{name}: a wrong token"
     return results

@@ -13,7 +13,7 @@ from galley.core.admission.admission import Principal, PrincipalLimits
 from galley.core.admission.budget import IDLE_NS, BudgetLease
 from galley.core.store import Exchange, Exchanged
 from tests.fakes.store import MemoryStore
-from tests.simulation.redis import at_once
+from tests.simulation.system.redis import at_once
 
 SECOND = 1_000_000_000
 
