@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _SERVICE = "/galley.v1.Generation/"
 _REFUSALS = (InvalidField, LogLost, KeyReused, Overloaded)
-"""Errors of calls that never owned the session: one whose response was lost may have, until another took it."""
+"""Errors of calls that never owned the session: if the response was lost, until another took it."""
 
 
 def behind(world: World, process: Process, servicer: GenerationServicer) -> SimpleNamespace:
