@@ -128,7 +128,8 @@ class Verdicts:
             return 0.0
         schedule = self._world.schedule
         unread_s = schedule.client_s if fault.kind == "stall" else 0.0
-        return fault.at_s + fault.for_s + unread_s + schedule.timing.settled_s
+        slowest_s = max(it.pause_s * it.spec.max_position for it in schedule.sessions)
+        return fault.at_s + fault.for_s + max(unread_s, slowest_s) + schedule.timing.settled_s
 
     def _wrong(self, client: SimClient, error: GalleyRpcError, what: str) -> None:
         self._world.ledger.violate(f"{client.process.name} {what}: {error}")
