@@ -237,7 +237,7 @@ class Ledger:
         ended_s = call.ended_s if call.near.alive else call.near.died_s
         if former is None or former is call or ended_s is None or not former.waits:
             return
-        # Decision 028 promises nothing if clocks are set, a gateway is frozen, or calls come at about one time.
+        # Decision 028 promises nothing if clocks are set, gateways freeze, or calls come at about one time.
         session.is_excused = True
         excused = self.stepped_s > call.began_s or call.looks_newer
         if not excused and ended_s + LEEWAY_S < former.began_s:

@@ -77,7 +77,8 @@ class Verdicts:
     def abort_failed(self, client: SimClient, error: GalleyRpcError) -> None:
         lost = error.code is grpc.StatusCode.NOT_FOUND
         troubled = self._is_troubled() or client.planned.breaks_off
-        if not lost and not (error.code in _RETRIED and troubled):
+        may_pass = error.code in _RETRIED or error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        if not lost and not (may_pass and troubled):
             self._wrong(client, error, "cannot abort")
 
     def data_lost(self, client: SimClient, what: str) -> None:
