@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self, TypeAlias
 
@@ -98,9 +97,7 @@ class Output:
 
     first_index: int = 0
     tokens: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    from_draft: list[bool] = field(default_factory=list)
-    logprobs: list[pb.PositionLogprobs] = field(default_factory=list)
+    chunks: list[pb.Chunk] = field(default_factory=list)
     numerics_changed: list[int] = field(default_factory=list)
     started: pb.Started = field(default_factory=pb.Started)
 
@@ -109,23 +106,20 @@ class Output:
         return replace(
             self,
             tokens=list(self.tokens),
-            texts=list(self.texts),
-            from_draft=list(self.from_draft),
-            logprobs=list(self.logprobs),
+            chunks=list(self.chunks),
             numerics_changed=list(self.numerics_changed),
         )
 
     def add(self, chunk: pb.Chunk) -> None:
+        # For each token of each stream: what a result needs besides is read from the chunks at the end.
         self.tokens += chunk.token_ids
-        self.texts.append(chunk.text)
-        self.from_draft += chunk.from_draft
-        self.logprobs += chunk.logprobs
+        self.chunks.append(chunk)
 
     def result(self, finished: pb.Finished) -> Result:
         """Return the answer that `finished` has ended."""
         started, matched = self.started, finished.WhichOneof("matched_stop")
         return Result(
-            text="".join(self.texts),
+            text="".join(chunk.text for chunk in self.chunks),
             tokens=list(self.tokens),
             finish_reason=_REASONS.get(finished.reason, "unknown"),
             stop=getattr(finished, matched) if matched else None,
@@ -135,8 +129,8 @@ class Output:
             model=started.model,
             seed=started.seed,
             fingerprint=finished.fingerprint,
-            from_draft=list(self.from_draft),
-            logprobs=_logprobs(self.logprobs),
+            from_draft=[flag for chunk in self.chunks for flag in chunk.from_draft],
+            logprobs=[_logprobs(entry) for chunk in self.chunks for entry in chunk.logprobs],
             numerics_changed=list(self.numerics_changed),
             first_index=self.first_index,
         )
@@ -146,5 +140,5 @@ def speculation_usage(stats: pb.SpeculationStats) -> SpeculationUsage:
     return SpeculationUsage(stats.rounds, stats.drafted, stats.verified, stats.accepted)
 
 
-def _logprobs(entries: Iterable[pb.PositionLogprobs]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(one.logprob, {top.token_id: top.logprob for top in one.top}) for one in entries]
+def _logprobs(entry: pb.PositionLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(entry.logprob, {top.token_id: top.logprob for top in entry.top})

@@ -43,6 +43,7 @@ with Client(sys.argv[1], retries=Retries(0)) as client:
     assert stream.finished is not None
     again = client.resume(stream.session_id)
     assert "".join(event.chunk.text for event in again) == text
+    assert client.generate({PROMPT!r}, max_tokens=40, seed={SEED}, ignore_eos=True).tokens == stream.tokens
 print(",".join(str(token) for token in stream.tokens))
 """
 
