@@ -217,7 +217,7 @@ async def test_a_failing_tokenizer_is_an_internal_error(world: World) -> None:
         raise ValueError("cannot decode")
 
     gateway = await world.gateway()
-    cast("Any", gateway.running.service)._streams._decode = fails
+    cast("Any", gateway.running.service)._streams._replays._decode = fails
     error = await refused(receive(gateway.generate()))
     assert (error.code, error.message) == (grpc.StatusCode.INTERNAL, "internal error")
     await gateway.idle()
