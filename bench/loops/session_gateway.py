@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
-import grpc
 from pydantic import Field
 
 from bench.loops.store import InstantStore, TimedStore
 from galley.common.config.settings import settings_config
-from galley.common.server.server import Parts, run_main
+from galley.common.server.server import Prepared, run_main
 from galley.core.store import SessionStore
-from services.gateway.service import GatewayService, build, interceptors, open_redis
+from services.gateway.service import open_redis, prepare
 from services.gateway.settings import GatewaySettings
 
 
@@ -26,16 +24,14 @@ class MeasuredSettings(GatewaySettings):
     bench_timings: Path = Field(Path(), description="File that receives the time of each commit.")
 
 
-def build_measured(
-    settings: MeasuredSettings,
-) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
+def prepare_measured(settings: MeasuredSettings) -> Prepared:
     """Return the gateway, with its store behind a TimedStore."""
 
     def open_store(given: GatewaySettings) -> SessionStore:
         real = settings.bench_store == "redis"
         return TimedStore(open_redis(given) if real else InstantStore(), settings.bench_timings)
 
-    return build(settings, open_store)
+    return prepare(settings, open_store)
 
 
 if __name__ == "__main__":
@@ -43,6 +39,5 @@ if __name__ == "__main__":
         MeasuredSettings,
         "gateway",
         "A gateway whose store is measured.",
-        build_measured,
-        interceptors=interceptors,
+        prepare_measured,
     )

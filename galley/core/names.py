@@ -75,6 +75,9 @@ RPC_SYSTEM: Final = "rpc.system"
 RPC_SERVICE: Final = "rpc.service"
 RPC_METHOD: Final = "rpc.method"
 RPC_STATUS: Final = "rpc.grpc.status_code"
+HTTP_METHOD: Final = "http.request.method"
+HTTP_ROUTE: Final = "http.route"
+HTTP_STATUS: Final = "http.response.status_code"
 ERROR_TYPE: Final = "error.type"
 
 # Further attributes of requests.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from galley.common.server.server import run_main
+from galley.common.server.server import Prepared, run_main
 from galley.trace.collector import CollectorSettings, build
 
 _DESCRIPTION = "A small OTLP collector: receives spans by gRPC and appends them to a file as JSON lines."
@@ -13,7 +13,7 @@ _DESCRIPTION = "A small OTLP collector: receives spans by gRPC and appends them 
 def main() -> None:
     # Otherwise the collector would trace the calls that export traces.
     os.environ["OTEL_SDK_DISABLED"] = "true"
-    run_main(CollectorSettings, "tracing", _DESCRIPTION, build)
+    run_main(CollectorSettings, "tracing", _DESCRIPTION, lambda settings: Prepared(build(settings)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL
 from galley.common.registry.registration import registered
 from galley.common.server.process import in_passing_thread
-from galley.common.server.server import Parts, Service, run_main
+from galley.common.server.server import Parts, Prepared, Service, run_main
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.loading import load_strategies
 from services.draft.loop import DraftLoop
@@ -53,7 +53,7 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
 
 
 def main() -> None:
-    run_main(DraftSettings, "draft", _DESCRIPTION, build)
+    run_main(DraftSettings, "draft", _DESCRIPTION, lambda settings: Prepared(build(settings)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ if __name__ == "__main__":
     heed_sigterm()
 
 from galley.common.server.server import run_main
-from services.gateway.service import build, interceptors
+from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings
 
 if __name__ == "__main__":
@@ -16,6 +16,5 @@ if __name__ == "__main__":
         GatewaySettings,
         "gateway",
         "Runs rounds of draft and target, and streams confirmed tokens.",
-        build,
-        interceptors=interceptors,
+        prepare,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TypeAlias
@@ -21,7 +21,7 @@ from galley.common.models.tokenizer import Tokenizer
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, LeasePool, ReplicaRegistry
-from galley.common.server.server import Interceptors, Parts
+from galley.common.server.server import Parts, Prepared
 from galley.common.tls.channels import ChannelTls, open_channel
 from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile
@@ -31,8 +31,9 @@ from galley.core.routing.breaker import State
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import SessionStore, StoredSession
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.gateway.auth.authentication import PrincipalInterceptor, build_authentication
+from services.gateway.auth.authentication import Authentication, PrincipalInterceptor, build_authentication
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
+from services.gateway.generation import Generation, ServedModel
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import (
@@ -45,7 +46,7 @@ from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.validate import Limits
-from services.gateway.servicer import GenerationServicer, ServedModel
+from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import Streams
 from services.gateway.settings import (
@@ -58,7 +59,7 @@ from services.gateway.settings import (
 from services.gateway.store.redis import RedisStore
 from services.gateway.store.session_log import retry
 from services.gateway.telemetry.call import CallMetrics
-from services.gateway.telemetry.interceptor import TraceInterceptor
+from services.gateway.telemetry.interceptor import RequestTracer, TraceInterceptor
 from services.gateway.telemetry.observer import RequestObservers
 from services.gateway.telemetry.session_metrics import SessionMetrics
 from services.gateway.telemetry.spans import TraceOptions
@@ -105,13 +106,17 @@ StoreOpener: TypeAlias = Callable[[GatewaySettings], SessionStore]
 ChannelOpener: TypeAlias = "Callable[[str], grpc.aio.Channel]"
 
 
-def build(
+def prepare(
     settings: GatewaySettings, open_store: StoreOpener = open_redis, tuning: Tuning = TUNING
-) -> Callable[[grpc.aio.Server, Parts], Awaitable[GatewayService]]:
-    """Return the function that builds the service; measurements pass another store. Raise BadFile."""
+) -> Prepared:
+    """Return what makes the service; measurements pass another store. Raise BadFile."""
     refuse_bad_files(settings.redis_url)
     tls = {role: _channel_tls(settings, role) for role in ("target", "draft")}
-    return partial(_build, settings, tuning, tls, open_store)
+    authentication = build_authentication(settings, tuning)
+    return Prepared(
+        partial(_build, settings, tuning, tls, open_store),
+        partial(_interceptors, settings, tuning, authentication),
+    )
 
 
 def _channel_tls(settings: GatewaySettings, role: str) -> ChannelTls | None:
@@ -126,21 +131,22 @@ def _channel_tls(settings: GatewaySettings, role: str) -> ChannelTls | None:
     return ChannelTls(files.watch(CHECK_INTERVAL_S), getattr(settings, f"{role}_tls_name"))
 
 
-def interceptors(settings: GatewaySettings, tuning: Tuning = TUNING) -> Interceptors:
-    """Return the function that makes the process's interceptors. Raise BadFile if a file is unusable."""
-    authentication = build_authentication(settings, tuning)
+def _interceptors(
+    settings: GatewaySettings, tuning: Tuning, authentication: Authentication, parts: Parts
+) -> Sequence[grpc.aio.ServerInterceptor]:
+    authentication.start()
+    principals = PrincipalInterceptor(authentication)
+    tracer = _tracer(settings, tuning, parts)
+    return (principals,) if tracer is None else (TraceInterceptor(tracer), principals)
 
-    def of_process(parts: Parts) -> Sequence[grpc.aio.ServerInterceptor]:
-        authentication.start()
-        scope = parts.telemetry.scope("galley.gateway", SCHEMA_URL)
-        principals = PrincipalInterceptor(authentication)
-        if scope is None:
-            return (principals,)
-        slow_ns = round(tuning.slow_round_ms * 1_000_000)
-        options = TraceOptions(settings.round_spans, slow_ns, settings.trace_content)
-        return (TraceInterceptor(scope, options, _CLOCK), principals)
 
-    return of_process
+def _tracer(settings: GatewaySettings, tuning: Tuning, parts: Parts) -> RequestTracer | None:
+    """Return None where traces are off."""
+    scope = parts.telemetry.scope("galley.gateway", SCHEMA_URL)
+    if scope is None:
+        return None
+    slow_ns = round(tuning.slow_round_ms * 1_000_000)
+    return RequestTracer(scope, TraceOptions(settings.round_spans, slow_ns, settings.trace_content), _CLOCK)
 
 
 async def _build(
@@ -198,10 +204,8 @@ async def _build(
             observers = RequestObservers(
                 _CLOCK, CallMetrics(registry, model.name), SessionMetrics(registry, model.name)
             )
-        rpc.add_GenerationServicer_to_server(
-            GenerationServicer(streams, model, _CLOCK, _id_secret(settings), observers, parts.address),
-            server,
-        )
+        generation = Generation(streams, model, _CLOCK, _id_secret(settings), observers, parts.address)
+        rpc.add_GenerationServicer_to_server(GenerationServicer(generation), server)
         return GatewayService(streams, opened.pop_all(), settings.drain_timeout_s)
 
 

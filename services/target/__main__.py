@@ -15,7 +15,7 @@ import grpc
 from galley.common.config.settings import parse_settings
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.server.process import in_passing_thread
-from galley.common.server.server import Parts, Service, run_main
+from galley.common.server.server import Parts, Prepared, Service, run_main
 from services.target.loading import load_engine
 from services.target.ranks.ranks import run_host, start_ranked_target
 from services.target.servicer import add_target, registered_target
@@ -45,7 +45,7 @@ def main() -> None:
     if settings.host_index > 0:
         run_host(settings)
         return
-    run_main(TargetSettings, "target", _DESCRIPTION, build)
+    run_main(TargetSettings, "target", _DESCRIPTION, lambda settings: Prepared(build(settings)))
 
 
 if __name__ == "__main__":

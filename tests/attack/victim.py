@@ -38,8 +38,7 @@ from galley.trace.collector import CollectorSettings
 from galley.trace.collector import build as build_collector
 from services.draft.__main__ import build as build_draft
 from services.draft.settings import DraftSettings
-from services.gateway.service import build as build_gateway
-from services.gateway.service import interceptors
+from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
@@ -131,7 +130,8 @@ class Victim:
                 **self._common(),
             }
         )
-        await self._serve("gateway", opened, gateway, build_gateway(gateway), interceptors(gateway))
+        prepared = prepare(gateway)
+        await self._serve("gateway", opened, gateway, prepared.build, prepared.interceptors)
 
     def _common(self) -> dict[str, Any]:
         return {"max_message_bytes": MAX_MESSAGE_BYTES, "drain_timeout_s": 5}

@@ -20,7 +20,7 @@ from galley.core.answer.answer import SessionSpec
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.service import build, interceptors
+from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings, Tuning
 from tests.fakes.replicas import MODEL, FakeDraft, FakeTarget
 from tests.fakes.truth import SEED, VOCAB, text_of, true_output
@@ -184,9 +184,8 @@ class World:
     async def gateway_of(self, parts: Parts, /, **given: object) -> Gateway:
         tuning = tuning_of(given)
         settings = self.settings(**given)
-        running = await start_server(
-            settings, build(settings, tuning=tuning), parts, interceptors(settings, tuning)
-        )
+        prepared = prepare(settings, tuning=tuning)
+        running = await start_server(settings, prepared.build, parts, prepared.interceptors)
         client = await AsyncClient(running.address, retries=NO_RETRIES).__aenter__()
         self._gateways.append(Gateway(running, client))
         return self._gateways[-1]

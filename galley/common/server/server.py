@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -61,6 +61,13 @@ class Parts:
 
 Interceptors: TypeAlias = Callable[[Parts], Sequence[grpc.aio.ServerInterceptor]]
 """A function that makes the interceptors of a service, before it is built and its address is known."""
+
+
+class Prepared(NamedTuple):
+    """What makes a service: `build` makes it on a server, from the interceptors' process on."""
+
+    build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]]
+    interceptors: Interceptors = lambda _: ()
 
 
 @dataclass(frozen=True)
@@ -143,8 +150,7 @@ async def start_server(
 async def run_service(
     settings: ServiceSettings,
     name: str,
-    build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]],
-    interceptors: Interceptors = lambda _: (),
+    prepared: Prepared,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then stop gracefully."""
     stopped = _stop_signal()
@@ -153,7 +159,9 @@ async def run_service(
     parts = Parts(readiness, telemetry, metrics=metering.registry)
     parts.readiness.stage("starting")
     try:
-        running = await run_unless(stopped, start_server(settings, build, parts, interceptors))
+        running = await run_unless(
+            stopped, start_server(settings, prepared.build, parts, prepared.interceptors)
+        )
         if running is None:
             return
         # What exists now (modules, a model) lives as long as the process; collections skip it.
@@ -181,9 +189,8 @@ def run_main(
     settings_type: type[S],
     name: str,
     description: str,
-    build: Callable[[S], Callable[[grpc.aio.Server, Parts], Awaitable[Service]]],
+    prepare: Callable[[S], Prepared],
     argv: Sequence[str] | None = None,
-    interceptors: Callable[[S], Interceptors] = lambda _: lambda _: (),
 ) -> None:
     """Run the service of `argv` (None: the command line) until SIGTERM or SIGINT has stopped it.
 
@@ -197,7 +204,7 @@ def run_main(
     start_logging(f"galley-{name}", settings.log_level, settings.log_format)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(run_service(settings, name, build(settings), interceptors(settings)))
+            runner.run(run_service(settings, name, prepare(settings)))
     except BadFile as error:
         exit_with_bad_setting(settings_type, program, error.setting, error.problem)
     except (CannotBind, GalleyError, OSError, ValueError) as error:

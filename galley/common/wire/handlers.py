@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import grpc
 
@@ -13,6 +13,11 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 # A servicer's method: a coroutine function, or an async generator function if it streams responses.
 Behavior: TypeAlias = Callable[..., Any]
+
+
+class HasMetadata(Protocol):
+    def invocation_metadata(self) -> Any:
+        """Return pairs of a lower-case name and a value, or None if there are none."""
 
 
 class WrappingInterceptor(grpc.aio.ServerInterceptor):
@@ -36,14 +41,14 @@ class WrappingInterceptor(grpc.aio.ServerInterceptor):
         raise NotImplementedError
 
 
-def text_metadata(context: Context) -> dict[str, str]:
+def text_metadata(call: HasMetadata) -> dict[str, str]:
     """Return the text metadata of a call by lower-case name; the last value of a name counts."""
-    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+    return {name: value for name, value in call.invocation_metadata() or () if isinstance(value, str)}
 
 
-def repeated_names(context: Context) -> frozenset[str]:
+def repeated_names(call: HasMetadata) -> frozenset[str]:
     """Return the lower-case names that the metadata of a call has more than once."""
-    counts = Counter(name for name, _ in context.invocation_metadata() or ())
+    counts = Counter(name for name, _ in call.invocation_metadata() or ())
     return frozenset(name for name, count in counts.items() if count > 1)
 
 

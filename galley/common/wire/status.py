@@ -1,11 +1,11 @@
-"""Map errors to gRPC statuses, for whole calls and for the items of a request.
+"""Map errors to gRPC and HTTP statuses, for whole calls and for the items of a request.
 
 This is the only place that knows the mapping (the client reads statuses back in `galley.client.errors`).
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -31,6 +31,21 @@ _CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.LogLost: grpc.StatusCode.DATA_LOSS,
 }
 
+_HTTP: dict[grpc.StatusCode, int] = {
+    grpc.StatusCode.OK: 200,
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.UNIMPLEMENTED: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.FAILED_PRECONDITION: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+
 _NAMES = {int(code.value[0]): code.name.lower() for code in grpc.StatusCode}
 # The metadata key under which gRPC carries a google.rpc.Status.
 DETAILS_KEY = "grpc-status-details-bin"
@@ -39,6 +54,11 @@ DETAILS_KEY = "grpc-status-details-bin"
 def code_of(error: BaseException) -> grpc.StatusCode:
     """Return the status code of `error`; INTERNAL if the table does not list it."""
     return next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
+
+
+def http_status(code: grpc.StatusCode) -> int:
+    """Return the HTTP status for a code; 500 if the table does not list it."""
+    return _HTTP.get(code, 500)
 
 
 def error_type(error: BaseException) -> str:
@@ -71,10 +91,16 @@ def item_status(error: BaseException) -> pb.ItemStatus:
     return pb.ItemStatus(code=_number(code_of(error)), message=message_of(error))
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
+async def abort(context: _Abortable, error: BaseException) -> NoReturn:
     metadata = ((DETAILS_KEY, rich_status(error).SerializeToString()),)
     await context.abort(code_of(error), message_of(error), metadata)
     raise error  # abort has raised; this line is for the type checker
+
+
+class _Abortable(Protocol):
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()
+    ) -> NoReturn: ...
 
 
 def _number(code: grpc.StatusCode) -> int:

@@ -20,6 +20,7 @@ from galley.common.tls.files import CALL_PATIENCE_S, CHECK_INTERVAL_S, NamedFile
 from galley.common.wire.handlers import (
     Context,
     Handler,
+    HasMetadata,
     WrappingInterceptor,
     repeated_names,
     run_within,
@@ -148,13 +149,17 @@ class PrincipalInterceptor(WrappingInterceptor):
 
     @asynccontextmanager
     async def _identify(self, log: _Log, context: Context) -> AsyncIterator[None]:
-        with logging_rejection(principal="unknown"):
-            credentials = Credentials(text_metadata(context), repeated_names(context))
-            principal = await self._authentication.authenticate(credentials)
-        _PRINCIPAL.set(principal)
-        bind_contextvars(principal=principal.kind)
+        await identify(self._authentication, context)
         with log():
             yield
+
+
+async def identify(authentication: Authentication, call: HasMetadata) -> None:
+    """Set the principal of a call. Raise Unauthenticated or AuthenticationUnavailable."""
+    with logging_rejection(principal="unknown"):
+        principal = await authentication.authenticate(Credentials(text_metadata(call), repeated_names(call)))
+    _PRINCIPAL.set(principal)
+    bind_contextvars(principal=principal.kind)
 
 
 _PRINCIPAL: ContextVar[Principal] = ContextVar("principal")

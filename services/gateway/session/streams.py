@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 
@@ -39,6 +39,7 @@ from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.events import Clock
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import NewSession, OwnerChanged, SessionStore, StoredSession
+from services.gateway.client_call import ClientCall
 from services.gateway.clock import Timeouts
 from services.gateway.session.budgets import Budgets
 from services.gateway.session.replay import SPEC_FIELD, Replays, stored_spec
@@ -364,20 +365,20 @@ def _ending(stored: StoredSession) -> Ending | None:
 class Pump:
     """Run a session in a task of its own, while the call's handler reads its outbox.
 
-    gRPC takes no item while the item before is unread. If that lasts for the client's time limit, the session
-    stops, the call ends and its slot is released; its status waits in gRPC for the client. Once the client
-    has left, the session stops, or continues to its end without a reader.
+    The transport takes no item while the item before is unread. If that lasts for the client's time limit,
+    the session stops, the call ends and its slot is released; its status waits in gRPC for the client. Once
+    the client has left, the session stops, or continues to its end without a reader.
     """
 
     def __init__(
         self,
         runner: SessionRunner,
-        context: grpc.aio.ServicerContext[Any, Any],
+        call: ClientCall,
         streams: Streams,
         slot: AdmissionSlot,
     ) -> None:
         self._runner = runner
-        self._context = context
+        self._call = call
         self._streams = streams
         self._slot = slot
         self._output_before = runner.session.answer.output_len
@@ -389,7 +390,7 @@ class Pump:
         self._task.add_done_callback(lambda _: self._observer.release())
         self._unread_end: asyncio.Task[None] | None = None
         # gRPC may drop the generator when the client leaves, but it always reports the end of the call.
-        context.add_done_callback(self._call_ended)  # type: ignore[arg-type]  # the stubs want a class
+        call.add_done_callback(self._call_ended)
 
     def leave(self) -> None:
         """Note that the client no longer reads. The session keeps the slot until it has stopped or ended."""
@@ -438,4 +439,4 @@ class Pump:
         if self._handler is not None:
             self._handler.cancel()
         with suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
-            await status.abort(self._context, error)
+            await status.abort(self._call, error)

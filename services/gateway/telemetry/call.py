@@ -1,4 +1,4 @@
-"""One call of Generate or Resume: how it ends, whose fault that is, and how long its client waits."""
+"""A call that streams an answer: how it ends, whose fault that is, and how long its client waits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import Any
 
 import grpc
 from opentelemetry.trace import SpanContext
@@ -25,6 +24,7 @@ from galley.core.session import events as ev
 from galley.core.session.events import Clock
 from galley.core.session.machine import Session
 from galley.core.store import StoredSession
+from services.gateway.client_call import ClientCall
 from services.gateway.clock import SECOND
 from services.gateway.telemetry.attributes import stored_operation
 
@@ -56,7 +56,7 @@ class Call:
     def __init__(
         self,
         clock: Clock,
-        context: grpc.aio.ServicerContext[Any, Any],
+        client: ClientCall,
         operation: str,
         model: str | None,
         span: SpanContext,
@@ -77,12 +77,12 @@ class Call:
         self._started_ns = clock.now_ns()
         self._first_ns = self._last_ns = 0
         self._later_tokens = 0
-        remaining_s: Any = context.time_remaining()  # None where the call has no deadline
+        remaining_s = client.time_remaining()
         self._deadline_ns = None if remaining_s is None else self._started_ns + int(remaining_s * SECOND)
         # gRPC may drop the handler of a client that left without resuming it, but it always calls back;
         # the log line of that needs the trace ids of this context.
         run = copy_context().run
-        context.add_done_callback(lambda _: run(self.ended, asyncio.CancelledError()))  # type: ignore[arg-type]  # the stubs want a class
+        client.add_done_callback(lambda _: run(self.ended, asyncio.CancelledError()))
 
     def not_admitted(self, reason: str) -> None:
         if self._metrics is not None:

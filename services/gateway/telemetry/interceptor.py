@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any
 
 import grpc
 from opentelemetry import trace
@@ -20,6 +19,7 @@ from galley.common.wire.status import code_of, error_type
 from galley.core import names
 from galley.core.errors import AuthenticationUnavailable, Unauthenticated
 from galley.core.session.events import Clock
+from services.gateway.client_call import ClientCall, client_call
 from services.gateway.telemetry.observer import RequestObserver, observe_with
 from services.gateway.telemetry.spans import TraceOptions, TraceStart
 
@@ -27,10 +27,8 @@ from services.gateway.telemetry.spans import TraceOptions, TraceStart
 class TraceInterceptor(WrappingInterceptor):
     """Trace calls. Runs inside StatusInterceptor and outside all others, so that it sees their errors."""
 
-    def __init__(self, scope: SpanScope, options: TraceOptions, clock: Clock) -> None:
-        self._scope = scope
-        self._options = options
-        self._clock = clock
+    def __init__(self, tracer: RequestTracer) -> None:
+        self._tracer = tracer
 
     def wrap(self, handler: Handler, method: str) -> Handler:
         """Trace streams as requests; unary calls have gRPC's own span."""
@@ -38,8 +36,26 @@ class TraceInterceptor(WrappingInterceptor):
             handler, partial(self._trace_stream, method) if handler.response_streaming else self._trace_unary
         )
 
+    def _trace_stream(self, method: str, context: Context) -> AbstractAsyncContextManager[None]:
+        service, _, rpc = method.strip("/").partition("/")
+        attributes = {names.RPC_SYSTEM: "grpc", names.RPC_SERVICE: service, names.RPC_METHOD: rpc}
+        return self._tracer.stream(client_call(context), attributes)
+
+    def _trace_unary(self, _: Context) -> AbstractAsyncContextManager[None]:
+        return self._tracer.unary()
+
+
+class RequestTracer:
+    """Trace the calls of either door."""
+
+    def __init__(self, scope: SpanScope, options: TraceOptions, clock: Clock) -> None:
+        self._scope = scope
+        self._options = options
+        self._clock = clock
+
     @asynccontextmanager
-    async def _trace_unary(self, _: Context) -> AsyncIterator[None]:
+    async def unary(self) -> AsyncIterator[None]:
+        """Let a call record its calls below the current span."""
         span = trace.get_current_span()
         observer = RequestObserver(self._start(span.get_span_context(), None, {}))
         observer.adopt(span)
@@ -51,11 +67,12 @@ class TraceInterceptor(WrappingInterceptor):
             raise
 
     @asynccontextmanager
-    async def _trace_stream(self, method: str, context: Context) -> AsyncIterator[None]:
-        observer = self._begin(context, method)
+    async def stream(self, call: ClientCall, transport: Mapping[str, AnyValue]) -> AsyncIterator[None]:
+        """Trace a call that streams an answer, from its arrival on; its span has the attributes `transport`."""
+        observer = self._begin(call, transport)
         observe_with(observer)
         # gRPC may drop the generator of a client that left without resuming it, but it always calls back.
-        context.add_done_callback(partial(_call_ended, observer))  # type: ignore[arg-type]  # the stubs want a class
+        call.add_done_callback(partial(_call_ended, observer))
         try:
             yield
         except grpc.aio.AbortError:  # its status was noted where it was aborted
@@ -68,20 +85,17 @@ class TraceInterceptor(WrappingInterceptor):
             observer.ended(code_of(error))
             raise
         except asyncio.CancelledError:
-            observer.ended(_cancellation(context))
+            observer.ended(_cancellation(call))
             raise
         observer.ended(grpc.StatusCode.OK)
 
-    def _begin(self, context: Context, method: str) -> RequestObserver:
-        metadata = text_metadata(context)
-        service, _, rpc = method.strip("/").partition("/")
+    def _begin(self, call: ClientCall, transport: Mapping[str, AnyValue]) -> RequestObserver:
+        metadata = text_metadata(call)
         attributes: dict[str, AnyValue] = {
             names.OPERATION: names.TEXT_COMPLETION,
             names.PROVIDER: names.GALLEY,
             names.REQUEST_STREAM: True,
-            names.RPC_SYSTEM: "grpc",
-            names.RPC_SERVICE: service,
-            names.RPC_METHOD: rpc,
+            **transport,
         }
         if metadata.get(names.FORCE_KEY) == names.FORCE_VALUE:
             attributes[names.FORCED] = True
@@ -102,12 +116,12 @@ class TraceInterceptor(WrappingInterceptor):
         )
 
 
-def _call_ended(observer: RequestObserver, context: Context) -> None:
-    observer.ended(_cancellation(context))  # counts only if the call has no status yet
+def _call_ended(observer: RequestObserver, call: ClientCall) -> None:
+    observer.ended(_cancellation(call))  # counts only if the call has no status yet
     observer.release()
 
 
-def _cancellation(context: Context) -> grpc.StatusCode:
-    remaining_s: Any = context.time_remaining()
+def _cancellation(call: ClientCall) -> grpc.StatusCode:
+    remaining_s = call.time_remaining()
     late = remaining_s is not None and remaining_s <= 0
     return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import grpc
 from opentelemetry import context as current
@@ -22,7 +21,7 @@ from opentelemetry.trace import SpanContext, SpanKind
 from opentelemetry.util.types import AnyValue, Attributes
 
 from galley.common.tracing.telemetry import fail, traceparent_of
-from galley.common.wire.status import code_of, error_type
+from galley.common.wire.status import code_of, error_type, http_status
 from galley.core import names
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import Fenced, GalleyError, StoreUnavailable
@@ -31,6 +30,7 @@ from galley.core.session.events import Clock, Replica, RoundEnded
 from galley.core.session.machine import Session
 from galley.core.store import StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.client_call import ClientCall
 from services.gateway.telemetry.attributes import (
     OPERATION_FIELD,
     TRACE_FIELD,
@@ -173,7 +173,10 @@ class RequestObserver:
             return
         status = self._status or grpc.StatusCode.CANCELLED
         span = self._request.span
-        span.set_attribute(names.RPC_STATUS, int(status.value[0]))
+        if names.HTTP_METHOD in (self._start.attributes if self._start else ()):
+            span.set_attribute(names.HTTP_STATUS, http_status(status))
+        else:
+            span.set_attribute(names.RPC_STATUS, int(status.value[0]))
         if status is not grpc.StatusCode.OK:
             fail(span, status.name.lower())
         span.end(self._request.now_ns())
@@ -359,14 +362,14 @@ class RequestObservers:
     def stream(
         self,
         request: pb.GenerateRequest | pb.ResumeRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        client: ClientCall,
         model: str,
         address: str,
     ) -> Iterator[RequestObserver]:
         """Observe a call of Generate or Resume; `model` is the served one, `address` the server's."""
         observer = self._observer()
         requested = request.model if isinstance(request, pb.GenerateRequest) else None
-        call = Call(self._clock, context, operation_of(request), requested, observer.context, self._calls)
+        call = Call(self._clock, client, operation_of(request), requested, observer.context, self._calls)
         observer.received(request, model, address, call, self._sessions)
         try:
             yield observer

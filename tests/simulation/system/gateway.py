@@ -11,12 +11,13 @@ from galley.core.errors import TargetUnavailable
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import StoredSession
 from services.gateway.clock import SECOND, Timeouts
+from services.gateway.generation import Generation, ServedModel
 from services.gateway.replicas.membership import RegisteredAddresses
 from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.validate import Limits
 from services.gateway.service import GatewayService
-from services.gateway.servicer import GenerationServicer, ServedModel
+from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.truth import letters
@@ -114,9 +115,9 @@ class SimGateway:
         limits = Limits(default_max_tokens=1, max_draft_tokens=MOST_DRAFT_TOKENS)
         slots = self._world.schedule.slots
         model = ServedModel("sim", self.targets, tokenizer, self.drafts, limits, slots, MOST_DRAFT_TOKENS, "")
-        servicer = GenerationServicer(
-            self.streams, model, self.clock, ID_SECRET, RequestObservers(self.clock)
-        )
+        observers = RequestObservers(self.clock)
+        generation = Generation(self.streams, model, self.clock, ID_SECRET, observers)
+        servicer = GenerationServicer(generation)
         self._world.servers[self.address] = Server(self.process, behind(self._world, self.process, servicer))
 
     async def _get_ready(self) -> None:

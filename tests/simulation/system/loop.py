@@ -30,7 +30,7 @@ _CLOCKED = (
     "services.target.servicer",
     "services.draft.loop",
     "services.draft.servicer",
-    "services.gateway.servicer",
+    "services.gateway.generation",
     "galley.client.streams",
 )
 """Modules that read the clock of the system rather than a clock port."""

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from galley.common.config.settings import ServiceSettings
-from galley.common.server.server import Parts, run_main
+from galley.common.server.server import Parts, Prepared, run_main
 from tests.fakes.echo_service import EchoService, building
 
 
@@ -28,4 +28,4 @@ def build(_: ServiceSettings) -> Callable[[grpc.aio.Server, Parts], Awaitable[Ec
 
 
 if __name__ == "__main__":
-    run_main(ServiceSettings, "leaking", "for tests", build, argv=())
+    run_main(ServiceSettings, "leaking", "for tests", lambda settings: Prepared(build(settings)), argv=())

@@ -34,7 +34,7 @@ from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import DraftJob, Proposal
 from services.draft.strategies.model import ModelSteps, ModelStrategy
-from services.gateway.service import build, interceptors
+from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings, Tuning
 from services.target.paged import PagedEngine
 from services.target.servicer import Limits, TargetService
@@ -206,5 +206,5 @@ class Real:
                 **self._given,
             }
         )
-        built = build(settings, tuning=Tuning(lookup_fallback=False))
-        return await start_server(settings, built, self._parts(GATEWAY), interceptors(settings))
+        prepared = prepare(settings, tuning=Tuning(lookup_fallback=False))
+        return await start_server(settings, prepared.build, self._parts(GATEWAY), prepared.interceptors)

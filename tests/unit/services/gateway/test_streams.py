@@ -22,6 +22,7 @@ from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import NewSession, OwnerChanged, Ownership, StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
+from services.gateway.generation import Generation
 from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.outbox import Outbox
@@ -161,7 +162,7 @@ SESSION = "5e" * 16
 async def test_a_session_without_client_keeps_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.gateway.servicer.caller", lambda: ANONYMOUS)
+    monkeypatch.setattr("services.gateway.generation.caller", lambda: ANONYMOUS)
     store, clock, target = MemoryStore(), MonotonicClock(), PortTarget()
     target.may_answer.clear()
     spec = replace(SPEC, session_id=SESSION, continue_without_client=True)
@@ -172,7 +173,9 @@ async def test_a_session_without_client_keeps_its_place(
     streams = Streams(
         store, clock, lambda _stored, _session: ports, lambda ids: "x" * len(ids), limits, Timeouts(), 1
     )
-    servicer = GenerationServicer(streams, cast("Any", _Model), clock, b"secret", RequestObservers(clock))
+    servicer = GenerationServicer(
+        Generation(streams, cast("Any", _Model), clock, b"secret", RequestObservers(clock))
+    )
     events = servicer.Resume(pb.ResumeRequest(session_id=SESSION), cast("Any", Call()))
     assert (await anext(events)).event.HasField("started")
     await cast("Any", events).aclose()

@@ -1,0 +1,260 @@
+"""The calls of clients: start, resume and abort sessions. gRPC and HTTP translate to and from this.
+
+Invalid requests are rejected before any work is done for them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+from structlog.contextvars import bind_contextvars
+
+from galley.core.admission.admission import AdmissionSlot
+from galley.core.answer.answer import Chunk, Ending, NumericsChanged, SessionSpec
+from galley.core.errors import Broken
+from galley.core.names import STRATEGIES
+from galley.core.session import events as ev
+from galley.core.session.events import Clock
+from galley.core.session.machine import Session
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.auth.authentication import caller
+from services.gateway.client_call import ClientCall
+from services.gateway.clock import SECOND
+from services.gateway.replicas.drafts import DraftPool
+from services.gateway.replicas.targets import TargetPool
+from services.gateway.request.threads import PromptThreads
+from services.gateway.request.validate import (
+    Limits,
+    Model,
+    PromptRefused,
+    body_hash,
+    check_priority,
+    parse_generate,
+    parse_resume,
+    parse_session_id,
+    session_id_for,
+    tenant_salt_for,
+)
+from services.gateway.session.runner import SessionRunner
+from services.gateway.session.streams import Pump, Streams
+from services.gateway.telemetry.observer import RequestObserver, RequestObservers
+
+if TYPE_CHECKING:
+    from galley.common.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The served model, its pools and limits. `default_k` and `default_strategy` hold in mode AUTO."""
+
+    name: str
+    targets: TargetPool
+    tokenizer: Tokenizer
+    drafts: DraftPool
+    limits: Limits
+    max_sessions: int
+    default_k: int
+    default_strategy: str
+
+    @property
+    def info(self) -> pb.GetTargetInfoResponse:
+        return self.targets.info
+
+    def request_model(self) -> Model:
+        """Return the model that requests are validated against, with all strategies until a draft was met."""
+        return Model(
+            self.name,
+            self.info.context_window,
+            self.info.vocab_size,
+            self.drafts.strategies or STRATEGIES,
+            tuple(self.info.eos_token_ids),
+            self.default_k,
+            self.default_strategy,
+        )
+
+    def describe(self) -> pb.GetModelInfoResponse:
+        return pb.GetModelInfoResponse(
+            model=self.name,
+            context_window=self.info.context_window,
+            vocab_size=self.info.vocab_size,
+            tokenizer_hash=self.info.tokenizer_hash,
+            fingerprint=self.info.fingerprint,
+            deterministic=self.info.deterministic,
+            max_draft_tokens=self.limits.max_draft_tokens,
+            strategies=self.drafts.strategies,
+            dtype=self.info.dtype,
+            device=self.info.device,
+            max_sessions=self.max_sessions,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked request with the hash that recognizes its repeats; its spec has no session id yet."""
+
+    spec: SessionSpec
+    body_hash: bytes
+    idempotency_key: str
+
+
+class AnswerStream:
+    """The answer of a session for one reader; leave it by `with`. `ending` is set once it is exhausted.
+
+    Take an item once the transport has accepted the item before. Iteration raises the error that the stream
+    ends with.
+    """
+
+    def __init__(
+        self,
+        runner: SessionRunner,
+        call: ClientCall,
+        streams: Streams,
+        slot: AdmissionSlot,
+        observer: RequestObserver,
+    ) -> None:
+        self.ending: Ending | None = None
+        self._runner = runner
+        self._observer = observer
+        self._pump = Pump(runner, call, streams, slot)
+
+    @property
+    def session(self) -> Session:
+        return self._runner.session
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pump.leave()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk | NumericsChanged:
+        item = await self._runner.outbox.next()
+        self._observer.sending(item)
+        if not isinstance(item, ev.End):
+            return item
+        if item.ending is None:
+            raise item.error or Broken("a stream ended without a reason")
+        self.ending = item.ending
+        raise StopAsyncIteration
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The calls of clients; `address` (host:port) names the gateway in traces."""
+
+    streams: Streams
+    model: ServedModel
+    clock: Clock
+    id_secret: bytes
+    observers: RequestObservers
+    address: str = ""
+    prompt_threads: PromptThreads = field(default_factory=PromptThreads)
+
+    @asynccontextmanager
+    async def generate(self, request: pb.GenerateRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
+        """Start a session, or join the one of the same idempotency key."""
+        with self.observe(request, call) as observer, self.admit(request) as [slot]:
+            deadline_ns = self._deadline_ns(call)
+            await self.reserve(request, slot, deadline_ns)
+            runner = await self.begin(await self.check(request, slot), slot, deadline_ns)
+            with self.answer(runner, slot, call, observer) as answer:
+                yield answer
+
+    @asynccontextmanager
+    async def resume(self, request: pb.ResumeRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
+        """Continue the session of a stream that was cut off."""
+        with self.observe(request, call) as observer, self.admit_resume() as slot:
+            parsed = parse_resume(request)
+            name_in_logs(parsed.session_id)
+            runner = await self.streams.claim(
+                slot, parsed.session_id, parsed.next_index, parsed.seen_hash, self._deadline_ns(call)
+            )
+            with self.answer(runner, slot, call, observer) as answer:
+                yield answer
+
+    async def abort(self, session_id: str, call: ClientCall) -> None:
+        """End a session permanently."""
+        self.observers.unary()
+        session_id = parse_session_id(session_id)
+        name_in_logs(session_id)
+        await self.streams.abort(session_id, caller().name, self._deadline_ns(call))
+
+    # ----------------------------------------------------------------------- the parts of a call --
+
+    def observe(
+        self, request: pb.GenerateRequest | pb.ResumeRequest, call: ClientCall
+    ) -> AbstractContextManager[RequestObserver]:
+        return self.observers.stream(request, call, self.model.name, self.address)
+
+    @contextmanager
+    def admit(self, request: pb.GenerateRequest, sessions: int = 1) -> Iterator[Sequence[AdmissionSlot]]:
+        """Hold a slot for each session that answers the request. Raise Overloaded, or InvalidField."""
+        principal = caller()
+        check_priority(request.priority, principal.limits.max_priority)
+        with ExitStack() as held:
+            yield [held.enter_context(self.streams.admit(principal)) for _ in range(sessions)]
+
+    def admit_resume(self) -> AbstractContextManager[AdmissionSlot]:
+        """Hold a slot; `Streams.claim` reserves what the answer still needs."""
+        return self.streams.admit(caller())
+
+    async def reserve(self, request: pb.GenerateRequest, slot: AdmissionSlot, deadline_ns: int | None) -> None:
+        """Reserve the most output tokens of the request. Raise Overloaded or StoreUnavailable."""
+        await self.streams.reserve(slot, self._max_output_tokens(request), deadline_ns)
+
+    async def check(self, request: pb.GenerateRequest, slot: AdmissionSlot) -> Request:
+        """Return the checked request, tokenized. Raise InvalidField or Unimplemented.
+
+        Charge the slot for a prompt that is refused after it was tokenized.
+        """
+        try:
+            return await self.prompt_threads.run(slot.principal.name, partial(self._check, request))
+        except PromptRefused as error:
+            self.streams.charge(slot, error.tokens)
+            raise
+
+    async def begin(
+        self, request: Request, slot: AdmissionSlot, deadline_ns: int | None, session_id: str = ""
+    ) -> SessionRunner:
+        """Store the session of a request, or join the stored one; return its runner."""
+        principal = slot.principal.name
+        session_id = session_id or session_id_for(principal, request.idempotency_key, self.id_secret)
+        name_in_logs(session_id)
+        salt = tenant_salt_for(principal, self.id_secret)
+        spec = replace(request.spec, session_id=session_id, arrival_ns=time.time_ns(), tenant_salt=salt)
+        return await self.streams.create(slot, spec, request.body_hash, deadline_ns)
+
+    def answer(
+        self, runner: SessionRunner, slot: AdmissionSlot, call: ClientCall, observer: RequestObserver
+    ) -> AnswerStream:
+        """Run the session, and return what it sends."""
+        return AnswerStream(runner, call, self.streams, slot, observer)
+
+    def _check(self, request: pb.GenerateRequest) -> Request:
+        model = self.model
+        spec = parse_generate(
+            request, model.limits, model.tokenizer, model.request_model(), partial(secrets.randbits, 64)
+        )
+        return Request(spec, body_hash(request), request.idempotency_key)
+
+    def _max_output_tokens(self, request: pb.GenerateRequest) -> int:
+        most = request.max_tokens if request.HasField("max_tokens") else self.model.limits.default_max_tokens
+        return min(most, self.model.info.context_window)
+
+    def _deadline_ns(self, call: ClientCall) -> int | None:
+        remaining_s = call.time_remaining()
+        return None if remaining_s is None else self.clock.now_ns() + int(remaining_s * SECOND)
+
+
+def name_in_logs(session_id: str) -> None:
+    """Add the session to all log lines of this call; each call has its own context."""
+    bind_contextvars(session_id=session_id)
