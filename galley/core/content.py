@@ -51,6 +51,21 @@ def block_hashes(salt: bytes, tokens: Sequence[int], block_tokens: int) -> list[
     return hashes
 
 
+class RunningHash:
+    """The `prefix_hash` of tokens that are added one after another."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self._state = blake2b(token_bytes(tokens), digest_size=HASH_BYTES, person=_PERSON)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        self._state.update(token_bytes(tokens))
+
+    def digest(self) -> bytes:
+        return self._state.digest()
+
+
 class PrefixHasher:
     """An incremental `prefix_hash`, which does not hash a growing sequence from its start each time.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +22,7 @@ from galley.core.names import STRATEGIES
 from galley.core.session import events as ev
 from galley.core.session.events import Clock
 from galley.core.session.machine import Session
+from galley.core.store import StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.auth.authentication import caller
 from services.gateway.client_call import ClientCall
@@ -163,7 +164,7 @@ class Generation:
     async def generate(self, request: pb.GenerateRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
         """Start a session, or join the one of the same idempotency key."""
         with self.observe(request, call) as observer, self.admit(request) as [slot]:
-            deadline_ns = self._deadline_ns(call)
+            deadline_ns = self.deadline_ns(call)
             await self.reserve(request, slot, deadline_ns)
             runner = await self.begin(await self.check(request, slot), slot, deadline_ns)
             with self.answer(runner, slot, call, observer) as answer:
@@ -173,11 +174,7 @@ class Generation:
     async def resume(self, request: pb.ResumeRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:
         """Continue the session of a stream that was cut off."""
         with self.observe(request, call) as observer, self.admit_resume() as slot:
-            parsed = parse_resume(request)
-            name_in_logs(parsed.session_id)
-            runner = await self.streams.claim(
-                slot, parsed.session_id, parsed.next_index, parsed.seen_hash, self._deadline_ns(call)
-            )
+            runner = await self.claim(request, slot, self.deadline_ns(call))
             with self.answer(runner, slot, call, observer) as answer:
                 yield answer
 
@@ -186,7 +183,7 @@ class Generation:
         self.observers.unary()
         session_id = parse_session_id(session_id)
         name_in_logs(session_id)
-        await self.streams.abort(session_id, caller().name, self._deadline_ns(call))
+        await self.streams.abort(session_id, caller().name, self.deadline_ns(call))
 
     # ----------------------------------------------------------------------- the parts of a call --
 
@@ -207,7 +204,9 @@ class Generation:
         """Hold a slot; `Streams.claim` reserves what the answer still needs."""
         return self.streams.admit(caller())
 
-    async def reserve(self, request: pb.GenerateRequest, slot: AdmissionSlot, deadline_ns: int | None) -> None:
+    async def reserve(
+        self, request: pb.GenerateRequest, slot: AdmissionSlot, deadline_ns: int | None
+    ) -> None:
         """Reserve the most output tokens of the request. Raise Overloaded or StoreUnavailable."""
         await self.streams.reserve(slot, self._max_output_tokens(request), deadline_ns)
 
@@ -223,15 +222,40 @@ class Generation:
             raise
 
     async def begin(
-        self, request: Request, slot: AdmissionSlot, deadline_ns: int | None, session_id: str = ""
+        self,
+        request: Request,
+        slot: AdmissionSlot,
+        deadline_ns: int | None,
+        session_id: str = "",
+        stored: Mapping[str, bytes] | None = None,
     ) -> SessionRunner:
-        """Store the session of a request, or join the stored one; return its runner."""
+        """Store the session of a request, or join the stored one; return its runner.
+
+        A new session keeps the fields `stored`, too.
+        """
         principal = slot.principal.name
         session_id = session_id or session_id_for(principal, request.idempotency_key, self.id_secret)
         name_in_logs(session_id)
         salt = tenant_salt_for(principal, self.id_secret)
         spec = replace(request.spec, session_id=session_id, arrival_ns=time.time_ns(), tenant_salt=salt)
-        return await self.streams.create(slot, spec, request.body_hash, deadline_ns)
+        return await self.streams.create(slot, spec, request.body_hash, deadline_ns, stored or {})
+
+    async def claim(
+        self, request: pb.ResumeRequest, slot: AdmissionSlot, deadline_ns: int | None
+    ) -> SessionRunner:
+        """Check the request and take over its session; return its runner."""
+        parsed = parse_resume(request)
+        name_in_logs(parsed.session_id)
+        return await self.streams.claim(
+            slot, parsed.session_id, parsed.next_index, parsed.seen_hash, deadline_ns
+        )
+
+    async def read(self, session_id: str, call: ClientCall) -> StoredSession:
+        """Return a session of the caller as the store holds it."""
+        self.observers.unary()
+        session_id = parse_session_id(session_id)
+        name_in_logs(session_id)
+        return await self.streams.read(session_id, caller(), self.deadline_ns(call))
 
     def answer(
         self, runner: SessionRunner, slot: AdmissionSlot, call: ClientCall, observer: RequestObserver
@@ -250,7 +274,7 @@ class Generation:
         most = request.max_tokens if request.HasField("max_tokens") else self.model.limits.default_max_tokens
         return min(most, self.model.info.context_window)
 
-    def _deadline_ns(self, call: ClientCall) -> int | None:
+    def deadline_ns(self, call: ClientCall) -> int | None:
         remaining_s = call.time_remaining()
         return None if remaining_s is None else self.clock.now_ns() + int(remaining_s * SECOND)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from galley.common.config.settings import OFF
 from galley.common.logs import get_logger
 from galley.common.metrics import catalogue
 from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY
@@ -21,6 +23,7 @@ from galley.common.models.tokenizer import Tokenizer
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, LeasePool, ReplicaRegistry
+from galley.common.server.listen import bind_socket, socket_address
 from galley.common.server.server import Parts, Prepared
 from galley.common.tls.channels import ChannelTls, open_channel
 from galley.common.tls.credentials import TlsFiles
@@ -34,6 +37,7 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.auth.authentication import Authentication, PrincipalInterceptor, build_authentication
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.generation import Generation, ServedModel
+from services.gateway.http.shared import Shared
 from services.gateway.replicas.draft_session import DraftSession
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.membership import (
@@ -67,6 +71,8 @@ from services.gateway.telemetry.spans import TraceOptions
 _log = get_logger(__name__)
 _HAND_OVER_SHARE = 0.6
 """Share of the drain timeout in which streams may end by themselves before they are handed over."""
+_HTTP_GRACE_S = 1.0
+"""Longest time that HTTP responses get to end after the drain, such as errors of streams handed over."""
 _CLOCK = MonotonicClock()
 _COPY_TIMEOUT_S = 1.0
 """Longest time that one commit waits for the store's replicas; it is repeated for `store_timeout_s`."""
@@ -78,7 +84,7 @@ class GatewayService:
     grpc_services: Sequence[str] = ("galley.v1.Generation",)
 
     def __init__(self, streams: Streams, parts: AsyncExitStack, drain_timeout_s: float) -> None:
-        """`parts` closes everything that the streams use."""
+        """`parts` closes the HTTP port and everything that the streams use."""
         self._streams = streams
         self._parts = parts
         self._drain_timeout_s = drain_timeout_s
@@ -114,7 +120,7 @@ def prepare(
     tls = {role: _channel_tls(settings, role) for role in ("target", "draft")}
     authentication = build_authentication(settings, tuning)
     return Prepared(
-        partial(_build, settings, tuning, tls, open_store),
+        partial(_build, settings, tuning, tls, open_store, authentication),
         partial(_interceptors, settings, tuning, authentication),
     )
 
@@ -154,9 +160,29 @@ async def _build(
     tuning: Tuning,
     tls: Mapping[str, ChannelTls | None],
     open_store: StoreOpener,
+    authentication: Authentication,
     server: grpc.aio.Server,
     parts: Parts,
 ) -> GatewayService:
+    async with AsyncExitStack() as opened:
+        bound = _bind_http(settings, opened)
+        generation = await _generation(settings, tuning, tls, open_store, parts, opened)
+        rpc.add_GenerationServicer_to_server(GenerationServicer(generation), server)
+        if bound is not None:
+            shared = Shared(generation, authentication, _tracer(settings, tuning, parts), parts.metrics)
+            await _serve_http(settings, shared, bound, opened)
+            parts.addresses["http"] = socket_address(bound)
+        return GatewayService(generation.streams, opened.pop_all(), settings.drain_timeout_s)
+
+
+async def _generation(
+    settings: GatewaySettings,
+    tuning: Tuning,
+    tls: Mapping[str, ChannelTls | None],
+    open_store: StoreOpener,
+    parts: Parts,
+    opened: AsyncExitStack,
+) -> Generation:
     parts.readiness.stage("loading the tokenizer")
     tokenizer = await asyncio.to_thread(
         Tokenizer.load, settings.model, control_tokens_in_messages=settings.control_tokens_in_messages
@@ -167,46 +193,59 @@ async def _build(
             address, tls[role], parts.telemetry.client_interceptors(), _UNBOUNDED_MESSAGES
         )
 
-    async with AsyncExitStack() as opened:
-        targets = TargetPool(
-            _source(settings, settings.target, TARGET_POOL),
-            TargetRequirements(tokenizer.hash, _target_models(settings), MAX_DRAFT_TOKENS),
-            opener("target"),
-            _CLOCK,
-            hedge_quantile=settings.hedge_quantile,
+    targets = TargetPool(
+        _source(settings, settings.target, TARGET_POOL),
+        TargetRequirements(tokenizer.hash, _target_models(settings), MAX_DRAFT_TOKENS),
+        opener("target"),
+        _CLOCK,
+        hedge_quantile=settings.hedge_quantile,
+    )
+    opened.push_async_callback(targets.close)
+    parts.readiness.stage("waiting for a target")
+    await targets.start(settings.startup_timeout_s)
+    parts.readiness.stage("pairing with the drafts")
+    drafts = DraftPool(
+        _source(settings, settings.draft, DRAFT_POOL),
+        tokenizer.hash,
+        opener("draft"),
+        _CLOCK,
+        int(settings.draft_timeout_s * SECOND),
+    )
+    opened.push_async_callback(drafts.close)
+    await _meet_drafts(settings, drafts)
+    parts.readiness.stage("connecting to the session store")
+    store = open_store(settings)
+    opened.push_async_callback(store.close)
+    until_ns = _CLOCK.now_ns() + int(settings.startup_timeout_s * SECOND)
+    await retry("ping", store.ping, until_ns, _CLOCK)
+    model = _served_model(settings, tuning, tokenizer, targets, drafts)
+    streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
+    opened.push_async_callback(streams.close)
+    observers = RequestObservers(_CLOCK)
+    if (registry := parts.metrics) is not None:
+        peer_files = None if tls["target"] is None else tls["target"].files
+        observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
+        observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
+        observers = RequestObservers(
+            _CLOCK, CallMetrics(registry, model.name), SessionMetrics(registry, model.name)
         )
-        opened.push_async_callback(targets.close)
-        parts.readiness.stage("waiting for a target")
-        await targets.start(settings.startup_timeout_s)
-        parts.readiness.stage("pairing with the drafts")
-        drafts = DraftPool(
-            _source(settings, settings.draft, DRAFT_POOL),
-            tokenizer.hash,
-            opener("draft"),
-            _CLOCK,
-            int(settings.draft_timeout_s * SECOND),
-        )
-        opened.push_async_callback(drafts.close)
-        await _meet_drafts(settings, drafts)
-        parts.readiness.stage("connecting to the session store")
-        store = open_store(settings)
-        opened.push_async_callback(store.close)
-        until_ns = _CLOCK.now_ns() + int(settings.startup_timeout_s * SECOND)
-        await retry("ping", store.ping, until_ns, _CLOCK)
-        model = _served_model(settings, tuning, tokenizer, targets, drafts)
-        streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
-        opened.push_async_callback(streams.close)
-        observers = RequestObservers(_CLOCK)
-        if (registry := parts.metrics) is not None:
-            peer_files = None if tls["target"] is None else tls["target"].files
-            observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
-            observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
-            observers = RequestObservers(
-                _CLOCK, CallMetrics(registry, model.name), SessionMetrics(registry, model.name)
-            )
-        generation = Generation(streams, model, _CLOCK, _id_secret(settings), observers, parts.address)
-        rpc.add_GenerationServicer_to_server(GenerationServicer(generation), server)
-        return GatewayService(streams, opened.pop_all(), settings.drain_timeout_s)
+    return Generation(streams, model, _CLOCK, _id_secret(settings), observers, parts.address)
+
+
+def _bind_http(settings: GatewaySettings, opened: AsyncExitStack) -> socket.socket | None:
+    """Bind the HTTP port, so that one in use fails at once; return None without one. Raise CannotBind."""
+    if settings.http_port == OFF:
+        return None
+    return opened.enter_context(bind_socket(settings.host, settings.http_port))
+
+
+async def _serve_http(
+    settings: GatewaySettings, shared: Shared, bound: socket.socket, opened: AsyncExitStack
+) -> None:
+    from services.gateway.http.door import open_door  # noqa: PLC0415  # imports FastAPI
+
+    server = await open_door(settings, shared, bound)
+    opened.push_async_callback(server.stop, _HTTP_GRACE_S)
 
 
 def _streams(

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 
-from galley.common.config.settings import ServerLimits, ServiceSettings, settings_config
+from galley.common.config.settings import OFF, ServerLimits, ServiceSettings, settings_config
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
 from galley.common.registry.leases import DEFAULT_POOL
@@ -82,6 +82,13 @@ def _algorithms(text: str) -> str:
         raise ValueError(f"must be some of {', '.join(ALGORITHMS)}, got {unknown[0]!r}")
     if not names:
         raise ValueError(f"must be some of {', '.join(ALGORITHMS)}, got none")
+    return text
+
+
+def _origins(text: str) -> str:
+    for origin in comma_separated(text):
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            raise ValueError(f"must be * or scheme://host[:port], got {origin!r}")
     return text
 
 
@@ -171,6 +178,26 @@ class GatewaySettings(TokenSettings):
     draft_tls_name: str = Field(
         "", description="Name that certificates of drafts must have. Empty: the host of the address."
     )
+    http_port: int = Field(
+        -1,
+        ge=-1,
+        le=65535,
+        description="Port of the OpenAI-compatible HTTP API (docs/http.md). 0 lets the system choose, -1 "
+        "opens none.",
+    )
+    http_cors_origins: Annotated[str, AfterValidator(_origins)] = Field(
+        "",
+        description="Origins of web pages that may use the HTTP API, comma-separated, such as "
+        "https://chat.example.com; * allows all. Empty: pages of the gateway itself only.",
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="Sampling of HTTP requests that set none: that of the model's own "
+        "generation_config.json, or none: temperature 1.",
+    )
+    strict_parameters: bool = Field(
+        False, description="Refuse HTTP requests with unknown parameters. Off: ignore these with a warning."
+    )
     model: str = Field(DEFAULT_MODEL, description="Model whose tokenizer is loaded: a directory or a hub id.")
     control_tokens_in_messages: bool = Field(
         False,
@@ -251,6 +278,10 @@ class GatewaySettings(TokenSettings):
         "same at all gateways. Set it by environment or file. Empty: a random one of this process.",
     )
     id_secret_file: str = Field("", description="File that holds the value of --id-secret.")
+
+    @property
+    def collects_metrics(self) -> bool:
+        return super().collects_metrics or self.http_port != OFF
 
     def server_limits(self) -> ServerLimits:
         """Return the limits of this server.

@@ -17,8 +17,7 @@ from galley.common.server.server import Parts, start_server
 from galley.common.tls.files import CHECK_INTERVAL_S
 from services.draft.__main__ import build as build_draft
 from services.draft.settings import DraftSettings
-from services.gateway.service import build as build_gateway
-from services.gateway.service import interceptors
+from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings
 from services.target.settings import TargetSettings
 from tests.attack.stack import Attacked, undisturbed, unharmed
@@ -83,7 +82,8 @@ def values_with(files: dict[str, str], names: Sequence[str], name: str, fifo: Pa
 
 async def start_gateway(values: dict[str, str]) -> None:
     settings = GatewaySettings.model_validate(values)
-    running = await start_server(settings, build_gateway(settings), Parts(), interceptors(settings))
+    gateway = prepare(settings)
+    running = await start_server(settings, gateway.build, Parts(), gateway.interceptors)
     await running.stop()
 
 

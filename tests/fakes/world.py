@@ -105,8 +105,11 @@ def must_be_true(received: Received, max_tokens: int = MAX_TOKENS, seed: int = S
 
 @dataclass(frozen=True)
 class Gateway:
+    """A running gateway; `http` is the address of its HTTP port, empty without one."""
+
     running: RunningServer
     client: AsyncClient
+    http: str = ""
 
     @property
     def address(self) -> str:
@@ -187,7 +190,7 @@ class World:
         prepared = prepare(settings, tuning=tuning)
         running = await start_server(settings, prepared.build, parts, prepared.interceptors)
         client = await AsyncClient(running.address, retries=NO_RETRIES).__aenter__()
-        self._gateways.append(Gateway(running, client))
+        self._gateways.append(Gateway(running, client, parts.addresses.get("http", "")))
         return self._gateways[-1]
 
     async def held(

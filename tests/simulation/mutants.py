@@ -194,7 +194,7 @@ MUTANTS = (
         "lets principal and key run together in a session id",
         "another principal",
         patches={
-            "services.gateway.servicer.session_id_for": _run_together,
+            "services.gateway.generation.session_id_for": _run_together,
             "tests.simulation.schedules.sessions.session_id_for": _run_together,
         },
         theme="twins",
@@ -202,7 +202,7 @@ MUTANTS = (
     Mutant(
         "salts the caches of all principals alike",
         "with the salt of another principal",
-        patches={"services.gateway.servicer.tenant_salt_for": _one_salt},
+        patches={"services.gateway.generation.tenant_salt_for": _one_salt},
     ),
     Mutant(
         "publishes cached prefixes by unsalted hashes",

@@ -23,6 +23,8 @@ from galley.common.regular_file import read_regular
 S = TypeVar("S", bound=BaseSettings)
 
 MIB = 2**20
+OFF = -1
+"""Value of a port setting that opens none."""
 _FILE = "_file"
 MAX_SECRET_BYTES = 64 * 1024
 
@@ -118,6 +120,11 @@ class ServiceSettings(BaseSettings):
         le=3600,
         description="Time for running work to finish after SIGTERM, in seconds.",
     )
+
+    @property
+    def collects_metrics(self) -> bool:
+        """Return True if metrics are read from a port of this process."""
+        return self.metrics_port != OFF
 
     def server_limits(self) -> ServerLimits:
         return ServerLimits(max_message_bytes=self.max_message_bytes)

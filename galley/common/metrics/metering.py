@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from galley.common.config.settings import OFF
 from galley.common.metrics.labels import SERVICES
 from galley.common.metrics.metric import LabelValues, Metric
 from galley.common.metrics.registry import Registry
@@ -14,8 +15,6 @@ from galley.common.tls.files import WatchedFiles
 from galley.common.tracing.otlp import is_exported
 from galley.common.tracing.telemetry import Telemetry
 
-OFF = -1
-"""Port value that disables the scrape server."""
 ANY_PORT = 0
 """Port value that lets the system choose."""
 
@@ -33,13 +32,14 @@ class Metering:
             await close()
 
 
-async def start_metering(service: str, host: str, port: int) -> Metering:
+async def start_metering(service: str, host: str, port: int, *, is_read: bool = False) -> Metering:
     """Start the scrape server, unless `port` is OFF, and the push to a collector, if one is configured.
 
-    Raise OSError if the port cannot be bound, ValueError if the settings of the push are invalid.
+    With `is_read`, another port serves the registry. Raise OSError if the port cannot be bound, ValueError if
+    the settings of the push are invalid.
     """
     pushed = is_exported("metrics")
-    if service not in SERVICES or (port == OFF and not pushed):
+    if service not in SERVICES or not (port != OFF or pushed or is_read):
         return Metering()
     registry = Registry(service)
     address, closes = "", []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from galley.common.models.control_tokens import ControlTokens, separate
 from galley.common.models.files import DEFAULT_MODEL, code_asked_for, foreign_file, hub_model, tokenizer_hash
+from galley.common.models.sampling_defaults import sampling_defaults
+from galley.common.models.token_bytes import TokenBytes
 from galley.core.errors import InvalidField
 
 FILES = (
@@ -134,9 +137,18 @@ class Tokenizer:
         rendered = self._template.render(messages)
         return _ids(self._chat, rendered, most_tokens, add_special_tokens=False)
 
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._fast)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without control tokens; unfinished UTF-8 reads as U+FFFD."""
         return str(self._fast.decode(list(ids), skip_special_tokens=True))
+
+
+def generation_defaults(model: str) -> dict[str, float]:
+    """Return what the model's own generation_config.json recommends for sampling. Raise as `load` does."""
+    return sampling_defaults(_read_json(_directory(model) / "generation_config.json"))
 
 
 def _ids(

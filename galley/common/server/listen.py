@@ -1,8 +1,9 @@
-"""Bind a gRPC server to its address, with its TLS files and its limits."""
+"""Bind servers to their addresses, with their TLS files and their limits."""
 
 from __future__ import annotations
 
 import math
+import socket
 
 import grpc
 
@@ -37,6 +38,25 @@ def bind(
     if bound == 0:
         raise CannotBind(f"cannot listen on {address}; is it in use?")
     return f"{shown_host}:{bound}"
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens once it is served; port 0 lets the system choose. Raise CannotBind."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise CannotBind(f"cannot listen on {host}:{port}; is it in use?") from error
+    return bound
+
+
+def socket_address(bound: socket.socket) -> str:
+    """Return host:port of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def server_files(settings: ServiceSettings) -> WatchedFiles[Material] | None:

@@ -57,6 +57,8 @@ class Parts:
     # host:port that the server is bound to.
     address: str = ""
     metrics: Registry | None = None
+    # Filled by a service that opens further ports: host:port by what they serve.
+    addresses: dict[str, str] = field(default_factory=dict)
 
 
 Interceptors: TypeAlias = Callable[[Parts], Sequence[grpc.aio.ServerInterceptor]]
@@ -64,7 +66,7 @@ Interceptors: TypeAlias = Callable[[Parts], Sequence[grpc.aio.ServerInterceptor]
 
 
 class Prepared(NamedTuple):
-    """What makes a service: `build` makes it on a server, from the interceptors' process on."""
+    """The functions that make a service: `build`, and `interceptors` for what its calls pass before."""
 
     build: Callable[[grpc.aio.Server, Parts], Awaitable[Service]]
     interceptors: Interceptors = lambda _: ()
@@ -154,7 +156,9 @@ async def run_service(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then stop gracefully."""
     stopped = _stop_signal()
-    metering = await start_metering(name, settings.host, settings.metrics_port)
+    metering = await start_metering(
+        name, settings.host, settings.metrics_port, is_read=settings.collects_metrics
+    )
     readiness, telemetry = Readiness(settings.ready_fd), start_telemetry(f"galley-{name}")
     parts = Parts(readiness, telemetry, metrics=metering.registry)
     parts.readiness.stage("starting")
@@ -167,7 +171,11 @@ async def run_service(
         # What exists now (modules, a model) lives as long as the process; collections skip it.
         gc.collect()
         gc.freeze()
-        addresses = {"metrics": metering.address, "health": running.health_address}
+        addresses = {
+            "metrics": metering.address,
+            "health": running.health_address,
+            **parts.addresses,
+        }
         others = {name: address for name, address in addresses.items() if address}
         _LOG.info("server started", address=running.address, **others)
         parts.readiness.ready(running.address, **others)

@@ -61,7 +61,8 @@ class SpeculationStats:
     """Sums over the rounds of one stream; times in nanoseconds.
 
     Draft token i was accepted in `accepted_at[i]` of the `verified_at[i]` rounds in which it was verified.
-    `cancelled` counts the proposals that were given up. The target waited `exposed_draft_ns` for drafts.
+    `cancelled` counts the proposals that were given up. The target waited `exposed_draft_ns` for drafts, and
+    found `cached_tokens` of the session in its cache when the stream began.
     """
 
     rounds: int = 0
@@ -79,9 +80,12 @@ class SpeculationStats:
     proposed: int = 0
     cancelled: int = 0
     exposed_draft_ns: int = 0
+    cached_tokens: int = 0
 
     def add(self, done: RoundEnded) -> None:
         elapsed = done.ended_ns - done.started_ns
+        if not self.rounds:
+            self.cached_tokens = done.verdict.kv_reused
         self.rounds += 1
         self.drafted += done.drafted
         self.verified += done.verdict.verified

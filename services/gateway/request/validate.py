@@ -107,7 +107,7 @@ def parse_generate(
     k, auto, strategy = _speculation(request.speculation, limits, model)
     _check_labels(request, limits)
     _check_asked_length(request, model.context_window)
-    prompt = _prompt(request, limits, tokenizer, model)
+    prompt = parse_prompt(request, limits, tokenizer, model)
     max_tokens = _max_tokens(request, len(prompt), limits, model.context_window)
     own_ends = () if request.ignore_eos else model.eos_token_ids
     return SessionSpec(
@@ -247,9 +247,10 @@ def _check_asked_length(request: pb.GenerateRequest, context_window: int) -> Non
         )
 
 
-def _prompt(
+def parse_prompt(
     request: pb.GenerateRequest, limits: Limits, tokenizer: PromptTokenizer, model: Model
 ) -> tuple[int, ...]:
+    """Return the token ids of the prompt, at least one. Raise InvalidField, or PromptRefused."""
     field, most = request.WhichOneof("input"), model.context_window - 1
     try:
         match field:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import TypeVar
 
 import grpc
@@ -79,6 +80,7 @@ class Streams:
         self._admission = Admission(max_sessions)
         self._budgets = Budgets(store, clock)
         self._aborts = Admission(max_sessions, "calls to Abort")
+        self._reads = Admission(max_sessions, "reads of sessions")
         self._draining = False
         self._book = SharedStatistics()
         self._running: set[SessionRunner] = set()
@@ -113,6 +115,10 @@ class Streams:
         self._budgets.add(slot.principal, -tokens)
 
     @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    @property
     def held(self) -> int:
         return self._admission.held
 
@@ -134,14 +140,20 @@ class Streams:
             self._idle.set()
 
     async def create(
-        self, slot: AdmissionSlot, spec: SessionSpec, body_hash: bytes, deadline_ns: int | None
+        self,
+        slot: AdmissionSlot,
+        spec: SessionSpec,
+        body_hash: bytes,
+        deadline_ns: int | None,
+        stored_fields: Mapping[str, bytes] = MappingProxyType({}),
     ) -> SessionRunner:
         """Return the runner of a stored or joined session. Charge the prompt, or what a joined one replays.
 
-        Raise KeyReused, LogLost, OwnerChanged or StoreUnavailable.
+        A new session keeps `stored_fields` beside its request. Raise KeyReused, LogLost, OwnerChanged or
+        StoreUnavailable.
         """
         observer = request_observer()
-        fields = {SPEC_FIELD: encode_spec(spec), **observer.stored_fields()}
+        fields = {SPEC_FIELD: encode_spec(spec), **observer.stored_fields(), **stored_fields}
         new = NewSession(spec.session_id, slot.principal.name, body_hash, fields, spec.prompt)
         nonce = secrets.token_bytes(NONCE_BYTES)
         called_ns = self._clock.now_ns()
@@ -185,6 +197,17 @@ class Streams:
         session = self._session(stored, answer, next_index, seen_hash)
         request_observer().opened(session, stored, called_ns, next_index)
         return self._runner(session, stored, called_ns, deadline_ns)
+
+    async def read(self, session_id: str, principal: Principal, deadline_ns: int | None) -> StoredSession:
+        """Return a session as the store holds it. Raise UnknownSession, StoreUnavailable or Overloaded."""
+        slot = self._reads.enter(Principal(principal.name), self._clock.now_ns())
+        until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
+        try:
+            return await retry(
+                "read", lambda: self._store.read(session_id, principal.name), until_ns, self._clock
+            )
+        finally:
+            self._reads.leave(slot, self._clock.now_ns())
 
     async def abort(self, session_id: str, principal: str, deadline_ns: int | None) -> None:
         """End a session for good, here and in the store.

@@ -68,7 +68,7 @@ class RequestTracer:
 
     @asynccontextmanager
     async def stream(self, call: ClientCall, transport: Mapping[str, AnyValue]) -> AsyncIterator[None]:
-        """Trace a call that streams an answer, from its arrival on; its span has the attributes `transport`."""
+        """Trace a call that streams an answer; its span has the attributes of its `transport`."""
         observer = self._begin(call, transport)
         observe_with(observer)
         # gRPC may drop the generator of a client that left without resuming it, but it always calls back.

@@ -21,10 +21,10 @@ import ray
 from pydantic import SecretStr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from galley.common.config.settings import read_secret
+from galley.common.config.settings import OFF, read_secret
 from galley.common.logs import get_logger, start_logging
 from galley.common.metrics.labels import TARGET
-from galley.common.metrics.metering import ANY_PORT, OFF, Metering, flush_telemetry, start_metering
+from galley.common.metrics.metering import ANY_PORT, Metering, flush_telemetry, start_metering
 from galley.common.registry.registration import Registered
 from galley.common.server.listen import CannotBind
 from galley.common.server.process import in_passing_thread, limit_threads

@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from galley.common.metrics.metering import OFF, start_metering
+from galley.common.config.settings import OFF
+from galley.common.metrics.metering import start_metering
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.stack.part import free_ports
 from tests.fakes.certificates import Authority, Mounted, caller_of, mounted

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from galley.common.config.settings import OFF
 from galley.common.metrics import catalogue
-from galley.common.metrics.metering import OFF, Metering, flush_telemetry, start_metering
+from galley.common.metrics.metering import Metering, flush_telemetry, start_metering
 from galley.common.tracing.telemetry import start_telemetry
 from galley.version import __version__
 from tests.fakes.otlp_collector import METRICS, TRACES, collecting

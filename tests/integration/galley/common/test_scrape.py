@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from galley.common.config.settings import OFF
 from galley.common.metrics import scrape
-from galley.common.metrics.metering import OFF, start_metering
+from galley.common.metrics.metering import start_metering
 from galley.common.metrics.registry import Registry
 from galley.common.metrics.scrape import MAX_CONNECTIONS, MAX_REQUEST_BYTES, OPEN_METRICS, TEXT, ScrapeServer
 

@@ -1,0 +1,20 @@
+"""The sampling that a model's own generation_config.json recommends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the sampling in a generation_config.json, as vLLM reads it: `do_sample` is ignored."""
+    values = {name: config[name] for name in _NAMES if _is_number(config.get(name))}
+    if "top_k" in values:
+        values["top_k"] = max(0, int(values["top_k"]))
+    return values
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

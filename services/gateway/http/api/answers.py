@@ -1,0 +1,148 @@
+"""The handlers of chats and completions: a response that runs its sessions while it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from galley.core.errors import InvalidField
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.http.api.choices import ChoiceRunner, Reader
+from services.gateway.http.api.format import Format
+from services.gateway.http.api.positions import START, Position
+from services.gateway.http.api.requests import RequestReader
+from services.gateway.http.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    Parameters,
+    unknown_parameters,
+    warning_of,
+)
+from services.gateway.http.api.stream import EventStream
+from services.gateway.http.api.whole import WholeAnswers
+from services.gateway.http.transport.front import CALL, SESSION_ID
+
+Run = Callable[[Reader], Awaitable[None]]
+
+
+class Answers:
+    """Answer chats and completions; refuse unknown parameters if `strict`, else ignore them."""
+
+    def __init__(self, runner: ChoiceRunner, requests: RequestReader, *, strict: bool) -> None:
+        self._runner = runner
+        self._model = runner.generation.model
+        self._requests = requests
+        self._strict = strict
+
+    async def chat(self, body: ChatRequest, request: HttpRequest) -> Response:
+        """Answer a conversation."""
+        headers = self._headers(body)
+        wire = self._requests.chat(body, _key(request))
+        return self._response([wire], _format("chat", body, 1), request, headers, stream=bool(body.stream))
+
+    async def complete(self, body: CompletionRequest, request: HttpRequest) -> Response:
+        """Continue one or more prompts."""
+        headers = self._headers(body)
+        wire = self._requests.completions(body, _key(request))
+        form = _format("completion", body, len(wire), echo=bool(body.echo))
+        prompts = (
+            [one.text or self._model.tokenizer.decode(one.token_ids.ids) for one in wire] if form.echo else ()
+        )
+        return self._response(wire, form, request, headers, stream=bool(body.stream), prompts=prompts)
+
+    def _headers(self, body: Parameters) -> dict[str, str]:
+        """Return the headers that tell of ignored parameters. Raise InvalidField or Unimplemented."""
+        unknown = unknown_parameters(body)
+        if unknown and self._strict:
+            raise InvalidField(unknown[0], "must be a known parameter (--strict-parameters)")
+        return {"warning": warning_of(unknown)} if unknown else {}
+
+    def _response(
+        self,
+        wire: Sequence[pb.GenerateRequest],
+        form: Format,
+        request: HttpRequest,
+        headers: Mapping[str, str],
+        *,
+        stream: bool,
+        prompts: Sequence[str] = (),
+    ) -> Response:
+        call = request.scope[CALL]
+
+        async def run(reader: Reader) -> None:
+            await self._runner.generate(wire, form, call, reader)
+
+        if stream:
+            former = [START] * form.choices
+            return StreamedAnswers(
+                run, lambda send: EventStream(send, form, self._model, former, headers, prompts)
+            )
+        return CollectedAnswers(run, WholeAnswers(form, self._model, prompts), headers)
+
+
+class StreamedAnswers(Response):
+    """A response of events, written while `run` runs the sessions."""
+
+    def __init__(self, run: Run, writer: Callable[[Send], EventStream]) -> None:
+        super().__init__()
+        self._run = run
+        self._writer = writer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # ASGI
+        events = self._writer(send)
+        try:
+            await self._run(events)
+        except Exception as error:
+            if not events.has_begun:
+                raise
+            await events.fail(error)
+
+
+class CollectedAnswers(Response):
+    """A response that is sent once `run` has collected the answers."""
+
+    def __init__(self, run: Run, answers: WholeAnswers, headers: Mapping[str, str]) -> None:
+        super().__init__()
+        self._run = run
+        self._answers = answers
+        self._headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._run(self._answers)
+        finally:
+            with suppress(IndexError):  # no session has begun
+                scope[SESSION_ID] = self._answers.session_id
+        # In a thread: many logprobs take longer to encode than other streams should wait.
+        body = await asyncio.to_thread(lambda: self._answers.body)
+        headers = {"x-galley-session-id": self._answers.session_id, **self._headers}
+        await Response(body, media_type="application/json", headers=headers)(scope, receive, send)
+
+
+def _format(kind: str, body: Parameters, prompts: int, *, echo: bool = False) -> Format:
+    n = body.n or 1
+    return Format(
+        "chat" if kind == "chat" else "completion",
+        choices=prompts * n,
+        n=n,
+        usage=bool(body.stream_options is not None and body.stream_options.include_usage),
+        echo=echo,
+        token_ids=bool(body.return_token_ids),
+    )
+
+
+def _key(request: HttpRequest) -> str:
+    return request.headers.get("idempotency-key", "")
+
+
+def resumed(
+    run: Run, form: Format, runner: ChoiceRunner, former: Sequence[Position], prompts: Sequence[str]
+) -> Response:
+    """Return the rest of a stream from the places that its client had reached."""
+    model = runner.generation.model
+    return StreamedAnswers(run, lambda send: EventStream(send, form, model, former, {}, prompts))

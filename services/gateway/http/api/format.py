@@ -1,0 +1,53 @@
+"""The form in which answers are written; a session stores it, so that any gateway goes on alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Literal
+
+from galley.core.errors import LogLost
+from galley.core.names import CHAT
+from services.gateway.request.validate import SESSION_ID_HEX
+from services.gateway.telemetry.attributes import stored_operation
+
+FIELD = "http"
+"""Field of a stored session: the format of its answers; absent for a session of gRPC."""
+
+Kind = Literal["chat", "completion"]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The kind of the answers, their number, and the number of each prompt's."""
+
+    kind: Kind
+    choices: int = 1
+    n: int = 1
+    usage: bool = False
+    echo: bool = False
+    token_ids: bool = False
+
+    @property
+    def stored(self) -> dict[str, bytes]:
+        return {FIELD: json.dumps(asdict(self), separators=(",", ":")).encode()}
+
+
+def stored_format(fields: Mapping[str, bytes]) -> Format:
+    """Return the format of a stored session; one of gRPC is written as its operation suggests."""
+    if FIELD not in fields:
+        return Format("chat" if stored_operation(fields) == CHAT else "completion")
+    try:
+        return Format(**json.loads(fields[FIELD]))
+    except (ValueError, TypeError) as error:
+        raise LogLost("the stored session cannot be read") from error
+
+
+def choice_id(session_id: str, index: int) -> str:
+    """Return the session id of a choice; the first one's is that of the request."""
+    if not index:
+        return session_id
+    named = f"{session_id}/{index}".encode()
+    return blake2b(named, digest_size=SESSION_ID_HEX // 2, person=b"galley.choice").hexdigest()

@@ -1,0 +1,48 @@
+"""The fields that all parts of a response have: its id, time, model and build."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from galley.core.answer.answer import Ending, Reason
+from galley.core.session.machine import Session
+from services.gateway.generation import ServedModel
+from services.gateway.http.api.format import Format
+
+_SECOND = 1_000_000_000
+_PREFIXES = {"chat": "chatcmpl-", "completion": "cmpl-"}
+_OBJECTS = {"chat": "chat.completion", "completion": "text_completion"}
+_REASONS = {Reason.STOP: "stop", Reason.LENGTH: "length", Reason.ABORTED: "abort"}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    fields: dict[str, Any]
+    stream_object: str
+
+    @classmethod
+    def of(cls, session: Session, form: Format, model: ServedModel) -> Identity:
+        """Return the identity of the request whose first choice is `session`; a resumed one has the same."""
+        spec = session.spec
+        name = _OBJECTS[form.kind]
+        fields = {
+            "id": _PREFIXES[form.kind] + spec.session_id,
+            "object": name,
+            "created": spec.arrival_ns // _SECOND,
+            "model": model.name,
+            "system_fingerprint": session.answer.fingerprint or model.info.fingerprint,
+            "seed": spec.sampling.seed,
+        }
+        return cls(fields, f"{name}.chunk" if form.kind == "chat" else name)
+
+    def head(self, *, stream: bool) -> bytes:
+        """Return the JSON of the response up to its choices."""
+        fields = {**self.fields, "object": self.stream_object} if stream else self.fields
+        return json.dumps(fields, separators=(",", ":")).encode()[:-1] + b',"choices":'
+
+
+def finish_reason(ending: Ending) -> tuple[str, str | int | None]:
+    """Return OpenAI's reason of an end, and the stop string or token that caused it."""
+    return _REASONS[ending.reason], ending.matched

@@ -1,0 +1,66 @@
+"""Places in the answers of a request, as the ids of its events name them.
+
+An id has an entry for each choice, separated by commas: `~` before its first event, else the number of output
+tokens before this place, with the hash of these tokens after a dot, and `!` once the choice has ended.
+`done` is the id of the last event.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from galley.core.content import HASH_BYTES
+from galley.core.errors import InvalidField
+
+DONE = "done"
+_FIELD = "last-event-id"
+_ENTRY = re.compile(r"~|(?P<index>[0-9]{1,9})(?:\.(?P<hash>[A-Za-z0-9_-]{22}))?(?P<ended>!?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in an answer, before output token `index`; `seen_hash` is that of the tokens before it."""
+
+    index: int = 0
+    seen_hash: bytes = b""
+    has_begun: bool = False
+    has_ended: bool = False
+
+    def __str__(self) -> str:
+        if not self.has_begun:
+            return "~"
+        seen = f".{urlsafe_b64encode(self.seen_hash).decode().rstrip('=')}" if self.index else ""
+        return f"{self.index}{seen}{'!' if self.has_ended else ''}"
+
+
+START = Position()
+
+
+def event_id(positions: Sequence[Position]) -> str:
+    return ",".join(map(str, positions))
+
+
+def parse_event_id(text: str, choices: int) -> list[Position]:
+    """Return the place of each choice; an empty text is the start. Raise InvalidField."""
+    if not text:
+        return [START] * choices
+    entries = text.split(",")
+    if len(entries) != choices:
+        raise InvalidField(_FIELD, f"must have {choices} entries, got {len(entries)}")
+    return [_position(entry) for entry in entries]
+
+
+def _position(entry: str) -> Position:
+    matched = _ENTRY.fullmatch(entry)
+    if matched is None:
+        raise InvalidField(_FIELD, f"must be the id of an event of this session, got {entry[:64]!r}")
+    if entry == "~":
+        return START
+    index, text = int(matched["index"]), matched["hash"] or ""
+    seen = urlsafe_b64decode(text + "==") if text else b""
+    if index and len(seen) != HASH_BYTES:
+        raise InvalidField(_FIELD, "must have the hash of the tokens before it")
+    return Position(index, seen if index else b"", has_begun=True, has_ended=bool(matched["ended"]))

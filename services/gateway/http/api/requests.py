@@ -1,0 +1,136 @@
+"""Translate requests of the HTTP API into those of the wire, which are checked as those of gRPC are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from galley.core.errors import InvalidField, Unimplemented
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.http.api.schemas import (
+    ChatRequest,
+    ChatTurn,
+    CompletionRequest,
+    Parameters,
+    SpeculationOptions,
+)
+
+_PRIORITIES = {"flex": -1, "auto": 0, "default": 0, "priority": 1}
+_MODES = {
+    "auto": pb.Speculation.MODE_AUTO,
+    "off": pb.Speculation.MODE_OFF,
+    "fixed": pb.Speculation.MODE_FIXED,
+}
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+)
+_MOST_ID = (1 << 32) - 1
+
+
+class RequestReader:
+    """Translate requests; `defaults` are the model's own values of what a request leaves out."""
+
+    def __init__(self, defaults: Mapping[str, float]) -> None:
+        self._defaults = defaults
+
+    def chat(self, body: ChatRequest, key: str) -> pb.GenerateRequest:
+        """Return the request of a chat; `key` is the idempotency key of the header."""
+        request = self._request(body, key, body.max_completion_tokens)
+        turns = [
+            pb.ChatMessage(role=turn.role, content=content_of(turn, index))
+            for index, turn in enumerate(body.messages)
+        ]
+        request.messages.CopyFrom(pb.ChatMessages(messages=turns))
+        if body.logprobs:
+            request.logprobs = body.top_logprobs or 0
+        elif body.top_logprobs:
+            raise InvalidField("top_logprobs", "must come with logprobs: true")
+        return request
+
+    def completions(self, body: CompletionRequest, key: str) -> list[pb.GenerateRequest]:
+        """Return the request of each prompt."""
+        if body.echo and body.logprobs is not None:
+            raise Unimplemented("echo with logprobs")
+        common = self._request(body, key, None)
+        if body.logprobs is not None:
+            common.logprobs = body.logprobs
+        requests = []
+        for index, prompt in enumerate(body.prompts):
+            request = pb.GenerateRequest()
+            request.CopyFrom(common)
+            if isinstance(prompt, str):
+                request.text = prompt
+            else:
+                _check_ids(f"prompt[{index}]", prompt)
+                request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+            requests.append(request)
+        return requests
+
+    def _request(self, body: Parameters, key: str, max_completion_tokens: int | None) -> pb.GenerateRequest:
+        request = pb.GenerateRequest(
+            model=body.model or "",
+            sampling=self._sampling(body),
+            min_tokens=body.min_tokens or 0,
+            stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
+            ignore_eos=bool(body.ignore_eos),
+            workload=body.workload or "",
+            speculation=_speculation(body.speculation),
+            idempotency_key=body.idempotency_key or key,
+            priority=_PRIORITIES[body.service_tier or "default"],
+            continue_without_client=bool(body.continue_without_client),
+        )
+        if body.stop_token_ids:
+            _check_ids("stop_token_ids", body.stop_token_ids)
+            request.stop_token_ids.extend(body.stop_token_ids)
+        if (most := max_completion_tokens or body.max_tokens) is not None:
+            request.max_tokens = most
+        return request
+
+    def _sampling(self, body: Parameters) -> pb.SamplingParams:
+        given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        return pb.SamplingParams(**{**self._defaults, **given}, logit_bias=_biases(body.logit_bias or {}))  # type: ignore[arg-type]  # checked names
+
+
+def content_of(turn: ChatTurn, index: int) -> str:
+    """Return the text of a turn. Raise InvalidField if it has other content."""
+    name = f"messages[{index}].content"
+    if turn.content is None:
+        raise InvalidField(name, "must be text or a list of parts of type text, got none")
+    if isinstance(turn.content, str):
+        return turn.content
+    for at, part in enumerate(turn.content):
+        if part.type != "text" or part.text is None:
+            raise InvalidField(
+                f"{name}[{at}]", f"must be of type text with a text, got type {part.type[:32]!r}"
+            )
+    return "".join(part.text or "" for part in turn.content)
+
+
+def _speculation(options: SpeculationOptions | None) -> pb.Speculation:
+    if options is None:
+        return pb.Speculation(mode=pb.Speculation.MODE_AUTO)  # as the Python client sends it
+    return pb.Speculation(mode=_MODES[options.mode], k=options.k, strategy=options.strategy)
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    biases = {}
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 11 and int(token) <= _MOST_ID):
+            raise InvalidField("logit_bias", f"must have token ids as names, got {token[:32]!r}")
+        biases[int(token)] = bias
+    return biases
+
+
+def _check_ids(name: str, ids: Sequence[int]) -> None:
+    """Raise InvalidField unless all ids fit into the wire; the vocabulary is checked with the request."""
+    for index, token in enumerate(ids):
+        if not 0 <= token <= _MOST_ID:
+            raise InvalidField(f"{name}[{index}]", f"must be in [0, {_MOST_ID}], got {token}")

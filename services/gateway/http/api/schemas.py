@@ -1,0 +1,210 @@
+"""The parameters of OpenAI's API that are served, vLLM's further ones, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from galley.core.errors import InvalidField, Unimplemented
+
+MAX_CHOICES = 8
+_MAX_ITEMS = 65_536
+_MAX_PROMPTS = 32
+_MAX_SHOWN = 16
+
+Ids: TypeAlias = Annotated[list[int], Field(max_length=1 << 20)]
+
+
+class _Strict(BaseModel):
+    """A part whose unknown parameters are refused, as they are ours alone."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Open(BaseModel):
+    """A part whose unknown parameters are kept in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class StreamOptions(_Open):
+    include_usage: bool | None = Field(None, description="Send a last chunk with the usage of the request.")
+
+
+class SpeculationOptions(_Strict):
+    mode: Literal["auto", "off", "fixed"] = Field("auto", description="`fixed`: k draft tokens a round.")
+    k: int | None = Field(
+        None, ge=0, lt=1 << 32, description="Draft tokens a round; with mode auto the most of them."
+    )
+    strategy: str = Field("", description="Strategy of the draft. Empty: the draft's default.")
+
+
+class ContentPart(_Open):
+    type: str = Field(description="Must be `text`.")
+    text: str | None = None
+
+
+class ChatTurn(_Open):
+    role: str = Field(description="Such as `system`, `user` or `assistant`.")
+    content: str | list[ContentPart] | None = Field(None, description="Text, or parts of type `text`.")
+
+
+class Parameters(_Open):
+    """The parameters that chats and completions have in common."""
+
+    model: str | None = Field(None, description="Name of the served model. Unset: that model.")
+    n: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="Number of answers. Answer i has seed + i, and the prompt is read once.",
+    )
+    stream: bool | None = Field(None, description="Send the answer as server-sent events.")
+    stream_options: StreamOptions | None = None
+    seed: int | None = Field(
+        None, ge=0, lt=1 << 64, description="Seed of the sampling. Unset: drawn, and returned as `seed`."
+    )
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=-1, lt=1 << 32, description="-1 or 0: off.")
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(
+        None, max_length=_MAX_ITEMS, description="Added to the logit of a token id."
+    )
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="Most output tokens.")
+    min_tokens: int | None = Field(None, ge=0, lt=1 << 32)
+    stop: str | list[str] | None = Field(None, description="Strings that end the answer.")
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool | None = Field(None, description="Do not stop at the model's own end tokens.")
+    user: str | None = Field(None, description="Accepted, without effect.")
+    metadata: dict[str, Any] | None = Field(None, description="Accepted, without effect.")
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = Field(
+        None, description="`priority` goes first and `flex` last, within the priority of the principal."
+    )
+    speculation: SpeculationOptions | None = Field(None, description="How the answer is drafted.")
+    workload: str | None = Field(None, description="Label under which acceptance is measured.")
+    idempotency_key: str | None = Field(
+        None, description="A repeat with the same key and request joins its session. Or by header."
+    )
+    continue_without_client: bool | None = Field(
+        None, description="Go on to the end if the client leaves; a resumed stream has the rest."
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Return `token_ids`, and in `from_draft` which of them a draft proposed."
+    )
+
+
+class ChatRequest(Parameters):
+    messages: list[ChatTurn] = Field(description="The conversation, for the model's chat template.")
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="Replaces max_tokens.")
+    logprobs: bool | None = Field(None, description="Return the logprob of each token.")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Number of most likely tokens to return.")
+
+
+class CompletionRequest(Parameters):
+    prompt: str | list[str] | Ids | list[Ids] = Field(
+        description="Text, token ids, or a list of either; each prompt gets n answers."
+    )
+    logprobs: int | None = Field(None, ge=0, le=20, description="Number of most likely tokens to return.")
+    echo: bool | None = Field(None, description="Begin the text of each answer with its prompt.")
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Return one entry a prompt. Raise InvalidField if there are too many of them, or none."""
+        prompt = self.prompt
+        many: list[Any] = (
+            [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+        )  # type: ignore[list-item]
+        if not 1 <= len(many) <= _MAX_PROMPTS:
+            raise InvalidField("prompt", f"must have 1 to {_MAX_PROMPTS} entries, got {len(many)}")
+        return many
+
+
+# Parameters that are known and not served, with the values that ask for nothing.
+_NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "store": (),
+    "suffix": (),
+    "best_of": (1,),
+    "use_beam_search": (),
+    "length_penalty": (1.0, 1),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "logits_processors": (),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "documents": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (),
+    "echo": (),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (),
+    "priority": (0,),
+    "vllm_xargs": (),
+    "kv_transfer_params": (),
+    "tool_calls": (),
+    "function_call_output": (),
+}
+_WITHOUT_EFFECT = frozenset(
+    {"parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "refusal"}
+)
+
+
+def unknown_parameters(body: Parameters) -> list[str]:
+    """Return the names of parameters that are not known. Raise Unimplemented for one that is not served."""
+    unknown: list[str] = []
+    for prefix, part in _open_parts(body):
+        for name, value in (part.model_extra or {}).items():
+            if name in _UNSUPPORTED:
+                if value not in (*_NOTHING, *_UNSUPPORTED[name]):
+                    raise Unimplemented(prefix + name)
+            elif name not in _WITHOUT_EFFECT and value is not None:
+                unknown.append(prefix + name)
+    return unknown
+
+
+def _open_parts(body: Parameters) -> Iterator[tuple[str, BaseModel]]:
+    yield "", body
+    if body.stream_options is not None:
+        yield "stream_options.", body.stream_options
+    if isinstance(body, ChatRequest):
+        for index, turn in enumerate(body.messages):
+            yield f"messages[{index}].", turn
+
+
+def warning_of(unknown: list[str]) -> str:
+    """Return the `warning` header (RFC 9111) for ignored parameters."""
+    named = ", ".join(_plain(name) for name in unknown[:_MAX_SHOWN])
+    more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
+    return f'299 galley "unknown parameters ignored: {named}{more}"'
+
+
+def _plain(name: str) -> str:
+    return "".join(
+        char if char.isascii() and (char.isalnum() or char in "_.[]-") else "?" for char in name[:64]
+    )

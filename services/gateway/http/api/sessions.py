@@ -1,0 +1,112 @@
+"""Sessions by their id: their state, the rest of their events, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from fastapi import Query
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from galley.core.answer.answer import decode_ending
+from galley.core.errors import LogLost, UnknownSession
+from galley.core.records import decode_records
+from galley.core.store import StoredSession
+from services.gateway.http.api.answers import resumed
+from services.gateway.http.api.choices import ChoiceRunner, Reader
+from services.gateway.http.api.format import choice_id, stored_format
+from services.gateway.http.api.identity import finish_reason
+from services.gateway.http.api.positions import DONE, parse_event_id
+from services.gateway.http.transport.front import CALL
+from services.gateway.session.replay import stored_spec
+
+
+class Sessions:
+    def __init__(self, runner: ChoiceRunner) -> None:
+        self._runner = runner
+        self._generation = runner.generation
+
+    async def events(
+        self,
+        session_id: str,
+        request: HttpRequest,
+        last_event_id: str = Query("", description="As the header Last-Event-ID, which wins."),
+    ) -> Response:
+        """Continue a stream after the event that Last-Event-ID names; without one, from its start."""
+        last = request.headers.get("last-event-id", last_event_id)
+        if last == DONE:
+            return Response(status_code=204)  # an EventSource then no longer reconnects
+        call = request.scope[CALL]
+        stored = await self._generation.read(session_id, call)
+        form = stored_format(stored.fields)
+        positions = parse_event_id(last, form.choices)
+        prompt = self._generation.model.tokenizer.decode(stored.tokens[: stored.prompt_len])
+        prompts = [prompt] * (form.choices // form.n) if form.echo else []
+
+        async def run(reader: Reader) -> None:
+            await self._runner.resume(session_id, form, positions, call, reader)
+
+        return resumed(run, form, self._runner, positions, prompts)
+
+    async def state(self, session_id: str, request: HttpRequest) -> Response:
+        """Return the state and the statistics of a session, and of each choice."""
+        call = request.scope[CALL]
+        stored = await self._generation.read(session_id, call)
+        form = stored_format(stored.fields)
+        choices = [stored]
+        for index in range(1, form.choices):
+            with suppress(UnknownSession):
+                choices.append(await self._generation.read(choice_id(session_id, index), call))
+        # In a thread: the records of a long answer take longer to read than other streams should wait.
+        return JSONResponse(await asyncio.to_thread(self._describe, choices))
+
+    async def abort(self, session_id: str, request: HttpRequest) -> Response:
+        """End a session permanently, with all of its choices."""
+        call = request.scope[CALL]
+        stored = await self._generation.read(session_id, call)
+        for index in range(stored_format(stored.fields).choices):
+            with suppress(UnknownSession):
+                await self._generation.abort(choice_id(session_id, index), call)
+        return JSONResponse({"id": session_id, "object": "galley.session", "aborted": True})
+
+    def _describe(self, choices: list[StoredSession]) -> dict[str, Any]:
+        first = choices[0]
+        described = [_choice(index, one) for index, one in enumerate(choices)]
+        output = sum(one["completion_tokens"] for one in described)
+        return {
+            "id": first.ownership.session_id,
+            "object": "galley.session",
+            "created": first.created_ms // 1000,
+            "model": self._generation.model.name,
+            "state": "finished" if all(one.state == "finished" for one in choices) else "live",
+            "seed": stored_spec(first).sampling.seed,
+            "choices": described,
+            "usage": {
+                "prompt_tokens": first.prompt_len,
+                "completion_tokens": output,
+                "total_tokens": first.prompt_len + output,
+                "completion_tokens_details": {
+                    "accepted_prediction_tokens": sum(one["accepted_prediction_tokens"] for one in described)
+                },
+            },
+        }
+
+
+def _choice(index: int, stored: StoredSession) -> dict[str, Any]:
+    try:
+        records = decode_records(stored.meta)
+        ending = decode_ending(stored.finish) if stored.state == "finished" else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise LogLost("the stored session cannot be read") from error
+    reason, matched = (None, None) if ending is None else finish_reason(ending)
+    return {
+        "index": index,
+        "state": stored.state,
+        "finish_reason": reason,
+        "stop_reason": matched,
+        "completion_tokens": len(stored.tokens) - stored.prompt_len,
+        "accepted_prediction_tokens": sum(record.from_draft for record in records),
+        "owner_epoch": stored.ownership.epoch,
+    }

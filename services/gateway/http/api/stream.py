@@ -1,0 +1,158 @@
+"""Server-sent events of a request's answers, in OpenAI's form.
+
+Each event has an id by which any gateway continues (`positions`). The constant parts of an event are encoded
+once, as an event is written for every chunk of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.types import Send
+
+from galley.common.logs import log_internal
+from galley.core.answer.answer import Chunk, NumericsChanged
+from services.gateway.generation import AnswerStream, ServedModel
+from services.gateway.http.api.choices import Choice
+from services.gateway.http.api.format import Format
+from services.gateway.http.api.identity import Identity, finish_reason
+from services.gateway.http.api.logprobs import chat_logprobs, completion_logprobs
+from services.gateway.http.api.positions import DONE, Position, event_id
+from services.gateway.http.api.usage import metrics, usage
+from services.gateway.http.transport.errors import error_reply
+
+_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would hold events back
+}
+
+
+class EventStream:
+    """Write the answers as events; `former` are the places that the client had reached."""
+
+    def __init__(
+        self,
+        send: Send,
+        form: Format,
+        model: ServedModel,
+        former: Sequence[Position],
+        headers: Mapping[str, str],
+        prompts: Sequence[str] = (),
+    ) -> None:
+        """`prompts` are the texts to echo, one for each prompt."""
+        self.has_begun = False
+        self._send = send
+        self._form = form
+        self._model = model
+        self._former = former
+        self._headers = headers
+        self._prompts = prompts
+        self._choices: Sequence[Choice] = ()
+        self._head = b""
+        self._offsets = [0] * form.choices
+        """Lengths of the texts of tokens, for `text_offset` of completions."""
+
+    async def begin(self, choices: Sequence[Choice]) -> None:
+        self._choices = choices
+        token_bytes = self._model.tokenizer.token_bytes
+        for choice in choices:
+            if self._form.kind == "completion" and choice.session.spec.logprobs is not None:
+                seen = choice.session.answer.output[: choice.position.index]
+                self._offsets[choice.index] = sum(len(token_bytes(t).decode(errors="replace")) for t in seen)
+        identity = Identity.of(choices[0].session, self._form, self._model)
+        self._head = identity.head(stream=True)
+        fields = {**_HEADERS, "x-galley-session-id": choices[0].session.spec.session_id, **self._headers}
+        headers = [(name.encode(), value.encode("latin-1")) for name, value in fields.items()]
+        self.has_begun = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        first = b"".join(
+            self._first(choice) for choice in choices if not self._former[choice.index].has_begun
+        )
+        if first:
+            await self._write(first)
+
+    async def item(self, choice: Choice, item: Chunk | NumericsChanged) -> None:
+        if isinstance(item, NumericsChanged):
+            self._head = Identity.of(choice.session, self._form, self._model).head(stream=True)
+            return
+        choice.advance(item)
+        if not (item.text or item.logprobs or self._form.token_ids):
+            return
+        await self._write(self._event(choice, item.text, self._details(choice, item)))
+
+    async def end(self, choice: Choice, answer: AnswerStream) -> None:
+        choice.end()
+        if not self._former[choice.index].has_ended and answer.ending is not None:
+            reason, matched = finish_reason(answer.ending)
+            end = {"finish_reason": reason, "stop_reason": matched}
+            await self._write(self._event(choice, "", end, is_last=True))
+        if all(one.position.has_ended for one in self._choices):
+            await self._finish()
+
+    async def fail(self, error: BaseException) -> None:
+        """Send an error after the response has begun, and end the response."""
+        log_internal(error)
+        data = json.dumps({"error": error_reply(error).object}, separators=(",", ":")).encode()
+        await self._write(b"data: " + data + b"\n\n", more=False)
+
+    async def _finish(self) -> None:
+        sessions = [choice.session for choice in self._choices]
+        end = b""
+        if self._form.usage:
+            used = {"usage": usage(sessions, self._form.n), "metrics": metrics(sessions)}
+            end = (
+                b"data: "
+                + self._head
+                + b"[],"
+                + json.dumps(used, separators=(",", ":")).encode()[1:]
+                + b"\n\n"
+            )
+        await self._write(end + b"id: " + DONE.encode() + b"\ndata: [DONE]\n\n", more=False)
+
+    def _first(self, choice: Choice) -> bytes:
+        """Return the event that begins a choice; empty if there is nothing to say."""
+        if self._form.kind == "chat":
+            return self._event(choice, None, {})
+        if not self._form.echo:
+            return b""
+        prompt = self._prompts[choice.index // self._form.n]
+        return self._event(choice, prompt, {})
+
+    def _details(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
+        details: dict[str, Any] = {}
+        if chunk.logprobs:
+            token_bytes = self._model.tokenizer.token_bytes
+            if self._form.kind == "chat":
+                entries = chat_logprobs(chunk.tokens, chunk.logprobs, token_bytes)
+                details["logprobs"] = {"content": entries, "refusal": None}
+            else:
+                offset = self._offsets[choice.index]
+                entries_of = completion_logprobs(chunk.tokens, chunk.logprobs, token_bytes, offset)
+                details["logprobs"] = entries_of
+                self._offsets[choice.index] += sum(map(len, entries_of["tokens"]))
+        if self._form.token_ids:
+            details["token_ids"] = chunk.tokens
+            details["from_draft"] = [chunk.from_draft] * len(chunk.tokens)
+        return details
+
+    def _event(
+        self, choice: Choice, text: str | None, more: Mapping[str, Any], *, is_last: bool = False
+    ) -> bytes:
+        """Return an event of one choice; text None opens a chat's turn."""
+        body: dict[str, Any] = {"index": choice.index}
+        if self._form.kind == "completion":
+            body["text"] = text
+        elif text is None:
+            body["delta"] = {"role": "assistant", "content": ""}
+        else:
+            body["delta"] = {} if is_last else {"content": text}
+        body |= {"logprobs": None, "finish_reason": None, **more}
+        data = json.dumps(body, separators=(",", ":")).encode()
+        at = event_id([one.position for one in self._choices]).encode()
+        return b"id: " + at + b"\ndata: " + self._head + b"[" + data + b"]}\n\n"
+
+    async def _write(self, data: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})

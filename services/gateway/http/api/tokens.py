@@ -1,0 +1,95 @@
+"""Text to token ids and back, by the served model's tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from galley.common.wire.codec import check_token_ids
+from galley.core.errors import InvalidField
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.auth.authentication import caller
+from services.gateway.generation import Generation
+from services.gateway.http.api.requests import content_of
+from services.gateway.http.api.schemas import ChatTurn, Ids
+from services.gateway.request.validate import PromptRefused, check_model, parse_prompt
+
+
+class TokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    prompt: str | None = Field(None, description="Text to complete.")
+    messages: list[ChatTurn] | None = Field(None, description="Or a conversation.")
+    return_token_strs: bool | None = Field(None, description="Return the text of each token, too.")
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    tokens: Ids
+
+
+class Tokens:
+    """Each call takes a slot while it runs, and is charged for its tokens as a prompt is."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Return the token ids of a text or a conversation."""
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidField("prompt", "must be given, or messages, and not both")
+        request = pb.GenerateRequest(model=body.model or "")
+        if body.messages is None:
+            request.text = body.prompt or ""
+        else:
+            turns = [
+                pb.ChatMessage(role=turn.role, content=content_of(turn, index))
+                for index, turn in enumerate(body.messages)
+            ]
+            request.messages.CopyFrom(pb.ChatMessages(messages=turns))
+        model = self._generation.model
+        check_model(request.model, model.request_model())
+        with self._generation.streams.admit(caller()) as slot:
+            try:
+                ids = await self._generation.prompt_threads.run(
+                    slot.principal.name,
+                    partial(parse_prompt, request, model.limits, model.tokenizer, model.request_model()),
+                )
+            except PromptRefused as error:
+                self._generation.streams.charge(slot, error.tokens)
+                raise
+            self._generation.streams.charge(slot, len(ids))
+        texts = await asyncio.to_thread(self._texts, ids) if body.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": model.info.context_window,
+            "tokens": list(ids),
+            "token_strs": texts,
+        }
+
+    def _texts(self, ids: Sequence[int]) -> list[str]:
+        token_bytes = self._generation.model.tokenizer.token_bytes
+        return [token_bytes(token).decode(errors="replace") for token in ids]
+
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        """Return the text of token ids."""
+        model = self._generation.model
+        served = model.request_model()
+        check_model(body.model or "", served)
+        if len(body.tokens) > served.context_window:
+            raise InvalidField(
+                "tokens", f"must have at most {served.context_window} entries, got {len(body.tokens)}"
+            )
+        if body.tokens and min(body.tokens) < 0:
+            raise InvalidField("tokens", f"must be token ids, got {min(body.tokens)}")
+        check_token_ids("tokens", body.tokens, served.vocab_size)
+        with self._generation.streams.admit(caller()) as slot:
+            self._generation.streams.charge(slot, len(body.tokens))
+            return {"prompt": await asyncio.to_thread(model.tokenizer.decode, body.tokens)}

@@ -1,0 +1,116 @@
+"""The routes of the HTTP API."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from pydantic import BaseModel
+from starlette.types import ASGIApp
+
+from galley.version import __version__
+from services.gateway.http.api.answers import Answers
+from services.gateway.http.api.operations import Operations
+from services.gateway.http.api.sessions import Sessions
+from services.gateway.http.api.tokens import Tokens
+
+STREAMS = {
+    ("POST", "/v1/chat/completions"): re.compile("/v1/chat/completions"),
+    ("POST", "/v1/completions"): re.compile("/v1/completions"),
+    ("GET", "/v1/sessions/{session_id}/events"): re.compile("/v1/sessions/[^/]+/events"),
+}
+"""The routes that stream answers, with the pattern of their paths."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+"""Paths that need no key."""
+DESCRIPTION_PATHS = frozenset({"/docs", "/openapi.json"})
+
+
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorObject
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": text}
+    for status, text in {
+        400: "A parameter is wrong or not supported.",
+        401: "The API key or token is missing or wrong.",
+        403: "The principal or the page's origin may not do this.",
+        404: "No such session, model or path.",
+        405: "The path has no such method.",
+        408: "The request did not arrive in time.",
+        409: "The idempotency key was used for another request, or another call has the session.",
+        413: "The request is too large.",
+        431: "The headers are too large.",
+        429: "No slot or no tokens are left; Retry-After says when to try again.",
+        500: "A fault of Galley.",
+        503: "A component is away, or the gateway shuts down; the session can be resumed.",
+        504: "The deadline of the request has passed.",
+    }.items()
+}
+
+
+class _App(FastAPI):
+    def build_middleware_stack(self) -> ASGIApp:
+        """Return the router alone: the front maps all errors, by one table."""
+        return AsyncExitStackMiddleware(self.router)
+
+
+def build_app(
+    answers: Answers, sessions: Sessions, tokens: Tokens, operations: Operations, *, described: bool
+) -> FastAPI:
+    """Return the API; `described` serves its description, too."""
+    app = _App(
+        title="Galley",
+        version=__version__,
+        openapi_url="/openapi.json" if described else None,
+        docs_url=None,
+        redoc_url=None,
+        telemetry=None,
+    )
+    events = {200: {"content": {"text/event-stream": {}, "application/json": {}}}}
+    add = app.add_api_route
+    add(
+        "/v1/chat/completions",
+        answers.chat,
+        methods=["POST"],
+        responses={**_ERRORS, **events},
+        tags=["answers"],
+    )
+    add(
+        "/v1/completions",
+        answers.complete,
+        methods=["POST"],
+        responses={**_ERRORS, **events},
+        tags=["answers"],
+    )
+    add(
+        "/v1/sessions/{session_id}/events",
+        sessions.events,
+        methods=["GET"],
+        responses={
+            **_ERRORS,
+            200: {"content": {"text/event-stream": {}}},
+            204: {"description": "All was sent."},
+        },
+        tags=["sessions"],
+    )
+    add("/v1/sessions/{session_id}", sessions.state, methods=["GET"], responses=_ERRORS, tags=["sessions"])
+    add("/v1/sessions/{session_id}", sessions.abort, methods=["DELETE"], responses=_ERRORS, tags=["sessions"])
+    add("/v1/models", operations.models, methods=["GET"], responses=_ERRORS, tags=["models"])
+    add("/v1/models/{model:path}", operations.model, methods=["GET"], responses=_ERRORS, tags=["models"])
+    add("/tokenize", tokens.tokenize, methods=["POST"], responses=_ERRORS, tags=["tokens"])
+    add("/detokenize", tokens.detokenize, methods=["POST"], responses=_ERRORS, tags=["tokens"])
+    for path in ("health", "ready", "version", "metrics"):
+        add(f"/{path}", getattr(operations, path), methods=["GET"], responses=_ERRORS, tags=["operation"])
+    return app

@@ -1,0 +1,49 @@
+"""Build, start and stop the HTTP door of a gateway."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from galley.common.models.tokenizer import generation_defaults
+from galley.common.server.listen import server_files
+from services.gateway.http.api.answers import Answers
+from services.gateway.http.api.choices import ChoiceRunner
+from services.gateway.http.api.operations import Operations
+from services.gateway.http.api.requests import RequestReader
+from services.gateway.http.api.sessions import Sessions
+from services.gateway.http.api.tokens import Tokens
+from services.gateway.http.app import DESCRIPTION_PATHS, OPEN_PATHS, STREAMS, build_app
+from services.gateway.http.shared import Shared
+from services.gateway.http.transport.front import Access, Front, Tracing
+from services.gateway.http.transport.server import HttpServer
+from services.gateway.http.transport.tls import server_context
+from services.gateway.settings import GatewaySettings, comma_separated
+
+
+async def open_door(settings: GatewaySettings, shared: Shared, bound: socket.socket) -> HttpServer:
+    """Serve HTTP on a bound socket."""
+    generation = shared.generation
+    runner = ChoiceRunner(generation, shared.tracer)
+    defaults = generation_defaults(settings.model) if settings.generation_config == "auto" else {}
+    app = build_app(
+        Answers(runner, RequestReader(defaults), strict=settings.strict_parameters),
+        Sessions(runner),
+        Tokens(generation),
+        Operations(generation, shared.registry, int(time.time())),
+        described=settings.reflection,
+    )
+    limits = settings.server_limits()
+    front = Front(
+        app,
+        shared.authentication,
+        limits,
+        Access(
+            OPEN_PATHS | (DESCRIPTION_PATHS if settings.reflection else frozenset()),
+            frozenset(comma_separated(settings.http_cors_origins)),
+        ),
+        Tracing(shared.tracer, STREAMS),
+    )
+    server = HttpServer(front, limits, server_context(server_files(settings)))
+    await server.start(bound)
+    return server

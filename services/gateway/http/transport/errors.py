@@ -1,0 +1,131 @@
+"""Errors as OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from galley.common.wire.status import code_of, error_type, http_status, message_of
+from galley.core.errors import CallerFault, InvalidField, Overloaded, Unimplemented
+
+CLIENT_CLOSED_REQUEST = 499
+_INVALID = "invalid_request_error"
+_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+_UNAVAILABLE_RETRY_S = 1.0
+# What pydantic puts into the place of a problem besides the names of parameters.
+_KINDS = frozenset(
+    {"body", "query", "path", "header", "str", "int", "list[str]", "list[int]", "list[list[int]]"}
+)
+# Fields of the wire, and the parameters of the HTTP API that set them.
+_PARAMETERS = (
+    (re.compile(r"^sampling\."), ""),
+    (re.compile(r"^messages\.messages"), "messages"),
+    (re.compile(r"^(text|token_ids\.ids|input)(?=\[|$)"), "prompt"),
+    (re.compile(r"^priority$"), "service_tier"),
+)
+
+
+class Refused(CallerFault):
+    """A request that HTTP itself refuses, with a status of its own."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    status: int
+    message: str
+    code: str
+    param: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def object(self) -> dict[str, Any]:
+        return {"message": self.message, "type": self._type, "param": self.param, "code": self.code}
+
+    @property
+    def body(self) -> bytes:
+        return json.dumps({"error": self.object}, separators=(",", ":")).encode()
+
+    @property
+    def _type(self) -> str:
+        fallback = _INVALID if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+        return _TYPES.get(HTTPStatus(self.status), fallback) if self.status in _STATUSES else fallback
+
+
+_STATUSES = frozenset(HTTPStatus)
+
+
+def error_reply(error: BaseException) -> ErrorReply:
+    """Return what the caller is told about an error."""
+    if isinstance(error, Refused):
+        return ErrorReply(error.status, str(error), error.code, error.param)
+    if isinstance(error, HTTPException):  # an unknown path or method
+        code = "not_found" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_argument"
+        return ErrorReply(error.status_code, str(error.detail), code, None, dict(error.headers or {}))
+    if isinstance(error, RequestValidationError):
+        return _not_as_described(error)
+    status = http_status(code_of(error))
+    if isinstance(error, InvalidField):
+        return _invalid(error, status)
+    if isinstance(error, Unimplemented):
+        name = parameter_of(error.field)
+        return ErrorReply(status, f"{name}: is not supported", "unsupported_parameter", name)
+    headers: dict[str, str] = {}
+    if isinstance(error, Overloaded):
+        headers = _retry_after(error.retry_after_s)
+    elif status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers = _retry_after(_UNAVAILABLE_RETRY_S)
+    elif status == HTTPStatus.UNAUTHORIZED:
+        headers = {"www-authenticate": "Bearer"}
+    return ErrorReply(status, message_of(error), error_type(error), None, headers)
+
+
+def parameter_of(wire_field: str) -> str:
+    """Return the parameter that sets a field of the wire."""
+    for pattern, name in _PARAMETERS:
+        if pattern.search(wire_field):
+            return pattern.sub(name, wire_field)
+    return wire_field
+
+
+def _not_as_described(error: RequestValidationError) -> ErrorReply:
+    """Name the first parameter that is not as the API describes it, without its value."""
+    problem = error.errors()[0]
+    place = [part for part in problem["loc"] if part not in _KINDS]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    if problem["type"] == "json_invalid":
+        return ErrorReply(400, f"body: must be JSON: {problem['ctx']['error']}", "invalid_argument")
+    return ErrorReply(400, f"{name or 'body'}: {problem['msg']}", "invalid_argument", name or None)
+
+
+def _invalid(error: InvalidField, status: int) -> ErrorReply:
+    name, code = parameter_of(error.field), error_type(error)
+    if error.field == "model":
+        status, code = HTTPStatus.NOT_FOUND, "model_not_found"
+    elif error.field == "priority":
+        status, code = HTTPStatus.FORBIDDEN, "permission_denied"
+    return ErrorReply(int(status), f"{name}: {error.problem}", code, name)
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    """Return when to retry: in seconds by the standard, in milliseconds for OpenAI's clients."""
+    return {
+        "retry-after": str(max(1, math.ceil(seconds))),
+        "retry-after-ms": str(max(1, math.ceil(seconds * 1000))),
+    }

@@ -1,0 +1,268 @@
+"""Check each HTTP request before it is routed, and end it.
+
+In this order: its id, its origin, its principal, its body within bounds. A client that goes away cancels the
+handler. An error becomes a response, or ends a response that has begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bind_contextvars
+
+from galley.common.config.settings import ServerLimits
+from galley.common.logs import get_logger, log_internal
+from galley.core import names
+from galley.core.errors import GalleyError
+from services.gateway.auth.authentication import Authentication, identify
+from services.gateway.http.transport.connection import TRANSPORT
+from services.gateway.http.transport.errors import ErrorReply, Refused, error_reply
+from services.gateway.http.transport.http_call import Headers, HttpCall, deadline_of, header
+from services.gateway.telemetry.interceptor import RequestTracer
+
+_log = get_logger(__name__)
+
+CALL = "galley.call"
+"""The key of a request's scope under which its `HttpCall` is."""
+SESSION_ID = "galley.session_id"
+"""The key under which a handler leaves the id of the session that it began."""
+_HEADER_BYTES = 32
+"""What a header counts besides its name and value, as in HTTP/2."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Paths that need no key, and origins of pages that may call besides our own."""
+
+    open_paths: Collection[str] = ()
+    origins: Collection[str] = ()
+
+    def allows_origin(self, origin: str, scheme: str, host: str) -> bool:
+        return origin == f"{scheme}://{host}" or self.is_listed(origin)
+
+    def is_listed(self, origin: str) -> bool:
+        return origin in self.origins or "*" in self.origins
+
+
+class Front:
+    """The outermost ASGI application; `traced` says which routes stream answers, by method and path."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        authentication: Authentication,
+        limits: ServerLimits,
+        access: Access,
+        tracing: Tracing,
+    ) -> None:
+        self._app = app
+        self._authentication = authentication
+        self._limits = limits
+        self._access = access
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        reply = _Reply(send, self._extra_headers(headers))
+        call: HttpCall | None = None
+        try:
+            call = scope[CALL] = HttpCall(headers, scope[TRANSPORT].abort, deadline_of(headers))
+            self._check_headers(headers)
+            self._check_origin(scope, headers)
+            async with self._tracing.of(scope, call):
+                await self._serve(scope, receive, reply, call)
+        except asyncio.CancelledError:
+            scope[TRANSPORT].abort()  # the client has gone, or reads nothing, or the server stops
+        except Exception as error:  # noqa: BLE001  # the outermost guard of a request
+            await self._fail(error, reply, scope, call)
+        finally:
+            if call is not None:
+                call.ended()
+
+    async def _serve(self, scope: Scope, receive: Receive, reply: _Reply, call: HttpCall) -> None:
+        if scope["method"] == "OPTIONS" and header(
+            call.invocation_metadata(), "access-control-request-method"
+        ):
+            await _answer_preflight(reply)
+            return
+        if scope["path"] not in self._access.open_paths:
+            await identify(self._authentication, call)
+        body = await self._body(receive, call.invocation_metadata())
+        async with _cancelled_by_disconnect(receive, reply):
+            await self._app(scope, _receive_once(body), reply)
+
+    def _check_headers(self, headers: Headers) -> None:
+        """Raise Refused above the bound that gRPC has for metadata; h11 bounds only what arrives in parts."""
+        most = self._limits.max_metadata_bytes
+        if sum(len(name) + len(value) + _HEADER_BYTES for name, value in headers) > most:
+            raise Refused(431, "too_large", f"headers: must be at most {most} bytes")
+
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        origin = header(headers, "origin")
+        if origin and not self._access.allows_origin(origin, scope["scheme"], header(headers, "host")):
+            raise Refused(
+                403,
+                "permission_denied",
+                "origin: pages of other origins must be named by --http-cors-origins",
+            )
+
+    async def _body(self, receive: Receive, headers: Headers) -> bytes:
+        """Return the body. Raise Refused if it is too large or late."""
+        most = self._limits.max_message_bytes
+        late = Refused(
+            408, "timeout", f"the request did not arrive within {self._limits.request_timeout_s:g} s"
+        )
+        large = Refused(413, "too_large", f"body: must be at most {most} bytes")
+        declared = header(headers, "content-length")
+        if declared.isdigit() and int(declared) > most:
+            raise large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise asyncio.CancelledError
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise large
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise late from None
+
+    async def _fail(self, error: Exception, reply: _Reply, scope: Scope, call: HttpCall | None) -> None:
+        answer = error_reply(error)
+        if answer.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            log_internal(error)
+        elif not (call is not None and call.is_observed):
+            _log.info("request rejected", status=answer.code, field=answer.param)
+        if isinstance(error, GalleyError) and error.public_message != str(error):
+            _log.warning("call failed", error=str(error))
+        if reply.has_begun:
+            scope[TRANSPORT].abort()
+            return
+        session_id = scope.get(SESSION_ID)
+        await send_error(answer, reply, {"x-galley-session-id": session_id} if session_id else {})
+
+    def _extra_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        given = header(headers, "x-request-id")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
+        bind_contextvars(request_id=request_id)
+        extra = [("x-request-id", request_id), ("x-content-type-options", "nosniff")]
+        origin = header(headers, "origin")
+        if origin and self._access.is_listed(origin):
+            extra += [
+                ("access-control-allow-origin", origin),
+                ("vary", "origin"),
+                ("access-control-expose-headers", "x-galley-session-id, x-request-id, retry-after, warning"),
+            ]
+        return [(name.encode(), value.encode("latin-1")) for name, value in extra]
+
+
+class Tracing:
+    """Spans of the requests that stream answers; `tracer` is None where traces are off."""
+
+    def __init__(
+        self, tracer: RequestTracer | None, routes: Mapping[tuple[str, str], re.Pattern[str]]
+    ) -> None:
+        """`routes` are patterns of paths by method and route."""
+        self.tracer = tracer
+        self._routes = routes
+
+    def of(self, scope: Scope, call: HttpCall) -> AbstractAsyncContextManager[None]:
+        route = self._route(scope["method"], scope["path"])
+        if self.tracer is None or not route:
+            return nullcontext()
+        call.span_attributes = {names.HTTP_METHOD: scope["method"], names.HTTP_ROUTE: route}
+        return self.tracer.stream(call, call.span_attributes)
+
+    def _route(self, method: str, path: str) -> str:
+        for (of_method, route), pattern in self._routes.items():
+            if of_method == method and pattern.fullmatch(path):
+                return route
+        return ""
+
+
+class _Reply:
+    """Send a response with the headers that all responses have."""
+
+    def __init__(self, send: Send, extra: list[tuple[bytes, bytes]]) -> None:
+        self.has_begun = False
+        self.is_complete = False
+        self._send = send
+        self._extra = extra
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            date = (b"date", formatdate(usegmt=True).encode())
+            message["headers"] = [*message.get("headers", ()), *self._extra, date]
+        elif not message.get("more_body", False):
+            self.is_complete = True
+        await self._send(message)
+
+
+async def send_error(reply: ErrorReply, send: Send, more: Mapping[str, str] | None = None) -> None:
+    fields = {
+        "content-type": "application/json",
+        "content-length": str(len(reply.body)),
+        **reply.headers,
+        **(more or {}),
+    }
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.body})
+
+
+async def _answer_preflight(send: Send) -> None:
+    """Allow what the page of a listed origin asks to send; the origin was checked."""
+    fields = {
+        "access-control-allow-methods": "GET, POST, DELETE",
+        "access-control-allow-headers": "authorization, content-type, idempotency-key, last-event-id, "
+        "traceparent, tracestate, x-api-key, x-galley-timeout-s, x-request-id",
+        "access-control-max-age": "600",
+        "content-length": "0",
+    }
+    headers = [(name.encode(), value.encode()) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _receive_once(body: bytes) -> Receive:
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()  # the front watches for a client that leaves
+        return messages.pop()
+
+    return receive
+
+
+@asynccontextmanager
+async def _cancelled_by_disconnect(receive: Receive, reply: _Reply) -> AsyncIterator[None]:
+    """Cancel the current task when the client goes away before it has its response."""
+    task: Any = asyncio.current_task()
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not reply.is_complete:
+            task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()

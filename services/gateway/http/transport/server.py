@@ -1,0 +1,75 @@
+"""The HTTP server of a gateway: uvicorn's protocol in the gateway's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from contextlib import suppress
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
+
+from galley.common.config.settings import ServerLimits
+from services.gateway.http.transport.connection import HttpConnection
+
+KEEP_ALIVE_S = 75
+"""Time for which an idle connection stays open: longer than load balancers keep theirs."""
+_BACKLOG = 1024
+
+
+class HttpServer:
+    """Serve `app` on a bound socket, within `limits`."""
+
+    def __init__(self, app: ASGIApp, limits: ServerLimits, tls: ssl.SSLContext | None = None) -> None:
+        self._limits = limits
+        self._tls = tls
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
+        self._config = uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            h11_max_incomplete_event_size=limits.max_metadata_bytes,
+            reset_contextvars=True,
+        )
+        self._config.load()
+        # It reports what clients send; errors of ours are logged where they are answered.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+
+    async def start(self, bound: socket.socket) -> None:
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: HttpConnection(self._config, self._state, self._limits),
+            sock=bound,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else self._limits.handshake_timeout_s,
+            backlog=_BACKLOG,
+        )
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more connections, let open requests end for `grace_s`, and end the others."""
+        if self._server is not None:
+            self._server.close()
+        connections = [one for one in self._state.connections if isinstance(one, HttpConnection)]
+        for connection in connections:
+            connection.shutdown()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                for connection in connections:
+                    await connection.lost.wait()
+        for connection in connections:
+            connection.transport.abort()
+        tasks = set(self._state.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)

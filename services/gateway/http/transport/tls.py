@@ -1,0 +1,61 @@
+"""TLS for HTTP, from the files that gRPC uses; each handshake uses those of its time."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from galley.common.tls.channels import Material
+from galley.common.tls.files import WatchedFiles
+
+
+def server_context(files: WatchedFiles[Material] | None) -> ssl.SSLContext | None:
+    """Return a context that uses the current files for each handshake; None without files.
+
+    Client certificates are required if the files include authorities.
+    """
+    if files is None:
+        return None
+    used, context = files.latest(), _context_of(files.latest())
+    outer = _context_of(used)
+
+    def choose(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _outer: ssl.SSLContext) -> None:
+        nonlocal used, context
+        # A change is found by a check in a thread: the handshake that begins it still uses the former files.
+        if (current := files.latest()) is not used:
+            used, context = current, _context_of(current)
+        connection.context = context
+
+    outer.sni_callback = choose  # is called for clients that send no name, too
+    return outer
+
+
+def _context_of(material: Material) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    with _as_path(material.cert or b"") as cert, _as_path(material.key or b"") as key:
+        context.load_cert_chain(cert, key)
+    if material.ca is not None:
+        # OpenSSL takes ASCII; other characters can only be in comments between the certificates.
+        context.load_verify_locations(cadata=material.ca.decode("ascii", errors="ignore"))
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+@contextmanager
+def _as_path(content: bytes) -> Iterator[str]:
+    """Yield a path that reads as `content`: `ssl` takes certificates and keys from files only.
+
+    In memory where the system can; else in a file of this user alone, for a moment.
+    """
+    with (
+        os.fdopen(os.memfd_create("pem", os.MFD_CLOEXEC), "wb", buffering=0)
+        if hasattr(os, "memfd_create")
+        else tempfile.NamedTemporaryFile(buffering=0)
+    ) as file:
+        file.write(content)
+        yield f"/proc/self/fd/{file.fileno()}" if hasattr(os, "memfd_create") else str(file.name)

@@ -1,0 +1,21 @@
+"""A gateway with an HTTP port, and a client of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.fakes.http_client import HttpClient, http_client
+from tests.fakes.world import Gateway, World
+
+
+@pytest.fixture
+async def gateway(world: World) -> Gateway:
+    return await world.gateway(http_port=0)
+
+
+@pytest.fixture
+async def client(gateway: Gateway) -> AsyncIterator[HttpClient]:
+    async with http_client(gateway.http) as client:
+        yield client

@@ -1,0 +1,182 @@
+"""Chats and completions over HTTP: the same tokens as over gRPC, in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from galley.client.client import AsyncClient
+from galley.client.options import Message
+from tests.fakes.http_client import BODY, CHAT, HttpClient
+from tests.fakes.truth import END, SEED, VOCAB, text_of, true_output
+from tests.fakes.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, Gateway, receive
+
+MIXED: list[dict[str, Any]] = [
+    {"seed": seed, "max_tokens": 8 + 7 * (seed % 5), **more}
+    for seed in range(8)
+    for more in (
+        {},
+        {"stop": ["an", "e"], "min_tokens": 3},
+        {"stop_token_ids": [97, 101], "ignore_eos": True},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "logprobs": 2},
+        {
+            "frequency_penalty": 0.5,
+            "presence_penalty": -0.5,
+            "repetition_penalty": 1.1,
+            "logit_bias": {5: 1.5},
+        },
+    )
+]
+
+
+async def over_grpc(client: AsyncClient, options: dict[str, Any]) -> tuple[list[int], str]:
+    received = await receive(client.stream(PROMPT, **options))
+    return received.tokens, received.text
+
+
+async def over_http(client: HttpClient, options: dict[str, Any], *, stream: bool) -> tuple[list[int], str]:
+    given = {**options, "logit_bias": {str(key): it for key, it in options.get("logit_bias", {}).items()}}
+    body = {"prompt": PROMPT, "return_token_ids": True, **given}
+    if stream:
+        events = await client.stream("/v1/completions", body)
+        assert events.is_done
+        return events.tokens(), events.text()
+    [choice] = (await client.post("/v1/completions", body)).json()["choices"]
+    return choice["token_ids"], choice["text"]
+
+
+@pytest.mark.parametrize("credit", [32])
+async def test_tokens_are_those_of_grpc(gateway: Gateway, client: HttpClient) -> None:
+    expected = [await over_grpc(gateway.client, options) for options in MIXED]
+    alone = [await over_http(client, options, stream=index % 2 == 0) for index, options in enumerate(MIXED)]
+    assert alone == expected
+    places = asyncio.Semaphore(16)
+
+    async def beside_others(index: int) -> tuple[list[int], str]:
+        async with places:
+            return await over_http(client, MIXED[index], stream=index % 2 == 1)
+
+    assert await asyncio.gather(*map(beside_others, range(len(MIXED)))) == expected
+
+
+async def test_chat_answer_is_openais(gateway: Gateway, client: HttpClient) -> None:
+    body = await client.chat()
+    truth = await receive(gateway.generate((Message("user", PROMPT),)))
+    session_id = body["id"].removeprefix("chatcmpl-")
+    [choice] = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": truth.text, "refusal": None}
+    assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
+    assert (body["object"], body["model"], body["seed"]) == ("chat.completion", "tiny", SEED)
+    assert body["system_fingerprint"] == "build-1"
+    used = body["usage"]
+    assert (used["prompt_tokens"], used["completion_tokens"]) == (len(PROMPT) + 2, MAX_TOKENS)
+    details = used["completion_tokens_details"]
+    drafting = body["metrics"]["speculative_decoding"]
+    assert details["accepted_prediction_tokens"] == drafting["num_accepted_tokens"] > 0
+    assert sum(drafting["num_accepted_tokens_per_pos"]) == drafting["num_accepted_tokens"]
+    assert len(session_id) == 32
+
+
+async def test_stream_is_openais(client: HttpClient) -> None:
+    events = await client.stream("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}})
+    whole = await client.chat()
+    first, *_, last = events.events
+    assert first.json["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert (first.json["object"], last.data) == ("chat.completion.chunk", "[DONE]")
+    assert events.text() == whole["choices"][0]["message"]["content"]
+    assert events.finish_reasons() == ["length"]
+    assert events.usage["completion_tokens"] == MAX_TOKENS
+    ids = [event.id for event in events.events]
+    assert len({*ids[1:-2]}) == len(ids[1:-2]), "each event has an id of its own"
+    without = await client.stream("/v1/chat/completions", CHAT)
+    assert not any('"usage"' in event.data for event in without.events)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_four_choices_are_those_of_four_seeds(client: HttpClient, stream: bool) -> None:
+    alone = [(await client.complete(seed=SEED + i))["choices"][0]["text"] for i in range(4)]
+    if stream:
+        events = await client.stream("/v1/completions", BODY | {"n": 4})
+        texts = [events.text(index) for index in range(4)]
+        assert [events.finish_reasons(index) for index in range(4)] == [["length"]] * 4
+    else:
+        body = await client.complete(n=4)
+        texts = [choice["text"] for choice in body["choices"]]
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+        assert body["usage"]["prompt_tokens"] == len(PROMPT_TOKENS)
+        assert body["usage"]["completion_tokens"] == 4 * MAX_TOKENS
+    assert texts == alone
+    assert len(set(texts)) == 4
+
+
+async def test_prompts_are_texts_or_token_ids(client: HttpClient) -> None:
+    truth = text_of(true_output(PROMPT_TOKENS, MAX_TOKENS))
+    for prompt in (PROMPT, [PROMPT], PROMPT_TOKENS, [PROMPT_TOKENS]):
+        [choice] = (await client.complete(prompt=prompt))["choices"]
+        assert choice["text"] == truth
+    two = await client.complete(prompt=[PROMPT, "Go on."], n=2, echo=True)
+    texts = [choice["text"] for choice in two["choices"]]
+    assert texts[0] == PROMPT + truth
+    assert [text.startswith(PROMPT) for text in texts] == [True, True, False, False]
+    assert texts[3] == "Go on." + text_of(true_output([*b"Go on."], MAX_TOKENS, SEED + 1))
+
+
+async def test_logprobs_have_the_form_of_each_api(client: HttpClient) -> None:
+    [choice] = (await client.chat(logprobs=True, top_logprobs=2))["choices"]
+    entries = choice["logprobs"]["content"]
+    assert len(entries) == MAX_TOKENS
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+    spelled = b"".join(bytes(entry["bytes"]) for entry in entries).decode(errors="replace")
+    assert spelled == choice["message"]["content"]
+    [choice] = (await client.complete(logprobs=1, prompt=PROMPT_TOKENS))["choices"]
+    logprobs, truth = choice["logprobs"], true_output(PROMPT_TOKENS, MAX_TOKENS)
+    assert logprobs["token_logprobs"] == [-(token % 16) / 8 for token in truth]
+    lengths = [len(token) for token in logprobs["tokens"]]
+    assert logprobs["text_offset"] == [sum(lengths[:index]) for index in range(MAX_TOKENS)]
+    streamed = await client.stream("/v1/completions", BODY | {"logprobs": 1, "prompt": PROMPT_TOKENS})
+    parts = [one.json["choices"][0]["logprobs"] for one in streamed.events[:-1]]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [it for part in parts if part for it in part[name]] == logprobs[name]
+
+
+async def test_an_answer_ends_at_a_stop(client: HttpClient) -> None:
+    truth = text_of(true_output(PROMPT_TOKENS, MAX_TOKENS))
+    stop = truth[5:7]
+    [choice] = (await client.complete(stop=stop))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (truth.partition(stop)[0], "stop")
+    assert choice["stop_reason"] == stop
+    [choice] = (await client.complete(ignore_eos=False, max_tokens=500))["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", END)
+
+
+async def test_speculation_is_controlled_by_the_request(client: HttpClient) -> None:
+    off = await client.complete(speculation={"mode": "off"})
+    fixed = await client.complete(speculation={"mode": "fixed", "k": 2, "strategy": "model"})
+    assert off["choices"] == fixed["choices"]
+    assert off["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+    assert len(fixed["metrics"]["speculative_decoding"]["num_accepted_tokens_per_pos"]) == 2
+
+
+async def test_a_repeat_joins_its_session_at_either_door(gateway: Gateway, client: HttpClient) -> None:
+    first = await client.post("/v1/completions", BODY, idempotency_key="once")
+    again = await client.complete(idempotency_key="once")
+    over_grpc = await receive(gateway.generate(idempotency_key="once"))
+    assert over_grpc.started is not None
+    assert first.headers["x-galley-session-id"] == over_grpc.started.session_id
+    assert again["id"] == first.json()["id"]
+    other = await client.post("/v1/completions", BODY | {"max_tokens": 3}, idempotency_key="once")
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "already_exists")
+
+
+async def test_text_and_tokens_are_converted(client: HttpClient) -> None:
+    there = (await client.post("/tokenize", {"prompt": "hé", "return_token_strs": True})).json()
+    assert (there["tokens"], there["count"]) == ([*"hé".encode()], 3)
+    assert there["token_strs"][0] == "h"
+    chat = (await client.post("/tokenize", {"messages": CHAT["messages"]})).json()
+    assert chat["count"] == len(PROMPT) + 2
+    back = await client.post("/detokenize", {"tokens": there["tokens"]})
+    assert back.json() == {"prompt": "hé"}
+    wrong = await client.post("/detokenize", {"tokens": [VOCAB]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tokens[0]")

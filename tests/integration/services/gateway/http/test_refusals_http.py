@@ -1,0 +1,202 @@
+"""Requests that are refused: the status, the parameter and its bound, before any work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from galley.common.config.settings import ServerLimits
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts
+from services.gateway.settings import GatewaySettings
+from tests.fakes.http_client import BODY, CHAT, Events, HttpClient, http_client
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import PROMPT, Gateway, World, must_be_true, receive
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+BAD: list[tuple[str, dict[str, Any], str, str]] = [
+    (COMPLETIONS, {"temperature": -1.0}, "temperature", "must be >= 0, got -1"),
+    (COMPLETIONS, {"top_p": 0.0}, "top_p", "must be in (0, 1], got 0"),
+    (COMPLETIONS, {"repetition_penalty": 100.0}, "repetition_penalty", "must be in ["),
+    (COMPLETIONS, {"logit_bias": {"x": 1.0}}, "logit_bias", "token ids as names"),
+    (COMPLETIONS, {"logit_bias": {"1": 1000.0}}, "logit_bias[1]", "must be in [-100, 100]"),
+    (COMPLETIONS, {"max_tokens": 10**6}, "max_tokens", "must be in [1, 65535]"),
+    (COMPLETIONS, {"n": 9}, "n", "less than or equal to 8"),
+    (COMPLETIONS, {"seed": -1}, "seed", "greater than or equal to 0"),
+    (COMPLETIONS, {"prompt": ""}, "prompt", "must not be empty"),
+    (COMPLETIONS, {"prompt": [1, 10**6]}, "prompt[1]", "token id must be in [0, 264)"),
+    (COMPLETIONS, {"prompt": [[1, -1]]}, "prompt[0][1]", "must be in [0,"),
+    (COMPLETIONS, {"prompt": ["x"] * 33}, "prompt", "must have 1 to 32 entries, got 33"),
+    (COMPLETIONS, {"stop": ["x"] * 17}, "stop", "must have at most 16 entries"),
+    (COMPLETIONS, {"speculation": {"mode": "never"}}, "speculation.mode", "'auto', 'off' or 'fixed'"),
+    (COMPLETIONS, {"speculation": {"kk": 1}}, "speculation.kk", "not permitted"),
+    (COMPLETIONS, {"workload": "a b"}, "workload", "must have only letters"),
+    (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo with logprobs", "is not supported"),
+    (COMPLETIONS, {"suffix": "x"}, "suffix", "is not supported"),
+    (COMPLETIONS, {"stream": "yes"}, "stream", "valid boolean"),
+    (CHATS, {"messages": []}, "messages", "must have 1 to 1024 entries"),
+    (CHATS, {"messages": [{"role": "user"}]}, "messages[0].content", "got none"),
+    (CHATS, {"messages": [{"role": "", "content": ""}]}, "messages[0].role", "must not be empty"),
+    (CHATS, {"messages": [{"role": "system", "content": "x"}]}, "messages", "chat template refuses them"),
+    (
+        CHATS,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0]",
+        "must be of type text",
+    ),
+    (CHATS, {"top_logprobs": 3}, "top_logprobs", "must come with logprobs"),
+    (CHATS, {"tools": [{"type": "function"}]}, "tools", "is not supported"),
+    (
+        CHATS,
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
+        "messages[0].tool_calls",
+        "is not",
+    ),
+]
+
+
+async def test_bad_parameters_name_themselves_and_their_bound(world: World, client: HttpClient) -> None:
+    for path, given, param, problem in BAD:
+        response = await client.post(path, (BODY if path == COMPLETIONS else CHAT) | given)
+        error = response.json()["error"]
+        assert response.status_code == 400, given
+        assert error["param"] == param
+        assert problem in error["message"]
+        assert error["message"].startswith(param)
+        assert error["type"] == "invalid_request_error"
+    assert not world.target.calls
+    assert not world.draft.calls
+
+
+async def test_unknown_parameters_are_ignored_with_a_warning_or_refused(
+    world: World, client: HttpClient
+) -> None:
+    given = BODY | {"guidance": 3, 'x"\r\ny': 1, "suffix": None, "parallel_tool_calls": True}
+    response = await client.post(COMPLETIONS, given)
+    assert response.headers["warning"] == '299 galley "unknown parameters ignored: guidance, x???y"'
+    strict = await world.gateway(http_port=0, strict_parameters=True)
+    async with http_client(strict.http) as other:
+        refused = await other.post(COMPLETIONS, given)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guidance")
+        assert (await other.post(COMPLETIONS, BODY)).status_code == 200
+
+
+async def test_what_is_no_request_is_refused(client: HttpClient) -> None:
+    raw, kind = client.raw, {"content-type": "application/json"}
+    cases = [
+        (await raw.post(COMPLETIONS, content=b"{", headers=kind), 400),
+        (await raw.post(COMPLETIONS, content=b"[]", headers=kind), 400),
+        (await raw.post(COMPLETIONS, content=json.dumps(BODY), headers={"content-type": "text/plain"}), 400),
+        (await raw.get(COMPLETIONS), 405),
+        (await raw.post("/v1/nothing", json={}), 404),
+        (await raw.post(COMPLETIONS, content=b"x" * (1 << 17), headers=kind), 413),
+        (await raw.post(COMPLETIONS, json=BODY, headers={"x-galley-timeout-s": "soon"}), 400),
+        (await raw.post(COMPLETIONS, json=BODY, headers={"origin": "https://elsewhere.example"}), 403),
+        (await raw.get("/v1/models/other"), 404),
+        (await raw.get("/health", headers={"x-request-id": "x" * 20_000}), 431),
+    ]
+    for response, status in cases:
+        assert response.status_code == status, response.text
+        assert response.json()["error"]["message"]
+    assert (await raw.get("/health", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
+
+
+async def test_pages_of_listed_origins_may_call(world: World) -> None:
+    gateway = await world.gateway(http_port=0, http_cors_origins="https://chat.example")
+    async with http_client(gateway.http, origin="https://chat.example") as page:
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+        preflight = await page.raw.options(COMPLETIONS, headers=asked)
+        assert preflight.status_code == 204
+        assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
+        answer = await page.post(COMPLETIONS, BODY)
+        assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+    async with http_client(gateway.http, origin=f"http://{gateway.http}") as own_page:
+        assert (await own_page.post(COMPLETIONS, BODY)).status_code == 200
+
+
+async def test_a_deadline_ends_the_work(world: World, gateway: Gateway, client: HttpClient) -> None:
+    world.target.gate.close()
+    response = await client.post(COMPLETIONS, BODY, x_galley_timeout_s="0.3")
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert len(response.headers["x-galley-session-id"]) == 32
+    world.target.gate.open()
+    await gateway.idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_the_work(world: World, gateway: Gateway, stream: bool) -> None:
+    async with http_client(gateway.http) as client:
+        world.target.gate.close_after(2 if stream else 1)
+        body = BODY | {"max_tokens": 5000, "n": 2}
+        if stream:
+            async with client.open(COMPLETIONS, body) as response:
+                await Events().listen(response, until=1)
+        else:
+            leaving = asyncio.create_task(client.post(COMPLETIONS, body))
+            await world.target.has_answered(1)
+            leaving.cancel()
+            await asyncio.wait({leaving})
+    async with asyncio.timeout(PATIENCE_S):
+        await gateway.has_places()
+    world.target.gate.open()
+    await gateway.idle()
+
+
+async def test_an_unread_stream_ends_and_can_be_resumed(world: World) -> None:
+    gateway = await world.gateway(http_port=0, client_timeout_s=1, buffer=32, max_sessions=1)
+    host, port = gateway.http.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    body = json.dumps(BODY | {"max_tokens": 60_000, "stream": True, "logprobs": 20}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    headers = (await reader.readuntil(b"\r\n\r\n")).decode()
+    writer.transport.pause_reading()
+    session_id = headers.partition("x-galley-session-id: ")[2][:32]
+    await gateway.has_places()
+    must_be_true(await receive(gateway.generate()))
+    writer.transport.abort()
+    path = f"/v1/sessions/{session_id}/events"
+    async with http_client(gateway.http) as client, client.raw.stream("GET", path) as response:
+        assert response.status_code == 200
+        await Events().listen(response, until=3)
+
+
+async def test_a_silent_connection_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GatewaySettings, "server_limits", lambda _: ServerLimits(handshake_timeout_s=0.2))
+    gateway = await world.gateway(http_port=0)
+    host, port = gateway.http.rsplit(":", 1)
+    for sent in (b"", b"GET /health HTTP/1.1\r\nho"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_health_and_metrics(world: World) -> None:
+    gateway = await world.gateway_of(Parts(metrics=Registry("gateway")), http_port=0)
+    async with http_client(gateway.http) as client:
+        assert (await client.raw.get("/health")).json() == {"status": "ok"}
+        assert (await client.raw.get("/ready")).json() == {"status": "ok"}
+        assert (await client.raw.get("/version")).json()["version"]
+        await client.complete(prompt=PROMPT)
+        metrics = (await client.raw.get("/metrics")).text
+        assert 'galley_streams_total{fault="none",outcome="ok"} 1.0' in metrics
+        [model] = (await client.raw.get("/v1/models")).json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("tiny", 65536)
+        world.target.gate.close()
+        streaming = asyncio.create_task(client.post(COMPLETIONS, BODY))
+        await world.target.gate.has_waiter()
+        draining = asyncio.create_task(gateway.running.stop())
+        while (ready := await client.raw.get("/ready")).status_code == 200:
+            pass
+        assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+        refused = await client.post(COMPLETIONS, BODY)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        world.target.gate.open()
+        await draining
+        assert (await streaming).status_code in {200, 503}

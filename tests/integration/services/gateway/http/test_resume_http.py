@@ -1,0 +1,104 @@
+"""Streams that break and continue, at any gateway and to the very token."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fakes.http_client import BODY, CHAT, Events, HttpClient, http_client
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import MAX_TOKENS, Gateway, World, receive
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
+async def test_a_stream_goes_on_at_another_gateway(world: World, count: int, n: int) -> None:
+    first, second = await world.gateway(http_port=0), await world.gateway(http_port=0)
+    body = CHAT | {"n": n, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    async with http_client(first.http) as client, http_client(second.http) as other:
+        whole = await client.stream("/v1/chat/completions", body)
+        events = Events()
+        async with client.open("/v1/chat/completions", body) as response:
+            await events.listen(response, until=count * n)
+        await other.resume(events)
+        assert events.is_done
+        for index in range(n):
+            assert events.text(index) == whole.text(index)
+            assert events.tokens(index) == whole.tokens(index)
+            assert events.finish_reasons(index) == ["length"]
+        assert events.usage["completion_tokens"] == n * MAX_TOKENS
+        heads = [one.json for one in events.events[:-1]]
+        assert len({(head["id"], head["created"], head["object"]) for head in heads}) == 1
+
+
+async def test_a_closed_gateway_hands_its_streams_over(world: World) -> None:
+    first, second = await world.gateway(http_port=0, drain_timeout_s=1), await world.gateway(http_port=0)
+    whole = await receive(second.generate(max_tokens=400))
+    world.target.gate.close_after(3)
+    events = Events()
+    async with http_client(first.http) as client, http_client(second.http) as other:
+        async with client.open("/v1/completions", BODY | {"max_tokens": 400}) as response:
+            await events.listen(response, until=2)
+            await first.running.stop()
+            await events.listen(response)
+        assert events.error["code"] == "unavailable"
+        assert not events.is_done
+        events.events.pop()
+        world.target.gate.open()
+        await other.resume(events)
+    assert events.text() == whole.text
+    assert events.is_done
+
+
+async def test_a_finished_stream_tells_an_event_source_to_stop(client: HttpClient) -> None:
+    events = await client.stream("/v1/completions", BODY)
+    path = f"/v1/sessions/{events.session_id}/events"
+    assert (await client.raw.get(path, headers={"last-event-id": events.last_id})).status_code == 204
+    again = await client.resume(Events(session_id=events.session_id))
+    assert (again.text(), again.finish_reasons()) == (events.text(), ["length"])
+    assert (await client.raw.get(f"{path}?last_event_id={events.last_id}")).status_code == 204
+
+
+async def test_a_session_of_grpc_is_read_over_http(gateway: Gateway, client: HttpClient) -> None:
+    received = await receive(gateway.generate())
+    assert received.started is not None
+    events = await client.resume(Events(session_id=received.started.session_id))
+    assert (events.text(), events.is_done) == (received.text, True)
+
+
+@pytest.mark.parametrize("last", ["5", "5.AAAA", "x", "1,1", "-1", "99999999999", "5." + "A" * 22])
+async def test_a_wrong_event_id_is_refused(client: HttpClient, last: str) -> None:
+    events = await client.stream("/v1/completions", BODY)
+    path = f"/v1/sessions/{events.session_id}/events"
+    response = await client.raw.get(path, headers={"last-event-id": last})
+    lost = last.endswith("A" * 22)
+    assert response.status_code == (500 if lost else 400)
+    assert response.json()["error"]["code"] == ("data_loss" if lost else "invalid_argument")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_state_and_end_of_a_session(world: World, gateway: Gateway, client: HttpClient, n: int) -> None:
+    events = Events()
+    world.target.gate.close_after(2 * n)
+    async with client.open("/v1/completions", BODY | {"n": n, "max_tokens": 1000}) as response:
+        await events.listen(response, until=1)
+        path = f"/v1/sessions/{events.session_id}"
+        state = (await client.raw.get(path)).json()
+        assert (state["state"], len(state["choices"]), state["seed"]) == ("live", n, BODY["seed"])
+        assert 0 < state["usage"]["completion_tokens"] < 1000
+        assert (await client.raw.delete(path)).json()["aborted"] is True
+        await events.listen(response)
+    assert [events.finish_reasons(index) for index in range(n)] == [["abort"]] * n
+    assert events.is_done
+    state = (await client.raw.get(path)).json()
+    assert (state["state"], state["choices"][0]["finish_reason"]) == ("finished", "abort")
+    world.target.gate.open()
+    await gateway.idle()
+
+
+async def test_unknown_sessions_are_not_found(client: HttpClient) -> None:
+    for session_id in ("00" * 16, "x"):
+        for method, path in (("GET", ""), ("GET", "/events"), ("DELETE", "")):
+            response = await client.raw.request(
+                method, f"/v1/sessions/{session_id}{path}", timeout=PATIENCE_S
+            )
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
