@@ -61,14 +61,14 @@ class RequestReader:
         if body.logprobs is not None:
             common.logprobs = body.logprobs
         requests = []
-        for index, prompt in enumerate(body.prompts):
+        prompts: Sequence[str | list[int]] = body.prompts
+        for index, prompt in enumerate(prompts):
             request = pb.GenerateRequest()
             request.CopyFrom(common)
             if isinstance(prompt, str):
                 request.text = prompt
             else:
-                _check_ids(f"prompt[{index}]", prompt)
-                request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+                _set_ids(request, prompt, f"prompt[{index}]")
             requests.append(request)
         return requests
 
@@ -96,7 +96,7 @@ class RequestReader:
         given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
         if given.get("top_k") == -1:
             given["top_k"] = 0
-        return pb.SamplingParams(**{**self._defaults, **given}, logit_bias=_biases(body.logit_bias or {}))  # type: ignore[arg-type]  # checked names
+        return pb.SamplingParams(**{**self._defaults, **given}, logit_bias=_biases(body.logit_bias or {}))
 
 
 def content_of(turn: ChatTurn, index: int) -> str:
@@ -127,6 +127,11 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
             raise InvalidField("logit_bias", f"must have token ids as names, got {token[:32]!r}")
         biases[int(token)] = bias
     return biases
+
+
+def _set_ids(request: pb.GenerateRequest, ids: Sequence[int], name: str) -> None:
+    _check_ids(name, ids)
+    request.token_ids.CopyFrom(pb.TokenIds(ids=ids))
 
 
 def _check_ids(name: str, ids: Sequence[int]) -> None:

@@ -116,10 +116,9 @@ class CompletionRequest(Parameters):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """Return one entry a prompt. Raise InvalidField if there are too many of them, or none."""
-        prompt = self.prompt
-        many: list[Any] = (
-            [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
-        )  # type: ignore[list-item]
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
+        many: list[Any] = [prompt] if is_one else prompt
         if not 1 <= len(many) <= _MAX_PROMPTS:
             raise InvalidField("prompt", f"must have 1 to {_MAX_PROMPTS} entries, got {len(many)}")
         return many

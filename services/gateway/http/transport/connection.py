@@ -67,7 +67,8 @@ class HttpConnection(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             self._stop_waiting()
-            self.cycle.scope[TRANSPORT] = self.transport  # type: ignore[typeddict-unknown-key]  # ours
+            scope: Any = self.cycle.scope  # a typed dict, with a key of ours
+            scope[TRANSPORT] = self.transport
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, or has too large headers, and end the connection."""
@@ -82,7 +83,7 @@ class HttpConnection(H11Protocol):
             h11.EndOfMessage(),
         ]
         for event in events:
-            self.transport.write(self.conn.send(event) or b"")
+            self.transport.write(self.conn.send(event))
         self.transport.close()
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -154,7 +154,7 @@ async def test_an_unread_stream_ends_and_can_be_resumed(world: World) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     headers = (await reader.readuntil(b"\r\n\r\n")).decode()
-    writer.transport.pause_reading()
+    cast("asyncio.Transport", writer.transport).pause_reading()
     session_id = headers.partition("x-galley-session-id: ")[2][:32]
     await gateway.has_places()
     must_be_true(await receive(gateway.generate()))

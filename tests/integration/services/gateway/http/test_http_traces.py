@@ -1,0 +1,50 @@
+"""Spans and log lines of HTTP requests."""
+
+from __future__ import annotations
+
+from structlog.testing import capture_logs
+
+from galley.core import names
+from tests.fakes.http_client import BODY, CHAT, http_client
+from tests.fakes.spans import KeptSpans, attributes_of, error_of, parent_of
+from tests.fakes.world import World
+
+
+async def test_choices_are_spans_of_one_trace(world: World) -> None:
+    kept = KeptSpans()
+    gateway = await world.gateway_of(kept.parts(), http_port=0)
+    async with http_client(gateway.http, traceparent=parent_of(0xABC)) as client:
+        answer = await client.chat(n=3)
+        spans = await kept.requests(3)
+    assert {span.context.trace_id for span in spans} == {0xABC}
+    assert {span.name for span in spans} == {"chat tiny"}
+    first = next(span for span in spans if attributes_of(span)[names.SESSION_ID] in answer["id"])
+    for span in spans:
+        of = attributes_of(span)
+        assert (of[names.HTTP_METHOD], of[names.HTTP_ROUTE]) == ("POST", "/v1/chat/completions")
+        assert (of[names.HTTP_STATUS], error_of(span)) == (200, None)
+        assert names.RPC_STATUS not in of
+        assert span.parent is not None
+        assert span.parent.span_id == (0xDEF if span is first else first.context.span_id)
+
+
+async def test_refused_requests_have_a_span_with_their_status(world: World) -> None:
+    kept = KeptSpans()
+    gateway = await world.gateway_of(kept.parts(), http_port=0)
+    async with http_client(gateway.http) as client:
+        await client.post("/v1/completions", BODY | {"temperature": -1.0})
+    [span] = await kept.requests(1)
+    assert (attributes_of(span)[names.HTTP_STATUS], error_of(span)) == (400, "invalid_argument")
+
+
+async def test_each_choice_is_logged_once_with_the_request_id(world: World) -> None:
+    gateway = await world.gateway(http_port=0)
+    with capture_logs() as logs:
+        async with http_client(gateway.http, x_request_id="mine") as client:
+            await client.chat(n=2)
+            await client.post("/v1/chat/completions", CHAT | {"n": 0})
+    finished = [line for line in logs if line["event"] == "stream finished"]
+    assert [(line["reason"], line["status"]) for line in finished] == [("length", "ok")] * 2
+    assert len({line["session_id"] for line in finished}) == 2
+    [refused] = [line for line in logs if line["event"] == "request rejected"]
+    assert (refused["status"], refused["field"]) == ("invalid_argument", "n")
