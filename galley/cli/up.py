@@ -115,6 +115,12 @@ def up(  # noqa: PLR0913  # one parameter a flag
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the first gateway. 0: any free port.")
     ] = 0,
+    http_port: Annotated[
+        int,
+        typer.Option(
+            min=-1, max=65535, help="Port of the first gateway's HTTP API. 0: any free port. -1: none."
+        ),
+    ] = 0,
     trace: Annotated[
         bool,
         typer.Option(
@@ -133,7 +139,9 @@ def up(  # noqa: PLR0913  # one parameter a flag
 ) -> None:
     """Start a stack on this machine, print its endpoint, run it until Ctrl-C."""
     given = locals()
-    _check_port(port)
+    _check_port("--port", port)
+    if http_port >= 0:
+        _check_port("--http-port", http_port)
     if redis_url:
         from galley.common.redis.url import parse_redis_url  # noqa: PLC0415  # an extra
 
@@ -180,14 +188,14 @@ def _check_pool(pool: str, redis_url: str | None) -> None:
         check_pool_name(pool)
 
 
-def _check_port(port: int) -> None:
+def _check_port(flag: str, port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))
         except OSError as error:
             problem = f"must be a port that can be opened, got {port}: {error.strerror}"
-            raise typer.BadParameter(problem, param_hint="--port") from None
+            raise typer.BadParameter(problem, param_hint=flag) from None
 
 
 async def _keep_up(
@@ -207,6 +215,8 @@ async def _keep_up(
         announce()
         for address in stack.gateways:
             console.print(Text.assemble("gateway at ", (address, "bold")))
+        for address in stack.http_addresses:
+            console.print(Text.assemble("HTTP API at ", (f"http://{address}/v1", "bold")))
         for service in stack.services:
             console.print(Text(f"metrics of {service.name} at http://{service.metrics}/metrics", "dim"))
         if viewer is not None:

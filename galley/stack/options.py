@@ -38,6 +38,8 @@ class StackOptions:
     metrics: bool = False
     # The port of the first gateway; 0: any free one.
     port: int = 0
+    # The port of the first gateway's HTTP API; 0: any free one, -1: none at any gateway.
+    http_port: int = -1
     # A part that receives the traces of the others; None: the OTEL_* environment decides.
     viewer: PartSpec | None = None
     # Further environment and, by part name ("target", "draft", "gateway", "valkey"), further arguments.

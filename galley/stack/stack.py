@@ -65,6 +65,12 @@ class Stack:
     def gateways(self) -> tuple[str, ...]:
         return tuple(self.address(name) for name in self._parts if name.startswith("gateway"))
 
+    @property
+    def http_addresses(self) -> tuple[str, ...]:
+        """Return the addresses of the gateways' HTTP APIs."""
+        facts = [self._facts[name] for name in self._parts if name.startswith("gateway")]
+        return tuple(str(fact["http"]) for fact in facts if fact.get("http"))
+
     def address(self, part: str) -> str:
         return str(self._facts[part]["address"])
 

@@ -78,7 +78,9 @@ def build_app(
         redoc_url=None,
         telemetry=None,
     )
-    events = {200: {"content": {"text/event-stream": {}, "application/json": {}}}}
+    events: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"text/event-stream": {}, "application/json": {}}}
+    }
     add = app.add_api_route
     add(
         "/v1/chat/completions",

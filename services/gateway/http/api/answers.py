@@ -110,7 +110,7 @@ class CollectedAnswers(Response):
         super().__init__()
         self._run = run
         self._answers = answers
-        self._headers = headers
+        self._more_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -120,7 +120,7 @@ class CollectedAnswers(Response):
                 scope[SESSION_ID] = self._answers.session_id
         # In a thread: many logprobs take longer to encode than other streams should wait.
         body = await asyncio.to_thread(lambda: self._answers.body)
-        headers = {"x-galley-session-id": self._answers.session_id, **self._headers}
+        headers = {"x-galley-session-id": self._answers.session_id, **self._more_headers}
         await Response(body, media_type="application/json", headers=headers)(scope, receive, send)
 
 

@@ -83,12 +83,14 @@ class HttpConnection(H11Protocol):
             h11.EndOfMessage(),
         ]
         for event in events:
-            self.transport.write(self.conn.send(event))
+            if data := self.conn.send(event):
+                self.transport.write(data)
         self.transport.close()
 
     @property
     def _is_between_requests(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        cycle: Any = self.cycle  # None before the first request, whatever uvicorn declares
+        return cycle is None or bool(cycle.response_complete)
 
     def _expect_headers(self) -> None:
         if self._late is None:

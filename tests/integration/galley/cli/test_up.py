@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import psutil
 import pytest
 
@@ -39,7 +40,7 @@ def stack(env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
             up.kill()
 
 
-def _until_up(up: subprocess.Popen[str]) -> tuple[list[str], Path]:
+def _until_up(up: subprocess.Popen[str]) -> tuple[list[str], Path, list[str]]:
     assert up.stdout is not None
     lines = []
     for line in up.stdout:
@@ -47,7 +48,8 @@ def _until_up(up: subprocess.Popen[str]) -> tuple[list[str], Path]:
         if "Ctrl-C stops it" in line:
             gateways = [text.split()[-1] for text in lines if text.startswith("gateway at ")]
             (file,) = [text.split()[3].rstrip(";") for text in lines if text.startswith("traces go to ")]
-            return gateways, Path(file)
+            urls = [text.split()[-1] for text in lines if text.startswith("HTTP API at ")]
+            return gateways, Path(file), urls
     raise AssertionError("".join(lines))
 
 
@@ -74,7 +76,7 @@ def _texts(lines: str) -> str:
 def test_stack_serves_resumes_and_leaves_no_process(
     stack: subprocess.Popen[str], env: dict[str, str]
 ) -> None:
-    (first, second), traces = _until_up(stack)
+    (first, second), traces, urls = _until_up(stack)
     answer = _galley(env, "generate", "Count to ten.", "--json", "--max-tokens=16", "--temperature=0")
     assert answer.returncode == 0, answer.stderr
     session_id = json.loads(answer.stdout.splitlines()[0])["started"]["session_id"]
@@ -82,6 +84,8 @@ def test_stack_serves_resumes_and_leaves_no_process(
     assert again.returncode == 0, again.stderr
     assert _texts(again.stdout) == _texts(answer.stdout) != ""
     assert first != second
+    events = httpx2.get(f"{urls[1]}/sessions/{session_id}/events", timeout=60).text
+    assert events.endswith("data: [DONE]\n\n")
 
     _until_traced(traces, {"galley-gateway", "galley-target", "galley-draft"}, session_id)
     listed = _galley(env, "trace", "--list")
