@@ -23,6 +23,8 @@ _HARMLESS = frozenset({"draft-fails", "jump", "repeat", "wrong-resume", "abort",
 _RETRIED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 _DEADLINE_S = 0.1
 """Time by which a gateway may call a deadline passed too early: it knows it from a message."""
+_ROUNDING_S = 1e-6
+"""Time by which rounding may put an error that a fault causes before that fault."""
 
 
 class Verdicts:
@@ -122,7 +124,9 @@ class Verdicts:
         """Return True if a fault is in force, or ended so recently that its effects may last."""
         world = self._world
         since_s = _now_s() - world.ready_s
-        return any(fault.at_s <= since_s <= self._ends_s(fault) for fault in world.schedule.faults)
+        return any(
+            fault.at_s - _ROUNDING_S <= since_s <= self._ends_s(fault) for fault in world.schedule.faults
+        )
 
     def _ends_s(self, fault: Fault) -> float:
         if fault.kind in _HARMLESS:

@@ -31,7 +31,7 @@ FINISHED_TTL_S = 120.0
 _READY_S = 5.0
 _LEAVE_ALONE = LEAVE_OWNERS - {"stall", "jump"}
 """Faults that do not stop a session from continuing without its client."""
-_DELAY_READERS = frozenset({"stall", "cut", "deaf", "freeze", "slow"})
+_DELAY_READERS = frozenset({"stall", "cut", "deaf", "freeze", "slow", "elsewhere"})
 _DELAY_RENEWALS = frozenset({"redis-crash", "lossy", "cut", "deaf", "freeze", "slow", "kill"})
 _FENCED_S = 1.0
 """Time after its next renewal within which a fenced owner notices it."""
