@@ -15,9 +15,8 @@ from starlette.exceptions import HTTPException
 from galley.common.wire.status import code_of, error_type, http_status, message_of
 from galley.core.errors import CallerFault, InvalidField, Overloaded, Unimplemented
 
-CLIENT_CLOSED_REQUEST = 499
 _INVALID = "invalid_request_error"
-_TYPES = {
+_TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
@@ -65,10 +64,7 @@ class ErrorReply:
     @property
     def _type(self) -> str:
         fallback = _INVALID if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-        return _TYPES.get(HTTPStatus(self.status), fallback) if self.status in _STATUSES else fallback
-
-
-_STATUSES = frozenset(HTTPStatus)
+        return _TYPES.get(self.status, fallback)
 
 
 def error_reply(error: BaseException) -> ErrorReply:
