@@ -65,8 +65,8 @@ class MemoryStore(SessionStore):
         self._records: dict[str, _Record] = {}
         # What each principal's token bucket holds, and at what time.
         self._buckets: dict[str, tuple[float, float]] = {}
-        # The nonce of the owner whose session was aborted, and until when it is known.
-        self._aborted: dict[str, tuple[bytes, float]] = {}
+        # Which sessions were aborted, and until when that is known.
+        self._aborted: dict[str, float] = {}
 
     async def ping(self) -> None:
         """Return at once."""
@@ -92,6 +92,7 @@ class MemoryStore(SessionStore):
         self._must_be_in_time(latest_ms)
         record = self._find(new.session_id)
         if record is None:
+            self._aborted.pop(new.session_id, None)
             record = self._make(new, 1, nonce)
         elif record.principal != new.principal or record.body_hash != new.body_hash:
             raise KeyReused
@@ -177,8 +178,7 @@ class MemoryStore(SessionStore):
     async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
         self._must_be_in_time(latest_ms)
         if self._find(owner.session_id) is None:
-            nonce, until_s = self._aborted.get(owner.session_id, (b"", 0.0))
-            if nonce == owner.nonce and self._clock() < until_s:
+            if self._clock() < self._aborted.get(owner.session_id, 0.0):
                 raise SessionEnded(owner.session_id)
             self._make(new, owner.epoch, owner.nonce)
         else:
@@ -192,7 +192,7 @@ class MemoryStore(SessionStore):
         record = self._of(session_id, principal)
         if record.state == "live":
             known_s = self._finished_ttl_s + LARGEST_CLOCK_STEP_S
-            self._aborted[session_id] = record.nonce, self._clock() + known_s
+            self._aborted[session_id] = self._clock() + known_s
         self._end(record, finish if record.state == "live" else record.finish)
 
     async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:

@@ -189,7 +189,8 @@ class RedisStore(SessionStore):
     ) -> list[Any]:
         """Return the script's reply after "ok", or raise its refusal; `epoch` is the owner's, 0 for none."""
         keys = self._keys(session_id)
-        if script in {self._abort, self._recreate}:  # the others can then follow a slot that is being moved
+        # The others can follow a slot that is being moved.
+        if script in {self._create, self._abort, self._recreate}:
             keys = (*keys, f"{keys[0]}:aborted")
         reply, copied = await self._calls.run_copied(script, keys, *args)
         result = _result(session_id, reply, epoch)

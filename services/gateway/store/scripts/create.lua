@@ -9,6 +9,7 @@ if is_late(latest_ms) then return {'late'} end
 
 local held = redis.call('HMGET', SESSION, 'principal', 'nonce', 'state', 'body_hash')
 if not held[1] then
+  redis.call('DEL', ABORTED) -- that was the session before: this one can be lost and recreated
   make(principal, 1, nonce, unpack(ARGV, 6))
 else
   if held[1] ~= principal or held[4] ~= body_hash then return {'reused'} end

@@ -8,7 +8,7 @@ if is_late(latest_ms) then return {'late'} end
 
 if redis.call('EXISTS', SESSION) == 0 then
   -- Not lost: it was aborted, and a step of the clock has expired it.
-  if redis.call('GET', ABORTED) == nonce then return {'ended'} end
+  if redis.call('EXISTS', ABORTED) == 1 then return {'ended'} end
   make(principal, epoch, nonce, unpack(ARGV, 6))
 else
   -- This repeats a recreate whose response was lost, or another owner has created the session since.

@@ -461,6 +461,22 @@ async def test_an_aborted_session_that_expired_early_is_not_recreated(
     assert (await claim(store, session_id, ALICE)).state == "live"
 
 
+async def test_no_former_owner_recreates_an_aborted_session(
+    store: RedisStore, raw: redis_asyncio.Redis
+) -> None:
+    """Whoever else takes the session for its own does not know of the abort either."""
+    lost = await create(store, a_session())
+    owner, session_id = lost.ownership, lost.ownership.session_id
+    claimed = (await claim(store, session_id, ALICE)).ownership
+    await lose(raw, owner)
+    await create(store, a_session(session_id))
+    await abort(store, session_id, ALICE, b"aborted")
+    await lose(raw, owner)
+    for former in (owner, claimed):
+        with pytest.raises(SessionEnded):
+            await recreate(store, former, lost.to_new_session())
+
+
 async def test_recreate_keeps_an_existing_session(store: RedisStore, raw: redis_asyncio.Redis) -> None:
     lost = await create(store, a_session())
     owner, session_id = lost.ownership, lost.ownership.session_id
