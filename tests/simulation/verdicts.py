@@ -19,7 +19,7 @@ LEAVE_OWNERS = frozenset(
 )
 """Faults that cut off neither a stream from its gateway nor an owner from the store."""
 _HARMLESS = frozenset({"draft-fails", "jump", "repeat", "wrong-resume", "abort", "stranger"})
-"""Faults that no stream may end for."""
+"""Faults that no stream may end for: a jump if it is shorter than what a gateway waits for a response."""
 _RETRIED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 _DEADLINE_S = 0.1
 """Time by which a gateway may call a deadline passed too early: it knows it from a message."""
@@ -129,12 +129,14 @@ class Verdicts:
         )
 
     def _ends_s(self, fault: Fault) -> float:
-        if fault.kind in _HARMLESS:
-            return 0.0
         schedule = self._world.schedule
+        timing = schedule.timing
+        waits_s = min(timing.store_s, timing.verify_s, timing.target_s)
+        if fault.kind in _HARMLESS and not (fault.kind == "jump" and fault.amount >= waits_s):
+            return 0.0
         unread_s = schedule.client_s if fault.kind == "stall" else 0.0
         slowest_s = max(it.pause_s * it.spec.max_position for it in schedule.sessions)
-        return fault.at_s + fault.for_s + max(unread_s, slowest_s) + schedule.timing.settled_s
+        return fault.at_s + fault.for_s + max(unread_s, slowest_s) + timing.settled_s
 
     def _wrong(self, client: SimClient, error: GalleyRpcError, what: str) -> None:
         self._world.ledger.violate(f"{client.process.name} {what}: {error}")
