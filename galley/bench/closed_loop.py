@@ -205,6 +205,7 @@ class GatewayLoop:
             [Message("user", prompt.text)],
             max_tokens=max_tokens,
             temperature=temperature,
+            top_p=1.0,  # the whole distribution, also of a model that recommends less
             seed=seed,
             workload=prompt.label,
             speculation=speculation_of(arm),

@@ -70,6 +70,7 @@ _sampling, _length, _speculation, _connection, _tls = (
     for panel in ("Sampling", "Length", "Speculation", "Gateway", "TLS to the gateway")
 )
 PATIENCE_S = Retries().patience_s
+_OWN = "Default: the model's own."
 
 StackName = Annotated[
     str | None,
@@ -252,14 +253,16 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
     ignore_eos: Annotated[
         bool, _length("--ignore-eos", help="Continue after the model's end token.")
     ] = False,
-    temperature: Annotated[float | None, _sampling(help="Temperature, >= 0. 0: greedy. Default: 1.")] = None,
+    temperature: Annotated[float | None, _sampling(help=f"Temperature, >= 0. 0: greedy. {_OWN}")] = None,
     top_p: Annotated[
-        float | None, _sampling(help="Probability mass to sample from, in (0, 1]. Default: 1.")
+        float | None, _sampling(help=f"Probability mass to sample from, in (0, 1]. {_OWN}")
     ] = None,
-    top_k: Annotated[int | None, _sampling(min=0, help="Likeliest tokens to sample from. 0: all.")] = None,
+    top_k: Annotated[
+        int | None, _sampling(min=0, help=f"Likeliest tokens to sample from. 0: all. {_OWN}")
+    ] = None,
     min_p: Annotated[
         float | None,
-        _sampling(help="Least probability of a token, relative to the likeliest, in [0, 1]. Default: 0."),
+        _sampling(help=f"Least probability of a token, relative to the likeliest, in [0, 1]. {_OWN}"),
     ] = None,
     frequency_penalty: Annotated[
         float | None, _sampling(help="Penalty for each time a token occurred, in [-2, 2]. Default: 0.")
@@ -268,7 +271,7 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
         float | None, _sampling(help="Penalty for tokens that occurred, in [-2, 2]. Default: 0.")
     ] = None,
     repetition_penalty: Annotated[
-        float | None, _sampling(help="Divisor for tokens that occurred, in [0.01, 10]. Default: 1.")
+        float | None, _sampling(help=f"Divisor for tokens that occurred, in [0.01, 10]. {_OWN}")
     ] = None,
     seed: Annotated[
         int | None,

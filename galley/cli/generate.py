@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from pathlib import Path  # Typer reads the annotation
 from typing import Annotated
 
 import typer
@@ -27,7 +28,13 @@ _CHAT_HELP = "/quit ends, /reset forgets the conversation, Ctrl-C stops an answe
 @with_connection_flags
 def generate(
     *,
-    prompt: Annotated[str, typer.Argument(help="The prompt. -: read it from standard input.")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt. -: read it from standard input.", show_default=False)
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="File to read the prompt from. Default: none."),
+    ] = None,
     options: GenerateOptions,
     connection: Connection,
     chat: Annotated[
@@ -43,19 +50,31 @@ def generate(
     """Stream the answer to a prompt."""
     from galley.cli.answer import show_stream, view_of  # noqa: PLC0415  # grpc is slow to load
 
-    text = _standard_input() if prompt == "-" else prompt
+    text = _prompt(prompt, file)
     whole: Prompt = [Message("user", text)] if chat else text
     view = view_of(as_json=as_json, origins=origins, logprobs=options.get("logprobs") is not None)
     show_stream(connection, lambda client: client.stream(whole, **options), view, summary=not as_json)
 
 
-def _standard_input() -> str:
-    content = sys.stdin.buffer.read()
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        problem = "must be a text, or - for standard input, or be left out with --file"
+        raise typer.BadParameter(problem, param_hint="PROMPT")
+    if file is not None:
+        try:
+            return _text(file.read_bytes(), "--file")
+        except OSError as error:
+            problem = f"{file}: cannot be read: {error.strerror}"
+            raise typer.BadParameter(problem, param_hint="--file") from None
+    return _text(sys.stdin.buffer.read(), "standard input") if prompt == "-" else str(prompt)
+
+
+def _text(content: bytes, source: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         problem = f"must be UTF-8 text, got the byte 0x{content[error.start]:02x} at offset {error.start}"
-        raise typer.BadParameter(problem, param_hint="standard input") from None
+        raise typer.BadParameter(problem, param_hint=source) from None
 
 
 @with_connection_flags

@@ -62,9 +62,10 @@ class Tls:
 class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `generate`, `stream` and `chat`; None leaves one to the gateway.
 
-    Names, bounds and defaults are those of the proto. `stop` is one text or several. `timeout_s` is the
-    deadline of the whole answer, in seconds. `force_trace` makes the gateways trace this request whatever
-    they sample.
+    Names and bounds are those of the proto. Sampling that is left out is the model's own, from its
+    generation_config.json; `model_info().default_sampling` shows it. `stop` is one text or several.
+    `timeout_s` is the deadline of the whole answer, in seconds. `force_trace` makes the gateways trace this
+    request whatever they sample.
     """
 
     model: str

@@ -24,6 +24,7 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateR
     request = pb.GenerateRequest(
         sampling=pb.SamplingParams(**{name: given[name] for name in _SAMPLING & given.keys()}),
         speculation=speculation,
+        use_default_sampling=True,
         **{name: given[name] for name in _REQUEST & given.keys()},
     )
     _set_prompt(request, checked_prompt("prompt", prompt))

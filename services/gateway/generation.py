@@ -62,6 +62,7 @@ class ServedModel:
     max_sessions: int
     default_k: int
     default_strategy: str
+    default_sampling: pb.SamplingParams | None = None
 
     @property
     def info(self) -> pb.GetTargetInfoResponse:
@@ -77,6 +78,7 @@ class ServedModel:
             tuple(self.info.eos_token_ids),
             self.default_k,
             self.default_strategy,
+            self.default_sampling,
         )
 
     def describe(self) -> pb.GetModelInfoResponse:
@@ -92,6 +94,7 @@ class ServedModel:
             dtype=self.info.dtype,
             device=self.info.device,
             max_sessions=self.max_sessions,
+            default_sampling=self.default_sampling,
         )
 
 

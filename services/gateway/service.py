@@ -33,6 +33,7 @@ from galley.core.names import MOVE_REASONS, SCHEMA_URL
 from galley.core.routing.breaker import State
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import SessionStore, StoredSession
+from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.auth.authentication import Authentication, PrincipalInterceptor, build_authentication
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
@@ -320,6 +321,7 @@ def _served_model(
     settings: GatewaySettings, tuning: Tuning, tokenizer: Tokenizer, targets: TargetPool, drafts: DraftPool
 ) -> ServedModel:
     max_draft_tokens = min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens)
+    recommends = settings.generation_config == "auto"
     return ServedModel(
         name=settings.model_name or targets.info.model,
         targets=targets,
@@ -329,6 +331,7 @@ def _served_model(
         max_sessions=settings.max_sessions,
         default_k=0 if settings.draft == NO_DRAFT else min(settings.k, max_draft_tokens),
         default_strategy=tuning.strategy,
+        default_sampling=pb.SamplingParams(**tokenizer.sampling) if recommends else None,
     )
 
 

@@ -65,11 +65,18 @@ class Tokenizer:
     """
 
     def __init__(
-        self, fast: FastTokenizer, template: ChatTemplate | None, digest: str, *, plain_messages: bool
+        self,
+        fast: FastTokenizer,
+        template: ChatTemplate | None,
+        digest: str,
+        *,
+        plain_messages: bool,
+        sampling: Mapping[str, Any],
     ) -> None:
         """Switch off truncation and padding of `fast`; `digest` is the tokenizer's `hash`.
 
-        With `plain_messages`, control tokens that a message spells out are plain text.
+        With `plain_messages`, control tokens that a message spells out are plain text. `sampling` is what the
+        model's generation_config.json recommends.
         """
         fast.no_truncation()
         fast.no_padding()
@@ -80,6 +87,7 @@ class Tokenizer:
         if plain_messages and template is not None:
             self._chat, self._control_tokens = separate(fast)
         self.hash = digest
+        self.sampling = sampling
 
     @classmethod
     def load(cls, model: str, *, control_tokens_in_messages: bool = True) -> Tokenizer:
@@ -110,6 +118,7 @@ class Tokenizer:
             _chat_template(directory, config),
             tokenizer_hash(directory),
             plain_messages=not control_tokens_in_messages,
+            sampling=_recommended_sampling(directory / "generation_config.json"),
         )
 
     @property
@@ -146,11 +155,6 @@ class Tokenizer:
         return str(self._fast.decode(list(ids), skip_special_tokens=True))
 
 
-def generation_defaults(model: str) -> dict[str, float]:
-    """Return what the model's own generation_config.json recommends for sampling. Raise as `load` does."""
-    return sampling_defaults(_read_json(_directory(model) / "generation_config.json"))
-
-
 def _ids(
     fast: FastTokenizer, text: str, most_tokens: int | None, *, add_special_tokens: bool = True
 ) -> list[int]:
@@ -159,6 +163,13 @@ def _ids(
     if most_tokens is not None and len(encoding) > most_tokens:
         raise TooManyTokens(len(encoding))
     return list(encoding.ids)
+
+
+def _recommended_sampling(path: Path) -> dict[str, Any]:
+    try:
+        return sampling_defaults(_read_json(path))
+    except InvalidField as fault:
+        raise ValueError(f"{path}: {fault}") from fault
 
 
 def _directory(model: str) -> Path:

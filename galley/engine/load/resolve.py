@@ -9,6 +9,7 @@ import argparse
 import fcntl
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from galley.engine.load.support import (
 )
 
 _DIGEST_DIGITS = 16
+_DEFAULT_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 
 def resolve_model(spec: str) -> Path:
@@ -40,7 +42,7 @@ def resolve_model(spec: str) -> Path:
     Raises UnsupportedModel.
     """
     if spec == DEFAULT_MODEL:
-        return _converted(_default_gguf(), spec)
+        return _with_sampling(_converted(_default_gguf(), spec))
     path = Path(spec).expanduser()
     if path.is_dir():
         return _checked(path.resolve())
@@ -51,6 +53,20 @@ def resolve_model(spec: str) -> Path:
             raise UnsupportedModel(f"{spec}: no such file")
         return _converted(path.resolve(), path.stem.lower())
     return _checked(_downloaded(spec))
+
+
+def _with_sampling(directory: Path) -> Path:
+    """Add the sampling that the default model's card recommends, which its GGUF does not hold."""
+    path = directory / "generation_config.json"
+    config = _read_config(path)
+    # A directory that cannot be written to, such as one of an image, keeps what it has.
+    if not _DEFAULT_SAMPLING.keys() <= config.keys() and os.access(directory, os.W_OK):
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=directory, delete=False) as file:
+            json.dump(config | _DEFAULT_SAMPLING, file, indent=2)
+        written = Path(file.name)
+        written.chmod(0o644)
+        written.replace(path)
+    return directory
 
 
 def _checked(directory: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 
-from galley.common.models.tokenizer import generation_defaults
 from galley.common.server.listen import server_files
 from services.gateway.http.api.answers import Answers
 from services.gateway.http.api.choices import ChoiceRunner
@@ -25,9 +24,8 @@ async def open_door(settings: GatewaySettings, shared: Shared, bound: socket.soc
     """Serve HTTP on a bound socket."""
     generation = shared.generation
     runner = ChoiceRunner(generation, shared.tracer)
-    defaults = generation_defaults(settings.model) if settings.generation_config == "auto" else {}
     app = build_app(
-        Answers(runner, RequestReader(defaults), strict=settings.strict_parameters),
+        Answers(runner, RequestReader(), strict=settings.strict_parameters),
         Sessions(runner),
         Tokens(generation),
         Operations(generation, shared.registry, int(time.time())),

@@ -65,7 +65,8 @@ class Limits:
 class Model:
     """The served model. Token ids lie in [0, vocab_size), positions in [0, context_window).
 
-    `default_k` is the most draft tokens a round in mode AUTO.
+    `default_k` is the most draft tokens a round in mode AUTO. `default_sampling` holds for what a request
+    with `use_default_sampling` leaves unset.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Model:
     eos_token_ids: tuple[int, ...] = ()
     default_k: int = 0
     default_strategy: str = ""
+    default_sampling: pb.SamplingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def parse_generate(
     PromptRefused once the prompt was tokenized.
     """
     _check_fixed(request, model)
-    sampling = _sampling(request.sampling, model.vocab_size, draw_seed)
+    sampling = _sampling(request, model, draw_seed)
     stop = _stop(request.stop, limits)
     _check_stop_token_ids(request.stop_token_ids, limits, model.vocab_size)
     logprobs = _logprobs(request, limits)
@@ -175,9 +177,13 @@ def _check_fixed(request: pb.GenerateRequest, model: Model) -> None:
     check_model(request.model, model)
 
 
-def _sampling(message: pb.SamplingParams, vocab_size: int, draw_seed: Callable[[], int]) -> SamplingParams:
+def _sampling(request: pb.GenerateRequest, model: Model, draw_seed: Callable[[], int]) -> SamplingParams:
+    message = pb.SamplingParams()
+    if request.use_default_sampling and model.default_sampling is not None:
+        message.CopyFrom(model.default_sampling)
+    message.MergeFrom(request.sampling)
     sampling = sampling_from(message)
-    sampling.validate(vocab_size)
+    sampling.validate(model.vocab_size)
     return sampling if message.HasField("seed") else replace(sampling, seed=draw_seed())
 
 

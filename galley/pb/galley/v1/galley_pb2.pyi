@@ -541,6 +541,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     CONTINUE_WITHOUT_CLIENT_FIELD_NUMBER: _builtins.int
+    USE_DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the model that the gateway serves."""
     text: _builtins.str
@@ -565,6 +566,8 @@ class GenerateRequest(_message.Message):
     meanwhile. Until the end the session takes a place of the gateway. Unset: work stops within a round. In both cases
     work ends at the deadline of the call, and if a connected client reads nothing for the gateway's --client-timeout-s.
     """
+    use_default_sampling: _builtins.bool
+    """Take the fields of `sampling` that are unset from default_sampling of GetModelInfo."""
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
         """Rendered by the model's chat template."""
@@ -604,10 +607,11 @@ class GenerateRequest(_message.Message):
         n: _builtins.int | None = ...,
         structured_output: Global___StructuredOutput | None = ...,
         continue_without_client: _builtins.bool = ...,
+        use_default_sampling: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "n", b"n", "sampling", b"sampling", "speculation", b"speculation", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "continue_without_client", b"continue_without_client", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "priority", b"priority", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "continue_without_client", b"continue_without_client", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "priority", b"priority", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids", "use_default_sampling", b"use_default_sampling", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -1058,6 +1062,7 @@ class GetModelInfoResponse(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     MAX_SESSIONS_FIELD_NUMBER: _builtins.int
+    DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     context_window: _builtins.int
     vocab_size: _builtins.int
@@ -1074,6 +1079,10 @@ class GetModelInfoResponse(_message.Message):
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strategies that the gateway's drafts offer."""
 
+    @_builtins.property
+    def default_sampling(self) -> Global___SamplingParams:
+        """Sampling that the model's generation_config.json recommends; empty with the gateway's --generation-config none."""
+
     def __init__(
         self,
         *,
@@ -1088,10 +1097,11 @@ class GetModelInfoResponse(_message.Message):
         dtype: _builtins.str = ...,
         device: _builtins.str = ...,
         max_sessions: _builtins.int = ...,
+        default_sampling: Global___SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "max_draft_tokens", b"max_draft_tokens", "max_sessions", b"max_sessions", "model", b"model", "strategies", b"strategies", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "default_sampling", b"default_sampling", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "max_draft_tokens", b"max_draft_tokens", "max_sessions", b"max_sessions", "model", b"model", "strategies", b"strategies", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

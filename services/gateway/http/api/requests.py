@@ -34,10 +34,7 @@ _MOST_ID = (1 << 32) - 1
 
 
 class RequestReader:
-    """Translate requests; `defaults` are the model's own values of what a request leaves out."""
-
-    def __init__(self, defaults: Mapping[str, float]) -> None:
-        self._defaults = defaults
+    """Translate requests; the model's own sampling holds for what they leave out."""
 
     def chat(self, body: ChatRequest, key: str) -> pb.GenerateRequest:
         """Return the request of a chat; `key` is the idempotency key of the header."""
@@ -75,7 +72,8 @@ class RequestReader:
     def _request(self, body: Parameters, key: str, max_completion_tokens: int | None) -> pb.GenerateRequest:
         request = pb.GenerateRequest(
             model=body.model or "",
-            sampling=self._sampling(body),
+            sampling=_sampling(body),
+            use_default_sampling=True,
             min_tokens=body.min_tokens or 0,
             stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
             ignore_eos=bool(body.ignore_eos),
@@ -92,11 +90,12 @@ class RequestReader:
             request.max_tokens = most
         return request
 
-    def _sampling(self, body: Parameters) -> pb.SamplingParams:
-        given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-        if given.get("top_k") == -1:
-            given["top_k"] = 0
-        return pb.SamplingParams(**{**self._defaults, **given}, logit_bias=_biases(body.logit_bias or {}))
+
+def _sampling(body: Parameters) -> pb.SamplingParams:
+    given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    return pb.SamplingParams(**given, logit_bias=_biases(body.logit_bias or {}))
 
 
 def content_of(turn: ChatTurn, index: int) -> str:

@@ -70,6 +70,17 @@ def test_endpoint_of_the_environment_and_prompt_of_standard_input() -> None:
     assert generate_request_of(gateway).text == "Once upon"
 
 
+def test_a_prompt_is_read_from_a_file(tmp_path: Path) -> None:
+    gateway, file = FakeGateway(), tmp_path / "prompt.txt"
+    file.write_text("Once upon", encoding="utf-8")
+    assert ask(gateway, "generate", "--file", str(file), "--raw").exit_code == 0
+    assert generate_request_of(gateway).text == "Once upon"
+    file.write_bytes(b"caf\xe9")
+    refused = ask(gateway, "generate", "--file", str(file))
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: --file: must be UTF-8 text, got the byte 0xe9 at offset 3")
+
+
 def test_generate_finds_the_stack_that_runs_here() -> None:
     with serving(FakeGateway()) as address:
         with endpoint.Endpoint() as stack:
@@ -101,6 +112,7 @@ def test_every_flag_reaches_the_wire() -> None:
             repetition_penalty=1.5,
             seed=2**64 - 1,
         ),
+        use_default_sampling=True,
         max_tokens=9,
         min_tokens=2,
         stop=["a", "b"],
@@ -319,7 +331,9 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
         (["generate", "x", "--endpoint=x:99999"], "--endpoint: must be HOST[:PORT], got 'x:99999'"),
         (["generate", "x", "--no-speculation", "--k=2"], "--no-speculation: cannot be combined with --k"),
         (["generate", "x", "--foo"], "No such option: --foo"),
-        (["generate"], "Missing argument"),
+        (["generate", "--endpoint=x"], "PROMPT: must be a text, or - for standard input, or be left out"),
+        (["generate", "x", "--file=/dev/null", "--endpoint=x"], "PROMPT: must be a text, or - for"),
+        (["generate", "--file=/nowhere", "--endpoint=x"], "--file: /nowhere: cannot be read: No such file"),
     ],
 )
 def test_wrong_usage_is_one_line_that_names_the_flag(arguments: list[str], problem: str) -> None:

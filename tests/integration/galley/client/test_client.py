@@ -74,6 +74,7 @@ async def test_options_left_out_are_not_sent() -> None:
     assert generate_request_of(gateway) == pb.GenerateRequest(
         text="x",
         sampling=pb.SamplingParams(),
+        use_default_sampling=True,
         speculation=pb.Speculation(mode=pb.Speculation.MODE_AUTO),
         idempotency_key="key",
     )
@@ -100,6 +101,7 @@ async def test_options_reach_the_wire() -> None:
     assert generate_request_of(gateway) == pb.GenerateRequest(
         messages=pb.ChatMessages(messages=turns),
         sampling=pb.SamplingParams(temperature=0.0, top_k=0, seed=2**64 - 1, logit_bias={7: -1.5}),
+        use_default_sampling=True,
         stop=["a", "b"],
         logprobs=0,
         max_tokens=3,

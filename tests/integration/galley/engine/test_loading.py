@@ -388,6 +388,8 @@ def test_the_default_model_is_converted_once_by_two_callers(
     assert (directory / "model.safetensors").stat().st_mtime_ns == before
     config = load_config(directory)
     assert (config.vocab_size, eos_token_ids(directory, config)) == (29, (1,))
+    sampling = json.loads((directory / "generation_config.json").read_text())
+    assert (sampling["temperature"], sampling["top_p"]) == (0.2, 0.9)
 
 
 @pytest.mark.model

@@ -299,6 +299,12 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str) -> None
         Tokenizer.load(str(tmp_path))
 
 
+def test_bad_sampling_of_the_model_is_named_before_any_request(tmp_path: Path) -> None:
+    (a_directory(tmp_path) / "generation_config.json").write_text('{"temperature": -1}')
+    with pytest.raises(ValueError, match=r"generation_config.json: sampling.temperature: must be >= 0"):
+        Tokenizer.load(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_file_that_lies_elsewhere_is_not_read(tmp_path: Path, name: str) -> None:
     directory = a_directory(tmp_path / "model", {"chat_template": "T"})

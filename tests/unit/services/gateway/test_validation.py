@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,21 @@ def test_a_bare_request_gets_the_defaults() -> None:
         auto=True,
         strategy="model",
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"use_default_sampling": True}, (0.25, 50)),
+        ({"use_default_sampling": True, **sampling(temperature=0.0)}, (0.0, 50)),
+        ({"use_default_sampling": True, **sampling(top_k=0)}, (0.25, 0)),
+        ({}, (1.0, 0)),
+    ],
+)
+def test_the_models_sampling_fills_what_is_unset(fields: dict[str, Any], expected: tuple[float, int]) -> None:
+    model = replace(MODEL, default_sampling=pb.SamplingParams(temperature=0.25, top_k=50))
+    parsed = parse_generate(request(**fields), LIMITS, Bytes(), model, lambda: SEED).sampling
+    assert (parsed.temperature, parsed.top_k) == expected
 
 
 def test_everything_that_is_set_is_kept() -> None:
