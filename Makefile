@@ -166,18 +166,21 @@ audit: setup ## look for known vulnerabilities in what the locks install; fail i
 # How many processes run the tests; a file's tests stay together. Most integration tests wait a part of their time.
 TEST_WORKERS ?= 3
 
-.PHONY: test unit integration e2e
+.PHONY: test clients unit integration e2e
 # Each of the processes would otherwise start as many threads as there are cores.
 unit integration e2e: export OMP_NUM_THREADS := 1
 test: helm ## run all that CI runs
 	@$(MAKE) --jobs 2 --output-sync lint check-generated helm-lint unit
 	@$(MAKE) integration e2e
 
+clients: setup ## install the clients of other people that tests call the HTTP API with (600 MB in .galley)
+	@scripts/clients.sh
+
 unit: setup ## run the tests in memory: no sockets, no model (under a minute)
 	@echo "== unit tests"
 	@$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit
 
-integration: helm ## run the tests of real servers and processes with tiny models, and of chart and repository
+integration: helm clients ## run the tests of real servers and processes with tiny models, and of chart and repository
 	@echo "== integration tests"
 	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
 		tests/integration tests/simulation tests/attack tests/deploy tests/repo
