@@ -23,7 +23,7 @@ from tests.fakes.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 TOO_LONG = 70_000  # bytes; the gateways of a World take messages of 65536
-TESTED = {"batch", "chat", "resume", "seeds", "stream"}
+TESTED = {"batch", "chat", "openai_python", "resume", "seeds", "stream"}
 
 
 @pytest.fixture
@@ -159,6 +159,21 @@ async def test_seeds(world: World) -> None:
         "other tokens",
     ]
     assert first == again == plain != other
+    assert err == ""
+
+
+async def test_openai_python(world: World) -> None:
+    gateway = await world.gateway(http_port=0)
+    out, err = await output(await start("openai_python", f"http://{gateway.http}/v1", "Hi"))
+    first, plain = answers(world, 64)
+    begin, rest = out[: len(first)], out[len(first) :]
+    counts, again = re.findall(r"\n(\d+) tokens, (\d+) of them from the draft\n", rest)
+    assert begin == first == plain
+    assert counts[0] == again[0]
+    assert int(counts[1]) > int(again[1]) == 0
+    assert rest.endswith(
+        f"draft\n{plain}\n{again[0]} tokens, 0 of them from the draft\nthe same seed, plain: same text\n"
+    )
     assert err == ""
 
 

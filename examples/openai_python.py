@@ -1,0 +1,42 @@
+"""Chat by OpenAI's Python client: python examples/openai_python.py [URL [PROMPT]].
+
+Parameters that only Galley has go into extra_body. The answer is requested again without speculation, which
+changes its speed and no word of it. The program needs the client: pip install openai.
+"""
+
+import sys
+from typing import Any
+
+from openai import OpenAI
+
+
+def main(url: str = "http://127.0.0.1:8000/v1", prompt: str = "Name three rivers.") -> None:
+    client = OpenAI(base_url=url, api_key="none")
+    model = client.models.list().data[0].id
+
+    def answer(**extra: Any) -> str:
+        text = ""
+        stream = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=64,
+            seed=7,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=extra,
+        )
+        for chunk in stream:
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                print(choice.delta.content or "", end="", flush=True)
+            if chunk.usage and chunk.usage.completion_tokens_details:
+                details, total = chunk.usage.completion_tokens_details, chunk.usage.completion_tokens
+                print(f"\n{total} tokens, {details.accepted_prediction_tokens} of them from the draft")
+        return text
+
+    first, plain = answer(), answer(speculation={"mode": "off"})
+    print("the same seed, plain:", "same text" if plain == first else "OTHER TEXT")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
