@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import grpc
+import grpc.aio
 import typer
 from google.protobuf.json_format import MessageToJson
 from rich.console import Console
@@ -106,6 +108,14 @@ class TextView:
 View: TypeAlias = JsonView | TextView
 
 
+class Watcher(Protocol):
+    """A view, or one that wraps it."""
+
+    def show(self, event: pb.StreamEvent) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def view_of(*, as_json: bool, origins: bool, logprobs: bool = False) -> View:
     if as_json:
         return JsonView()
@@ -147,60 +157,82 @@ def summary_line(session_id: str, finished: pb.Finished) -> str:
     )
 
 
+@dataclass(slots=True)
+class Outcome:
+    """A stream as far as it was shown: to its end, to Ctrl-C (`is_stopped`), or to an error."""
+
+    stream: AsyncStream | None = None
+    error: BadKey | GalleyRpcError | None = None
+    is_stopped: bool = False
+
+    @property
+    def text(self) -> str:
+        return "" if self.stream is None else self.stream.output.text
+
+
+def show(connection: Connection, start: Callable[[AsyncClient], AsyncStream], view: Watcher) -> Outcome:
+    """Show the stream until it ends or breaks."""
+    outcome = Outcome()
+    try:
+        asyncio.run(_show(connection, start, view, outcome))
+    except KeyboardInterrupt:
+        outcome.is_stopped = True
+    except (BadKey, GalleyRpcError) as error:
+        outcome.error = error
+    return outcome
+
+
 def show_stream(
     connection: Connection, start: Callable[[AsyncClient], AsyncStream], view: View, *, summary: bool = True
-) -> str:
-    """Show the stream, return its text. If it breaks, raise typer.Exit and, if useful, say how to resume."""
-    streams: list[AsyncStream] = []
-    try:
-        text = asyncio.run(_show(connection, start, view, streams))
-    except KeyboardInterrupt:
-        _say_how_to_resume(streams)
-        raise typer.Exit(INTERRUPTED) from None
-    except (BadKey, GalleyRpcError) as error:
-        if not (isinstance(error, GalleyRpcError) and error.code in _FINAL):
-            _say_how_to_resume(streams)
-        raise fail(error) from None
-    [stream] = streams
-    if summary and stream.finished is not None:
-        say(summary_line(stream.session_id, stream.finished))
-    return text
+) -> None:
+    """Show the stream. If it breaks, raise typer.Exit and, if useful, say how to resume."""
+    outcome = show(connection, start, view)
+    if outcome.is_stopped:
+        _say_how_to_resume(outcome.stream)
+        raise typer.Exit(INTERRUPTED)
+    if outcome.error is not None:
+        raise report_error(outcome)
+    if summary and outcome.stream is not None and outcome.stream.finished is not None:
+        say(summary_line(outcome.stream.session_id, outcome.stream.finished))
+
+
+def report_error(outcome: Outcome) -> typer.Exit:
+    """Print the error of a stream and, if useful, how to resume it. Return the exception to raise."""
+    if not (isinstance(outcome.error, GalleyRpcError) and outcome.error.code in _FINAL):
+        _say_how_to_resume(outcome.stream)
+    return fail(outcome.error)
+
+
+def client_of(connection: Connection, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()) -> AsyncClient:
+    return AsyncClient(
+        connection.addresses,
+        retries=Retries(connection.patience_s),
+        tls=connection.tls,
+        interceptors=interceptors,
+    )
 
 
 async def _show(
-    connection: Connection,
-    start: Callable[[AsyncClient], AsyncStream],
-    view: View,
-    streams: list[AsyncStream],
-) -> str:
+    connection: Connection, start: Callable[[AsyncClient], AsyncStream], view: Watcher, outcome: Outcome
+) -> None:
     try:
         from galley.common.tracing.telemetry import start_telemetry  # noqa: PLC0415  # an extra
     except ImportError:
         telemetry = None
     else:
         telemetry = start_telemetry("galley-cli", as_global=False)
-    client = AsyncClient(
-        connection.addresses,
-        retries=Retries(connection.patience_s),
-        tls=connection.tls,
-        interceptors=telemetry.client_interceptors() if telemetry else (),
-    )
-    text = ""
     try:
-        async with client:
-            streams.append(start(client))
-            async for event in streams[0]:
-                text += event.chunk.text
+        async with client_of(connection, telemetry.client_interceptors() if telemetry else ()) as client:
+            outcome.stream = start(client)
+            async for event in outcome.stream:
                 view.show(event)
     finally:
         view.close()
         if telemetry is not None:
             telemetry.shutdown()
-    return text
 
 
-def _say_how_to_resume(streams: list[AsyncStream]) -> None:
-    for stream in streams:
-        if _SAFE_ARGUMENT.fullmatch(stream.session_id):
-            point = stream.resume_from()
-            say(f"to continue: galley resume {point.session_id} --next-index {point.next_index}")
+def _say_how_to_resume(stream: AsyncStream | None) -> None:
+    if stream is not None and _SAFE_ARGUMENT.fullmatch(stream.session_id):
+        point = stream.resume_from()
+        say(f"to continue: galley resume {point.session_id} --next-index {point.next_index}")

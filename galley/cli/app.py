@@ -16,10 +16,11 @@ import typer
 from typer.core import TyperGroup
 
 from galley.cli.bench import bench
+from galley.cli.chat.command import chat
 from galley.cli.demo import demo
 from galley.cli.distill import distill
 from galley.cli.flags import USAGE, fail, require, say
-from galley.cli.generate import chat, generate, resume
+from galley.cli.generate import generate, resume
 from galley.cli.plan import plan
 from galley.cli.top import top
 from galley.cli.trace import trace

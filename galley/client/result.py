@@ -115,11 +115,15 @@ class Output:
         self.tokens += chunk.token_ids
         self.chunks.append(chunk)
 
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
     def result(self, finished: pb.Finished) -> Result:
         """Return the answer that `finished` has ended."""
         started, matched = self.started, finished.WhichOneof("matched_stop")
         return Result(
-            text="".join(chunk.text for chunk in self.chunks),
+            text=self.text,
             tokens=list(self.tokens),
             finish_reason=_REASONS.get(finished.reason, "unknown"),
             stop=getattr(finished, matched) if matched else None,

@@ -43,6 +43,7 @@ class FakeGateway(rpc.GenerationServicer):
     requests: list[pb.GenerateRequest | pb.ResumeRequest | pb.AbortRequest] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     deadline_s: float | None = None
+    default_sampling: pb.SamplingParams = field(default_factory=pb.SamplingParams)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
 
     def Generate(
@@ -68,7 +69,9 @@ class FakeGateway(rpc.GenerationServicer):
         self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext
     ) -> pb.GetModelInfoResponse:
         self._maybe_fail(0, context)
-        return pb.GetModelInfoResponse(model="tiny", strategies=["ngram"])
+        return pb.GetModelInfoResponse(
+            model="tiny", strategies=["ngram"], default_sampling=self.default_sampling
+        )
 
     def _note(self, request: pb.GenerateRequest | pb.ResumeRequest, context: grpc.ServicerContext) -> None:
         self.requests.append(request)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from fcntl import ioctl
 from pathlib import Path
 
 import pytest
@@ -26,12 +19,13 @@ from galley.stack import endpoint
 from galley.stack.endpoint import Service
 from tests.fakes.metric_servers import serve_texts, unused_address
 from tests.fakes.redis_servers import VALKEY, running
+from tests.fakes.terminal import Terminal
+from tests.fakes.waiting import PATIENCE_S
 from tests.unit.galley.top import sample
 
 GALLEY = [sys.executable, "-m", "galley.cli", "top"]
 SOON = ("--interval", "0.2")
 OTHER_SCREEN, FIRST_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
-PATIENCE_S = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -152,49 +146,8 @@ async def test_registered_replicas_and_a_lost_store_are_shown() -> None:
     assert not away.drafts
 
 
-class Terminal:
-    def __init__(self, *args: str) -> None:
-        self._fd, theirs = pty.openpty()
-        ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.before = termios.tcgetattr(theirs)
-        self.process = subprocess.Popen(
-            [*GALLEY, *args],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            env={**os.environ, "TERM": "xterm-256color"},
-        )
-        self._theirs = theirs
-        self.output = b""
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._theirs)
-        os.close(self._fd)
-
-    def until(self, words: bytes) -> None:
-        end_s = time.monotonic() + PATIENCE_S
-        while words not in self.output:
-            left_s = end_s - time.monotonic()
-            assert left_s > 0, self.output.decode(errors="replace")
-            if select.select([self._fd], [], [], left_s)[0]:
-                self.output += os.read(self._fd, 65536)
-
-    def press(self, key: bytes) -> None:
-        os.write(self._fd, key)
-
-    @property
-    def modes(self) -> list[object]:
-        return list(termios.tcgetattr(self._theirs))
-
-
 def test_on_a_terminal_it_is_live_until_q_and_leaves_it_as_it_was() -> None:
-    with the_sample() as services, Terminal("--metrics", addresses(services), *SOON) as terminal:
+    with the_sample() as services, Terminal([*GALLEY, "--metrics", addresses(services), *SOON]) as terminal:
         terminal.until(OTHER_SCREEN)
         terminal.until(b"4 of 4 up")
         assert terminal.modes != terminal.before, "keys are received at once, and not shown"
@@ -207,7 +160,10 @@ def test_on_a_terminal_it_is_live_until_q_and_leaves_it_as_it_was() -> None:
 
 
 def test_a_signal_ends_it_as_well() -> None:
-    with the_sample() as services, Terminal("--metrics", addresses(services[:1]), *SOON) as terminal:
+    with (
+        the_sample() as services,
+        Terminal([*GALLEY, "--metrics", addresses(services[:1]), *SOON]) as terminal,
+    ):
         terminal.until(b"1 of 1 up")
         terminal.process.send_signal(signal.SIGINT)
         terminal.until(FIRST_SCREEN)
