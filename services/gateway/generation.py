@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 from structlog.contextvars import bind_contextvars
 
 from galley.core.admission.admission import AdmissionSlot
-from galley.core.answer.answer import Chunk, Ending, NumericsChanged, SessionSpec
+from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged, SessionSpec
 from galley.core.errors import Broken
 from galley.core.names import STRATEGIES
 from galley.core.session import events as ev
@@ -259,6 +259,10 @@ class Generation:
         session_id = parse_session_id(session_id)
         name_in_logs(session_id)
         return await self.streams.read(session_id, caller(), self.deadline_ns(call))
+
+    async def answer_of(self, stored: StoredSession) -> tuple[Answer, Ending | None]:
+        """Return the answer of a session that was read, and its end. Raise LogLost or Overloaded."""
+        return await self.streams.answer_of(stored, caller())
 
     def answer(
         self, runner: SessionRunner, slot: AdmissionSlot, call: ClientCall, observer: RequestObserver

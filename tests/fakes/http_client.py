@@ -29,6 +29,7 @@ CHAT: dict[str, Any] = {
 class Event:
     id: str = ""
     data: str = ""
+    kind: str = ""
 
     @property
     def json(self) -> dict[str, Any]:
@@ -87,6 +88,8 @@ class Events:
                     event.id = value
                 elif name == "data":
                     event.data = value
+                elif name == "event":
+                    event.kind = value
                 elif not line and event.data:
                     self.events.append(event)
                     self.last_id = event.id or self.last_id

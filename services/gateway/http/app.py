@@ -15,10 +15,12 @@ from services.gateway.http.api.answers import Answers
 from services.gateway.http.api.operations import Operations
 from services.gateway.http.api.sessions import Sessions
 from services.gateway.http.api.tokens import Tokens
+from services.gateway.http.responses.handlers import ROUTE, Responses
 
 STREAMS = {
     ("POST", "/v1/chat/completions"): re.compile("/v1/chat/completions"),
     ("POST", "/v1/completions"): re.compile("/v1/completions"),
+    ("POST", "/v1/responses"): re.compile("/v1/responses"),
     ("GET", "/v1/sessions/{session_id}/events"): re.compile("/v1/sessions/[^/]+/events"),
 }
 """The routes that stream answers, with the pattern of their paths."""
@@ -67,7 +69,13 @@ class _App(FastAPI):
 
 
 def build_app(
-    answers: Answers, sessions: Sessions, tokens: Tokens, operations: Operations, *, described: bool
+    answers: Answers,
+    responses: Responses,
+    sessions: Sessions,
+    tokens: Tokens,
+    operations: Operations,
+    *,
+    described: bool,
 ) -> FastAPI:
     """Return the API; `described` serves its description, too."""
     app = _App(
@@ -78,24 +86,31 @@ def build_app(
         redoc_url=None,
         telemetry=None,
     )
-    events: dict[int | str, dict[str, Any]] = {
-        200: {"content": {"text/event-stream": {}, "application/json": {}}}
-    }
+    streaming = _ERRORS | {200: {"content": {"text/event-stream": {}, "application/json": {}}}}
     add = app.add_api_route
     add(
         "/v1/chat/completions",
         answers.chat,
         methods=["POST"],
-        responses={**_ERRORS, **events},
+        responses=streaming,
         tags=["answers"],
     )
     add(
         "/v1/completions",
         answers.complete,
         methods=["POST"],
-        responses={**_ERRORS, **events},
+        responses=streaming,
         tags=["answers"],
     )
+    add(
+        "/v1/responses",
+        responses.create,
+        methods=["POST"],
+        responses=streaming,
+        tags=["responses"],
+    )
+    add(ROUTE, responses.retrieve, methods=["GET"], responses=streaming, tags=["responses"])
+    add(f"{ROUTE}/cancel", responses.cancel, methods=["POST"], responses=_ERRORS, tags=["responses"])
     add(
         "/v1/sessions/{session_id}/events",
         sessions.events,

@@ -13,6 +13,7 @@ from services.gateway.http.api.requests import RequestReader
 from services.gateway.http.api.sessions import Sessions
 from services.gateway.http.api.tokens import Tokens
 from services.gateway.http.app import DESCRIPTION_PATHS, OPEN_PATHS, STREAMS, build_app
+from services.gateway.http.responses.handlers import Responses
 from services.gateway.http.shared import Shared
 from services.gateway.http.transport.front import Access, Front, Tracing
 from services.gateway.http.transport.server import HttpServer
@@ -24,8 +25,10 @@ async def open_door(settings: GatewaySettings, shared: Shared, bound: socket.soc
     """Serve HTTP on a bound socket."""
     generation = shared.generation
     runner = ChoiceRunner(generation, shared.tracer)
+    reader, strict = RequestReader(), settings.strict_parameters
     app = build_app(
-        Answers(runner, RequestReader(), strict=settings.strict_parameters),
+        Answers(runner, reader, strict=strict),
+        Responses(runner, reader, strict=strict),
         Sessions(runner),
         Tokens(generation),
         Operations(generation, shared.registry, int(time.time())),

@@ -209,6 +209,12 @@ class Streams:
         finally:
             self._reads.leave(slot, self._clock.now_ns())
 
+    async def answer_of(self, stored: StoredSession, principal: Principal) -> tuple[Answer, Ending | None]:
+        """Return the answer of a session that was read, and its end. Charge its replay; raise Overloaded."""
+        self._budgets.check(principal)
+        self._budgets.add(principal, stored.prompt_len - len(stored.tokens))
+        return await self._replays.replay(stored), _ending(stored)
+
     async def abort(self, session_id: str, principal: str, deadline_ns: int | None) -> None:
         """End a session for good, here and in the store.
 

@@ -5,29 +5,39 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from galley.core.errors import InvalidField
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.api.choices import ChoiceRunner, Reader
 from services.gateway.http.api.format import Format
-from services.gateway.http.api.positions import START, Position
+from services.gateway.http.api.positions import START
 from services.gateway.http.api.requests import RequestReader
 from services.gateway.http.api.schemas import (
     ChatRequest,
+    ChoicesRequest,
     CompletionRequest,
-    Parameters,
-    unknown_parameters,
-    warning_of,
+    check_parameters,
 )
-from services.gateway.http.api.stream import EventStream
+from services.gateway.http.api.stream import AnswerEvents, EventStream
 from services.gateway.http.api.whole import WholeAnswers
 from services.gateway.http.transport.front import CALL, SESSION_ID
 
 Run = Callable[[Reader], Awaitable[None]]
+
+
+class Collector(Reader, Protocol):
+    """Collect answers for a response in one piece."""
+
+    @property
+    def session_id(self) -> str:
+        """Return the id of the first session. Raise IndexError if none has begun."""
+
+    @property
+    def body(self) -> bytes: ...
 
 
 class Answers:
@@ -41,26 +51,19 @@ class Answers:
 
     async def chat(self, body: ChatRequest, request: HttpRequest) -> Response:
         """Answer a conversation."""
-        headers = self._headers(body)
-        wire = self._requests.chat(body, _key(request))
+        headers = check_parameters(body, strict=self._strict)
+        wire = self._requests.chat(body, idempotency_key(request))
         return self._response([wire], _format("chat", body, 1), request, headers, stream=bool(body.stream))
 
     async def complete(self, body: CompletionRequest, request: HttpRequest) -> Response:
         """Continue one or more prompts."""
-        headers = self._headers(body)
-        wire = self._requests.completions(body, _key(request))
+        headers = check_parameters(body, strict=self._strict)
+        wire = self._requests.completions(body, idempotency_key(request))
         form = _format("completion", body, len(wire), echo=bool(body.echo))
         prompts = (
             [one.text or self._model.tokenizer.decode(one.token_ids.ids) for one in wire] if form.echo else ()
         )
         return self._response(wire, form, request, headers, stream=bool(body.stream), prompts=prompts)
-
-    def _headers(self, body: Parameters) -> dict[str, str]:
-        """Return the headers that tell of ignored parameters. Raise InvalidField or Unimplemented."""
-        unknown = unknown_parameters(body)
-        if unknown and self._strict:
-            raise InvalidField(unknown[0], "must be a known parameter (--strict-parameters)")
-        return {"warning": warning_of(unknown)} if unknown else {}
 
     def _response(
         self,
@@ -88,7 +91,7 @@ class Answers:
 class StreamedAnswers(Response):
     """A response of events, written while `run` runs the sessions."""
 
-    def __init__(self, run: Run, writer: Callable[[Send], EventStream]) -> None:
+    def __init__(self, run: Run, writer: Callable[[Send], AnswerEvents]) -> None:
         super().__init__()
         self._run = run
         self._writer = writer
@@ -106,7 +109,7 @@ class StreamedAnswers(Response):
 class CollectedAnswers(Response):
     """A response that is sent once `run` has collected the answers."""
 
-    def __init__(self, run: Run, answers: WholeAnswers, headers: Mapping[str, str]) -> None:
+    def __init__(self, run: Run, answers: Collector, headers: Mapping[str, str]) -> None:
         super().__init__()
         self._run = run
         self._answers = answers
@@ -124,7 +127,7 @@ class CollectedAnswers(Response):
         await Response(body, media_type="application/json", headers=headers)(scope, receive, send)
 
 
-def _format(kind: str, body: Parameters, prompts: int, *, echo: bool = False) -> Format:
+def _format(kind: str, body: ChoicesRequest, prompts: int, *, echo: bool = False) -> Format:
     n = body.n or 1
     return Format(
         "chat" if kind == "chat" else "completion",
@@ -136,13 +139,5 @@ def _format(kind: str, body: Parameters, prompts: int, *, echo: bool = False) ->
     )
 
 
-def _key(request: HttpRequest) -> str:
+def idempotency_key(request: HttpRequest) -> str:
     return request.headers.get("idempotency-key", "")
-
-
-def resumed(
-    run: Run, form: Format, runner: ChoiceRunner, former: Sequence[Position], prompts: Sequence[str]
-) -> Response:
-    """Return the rest of a stream from the places that its client had reached."""
-    model = runner.generation.model
-    return StreamedAnswers(run, lambda send: EventStream(send, form, model, former, {}, prompts))

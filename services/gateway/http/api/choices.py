@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from opentelemetry import trace
@@ -66,9 +67,17 @@ class ChoiceRunner:
     tracer: RequestTracer | None = None
 
     async def generate(
-        self, requests: Sequence[pb.GenerateRequest], form: Format, call: HttpCall, reader: Reader
+        self,
+        requests: Sequence[pb.GenerateRequest],
+        form: Format,
+        call: HttpCall,
+        reader: Reader,
+        stored: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """Answer each request `form.n` times. Raise what refuses one of them, or ends a session."""
+        """Answer each request `form.n` times; the first session keeps the fields `stored`, too.
+
+        Raise what refuses one of them, or ends a session.
+        """
         generation = self.generation
         call.is_observed = True
         with generation.observe(requests[0], call) as observer, ExitStack() as held:
@@ -79,7 +88,8 @@ class ChoiceRunner:
             checked = [
                 await generation.check(one, slots[index * form.n]) for index, one in enumerate(requests)
             ]
-            first = await generation.begin(checked[0], slots[0], deadline_ns, stored=form.stored)
+            fields = {**form.stored, **stored}
+            first = await generation.begin(checked[0], slots[0], deadline_ns, stored=fields)
 
             def begin(index: int) -> Awaitable[SessionRunner]:
                 spec = _spec_of(checked[index // form.n], first.session, index, form.n)

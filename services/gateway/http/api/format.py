@@ -16,7 +16,7 @@ from services.gateway.telemetry.attributes import stored_operation
 FIELD = "http"
 """Field of a stored session: the format of its answers; absent for a session of gRPC."""
 
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion", "response"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Places in the answers of a request, as the ids of its events name them.
 
 An id has an entry for each choice, separated by commas: `~` before its first event, else the number of output
-tokens before this place, with the hash of these tokens after a dot, and `!` once the choice has ended.
+tokens before this place, with the hash of these tokens after a dot, and `!` once the choice has ended. Where
+several events open or close an answer (`responses.stream`), their number so far follows `~` or `!`.
 `done` is the id of the last event.
 """
 
@@ -17,23 +18,31 @@ from galley.core.errors import InvalidField
 
 DONE = "done"
 _FIELD = "last-event-id"
-_ENTRY = re.compile(r"~|(?P<index>[0-9]{1,9})(?:\.(?P<hash>[A-Za-z0-9_-]{22}))?(?P<ended>!?)")
+_ENTRY = re.compile(
+    r"~(?P<opened>[1-9]?)|"
+    r"(?P<index>[0-9]{1,9})(?:\.(?P<hash>[A-Za-z0-9_-]{22}))?(?:(?P<ended>!)(?P<closed>[1-9]?))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in an answer, before output token `index`; `seen_hash` is that of the tokens before it."""
+    """A place in an answer, before output token `index`; `seen_hash` is that of the tokens before it.
+
+    `step` counts the events that were sent before the answer begins, or after it has ended.
+    """
 
     index: int = 0
     seen_hash: bytes = b""
     has_begun: bool = False
     has_ended: bool = False
+    step: int = 0
 
     def __str__(self) -> str:
+        step = str(self.step or "")
         if not self.has_begun:
-            return "~"
+            return "~" + step
         seen = f".{urlsafe_b64encode(self.seen_hash).decode().rstrip('=')}" if self.index else ""
-        return f"{self.index}{seen}{'!' if self.has_ended else ''}"
+        return f"{self.index}{seen}{'!' + step if self.has_ended else ''}"
 
 
 START = Position()
@@ -57,10 +66,13 @@ def _position(entry: str) -> Position:
     matched = _ENTRY.fullmatch(entry)
     if matched is None:
         raise InvalidField(_FIELD, f"must be the id of an event of this session, got {entry[:64]!r}")
-    if entry == "~":
-        return START
+    step = int(matched["opened"] or matched["closed"] or 0)
+    if matched["index"] is None:
+        return Position(step=step)
     index, text = int(matched["index"]), matched["hash"] or ""
     seen = urlsafe_b64decode(text + "==") if text else b""
     if index and len(seen) != HASH_BYTES:
         raise InvalidField(_FIELD, "must have the hash of the tokens before it")
-    return Position(index, seen if index else b"", has_begun=True, has_ended=bool(matched["ended"]))
+    return Position(
+        index, seen if index else b"", has_begun=True, has_ended=bool(matched["ended"]), step=step
+    )

@@ -38,7 +38,7 @@ class RequestReader:
 
     def chat(self, body: ChatRequest, key: str) -> pb.GenerateRequest:
         """Return the request of a chat; `key` is the idempotency key of the header."""
-        request = self._request(body, key, body.max_completion_tokens)
+        request = self.common(body, key, body.max_completion_tokens or body.max_tokens)
         turns = [
             pb.ChatMessage(role=turn.role, content=content_of(turn, index))
             for index, turn in enumerate(body.messages)
@@ -54,7 +54,7 @@ class RequestReader:
         """Return the request of each prompt."""
         if body.echo and body.logprobs is not None:
             raise Unimplemented("echo with logprobs")
-        common = self._request(body, key, None)
+        common = self.common(body, key, body.max_tokens)
         if body.logprobs is not None:
             common.logprobs = body.logprobs
         requests = []
@@ -69,7 +69,8 @@ class RequestReader:
             requests.append(request)
         return requests
 
-    def _request(self, body: Parameters, key: str, max_completion_tokens: int | None) -> pb.GenerateRequest:
+    def common(self, body: Parameters, key: str, max_tokens: int | None) -> pb.GenerateRequest:
+        """Return the request without its prompt."""
         request = pb.GenerateRequest(
             model=body.model or "",
             sampling=_sampling(body),
@@ -86,8 +87,8 @@ class RequestReader:
         if body.stop_token_ids:
             _check_ids("stop_token_ids", body.stop_token_ids)
             request.stop_token_ids.extend(body.stop_token_ids)
-        if (most := max_completion_tokens or body.max_tokens) is not None:
-            request.max_tokens = most
+        if max_tokens is not None:
+            request.max_tokens = max_tokens
         return request
 
 

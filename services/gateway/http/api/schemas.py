@@ -52,17 +52,10 @@ class ChatTurn(_Open):
 
 
 class Parameters(_Open):
-    """The parameters that chats and completions have in common."""
+    """The parameters that all requests for answers have in common."""
 
     model: str | None = Field(None, description="Name of the served model. Unset: that model.")
-    n: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_CHOICES,
-        description="Number of answers. Answer i has seed + i, and the prompt is read once.",
-    )
     stream: bool | None = Field(None, description="Send the answer as server-sent events.")
-    stream_options: StreamOptions | None = None
     seed: int | None = Field(
         None, ge=0, lt=1 << 64, description="Seed of the sampling. Unset: drawn, and returned as `seed`."
     )
@@ -76,13 +69,11 @@ class Parameters(_Open):
     logit_bias: dict[str, float] | None = Field(
         None, max_length=_MAX_ITEMS, description="Added to the logit of a token id."
     )
-    max_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="Most output tokens.")
     min_tokens: int | None = Field(None, ge=0, lt=1 << 32)
     stop: str | list[str] | None = Field(None, description="Strings that end the answer.")
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = Field(None, description="Do not stop at the model's own end tokens.")
     user: str | None = Field(None, description="Accepted, without effect.")
-    metadata: dict[str, Any] | None = Field(None, description="Accepted, without effect.")
     service_tier: Literal["auto", "default", "flex", "priority"] | None = Field(
         None, description="`priority` goes first and `flex` last, within the priority of the principal."
     )
@@ -99,14 +90,28 @@ class Parameters(_Open):
     )
 
 
-class ChatRequest(Parameters):
+class ChoicesRequest(Parameters):
+    """The parameters that chats and completions have in common."""
+
+    n: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="Number of answers. Answer i has seed + i, and the prompt is read once.",
+    )
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="Most output tokens.")
+    metadata: dict[str, Any] | None = Field(None, description="Accepted, without effect.")
+
+
+class ChatRequest(ChoicesRequest):
     messages: list[ChatTurn] = Field(description="The conversation, for the model's chat template.")
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="Replaces max_tokens.")
     logprobs: bool | None = Field(None, description="Return the logprob of each token.")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Number of most likely tokens to return.")
 
 
-class CompletionRequest(Parameters):
+class CompletionRequest(ChoicesRequest):
     prompt: str | list[str] | Ids | list[Ids] = Field(
         description="Text, token ids, or a list of either; each prompt gets n answers."
     )
@@ -168,13 +173,32 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "tool_calls": (),
     "function_call_output": (),
+    # Those of the Responses API, and those of chats that it names otherwise.
+    "background": (),
+    "context_management": (),
+    "conversation": (),
+    "max_tokens": (),
+    "max_tool_calls": (),
+    "n": (1,),
+    "prompt": (),
+    "reasoning": ({"effort": "none"},),
+    "text": ({"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
+    "truncation": ("disabled",),
 }
 _WITHOUT_EFFECT = frozenset(
     {"parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "refusal"}
 )
 
 
-def unknown_parameters(body: Parameters) -> list[str]:
+def check_parameters(body: Parameters, *, strict: bool) -> dict[str, str]:
+    """Return the headers that tell of ignored parameters. Raise InvalidField or Unimplemented."""
+    unknown = _unknown_parameters(body)
+    if unknown and strict:
+        raise InvalidField(unknown[0], "must be a known parameter (--strict-parameters)")
+    return {"warning": _warning_of(unknown)} if unknown else {}
+
+
+def _unknown_parameters(body: Parameters) -> list[str]:
     """Return the names of parameters that are not known. Raise Unimplemented for one that is not served."""
     unknown: list[str] = []
     for prefix, part in _open_parts(body):
@@ -189,14 +213,14 @@ def unknown_parameters(body: Parameters) -> list[str]:
 
 def _open_parts(body: Parameters) -> Iterator[tuple[str, BaseModel]]:
     yield "", body
-    if body.stream_options is not None:
+    if isinstance(body, ChoicesRequest) and body.stream_options is not None:
         yield "stream_options.", body.stream_options
     if isinstance(body, ChatRequest):
         for index, turn in enumerate(body.messages):
             yield f"messages[{index}].", turn
 
 
-def warning_of(unknown: list[str]) -> str:
+def _warning_of(unknown: list[str]) -> str:
     """Return the `warning` header (RFC 9111) for ignored parameters."""
     named = ", ".join(_plain(name) for name in unknown[:_MAX_SHOWN])
     more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""

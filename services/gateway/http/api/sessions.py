@@ -9,16 +9,20 @@ from typing import Any
 from fastapi import Query
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from starlette.types import Send
 
 from galley.core.answer.answer import decode_ending
 from galley.core.errors import LogLost, UnknownSession
 from galley.core.records import decode_records
 from galley.core.store import StoredSession
-from services.gateway.http.api.answers import resumed
+from services.gateway.http.api.answers import StreamedAnswers
 from services.gateway.http.api.choices import ChoiceRunner, Reader
 from services.gateway.http.api.format import choice_id, stored_format
 from services.gateway.http.api.identity import finish_reason
 from services.gateway.http.api.positions import DONE, parse_event_id
+from services.gateway.http.api.stream import AnswerEvents, EventStream
+from services.gateway.http.responses.record import stored_record
+from services.gateway.http.responses.stream import ResponseStream
 from services.gateway.http.transport.front import CALL
 from services.gateway.session.replay import stored_spec
 
@@ -48,7 +52,14 @@ class Sessions:
         async def run(reader: Reader) -> None:
             await self._runner.resume(session_id, form, positions, call, reader)
 
-        return resumed(run, form, self._runner, positions, prompts)
+        model, record = self._generation.model, stored_record(stored.fields)
+
+        def writer(send: Send) -> AnswerEvents:
+            if record is not None:
+                return ResponseStream(send, record, form, model, positions[0], {})
+            return EventStream(send, form, model, positions, {}, prompts)
+
+        return StreamedAnswers(run, writer)
 
     async def state(self, session_id: str, request: HttpRequest) -> Response:
         """Return the state and the statistics of a session, and of each choice."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Send
 
 from galley.common.logs import log_internal
 from galley.core.answer.answer import Chunk, NumericsChanged
 from services.gateway.generation import AnswerStream, ServedModel
-from services.gateway.http.api.choices import Choice
+from services.gateway.http.api.choices import Choice, Reader
 from services.gateway.http.api.format import Format
 from services.gateway.http.api.identity import Identity, finish_reason
 from services.gateway.http.api.logprobs import chat_logprobs, completion_logprobs
@@ -30,7 +30,36 @@ _HEADERS = {
 }
 
 
-class EventStream:
+class AnswerEvents(Reader, Protocol):
+    """Write answers as events."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Return True once the status was sent."""
+
+    async def fail(self, error: BaseException) -> None:
+        """Send an error after the response has begun, and end the response."""
+
+
+class EventWriter:
+    """Write the parts of a response of events."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        self.has_begun = False
+        self._send = send
+        self._headers = headers
+
+    async def open(self, session_id: str) -> None:
+        fields = {**_HEADERS, "x-galley-session-id": session_id, **self._headers}
+        headers = [(name.encode(), value.encode("latin-1")) for name, value in fields.items()]
+        self.has_begun = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class EventStream(EventWriter):
     """Write the answers as events; `former` are the places that the client had reached."""
 
     def __init__(
@@ -43,12 +72,10 @@ class EventStream:
         prompts: Sequence[str] = (),
     ) -> None:
         """`prompts` are the texts to echo, one for each prompt."""
-        self.has_begun = False
-        self._send = send
+        super().__init__(send, headers)
         self._form = form
         self._model = model
         self._former = former
-        self._headers = headers
         self._prompts = prompts
         self._choices: Sequence[Choice] = ()
         self._head = b""
@@ -64,15 +91,12 @@ class EventStream:
                 self._offsets[choice.index] = sum(len(token_bytes(t).decode(errors="replace")) for t in seen)
         identity = Identity.of(choices[0].session, self._form, self._model)
         self._head = identity.head(stream=True)
-        fields = {**_HEADERS, "x-galley-session-id": choices[0].session.spec.session_id, **self._headers}
-        headers = [(name.encode(), value.encode("latin-1")) for name, value in fields.items()]
-        self.has_begun = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.open(choices[0].session.spec.session_id)
         first = b"".join(
             self._first(choice) for choice in choices if not self._former[choice.index].has_begun
         )
         if first:
-            await self._write(first)
+            await self.write(first)
 
     async def item(self, choice: Choice, item: Chunk | NumericsChanged) -> None:
         if isinstance(item, NumericsChanged):
@@ -81,14 +105,14 @@ class EventStream:
         choice.advance(item)
         if not (item.text or item.logprobs or self._form.token_ids):
             return
-        await self._write(self._event(choice, item.text, self._details(choice, item)))
+        await self.write(self._event(choice, item.text, self._details(choice, item)))
 
     async def end(self, choice: Choice, answer: AnswerStream) -> None:
         choice.end()
         if not self._former[choice.index].has_ended and answer.ending is not None:
             reason, matched = finish_reason(answer.ending)
             end = {"finish_reason": reason, "stop_reason": matched}
-            await self._write(self._event(choice, "", end, is_last=True))
+            await self.write(self._event(choice, "", end, is_last=True))
         if all(one.position.has_ended for one in self._choices):
             await self._finish()
 
@@ -96,7 +120,7 @@ class EventStream:
         """Send an error after the response has begun, and end the response."""
         log_internal(error)
         data = json.dumps({"error": error_reply(error).object}, separators=(",", ":")).encode()
-        await self._write(b"data: " + data + b"\n\n", more=False)
+        await self.write(b"data: " + data + b"\n\n", more=False)
 
     async def _finish(self) -> None:
         sessions = [choice.session for choice in self._choices]
@@ -110,7 +134,7 @@ class EventStream:
                 + json.dumps(used, separators=(",", ":")).encode()[1:]
                 + b"\n\n"
             )
-        await self._write(end + b"id: " + DONE.encode() + b"\ndata: [DONE]\n\n", more=False)
+        await self.write(end + b"id: " + DONE.encode() + b"\ndata: [DONE]\n\n", more=False)
 
     def _first(self, choice: Choice) -> bytes:
         """Return the event that begins a choice; empty if there is nothing to say."""
@@ -153,6 +177,3 @@ class EventStream:
         data = json.dumps(body, separators=(",", ":")).encode()
         at = event_id([one.position for one in self._choices]).encode()
         return b"id: " + at + b"\ndata: " + self._head + b"[" + data + b"]}\n\n"
-
-    async def _write(self, data: bytes, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})

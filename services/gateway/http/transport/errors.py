@@ -30,7 +30,7 @@ _KINDS = frozenset(
 _PARAMETERS = (
     (re.compile(r"^sampling\."), ""),
     (re.compile(r"^messages\.messages"), "messages"),
-    (re.compile(r"^(text|token_ids\.ids|input)(?=\[|$)"), "prompt"),
+    (re.compile(r"^(text|token_ids\.ids)(?=\[|$)"), "prompt"),
     (re.compile(r"^priority$"), "service_tier"),
 )
 
@@ -80,7 +80,7 @@ def error_reply(error: BaseException) -> ErrorReply:
     if isinstance(error, InvalidField):
         return _invalid(error, status)
     if isinstance(error, Unimplemented):
-        name = parameter_of(error.field)
+        name = error.field  # named by this API: nothing that it takes is unimplemented on the wire
         return ErrorReply(status, f"{name}: is not supported", "unsupported_parameter", name)
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded):

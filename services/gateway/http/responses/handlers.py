@@ -1,0 +1,162 @@
+"""The handlers of the Responses API. A response is the session of its id, with a record of its request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+from fastapi import Query
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from galley.core import names
+from galley.core.answer.answer import Chunk, Ending, NumericsChanged
+from galley.core.errors import InvalidField, UnknownSession
+from galley.core.store import StoredSession
+from services.gateway.generation import AnswerStream, ServedModel
+from services.gateway.http.api.answers import CollectedAnswers, StreamedAnswers, idempotency_key
+from services.gateway.http.api.choices import Choice, ChoiceRunner, Reader
+from services.gateway.http.api.format import Format, stored_format
+from services.gateway.http.api.positions import START
+from services.gateway.http.api.requests import RequestReader
+from services.gateway.http.api.schemas import check_parameters
+from services.gateway.http.responses.objects import PREFIX, ResponseObjects
+from services.gateway.http.responses.record import Record, Turn, stored_record
+from services.gateway.http.responses.requests import named_as_here, wire_request
+from services.gateway.http.responses.schemas import ResponseRequest
+from services.gateway.http.responses.stream import ResponseStream, position_after
+from services.gateway.http.transport.errors import Refused
+from services.gateway.http.transport.front import CALL
+from services.gateway.http.transport.http_call import HttpCall
+
+ROUTE = "/v1/responses/{response_id}"
+
+
+class Responses:
+    """Refuse unknown parameters if `strict`, else ignore them."""
+
+    def __init__(self, runner: ChoiceRunner, requests: RequestReader, *, strict: bool) -> None:
+        self._runner = runner
+        self._generation = runner.generation
+        self._requests = requests
+        self._strict = strict
+
+    async def create(self, body: ResponseRequest, request: HttpRequest) -> Response:
+        """Answer a text or a conversation."""
+        call = request.scope[CALL]
+        headers = check_parameters(body, strict=self._strict)
+        former = await self._former(body.previous_response_id, call) if body.previous_response_id else ()
+        wire, record = wire_request(body, former, self._requests, idempotency_key(request))
+        form = Format("response", token_ids=bool(body.return_token_ids))
+        model = self._generation.model
+
+        async def run(reader: Reader) -> None:
+            with named_as_here():
+                await self._runner.generate([wire], form, call, reader, record.stored)
+
+        if body.stream:
+            return StreamedAnswers(
+                run, lambda send: ResponseStream(send, record, form, model, START, headers)
+            )
+        return CollectedAnswers(run, _WholeResponse(record, model), headers)
+
+    async def retrieve(
+        self,
+        response_id: str,
+        request: HttpRequest,
+        stream: bool = Query(False, description="Send the events of the response."),
+        starting_after: int | None = Query(
+            None, ge=0, lt=1 << 31, description="Sequence number of the last event that is not sent."
+        ),
+    ) -> Response:
+        """Return a stored response, or its events."""
+        call = request.scope[CALL]
+        stored, record = await self._read(response_id, call)
+        if not stream:
+            return await self._response(stored, record)
+        output = stored.tokens[stored.prompt_len :]
+        position = START
+        if starting_after is not None:
+            after = position_after(starting_after, output, has_ended=stored.state == "finished")
+            if after is None:
+                return Response(status_code=204)
+            position = after
+        form, session_id = stored_format(stored.fields), stored.ownership.session_id
+        call.span_attributes = {names.HTTP_METHOD: request.method, names.HTTP_ROUTE: ROUTE}
+
+        async def run(reader: Reader) -> None:
+            async with self._runner.traced(call):
+                await self._runner.resume(session_id, form, [position], call, reader)
+
+        model = self._generation.model
+        return StreamedAnswers(run, lambda send: ResponseStream(send, record, form, model, position, {}))
+
+    async def cancel(self, response_id: str, request: HttpRequest) -> Response:
+        """End a response permanently; one that has ended stays as it is."""
+        call = request.scope[CALL]
+        stored, _ = await self._read(response_id, call)
+        await self._generation.abort(stored.ownership.session_id, call)
+        return await self._response(*await self._read(response_id, call))
+
+    async def _former(self, response_id: str, call: HttpCall) -> Sequence[Turn]:
+        """Return the turns of a stored response with its answer. Raise Refused or InvalidField."""
+        name = "previous_response_id"
+        try:
+            stored, record = await self._read(response_id, call)
+        except (UnknownSession, Refused):
+            raise Refused(
+                400, "previous_response_not_found", f"{name}: must be a stored response of this caller", name
+            ) from None
+        if stored.state != "finished":
+            raise InvalidField(name, "must be a response that has ended")
+        answer, _ = await self._generation.answer_of(stored)
+        text = "".join(answer.texts(0, answer.output_len))
+        return [*(record.turns or ()), Turn("assistant", text)]
+
+    async def _read(self, response_id: str, call: HttpCall) -> tuple[StoredSession, Record]:
+        """Return the session of a response that is kept. Raise UnknownSession or Refused."""
+        missing = Refused(404, "not_found", f"response_id: no response {response_id[:64]!r}", "response_id")
+        if not response_id.startswith(PREFIX):
+            raise missing
+        stored = await self._generation.read(response_id.removeprefix(PREFIX), call)
+        record = stored_record(stored.fields)
+        if record is None or record.turns is None:
+            raise missing
+        return stored, record
+
+    async def _response(self, stored: StoredSession, record: Record) -> Response:
+        answer, ending = await self._generation.answer_of(stored)
+        objects = ResponseObjects(record, self._generation.model, answer, ending)
+        # In a thread: many logprobs take longer to encode than other streams should wait.
+        body = await asyncio.to_thread(lambda: json.dumps(objects.response(), separators=(",", ":")))
+        return Response(body, media_type="application/json")
+
+
+class _WholeResponse:
+    """Collect an answer, then return it as a response."""
+
+    def __init__(self, record: Record, model: ServedModel) -> None:
+        self._record = record
+        self._model = model
+        self._choices: Sequence[Choice] = ()
+        self._ending: Ending | None = None
+
+    @property
+    def session_id(self) -> str:
+        return self._choices[0].session.spec.session_id
+
+    async def begin(self, choices: Sequence[Choice]) -> None:
+        self._choices = choices
+
+    async def item(self, choice: Choice, item: Chunk | NumericsChanged) -> None:
+        """Leave the item: the session keeps the whole answer."""
+
+    async def end(self, choice: Choice, answer: AnswerStream) -> None:  # noqa: ARG002  # a Reader
+        self._ending = answer.ending
+
+    @property
+    def body(self) -> bytes:
+        session = self._choices[0].session
+        objects = ResponseObjects(self._record, self._model, session.answer, self._ending, session)
+        return json.dumps(objects.response(), separators=(",", ":")).encode()

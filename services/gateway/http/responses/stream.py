@@ -1,0 +1,158 @@
+"""The typed events of a response. Their sequence numbers depend on tokens alone, so any gateway continues.
+
+Four events open a response, with numbers 0 to 3. An event of text has the number 3 plus the count of output
+tokens up to its end. Four more close the response, with the numbers after that of the last token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.types import Send
+
+from galley.common.logs import log_internal
+from galley.core.answer.answer import Chunk, NumericsChanged
+from galley.core.content import prefix_hash
+from galley.core.errors import InvalidField
+from services.gateway.generation import AnswerStream, ServedModel
+from services.gateway.http.api.choices import Choice
+from services.gateway.http.api.format import Format
+from services.gateway.http.api.logprobs import chat_logprobs
+from services.gateway.http.api.positions import DONE, Position
+from services.gateway.http.api.stream import EventWriter
+from services.gateway.http.responses.objects import ResponseObjects
+from services.gateway.http.responses.record import Record
+from services.gateway.http.transport.errors import error_reply
+
+_LAST_OPENING = 3
+_DELTA = "response.output_text.delta"
+_PLACE = {"output_index": 0, "content_index": 0}
+
+Event = tuple[str, Mapping[str, Any]]
+
+
+class ResponseStream(EventWriter):
+    """Write one answer as the events of a response, from the place `former` that the client had reached."""
+
+    def __init__(
+        self,
+        send: Send,
+        record: Record,
+        form: Format,
+        model: ServedModel,
+        former: Position,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(send, headers)
+        self._record = record
+        self._form = form
+        self._model = model
+        self._former = former
+        self._number = 0
+
+    async def begin(self, choices: Sequence[Choice]) -> None:
+        [self._choice] = choices
+        session = self._choice.session
+        self._objects = ResponseObjects(self._record, self._model, session.answer, session=session)
+        self._delta_head = b'{"type":"%b","item_id":"%b","output_index":0,"content_index":0,' % (
+            _DELTA.encode(),
+            self._objects.item_id.encode(),
+        )
+        self._number = _LAST_OPENING + self._former.index
+        await self.open(session.spec.session_id)
+        if not self._former.has_begun:
+            await self.write(self._opening())
+
+    async def item(self, choice: Choice, item: Chunk | NumericsChanged) -> None:
+        if isinstance(item, NumericsChanged):
+            return
+        choice.advance(item)
+        self._number = _LAST_OPENING + choice.position.index
+        if not (item.text or item.logprobs or self._form.token_ids):
+            return
+        token_bytes = self._model.tokenizer.token_bytes
+        body: dict[str, Any] = {
+            "sequence_number": self._number,
+            "delta": item.text,
+            "logprobs": chat_logprobs(item.tokens, item.logprobs, token_bytes) if item.logprobs else [],
+        }
+        if self._form.token_ids:
+            body |= {"token_ids": item.tokens, "from_draft": [item.from_draft] * len(item.tokens)}
+        data = self._delta_head + json.dumps(body, separators=(",", ":")).encode()[1:]
+        await self.write(_event(_DELTA, str(choice.position), data))
+
+    async def end(self, choice: Choice, answer: AnswerStream) -> None:
+        choice.end()
+        if answer.ending is not None:
+            self._objects = replace(self._objects, ending=answer.ending)
+            await self.write(self._closing(choice.position), more=False)
+
+    async def fail(self, error: BaseException) -> None:
+        """Send an error after the response has begun, and end the response."""
+        log_internal(error)
+        reply = error_reply(error)
+        response = self._objects.response(error={"code": reply.code, "message": reply.message})
+        data = {"type": "response.failed", "sequence_number": self._number + 1, "response": response}
+        await self.write(_event("response.failed", "", _encoded(data)), more=False)
+
+    def _opening(self) -> bytes:
+        running, message = self._objects.response(has_output=False), self._objects.message(has_content=False)
+        part = {"type": "output_text", "annotations": [], "text": "", "logprobs": []}
+        events: list[Event] = [
+            ("response.created", {"response": running}),
+            ("response.in_progress", {"response": running}),
+            ("response.output_item.added", {"output_index": 0, "item": message}),
+            ("response.content_part.added", {"item_id": self._objects.item_id, **_PLACE, "part": part}),
+        ]
+        ids = [*(str(Position(step=step)) for step in (1, 2, 3)), str(Position(has_begun=True))]
+        return _written(events, ids, 0, self._former.step)
+
+    def _closing(self, at: Position) -> bytes:
+        of = {"item_id": self._objects.item_id, **_PLACE}
+        part = self._objects.text()
+        last = "response.completed" if self._objects.status == "completed" else "response.incomplete"
+        events: list[Event] = [
+            ("response.output_text.done", {**of, "text": part["text"], "logprobs": part["logprobs"]}),
+            ("response.content_part.done", {**of, "part": part}),
+            ("response.output_item.done", {"output_index": 0, "item": self._objects.message()}),
+            (last, {"response": self._objects.response()}),
+        ]
+        ids = [*(str(replace(at, step=step)) for step in (1, 2, 3)), DONE]
+        sent = self._former.step if self._former.has_ended else 0
+        return _written(events, ids, self._number + 1, sent)
+
+
+def position_after(number: int, output: Sequence[int], *, has_ended: bool) -> Position | None:
+    """Return the place after the event of a sequence number; None after the last one. Raise InvalidField."""
+    if number < _LAST_OPENING:
+        return Position(step=number + 1)
+    index = number - _LAST_OPENING
+    step = index - len(output)
+    if (step > 0 and not has_ended) or step > 4:
+        raise InvalidField("starting_after", f"must be the number of an event of this response, got {number}")
+    if step == 4:
+        return None
+    index = min(index, len(output))
+    seen = prefix_hash(output[:index]) if index else b""
+    return Position(index, seen, has_begun=True, has_ended=step > 0, step=max(step, 0))
+
+
+def _written(events: Sequence[Event], ids: Sequence[str], first: int, sent: int) -> bytes:
+    """Return the events beyond the first `sent`, which are numbered from `first`."""
+    numbered = enumerate(zip(events, ids, strict=True), first)
+    return b"".join(
+        _event(kind, name, _encoded({"type": kind, "sequence_number": number, **fields}))
+        for number, ((kind, fields), name) in list(numbered)[sent:]
+    )
+
+
+def _event(kind: str, name: str, data: bytes) -> bytes:
+    head = f"event: {kind}\nid: {name}\n" if name else f"event: {kind}\n"
+    return head.encode() + b"data: " + data + b"\n\n"
+
+
+def _encoded(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode()
