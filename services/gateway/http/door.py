@@ -9,7 +9,6 @@ from galley.common.server.listen import server_files
 from services.gateway.http.api.answers import Answers
 from services.gateway.http.api.choices import ChoiceRunner
 from services.gateway.http.api.operations import Operations
-from services.gateway.http.api.requests import RequestReader
 from services.gateway.http.api.sessions import Sessions
 from services.gateway.http.api.tokens import Tokens
 from services.gateway.http.app import DESCRIPTION_PATHS, OPEN_PATHS, STREAMS, build_app
@@ -25,10 +24,10 @@ async def open_door(settings: GatewaySettings, shared: Shared, bound: socket.soc
     """Serve HTTP on a bound socket."""
     generation = shared.generation
     runner = ChoiceRunner(generation, shared.tracer)
-    reader, strict = RequestReader(), settings.strict_parameters
+    strict = settings.strict_parameters
     app = build_app(
-        Answers(runner, reader, strict=strict),
-        Responses(runner, reader, strict=strict),
+        Answers(runner, strict=strict),
+        Responses(runner, strict=strict),
         Sessions(runner),
         Tokens(generation),
         Operations(generation, shared.registry, int(time.time())),

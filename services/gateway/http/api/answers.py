@@ -15,7 +15,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.api.choices import ChoiceRunner, Reader
 from services.gateway.http.api.format import Format
 from services.gateway.http.api.positions import START
-from services.gateway.http.api.requests import RequestReader
+from services.gateway.http.api.requests import chat_request, completion_requests
 from services.gateway.http.api.schemas import (
     ChatRequest,
     ChoicesRequest,
@@ -43,22 +43,21 @@ class Collector(Reader, Protocol):
 class Answers:
     """Answer chats and completions; refuse unknown parameters if `strict`, else ignore them."""
 
-    def __init__(self, runner: ChoiceRunner, requests: RequestReader, *, strict: bool) -> None:
+    def __init__(self, runner: ChoiceRunner, *, strict: bool) -> None:
         self._runner = runner
         self._model = runner.generation.model
-        self._requests = requests
         self._strict = strict
 
     async def chat(self, body: ChatRequest, request: HttpRequest) -> Response:
         """Answer a conversation."""
         headers = check_parameters(body, strict=self._strict)
-        wire = self._requests.chat(body, idempotency_key(request))
+        wire = chat_request(body, idempotency_key(request))
         return self._response([wire], _format("chat", body, 1), request, headers, stream=bool(body.stream))
 
     async def complete(self, body: CompletionRequest, request: HttpRequest) -> Response:
         """Continue one or more prompts."""
         headers = check_parameters(body, strict=self._strict)
-        wire = self._requests.completions(body, idempotency_key(request))
+        wire = completion_requests(body, idempotency_key(request))
         form = _format("completion", body, len(wire), echo=bool(body.echo))
         prompts = (
             [one.text or self._model.tokenizer.decode(one.token_ids.ids) for one in wire] if form.echo else ()

@@ -33,63 +33,62 @@ _SAMPLING = (
 _MOST_ID = (1 << 32) - 1
 
 
-class RequestReader:
-    """Translate requests; the model's own sampling holds for what they leave out."""
+def chat_request(body: ChatRequest, key: str) -> pb.GenerateRequest:
+    """Return the request of a chat; `key` is the idempotency key of the header."""
+    request = common_request(body, key, body.max_completion_tokens or body.max_tokens)
+    turns = [
+        pb.ChatMessage(role=turn.role, content=content_of(turn, index))
+        for index, turn in enumerate(body.messages)
+    ]
+    request.messages.CopyFrom(pb.ChatMessages(messages=turns))
+    if body.logprobs:
+        request.logprobs = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise InvalidField("top_logprobs", "must come with logprobs: true")
+    return request
 
-    def chat(self, body: ChatRequest, key: str) -> pb.GenerateRequest:
-        """Return the request of a chat; `key` is the idempotency key of the header."""
-        request = self.common(body, key, body.max_completion_tokens or body.max_tokens)
-        turns = [
-            pb.ChatMessage(role=turn.role, content=content_of(turn, index))
-            for index, turn in enumerate(body.messages)
-        ]
-        request.messages.CopyFrom(pb.ChatMessages(messages=turns))
-        if body.logprobs:
-            request.logprobs = body.top_logprobs or 0
-        elif body.top_logprobs:
-            raise InvalidField("top_logprobs", "must come with logprobs: true")
-        return request
 
-    def completions(self, body: CompletionRequest, key: str) -> list[pb.GenerateRequest]:
-        """Return the request of each prompt."""
-        if body.echo and body.logprobs is not None:
-            raise Unimplemented("echo with logprobs")
-        common = self.common(body, key, body.max_tokens)
-        if body.logprobs is not None:
-            common.logprobs = body.logprobs
-        requests = []
-        prompts: Sequence[str | list[int]] = body.prompts
-        for index, prompt in enumerate(prompts):
-            request = pb.GenerateRequest()
-            request.CopyFrom(common)
-            if isinstance(prompt, str):
-                request.text = prompt
-            else:
-                _set_ids(request, prompt, f"prompt[{index}]")
-            requests.append(request)
-        return requests
+def completion_requests(body: CompletionRequest, key: str) -> list[pb.GenerateRequest]:
+    """Return the request of each prompt."""
+    if body.echo and body.logprobs is not None:
+        raise Unimplemented("echo with logprobs")
+    common = common_request(body, key, body.max_tokens)
+    if body.logprobs is not None:
+        common.logprobs = body.logprobs
+    requests = []
+    prompts: Sequence[str | list[int]] = body.prompts
+    for index, prompt in enumerate(prompts):
+        request = pb.GenerateRequest()
+        request.CopyFrom(common)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            _set_ids(request, prompt, f"prompt[{index}]")
+        requests.append(request)
+    return requests
 
-    def common(self, body: Parameters, key: str, max_tokens: int | None) -> pb.GenerateRequest:
-        """Return the request without its prompt."""
-        request = pb.GenerateRequest(
-            model=body.model or "",
-            sampling=_sampling(body),
-            use_default_sampling=True,
-            min_tokens=body.min_tokens or 0,
-            stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
-            ignore_eos=bool(body.ignore_eos),
-            workload=body.workload or "",
-            speculation=_speculation(body.speculation),
-            idempotency_key=body.idempotency_key or key,
-            priority=_PRIORITIES[body.service_tier or "default"],
-            continue_without_client=bool(body.continue_without_client),
-        )
-        if body.stop_token_ids:
-            _check_ids("stop_token_ids", body.stop_token_ids)
-            request.stop_token_ids.extend(body.stop_token_ids)
-        if max_tokens is not None:
-            request.max_tokens = max_tokens
-        return request
+
+def common_request(body: Parameters, key: str, max_tokens: int | None) -> pb.GenerateRequest:
+    """Return the request without its prompt."""
+    request = pb.GenerateRequest(
+        model=body.model or "",
+        sampling=_sampling(body),
+        use_default_sampling=True,
+        min_tokens=body.min_tokens or 0,
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
+        ignore_eos=bool(body.ignore_eos),
+        workload=body.workload or "",
+        speculation=_speculation(body.speculation),
+        idempotency_key=body.idempotency_key or key,
+        priority=_PRIORITIES[body.service_tier or "default"],
+        continue_without_client=bool(body.continue_without_client),
+    )
+    if body.stop_token_ids:
+        _check_ids("stop_token_ids", body.stop_token_ids)
+        request.stop_token_ids.extend(body.stop_token_ids)
+    if max_tokens is not None:
+        request.max_tokens = max_tokens
+    return request
 
 
 def _sampling(body: Parameters) -> pb.SamplingParams:

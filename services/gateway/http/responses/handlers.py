@@ -19,7 +19,6 @@ from services.gateway.http.api.answers import CollectedAnswers, StreamedAnswers,
 from services.gateway.http.api.choices import Choice, ChoiceRunner, Reader
 from services.gateway.http.api.format import Format, stored_format
 from services.gateway.http.api.positions import START
-from services.gateway.http.api.requests import RequestReader
 from services.gateway.http.api.schemas import check_parameters
 from services.gateway.http.responses.objects import PREFIX, ResponseObjects
 from services.gateway.http.responses.record import Record, Turn, stored_record
@@ -36,10 +35,9 @@ ROUTE = "/v1/responses/{response_id}"
 class Responses:
     """Refuse unknown parameters if `strict`, else ignore them."""
 
-    def __init__(self, runner: ChoiceRunner, requests: RequestReader, *, strict: bool) -> None:
+    def __init__(self, runner: ChoiceRunner, *, strict: bool) -> None:
         self._runner = runner
         self._generation = runner.generation
-        self._requests = requests
         self._strict = strict
 
     async def create(self, body: ResponseRequest, request: HttpRequest) -> Response:
@@ -47,7 +45,7 @@ class Responses:
         call = request.scope[CALL]
         headers = check_parameters(body, strict=self._strict)
         former = await self._former(body.previous_response_id, call) if body.previous_response_id else ()
-        wire, record = wire_request(body, former, self._requests, idempotency_key(request))
+        wire, record = wire_request(body, former, idempotency_key(request))
         form = Format("response", token_ids=bool(body.return_token_ids))
         model = self._generation.model
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from galley.core.errors import InvalidField
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.http.api.requests import RequestReader
+from services.gateway.http.api.requests import common_request
 from services.gateway.http.responses.record import Record, Turn
 from services.gateway.http.responses.schemas import InputItem, ResponseRequest
 
@@ -18,10 +18,10 @@ _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "t
 
 
 def wire_request(
-    body: ResponseRequest, former: Sequence[Turn], reader: RequestReader, key: str
+    body: ResponseRequest, former: Sequence[Turn], key: str
 ) -> tuple[pb.GenerateRequest, Record]:
     """Return the request that continues the turns `former`, and what is stored of it. Raise InvalidField."""
-    request = reader.common(body, key, body.max_output_tokens)
+    request = common_request(body, key, body.max_output_tokens)
     turns = [*former, *_turns(body.input)]
     system = [Turn("system", body.instructions)] if body.instructions else []
     request.messages.CopyFrom(
