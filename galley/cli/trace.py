@@ -40,18 +40,24 @@ def trace(
         Path | None, typer.Option(help="HTML file to write instead. Default: none.", dir_okay=False)
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show all rounds of long sessions.")] = False,
+    last: Annotated[bool, typer.Option("--last", help="Show the latest request.")] = False,
+    slowest: Annotated[
+        bool, typer.Option("--slowest", help="Show the request with the slowest round.")
+    ] = False,
     latest: Annotated[bool, typer.Option("--list", help="List the latest requests instead.")] = False,
 ) -> None:
     """Show where the time of a session went, round by round, and why its slowest round was slow."""
-    if bool(request_id) == latest:
-        raise typer.BadParameter("must be a session or trace id, or --list", param_hint="SESSION_ID")
+    if [bool(request_id), last, slowest, latest].count(True) != 1:
+        problem = "must be a session or trace id, or one of --last, --slowest and --list"
+        raise typer.BadParameter(problem, param_hint="SESSION_ID")
     console = Console(highlight=False)
     try:
         lines = Lines(file or _newest())
         if latest:
             _list(lines, console)
         else:
-            _show(find(lines, request_id), console, html, everything=everything)
+            found = find(lines, request_id) if request_id else _choose(lines, slowest=slowest)
+            _show(found, console, html, everything=everything)
     except (BadTraceFile, NotFound, OSError) as error:
         raise fail(error) from None
 
@@ -63,6 +69,14 @@ def _newest() -> Path:
             f"{trace_dir()}: holds no traces; start a stack with `galley up --trace`, or name a --file"
         )
     return path
+
+
+def _choose(lines: Lines, *, slowest: bool) -> Selection:
+    index = index_of(lines)
+    entries = index.slowest() if slowest else index.latest(1)
+    if not entries:
+        raise NotFound(f"{lines.path}: holds no request yet; a stack exports its spans within seconds")
+    return find(lines, entries[0].session_id or entries[0].trace_id, index)
 
 
 def _list(lines: Lines, console: Console) -> None:

@@ -27,6 +27,11 @@ _COLD_TOKENS = 32
 _PREFILL_SHARE = 0.25
 # A step is full from this number of sessions on.
 _FULL_SESSIONS = 4
+# Steps are alike if the larger has at most this multiple of the other's rows; fewer have no usual time.
+_ALIKE = 1.25
+_FEW_STEPS = 3
+# A step is slower than usual from this multiple of the usual time on.
+_SLOW_STEP = 1.5
 # A rank holds up a step if it takes this multiple of the others' median.
 _RANK_SKEW = 1.5
 
@@ -146,11 +151,33 @@ class Case:
         calls = (call.span for call in self.request.calls if call.operation and call.operation != COMMIT)
         return sum(span.duration_ns for span in calls if span.start_ns < self.round.span.start_ns)
 
+    def usual_compute_ns(self) -> float | None:
+        """Return the median time of the story's other steps of about as many rows; None if there are few."""
+        rows = _rows_of(self.round)
+        alike = [
+            other.parts.compute_ns
+            for other in self.story.rounds
+            if other is not self.round and _are_alike(rows, _rows_of(other))
+        ]
+        return median(alike) if len(alike) >= _FEW_STEPS else None
+
     @property
     def missing_tokens(self) -> int | None:
         """Return how many of the tokens before the round the target's cache lacked; None if unknown."""
         reused = self.round.reused
         return None if reused is None else max(0, self.round.position - reused)
+
+
+def _rows_of(one: Round) -> int:
+    """Return the rows of a round's step; those of its session alone, per session, if the step is unknown."""
+    if one.batch is not None and one.batch.rows:
+        return one.batch.rows
+    # The first round reads the prompt, and how many rows that took is not known.
+    return max(1, one.sessions) * (one.verified + 1) if one.index else 0
+
+
+def _are_alike(rows: int, others: int) -> bool:
+    return max(rows, others) <= _ALIKE * min(rows, others)
 
 
 def cause_of(case: Case) -> str:
@@ -256,6 +283,15 @@ def _slow_rank(case: Case) -> str:
     return f"rank {rank} took {ms(slowest)} ms for its part of the step, the others {ms(others)} ms"
 
 
+def _busy_machine(case: Case) -> str:
+    usual_ns, took_ns = case.usual_compute_ns(), case.lost_ns
+    if usual_ns is None or took_ns < _SLOW_STEP * usual_ns:
+        return ""
+    batch = case.round.batch
+    rows = f" of {count(batch.rows, 'row')}" if batch is not None and batch.rows else ""
+    return f"its step{rows} computed for {ms(took_ns)} ms, usually {ms(usual_ns)}: the machine was busy"
+
+
 def _prefill_of_others(case: Case) -> str:
     batch = case.round.batch
     if batch is None or (case.missing_tokens or 0) >= _COLD_TOKENS or batch.prefill_share < _PREFILL_SHARE:
@@ -275,7 +311,9 @@ def _full_batch(case: Case) -> str:
 
 
 def _compute(case: Case) -> str:
-    return f"its step computed for {ms(case.lost_ns)} ms, and nothing else delayed it"
+    usual_ns = case.usual_compute_ns()
+    usual = "" if usual_ns is None else f", usually {ms(usual_ns)}"
+    return f"its step computed for {ms(case.lost_ns)} ms{usual}, and nothing else delayed it"
 
 
 def _wire(case: Case) -> str:
@@ -304,6 +342,7 @@ _RULES: tuple[tuple[Collection[Part], Callable[[Case], str]], ...] = (
     ((Part.QUEUE,), _queue),
     ((Part.COMPUTE,), _cold_cache),
     ((Part.COMPUTE,), _slow_rank),
+    ((Part.COMPUTE,), _busy_machine),
     ((Part.COMPUTE,), _prefill_of_others),
     ((Part.COMPUTE,), _full_batch),
     ((Part.COMPUTE,), _compute),

@@ -48,6 +48,10 @@ class Index:
     def latest(self, count: int) -> Sequence[Entry]:
         return sorted(self.entries, key=lambda entry: entry.start_ns, reverse=True)[:count]
 
+    def slowest(self) -> Sequence[Entry]:
+        """Return the request with the slowest round; none if there is no round."""
+        return sorted(self.entries, key=lambda entry: entry.slowest_round_ns, reverse=True)[:1]
+
     def sessions_of(self, trace_id: str) -> Collection[str]:
         return self.sessions.get(trace_id, ())
 
@@ -74,9 +78,9 @@ def index_of(lines: Lines) -> Index:
     return Index(entries, sessions)
 
 
-def find(lines: Lines, id_prefix: str) -> Selection:
+def find(lines: Lines, id_prefix: str, index: Index | None = None) -> Selection:
     """Find the session or trace whose id is or starts with `id_prefix`. Raises NotFound, BadTraceFile."""
-    index = index_of(lines)
+    index = index_of(lines) if index is None else index
     sessions = {entry.session_id for entry in index.entries} - {""}
     traces = {entry.trace_id for entry in index.entries}
     kind, name = _the_one(id_prefix, sessions, traces) or ("trace", _trace_by_prefix(lines, id_prefix))

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from galley.cli.app import app
+from galley.core import names
 from galley.trace.read.spans import Process, Span
 from tests.fakes import trace_scenes as scenes
 from tests.fakes.trace_builder import BEGAN_NS, SESSION, Scene, write
@@ -68,9 +69,24 @@ def test_an_unknown_id_a_missing_file_and_a_bad_line_are_one_line_each(tmp_path:
     assert "start a stack with `galley up --trace`" in nothing.stderr
 
 
+def test_the_latest_request_and_the_one_with_the_slowest_round(own_traces: Path) -> None:
+    scene = Scene()
+    scene.request(attributes={names.SLOWEST_ROUND_NS: 900}).round().end()
+    later = scene.request(session="b" * 32, at_ns=BEGAN_NS + 1, attributes={names.SLOWEST_ROUND_NS: 800})
+    later.round().end()
+    write(scene, own_traces / "traces-1.jsonl")
+    assert galley_trace("--last").stdout.startswith(f"session {'b' * 32}")
+    assert galley_trace("--slowest").stdout.startswith(f"session {SESSION}")
+    (own_traces / "traces-1.jsonl").write_text("")
+    empty = galley_trace("--last")
+    assert empty.exit_code == 1
+    assert "traces-1.jsonl: holds no request yet" in empty.stderr
+
+
 def test_an_id_or_the_list_one_of_them() -> None:
     assert galley_trace().exit_code == 2
     assert galley_trace("5e", "--list").exit_code == 2
+    assert galley_trace("--last", "--slowest").exit_code == 2
 
 
 def test_a_page_is_written(tmp_path: Path) -> None:
