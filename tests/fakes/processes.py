@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -25,8 +26,9 @@ async def gateway_process(
     environment: Mapping[str, str],
     more: Mapping[str, str] = MappingProxyType({}),
     module: str = "services.gateway",
-) -> AsyncIterator[str]:
-    """Start a gateway process and yield its address; SIGTERM must end it cleanly."""
+    end: signal.Signals = signal.SIGTERM,
+) -> AsyncIterator[Mapping[str, str]]:
+    """Start a gateway process and yield its addresses; `end` ends it, SIGTERM cleanly."""
     settings = world.settings()
     flags = {
         "target": settings.target,
@@ -37,13 +39,17 @@ async def gateway_process(
         "credit": str(settings.credit),
         **more,
     }
-    async with service_process(module, log, environment, flags) as reported:
-        yield reported["address"]
+    async with service_process(module, log, environment, flags, end) as reported:
+        yield reported
 
 
 @asynccontextmanager
 async def service_process(
-    module: str, log: Path, environment: Mapping[str, str], flags: Mapping[str, str]
+    module: str,
+    log: Path,
+    environment: Mapping[str, str],
+    flags: Mapping[str, str],
+    end: signal.Signals = signal.SIGTERM,
 ) -> AsyncIterator[Mapping[str, str]]:
     read_fd, write_fd = os.pipe()
     with log.open("wb") as out:
@@ -59,9 +65,9 @@ async def service_process(
     os.close(write_fd)
     try:
         yield await asyncio.to_thread(_ready, read_fd)
-        process.terminate()
+        process.send_signal(end)
         async with asyncio.timeout(PATIENCE_S):
-            assert await process.wait() == 0
+            assert await process.wait() == (0 if end is signal.SIGTERM else -end)
     finally:
         if process.returncode is None:
             process.kill()

@@ -15,8 +15,8 @@ from galley.trace.explain.explain import explain
 from galley.trace.read.model import Story
 from galley.trace.show.html import page
 from tests.fakes import trace_scenes as scenes
+from tests.fakes.browser import Browser, find_browser
 from tests.fakes.trace_builder import OTHER_TARGET_AT, SESSION, Scene
-from tests.unit.galley.trace.browser import Browser, find_browser
 
 _ACTIVE = {"script", "img", "iframe", "object", "embed", "link", "form", "base", "audio", "video", "input"}
 
@@ -79,7 +79,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def opened(browser: Browser, story: Story, directory: Path) -> Story:
     path = directory / "page.html"
     path.write_text(page(story), encoding="utf-8")
-    browser.open(path)
+    browser.open(path.as_uri())
     return story
 
 
@@ -157,7 +157,7 @@ def test_unescaped_markup_cannot_run(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     text = page(story_of(scenes.eventful()))
     path.write_text(text.replace("<main>", f"<main>{scenes.HOSTILE}"), encoding="utf-8")
-    browser.open(path)
+    browser.open(path.as_uri())
     assert browser.value("document.title") != "owned"
     assert browser.complaints != []
 

@@ -135,7 +135,8 @@ async def arena(world: World, *, processes: bool = False) -> AsyncIterator[Arena
             if processes:
                 log = world.directory / chr(letter) / "log"
                 secret = {"GALLEY_GATEWAY_ID_SECRET": world.settings().id_secret.get_secret_value()}
-                address = await stack.enter_async_context(gateway_process(world, log, secret, flags))
+                started = await stack.enter_async_context(gateway_process(world, log, secret, flags))
+                address = started["address"]
             else:
                 address = (await world.gateway(**flags)).address
             clients.append(await stack.enter_async_context(AsyncClient(address)))

@@ -29,8 +29,8 @@ async def test_one_trace_holds_a_request_without_content(world: World, tmp_path:
     async with Collector(world.directory) as collector:
         environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.endpoint
         environment["OTEL_EXPORTER_OTLP_INSECURE"] = "true"
-        async with gateway_process(world, log, environment) as address:
-            await generate_within_a_trace(address)
+        async with gateway_process(world, log, environment) as reported:
+            await generate_within_a_trace(reported["address"])
             await collector.has("text_completion tiny", "round")
         spans = collector.in_trace(TRACE)
         exported = collector.exported

@@ -15,8 +15,8 @@ from galley.trace.read.library import find, index_of
 from galley.trace.read.model import Story
 from galley.trace.read.otlp_file import Lines, spans_in
 from galley.trace.show.html import page
+from tests.fakes.browser import Browser, find_browser
 from tests.fakes.trace_builder import Scene, write
-from tests.unit.galley.trace.browser import Browser, find_browser
 
 _HIGHEST = 1500
 SAMPLE = Path(__file__).with_name("sample.jsonl")
@@ -39,7 +39,7 @@ def draw() -> None:
         file = Path(directory) / "trace.html"
         file.write_text(page(story), encoding="utf-8")
         with Browser(path, Path(directory) / "profile", height=1000) as browser:
-            browser.open(file)
+            browser.open(file.as_uri())
             browser.value("document.querySelector('.slowest').open = true")
             PICTURE.parent.mkdir(exist_ok=True)
             PICTURE.write_bytes(browser.picture(_HIGHEST))

@@ -12,6 +12,8 @@ from base64 import b64decode
 from pathlib import Path
 from typing import Any, Self
 
+from tests.fakes.waiting import PATIENCE_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = (
     "--headless",
@@ -29,6 +31,16 @@ _FLAGS = (
 _PATIENCE_S = 60.0
 # Chromium reads commands from descriptor 3 and answers on 4.
 _TAKE_PIPES = 'exec "$0" "$@" 3<&{} 4>&{}'
+
+_UNTIL = """new Promise((done, fail) => {{
+  const late = performance.now() + {patience_ms};
+  const see = () => {{
+    if ({expression}) done();
+    else if (performance.now() > late) fail(new Error(document.body.innerText));
+    else setTimeout(see, 10);
+  }};
+  see();
+}})"""
 
 _MIDDLE = """e => {
   e.scrollIntoView({block: 'center'});
@@ -86,11 +98,11 @@ class Browser:
         os.close(self._commands)
         os.close(self._answers)
 
-    def open(self, path: Path) -> None:
+    def open(self, url: str) -> None:
         self.complaints.clear()
         self.requests.clear()
         self._loaded = False
-        self.send("Page.navigate", url=path.as_uri())
+        self.send("Page.navigate", url=url)
         while not self._loaded:
             self._receive()
 
@@ -106,15 +118,34 @@ class Browser:
         )
         return results
 
+    def until(self, expression: str) -> None:
+        """Wait until the expression is true in the page."""
+        self.value(_UNTIL.format(expression=expression, patience_ms=1000 * PATIENCE_S))
+
+    def click(self, selector: str) -> None:
+        x, y = self._middle(selector)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def fill(self, selector: str, text: str) -> None:
+        """Replace the text of a field, as a person would."""
+        self.value(f"document.querySelector({json.dumps(selector)}).select()")
+        self.value(f"document.querySelector({json.dumps(selector)}).focus()")
+        self.send("Input.insertText", text=text)
+
     def press(self, key: str) -> None:
-        codes = {"Tab": 9, "Enter": 13}
+        codes = {"Tab": 9, "Enter": 13, "ArrowRight": 39}
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=codes[key], **text)
 
     def point_at(self, selector: str) -> None:
-        where = self.value(f"({_MIDDLE})(document.querySelector({json.dumps(selector)}))")
-        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=where[0], y=where[1])
+        x, y = self._middle(selector)
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def _middle(self, selector: str) -> tuple[float, float]:
+        x, y = self.value(f"({_MIDDLE})(document.querySelector({json.dumps(selector)}))")
+        return x, y
 
     def in_scheme(self, scheme: str) -> None:
         feature = {"name": "prefers-color-scheme", "value": scheme}
