@@ -190,6 +190,9 @@ class GatewaySettings(TokenSettings):
         description="Origins of web pages that may use the HTTP API, comma-separated, such as "
         "https://chat.example.com; * allows all. Empty: pages of the gateway itself only.",
     )
+    page: bool = Field(
+        default=True, description="Serve a page for people at `/` of the HTTP port (docs/http.md)."
+    )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
         description="Sampling of requests that leave it to the model, as those of HTTP, the Python client "

@@ -12,6 +12,7 @@ from services.gateway.http.api.operations import Operations
 from services.gateway.http.api.sessions import Sessions
 from services.gateway.http.api.tokens import Tokens
 from services.gateway.http.app import DESCRIPTION_PATHS, OPEN_PATHS, STREAMS, build_app
+from services.gateway.http.page.files import page_routes
 from services.gateway.http.responses.handlers import Responses
 from services.gateway.http.shared import Shared
 from services.gateway.http.transport.front import Access, Front, Tracing
@@ -33,13 +34,15 @@ async def open_door(settings: GatewaySettings, shared: Shared, bound: socket.soc
         Operations(generation, shared.registry, int(time.time())),
         described=settings.reflection,
     )
+    page = list(page_routes()) if settings.page else []
+    app.router.routes += page
     limits = settings.server_limits()
     front = Front(
         app,
         shared.authentication,
         limits,
         Access(
-            OPEN_PATHS | (DESCRIPTION_PATHS if settings.reflection else frozenset()),
+            OPEN_PATHS.union(DESCRIPTION_PATHS if settings.reflection else (), (one.path for one in page)),
             frozenset(comma_separated(settings.http_cors_origins)),
         ),
         Tracing(shared.tracer, STREAMS),

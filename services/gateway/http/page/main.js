@@ -1,0 +1,166 @@
+// The page: a chat whose turns can be compared with and without speculation.
+
+import { Answer, compare } from "./answer.js";
+import { Controls, repeatable } from "./controls.js";
+import { answerEvents, request } from "./stream.js";
+import { AnswerView, make, showTips } from "./view.js";
+
+const STOP_MS = 2_000; // for the end of an answer that was stopped
+const ENDS = { stop: "", length: "Cut off: the most tokens were reached.", abort: "Stopped." };
+
+const page = Object.fromEntries([...document.querySelectorAll("[id]")].map((element) => [element.id, element]));
+const controls = new Controls(page.settings);
+let turns = []; // { user, answer }
+let running = null; // the stream that runs: { controller, session, stopped }
+
+function say(text) {
+  page.status.textContent = text;
+}
+
+async function showModel() {
+  try {
+    page.model.textContent = await controls.load();
+    if (!running) say("");
+  } catch (problem) {
+    say(problem.message);
+  }
+}
+
+/** Stream the answer of `body` into a view. Throw if it fails; an answer that was stopped is complete. */
+async function stream(body, view) {
+  const { answer } = view;
+  const controller = new AbortController();
+  const run = (running = { controller, session: "", stopped: false });
+  setBusy(true);
+  answer.seed = body.seed;
+  const handlers = {
+    key: controls.key,
+    signal: controller.signal,
+    onSession: (id) => {
+      run.session = answer.session = id;
+      if (run.lost) say("Connected again; the answer goes on.");
+      run.lost = false;
+    },
+    onRetry: ({ message }, tries) => (say(`${message} Trying again (${tries}).`), (run.lost = true)),
+  };
+  try {
+    for await (const event of answerEvents(repeatable(body), handlers)) {
+      if (!answer.tokens.length) say("");
+      answer.add(event);
+      view.update();
+    }
+  } catch (problem) {
+    if (!run.stopped) throw problem;
+    answer.finishReason ||= "abort";
+  } finally {
+    running = null;
+    setBusy(false);
+    view.end(ENDS[answer.finishReason] ?? "");
+  }
+}
+
+function setBusy(busy) {
+  page.send.disabled = page.clear.disabled = busy;
+  page.stop.disabled = !busy;
+  for (const button of document.querySelectorAll(".compare")) button.disabled = busy;
+}
+
+/** End the running session; its stream then ends by itself. */
+async function stop() {
+  const run = running;
+  if (!run || run.stopped) return;
+  run.stopped = true;
+  say("Stopping.");
+  setTimeout(() => run.controller.abort(), run.session ? STOP_MS : 0);
+  if (run.session) await request(`v1/sessions/${run.session}`, { method: "DELETE", key: controls.key }).catch(() => {});
+}
+
+async function send(event) {
+  event.preventDefault();
+  const text = page.prompt.value.trim();
+  if (running || !text) return;
+  if (!page.settings.reportValidity()) return;
+  const messages = turns.flatMap(({ user, answer }) => [
+    { role: "user", content: user },
+    { role: "assistant", content: answer.text },
+  ]);
+  const body = controls.body([...messages, { role: "user", content: text }]);
+  const view = new AnswerView(new Answer(), body.speculation.mode === "off" ? "Without speculation" : "Answer");
+  const answers = make("div", { class: "answers" }, view.element);
+  const article = make("article", {}, make("p", { class: "user", text }), answers);
+  page.turns.append(article);
+  page.prompt.value = "";
+  article.scrollIntoView({ block: "end" });
+  say("Waiting for the first token.");
+  try {
+    await stream(body, view);
+  } catch (problem) {
+    say(problem.message);
+    view.end(problem.message);
+    if (!view.answer.tokens.length) {
+      article.remove();
+      page.prompt.value = text;
+      return;
+    }
+  }
+  turns.push({ user: text, answer: view.answer });
+  controls.keepSeed(body.seed);
+  if (view.answer.finishReason) say(summary(view.answer));
+  article.append(actions(body, view, answers));
+  article.scrollIntoView({ block: "end" });
+}
+
+function summary({ tokens, rate, finishReason }) {
+  const end = finishReason === "abort" ? "Answer stopped" : "Answer complete";
+  return `${end}: ${tokens.length} tokens${rate ? `, ${rate.toFixed(1)} a second` : ""}.`;
+}
+
+function actions(body, view, answers) {
+  const verdict = make("p", { class: "verdict", role: "status" });
+  const off = body.speculation.mode === "off";
+  const button = make("button", { type: "button", class: "compare", text: off ? "Compare with speculation" : "Compare without speculation" });
+  button.addEventListener("click", async () => {
+    const other = new AnswerView(new Answer(), off ? "With speculation" : "Without speculation");
+    answers.replaceChildren(view.element, other.element);
+    answers.classList.add("two");
+    verdict.textContent = "";
+    try {
+      await stream({ ...body, speculation: off ? { mode: "auto" } : { mode: "off" } }, other);
+      verdict.textContent = judge(view, other, off ? [view, other] : [other, view]);
+      say("");
+    } catch (problem) {
+      say(problem.message);
+      other.end(problem.message);
+    }
+  });
+  const seed = make("p", { class: "faint", text: `Seed ${body.seed} · session ${view.answer.session}` });
+  return make("div", { class: "row" }, button, verdict, seed);
+}
+
+/** Say whether two answers are equal, and how much faster the second of `[plain, drafted]` was. */
+function judge(one, other, [plain, drafted]) {
+  const { equal, first } = compare(one.answer, other.answer);
+  one.mark(first);
+  other.mark(first);
+  const isCut = [one, other].some(({ answer }) => answer.finishReason === "abort");
+  const same = first < 0 ? `All ${equal} tokens are equal.` : `Equal up to token ${equal}${isCut ? ", where one was stopped" : ""}.`;
+  const [before, after] = [plain.answer.rate, drafted.answer.rate];
+  return before && after ? `${same} Measured speed-up: ${(after / before).toFixed(2)}×.` : same;
+}
+
+page.composer.addEventListener("submit", send);
+page.prompt.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+});
+page.stop.addEventListener("click", stop);
+document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
+page.clear.addEventListener("click", () => {
+  turns = [];
+  page.turns.replaceChildren();
+  say("");
+  page.prompt.focus();
+});
+page.settings.elements.key.addEventListener("change", showModel);
+page["settings-panel"].open = innerWidth > 800;
+showTips(page.tip);
+showModel();
