@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from galley.client.client import AsyncClient
 from galley.client.options import Speculation
 from galley.core.names import NGRAM
-from galley.stack.part import free_ports
+from galley.stack.ports import free_ports
 from tests.fakes.redis_clusters import TcpServer, serving
 from tests.fakes.redis_servers import VALKEY
 

@@ -30,7 +30,7 @@ from galley.bench.closed_loop import AUTO, OFF, GatewayLoop, LoopSide
 from galley.bench.summary import Interval, median_interval, ratio_interval, speed_ratio
 from galley.client.client import AsyncClient
 from galley.stack import guard
-from galley.stack.part import free_ports
+from galley.stack.ports import free_ports
 
 BASE, THIS = "base", "this"
 SPECULATIONS = (OFF, AUTO)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from galley.cli.bench import bench
@@ -22,9 +23,10 @@ from galley.cli.distill import distill
 from galley.cli.flags import USAGE, fail, require, say
 from galley.cli.generate import generate, resume
 from galley.cli.plan import plan
+from galley.cli.stacks import logs, ps, stop
 from galley.cli.top import top
 from galley.cli.trace import trace
-from galley.cli.up import up
+from galley.cli.up import serve, up
 from galley.stack.parts import python_module
 from galley.version import __version__
 
@@ -32,6 +34,12 @@ _USE, _MEASURE, _SERVERS = "Run and use", "Measure and plan", "Servers"
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 _UsageError: Any = typer.BadParameter.__base__
 _ClickException: Any = _UsageError.__base__
+_NUMBER_PROBLEMS = {
+    "less_than_equal": "must be at most {le}, got {got}",
+    "greater_than_equal": "must be at least {ge}, got {got}",
+    "int_parsing": "must be a whole number, got {got!r}",
+    "float_parsing": "must be a number, got {got!r}",
+}
 _QUOTE = "'"
 _CHOICE = re.compile(r"(Value error, )?(?P<given>'.*') is not one of (?P<choices>.*)")
 
@@ -65,6 +73,7 @@ def _usage_problem(error: Any) -> str:
     if isinstance(error, typer.BadParameter) and message and (hint or parameter):
         is_flag = parameter is not None and parameter.param_type_name == "option"
         name = hint or (max(parameter.opts, key=len) if is_flag else parameter.name.upper())
+        message = _number_problem(error) or message
         if choice := _CHOICE.fullmatch(message.rstrip(".")):
             message = f"must be one of {choice['choices'].replace(_QUOTE, '')}, got {choice['given']}"
         problem = f"{name}: {message}"
@@ -72,6 +81,15 @@ def _usage_problem(error: Any) -> str:
         problem = str(error.format_message())
     command = error.ctx.command_path if getattr(error, "ctx", None) else "galley"
     return f"{problem.rstrip('.')} (see {command} --help)"
+
+
+def _number_problem(error: BaseException) -> str:
+    """Return what is wrong with a number, as the error's cause reports it; "" for other problems."""
+    if not isinstance(error.__cause__, ValidationError):
+        return ""
+    problem = error.__cause__.errors()[0]
+    template = _NUMBER_PROBLEMS.get(problem["type"])
+    return template.format(got=problem["input"], **problem.get("ctx", {})) if template else ""
 
 
 app = typer.Typer(
@@ -102,7 +120,7 @@ def _galley(
             raise typer.BadParameter("must be UTF-8 text", param_hint=ascii(argument))
 
 
-for _command in (demo, up, generate, chat, resume, top, trace):
+for _command in (demo, up, serve, ps, logs, stop, generate, chat, resume, top, trace):
     app.command(rich_help_panel=_USE)(_command)
 for _command in (bench, plan, distill):
     app.command(rich_help_panel=_MEASURE)(_command)

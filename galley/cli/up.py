@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import inspect
+import os
 import signal
-import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -20,12 +21,15 @@ from rich.table import Table
 from rich.text import Text
 
 from galley.cli.flags import fail, not_secret, require, say, usage_of
+from galley.common.models.files import DEFAULT_MODEL
 from galley.core import names
 from galley.core.hints import MAX_DRAFT_TOKENS
+from galley.stack.detached import detach as background
 from galley.stack.endpoint import Endpoint
 from galley.stack.options import PartTable, StackOptions, check_private
-from galley.stack.part import LOOPBACK, PartFailed, PartStatus, State, unreachable
+from galley.stack.part import PartFailed, PartStatus, State, unreachable
 from galley.stack.parts import Viewer, draft_model_of, find_viewer, stack_parts
+from galley.stack.ports import GRPC_PORT, HTTP_PORT, next_free_port, port_problem
 from galley.stack.stack import Stack
 
 T = TypeVar("T")
@@ -35,6 +39,13 @@ _RAY_STOP_GRACE_S = 30.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STORE_RETRY_S = 1.0
 _STORE_REMINDER_S = 10.0
+_CURL = """\
+curl http://{}/v1/chat/completions -H 'content-type: application/json' \\
+  -d '{{"messages": [{{"role": "user", "content": "Name three rivers."}}]}}'"""
+_PYTHON = """\
+from galley import Client
+with Client("{}") as client:
+    print(client.chat([{{"role": "user", "content": "Name three rivers."}}]).text)"""
 _MARKS = {State.READY: ("✔", "green"), State.FAILED: ("✘", "red"), State.STOPPED: ("■", "dim")}
 
 Model = Annotated[
@@ -113,14 +124,23 @@ def up(  # noqa: PLR0913  # one parameter a flag
     ] = 1,
     drafts: Annotated[int, typer.Option(min=1, help="Number of draft replicas.")] = 1,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the first gateway. 0: any free port.")
-    ] = 0,
-    http_port: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=-1, max=65535, help="Port of the first gateway's HTTP API. 0: any free port. -1: none."
+            min=0,
+            max=65535,
+            help=f"gRPC port of the first gateway. 0: any free port. Default: {GRPC_PORT}, or the next free "
+            "one.",
         ),
-    ] = 0,
+    ] = None,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            min=-1,
+            max=65535,
+            help="Port of the first gateway's HTTP API and page. 0: any free port. -1: none. Default: "
+            f"{HTTP_PORT}, or the next free one.",
+        ),
+    ] = None,
     trace: Annotated[
         bool,
         typer.Option(
@@ -136,12 +156,18 @@ def up(  # noqa: PLR0913  # one parameter a flag
             file_okay=False,
         ),
     ] = None,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach/--no-detach",
+            help="Run the stack in the background once it serves; galley ps, logs and stop manage it.",
+        ),
+    ] = False,
 ) -> None:
     """Start a stack on this machine, print its endpoint, run it until Ctrl-C."""
     given = locals()
-    _check_port("--port", port)
-    if http_port >= 0:
-        _check_port("--http-port", http_port)
+    for flag, spec in (("--model", model), ("--draft-model", draft_model)):
+        _check_model(flag, spec or "")
     if redis_url:
         from galley.common.redis.url import parse_redis_url  # noqa: PLC0415  # an extra
 
@@ -152,6 +178,9 @@ def up(  # noqa: PLR0913  # one parameter a flag
     if data_dir is not None:
         with usage_of("--data-dir"):
             check_private(data_dir)
+    for flag, directory in (("--log-dir", log_dir), ("--data-dir", data_dir)):
+        _check_writable(flag, directory)
+    given["port"], given["http_port"] = _choose_ports(port, http_port)
     options = stack_options(
         **{name: given[name] for name in StackOptions.__dataclass_fields__ if name in given},
         strategy=strategy,
@@ -161,12 +190,47 @@ def up(  # noqa: PLR0913  # one parameter a flag
     with usage_of("--name"):
         endpoint = Endpoint(name)
     with endpoint:
+        ready = _start_detached(endpoint) if detach else _nothing
         viewer = None
         if trace:
             with usage_of("--trace"):
                 viewer = find_viewer()
                 options = dataclasses.replace(options, viewer=viewer.part)
-        run_stack(_keep_up(options, endpoint, viewer, Console(highlight=False)))
+        run_stack(_keep_up(options, endpoint, viewer, ready))
+
+
+def _nothing() -> None: ...
+
+
+def _start_detached(endpoint: Endpoint) -> Callable[[], None]:
+    """Return, in a child of this process, what reports that the stack serves; then this process exits."""
+    ready = background(endpoint.log)
+    if ready is None:
+        raise typer.Exit
+    endpoint.adopt()
+    return ready
+
+
+def _as_serve() -> Callable[..., None]:
+    """Return `up` with its model as an argument, as users of `vllm serve` type it."""
+
+    def serve(**given: Any) -> None:
+        up(**given)
+
+    serve.__doc__ = f"{up.__doc__} The same as `galley up --model MODEL`."
+    argument = Annotated[
+        str, typer.Argument(help="Target model: hub id, directory or GGUF file.", metavar="MODEL")
+    ]
+    parameters = inspect.signature(up, eval_str=True).parameters.values()
+    model = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, annotation=argument)
+    replaced = [model if each.name == "model" else each for each in parameters]
+    # Typer reads both.
+    serve.__dict__["__signature__"] = inspect.Signature(replaced)
+    serve.__annotations__ = {each.name: each.annotation for each in replaced}
+    return serve
+
+
+serve = _as_serve()
 
 
 def stack_options(*, strategy: str | None, **options: Any) -> StackOptions:
@@ -188,44 +252,92 @@ def _check_pool(pool: str, redis_url: str | None) -> None:
         check_pool_name(pool)
 
 
-def _check_port(flag: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            problem = f"must be a port that can be opened, got {port}: {error.strerror}"
-            raise typer.BadParameter(problem, param_hint=flag) from None
+def _check_model(flag: str, spec: str) -> None:
+    """Raise BadParameter for a path at which nothing is; hub ids are looked up by the parts."""
+    is_path = spec.startswith(("/", "./", "../", "~")) or spec.endswith(".gguf")
+    if is_path and not Path(spec).expanduser().exists():
+        problem = f"must be a directory, a .gguf file or a hub id, got {spec}: no such file"
+        raise typer.BadParameter(problem, param_hint=flag)
+
+
+def _check_writable(flag: str, directory: Path | None) -> None:
+    if directory is None:
+        return
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        raise typer.BadParameter(f"must be a directory that can be written, got {directory}", param_hint=flag)
+
+
+def _choose_ports(port: int | None, http_port: int | None) -> tuple[int, int]:
+    """Return the ports of gRPC and HTTP: those that were named, or else the next free ones."""
+    if port and port == http_port:
+        raise typer.BadParameter(f"must differ from --port, got {port} for both", param_hint="--http-port")
+    for flag, named in (("--port", port), ("--http-port", http_port)):
+        if named is not None and named > 0 and (reason := port_problem(named)):
+            problem = f"must be a port that can be opened, got {named}: {reason}"
+            raise typer.BadParameter(problem, param_hint=flag)
+    chosen = _named_or_next("gRPC", port, GRPC_PORT, http_port)
+    return chosen, _named_or_next("HTTP", http_port, HTTP_PORT, chosen)
+
+
+def _named_or_next(protocol: str, named: int | None, default: int, other: int | None) -> int:
+    if named is not None:
+        return named
+    port = next_free_port(default, () if other is None else (other,))
+    if port != default:
+        say(f"port {default} is taken: {protocol} uses {port}")
+    return port
 
 
 async def _keep_up(
-    options: StackOptions, endpoint: Endpoint, viewer: Viewer | None, console: Console
+    options: StackOptions, endpoint: Endpoint, viewer: Viewer | None, ready: Callable[[], None]
 ) -> None:
+    console = Console(highlight=False)
     if options.redis_url:
         await wait_for_store(options.redis_url, console)
     async with shown_stack(options, console) as stack:
 
         def announce() -> None:
-            endpoint.announce(",".join(stack.gateways), stack.services, stack.store_url)
+            endpoint.announce(
+                ",".join(stack.gateways),
+                stack.services,
+                stack.store_url,
+                http=",".join(stack.http_addresses),
+                model=options.model or DEFAULT_MODEL,
+                logs=str(stack.dirs.logs),
+            )
 
         def show_change(change: str) -> None:
             announce()  # a part that was started again has another address
             console.print(Text(change), soft_wrap=True)
 
         announce()
-        for address in stack.gateways:
-            console.print(Text.assemble("gateway at ", (address, "bold")))
-        for address in stack.http_addresses:
-            console.print(Text.assemble("HTTP API at ", (f"http://{address}/v1", "bold")))
         for service in stack.services:
             console.print(Text(f"metrics of {service.name} at http://{service.metrics}/metrics", "dim"))
         if viewer is not None:
             console.print(Text(viewer.note), soft_wrap=True)
+        for line in _welcome(stack):
+            console.print(line, soft_wrap=True)
+        name = endpoint.name
+        stops = "Ctrl-C" if ready is _nothing else f"galley stop {name}"
         console.print(
-            Text(f"stack {endpoint.name!r}: galley generate, chat, resume and top find it; Ctrl-C stops it"),
+            Text(f"stack {name!r}: galley generate, chat, top and logs find it; {stops} stops it"),
             soft_wrap=True,
         )
+        ready()
         await stack.run(_stay(stack, viewer, console), show_change)
+
+
+def _welcome(stack: Stack) -> Iterator[Text]:
+    """Return the addresses of the stack, and first calls to copy."""
+    for address in stack.gateways:
+        yield Text.assemble("gateway at ", (address, "bold"))
+    for address in stack.http_addresses:
+        yield Text.assemble("HTTP API at ", (f"http://{address}/v1", "bold"))
+    for address in stack.http_addresses[:1]:
+        yield Text.assemble("page at ", (f"http://{address}/", "bold"))
+        yield Text(f"\n{_CURL.format(address)}")
+    yield Text(f"\n{_PYTHON.format(stack.gateways[0])}\n")
 
 
 async def wait_for_store(redis_url: str, console: Console) -> None:

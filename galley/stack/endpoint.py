@@ -8,10 +8,12 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from galley.stack.processes import Process, this_process
 
 DEFAULT_NAME = "default"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
@@ -44,12 +46,20 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class RunningStack:
-    """A running stack: its gateways, with commas; services with metrics; URL of its own store, or empty."""
+    """A stack that runs here: its process, and what it has announced. While it starts, that is its name only.
+
+    `address` are its gateways and `http` their HTTP addresses, with commas. `store` is the URL of its own
+    store, or empty. `logs` is the directory of its logs.
+    """
 
     name: str
-    address: str
+    process: Process
+    address: str = ""
+    http: str = ""
     services: tuple[Service, ...] = ()
     store: str = ""
+    model: str = ""
+    logs: str = ""
 
 
 def state_dir() -> Path:
@@ -58,8 +68,8 @@ def state_dir() -> Path:
     path = Path(runtime) / "galley" if runtime else Path(tempfile.gettempdir()) / f"galley-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise PermissionError(f"{path}: must be your own directory, which only its owner can write")
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(f"{path}: must be your own directory, closed to other users; run chmod 700")
     return path
 
 
@@ -80,9 +90,9 @@ class Endpoint:
     def _take(self, name: str) -> bool:
         self.name, self._path = name, state_dir() / f"{name}{_SUFFIX}"
         mine = self._path.with_suffix(f".{os.getpid()}")
-        mine.write_text(json.dumps({"pid": os.getpid()}), encoding="utf-8")
+        mine.write_text(json.dumps(_owner()), encoding="utf-8")
         try:
-            if not _is_running(_read(self._path)):
+            if not _process(_read(self._path)).is_running:
                 self._path.unlink(missing_ok=True)
             self._path.hardlink_to(mine)  # fails if another process was faster
         except FileExistsError:
@@ -91,11 +101,31 @@ class Endpoint:
             mine.unlink()
         return True
 
-    def announce(self, address: str, services: Sequence[Service] = (), store: str = "") -> None:
+    @property
+    def log(self) -> Path:
+        """Return where a detached stack writes what `galley up` prints. The file outlives the stack."""
+        return console_log(self.name)
+
+    def adopt(self) -> None:
+        """Give the name to this process, a child of the one that took it."""
+        self._write({})
+
+    def announce(
+        self,
+        address: str,
+        services: Sequence[Service] = (),
+        store: str = "",
+        *,
+        http: str = "",
+        model: str = "",
+        logs: str = "",
+    ) -> None:
+        facts = {"address": address, "http": http, "store": store, "model": model, "logs": logs}
+        self._write({**facts, "services": [dataclasses.asdict(service) for service in services]})
+
+    def _write(self, facts: Mapping[str, Any]) -> None:
         fresh = self._path.with_suffix(f".{os.getpid()}")
-        facts = {"pid": os.getpid(), "address": address, "store": store}
-        facts["services"] = [dataclasses.asdict(service) for service in services]
-        fresh.write_text(json.dumps(facts), encoding="utf-8")
+        fresh.write_text(json.dumps({**_owner(), **facts}), encoding="utf-8")
         fresh.replace(self._path)
 
     def __enter__(self) -> Endpoint:
@@ -106,21 +136,36 @@ class Endpoint:
             self._path.unlink(missing_ok=True)
 
 
-def running_stacks() -> list[RunningStack]:
-    """Return the stacks that run here and have announced their gateways, sorted by name."""
+def console_log(name: str) -> Path:
+    return state_dir() / f"{name}.log"
+
+
+def live_stacks() -> list[RunningStack]:
+    """Return the stacks that run or start here, sorted by name."""
     stacks = []
     for path in sorted(state_dir().glob(f"*{_SUFFIX}")):
         facts = _read(path)
-        if _is_running(facts) and "address" in facts:
-            services = tuple(Service(**one) for one in facts.get("services", ()))
-            name = path.name.removesuffix(_SUFFIX)
-            stacks.append(RunningStack(name, facts["address"], services, facts.get("store", "")))
+        if (process := _process(facts)).is_running:
+            services = tuple(Service(**one) for one in facts.pop("services", ()))
+            known = {field.name for field in dataclasses.fields(RunningStack)} & set(facts)
+            announced = {name: facts[name] for name in known}
+            stacks.append(
+                RunningStack(path.name.removesuffix(_SUFFIX), process, services=services, **announced)
+            )
     return stacks
 
 
-def find_stack(name: str | None = None) -> RunningStack:
-    """Return the stack of that name, or the only one. Raises NoEndpoint, SeveralStacks, PermissionError."""
-    stacks = running_stacks()
+def running_stacks() -> list[RunningStack]:
+    """Return the stacks that run here and have announced their gateways, sorted by name."""
+    return [stack for stack in live_stacks() if stack.address]
+
+
+def find_stack(name: str | None = None, *, starting: bool = False) -> RunningStack:
+    """Return the stack of that name, or the only one; with `starting` also one that has not announced itself.
+
+    Raises NoEndpoint, SeveralStacks, PermissionError.
+    """
+    stacks = live_stacks() if starting else running_stacks()
     if name is not None:
         stacks = [stack for stack in stacks if stack.name == name]
         if not stacks:
@@ -132,22 +177,19 @@ def find_stack(name: str | None = None) -> RunningStack:
     return stacks[0]
 
 
+def _owner() -> dict[str, int]:
+    return dataclasses.asdict(this_process())
+
+
+def _process(facts: Mapping[str, Any]) -> Process:
+    """Return the process that a file names; one that never runs if it names none."""
+    pid, started = facts.get("pid"), facts.get("started")
+    return Process(pid, started) if isinstance(pid, int) and isinstance(started, int) else Process(0, -1)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
-
-
-def _is_running(facts: dict[str, Any]) -> bool:
-    pid = facts.get("pid")
-    if not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -52,6 +52,8 @@ class StackOptions:
     data_dir: Path | None = None
     start_timeout_s: float = 600.0
     stop_grace_s: float = 10.0
+    # Before the second start in a row of a part that ended; doubled before each further one.
+    restart_pause_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import enum
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,13 +21,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from galley.stack import guard
+from galley.stack.ports import LOOPBACK
 
 PartFacts = Mapping[str, Any]
 """What a part reports when it is ready, such as {"address": "127.0.0.1:4711"}."""
 Facts = Mapping[str, PartFacts]
 """The facts of the ready parts, by part name."""
 
-LOOPBACK = "127.0.0.1"
 _CONNECT_TIMEOUT_S = 1.5
 _TAIL_LINES = 20
 _PING_PERIOD_S = 0.01
@@ -273,15 +272,6 @@ async def lines(pipe: IO[bytes]) -> Any:
         yield reader
     finally:
         transport.close()
-
-
-def free_ports(count: int) -> list[int]:
-    """Return different ports of this machine that are free at this moment."""
-    with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((LOOPBACK, 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 async def is_listening(ports: Sequence[int]) -> bool:

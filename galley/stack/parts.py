@@ -21,7 +21,8 @@ from pathlib import Path
 from galley.common.models.files import DEFAULT_MODEL, shipped_draft
 from galley.core import names
 from galley.stack.options import StackDirs, StackOptions, has_registered_drafts, has_registered_targets
-from galley.stack.part import LOOPBACK, Facts, PartSpec, free_ports
+from galley.stack.part import Facts, PartSpec
+from galley.stack.ports import LOOPBACK, free_ports
 from galley.trace.read.otlp_file import new_file, trace_dir
 
 NO_DRAFT_MODEL = "none"

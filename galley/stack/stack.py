@@ -156,7 +156,8 @@ class Stack:
         With `on_change`, a part is started again while another of its pool serves.
         """
         vital = [part for part in self._parts.values() if part.is_running and part.spec.vital]
-        failed = await Restarts(vital, self._start_again, on_change).failure()
+        restarts = Restarts(vital, self._start_again, on_change, self.options.restart_pause_s)
+        failed = await restarts.failure()
         self._failed = True
         return failed
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from redis import asyncio as redis_asyncio
 
-from galley.stack.part import free_ports
+from galley.stack.ports import free_ports
 from tests.fakes.redis_servers import BINARIES, REDIS, VALKEY, Server, running
 
 CLUSTER = "cluster"

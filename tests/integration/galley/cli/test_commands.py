@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from galley.common.printable import printable
 from galley.core.errors import InvalidField, Unavailable, UnknownSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack import endpoint
+from galley.stack.processes import start_time
 from galley.version import __version__
 from tests.fakes.gateway import SESSION, FakeChunk, FakeGateway, serving
 
@@ -250,24 +252,26 @@ def test_help_loads_nothing_slow() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_endpoint_in_a_world_writable_directory_is_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o777, 0o755, 0o710])
+def test_endpoint_in_an_open_directory_is_ignored(tmp_path: Path, mode: int) -> None:
     (tmp_path / "galley").mkdir()
-    (tmp_path / "galley").chmod(0o777)
+    (tmp_path / "galley").chmod(mode)
     result = galley("generate", "x")
     assert result.exit_code == 1
-    assert "only its owner can write" in result.stderr
+    assert "must be your own directory, closed to other users" in result.stderr
 
 
-def _announced_by(pid: int, name: str, address: str) -> Path:
+def _announced_by(pid: int, started: int, name: str, address: str) -> Path:
     path = endpoint.state_dir() / f"{name}.stack"
-    path.write_text(json.dumps({"address": address, "pid": pid}), encoding="utf-8")
+    path.write_text(json.dumps({"address": address, "pid": pid, "started": started}), encoding="utf-8")
     return path
 
 
 def test_name_of_a_dead_stack_is_free() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    path = _announced_by(process.pid, "default", "127.0.0.1:1")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started = start_time(process.pid)
+    assert started is not None
+    path = _announced_by(process.pid, started, "default", "127.0.0.1:1")
     with pytest.raises(endpoint.NoEndpoint):
         endpoint.find_stack()
     path.write_text("nonsense", encoding="utf-8")
@@ -303,7 +307,9 @@ def test_choice_among_several_stacks() -> None:
 
 
 def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
-    _announced_by(os.getppid(), "mine", "127.0.0.1:1")
+    started = start_time(os.getppid())
+    assert started is not None
+    _announced_by(os.getppid(), started, "mine", "127.0.0.1:1")
     for name in ("mine", "a/b", "", "x" * 41):
         refused = galley("up", "--name", name)
         assert refused.exit_code == 2
@@ -317,7 +323,18 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
         (["up", "--strategy=foo"], "--strategy: must be one of ngram, model, hybrid, none, got 'foo'"),
         (["up", "--strategy=model", "--draft-model=none"], "--strategy: must be ngram or none"),
         (["up", "--data-dir=/usr"], "--data-dir: /usr: must be "),
-        (["up", "--k=65"], "--k: Input should be less than or equal to 64"),
+        (["up", "--k=65"], "--k: must be at most 64, got 65"),
+        (["up", "--replicas=0"], "--replicas: must be at least 1, got 0"),
+        (["up", "--port=many"], "--port: must be a whole number, got 'many'"),
+        (["up", "--port=50999", "--http-port=50999"], "--http-port: must differ from --port, got 50999"),
+        (
+            ["up", "--model=/no/such/model.gguf"],
+            "--model: must be a directory, a .gguf file or a hub id, got",
+        ),
+        (["serve", "./no-such-model"], "--model: must be a directory, a .gguf file or a hub id, got"),
+        (["serve"], "Missing argument 'MODEL'"),
+        (["up", "--log-dir=/proc/1/logs"], "--log-dir: must be a directory that can be written, got /proc"),
+        (["stop", "blue", "--all"], "--all: must not be combined with NAME, got blue"),
         (["up", "--dtype=fp16"], "--dtype: must be one of float32, bfloat16, float16, got 'fp16'"),
         (["demo", "--strategy=foo"], "--strategy: must be one of"),
         (["up", "--redis-url=http://x"], "--redis-url: "),
@@ -353,8 +370,23 @@ def test_a_port_in_use_is_refused_before_anything_starts() -> None:
     assert refused.stderr.startswith(f"error: --port: must be a port that can be opened, got {port}: Address")
 
 
+def test_the_next_free_port_replaces_a_default_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(FakeGateway()) as grpc, serving(FakeGateway()) as http:
+        taken = [int(address.rpartition(":")[2]) for address in (grpc, http)]
+        monkeypatch.setattr("galley.cli.up.GRPC_PORT", taken[0])
+        monkeypatch.setattr("galley.cli.up.HTTP_PORT", taken[1])
+        printed = galley("up", "--name", "a/b").stderr  # refused once the ports are chosen
+    lines = re.findall(r"port (\d+) is taken: (gRPC|HTTP) uses (\d+)", printed)
+    assert [(int(default), protocol) for default, protocol, _ in lines] == [
+        (taken[0], "gRPC"),
+        (taken[1], "HTTP"),
+    ]
+    assert [int(port) > default for (_, _, port), default in zip(lines, taken, strict=True)] == [True, True]
+
+
 def test_unreachable_store_is_named_at_once_and_retried() -> None:
-    command = [sys.executable, "-m", "galley.cli", "up", "--redis-url", "redis://localhost:1"]
+    ports = ("--port", "0", "--http-port", "0")
+    command = [sys.executable, "-m", "galley.cli", "up", "--redis-url", "redis://localhost:1", *ports]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **PLAIN}) as process:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -258,6 +258,28 @@ async def test_replica_whose_process_cannot_be_made_is_tried_again(tmp_path: Pat
     stack.forget()
 
 
+async def test_replica_that_keeps_dying_is_given_up_and_the_stack_goes_on(tmp_path: Path) -> None:
+    flag = tmp_path / "broken"
+    broken = replace(
+        stand_in("target-2", pool="target"),
+        command=lambda _: [sys.executable, str(STAND_IN), *(["--die=3"] if flag.exists() else [])],
+    )
+    options = StackOptions(restart_pause_s=0.01)
+    async with stack_of(stand_in("target", pool="target"), broken, options=options) as stack:
+        changes = Changes()
+
+        async def work() -> tuple[str, ...]:
+            flag.touch()
+            await stack.kill("target-2")
+            pauses = ("now", "in 0.01 s", "in 0.02 s", "in 0.04 s", "in 0.08 s")
+            await changes.must_be(*(f"starting it again {pause}" for pause in pauses))
+            await changes.must_be("before it was ready; given up after 5 starts in a row, the stack goes on")
+            return stack.running
+
+        assert await stack.run(work(), changes.note) == ("target",)
+    stack.forget()
+
+
 @pytest.mark.parametrize(("pool", "reports"), [("target", False), ("", True)])
 async def test_work_ends_with_a_part_that_is_not_to_be_started_again(pool: str, reports: bool) -> None:
     async with stack_of(*(stand_in(name, pool=pool) for name in ("target", "target-2"))) as stack:

@@ -26,13 +26,16 @@ GALLEY = [sys.executable, "-m", "galley.cli"]
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
     own = {"XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path), "GALLEY_TRACE_DIR": str(tmp_path)}
-    return {**os.environ, **own, "GALLEY_ENDPOINT": "", "OTEL_BSP_SCHEDULE_DELAY": "100"}
+    return {**os.environ, **own, "GALLEY_ENDPOINT": ""}
 
 
 @pytest.fixture
 def stack(env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [*GALLEY, "up", "--gateways", "2", "--trace"], stdout=subprocess.PIPE, text=True, env=env
+        [*GALLEY, "up", "--gateways", "2", "--trace", "--port=0", "--http-port=0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
     ) as up:
         try:
             yield up
@@ -108,8 +111,8 @@ def test_stack_serves_resumes_and_leaves_no_process(
     assert "no stack runs here" in after.stderr
 
 
-def test_a_part_that_cannot_start_is_named_with_its_last_words(env: dict[str, str]) -> None:
-    ended = _galley(env, "up", "--model", "/no/such/model.gguf")
+def test_a_part_that_cannot_start_is_named_with_its_last_words(env: dict[str, str], tmp_path: Path) -> None:
+    ended = _galley(env, "up", "--model", str(tmp_path), "--port=0", "--http-port=0")
     assert ended.returncode == 1
-    assert "/no/such/model.gguf: no such file" in ended.stderr
+    assert f"{tmp_path}/config.json" in ended.stderr
     assert ended.stderr.splitlines()[-1] == "error: model ended with exit code 1 before it was ready"

@@ -20,7 +20,7 @@ from galley.common.server.healthcheck import problem_of
 from galley.common.server.listen import CannotBind
 from galley.common.server.server import Parts, RunningServer, start_server
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from galley.stack.part import free_ports
+from galley.stack.ports import free_ports
 from tests.fakes.certificates import Authority, Mounted, mounted
 from tests.fakes.echo_service import SERVICE, EchoService, building, settings
 from tests.fakes.http2 import wire

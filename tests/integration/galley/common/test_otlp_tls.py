@@ -12,7 +12,7 @@ import pytest
 from galley.common.config.settings import OFF
 from galley.common.metrics.metering import start_metering
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
-from galley.stack.part import free_ports
+from galley.stack.ports import free_ports
 from tests.fakes.certificates import Authority, Mounted, caller_of, mounted
 from tests.fakes.otlp_collector import collecting
 

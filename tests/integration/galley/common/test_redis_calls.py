@@ -14,7 +14,7 @@ import uvloop
 
 from galley.common.redis.calls import Copies, RedisCalls, Script, script_of
 from galley.core.errors import Broken, StoreUnavailable
-from galley.stack.part import free_ports
+from galley.stack.ports import free_ports
 from tests.fakes.link import Link
 from tests.fakes.redis_clusters import TcpServer, follows, serving, until
 from tests.fakes.redis_servers import VALKEY, running

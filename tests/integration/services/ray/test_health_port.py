@@ -10,7 +10,7 @@ import grpc
 from galley.common.server.healthcheck import problem_of
 from galley.common.server.server import Parts, RunningServer, Service
 from galley.engine.parallel.process_group import Store
-from galley.stack.part import free_ports
+from galley.stack.ports import free_ports
 from services.target.settings import TargetSettings
 from tests.fakes.echo_service import EchoService
 

@@ -22,7 +22,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from galley.stack.part import free_ports
+from galley.stack.ports import free_ports
 from services.target.ranks.ranks import run_host
 from services.target.settings import TargetSettings
 from tests.fakes.collector import Collector

@@ -38,7 +38,7 @@ from galley.core.store import (
     StoredSession,
     TokenBucket,
 )
-from galley.stack.part import free_ports
+from galley.stack.ports import free_ports
 from services.gateway.request.validate import session_id_for
 from services.gateway.store.redis import RedisStore
 from tests.fakes.owners import abort, claim, commit, create, finish, hashes_of, in_time, recreate

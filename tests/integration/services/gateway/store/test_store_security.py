@@ -15,7 +15,7 @@ from galley.common.tls.files import BadFile
 from galley.core.errors import Broken, GalleyError, StoreUnavailable
 from galley.core.store import CacheLocation, Exchange, KvDirectory, TokenBucket
 from galley.pb.galley.v1 import galley_pb2 as pb
-from galley.stack.part import free_ports
+from galley.stack.ports import free_ports
 from services.gateway.store.redis import RedisStore
 from tests.fakes.certificates import Authority, mounted
 from tests.fakes.log_lines import logged

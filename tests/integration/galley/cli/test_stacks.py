@@ -1,0 +1,210 @@
+"""`galley up --detach`, `ps`, `logs` and `stop`, on processes that announce themselves as stacks do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from galley.stack.endpoint import state_dir
+from galley.stack.processes import Process, start_time
+from tests.fakes.tiny_model import save_tiny_model
+from tests.fakes.waiting import PATIENCE_S
+from tests.integration.galley.cli.ends import Ends
+
+GALLEY = [sys.executable, "-m", "galley.cli"]
+# Announces itself unless told otherwise, and ends by SIGTERM unless it is stubborn.
+STACK = """
+import signal, sys
+from galley.stack.endpoint import Endpoint
+name, logs, *flags = sys.argv[1:]
+ended = []
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in flags else lambda *_: ended.append(1))
+with Endpoint(name) as stack:
+    if "starts" not in flags:
+        stack.announce("127.0.0.1:1", http="127.0.0.1:2", model="tiny", logs=logs)
+    print("up", flush=True)
+    while not ended:
+        signal.sigtimedwait([], 0.05)
+"""
+StartStack = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    directory = tmp_path / "logs"
+    directory.mkdir()
+    (directory / "target.log").write_text("one\ntwo\nthree\n")
+    (directory / "gateway.log").write_text("ready \x1b[2J\n")
+    return directory
+
+
+@pytest.fixture
+def start(logs: Path) -> Iterator[StartStack]:
+    with ExitStack() as opened:
+
+        def run(name: str, *flags: str) -> subprocess.Popen[str]:
+            command = [sys.executable, "-c", STACK, name, str(logs), *flags]
+            process = opened.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            opened.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+            return process
+
+        yield run
+
+
+def galley(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*GALLEY, *args], capture_output=True, text=True, check=False, timeout=180)
+
+
+def test_ps_lists_the_stacks_that_serve_and_those_that_start(start: StartStack) -> None:
+    blue, green = start("blue"), start("green", "starts")
+    rows = [line.split() for line in galley("ps").stdout.splitlines()]
+    assert rows == [
+        ["NAME", "STATE", "GRPC", "HTTP", "MODEL", "PID"],
+        ["blue", "serves", "127.0.0.1:1", "127.0.0.1:2", "tiny", str(blue.pid)],
+        ["green", "starts", str(green.pid)],
+    ]
+    facts = [json.loads(line) for line in galley("ps", "--json").stdout.splitlines()]
+    assert [(stack["name"], stack["pid"], stack["http"]) for stack in facts] == [
+        ("blue", blue.pid, "127.0.0.1:2"),
+        ("green", green.pid, ""),
+    ]
+
+
+def test_stop_ends_the_only_stack_and_waits_for_it(start: StartStack) -> None:
+    stack = start("blue")
+    stopped = galley("stop")
+    assert (stopped.returncode, stopped.stderr) == (0, "stack 'blue' stopped\n")
+    assert stack.wait(0) == 0
+    again = galley("stop")
+    assert again.returncode == 1
+    assert "no stack runs here" in again.stderr
+    assert "no stack runs here" in galley("ps").stderr
+
+
+def test_stop_among_several_needs_a_name_or_all(start: StartStack) -> None:
+    blue, green = start("blue"), start("green")
+    unclear = galley("stop")
+    assert (unclear.returncode, unclear.stderr) == (
+        1,
+        "error: several stacks run here; name one of blue, green\n",
+    )
+    assert galley("stop", "green").returncode == 0
+    assert green.wait(0) == 0
+    red = start("red")
+    assert galley("stop", "--all").returncode == 0
+    assert (blue.wait(0), red.wait(0)) == (0, 0)
+
+
+def test_a_stack_that_does_not_end_is_reported_with_its_pid(start: StartStack) -> None:
+    stack = start("blue", "stubborn")
+    refused = galley("stop", "--timeout", "0.1")
+    assert refused.returncode == 1
+    assert refused.stderr == f"error: stack 'blue' still runs after 0.1 s; to end it: kill -9 {stack.pid}\n"
+
+
+def test_a_process_that_got_the_pid_of_a_stack_is_left_alone() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        started = start_time(other.pid)
+        assert started is not None
+        facts = {"pid": other.pid, "started": started - 1, "address": "127.0.0.1:1"}
+        (state_dir() / "blue.stack").write_text(json.dumps(facts))
+        refused = galley("stop", "blue")
+        assert (refused.returncode, other.poll()) == (1, None)
+        assert "no stack 'blue' runs here" in refused.stderr
+        assert Process(other.pid, started - 1).terminate(PATIENCE_S)
+        assert other.poll() is None
+
+
+def test_logs_of_all_parts_and_of_one(start: StartStack) -> None:
+    start("blue")
+    assert galley("logs", "--lines", "2").stdout == (
+        "gateway | ready \N{REPLACEMENT CHARACTER}[2J\ntarget  | two\ntarget  | three\n"
+    )
+    assert galley("logs", "blue", "--part", "gateway").stdout.startswith("gateway | ready")
+    unknown = galley("logs", "--part", "draft")
+    assert unknown.returncode == 2
+    assert "--part: must be one of gateway, target, got draft" in unknown.stderr
+
+
+def test_followed_logs_end_with_the_stack(start: StartStack, logs: Path) -> None:
+    stack = start("blue")
+    command = [*GALLEY, "logs", "--follow", "--part", "target", "--lines", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "target | three\n"
+        with (logs / "target.log").open("a") as log:
+            log.write("fo")
+            log.flush()
+            log.write("ur\n")
+        assert following.stdout.readline() == "target | four\n"
+        stack.terminate()
+        assert following.wait(PATIENCE_S) == 0
+
+
+def _first_calls_work(printed: str) -> None:
+    """Run what the start printed, as a user who copies it."""
+    (curl,) = re.findall(r"^curl .*\n.*$", printed, re.MULTILINE)
+    (python,) = re.findall(r"^from galley import .*\n.*\n.*$", printed, re.MULTILINE)
+    for command in (["bash", "-c", curl], [sys.executable, "-c", python]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+    assert '"object":"chat.completion"' in subprocess.check_output(["bash", "-c", curl], text=True)
+
+
+def test_a_detached_stack_serves_until_it_is_stopped(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "tiny")
+    template = {"chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
+    (model / "tokenizer_config.json").write_text(json.dumps(template))
+    flags = ("--draft-model=none", "--port=0", "--http-port=0", "--name=blue", "--detach")
+    started = galley("serve", str(model), *flags)
+    assert started.returncode == 0, started.stderr
+    assert "galley stop blue stops it" in started.stdout
+    (listed,) = (json.loads(line) for line in galley("ps", "--json").stdout.splitlines())
+    supervisor = psutil.Process(listed["pid"])
+    children = supervisor.children()
+    try:
+        assert os.getsid(listed["pid"]) == listed["pid"] != os.getsid(0)
+        assert f"gateway at {listed['address']}" in started.stdout
+        _first_calls_work(started.stdout)
+        answer = galley("generate", "w5 w6", "--raw", "--max-tokens", "4", "--stack", "blue")
+        assert answer.returncode == 0, answer.stderr
+        printed = galley("logs", "blue", "--lines", "1000").stdout
+        assert {line.partition("|")[0].strip() for line in printed.splitlines()} > {"up", "gateway", "target"}
+        with Ends([child.pid for child in children]) as ends:
+            assert galley("stop", "blue").returncode == 0
+            assert ends.all_within(0)
+    finally:
+        if supervisor.is_running():
+            supervisor.kill()
+
+
+def test_a_detached_stack_that_cannot_start_reports_why(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    flags = ("--draft-model=none", "--port=0", "--http-port=0", "--name=blue", "--detach")
+    failed = galley("up", "--model", str(tmp_path / "empty"), *flags)
+    assert failed.returncode == 1
+    assert "error: model ended with exit code 1 before it was ready" in failed.stdout
+    assert "no stack runs here" in galley("ps").stderr
+    last = galley("logs", "blue")
+    assert last.stderr == "stack 'blue' has ended; its last output:\n"
+    assert "up | error: model ended with exit code 1 before it was ready" in last.stdout
