@@ -13,6 +13,7 @@ collector that writes a file for `galley trace`.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ NO_DRAFT_MODEL = "none"
 # All parts share the machine, and every stream waits for the steps of the target.
 _DRAFT_NICENESS = 10
 _PHOENIX = "arize-phoenix"
+_EXPORT_DELAY = "OTEL_BSP_SCHEDULE_DELAY"
 
 
 def stack_parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
@@ -207,6 +209,8 @@ def find_viewer() -> Viewer:
 def export_to(address: str) -> Mapping[str, str]:
     """Return the environment of a process that sends its traces, and nothing else, to `address`."""
     return {
+        # A person who looks at a trace at once should find it; OpenTelemetry's default is 5 s.
+        _EXPORT_DELAY: os.environ.get(_EXPORT_DELAY, "250"),
         "OTEL_SDK_DISABLED": "false",
         "OTEL_TRACES_EXPORTER": "otlp",
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://{address}",

@@ -7,14 +7,19 @@ import json
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from galley.common.tracing.telemetry import Telemetry
 
 
-def export(name: str) -> None:
+def record_span(name: str) -> Telemetry:
+    """End a span and return what exports it, which need not be shut down for that."""
     from galley.common.tracing.telemetry import start_telemetry  # noqa: PLC0415  # takes half a second
 
     telemetry = start_telemetry("stand-in", as_global=False)
     telemetry.tracer("stand-in").start_span(name).end()
-    telemetry.shutdown()
+    return telemetry
 
 
 def main() -> int:
@@ -41,10 +46,11 @@ def main() -> int:
             facts = {"metrics": given.metrics} if given.metrics else {}
             print(json.dumps({"stage": "ready", "address": f"127.0.0.1:{os.getpid()}", **facts}), file=pipe)
             pipe.close()
-        if given.span:
-            export(given.span)
+        telemetry = record_span(given.span) if given.span else None
         while True:
             signal.sigwait([signal.SIGTERM])
+            if telemetry is not None:
+                telemetry.shutdown()
             if not given.stubborn:
                 return 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from galley.stack.part import PartFailed, PartSpec
-from galley.stack.parts import find_viewer, stack_parts, traced
+from galley.stack.parts import export_to, find_viewer, stack_parts, traced
 from galley.stack.stack import Stack, StackDirs, StackOptions
 from galley.trace.read.otlp_file import Lines, newest_file, spans_in
+from tests.fakes.waiting import PATIENCE_S
 from tests.integration.galley.cli.stand_in_stack import once, stack_of, stand_in
 
 STAND_IN = Path(__file__).with_name("stand_in_phoenix.py")
@@ -57,6 +60,32 @@ async def test_the_services_send_their_spans_to_a_file(trace_dir: Path) -> None:
     assert reported == f"traces go to {path}; galley trace --list shows them"
     spans = [span for line in Lines(path) for span in spans_in(line.document())]
     assert [(span.name, span.process.service) for span in spans] == [("hello", "stand-in")]
+
+
+async def test_spans_are_exported_while_the_service_runs(trace_dir: Path) -> None:
+    stack, _ = traced_stack(stand_in("gateway", "--span=hello"))
+    async with stack:
+        path = newest_file(trace_dir)
+        assert path is not None
+        await asyncio.to_thread(_until_written, path)
+        assert "gateway" in stack.running
+
+
+def _until_written(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not any(True for _ in Lines(path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("given", "delay_ms"), [(None, "250"), ("4000", "4000")])
+def test_the_delay_of_an_export_is_below_half_a_second_unless_one_is_set(
+    given: str | None, delay_ms: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OTEL_BSP_SCHEDULE_DELAY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", given)
+    assert export_to("127.0.0.1:4711")["OTEL_BSP_SCHEDULE_DELAY"] == delay_ms
 
 
 async def test_with_phoenix_they_send_them_there(phoenix: None, trace_dir: Path) -> None:
