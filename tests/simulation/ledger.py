@@ -55,8 +55,8 @@ class _SessionRecord:
         """How many tokens the store has said to hold."""
         self.holder: Call | None = None
         """The call by which the session has its owner."""
-        self.is_excused = False
-        """Whether an ended call has taken it from a stream, and no promise forbids that."""
+        self.excused: set[str] = set()
+        """The clients whose stream an ended call has replaced, where no promise forbids that."""
         self.claimants: set[str] = set()
         """The clients that waited for the session when they came to own it."""
 
@@ -238,15 +238,15 @@ class Ledger:
         if former is None or former is call or ended_s is None or not former.waits:
             return
         # Decision 028 promises nothing if clocks are set, gateways freeze, or calls come at about one time.
-        session.is_excused = True
+        session.excused.add(former.near.name)
         excused = self.stepped_s > call.began_s or call.looks_newer
         if not excused and ended_s + LEEWAY_S < former.began_s:
             self.violate(f"{former.near.name} is fenced for a call that {call.near.name} had given up")
 
     def is_succeeded(self, session_id: str, client: str) -> bool:
-        """Return True if another client owned the session while it waited for it, or a loss was excused."""
+        """Return True if another client owned the session while it waited for it, or its loss was excused."""
         session = self._records[session_id]
-        return session.is_excused or bool(session.claimants - {client})
+        return client in session.excused or bool(session.claimants - {client})
 
     def committed(self, owner: Ownership, log: Sequence[int], meta: bytes) -> None:
         self.note(f"commit {owner.session_id} epoch {owner.epoch} to {len(log)}")
