@@ -19,6 +19,7 @@ from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY
 from galley.common.metrics.metering import observe_expiry
 from galley.common.metrics.registry import Registry
 from galley.common.models.files import model_name
+from galley.common.models.sampling_defaults import Recommended
 from galley.common.models.tokenizer import Tokenizer
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
@@ -50,7 +51,7 @@ from services.gateway.replicas.membership import (
 from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetPool
-from services.gateway.request.validate import Limits
+from services.gateway.request.validate import DEFAULT_MAX_TOKENS, Limits
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import Streams
@@ -321,17 +322,17 @@ def _served_model(
     settings: GatewaySettings, tuning: Tuning, tokenizer: Tokenizer, targets: TargetPool, drafts: DraftPool
 ) -> ServedModel:
     max_draft_tokens = min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens)
-    recommends = settings.generation_config == "auto"
+    recommended = tokenizer.recommended if settings.generation_config == "auto" else Recommended({}, None)
     return ServedModel(
         name=settings.model_name or targets.info.model,
         targets=targets,
         tokenizer=tokenizer,
         drafts=drafts,
-        limits=Limits(max_draft_tokens=max_draft_tokens),
+        limits=Limits(recommended.max_tokens or DEFAULT_MAX_TOKENS, max_draft_tokens),
         max_sessions=settings.max_sessions,
         default_k=0 if settings.draft == NO_DRAFT else min(settings.k, max_draft_tokens),
         default_strategy=tuning.strategy,
-        default_sampling=pb.SamplingParams(**tokenizer.sampling) if recommends else None,
+        default_sampling=pb.SamplingParams(**recommended.sampling),
     )
 
 

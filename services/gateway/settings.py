@@ -196,7 +196,8 @@ class GatewaySettings(TokenSettings):
     generation_config: Literal["auto", "none"] = Field(
         "auto",
         description="Sampling of requests that leave it to the model, as those of HTTP, the Python client "
-        "and the galley command do: that of the model's own generation_config.json, or none: temperature 1.",
+        "and the galley command do: that of the model's own generation_config.json, or none: temperature 1. "
+        "Its max_new_tokens is the default of max_tokens, else 512.",
     )
     strict_parameters: bool = Field(
         False, description="Refuse HTTP requests with unknown parameters. Off: ignore these with a warning."

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from galley.common.models.control_tokens import ControlTokens, separate
 from galley.common.models.files import DEFAULT_MODEL, code_asked_for, foreign_file, hub_model, tokenizer_hash
-from galley.common.models.sampling_defaults import sampling_defaults
+from galley.common.models.sampling_defaults import Recommended, recommended
 from galley.common.models.token_bytes import TokenBytes
 from galley.core.errors import InvalidField
 
@@ -71,12 +71,12 @@ class Tokenizer:
         digest: str,
         *,
         plain_messages: bool,
-        sampling: Mapping[str, Any],
+        recommendation: Recommended,
     ) -> None:
         """Switch off truncation and padding of `fast`; `digest` is the tokenizer's `hash`.
 
-        With `plain_messages`, control tokens that a message spells out are plain text. `sampling` is what the
-        model's generation_config.json recommends.
+        With `plain_messages`, control tokens that a message spells out are plain text. `recommendation`
+        is that of the model's generation_config.json.
         """
         fast.no_truncation()
         fast.no_padding()
@@ -87,7 +87,7 @@ class Tokenizer:
         if plain_messages and template is not None:
             self._chat, self._control_tokens = separate(fast)
         self.hash = digest
-        self.sampling = sampling
+        self.recommended = recommendation
 
     @classmethod
     def load(cls, model: str, *, control_tokens_in_messages: bool = True) -> Tokenizer:
@@ -118,7 +118,7 @@ class Tokenizer:
             _chat_template(directory, config),
             tokenizer_hash(directory),
             plain_messages=not control_tokens_in_messages,
-            sampling=_recommended_sampling(directory / "generation_config.json"),
+            recommendation=_recommendation(directory / "generation_config.json"),
         )
 
     @property
@@ -165,9 +165,9 @@ def _ids(
     return list(encoding.ids)
 
 
-def _recommended_sampling(path: Path) -> dict[str, Any]:
+def _recommendation(path: Path) -> Recommended:
     try:
-        return sampling_defaults(_read_json(path))
+        return recommended(_read_json(path))
     except InvalidField as fault:
         raise ValueError(f"{path}: {fault}") from fault
 

@@ -19,6 +19,7 @@ from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 BODY_HASH_BYTES = 32
+DEFAULT_MAX_TOKENS = 512
 SESSION_ID_HEX = 32
 _WORKLOAD = re.compile(r"[A-Za-z0-9_.:/-]*")
 _SESSION_ID = re.compile(rf"[0-9a-f]{{{SESSION_ID_HEX}}}")
@@ -48,7 +49,7 @@ class PromptRefused(InvalidField):
 class Limits:
     """The gateway's own bounds. `*_bytes` count UTF-8."""
 
-    default_max_tokens: int = 512
+    default_max_tokens: int = DEFAULT_MAX_TOKENS
     max_draft_tokens: int = 16
     max_text_bytes: int = 1 << 20
     max_messages: int = 1024

@@ -547,7 +547,9 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Continued as it is, without a chat template."""
     max_tokens: _builtins.int
-    """>= 1. Unset: 512, or the rest of the context window if that is less."""
+    """>= 1. Unset: max_new_tokens of the model's generation_config.json (without it, or with the gateway's
+    --generation-config none: 512), or the rest of the context window if that is less.
+    """
     min_tokens: _builtins.int
     ignore_eos: _builtins.bool
     """Do not stop at the model's own end tokens."""

@@ -299,9 +299,19 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str) -> None
         Tokenizer.load(str(tmp_path))
 
 
-def test_bad_sampling_of_the_model_is_named_before_any_request(tmp_path: Path) -> None:
-    (a_directory(tmp_path) / "generation_config.json").write_text('{"temperature": -1}')
-    with pytest.raises(ValueError, match=r"generation_config.json: sampling.temperature: must be >= 0"):
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ('{"temperature": -1}', "sampling.temperature: must be >= 0"),
+        ('{"max_new_tokens": 0}', "max_new_tokens: must be an integer >= 1, got '0'"),
+        ('{"max_new_tokens": 1.5}', "max_new_tokens: must be an integer >= 1"),
+    ],
+)
+def test_a_bad_recommendation_of_the_model_is_named_before_any_request(
+    tmp_path: Path, config: str, problem: str
+) -> None:
+    (a_directory(tmp_path) / "generation_config.json").write_text(config)
+    with pytest.raises(ValueError, match=f"generation_config.json: {problem}"):
         Tokenizer.load(str(tmp_path))
 
 
