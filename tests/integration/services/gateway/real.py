@@ -143,10 +143,11 @@ class Real:
                 )
                 self.draft_address = draft.address
                 opened.push_async_callback(draft.stop)
-            gateway = await self._gateway()
+            parts = self._parts(GATEWAY)
+            gateway = await self._gateway(parts)
             opened.push_async_callback(gateway.stop)
             client = await opened.enter_async_context(AsyncClient(gateway.address, retries=NO_RETRIES))
-            self.gateway = Gateway(gateway, client)
+            self.gateway = Gateway(gateway, client, parts.addresses.get("http", ""))
             self._opened = opened.pop_all()
         return self
 
@@ -193,7 +194,7 @@ class Real:
         rpc.add_DraftServicer_to_server(service, server)
         return service
 
-    async def _gateway(self) -> RunningServer:
+    async def _gateway(self, parts: Parts) -> RunningServer:
         settings = GatewaySettings.model_validate(
             {
                 "target": ",".join(target.address for target in self.targets),
@@ -207,4 +208,4 @@ class Real:
             }
         )
         prepared = prepare(settings, tuning=Tuning(lookup_fallback=False))
-        return await start_server(settings, prepared.build, self._parts(GATEWAY), prepared.interceptors)
+        return await start_server(settings, prepared.build, parts, prepared.interceptors)
