@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from galley.cli.bench import bench
 from galley.cli.chat.command import chat
+from galley.cli.check import check
 from galley.cli.demo import demo
 from galley.cli.distill import distill
 from galley.cli.flags import USAGE, fail, require, say
@@ -122,7 +123,7 @@ def _galley(
 
 for _command in (demo, up, serve, ps, logs, stop, generate, chat, resume, top, trace):
     app.command(rich_help_panel=_USE)(_command)
-for _command in (bench, plan, distill):
+for _command in (check, bench, plan, distill):
     app.command(rich_help_panel=_MEASURE)(_command)
 
 

@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from galley.common.models.files import tokenizer_hash
+from galley.common.models.files import DRAFT_SECTION, tokenizer_hash
 from galley.core.errors import InvalidField
 from galley.distill.training.models import Llama, Target
 from galley.distill.work import replacing, write_json
-from galley.engine.load.draft_directory import FORMAT, HEAD_TOKENS, KEY, SCALE, TARGET, WEIGHTS
+from galley.engine.load.draft_directory import FORMAT, HEAD_TOKENS, SCALE, TARGET, WEIGHTS
 
 SHARPENING = 1.25
 NORM = "model.norm.weight"
@@ -80,7 +80,7 @@ def write_draft(
         "num_hidden_layers": student.shape.layers,
         "vocab_size": target.vocab,
         "tie_word_embeddings": False,
-        KEY: {
+        DRAFT_SECTION: {
             "format": FORMAT,
             "tokenizer_hash": tokenizer_hash(target_dir),
             "head_vocab": len(heads),
@@ -95,7 +95,7 @@ def read_draft(folder: Path, target: Target, option: str) -> tuple[Llama, NDArra
     """Return the draft in `folder` and the tokens of its head. Raise InvalidField, naming `option`."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        section, stored = config[KEY], load_file(folder / WEIGHTS)
+        section, stored = config[DRAFT_SECTION], load_file(folder / WEIGHTS)
         if section["embeddings"] == TARGET and section["embeddings_sha256"] != target.embedding_sha256():
             raise InvalidField(option, f"{folder}: must be trained for this target, not another")
         shape = replace(target.shape, layers=config["num_hidden_layers"], inner=config["intermediate_size"])

@@ -17,6 +17,9 @@ from galley.core.errors import CallerFault
 # The model that is served where none is named: it comes with the installation, as a GGUF of 4 bits.
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
+# The section of config.json that makes a directory a trained draft's (galley/engine/load/draft_directory.py).
+DRAFT_SECTION = "galley_draft"
+
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 HASH_BYTES = 16
 
@@ -85,12 +88,13 @@ def tokenizer_hash(directory: Path) -> str:
     """
     if (reason := foreign_file(directory, ("tokenizer.json",))) is not None:
         raise NoTokenizer(reason)
-    table = sorted(_token_table(directory / "tokenizer.json").items())
+    table = sorted(token_table(directory / "tokenizer.json").items())
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":"))
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).hexdigest()
 
 
-def _token_table(path: Path) -> dict[int, str]:
+def token_table(path: Path) -> dict[int, str]:
+    """Return the text of each token id of a tokenizer.json. Raise NoTokenizer."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]

@@ -26,12 +26,12 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from galley.common.models.files import DRAFT_SECTION as KEY
 from galley.core.errors import UnsupportedModel
 from galley.engine import attention
 from galley.engine.cpu.int8 import Int8Linear
 from galley.engine.load.support import refuse_weights
 
-KEY = "galley_draft"
 FORMAT = 1
 WEIGHTS = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"

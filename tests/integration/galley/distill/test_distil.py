@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from galley.common.models.files import tokenizer_hash
+from galley.common.models.files import DRAFT_SECTION, tokenizer_hash
 from galley.core.errors import InvalidField
 from galley.distill.data.corpus import read_corpus
 from galley.distill.export import SHARPENING, begin_from, read_draft, write_draft
@@ -20,7 +20,7 @@ from galley.distill.run import Distilled, distil
 from galley.distill.training.models import read_target
 from galley.distill.training.training import head_tokens
 from galley.engine.batch import Rows
-from galley.engine.load.draft_directory import HEAD_TOKENS, KEY, SCALE
+from galley.engine.load.draft_directory import HEAD_TOKENS, SCALE
 from galley.engine.model import CausalModel
 from tests.fakes.tiny_model import VOCAB
 from tests.integration.galley.distill.collected import Collected, Killed
@@ -84,8 +84,8 @@ def test_the_engine_loads_what_was_written(options: Options) -> None:
     heads = stored[HEAD_TOKENS]
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["vocab_size"] == VOCAB
-    assert config[KEY]["tokenizer_hash"] == tokenizer_hash(options.target)
-    assert config[KEY]["head_vocab"] == len(heads) == 100
+    assert config[DRAFT_SECTION]["tokenizer_hash"] == tokenizer_hash(options.target)
+    assert config[DRAFT_SECTION]["head_vocab"] == len(heads) == 100
     assert heads.dtype == torch.int32
     assert bool((heads.diff() > 0).all())
     assert stored["lm_head.weight"].dtype == torch.int8
