@@ -49,14 +49,14 @@ class Events:
     def text(self, index: int = 0) -> str:
         return "".join(
             choice["text"] if "text" in choice else choice["delta"].get("content", "")
-            for choice in self._choices(index)
+            for choice in self.choices(index)
         )
 
     def tokens(self, index: int = 0) -> list[int]:
-        return [token for choice in self._choices(index) for token in choice.get("token_ids", ())]
+        return [token for choice in self.choices(index) for token in choice.get("token_ids", ())]
 
     def finish_reasons(self, index: int = 0) -> list[str]:
-        return [reason for choice in self._choices(index) if (reason := choice["finish_reason"])]
+        return [reason for choice in self.choices(index) if (reason := choice["finish_reason"])]
 
     @property
     def is_done(self) -> bool:
@@ -71,7 +71,7 @@ class Events:
     def error(self) -> dict[str, Any]:
         return dict(self.events[-1].json["error"])
 
-    def _choices(self, index: int) -> list[dict[str, Any]]:
+    def choices(self, index: int) -> list[dict[str, Any]]:
         read = [one.json for one in self.events if one.data != "[DONE]"]
         return [choice for body in read for choice in body.get("choices", ()) if choice["index"] == index]
 

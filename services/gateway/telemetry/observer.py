@@ -10,6 +10,7 @@ stay consistent when the system's clock is set.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -47,6 +48,8 @@ from services.gateway.telemetry.call import STALL_NS, Call, CallMetrics
 from services.gateway.telemetry.session_metrics import SessionCounts, SessionMetrics
 from services.gateway.telemetry.spans import CallSpan, RequestSpan, RoundSpans, StoreCall, TraceStart
 
+_KEPT_ROUNDS = 1024
+
 
 class RequestObserver:
     """Report what happens to one request: to its trace unless `start` is None, and to metrics if given."""
@@ -65,6 +68,7 @@ class RequestObserver:
         self._status: grpc.StatusCode | None = None
         self._sums = Sums()
         self._target_failure: str | None = None
+        self._kept: deque[RoundEnded] | None = None
 
     def begin(self) -> None:
         """Make the request's span the current one of its call's context, sampled or not."""
@@ -203,6 +207,13 @@ class RequestObserver:
             self._rounds.ended(done, draft, target)
         if self._counts is not None:
             self._counts.round_ended(done)
+        if self._kept is not None:
+            self._kept.append(done)
+
+    def keep_rounds(self) -> deque[RoundEnded]:
+        """Return a queue that gets each further round, and drops the oldest if nobody takes them."""
+        self._kept = deque(maxlen=_KEPT_ROUNDS)
+        return self._kept
 
     def committed(self, length: int, took_ns: int, error: GalleyError | None) -> None:
         if self._rounds is not None and error is None:

@@ -135,6 +135,7 @@ def _format(kind: str, body: ChoicesRequest, prompts: int, *, echo: bool = False
         usage=bool(body.stream_options is not None and body.stream_options.include_usage),
         echo=echo,
         token_ids=bool(body.return_token_ids),
+        rounds=bool(body.return_rounds),
     )
 
 

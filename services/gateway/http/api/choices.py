@@ -20,6 +20,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.generation import AnswerStream, Generation, Request
 from services.gateway.http.api.format import Format, choice_id
 from services.gateway.http.api.positions import START, Position
+from services.gateway.http.api.rounds import Rounds
 from services.gateway.http.transport.http_call import HttpCall
 from services.gateway.session.runner import SessionRunner
 from services.gateway.telemetry.interceptor import RequestTracer
@@ -32,9 +33,12 @@ _SEEDS = 1 << 64
 class Choice:
     """One answer of a request while it is sent: its session, and the place that it has reached."""
 
-    def __init__(self, index: int, session: Session, position: Position) -> None:
+    def __init__(
+        self, index: int, session: Session, position: Position, rounds: Rounds | None = None
+    ) -> None:
         self.index = index
         self.session = session
+        self.rounds = rounds
         self.position = replace(position, has_begun=True)
         self._hash = RunningHash(session.answer.output[: position.index])
 
@@ -97,7 +101,7 @@ class ChoiceRunner:
                     spec, slots[index], deadline_ns, choice_id(first.session.spec.session_id, index)
                 )
 
-            group = _Group(self, call, reader, slots, [START] * form.choices, form.n)
+            group = _Group(self, call, reader, slots, [START] * form.choices, form.n, form.rounds)
             await group.run(first, observer, lambda index: requests[index // form.n], begin)
 
     async def resume(
@@ -123,7 +127,7 @@ class ChoiceRunner:
             def claim(index: int) -> Awaitable[SessionRunner]:
                 return generation.claim(request(index), slots[index], generation.deadline_ns(call))
 
-            group = _Group(self, call, reader, slots, positions, 1)
+            group = _Group(self, call, reader, slots, positions, 1, form.rounds)
             await group.run(await claim(0), observer, request, claim)
 
     def traced(self, call: HttpCall) -> AbstractAsyncContextManager[None]:
@@ -150,6 +154,7 @@ class _Group:
     slots: Sequence[AdmissionSlot]
     positions: Sequence[Position]
     n: int
+    keeps_rounds: bool
     _choices: dict[int, Choice] = field(default_factory=dict)
     _all_begun: asyncio.Event = field(default_factory=asyncio.Event)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -185,7 +190,10 @@ class _Group:
     async def _follow(
         self, index: int, runner: SessionRunner, call: HttpCall, observer: RequestObserver
     ) -> None:
-        choice = self._choices[index] = Choice(index, runner.session, self.positions[index])
+        session = runner.session
+        kept = observer.keep_rounds() if self.keeps_rounds else None
+        rounds = None if kept is None else Rounds(kept, len(session.spec.prompt))
+        choice = self._choices[index] = Choice(index, session, self.positions[index], rounds)
         await self._begin()
         await self._wait_for_prompt(index)
         try:

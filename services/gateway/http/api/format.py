@@ -29,6 +29,7 @@ class Format:
     usage: bool = False
     echo: bool = False
     token_ids: bool = False
+    rounds: bool = False
 
     @property
     def stored(self) -> dict[str, bytes]:

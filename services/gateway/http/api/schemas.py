@@ -102,6 +102,9 @@ class ChoicesRequest(Parameters):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="Most output tokens.")
     metadata: dict[str, Any] | None = Field(None, description="Accepted, without effect.")
+    return_rounds: bool | None = Field(
+        None, description="Return `rounds`: the tokens and the time, by its parts, of each round."
+    )
 
 
 class ChatRequest(ChoicesRequest):

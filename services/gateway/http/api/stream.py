@@ -103,7 +103,7 @@ class EventStream(EventWriter):
             self._head = Identity.of(choice.session, self._form, self._model).head(stream=True)
             return
         choice.advance(item)
-        if not (item.text or item.logprobs or self._form.token_ids):
+        if not (item.text or item.logprobs or self._form.token_ids or self._form.rounds):
             return
         await self.write(self._event(choice, item.text, self._details(choice, item)))
 
@@ -160,6 +160,8 @@ class EventStream(EventWriter):
         if self._form.token_ids:
             details["token_ids"] = chunk.tokens
             details["from_draft"] = [chunk.from_draft] * len(chunk.tokens)
+        if choice.rounds is not None:
+            details["rounds"] = choice.rounds.take(chunk.index + len(chunk.tokens))
         return details
 
     def _event(

@@ -29,6 +29,7 @@ class WholeAnswers:
         self._tokens: list[list[int]] = [[] for _ in range(form.choices)]
         self._drafted: list[list[bool]] = [[] for _ in range(form.choices)]
         self._logprobs: list[list[PositionLogprobs]] = [[] for _ in range(form.choices)]
+        self._rounds: list[list[dict[str, Any]]] = [[] for _ in range(form.choices)]
         self._ends: list[dict[str, Any]] = [{} for _ in range(form.choices)]
 
     @property
@@ -44,6 +45,8 @@ class WholeAnswers:
             self._tokens[choice.index] += item.tokens
             self._drafted[choice.index] += [item.from_draft] * len(item.tokens)
             self._logprobs[choice.index] += item.logprobs
+            if choice.rounds is not None:
+                self._rounds[choice.index] += choice.rounds.take(item.index + len(item.tokens))
 
     async def end(self, choice: Choice, answer: AnswerStream) -> None:
         if answer.ending is not None:
@@ -71,6 +74,8 @@ class WholeAnswers:
         details: dict[str, Any] = {"logprobs": self._logprobs_of(index), **self._ends[index]}
         if self._form.token_ids:
             details |= {"token_ids": self._tokens[index], "from_draft": self._drafted[index]}
+        if self._form.rounds:
+            details["rounds"] = self._rounds[index]
         return content | details
 
     def _echo(self, index: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from galley.client.client import AsyncClient
 from galley.client.options import Message
 from tests.fakes.http_client import BODY, CHAT, HttpClient
 from tests.fakes.truth import END, SEED, VOCAB, text_of, true_output
-from tests.fakes.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, Gateway, receive
+from tests.fakes.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, Gateway, World, receive
 
 MIXED: list[dict[str, Any]] = [
     {"seed": seed, "max_tokens": 8 + 7 * (seed % 5), **more}
@@ -180,3 +181,30 @@ async def test_text_and_tokens_are_converted(client: HttpClient) -> None:
     assert back.json() == {"prompt": "hé"}
     wrong = await client.post("/detokenize", {"tokens": [VOCAB]})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tokens[0]")
+
+
+@pytest.mark.parametrize("credit", [0, 32])
+async def test_rounds_account_for_all_tokens(world: World, client: HttpClient) -> None:
+    world.draft.spoil_rate = 0.3
+    asked = {
+        "return_rounds": True,
+        "return_token_ids": True,
+        "speculation": {"mode": "fixed", "k": 3},
+        "n": 2,
+    }
+    whole = (await client.chat(**asked))["choices"]
+    events = await client.stream("/v1/chat/completions", CHAT | asked)
+    for choice in whole:
+        index = choice["index"]
+        rounds = [one for at in events.choices(index) for one in at.get("rounds", ())]
+        for told in (rounds, choice["rounds"]):
+            ends = [0, *accumulate(one["confirmed"] for one in told)]
+            assert [one["index"] for one in told] == ends[:-1]
+            assert ends[-1] == MAX_TOKENS
+            assert all(one["accepted"] <= min(one["verified"], one["confirmed"]) for one in told)
+            assert {one["strategy"] for one in told if one["verified"]} <= {"model"}
+            assert [one["at_ms"] for one in told] == sorted(one["at_ms"] for one in told)
+            assert all(one["compute_ms"] > 0 for one in told[:1])
+        drafted = sum(sum(at.get("from_draft", ())) for at in events.choices(index))
+        assert sum(one["accepted"] for one in rounds) == drafted
+    assert "rounds" not in (await client.chat())["choices"][0]
