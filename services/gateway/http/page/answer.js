@@ -1,5 +1,12 @@
 // One answer while it arrives: its tokens with their text, its rounds and its figures.
 
+const PLAIN_ROUNDS = 3; // fewer say too little of the time of a round without draft tokens
+
+const sum = (numbers) => numbers.reduce((total, one) => total + one, 0);
+
+/** Return how long a round took, in ms. */
+export const roundMs = (round) => round.draft_ms + round.queue_ms + round.compute_ms + round.wire_ms;
+
 export class Answer {
   constructor(now = () => performance.now()) {
     this.now = now;
@@ -10,7 +17,10 @@ export class Answer {
     this.finishReason = "";
     this.seed = null;
     this.session = "";
-    this.arrivals = []; // { atMs, from, to }: tokens that arrived together
+    this.firstMs = 0; // when the first tokens arrived, and how many they were
+    this.firstCount = 0;
+    this.lastMs = 0;
+    this.rounds = []; // as the API describes them
     this.waiting = []; // tokens whose text has not arrived; text can be held back for a stop string
     this.unplaced = "";
     this.decoder = new TextDecoder();
@@ -24,9 +34,17 @@ export class Answer {
     const atMs = this.now() - this.startedMs;
     const from = this.tokens.length;
     (choice.token_ids ?? []).forEach((id, i) => this.#take(id, choice.from_draft[i], choice.logprobs?.content[i], atMs));
-    if (this.tokens.length > from) this.arrivals.push({ atMs, from, to: this.tokens.length });
+    if (this.tokens.length > from) this.lastMs = atMs;
+    if (!from && this.tokens.length) [this.firstMs, this.firstCount] = [atMs, this.tokens.length];
+    this.rounds.push(...this.#shifted(choice.rounds ?? []));
     this.#place(choice.delta?.content ?? "");
     if (choice.finish_reason) this.finishReason = choice.finish_reason;
+  }
+
+  /** Return rounds in the time of the first one; a resumed stream counts from its own first round. */
+  #shifted(rounds) {
+    if (rounds[0]?.at_ms === 0) this.offsetMs = this.rounds.length ? this.rounds.at(-1).at_ms + roundMs(this.rounds.at(-1)) : 0;
+    return rounds.map((round) => ({ ...round, at_ms: round.at_ms + this.offsetMs }));
   }
 
   #take(id, fromDraft, entry, atMs) {
@@ -53,23 +71,30 @@ export class Answer {
     this.waiting = [];
   }
 
-  get accepted() {
-    return this.tokens.filter((token) => token.fromDraft).length;
-  }
-
-  get firstMs() {
-    return this.arrivals[0]?.atMs ?? 0;
-  }
-
   /** Return tokens a second after the first arrival; 0 until there are two arrivals. */
   get rate() {
-    const [first, last] = [this.arrivals[0], this.arrivals.at(-1)];
-    return first === last ? 0 : ((this.tokens.length - first.to) * 1000) / (last.atMs - first.atMs || 1);
+    const ms = this.lastMs - this.firstMs;
+    return ms > 0 ? ((this.tokens.length - this.firstCount) * 1000) / ms : 0;
   }
 
-  /** Return the steps of the target: each decides one token that the draft did not propose. */
-  get steps() {
-    return this.tokens.length - this.accepted;
+  /** Return the share of verified draft tokens that were accepted; NaN if none was verified. */
+  get acceptance() {
+    return sum(this.rounds.map((round) => round.accepted)) / sum(this.rounds.map((round) => round.verified));
+  }
+
+  /**
+   * Return how much faster than plain decoding the rounds were, and whether that is only the most to expect.
+   *
+   * A plain round decides one token. Its time is the median of this answer's rounds without draft tokens; if
+   * there are too few, a round with draft tokens counts as long as a plain one.
+   */
+  get speedup() {
+    const rounds = this.rounds.filter((round) => !round.reads_prompt);
+    const tokens = sum(rounds.map((round) => round.confirmed));
+    const plain = rounds.filter((round) => !round.verified).map(roundMs).sort((one, other) => one - other);
+    const atMost = plain.length < PLAIN_ROUNDS;
+    const times = atMost ? rounds.length : sum(rounds.map(roundMs)) / plain[plain.length >> 1];
+    return { atMost, factor: tokens / times };
   }
 }
 

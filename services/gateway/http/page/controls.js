@@ -43,6 +43,7 @@ export class Controls {
       stream: true,
       stream_options: { include_usage: true },
       return_token_ids: true,
+      return_rounds: true,
       seed: seed ? Number(seed) : crypto.getRandomValues(new Uint32Array(1))[0],
       speculation: { mode: this.fields.mode.value, strategy: this.fields.strategy.value },
     };

@@ -2,19 +2,42 @@
 
 import { Answer, compare } from "./answer.js";
 import { Controls, repeatable } from "./controls.js";
+import { showRounds } from "./rounds.js";
 import { answerEvents, request } from "./stream.js";
+import { tabs } from "./tabs.js";
 import { AnswerView, make, showTips } from "./view.js";
 
 const STOP_MS = 2_000; // for the end of an answer that was stopped
+const DRAW_MS = 250; // between two drawings of the rounds of an answer that arrives
 const ENDS = { stop: "", length: "Cut off: the most tokens were reached.", abort: "Stopped." };
 
 const page = Object.fromEntries([...document.querySelectorAll("[id]")].map((element) => [element.id, element]));
 const controls = new Controls(page.settings);
 let turns = []; // { user, answer }
+let shown = new Answer(); // whose rounds are shown
+let drawnMs = 0;
 let running = null; // the stream that runs: { controller, session, stopped }
 
 function say(text) {
   page.status.textContent = text;
+}
+
+const select = tabs(page.tabs, () => drawRounds());
+
+function drawRounds() {
+  if (page.rounds.hidden) return;
+  showRounds(page.rounds, shown);
+  drawnMs = performance.now();
+}
+
+function newView(title) {
+  const answer = (shown = new Answer());
+  const view = new AnswerView(answer, title, () => {
+    shown = answer;
+    select(page["tab-rounds"]);
+    page["tab-rounds"].focus();
+  });
+  return view;
 }
 
 async function showModel() {
@@ -48,6 +71,7 @@ async function stream(body, view) {
       if (!answer.tokens.length) say("");
       answer.add(event);
       view.update();
+      if (performance.now() - drawnMs > DRAW_MS) drawRounds();
     }
   } catch (problem) {
     if (!run.stopped) throw problem;
@@ -56,6 +80,7 @@ async function stream(body, view) {
     running = null;
     setBusy(false);
     view.end(ENDS[answer.finishReason] ?? "");
+    drawRounds();
   }
 }
 
@@ -85,7 +110,7 @@ async function send(event) {
     { role: "assistant", content: answer.text },
   ]);
   const body = controls.body([...messages, { role: "user", content: text }]);
-  const view = new AnswerView(new Answer(), body.speculation.mode === "off" ? "Without speculation" : "Answer");
+  const view = newView(body.speculation.mode === "off" ? "Without speculation" : "Answer");
   const answers = make("div", { class: "answers" }, view.element);
   const article = make("article", {}, make("p", { class: "user", text }), answers);
   page.turns.append(article);
@@ -120,7 +145,7 @@ function actions(body, view, answers) {
   const off = body.speculation.mode === "off";
   const button = make("button", { type: "button", class: "compare", text: off ? "Compare with speculation" : "Compare without speculation" });
   button.addEventListener("click", async () => {
-    const other = new AnswerView(new Answer(), off ? "With speculation" : "Without speculation");
+    const other = newView(off ? "With speculation" : "Without speculation");
     answers.replaceChildren(view.element, other.element);
     answers.classList.add("two");
     verdict.textContent = "";
@@ -156,6 +181,7 @@ page.stop.addEventListener("click", stop);
 document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
 page.clear.addEventListener("click", () => {
   turns = [];
+  shown = new Answer();
   page.turns.replaceChildren();
   say("");
   page.prompt.focus();

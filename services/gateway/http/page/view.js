@@ -9,21 +9,23 @@ export function make(tag, { text, ...attributes } = {}, ...children) {
   return element;
 }
 
-const percent = (share) => `${Math.round(share * 100)} %`;
 const FIGURES = {
   tokens: ["Tokens", "Output tokens so far."],
   first: ["First token", "Time from the request to the first tokens, as this page saw it."],
   rate: ["Tokens/s", "Tokens a second after the first ones, as this page saw them arrive."],
-  accepted: ["From the draft", "Share of the tokens that the draft proposed and the target accepted."],
+  rounds: ["Rounds", "A round is one proposal of the draft and its verification by the target, which confirms at least one token."],
+  acceptance: ["Acceptance", "Share of the verified draft tokens that the target agreed with."],
   speedup: [
     "Estimated speed-up",
-    "Tokens for each step of the target. Plain decoding has one; verifying a draft makes a step somewhat longer, so that this is the most to expect. Compare to measure it.",
+    "Tokens × the median time of this answer's rounds without draft tokens ÷ the time of its rounds. With ≤: too few of these; " +
+      "then tokens a round, the most to expect. Compare to measure it.",
   ],
 };
 
 /** The view of one answer; call `update` after each of its events. */
 export class AnswerView {
-  constructor(answer, title) {
+  /** `onRounds` shows the rounds of the answer. */
+  constructor(answer, title, onRounds) {
     this.answer = answer;
     this.spans = [];
     this.drawn = 0;
@@ -35,7 +37,10 @@ export class AnswerView {
       figures.append(make("div", { tabindex: "0", "data-tip": meaning }, make("dt", { text: label }), this.values[name]));
     }
     this.note = make("p", { class: "note" });
-    this.element = make("section", { class: "answer", "aria-label": title }, make("h2", { text: title }), this.tokens, this.note, figures);
+    const rounds = make("button", { type: "button", class: "small", text: "Show its rounds" });
+    rounds.addEventListener("click", onRounds);
+    const foot = make("div", { class: "row" }, figures, rounds);
+    this.element = make("section", { class: "answer", "aria-label": title }, make("h2", { text: title }), this.tokens, this.note, foot);
     this.tokens.addEventListener("keydown", (event) => this.#move(event));
   }
 
@@ -71,12 +76,14 @@ export class AnswerView {
 
   #figures() {
     const { answer, values } = this;
-    const count = answer.tokens.length;
-    values.tokens.textContent = count;
-    values.first.textContent = count ? `${Math.round(answer.firstMs)} ms` : "–";
-    values.rate.textContent = answer.rate ? answer.rate.toFixed(1) : "–";
-    values.accepted.textContent = count ? percent(answer.accepted / count) : "–";
-    values.speedup.textContent = answer.steps ? `≤ ${(count / answer.steps).toFixed(2)}×` : "–";
+    const { atMost, factor } = answer.speedup;
+    const known = (value, text) => (value > 0 || value === 0 ? text : "–");
+    values.tokens.textContent = answer.tokens.length;
+    values.first.textContent = known(answer.firstMs || NaN, `${Math.round(answer.firstMs)} ms`);
+    values.rate.textContent = known(answer.rate || NaN, answer.rate.toFixed(1));
+    values.rounds.textContent = answer.rounds.length;
+    values.acceptance.textContent = known(answer.acceptance, `${Math.round(answer.acceptance * 100)} %`);
+    values.speedup.textContent = known(factor, `${atMost ? "≤ " : ""}${factor.toFixed(2)}×`);
   }
 
   #move(event) {

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.browser import Browser, find_browser
 from tests.fakes.http_client import HttpClient, http_client
 from tests.fakes.processes import gateway_process
@@ -22,6 +23,7 @@ from tests.fakes.world import ID_SECRET, PROMPT, Gateway, World
 from tests.integration.services.gateway.callers import ALICE, KeyFile
 
 REFUSED = "net::ERR_CONNECTION_REFUSED"
+VIOLATIONS = "axe.run().then(({violations}) => violations.map(v => [v.id, v.impact, v.nodes[0].html]))"
 LOST = "net::ERR_INCOMPLETE_CHUNKED_ENCODING"
 
 
@@ -167,16 +169,21 @@ async def test_a_seed_gives_the_same_tokens_without_speculation(world: World, pa
 
 
 async def test_an_answer_that_differs_is_marked(world: World, page: Page) -> None:
+    def spoil(result: pb.VerifyResult) -> None:
+        if result.position == len(PROMPT) + 2 + 5:
+            result.tokens[0] = ord("#")
+
+    world.target.spoil = spoil
     await page.set(mode="off")
     await page.send()
     await page.says("Answer complete")
-    world.target.spoil = lambda result: result.tokens.__setitem__(-1, ord("#"))
-    await page.click(".compare")
-    await page.until("document.querySelector('.verdict').textContent.startsWith('Equal up to token')")
     world.target.spoil = lambda result: None
+    await page.click(".compare")
+    await page.until("document.querySelector('.verdict').textContent.startsWith('Equal up to token 5.')")
     marked = await page.run(page.browser.texts, ".differs")
     assert len(marked) == 2
-    assert "#" in marked[1]
+    assert marked[0] == "#"
+    assert await page.text(".answer:last-child h2") == "With speculation"
 
 
 async def test_a_stream_goes_on_after_its_gateway_was_killed(
@@ -217,6 +224,30 @@ async def test_errors_are_shown_in_plain_words(browser: Browser, world: World) -
     await page.value("sessionStorage.clear()")
 
 
+async def test_rounds_are_drawn_in_time(world: World, page: Page) -> None:
+    await page.click("[name=logprobs]")
+    await page.send()
+    await page.says("Answer complete: 40 tokens")
+    figures = await page.run(page.browser.texts, ".figures dd")
+    assert figures[3:5] == [str(len(world.target.calls)), "100 %"]
+    assert re.fullmatch(r"≤ [23]\.\d\d×", figures[5])
+    await page.click(".small")
+    assert await page.value("document.activeElement.id") == "tab-rounds"
+    assert not await page.value("document.querySelector('#chat').checkVisibility()")
+    rows = await page.run(page.browser.texts, "tbody tr")
+    assert len(rows) == len(world.target.calls)
+    assert await page.text("td.text") == await page.text(".tokens")
+    parts = await page.value(
+        "[...new Set([...document.querySelectorAll('.strip rect')].map(e => e.classList[0]))]"
+    )
+    assert {"compute", "draft"} <= set(parts) <= {"draft", "queue", "compute", "wire"}
+    widest = await page.value(
+        "Math.max(...[...document.querySelectorAll('td .chart')].map(e => e.getBBox().width))"
+    )
+    scale = await page.value("document.querySelector('td .chart').viewBox.baseVal.width")
+    assert widest == pytest.approx(scale, rel=1e-3)
+
+
 async def test_markup_in_an_answer_stays_text(world: World, page: Page) -> None:
     markup = iter(b"<img src=x onerror=alert(1)>" * 2)
     world.target.spoil = lambda result: result.tokens.__setitem__(0, next(markup))
@@ -228,8 +259,7 @@ async def test_markup_in_an_answer_stays_text(world: World, page: Page) -> None:
     assert await page.value("document.querySelectorAll('#turns img, #turns b').length") == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
 async def test_the_page_is_accessible(world: World, page: Page, scheme: str, width: int) -> None:
     axe = importlib.resources.files("axe_core_python").joinpath("axe.min.js").read_text()
     browser = page.browser
@@ -242,11 +272,10 @@ async def test_the_page_is_accessible(world: World, page: Page, scheme: str, wid
         await page.click(".compare")
         await page.until("document.querySelector('.verdict').textContent !== ''")
         await page.value(axe)
-        found = await page.value(
-            "axe.run().then(({violations}) => violations.map(v => [v.id, v.impact, v.nodes[0].html]))"
-        )
-        assert found == []
-        assert await page.value("document.documentElement.scrollWidth") <= width
+        for tab in ("chat", "rounds"):
+            await page.click(f"#tab-{tab}")
+            assert await page.value(VIOLATIONS) == []
+            assert await page.value("document.documentElement.scrollWidth") <= width
     finally:
         await page.run(lambda: browser.send("Emulation.clearDeviceMetricsOverride"))
 
