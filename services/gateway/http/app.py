@@ -26,7 +26,6 @@ STREAMS = {
 """The routes that stream answers, with the pattern of their paths."""
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 """Paths that need no key."""
-DESCRIPTION_PATHS = frozenset({"/docs", "/openapi.json"})
 
 
 class ErrorObject(BaseModel):
@@ -66,6 +65,13 @@ class _App(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
         """Return the router alone: the front maps all errors, by one table."""
         return AsyncExitStackMiddleware(self.router)
+
+    def openapi(self) -> dict[str, Any]:
+        described = super().openapi()
+        schemes = {"key": {"type": "http", "scheme": "bearer", "description": "An API key or a token (JWT)."}}
+        described["components"]["securitySchemes"] = schemes
+        described["security"] = [{"key": []}, {}]
+        return described
 
 
 def build_app(

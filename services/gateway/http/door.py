@@ -11,7 +11,8 @@ from services.gateway.http.api.choices import ChoiceRunner
 from services.gateway.http.api.operations import Operations
 from services.gateway.http.api.sessions import Sessions
 from services.gateway.http.api.tokens import Tokens
-from services.gateway.http.app import DESCRIPTION_PATHS, OPEN_PATHS, STREAMS, build_app
+from services.gateway.http.app import OPEN_PATHS, STREAMS, build_app
+from services.gateway.http.description import description_routes
 from services.gateway.http.page.files import page_routes
 from services.gateway.http.responses.handlers import Responses
 from services.gateway.http.shared import Shared
@@ -34,15 +35,17 @@ async def open_door(settings: GatewaySettings, shared: Shared, bound: socket.soc
         Operations(generation, shared.registry, int(time.time())),
         described=settings.reflection,
     )
-    page = list(page_routes()) if settings.page else []
-    app.router.routes += page
+    pages = list(page_routes()) if settings.page else []
+    if settings.reflection:
+        pages += description_routes()
+    app.router.routes += pages
     limits = settings.server_limits()
     front = Front(
         app,
         shared.authentication,
         limits,
         Access(
-            OPEN_PATHS.union(DESCRIPTION_PATHS if settings.reflection else (), (one.path for one in page)),
+            OPEN_PATHS.union(["/openapi.json"] if settings.reflection else (), (one.path for one in pages)),
             frozenset(comma_separated(settings.http_cors_origins)),
         ),
         Tracing(shared.tracer, STREAMS),
