@@ -29,7 +29,10 @@ _WIRING = {
     "redis_url_file",
     "target",
 }
-_OWN_VALUES = {"drain_timeout_s", "health_port", "log_level", "metrics_port", "model", "startup_timeout_s"}
+_OWN_VALUES = {
+    *("drain_timeout_s", "health_port", "http_port", "log_level", "metrics_port", "model"),
+    "startup_timeout_s",
+}
 _RANKS = {"host_index", "hosts", "ranks_address", "ranks_timeout_s", "tensor_parallel"}
 _TLS = {"tls_cert_file", "tls_client_ca_file", "tls_key_file"}
 _PEERS = {"draft_tls_name", "peer_ca_file", "peer_cert_file", "peer_key_file", "target_tls_name"}

@@ -154,21 +154,37 @@ def test_helm_test_uses_key_and_certificate() -> None:
     assert volumes["tls"]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}], "not the gateway's key"
 
 
-@pytest.mark.parametrize(("tls", "backend"), [({}, "GRPC"), (TLS, "GRPCS")])
-def test_an_ingress_passes_on_the_one_service(tls: Manifest, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "port", "prefix", "tls", "backend"),
+    [
+        ("galley-gateway", "grpc", "/galley.v1.Generation/", {}, "GRPC"),
+        ("galley-gateway", "grpc", "/galley.v1.Generation/", TLS, "GRPCS"),
+        ("galley-gateway-http", "http", "/v1/", {}, "HTTP"),
+        ("galley-gateway-http", "http", "/v1/", TLS, "HTTPS"),
+    ],
+)
+def test_an_ingress_passes_on_one_service(
+    name: str, port: str, prefix: str, tls: Manifest, backend: str
+) -> None:
     own = {"nginx.ingress.kubernetes.io/proxy-read-timeout": "7200"}
     ingress = {"enabled": True, "host": "g.example.com", "tlsSecretName": "edge", "annotations": own}
     values = {"ingress": {**ingress, "className": "nginx"}, "networkPolicy": FROM_EDGE, "tls": tls}
-    (result,) = of_kind(render(values), "Ingress").values()
+    result = of_kind(render(values), "Ingress")[name]
     (rule,) = result["spec"]["rules"]
     assert rule["host"] == "g.example.com"
     (path,) = rule["http"]["paths"]
-    assert path["path"] == "/galley.v1.Generation/", "health and reflection stay inside"
-    assert path["backend"]["service"] == {"name": "galley-gateway", "port": {"name": "grpc"}}
+    assert path["path"] == prefix, "health, metrics and reflection stay inside"
+    assert path["backend"]["service"] == {"name": "galley-gateway", "port": {"name": port}}
     assert result["spec"]["tls"] == [{"hosts": ["g.example.com"], "secretName": "edge"}]
     annotations = result["metadata"]["annotations"]
     assert annotations["nginx.ingress.kubernetes.io/backend-protocol"] == backend
     assert own.items() <= annotations.items()
+
+
+def test_an_ingress_without_http_is_for_grpc_only() -> None:
+    ingress = {"enabled": True, "host": "g.example.com", "tlsSecretName": "edge"}
+    values = {"ingress": ingress, "networkPolicy": FROM_EDGE, "gateway": {"httpPort": -1}}
+    assert list(of_kind(render(values), "Ingress")) == ["galley-gateway"]
 
 
 def test_a_route_passes_on_the_one_service() -> None:

@@ -68,6 +68,9 @@ def test_default_objects(manifests: list[Manifest]) -> None:
         ({"gateway": {"port": 80}}, "port"),
         ({"gateway": {"resources": {"request": {}}}}, "request"),
         ({"gateway": {"healthPort": 50051}}, "must differ"),
+        ({"gateway": {"httpPort": 9101}}, "gateway.httpPort: must differ.*got 9101"),
+        ({"gateway": {"httpPort": 0}}, "/gateway/httpPort"),
+        ({"gateway": {"settings": {"http_port": 8000}}}, "http_port"),
         ({"target": {"kind": "daemonset"}}, "/target/kind"),
         ({"target": {"gpus": 6, "tensorParallel": 4}}, "/target/gpus.*multiple"),
         ({"target": {"gpus": 8, "tensorParallel": 4}}, "target.gpus: must be 4"),
@@ -162,6 +165,7 @@ def test_probes_ask_the_health_port_natively(manifests: list[Manifest], role: st
         "grpc": values["port"],
         "health": values["healthPort"],
         "metrics": values["metricsPort"],
+        **({"http": values["httpPort"]} if role == "gateway" else {}),
     }
 
 
@@ -186,14 +190,18 @@ def test_a_slow_draft_is_no_failed_roll_out() -> None:
 
 def test_ports_have_one_truth() -> None:
     ports = {"gateway": 6001, "draft": 6002, "target": 6003}
-    rendered = render({role: {"port": port} for role, port in ports.items()})
+    given = {role: {"port": port} for role, port in ports.items()}
+    rendered = render({**given, "gateway": {"port": 6001, "httpPort": 6004}})
+    assert env(workloads(rendered)["gateway"])["GALLEY_GATEWAY_HTTP_PORT"] == "6004"
+    assert services(rendered)["galley-gateway"]["spec"]["ports"][1]["port"] == 6004
     assert env(workloads(rendered)["target"])["GALLEY_TARGET_ADVERTISE"] == "$(POD_IP):6003"
     assert env(workloads(rendered)["draft"])["GALLEY_DRAFT_ADVERTISE"] == "$(POD_IP):6002"
     test = only_container(pods(rendered)["test"])
     assert {"name": "GALLEY_ENDPOINT", "value": "galley-gateway:6001"} in test["env"]
     opened = of_kind(rendered, "NetworkPolicy")
     for role, port in ports.items():
-        assert opened[f"galley-{role}"]["spec"]["ingress"][0]["ports"] == [{"port": port, "protocol": "TCP"}]
+        let_in = [each["port"] for each in opened[f"galley-{role}"]["spec"]["ingress"][0]["ports"]]
+        assert let_in == [port, *([6004] if role == "gateway" else [])]
         assert services(rendered)[f"galley-{role}"]["spec"]["ports"][0]["port"] == port
 
 

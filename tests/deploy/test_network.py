@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 
 from tests.deploy.matrix import JWT, KEDA, OWN_STORE, SWITCHES
-from tests.deploy.render import Manifest, component, default_values, of_kind, pods, render, services
+from tests.deploy.render import (
+    Manifest,
+    component,
+    default_values,
+    of_kind,
+    only_container,
+    pods,
+    render,
+    services,
+)
 
-GATEWAY, DRAFT, TARGET, REDIS = 50051, 50052, 50053, 6379
+GATEWAY, HTTP, DRAFT, TARGET, REDIS = 50051, 8000, 50052, 50053, 6379
 HTTPS, DNS, OTLP = 443, 53, 4317
 Opening = tuple[str, int]
 """Who is at the other end, a role or another name, and the port; 0 is any."""
@@ -50,7 +59,7 @@ def test_each_role_reaches_exactly_its_peers() -> None:
     prometheus, names = "monitoring", ("kube-dns", DNS)
     assert seen == {
         "gateway": (
-            {("this namespace", GATEWAY), (prometheus, 9101)},
+            {("this namespace", GATEWAY), ("this namespace", HTTP), (prometheus, 9101)},
             {("draft", DRAFT), ("target", TARGET), ("redis", REDIS), names},
         ),
         "draft": ({("gateway", DRAFT), (prometheus, 9102)}, {("redis", REDIS), names}),
@@ -105,10 +114,17 @@ def test_named_callers_and_the_test_are_the_only_ones() -> None:
     clients = [{"ipBlock": {"cidr": "10.1.0.0/16"}}]
     rendered = render({"networkPolicy": {"clients": clients}})
     assert openings(rendered, "gateway", "ingress") == {
-        ("10.1.0.0/16", GATEWAY),
-        ("test", GATEWAY),
+        *(("10.1.0.0/16", port) for port in (GATEWAY, HTTP)),
+        *(("test", port) for port in (GATEWAY, HTTP)),
         ("monitoring", 9101),
     }
+
+
+def test_without_http_nothing_of_it_is_open() -> None:
+    rendered = render({"gateway": {"httpPort": -1}})
+    assert openings(rendered, "gateway", "ingress") == {("this namespace", GATEWAY), ("monitoring", 9101)}
+    assert [port["name"] for port in services(rendered)["galley-gateway"]["spec"]["ports"]] == ["grpc"]
+    assert "http" not in {port["name"] for port in only_container(pods(rendered)["gateway"])["ports"]}
 
 
 @pytest.mark.parametrize(

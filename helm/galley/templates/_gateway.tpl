@@ -5,6 +5,8 @@
 
 {{/* Environment of the gateway. It finds targets and drafts in the store. */}}
 {{- define "galley.gatewayEnv" -}}
+- name: GALLEY_GATEWAY_HTTP_PORT
+  value: {{ .Values.gateway.httpPort | quote }}
 # A target may take long to load: wait for it instead of restarting.
 - name: GALLEY_GATEWAY_STARTUP_TIMEOUT_S
   value: {{ .Values.target.startupTimeoutSeconds | quote }}

@@ -69,6 +69,11 @@ labels:
 {{- if and (kindIs "float64" .) (eq . (floor .)) -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
 {{- end -}}
 
+{{/* True if gateways serve HTTP. */}}
+{{- define "galley.hasHttp" -}}
+{{- if gt (int .Values.gateway.httpPort) 0 }}true{{ end -}}
+{{- end -}}
+
 {{/* True if an autoscaler sets the number of a role's pods. */}}
 {{- define "galley.isScaled" -}}
 {{- $role := index .root.Values .role -}}

@@ -129,6 +129,9 @@ livenessProbe:
 - {name: grpc, containerPort: {{ $role.port }}, protocol: TCP}
 - {name: health, containerPort: {{ $role.healthPort }}, protocol: TCP}
 - {name: metrics, containerPort: {{ $role.metricsPort }}, protocol: TCP}
+{{- if and (eq .role "gateway") (include "galley.hasHttp" .root) }}
+- {name: http, containerPort: {{ $role.httpPort }}, protocol: TCP}
+{{- end }}
 {{- end -}}
 
 {{/* Requests and limits, with the role's GPUs. */}}

@@ -135,6 +135,10 @@ of bounds, and missing requirements of an enabled part.
 {{- if and $jwt.enabled $jwt.jwksUrl $jwt.jwksConfigMap.name -}}
 {{- fail "auth.jwt: must not have both jwksUrl and jwksConfigMap.name; set one, or neither for OpenID Connect discovery" -}}
 {{- end -}}
+{{- $gateway := $values.gateway -}}
+{{- if has (int $gateway.httpPort) (list (int $gateway.port) (int $gateway.healthPort) (int $gateway.metricsPort)) -}}
+{{- fail (printf "gateway.httpPort: must differ from the other ports of the gateway, got %v" $gateway.httpPort) -}}
+{{- end -}}
 {{- range $role := list "gateway" "draft" "target" -}}
 {{- $one := index $values $role -}}
 {{- if ne (len (uniq (list (int $one.port) (int $one.healthPort) (int $one.metricsPort)))) 3 -}}
