@@ -186,7 +186,7 @@ class Generation:
         self.observers.unary()
         session_id = parse_session_id(session_id)
         name_in_logs(session_id)
-        await self.streams.abort(session_id, caller().name, self.deadline_ns(call))
+        await self.streams.abort(session_id, caller(), self.deadline_ns(call))
 
     # ----------------------------------------------------------------------- the parts of a call --
 

@@ -159,7 +159,7 @@ class Admission:
         most = principal.limits.max_sessions
         if most is not None and account.held >= most:
             wait_ns = account.turnover.next_wait_ns(most, now)
-            what = f"all {most} streams of {principal.name} are in use"
+            what = f"all {most} {self._what} of {principal.name} are in use"
             raise Overloaded(what, wait_ns / _SECOND, OWN_STREAMS)
 
     def _check_slots(self, principal: Principal, account: _Account, now: int) -> None:

@@ -200,7 +200,7 @@ class Streams:
 
     async def read(self, session_id: str, principal: Principal, deadline_ns: int | None) -> StoredSession:
         """Return a session as the store holds it. Raise UnknownSession, StoreUnavailable or Overloaded."""
-        slot = self._reads.enter(Principal(principal.name), self._clock.now_ns())
+        slot = self._reads.enter(principal, self._clock.now_ns())
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
         try:
             return await retry(
@@ -215,23 +215,23 @@ class Streams:
         self._budgets.add(principal, stored.prompt_len - len(stored.tokens))
         return await self._replays.replay(stored), _ending(stored)
 
-    async def abort(self, session_id: str, principal: str, deadline_ns: int | None) -> None:
+    async def abort(self, session_id: str, principal: Principal, deadline_ns: int | None) -> None:
         """End a session for good, here and in the store.
 
         Raise UnknownSession, StoreUnavailable or Overloaded.
         """
         record = encode_ending(Ending(Reason.ABORTED))
         # A slot of its own kind: a principal that has no stream slot left must still be able to end sessions.
-        slot = self._aborts.enter(Principal(principal), self._clock.now_ns())
+        slot = self._aborts.enter(principal, self._clock.now_ns())
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
 
         async def abort(time: StoreTime) -> None:
-            await self._store.abort(session_id, principal, record, time.latest_ms(until_ns))
+            await self._store.abort(session_id, principal.name, record, time.latest_ms(until_ns))
 
         try:
             await self._change("abort", session_id, abort, until_ns)
         except UnknownSession:  # a session that the store has lost must not be recreated by its owner here
-            if not any(runner.log.new.principal == principal for runner in self._of(session_id)):
+            if not any(runner.log.new.principal == principal.name for runner in self._of(session_id)):
                 raise
         finally:
             self._aborts.leave(slot, self._clock.now_ns())

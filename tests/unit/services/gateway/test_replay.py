@@ -190,7 +190,7 @@ async def test_a_session_that_was_aborted_during_the_replay_ends_as_aborted() ->
     world = Replaying()
     await world.stored()
     async with world.claiming() as claim:
-        await world.streams.abort("s", ME.name, None)
+        await world.streams.abort("s", ME, None)
     runner = claim.result()
     runner.outbox.discard()
     end = await runner.run()

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from galley.core.admission.admission import ANONYMOUS, ANONYMOUS_NAME, Principal
+from galley.core.admission.admission import ANONYMOUS, ANONYMOUS_NAME, Principal, PrincipalLimits
 from galley.core.answer.answer import Answer, Chunk, Ending, Reason, SessionSpec, encode_spec
 from galley.core.content import prefix_hash
 from galley.core.errors import Fenced, GalleyError, LogLost, Overloaded, Unavailable, UnknownSession
@@ -304,7 +304,7 @@ async def test_calls_to_abort_are_shared_among_callers() -> None:
     streams = Streams(store, MonotonicClock(), cast("Any", None), str, SessionLimits(), Timeouts(), 2)
 
     def aborting(name: str) -> asyncio.Task[None]:
-        return asyncio.create_task(streams.abort(NO_SESSION, name, None))
+        return asyncio.create_task(streams.abort(NO_SESSION, Principal(name), None))
 
     alices = {aborting("alice") for _ in range(2)}
     await asyncio.sleep(0)
@@ -320,3 +320,18 @@ async def test_calls_to_abort_are_shared_among_callers() -> None:
     for call in (*alices, bobs):
         with pytest.raises(UnknownSession):
             await call
+
+
+async def test_calls_to_abort_and_reads_are_bounded_as_the_callers_streams() -> None:
+    store = SlowStore()
+    streams = Streams(store, MonotonicClock(), cast("Any", None), str, SessionLimits(), Timeouts(), 9)
+    alice = Principal("alice", PrincipalLimits(max_sessions=1))
+    aborting = asyncio.create_task(streams.abort(NO_SESSION, alice, None))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="all 1 calls to Abort of alice are in use"):
+        await streams.abort(NO_SESSION, alice, None)
+    with pytest.raises(UnknownSession):  # a read has a slot of its own
+        await streams.read(NO_SESSION, alice, None)
+    store.permits.release()
+    with pytest.raises(UnknownSession):
+        await aborting
