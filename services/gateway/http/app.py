@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Coroutine
+from json import JSONDecodeError
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from pydantic_core import from_json
 from starlette.types import ASGIApp
 
 from galley.version import __version__
@@ -61,6 +65,25 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        """Return the body. Refuse lone surrogates, NaN, UTF-16 and deep nesting, which Python reads."""
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise JSONDecodeError(str(error), "", 0) from None
+
+
+class _Route(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
 class _App(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
         """Return the router alone: the front maps all errors, by one table."""
@@ -92,6 +115,7 @@ def build_app(
         redoc_url=None,
         telemetry=None,
     )
+    app.router.route_class = _Route
     streaming = _ERRORS | {200: {"content": {"text/event-stream": {}, "application/json": {}}}}
     add = app.add_api_route
     add(

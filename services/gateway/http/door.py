@@ -50,6 +50,6 @@ async def open_door(settings: GatewaySettings, shared: Shared, bound: socket.soc
         ),
         Tracing(shared.tracer, STREAMS),
     )
-    server = HttpServer(front, limits, server_context(server_files(settings)))
+    server = HttpServer(front, limits, settings.client_timeout_s, server_context(server_files(settings)))
     await server.start(bound)
     return server

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.api.choices import ChoiceRunner, Reader
-from services.gateway.http.api.format import Format
+from services.gateway.http.api.format import Format, PromptText, no_prompt
 from services.gateway.http.api.positions import START
 from services.gateway.http.api.requests import chat_request, completion_requests
 from services.gateway.http.api.schemas import (
@@ -59,10 +59,11 @@ class Answers:
         headers = check_parameters(body, strict=self._strict)
         wire = completion_requests(body, idempotency_key(request))
         form = _format("completion", body, len(wire), echo=bool(body.echo))
-        prompts = (
-            [one.text or self._model.tokenizer.decode(one.token_ids.ids) for one in wire] if form.echo else ()
-        )
-        return self._response(wire, form, request, headers, stream=bool(body.stream), prompts=prompts)
+
+        def prompt(index: int) -> str:
+            return wire[index].text or self._model.tokenizer.decode(wire[index].token_ids.ids)
+
+        return self._response(wire, form, request, headers, stream=bool(body.stream), prompt=prompt)
 
     def _response(
         self,
@@ -72,7 +73,7 @@ class Answers:
         headers: Mapping[str, str],
         *,
         stream: bool,
-        prompts: Sequence[str] = (),
+        prompt: PromptText = no_prompt,
     ) -> Response:
         call = request.scope[CALL]
 
@@ -82,9 +83,9 @@ class Answers:
         if stream:
             former = [START] * form.choices
             return StreamedAnswers(
-                run, lambda send: EventStream(send, form, self._model, former, headers, prompts)
+                run, lambda send: EventStream(send, form, self._model, former, headers, prompt)
             )
-        return CollectedAnswers(run, WholeAnswers(form, self._model, prompts), headers)
+        return CollectedAnswers(run, WholeAnswers(form, self._model, prompt), headers)
 
 
 class StreamedAnswers(Response):

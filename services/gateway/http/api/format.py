@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Literal
@@ -17,6 +17,12 @@ FIELD = "http"
 """Field of a stored session: the format of its answers; absent for a session of gRPC."""
 
 Kind = Literal["chat", "completion", "response"]
+PromptText = Callable[[int], str]
+"""Returns the text of a prompt to echo; called once the request was checked."""
+
+
+def no_prompt(_index: int) -> str:
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

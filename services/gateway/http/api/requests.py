@@ -116,6 +116,8 @@ def content_of(turn: ChatTurn, index: int) -> str:
 def _speculation(options: SpeculationOptions | None) -> pb.Speculation:
     if options is None:
         return pb.Speculation(mode=pb.Speculation.MODE_AUTO)  # as the Python client sends it
+    for name in options.model_extra or ():
+        raise InvalidField(f"speculation.{name[:32]}", "must be mode, k or strategy")
     return pb.Speculation(mode=_MODES[options.mode], k=options.k, strategy=options.strategy)
 
 

@@ -46,8 +46,9 @@ class Sessions:
         stored = await self._generation.read(session_id, call)
         form = stored_format(stored.fields)
         positions = parse_event_id(last, form.choices)
-        prompt = self._generation.model.tokenizer.decode(stored.tokens[: stored.prompt_len])
-        prompts = [prompt] * (form.choices // form.n) if form.echo else []
+
+        def prompt(_index: int) -> str:
+            return self._generation.model.tokenizer.decode(stored.tokens[: stored.prompt_len])
 
         async def run(reader: Reader) -> None:
             await self._runner.resume(session_id, form, positions, call, reader)
@@ -57,7 +58,7 @@ class Sessions:
         def writer(send: Send) -> AnswerEvents:
             if record is not None:
                 return ResponseStream(send, record, form, model, positions[0], {})
-            return EventStream(send, form, model, positions, {}, prompts)
+            return EventStream(send, form, model, positions, {}, prompt)
 
         return StreamedAnswers(run, writer)
 

@@ -16,7 +16,7 @@ from galley.common.logs import log_internal
 from galley.core.answer.answer import Chunk, NumericsChanged
 from services.gateway.generation import AnswerStream, ServedModel
 from services.gateway.http.api.choices import Choice, Reader
-from services.gateway.http.api.format import Format
+from services.gateway.http.api.format import Format, PromptText, no_prompt
 from services.gateway.http.api.identity import Identity, finish_reason
 from services.gateway.http.api.logprobs import chat_logprobs, completion_logprobs
 from services.gateway.http.api.positions import DONE, Position, event_id
@@ -69,14 +69,13 @@ class EventStream(EventWriter):
         model: ServedModel,
         former: Sequence[Position],
         headers: Mapping[str, str],
-        prompts: Sequence[str] = (),
+        prompt: PromptText = no_prompt,
     ) -> None:
-        """`prompts` are the texts to echo, one for each prompt."""
         super().__init__(send, headers)
         self._form = form
         self._model = model
         self._former = former
-        self._prompts = prompts
+        self._prompt = prompt
         self._choices: Sequence[Choice] = ()
         self._head = b""
         self._offsets = [0] * form.choices
@@ -142,7 +141,7 @@ class EventStream(EventWriter):
             return self._event(choice, None, {})
         if not self._form.echo:
             return b""
-        prompt = self._prompts[choice.index // self._form.n]
+        prompt = self._prompt(choice.index // self._form.n)
         return self._event(choice, prompt, {})
 
     def _details(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.auth.authentication import caller
 from services.gateway.generation import Generation
 from services.gateway.http.api.requests import content_of
-from services.gateway.http.api.schemas import ChatTurn, Ids
+from services.gateway.http.api.schemas import ChatTurn, Few, Ids
 from services.gateway.request.validate import PromptRefused, check_model, parse_prompt
 
 
@@ -24,7 +24,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = Field(None, description="Text to complete.")
-    messages: list[ChatTurn] | None = Field(None, description="Or a conversation.")
+    messages: Few[ChatTurn] | None = Field(None, description="Or a conversation.")
     return_token_strs: bool | None = Field(None, description="Return the text of each token, too.")
 
 

@@ -10,7 +10,7 @@ from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.records import PositionLogprobs
 from services.gateway.generation import AnswerStream, ServedModel
 from services.gateway.http.api.choices import Choice
-from services.gateway.http.api.format import Format
+from services.gateway.http.api.format import Format, PromptText, no_prompt
 from services.gateway.http.api.identity import Identity, finish_reason
 from services.gateway.http.api.logprobs import chat_logprobs, completion_logprobs
 from services.gateway.http.api.usage import metrics, usage
@@ -19,11 +19,10 @@ from services.gateway.http.api.usage import metrics, usage
 class WholeAnswers:
     """Collect the answers, then return them as one body."""
 
-    def __init__(self, form: Format, model: ServedModel, prompts: Sequence[str] = ()) -> None:
-        """`prompts` are the texts to echo, one for each prompt."""
+    def __init__(self, form: Format, model: ServedModel, prompt: PromptText = no_prompt) -> None:
         self._form = form
         self._model = model
-        self._prompts = prompts
+        self._prompt = prompt
         self.choices: Sequence[Choice] = ()
         self._texts: list[list[str]] = [[] for _ in range(form.choices)]
         self._tokens: list[list[int]] = [[] for _ in range(form.choices)]
@@ -79,7 +78,7 @@ class WholeAnswers:
         return content | details
 
     def _echo(self, index: int) -> str:
-        return self._prompts[index // self._form.n] if self._form.echo else ""
+        return self._prompt(index // self._form.n) if self._form.echo else ""
 
     def _logprobs_of(self, index: int) -> dict[str, Any] | None:
         if self.choices[index].session.spec.logprobs is None:

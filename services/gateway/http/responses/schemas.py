@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from services.gateway.http.api.schemas import Parameters
+from services.gateway.http.api.schemas import Few, Parameters
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -27,11 +27,11 @@ class InputItem(_Item):
     role: Literal["user", "assistant", "system", "developer"] | None = Field(
         None, description="`developer` is the same as `system`."
     )
-    content: str | list[InputPart] | None = Field(None, description="Text, or parts of text.")
+    content: str | Few[InputPart] | None = Field(None, description="Text, or parts of text.")
 
 
 class ResponseRequest(Parameters):
-    input: str | list[InputItem] = Field(description="Text of the user, or the messages of a conversation.")
+    input: str | Few[InputItem] = Field(description="Text of the user, or the messages of a conversation.")
     instructions: str | None = Field(
         None, description="A system message before the conversation; a later response does not inherit it."
     )
@@ -43,7 +43,7 @@ class ResponseRequest(Parameters):
         None, description="Keep the response for `GET` and `previous_response_id`. Default: true."
     )
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Number of most likely tokens to return.")
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Few[Literal["message.output_text.logprobs"]] | None = None
     metadata: (
         dict[
             Annotated[str, StringConstraints(max_length=64)],

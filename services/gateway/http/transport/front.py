@@ -35,8 +35,8 @@ CALL = "galley.call"
 """The key of a request's scope under which its `HttpCall` is."""
 SESSION_ID = "galley.session_id"
 """The key under which a handler leaves the id of the session that it began."""
-_HEADER_BYTES = 32
-"""What a header counts besides its name and value, as in HTTP/2."""
+_MAX_PARTS = 1 << 16
+"""Most lists and objects of a body: more take long to parse, and no request has them."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -77,7 +77,6 @@ class Front:
         call: HttpCall | None = None
         try:
             call = scope[CALL] = HttpCall(headers, scope[TRANSPORT].abort, deadline_of(headers))
-            self._check_headers(headers)
             self._check_origin(scope, headers)
             async with self._tracing.of(scope, call):
                 await self._serve(scope, receive, reply, call)
@@ -98,14 +97,12 @@ class Front:
         if scope["path"] not in self._access.open_paths:
             await identify(self._authentication, call)
         body = await self._body(receive, call.invocation_metadata())
+        if body.count(b"[") + body.count(b"{") > _MAX_PARTS:
+            raise Refused(
+                400, "invalid_argument", f"body: must have at most {_MAX_PARTS} brackets and braces"
+            )
         async with _cancelled_by_disconnect(receive, reply):
             await self._app(scope, _receive_once(body), reply)
-
-    def _check_headers(self, headers: Headers) -> None:
-        """Raise Refused above the bound that gRPC has for metadata; h11 bounds only what arrives in parts."""
-        most = self._limits.max_metadata_bytes
-        if sum(len(name) + len(value) + _HEADER_BYTES for name, value in headers) > most:
-            raise Refused(431, "too_large", f"headers: must be at most {most} bytes")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
         origin = header(headers, "origin")

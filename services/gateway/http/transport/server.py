@@ -21,10 +21,13 @@ _BACKLOG = 1024
 
 
 class HttpServer:
-    """Serve `app` on a bound socket, within `limits`."""
+    """Serve `app` on a bound socket, within `limits`. A client may read nothing for `unread_s`."""
 
-    def __init__(self, app: ASGIApp, limits: ServerLimits, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: ServerLimits, unread_s: float, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._limits = limits
+        self._unread_s = unread_s
         self._tls = tls
         self._state = ServerState()
         self._server: asyncio.Server | None = None
@@ -39,7 +42,6 @@ class HttpServer:
             server_header=False,
             date_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            h11_max_incomplete_event_size=limits.max_metadata_bytes,
             reset_contextvars=True,
         )
         self._config.load()
@@ -48,7 +50,7 @@ class HttpServer:
 
     async def start(self, bound: socket.socket) -> None:
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: HttpConnection(self._config, self._state, self._limits),
+            lambda: HttpConnection(self._config, self._state, self._limits, self._unread_s),
             sock=bound,
             ssl=self._tls,
             ssl_handshake_timeout=None if self._tls is None else self._limits.handshake_timeout_s,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import grpc
@@ -16,8 +15,6 @@ from galley.client.errors import GalleyRpcError
 from galley.core.errors import InvalidField
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.gateway import FakeGateway, serving
-from tests.fakes.terminal import Terminal
-from tests.fakes.waiting import PATIENCE_S
 
 SHORT = ["--workloads=chat", "--concurrency=1,2", "--prompts-per-workload=1", "--repeats=2", "--max-tokens=4"]
 
@@ -71,30 +68,6 @@ def test_json_is_one_object_and_nothing_else_on_standard_output() -> None:
     assert all(row["speculation"]["verified"] for row in actual["rows"])
     assert {row["streams"] for row in actual["rows"]} == {1, 2}
     assert actual["conclusion"]
-
-
-def test_quick_is_a_short_run_that_other_flags_change() -> None:
-    with serving(FakeGateway()) as address:
-        quick = json.loads(run("--endpoint", address, "--quick", "--json").stdout)["asked"]
-        flags = ("--quick", "--json", "--concurrency=2", "--workloads=chat", "--repeats=1")
-        changed = json.loads(run("--endpoint", address, *flags).stdout)["asked"]
-    assert (list(quick["prompt_sha256"]), quick["streams"]) == (["chat", "rewrite"], [1, 4])
-    assert (quick["arms"], quick["max_tokens"], quick["repeats"]) == (["off", "auto"], 32, 3)
-    assert (list(changed["prompt_sha256"]), changed["streams"], changed["max_tokens"]) == (["chat"], [2], 32)
-
-
-def test_a_terminal_shows_one_bar_and_other_outputs_a_line_a_block() -> None:
-    with serving(FakeGateway()) as address:
-        flags = ["--endpoint", address, *SHORT, "--strategies=auto"]
-        lines = run(*flags).stderr.splitlines()
-        command = [sys.executable, "-m", "galley.cli", "bench", *flags]
-        with Terminal(command, columns=150) as terminal:
-            drawn = terminal.until(b"100%")
-            terminal.until(b"undecided at 1 and 2 streams")
-            assert terminal.process.wait(PATIENCE_S) == 0
-    assert [line.partition("/")[0] for line in lines] == [str(at) for at in range(1, len(lines) + 1)]
-    assert b"measuring" in drawn
-    assert b"\n" not in drawn.partition(b"measuring")[2], "the bar stays in its line"
 
 
 def test_the_user_s_own_prompts_are_asked(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": ["x"] * 33}, "prompt", "must have 1 to 32 entries, got 33"),
     (COMPLETIONS, {"stop": ["x"] * 17}, "stop", "must have at most 16 entries"),
     (COMPLETIONS, {"speculation": {"mode": "never"}}, "speculation.mode", "'auto', 'off' or 'fixed'"),
-    (COMPLETIONS, {"speculation": {"kk": 1}}, "speculation.kk", "not permitted"),
+    (COMPLETIONS, {"speculation": {"kk": 1}}, "speculation.kk", "must be mode, k or strategy"),
     (COMPLETIONS, {"workload": "a b"}, "workload", "must have only letters"),
     (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo with logprobs", "is not supported"),
     (COMPLETIONS, {"suffix": "x"}, "suffix", "is not supported"),

@@ -1,0 +1,60 @@
+"""Time and size limits of HTTP connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from galley.common.config.settings import ServerLimits
+from services.gateway.http.api.schemas import ChatRequest, CompletionRequest
+from services.gateway.http.api.tokens import DetokenizeRequest, TokenizeRequest
+from services.gateway.http.responses.schemas import ResponseRequest
+from services.gateway.settings import GatewaySettings
+from tests.attack.http.raw import peer
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import World
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n"
+WRONG: list[tuple[type[BaseModel], str]] = [
+    (CompletionRequest, '{"prompt": [1, %s "x"]}'),
+    (CompletionRequest, '{"prompt": "", "stop": [%s 1]}'),
+    (CompletionRequest, '{"prompt": "", "stop_token_ids": ["", %s 1]}'),
+    (ChatRequest, '{"messages": [%s 1]}'),
+    (ChatRequest, '{"messages": [{"role": "user", "content": [%s 1]}]}'),
+    (ResponseRequest, '{"input": [%s 1]}'),
+    (ResponseRequest, '{"input": [{"role": "user", "content": [%s 1]}]}'),
+    (TokenizeRequest, '{"messages": [%s 1]}'),
+    (DetokenizeRequest, '{"tokens": ["", %s 1]}'),
+]
+
+
+@pytest.mark.parametrize(("model", "body"), WRONG)
+def test_a_list_is_checked_up_to_its_first_wrong_entry(model: type[BaseModel], body: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(json.loads(body % ("1," * 100_000)))
+    assert len(caught.value.errors()) <= 4
+
+
+async def test_a_body_that_never_comes_is_refused_in_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GatewaySettings, "server_limits", lambda _: ServerLimits(request_timeout_s=0.2))
+    gateway = await world.gateway(http_port=0)
+    async with peer(gateway.http) as attacker:
+        await attacker.send(HEAD + b"\r\n{")
+        assert b" 408 " in await attacker.head()
+
+
+async def test_the_body_of_a_refused_request_is_not_awaited_for_ever(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GatewaySettings, "server_limits", lambda _: ServerLimits(handshake_timeout_s=0.3))
+    gateway = await world.gateway(http_port=0)
+    async with peer(gateway.http) as attacker, asyncio.timeout(PATIENCE_S):
+        await attacker.send(HEAD + b"x-galley-timeout-s: soon\r\n\r\n")
+        assert b" 400 " in await attacker.head()
+        while await attacker.send(b" "):  # noqa: ASYNC110  # a client that sends slowly
+            await asyncio.sleep(0.05)
