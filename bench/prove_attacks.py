@@ -5,9 +5,11 @@ principal, in a process of its own, streams and calls throughout, and must recei
 attacks; p99 of its waits under each attack may exceed the quiet value by 100 ms. The attackers share one
 core at the lowest priority, so that their own work delays nobody. The attacks are fuzzed messages on every
 RPC of every port; bytes that are no HTTP/2, floods of frames, rapid resets, header and gzip bombs; storms
-of calls; damaged logs; keys in a FIFO and on a mount that hangs; no file descriptors; and several rounds of
-10,000 idle streams, and of 10,000 idle connections. A full store is left to tests: there every stream
-pauses. Memory is read after each part, after a garbage collection. Prints goals, writes
+of calls; damaged logs; keys in a FIFO and on a mount that hangs; no file descriptors; several rounds of
+10,000 idle streams, and of 10,000 idle connections; and, over HTTP, 20,000 requests with changed bytes,
+malformed requests, header bombs, bodies made to harm, slow requests, unread responses, storms and idle
+connections. `--door` chooses the protocol of the second principal. A full store is left to tests: there
+every stream pauses. Memory is read after each part, after a garbage collection. Prints goals, writes
 bench/results/attacks.json; exits 1 if it finds a fault or misses a goal.
 """
 
@@ -29,6 +31,7 @@ from galley.trace.read.otlp_file import Lines, spans_in
 from tests.attack import floods, storms
 from tests.attack.bystander import DOORS, BystanderProcess, bystander_process
 from tests.attack.campaign import Campaign
+from tests.attack.http.campaign import http_parts
 from tests.attack.stack import (
     HEALTH,
     METERED_BURST,
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with running(VALKEY) as store, tempfile.TemporaryDirectory() as tokenizer:
         tokenizer_files.write(Path(tokenizer))
         with attacked(store.url, Path(tokenizer)) as stack:
-            with bystander_process(given.door, stack.gateway) as bystander:
+            with bystander_process(given.door, stack.address(given.door)) as bystander:
                 proof = Proof(stack, bystander, given.rounds)
                 asyncio.run(proof.run(given.messages, given.streams, given.seed))
             proof.end()
@@ -172,6 +175,7 @@ class Proof:
             "no file descriptors": self._no_file_descriptors,
             "idle streams": lambda: self._idle_streams(streams),
             "idle connections": lambda: self._idle_connections(streams),
+            **http_parts(self._stack.http, self._expect, connections=streams),
         }
         if may_mount():
             parts["keys on a mount that hangs"] = self._keys_on_a_mount_that_hangs

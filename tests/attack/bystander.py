@@ -13,18 +13,20 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from http import HTTPStatus
 from itertools import count
 from typing import Protocol
 
 import grpc
 
 from galley.client.client import AsyncClient, GalleyRpcError
+from tests.fakes.http_client import BODY, HttpClient, http_client
 from tests.fakes.truth import SEED, text_of, true_output
 from tests.fakes.waiting import PATIENCE_S, Watch
+from tests.fakes.world import MAX_TOKENS as TOKENS
+from tests.fakes.world import PROMPT
 
 GOOD = "good-3f9a1c77"
-PROMPT = "Tell me more."
-TOKENS = 40
 TRUTH = true_output(list(PROMPT.encode()), TOKENS)
 _EVERY_S = 0.01
 
@@ -71,7 +73,38 @@ async def grpc_door(address: str) -> AsyncIterator[Door]:
         yield GrpcDoor(client)
 
 
-DOORS: dict[str, Callable[[str], AbstractAsyncContextManager[Door]]] = {"grpc": grpc_door}
+class HttpDoor:
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+        self._calls = count()
+
+    async def stream(self) -> AsyncIterator[str]:
+        last = ""
+        async with self._client.open("/v1/completions", BODY) as response:
+            assert response.status_code == HTTPStatus.OK, await response.aread()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line[6:])["choices"][0]["text"]
+                last = line or last
+        assert last == "data: [DONE]", f"disturbed: {last}"
+
+    async def call(self) -> None:
+        """Ask for the model, or, every second time, for something that only the store can answer."""
+        path, status = "/v1/models", HTTPStatus.OK
+        if next(self._calls) % 2:
+            path, status = f"/v1/sessions/{'0' * 32}", HTTPStatus.NOT_FOUND
+        response = await self._client.raw.get(path)
+        assert response.status_code == status, response.text
+
+
+@asynccontextmanager
+async def http_door(address: str) -> AsyncIterator[Door]:
+    async with http_client(address, x_api_key=GOOD) as client:
+        yield HttpDoor(client)
+
+
+GRPC = "grpc"
+DOORS: dict[str, Callable[[str], AbstractAsyncContextManager[Door]]] = {GRPC: grpc_door, "http": http_door}
 """By name: opens a door at an address of the gateway."""
 
 

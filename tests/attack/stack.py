@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.attack.bystander import GOOD, Bystander, beside, grpc_door
+from tests.attack.bystander import DOORS, GOOD, GRPC, Bystander, beside
 from tests.fakes.waiting import PATIENCE_S
 
 BAD, EXPIRED, METERED = "bad-8d20e4b1", "expired-51c6f0aa", "metered-0b7d93ee"
@@ -50,8 +50,8 @@ MOST_HELD_S = 0.15
 CALL = "_handle_exceptions"
 _REPLICA_STREAM = "_Connection._read"
 SERVICES = ("gateway", "target", "draft", "collector")
-HEALTH = "health"
-"""Name of the gateway's health port in addresses."""
+HEALTH, HTTP = "health", "http"
+"""Names of the gateway's further ports in addresses."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,13 @@ class Attacked:
     @property
     def gateway(self) -> str:
         return self.addresses["gateway"]
+
+    @property
+    def http(self) -> str:
+        return self.addresses[HTTP]
+
+    def address(self, door: str) -> str:
+        return self.http if door == HTTP else self.gateway
 
     async def state(self) -> ProcessState:
         return await self._state("state")
@@ -234,17 +241,19 @@ def _entry(key: str, name: str, more: str) -> str:
 
 
 @asynccontextmanager
-async def undisturbed(stack: Attacked) -> AsyncIterator[Bystander]:
-    async with grpc_door(stack.gateway) as door, beside(door) as bystander:
+async def undisturbed(stack: Attacked, door: str = GRPC) -> AsyncIterator[Bystander]:
+    async with DOORS[door](stack.address(door)) as opened, beside(opened) as bystander:
         yield bystander
 
 
 @asynccontextmanager
-async def unharmed(stack: Attacked, *, most_held_s: float = MOST_HELD_S) -> AsyncIterator[ProcessState]:
+async def unharmed(
+    stack: Attacked, door: str = GRPC, *, most_held_s: float = MOST_HELD_S
+) -> AsyncIterator[ProcessState]:
     """Run a bystander beside the attack; afterwards nothing may be left of the attack."""
     before = await stack.connected()
     stack.held_s = 0.0
-    async with undisturbed(stack):
+    async with undisturbed(stack, door):
         yield before
     after = await stack.settled(before)
     assert after.errors == before.errors

@@ -13,11 +13,11 @@ from tests.attack.floods import (
     nonsense,
     rapid_resets,
 )
-from tests.attack.stack import HEALTH, MIB, SERVICES, Attacked, unharmed
+from tests.attack.stack import HEALTH, HTTP, MIB, SERVICES, Attacked, unharmed
 from tests.fakes.http2 import field_of, number, text
 
 
-@pytest.mark.parametrize("service", [*SERVICES, HEALTH])
+@pytest.mark.parametrize("service", [*SERVICES, HEALTH, HTTP])
 async def test_invalid_http2_harms_no_other(stack: Attacked, service: str) -> None:
     async with unharmed(stack):
         await nonsense(stack.addresses[service])

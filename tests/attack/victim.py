@@ -42,7 +42,7 @@ from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
-from tests.attack.stack import CALL, HEALTH, MAX_MESSAGE_BYTES, files_allowed
+from tests.attack.stack import CALL, HEALTH, HTTP, MAX_MESSAGE_BYTES, files_allowed
 from tests.fakes.engine import KnownEngine
 from tests.fakes.truth import END, VOCAB, true_next
 
@@ -87,6 +87,7 @@ class Victim:
         self._turns = Turns()
         self._running: dict[str, RunningServer] = {}
         self._metrics: dict[str, str] = {}
+        self._http = ""
         self._target: TargetService
 
     async def serve(self) -> None:
@@ -100,6 +101,7 @@ class Victim:
             traces = self._directory / "traces.jsonl"
             addresses = {name: running.address for name, running in self._running.items()}
             addresses[HEALTH] = self._running["gateway"].health_address
+            addresses[HTTP] = self._http
             _write({"addresses": addresses, "metrics": self._metrics, "traces": str(traces)})
             self._turns.start()
             while (command := (await commands.readline()).decode().strip()) not in {"", "stop"}:
@@ -127,6 +129,7 @@ class Victim:
                 "api_keys_file": str(self._directory / "keys" / "keys.toml"),
                 "client_timeout_s": 2.0,
                 "health_port": 0,
+                "http_port": 0,
                 **self._common(),
             }
         )
@@ -151,6 +154,7 @@ class Victim:
         parts = Parts(telemetry=telemetry, metrics=metering.registry)
         running = self._running[name] = await start_server(settings, build, parts, own)
         opened.push_async_callback(running.stop)
+        self._http = parts.addresses.get("http", self._http)
         if metering.address:
             self._metrics[name] = metering.address
 
@@ -211,7 +215,7 @@ class Victim:
 
     def _connections(self, process: psutil.Process) -> int:
         served = [running.address for running in self._running.values()]
-        served += [self._running["gateway"].health_address, *self._metrics.values()]
+        served += [self._running["gateway"].health_address, self._http, *self._metrics.values()]
         ports = {int(address.rpartition(":")[2]) for address in served}
         results: list[Any] = process.net_connections("tcp")
         ends = {(one.laddr.port, one.raddr.port) for one in results if one.raddr}
