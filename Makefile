@@ -91,7 +91,7 @@ MINUTES ?= 30
 MUTANTS ?= 300
 ONLY ?=
 
-.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-attacks
+.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-attacks prove-http
 .PHONY: prove-boot prove-images simulate chaos soak mutate mutate-known
 prove-noise: setup ## prove that no noise value is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
@@ -113,6 +113,9 @@ prove-ownership: setup ## let two gateways claim one session at once, 1,000 time
 
 prove-attacks: setup ## send 200,000 fuzzed messages, floods, storms and idle streams; prove that nothing crashes, leaks or delays others
 	@$(BIN)/python -m bench.prove_attacks
+
+prove-http: setup ## send 2,000 cases made from the gateway's OpenAPI description; prove that all responses keep to it
+	@$(BIN)/python -m bench.prove_http
 
 prove-boot: setup helm ## run the chart as pods: boots, rolls, kills and hangs under load (root, nft, ip, crun)
 	@$(BIN)/python -m pytest tests/proofs/boot

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from json import JSONDecodeError
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,9 +14,11 @@ from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_core import from_json
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from galley.version import __version__
+from services.gateway.http import outputs
 from services.gateway.http.api.answers import Answers
 from services.gateway.http.api.operations import Operations
 from services.gateway.http.api.sessions import Sessions
@@ -32,21 +36,8 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 """Paths that need no key."""
 
 
-class ErrorObject(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorBody(BaseModel):
-    """OpenAI's error object."""
-
-    error: ErrorObject
-
-
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": text}
+    status: {"model": outputs.ErrorBody, "description": text}
     for status, text in {
         400: "A parameter is wrong or not supported.",
         401: "The API key or token is missing or wrong.",
@@ -63,6 +54,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         504: "The deadline of the request has passed.",
     }.items()
 }
+_ALL_SENT: dict[int, dict[str, Any]] = {204: {"description": "All was sent."}}
+_METRICS: dict[str, Any] = {"text/plain": {}, "application/openmetrics-text": {}}
 
 
 class _JsonRequest(Request):
@@ -116,48 +109,50 @@ def build_app(
         telemetry=None,
     )
     app.router.route_class = _Route
-    streaming = _ERRORS | {200: {"content": {"text/event-stream": {}, "application/json": {}}}}
-    add = app.add_api_route
-    add(
-        "/v1/chat/completions",
-        answers.chat,
-        methods=["POST"],
-        responses=streaming,
-        tags=["answers"],
-    )
-    add(
-        "/v1/completions",
-        answers.complete,
-        methods=["POST"],
-        responses=streaming,
-        tags=["answers"],
-    )
-    add(
-        "/v1/responses",
-        responses.create,
-        methods=["POST"],
-        responses=streaming,
-        tags=["responses"],
-    )
-    add(ROUTE, responses.retrieve, methods=["GET"], responses=streaming, tags=["responses"])
-    add(f"{ROUTE}/cancel", responses.cancel, methods=["POST"], responses=_ERRORS, tags=["responses"])
-    add(
-        "/v1/sessions/{session_id}/events",
-        sessions.events,
-        methods=["GET"],
-        responses={
-            **_ERRORS,
-            200: {"content": {"text/event-stream": {}}},
-            204: {"description": "All was sent."},
-        },
-        tags=["sessions"],
-    )
-    add("/v1/sessions/{session_id}", sessions.state, methods=["GET"], responses=_ERRORS, tags=["sessions"])
-    add("/v1/sessions/{session_id}", sessions.abort, methods=["DELETE"], responses=_ERRORS, tags=["sessions"])
-    add("/v1/models", operations.models, methods=["GET"], responses=_ERRORS, tags=["models"])
-    add("/v1/models/{model:path}", operations.model, methods=["GET"], responses=_ERRORS, tags=["models"])
-    add("/tokenize", tokens.tokenize, methods=["POST"], responses=_ERRORS, tags=["tokens"])
-    add("/detokenize", tokens.detokenize, methods=["POST"], responses=_ERRORS, tags=["tokens"])
-    for path in ("health", "ready", "version", "metrics"):
-        add(f"/{path}", getattr(operations, path), methods=["GET"], responses=_ERRORS, tags=["operation"])
+    add = partial(_add, app)
+    add("POST", "/v1/chat/completions", answers.chat, outputs.ChatAnswers, streams=True)
+    add("POST", "/v1/completions", answers.complete, outputs.TextAnswers, streams=True)
+    add("POST", "/v1/responses", responses.create, outputs.ResponseBody, streams=True)
+    add("GET", ROUTE, responses.retrieve, outputs.ResponseBody, streams=True, more=_ALL_SENT)
+    add("POST", f"{ROUTE}/cancel", responses.cancel, outputs.ResponseBody)
+    add("GET", "/v1/sessions/{session_id}/events", sessions.events, streams=True, more=_ALL_SENT)
+    add("GET", "/v1/sessions/{session_id}", sessions.state, outputs.SessionState)
+    add("DELETE", "/v1/sessions/{session_id}", sessions.abort, outputs.SessionAborted)
+    add("GET", "/v1/models", operations.models, outputs.ServedModels)
+    add("GET", "/v1/models/{model:path}", operations.model, outputs.ServedModel)
+    add("POST", "/tokenize", tokens.tokenize, outputs.TokenIds)
+    add("POST", "/detokenize", tokens.detokenize, outputs.Text)
+    add("GET", "/health", operations.health, outputs.Status)
+    add("GET", "/ready", operations.ready, outputs.Status, more={503: {"model": outputs.Status}})
+    add("GET", "/version", operations.version, outputs.Version)
+    add("GET", "/metrics", operations.metrics, more={200: {"content": _METRICS}})
     return app
+
+
+def _add(
+    app: FastAPI,
+    method: str,
+    path: str,
+    handler: Callable[..., Any],
+    body: type[BaseModel] | None = None,
+    *,
+    streams: bool = False,
+    more: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
+    """Add a route with all that it may respond: a `body`, if it `streams` events, errors, and `more`."""
+    good: dict[str, Any] = {"description": "The request was served."}
+    if body is not None:
+        good["model"] = body
+    if streams:
+        good["content"] = {"text/event-stream": {}}
+    responses: dict[int | str, dict[str, Any]] = {**_ERRORS, 200: good}
+    responses |= {status: {**responses.get(status, {}), **extra} for status, extra in more.items()}
+    app.add_api_route(
+        path,
+        handler,
+        methods=[method],
+        responses=responses,
+        response_model=None,
+        response_class=Response if body is None else JSONResponse,
+        tags=[path.removeprefix("/v1").split("/")[1]],
+    )

@@ -21,6 +21,11 @@ Few: TypeAlias = Annotated[list[_T], Field(fail_fast=True, max_length=1 << 10)]
 Ids: TypeAlias = Annotated[list[int], Field(fail_fast=True, max_length=1 << 20)]
 
 
+def _bounds(**schema: Any) -> Any:
+    """Describe bounds that the request is checked against later, with the others of its session."""
+    return Field(None, json_schema_extra=schema)
+
+
 class _Open(BaseModel):
     """A part whose unknown parameters are kept in `model_extra`."""
 
@@ -57,13 +62,13 @@ class Parameters(_Open):
     seed: int | None = Field(
         None, ge=0, lt=1 << 64, description="Seed of the sampling. Unset: drawn, and returned as `seed`."
     )
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: float | None = _bounds(minimum=0)
+    top_p: float | None = _bounds(exclusiveMinimum=0, maximum=1)
     top_k: int | None = Field(None, ge=-1, lt=1 << 32, description="-1 or 0: off.")
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
+    min_p: float | None = _bounds(minimum=0, maximum=1)
+    frequency_penalty: float | None = _bounds(minimum=-2, maximum=2)
+    presence_penalty: float | None = _bounds(minimum=-2, maximum=2)
+    repetition_penalty: float | None = _bounds(minimum=0.01, maximum=10)
     logit_bias: dict[str, float] | None = Field(
         None, max_length=1 << 10, description="Added to the logit of a token id."
     )

@@ -1,0 +1,177 @@
+"""The bodies of responses, for the API's description. The handlers write them without these models."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorObject
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int] = {}
+    completion_tokens_details: dict[str, int] = {}
+
+
+class Choice(BaseModel):
+    index: int
+    finish_reason: Literal["stop", "length", "abort"] | None
+    stop_reason: str | int | None = Field(description="The stop string or token that ended the answer.")
+    logprobs: dict[str, Any] | None
+    token_ids: list[int] = Field([], description="With `return_token_ids`.")
+    from_draft: list[bool] = Field([], description="With `return_token_ids`: which of them a draft proposed.")
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Choice):
+    message: ChatMessage
+
+
+class TextChoice(Choice):
+    text: str
+
+
+class _Answers(BaseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    seed: int
+    usage: Usage
+    metrics: dict[str, dict[str, Any]] = Field(description="Acceptance of the drafts.")
+
+
+class ChatAnswers(_Answers):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextAnswers(_Answers):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[dict[str, Any]]
+
+
+class OutputMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: dict[str, int | None]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseBody(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "cancelled"]
+    error: None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[OutputMessage]
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    previous_response_id: str | None
+    store: bool
+    temperature: float
+    top_p: float
+    usage: ResponseUsage | None
+    metrics: dict[str, dict[str, Any]] | None
+    seed: int
+    stop_reason: str | int | None
+    system_fingerprint: str
+
+
+class SessionChoice(BaseModel):
+    index: int
+    state: Literal["live", "finished"]
+    finish_reason: Literal["stop", "length", "abort"] | None
+    stop_reason: str | int | None
+    completion_tokens: int
+    accepted_prediction_tokens: int
+    owner_epoch: int
+
+
+class SessionState(BaseModel):
+    id: str
+    object: Literal["galley.session"]
+    created: int
+    model: str
+    state: Literal["live", "finished"]
+    seed: int
+    choices: list[SessionChoice]
+    usage: Usage
+
+
+class SessionAborted(BaseModel):
+    id: str
+    object: Literal["galley.session"]
+    aborted: Literal[True]
+
+
+class ServedModel(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    galley: dict[str, Any] = Field(description="GetModelInfo of the gRPC API.")
+
+
+class ServedModels(BaseModel):
+    object: Literal["list"]
+    data: list[ServedModel]
+
+
+class TokenIds(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class Status(BaseModel):
+    status: Literal["ok", "draining"]
+
+
+class Version(BaseModel):
+    version: str

@@ -1,0 +1,22 @@
+"""The gateway answers as its OpenAPI description says: the short form of `make prove-http`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts
+from tests.fakes.world import World
+from tests.integration.services.gateway.http.described import check
+
+EXAMPLES = 8
+"""Cases of each operation, and again as many that break its description."""
+
+
+async def test_responses_are_as_described(world: World) -> None:
+    gateway = await world.gateway_of(Parts(metrics=Registry(GATEWAY)), http_port=0)
+    tally = await asyncio.to_thread(check, gateway.http, EXAMPLES, 1)
+    assert tally.faults == {}
+    assert len(tally.responses) == 16
+    assert all(counts[200] for counts in tally.responses.values()), "each operation has succeeded once"
