@@ -10,15 +10,17 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
-from pydantic import ValidationError
+from typer.completion import get_completion_script  # type: ignore[attr-defined]  # there is no other way
 from typer.core import TyperGroup
 
 from galley.cli.bench import bench
 from galley.cli.chat.command import chat
 from galley.cli.check import check
+from galley.cli.config import keep_config, kept_config, label, with_config_flag
 from galley.cli.demo import demo
 from galley.cli.distill import distill
 from galley.cli.flags import USAGE, fail, require, say
@@ -73,7 +75,8 @@ def _usage_problem(error: Any) -> str:
     hint, message = getattr(error, "param_hint", None), getattr(error, "message", None)
     if isinstance(error, typer.BadParameter) and message and (hint or parameter):
         is_flag = parameter is not None and parameter.param_type_name == "option"
-        name = hint or (max(parameter.opts, key=len) if is_flag else parameter.name.upper())
+        flag = max(parameter.opts, key=len) if is_flag else str(getattr(parameter, "name", "")).upper()
+        name = hint or label(error.ctx, parameter) or flag
         message = _number_problem(error) or message
         if choice := _CHOICE.fullmatch(message.rstrip(".")):
             message = f"must be one of {choice['choices'].replace(_QUOTE, '')}, got {choice['given']}"
@@ -86,9 +89,10 @@ def _usage_problem(error: Any) -> str:
 
 def _number_problem(error: BaseException) -> str:
     """Return what is wrong with a number, as the error's cause reports it; "" for other problems."""
-    if not isinstance(error.__cause__, ValidationError):
+    cause: Any = error.__cause__
+    if not hasattr(cause, "errors"):  # of pydantic
         return ""
-    problem = error.__cause__.errors()[0]
+    problem = cause.errors()[0]
     template = _NUMBER_PROBLEMS.get(problem["type"])
     return template.format(got=problem["input"], **problem.get("ctx", {})) if template else ""
 
@@ -114,6 +118,12 @@ def _galley(
     version: Annotated[  # noqa: ARG001  # read by its callback
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    config: Annotated[  # noqa: ARG001  # read by its callback
+        Path | None,
+        typer.Option(
+            callback=keep_config, envvar="GALLEY_CONFIG", help="Configuration file, as --config of a command."
+        ),
+    ] = None,
 ) -> None:
     # An argument that is not UTF-8 could not be sent to a gateway.
     for argument in sys.argv[1:]:
@@ -122,14 +132,16 @@ def _galley(
 
 
 for _command in (demo, up, serve, ps, logs, stop, generate, chat, resume, top, trace):
-    app.command(rich_help_panel=_USE)(_command)
+    app.command(rich_help_panel=_USE)(with_config_flag(_command))
 for _command in (check, bench, plan, distill):
-    app.command(rich_help_panel=_MEASURE)(_command)
+    app.command(rich_help_panel=_MEASURE)(with_config_flag(_command))
 
 
 def _service(role: str) -> Callable[[typer.Context], None]:
     def run(context: typer.Context) -> None:
-        _become(role, f"services.{role}", context.args)
+        config = kept_config(context)
+        given = ["--config", str(config)] if config is not None else []
+        _become(role, f"services.{role}", [*given, *context.args])
 
     run.__doc__ = f"Run a {role}; `galley {role} --help` lists its settings."
     return run
@@ -148,6 +160,14 @@ def prepare(
 ) -> None:
     """Download or convert a model, and print its directory."""
     _become("target", "galley.engine.load.resolve", [model] if model else [])
+
+
+@app.command()
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell.")],
+) -> None:
+    """Print a script that completes commands and flags: `source <(galley completion bash)`."""
+    typer.echo(get_completion_script(prog_name="galley", complete_var="_GALLEY_COMPLETE", shell=shell))
 
 
 def _become(extra: str, module: str, args: list[str]) -> NoReturn:

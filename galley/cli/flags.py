@@ -97,9 +97,9 @@ class Connection:
 
 
 def not_secret(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> str | None:
-    """Return `value`. Raises BadParameter for a password on the command line, which all users can read."""
+    """Return `value`. Raises BadParameter for a password outside of the environment: users could read it."""
     source = ctx.get_parameter_source(param.name or "")
-    if value and source is not None and source.name == "COMMANDLINE":
+    if value and source is not None and source.name != "ENVIRONMENT":
         from galley.common.config.settings import is_secret  # noqa: PLC0415  # slow to load
 
         if is_secret(value):

@@ -6,18 +6,26 @@ Command lines hold no secrets.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic import Field, SecretStr, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliSettingsSource,
+    InitSettingsSource,
+    SettingsConfigDict,
+)
 
+from galley.common.config.file import kind_of, read_config
 from galley.common.regular_file import read_regular
 
 S = TypeVar("S", bound=BaseSettings)
@@ -156,12 +164,30 @@ class _FlagSource(CliSettingsSource[Any]):
 
 
 def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: str) -> S:
-    """Return the settings; flags override the environment. Exit 2 for a wrong value or a secret in a flag."""
+    """Return the settings; flags override the environment, which overrides the file of --config.
+
+    Exit 2 for a wrong value or a secret in a flag or file.
+    """
+    argv, config = _take_config(argv)
+    try:
+        table = _values_in(cls, config) if config else {}
+    except ValueError as error:
+        _print_error(prog, f"--config: {error}")
+        raise SystemExit(2) from None
 
     class Parsed(cls):  # type: ignore[valid-type,misc]  # a settings class is read by subclassing it
         model_config = SettingsConfigDict(cli_prog_name=prog)
 
-    Parsed.__doc__ = description
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *sources: Any, **named: Any
+        ) -> tuple[Any, ...]:
+            from_file = InitSettingsSource(settings_cls, init_kwargs=table)
+            return (*super().settings_customise_sources(settings_cls, *sources, **named), from_file)
+
+    Parsed.__doc__ = (
+        f"{description} --config FILE: defaults of these settings, as TOML in a table [{_table(cls)}]."
+    )
     source: Any = _FlagSource(Parsed, add_argument_method=_add_long_flag)
     try:
         parsed = CliApp.run(Parsed, cli_args=list(argv), cli_settings_source=source)
@@ -177,6 +203,38 @@ def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: st
         )
         raise SystemExit(2)
     return cls.model_construct(**{name: getattr(parsed, name) for name in cls.model_fields})
+
+
+def _take_config(argv: Sequence[str]) -> tuple[list[str], str]:
+    """Return the arguments without --config, and its value; the last one counts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default="")
+    given, rest = parser.parse_known_args(list(argv))
+    return rest, str(given.config)
+
+
+def _table(cls: type[BaseSettings]) -> str:
+    return _env_prefix(cls).removeprefix("GALLEY_").strip("_").lower()
+
+
+def _values_in(cls: type[BaseSettings], path: str) -> dict[str, Any]:
+    """Return the settings in the file's table. Raise ValueError that names line and key."""
+    fields = {_flag(name).removeprefix("--"): (name, field) for name, field in cls.model_fields.items()}
+    file, table = read_config(Path(path)), _table(cls)
+    values = file.values(table, {key: kind_of(field.annotation) for key, (_, field) in fields.items()})
+    for key, value in values.items():
+        name, field = fields[key]
+        if name in _secret_names(cls) and is_secret(value):
+            raise ValueError(
+                f"{file.place(table, key)}: must not hold a secret; use the environment or {key}-file"
+            )
+        kind: Any = Annotated[field.annotation, *field.metadata, None]
+        try:
+            TypeAdapter(kind).validate_python(value)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ValueError(f"{file.place(table, key)}: {problem}") from None
+    return {fields[key][0]: value for key, value in values.items()}
 
 
 def _add_long_flag(parser: Any, *flags: str, **options: Any) -> Any:

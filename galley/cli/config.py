@@ -1,0 +1,88 @@
+"""`--config FILE` of each command: the defaults of its flags, from the table of its name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from galley.common.config.file import kind_of, read_config
+
+T = TypeVar("T")
+_OWN = frozenset({"config", "help"})
+_PATH, _FILE = "galley.config.path", "galley.config.file"
+_HELP = (
+    "TOML file with a table named as the command and a key for each flag (docs/configuration.md). Flags and "
+    "the environment win over it. Default: GALLEY_CONFIG, else none."
+)
+
+
+def with_config_flag(command: Callable[..., T]) -> Callable[..., T]:
+    """Return `command` with the flag --config."""
+    own = inspect.signature(command, eval_str=True).parameters
+    kinds = {name: kind_of(parameter.annotation) for name, parameter in own.items()}
+
+    def read(context: typer.Context, path: Path | None) -> None:
+        if chosen := path or context.meta.get(_PATH):
+            context.default_map = _defaults(context, chosen, kinds)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> T:
+        del given["config"]
+        return command(**given)
+
+    option = typer.Option("--config", callback=read, is_eager=True, help=_HELP)
+    config = inspect.Parameter(
+        "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
+    )
+    parameters = [*own.values(), config]
+    # Typer reads both.
+    run.__dict__["__signature__"] = inspect.Signature(
+        [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    )
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def keep_config(context: typer.Context, path: Path | None) -> None:
+    """Keep the file that stands before the command, for the command."""
+    context.meta[_PATH] = path
+
+
+def kept_config(context: typer.Context) -> Path | None:
+    path: Path | None = context.meta.get(_PATH)
+    return path
+
+
+def label(context: Any, parameter: Any) -> str:
+    """Return the place in the file of a value that came from there; "" for others."""
+    file = context.meta.get(_FILE) if context is not None else None
+    if file is None or parameter is None:
+        return ""
+    source = context.get_parameter_source(parameter.name)
+    if source is None or source.name != "DEFAULT_MAP":
+        return ""
+    return str(file.place(context.info_name, _key(parameter)))
+
+
+def _defaults(context: typer.Context, path: Path, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """Return the values of the file by parameter. Raise BadParameter that names line and key."""
+    flags = {_key(each): each.name for each in context.command.params if each.param_type_name == "option"}
+    names = {key: name for key, name in flags.items() if key not in _OWN and name is not None}
+    group: Any = context.parent.command if context.parent is not None else None
+    try:
+        file = read_config(path)
+        file.check_tables(group.commands if group is not None else ())
+        values = file.values(str(context.info_name), {key: kinds[name] for key, name in names.items()})
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--config") from None
+    context.meta[_FILE] = file
+    return {names[key]: value for key, value in values.items()}
+
+
+def _key(parameter: Any) -> str:
+    return str(max(parameter.opts, key=len)).lstrip("-")
