@@ -110,6 +110,7 @@ def test_a_value_is_taken_as_meant(option: dict[str, Any], request_: pb.Generate
         text="x",
         sampling=pb.SamplingParams(),
         speculation=pb.Speculation(mode=pb.Speculation.MODE_AUTO),
+        use_default_sampling=True,
     )
     expected.MergeFrom(request_)
     assert generate_request("x", option) == expected
