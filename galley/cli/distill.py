@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -129,6 +130,7 @@ def distill(  # noqa: PLR0913  # one parameter a flag
         with usage_of("--plot"):
             draw(plot, result.curve, result.against)
         typer.echo(f"Plot: {plot}")
+    typer.echo(f"next: galley bench --quick --model {quote(target)} --draft-model {quote(str(out))}")
 
 
 class Display:

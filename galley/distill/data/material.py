@@ -7,7 +7,8 @@ stored when it ends, so none is lost.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
@@ -28,6 +29,8 @@ from galley.engine.model import CausalModel
 from galley.engine.sampler import draw_all
 
 _MARK = "\N{BLACK SQUARE}"
+# Fewer held-out prompts measure nothing.
+_FEWEST_HELD_OUT = 4
 # Bounds in tokens of a generated user's turn, and answers at once.
 _MIN_PROMPT, _MAX_PROMPT = 4, 256
 _AT_ONCE = 32
@@ -120,16 +123,30 @@ def user_turn_opening(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(ours[0][:common])
 
 
-def split(prompts: Sequence[Prompt], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return places of the prompts to train on and of those held out: `share` of them, at least one, by hash.
+def refuse_few(field: str, count: int, share: float) -> None:
+    """Raise InvalidField unless `share` of `count` prompts is enough to measure on."""
+    least = math.ceil(_FEWEST_HELD_OUT / share - 1e-9)
+    if count < least:
+        raise InvalidField(
+            field,
+            f"must have at least {least} prompts, {_FEWEST_HELD_OUT} of them held out "
+            f"(--held-out-share {share:g}), got {count}",
+        )
 
-    Raise InvalidField if there are fewer than two prompts.
-    """
-    if len(prompts) < 2:
-        raise InvalidField("prompts", f"must have at least 2 prompts, got {len(prompts)}")
+
+def split(prompts: Sequence[Prompt], share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Return places of the prompts to train on and of those held out: `share` of them, by hash."""
     by_hash = sorted(range(len(prompts)), key=lambda place: prompts[place].digest(seed))
-    count = min(max(1, round(share * len(prompts))), len(prompts) - 1)
+    count = round(share * len(prompts))
     return sorted(by_hash[count:]), sorted(by_hash[:count])
+
+
+def refuse_sampled(field: str, temperatures: Collection[float]) -> None:
+    """Raise InvalidField unless an answer to measure on is greedy: only these compare token by token."""
+    if 0 not in temperatures:
+        raise InvalidField(
+            field, f"must have a greedy answer among those held out, got {len(temperatures)} sampled ones"
+        )
 
 
 def gather(options: Options, reports: Reports) -> tuple[Corpus, Corpus]:
@@ -140,9 +157,14 @@ def gather(options: Options, reports: Reports) -> tuple[Corpus, Corpus]:
     if options.corpus:
         whole = list(chain.from_iterable(read_corpus(path) for path in options.corpus))
         if options.held_out is not None:
-            return corpus_of(whole), read_corpus(options.held_out)
+            held_out = read_corpus(options.held_out)
+            refuse_sampled("held_out", held_out.temperature.tolist())
+            return corpus_of(whole), held_out
+        refuse_few("corpus", len(whole), options.held_out_share)
         prompts = [Prompt("", tuple(map(int, one.tokens[: one.prompt_len]))) for one in whole]
-        return _divided(prompts, whole, options)
+        train, held_out = _divided(prompts, whole, options)
+        refuse_sampled("corpus", held_out.temperature.tolist())
+        return train, held_out
     kept = options.work / "train.npz", options.work / "heldout.npz"
     if all(path.exists() for path in kept):
         return read_corpus(kept[0]), read_corpus(kept[1])
@@ -164,15 +186,18 @@ def _answered(options: Options, reports: Reports) -> tuple[Corpus, Corpus]:
         tokenizer = Tokenizer.load(str(options.target))
     except (OSError, ValueError) as error:
         raise InvalidField("target", str(error)) from error
+    prompts = read_prompts(options.prompts, tokenizer)
+    refuse_few("prompts", len(prompts) + options.self_prompts, options.held_out_share)
     model = CausalModel.load(
         options.target, dtype=getattr(torch, options.dtype), device="cpu", threads=options.threads
     )
-    prompts = read_prompts(options.prompts, tokenizer)
     if options.self_prompts:
         prompts += _made_up(model, tokenizer, options, reports)
-    split(prompts, options.held_out_share, options.seed)  # refuses too few
-    reports.stage("answers", len(prompts))
+        refuse_few("self_prompts", len(prompts), options.held_out_share)
     answering = Answering(options.answer, options.temperature, options.seed)
+    held_out = split(prompts, options.held_out_share, options.seed)[1]
+    refuse_sampled("held_out_share", [answering.params(prompts[place]).temperature for place in held_out])
+    reports.stage("answers", len(prompts))
     answers = answer_all(model, prompts, answering, options.work / "answers.jsonl", reports.done)
     conversations = [
         Conversation(

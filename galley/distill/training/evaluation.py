@@ -41,7 +41,7 @@ class Reference:
 class Acceptance:
     """Shares of draft tokens accepted on one workload's held-out answers.
 
-    `greedy`: agreement with the target's likeliest token over greedy answers, nan without any.
+    `greedy`: agreement with the target's likeliest token over greedy answers, at least one.
     `accepted_per_round`: draft tokens accepted in a round of ROUND_K over the same. `any_greedy`: agreement
     over all answers. `sampled`: over all, both at TEMPERATURE with the same Gumbel noise (arXiv 2408.07978).
     """
@@ -89,7 +89,10 @@ def _fill(states: Tensor, corpus: Corpus, model: Llama, report: Callable[[int], 
 def evaluate(
     corpus: Corpus, reference: Reference, student: Llama, heads: NDArray[np.int64], seed: int = 0
 ) -> dict[str, Acceptance]:
-    """Return the acceptance of a draft by workload, and of "all"; noise is a function of `seed`."""
+    """Return the acceptance of a draft by workload, and of "all"; noise is a function of `seed`.
+
+    A workload without a held-out greedy answer is in "all" only.
+    """
     states = torch.empty_like(reference.states)
     _fill(states, corpus, student, lambda _: None)
     head, tokens = student.lm_head.weight.to(states.dtype), torch.from_numpy(heads)
@@ -107,9 +110,9 @@ def evaluate(
 
 
 def _by_workload(corpus: Corpus, same: Bools, drawn: Bools) -> dict[str, Acceptance]:
-    everyone = np.ones(len(corpus), np.bool_)
+    everyone, greedy = np.ones(len(corpus), np.bool_), corpus.temperature == 0
     chosen = {name: corpus.workload == index for index, name in enumerate(corpus.workload_names)}
-    named = {name: of_it for name, of_it in chosen.items() if of_it.any()} | {"all": everyone}
+    named = {name: of_it for name, of_it in chosen.items() if (of_it & greedy).any()} | {"all": everyone}
     return {name: _acceptance(corpus, of_it, same, drawn) for name, of_it in named.items()}
 
 
@@ -121,7 +124,7 @@ def _acceptance(corpus: Corpus, chosen: Bools, same: Bools, drawn: Bools) -> Acc
     mine = np.repeat(chosen, corpus.answer_len)
     return Acceptance(
         tokens=int(mine.sum()),
-        greedy=_mean(np.concatenate(greedy)) if greedy else float("nan"),
+        greedy=_mean(np.concatenate(greedy)),
         accepted_per_round=_per_round(greedy),
         any_greedy=_mean(same[mine]),
         sampled=_mean(drawn[mine]),
@@ -140,7 +143,7 @@ def _per_round(answers: list[Bools], k: int = ROUND_K) -> float:
         while at < len(hits):
             taken = _run(hits[at : at + k])
             rounds, accepted, at = rounds + 1, accepted + taken, at + taken + 1
-    return round(accepted / rounds, 4) if rounds else float("nan")
+    return round(accepted / rounds, 4)
 
 
 def _run(hits: Bools) -> int:

@@ -241,6 +241,43 @@ def test_a_run_that_was_refused_for_its_prompts_may_begin_again(options: Options
     assert distil(short, Collected()).acceptance["all"].tokens > 0
 
 
+@pytest.mark.parametrize(
+    ("prompts", "share", "least"), [(133, 0.03, 134), (7, 0.5, 8)], ids=["by default", "of the largest share"]
+)
+def test_too_few_prompts_are_refused_with_their_number_and_the_bound(
+    options: Options, tmp_path: Path, prompts: int, share: float, least: int
+) -> None:
+    path, collected = tmp_path / "few.jsonl", Collected()
+    path.write_text(
+        "".join(json.dumps({"prompt": f"w{4 + i % 60} w{4 + i // 60}"}) + "\n" for i in range(prompts))
+    )
+    with pytest.raises(InvalidField) as refused:
+        distil(replace(options, **SHORT, prompts=(path,), held_out_share=share), collected)
+    assert refused.value.field == "prompts"
+    assert refused.value.problem == (
+        f"must have at least {least} prompts, 4 of them held out (--held-out-share {share:g}), got {prompts}"
+    )
+    assert collected.reports == []
+
+
+def test_prompts_that_the_target_makes_count_as_they_are_asked_for(options: Options) -> None:
+    few = replace(options, **SHORT, prompts=(), self_prompts=100)
+    with pytest.raises(InvalidField, match=r"at least 134 prompts, 4 of them held out .*, got 100"):
+        distil(few, Collected())
+
+
+def test_a_corpus_to_measure_on_needs_a_greedy_answer(options: Options, tmp_path: Path) -> None:
+    train, held_out = tmp_path / "train.npz", tmp_path / "held.npz"
+    write_corpus(corpus(), train)
+    write_corpus(replace(corpus(), temperature=np.full(2, 0.8, np.float32)), held_out)
+    sampled = replace(options, **SHORT, prompts=(), corpus=(train,), held_out=held_out)
+    with pytest.raises(InvalidField, match=r"held_out: must have a greedy answer .*, got 2 sampled ones"):
+        distil(sampled, Collected())
+    few = replace(options, **SHORT, prompts=(), corpus=(train,))
+    with pytest.raises(InvalidField, match=r"corpus: must have at least 134 prompts, .*, got 2"):
+        distil(few, Collected())
+
+
 @pytest.mark.parametrize(("field", "value"), [("layers", 3), ("against", Path("nowhere"))])
 def test_mismatched_draft_is_refused_before_any_work(options: Options, field: str, value: Any) -> None:
     collected = Collected()
@@ -273,12 +310,17 @@ def test_command_writes_a_draft_and_a_plot(target_dir: Path, tmp_path: Path) -> 
     app = typer.Typer()
     app.command()(distill)
     given = {
-        "target": target_dir, "self-prompts": 12, "head": 100, "layers": 1, "tokens": 300, "batch": 128,
+        "target": target_dir, "self-prompts": 40, "held-out-share": 0.2, "head": 100, "layers": 1,
+        "tokens": 300, "batch": 128,
         "answer": 8, "evaluate-every": 100, "dtype": "float32", "plot": tmp_path / "course.png",
     }  # fmt: skip
     flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     made = CliRunner().invoke(app, [str(tmp_path / "draft"), *flags])
     assert made.exit_code == 0, made.output
     assert "greedy acceptance after" in made.output
+    assert "nan" not in made.output
+    assert made.output.splitlines()[-1] == (
+        f"next: galley bench --quick --model {target_dir} --draft-model {tmp_path / 'draft'}"
+    )
     assert (tmp_path / "draft" / "model.safetensors").exists()
     assert (tmp_path / "course.png").read_bytes().startswith(b"\x89PNG")
