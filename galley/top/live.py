@@ -1,4 +1,4 @@
-"""Scrape and show repeatedly: on a terminal in its alternate screen until q, elsewhere as lines."""
+"""Scrape and show repeatedly: on a terminal in its alternate screen with keys, elsewhere as lines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from rich.console import Console
 from rich.live import Live
 
 from galley.stack.endpoint import Service
+from galley.top.controls import Controls, keys_of
 from galley.top.fleet import Fleet, Registered
 from galley.top.scrape import TIMEOUT_S, Away, scrape
 from galley.top.screen import Screen, next_screen
 from galley.top.view import render
 
 ReadRegistry = Callable[[], Awaitable[Registered]]
-
-_QUIT_KEYS = b"qQ\x03\x04"
 
 
 class Scraper:
@@ -77,11 +76,19 @@ async def live(scraper: Scraper, console: Console) -> None:
     """Show frames in the terminal's alternate screen until q is pressed; restore the terminal in any case."""
     done = asyncio.Event()
     loop = asyncio.get_running_loop()
-    screen = await scraper.refresh()
-    with Live(console=console, screen=True, auto_refresh=False) as display, quit_key(done):
+    screen, controls = await scraper.refresh(), Controls()
+    with Live(console=console, screen=True, auto_refresh=False) as display:
 
         def draw() -> None:
-            display.update(render(screen, console.width, console.height), refresh=True)
+            display.update(render(screen, console.width, console.height, controls), refresh=True)
+
+        def press(text: str) -> None:
+            for key in keys_of(text):
+                controls.press(key, screen)
+            if controls.is_over or not text:
+                done.set()
+            else:
+                draw()
 
         async def show() -> None:
             nonlocal screen
@@ -92,17 +99,21 @@ async def live(scraper: Scraper, console: Console) -> None:
 
         loop.add_signal_handler(signal.SIGWINCH, draw)
         try:
-            async with asyncio.TaskGroup() as group:
-                showing = group.create_task(show())
-                await done.wait()
-                showing.cancel()
+            with typed(press):
+                async with asyncio.TaskGroup() as group:
+                    showing = group.create_task(show())
+                    await done.wait()
+                    showing.cancel()
         finally:
             loop.remove_signal_handler(signal.SIGWINCH)
 
 
 @contextlib.contextmanager
-def quit_key(done: asyncio.Event) -> Iterator[None]:
-    """Set `done` when q is pressed or input ends; restore the terminal on exit. Do nothing without one."""
+def typed(press: Callable[[str], None]) -> Iterator[None]:
+    """Call `press` with what is typed, "" at the end of input; restore the terminal on exit.
+
+    Do nothing without a terminal.
+    """
     if not sys.stdin.isatty():
         yield
         return
@@ -110,9 +121,7 @@ def quit_key(done: asyncio.Event) -> Iterator[None]:
     before = termios.tcgetattr(fd)
 
     def read() -> None:
-        keys = os.read(fd, 1024)
-        if not keys or set(keys) & set(_QUIT_KEYS):
-            done.set()
+        press(os.read(fd, 1024).decode(errors="ignore"))
 
     tty.setcbreak(fd)
     loop.add_reader(fd, read)

@@ -1,6 +1,7 @@
 """Render the dashboard with Rich: a few lines of totals, then the replicas, then the workloads.
 
-It fits 80 columns of 24 lines; where rows do not fit, it says how many are not shown.
+It fits 80 columns of 24 lines; where rows do not fit, it says how many are not shown. Below 80 columns, lines
+and names continue in the next line and tables have fewer columns, so that nothing is cut.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from galley.top.controls import Controls, key_of
 from galley.top.fleet import RATE_S, WINDOW_S
 from galley.top.screen import (
     AWAY,
@@ -72,34 +74,90 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
 
 
-WIDE = 110
+NARROW, WIDE = 80, 110
+_NO_KEYS = Controls()
+_HELP = (
+    ("s", "sort the replicas by the next column, the highest first"),
+    ("/", "show only rows with a text, such as a pool or a state; Escape shows all"),
+    ("up, down, j, k", "select a replica"),
+    ("Enter", "show all that is known of it; Enter or Escape goes back"),
+    ("?", "show or leave this list"),
+    ("q, Ctrl-C", "end"),
+)
 _STATES = {UP: "green", AWAY: "bold red", DRAINING: "yellow", LEASED: "dim"}
 _USED, _CACHED, _FREE = "█", "▒", "░"
 _BAR_CELLS = 12
 _SPARKS = "▁▂▃▄▅▆▇█"
-# Lines of every frame: title, three lines of figures, and a blank and a header for each table.
-_FIXED_LINES = 8
+# A blank and a header for each table.
+_TABLE_LINES = 4
 
 
-def render(screen: Screen, width: int, height: int | None = None) -> RenderableType:
-    wide = width >= WIDE
+def render(
+    screen: Screen, width: int, height: int | None = None, controls: Controls = _NO_KEYS
+) -> RenderableType:
+    """Return a frame; one with a height is live and tells the keys."""
+    if controls.has_help:
+        return Group(_line(("galley top", "bold"), (" · keys", "")), Text(), _pairs(_HELP))
+    if (row := controls.details(screen)) is not None:
+        return Group(_line(("galley top", "bold"), (f" · {row.name}", "")), Text(), _details(row))
+    screen = controls.arrange(screen)
     replicas, workloads = screen.replicas, screen.workloads
-    lines = [_title(screen, live=height is not None), *_figures(screen.overview)]
-    if wide:
+    lines = [*_title(screen, width), *_figures(screen.overview, width)]
+    if width >= WIDE:
         lines.append(_history(screen.history))
     if screen.problem:
-        lines.append(_line(("registry away: ", "red"), (screen.problem, "")))
-    room = None if height is None else height - _FIXED_LINES - (len(lines) - 4)
+        lines.append(_folded(("registry away: ", "red"), (screen.problem, "")))
+    away = _problems(replicas) if width < NARROW else []
+    keys = [] if height is None else [_keys(controls)]
+    room = None if height is None else height - _TABLE_LINES - len(lines) - len(away) - len(keys)
     of_replicas, of_workloads = share(room, len(replicas), len(workloads))
     return Group(
         *lines,
         Text(),
-        _replica_table(replicas, of_replicas, wide=wide),
+        _replica_table(replicas, of_replicas, width, controls.selected),
+        *away,
         *_rest(len(replicas), of_replicas),
         Text(),
-        _workload_table(workloads, of_workloads),
+        _workload_table(workloads, of_workloads, width),
         *_rest(len(workloads), of_workloads),
+        *keys,
     )
+
+
+def _keys(controls: Controls) -> Text:
+    text = controls.filter + ("_" if controls.is_typing else "")
+    parts = (f"s sort: {controls.sort}", f"/ filter: {text}" if text else "/ filter", "Enter details")
+    return Text(" · ".join((*parts, "? help", "q quit")), style="dim", overflow="fold")
+
+
+def _details(row: Replica) -> RenderableType:
+    kv = row.kv
+    blocks = "" if kv is None else f", {number(kv.used, 0)} of {number(kv.all, 0)} blocks in use"
+    cached = "" if kv is None or kv.cached is None else f", {number(kv.cached, 0)} cached"
+    return _pairs(
+        (
+            ("pool", row.pool or "?"),
+            ("address", row.address or UNKNOWN),
+            ("state", row.state + (f": {_why_away(row)}" if row.state == AWAY else "")),
+            ("sessions", number(row.sessions)),
+            ("queue", number(row.queue, 0)),
+            ("oldest request, p99", duration(row.oldest_s)),
+            ("rows a step", number(row.rows)),
+            ("steps/s", number(row.batches_per_s)),
+            ("preempted", number(row.preempted, 0)),
+            ("KV", (percent(kv.used / kv.all) if kv is not None and kv.all else UNKNOWN) + blocks + cached),
+            ("breaker", row.breaker or UNKNOWN),
+        )
+    )
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in pairs:
+        table.add_row(name, Text(value))
+    return table
 
 
 def share(room: int | None, first: int, second: int) -> tuple[int, int]:
@@ -127,32 +185,42 @@ def _line(*parts: tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
-def _title(screen: Screen, *, live: bool) -> Text:
+def _folded(*parts: tuple[str, str]) -> Text:
+    return Text.assemble(*parts, overflow="fold")
+
+
+def _title(screen: Screen, width: int) -> list[Text]:
     up = sum(row.state != AWAY for row in screen.replicas)
     sessions = number(screen.overview.sessions, 0)
     counts = f" · {up} of {len(screen.replicas)} up · {sessions} sessions"
-    spans = f" · rates: {RATE_S:g} s, others: {WINDOW_S:g} s"
-    return _line(("galley top", "bold"), (counts, ""), (spans + (" · q quits" if live else ""), "dim"))
+    spans = f"rates: {RATE_S:g} s, others: {WINDOW_S:g} s"
+    title = (("galley top", "bold"), (counts, ""))
+    if width < NARROW:
+        return [_line(*title), _line((spans, "dim"))]
+    return [_line(*title, (f" · {spans}", "dim"))]
 
 
-def _figures(whole: Overview) -> list[Text]:
+def _figures(whole: Overview, width: int) -> list[Text]:
     speculation = whole.speculation
     breakers = [one for one in whole.breakers if one.state != CLOSED]
     open_breakers = [f"{one.pool} {one.replica} {one.state}" for one in breakers]
     return [
-        _named(
+        *_named(
+            width,
             ("tokens/s", number(whole.tokens_per_s)),
             ("rounds/s", number(whole.rounds_per_s)),
             ("tokens/round", number(speculation.tokens_per_round, 2)),
             ("accepted", percent(speculation.acceptance)),
             ("speed-up", times_of(speculation.speed_up)),
         ),
-        _named(
+        *_named(
+            width,
             ("p50/p99 first token", _both(whole.first_token)),
             ("per token", _both(whole.per_token)),
             ("commit", _both(whole.commit)),
         ),
-        _named(
+        *_named(
+            width,
             ("rejected", _counted(whole.refused)),
             ("failovers", _counted(whole.failovers)),
             ("failed", _counted(whole.failed)),
@@ -162,11 +230,17 @@ def _figures(whole: Overview) -> list[Text]:
     ]
 
 
-def _named(*pairs: tuple[str, str], alarm: set[str] | None = None) -> Text:
-    parts: list[tuple[str, str]] = []
+def _named(width: int, *pairs: tuple[str, str], alarm: set[str] | None = None) -> list[Text]:
+    """Return the pairs in as many lines as they need; one longer than a line is folded."""
+    lines: list[Text] = []
     for name, value in pairs:
-        parts += [(f"{name} ", "dim"), (value, "bold red" if name in (alarm or ()) else "bold"), ("  ", "")]
-    return _line(*parts[:-1])
+        style = "bold red" if name in (alarm or ()) else "bold"
+        pair = _folded((f"{name} ", "dim"), (value, style))
+        if lines and len(lines[-1]) + 2 + len(pair) <= width:
+            lines[-1].append("  ").append_text(pair)
+        else:
+            lines.append(pair)
+    return lines
 
 
 def _both(of: Times) -> str:
@@ -192,8 +266,11 @@ def _spark(height: float) -> str:
 # ------------------------------------------------------------------------------------------ tables --
 
 
-def _table(*columns: str, text: set[str], shrinkable: set[str]) -> Table:
-    """Make a table: columns in `text` are left-aligned, those in `shrinkable` are cut if room is short."""
+def _table(*columns: str, text: set[str], shrinkable: set[str], width: int) -> Table:
+    """Make a table: columns in `text` are left-aligned, those in `shrinkable` are cut if room is short.
+
+    On a narrow terminal they are folded instead.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in columns:
         # Rich takes width from columns that may wrap; their cells are cut instead.
@@ -201,41 +278,57 @@ def _table(*columns: str, text: set[str], shrinkable: set[str]) -> Table:
             name,
             justify="left" if name in text else "right",
             no_wrap=name not in shrinkable,
-            overflow="ellipsis",
+            overflow="fold" if width < NARROW else "ellipsis",
         )
     return table
 
 
-def _cell(text: str, style: str = "") -> Text:
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+def _cell(text: str, style: str = "", *, folds: bool = False) -> Text:
+    return Text(text, style=style, no_wrap=not folds, overflow="fold" if folds else "ellipsis")
 
 
-def _replica_table(rows: Sequence[Replica], visible: int, *, wide: bool) -> Table:
+def _replica_table(rows: Sequence[Replica], visible: int, width: int, selected: str) -> Table:
+    wide, narrow = width >= WIDE, width < NARROW
     more = ("batches/s", "preempted", "breaker") if wide else ()
     table = _table(
         *("pool", "replica", "state", "sess", "queue", "oldest", "rows", *more, "KV"),
         text={"pool", "replica", "state", "KV"},
-        shrinkable={"replica", "KV"},
+        shrinkable={"replica"} if narrow else {"replica", "KV"},
+        width=width,
     )
     for row in rows[:visible]:
         extra = (number(row.batches_per_s), number(row.preempted, 0), row.breaker or UNKNOWN) if wide else ()
         table.add_row(
             row.pool or "?",
-            _cell(row.name),
+            _cell(row.name, folds=narrow),
             _cell(row.state, _STATES.get(row.state, "")),
             number(row.sessions),
             number(row.queue, 0),
             duration(row.oldest_s),
             number(row.rows),
             *extra,
-            _away(row) if row.state == AWAY else _bar(row.kv),
+            _share_of(row.kv) if narrow else _away(row) if row.state == AWAY else _bar(row.kv),
+            style="reverse" if selected and key_of(row) == selected else None,
         )
     return table
 
 
+def _why_away(row: Replica) -> str:
+    return row.problem + (f", for {duration(row.away_s)}" if row.away_s >= 1 else "")
+
+
 def _away(row: Replica) -> Text:
-    since = f", for {duration(row.away_s)}" if row.away_s >= 1 else ""
-    return _cell(row.problem + since, "red")
+    return _cell(_why_away(row), "red")
+
+
+def _problems(rows: Sequence[Replica]) -> list[Text]:
+    """Return why replicas are away, for which a narrow table has no room."""
+    return [_folded((f"{row.name}: {_why_away(row)}", "red")) for row in rows if row.state == AWAY]
+
+
+def _share_of(kv: Kv | None) -> Text:
+    is_known = kv is not None and 0 < kv.all < math.inf
+    return _cell(percent(kv.used / kv.all) if kv is not None and is_known else UNKNOWN)
 
 
 def _bar(kv: Kv | None) -> Text:
@@ -254,13 +347,13 @@ def _bar(kv: Kv | None) -> Text:
     )
 
 
-def _workload_table(rows: Sequence[Workload], visible: int) -> Table:
+def _workload_table(rows: Sequence[Workload], visible: int, width: int) -> Table:
     heads = ("workload", "tokens/s", "k", "accepted", "tokens/round", "speed-up")
-    table = _table(*heads, text={"workload"}, shrinkable={"workload"})
+    table = _table(*heads, text={"workload"}, shrinkable={"workload"}, width=width)
     for row in rows[:visible]:
         speculation = row.speculation
         table.add_row(
-            _cell(row.name or "(no label)"),
+            _cell(row.name or "(no label)", folds=width < NARROW),
             number(row.tokens_per_s),
             number(row.k),
             percent(speculation.acceptance),

@@ -159,6 +159,23 @@ def test_on_a_terminal_it_is_live_until_q_and_leaves_it_as_it_was() -> None:
         assert terminal.modes == terminal.before
 
 
+def test_keys_change_what_is_shown_at_once() -> None:
+    with the_sample() as services:
+        command = [*GALLEY, "--metrics", addresses(services), "--interval", "60"]
+        with Terminal(command, columns=60) as terminal:
+            terminal.until(b"4 of 4 up")
+            terminal.until(b"s sort: pool")
+            terminal.press(b"s")
+            terminal.until(b"s sort: sess")
+            terminal.press(b"?")
+            terminal.until(b"show only rows with a text")
+            terminal.press(b"?j\r")
+            terminal.until(b"oldest request, p99")
+            terminal.press(b"q")
+            assert terminal.process.wait(PATIENCE_S) == 0
+            assert terminal.modes == terminal.before
+
+
 def test_a_signal_ends_it_as_well() -> None:
     with (
         the_sample() as services,
