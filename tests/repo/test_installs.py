@@ -61,6 +61,8 @@ found = [name for name in {NOT_INSTALLED!r} if find_spec(name) is not None]
 assert not found, f"installed: {{found}}"
 scripts = Path(services.gateway.__file__).parent / "store" / "scripts"
 assert list(scripts.glob("*.lua")), "the store's scripts were left out of the wheel"
+from services.gateway.http.page.files import page_routes
+assert {{"/", "/page/main.js", "/page/page.css"}} <= {{one.path for one in page_routes()}}
 """
 
 

@@ -84,11 +84,13 @@ export class Answer {
 
   /**
    * Return how much faster than plain decoding the rounds were, and whether that is only the most to expect.
+   * The factor is NaN if no draft token was verified.
    *
    * A plain round decides one token. Its time is the median of this answer's rounds without draft tokens; if
    * there are too few, a round with draft tokens counts as long as a plain one.
    */
   get speedup() {
+    if (!this.rounds.some((round) => round.verified)) return { atMost: false, factor: NaN };
     const rounds = this.rounds.filter((round) => !round.reads_prompt);
     const tokens = sum(rounds.map((round) => round.confirmed));
     const plain = rounds.filter((round) => !round.verified).map(roundMs).sort((one, other) => one - other);

@@ -110,7 +110,7 @@ async function send(event) {
     { role: "assistant", content: answer.text },
   ]);
   const body = controls.body([...messages, { role: "user", content: text }]);
-  const view = newView(body.speculation.mode === "off" ? "Without speculation" : "Answer");
+  const view = newView(body.speculation.mode === "off" ? "Without speculation" : "With speculation");
   const answers = make("div", { class: "answers" }, view.element);
   const article = make("article", {}, make("p", { class: "user", text }), answers);
   page.turns.append(article);

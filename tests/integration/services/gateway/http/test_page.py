@@ -240,7 +240,7 @@ async def test_rounds_are_drawn_in_time(world: World, page: Page) -> None:
     parts = await page.value(
         "[...new Set([...document.querySelectorAll('.strip rect')].map(e => e.classList[0]))]"
     )
-    assert {"compute", "draft"} <= set(parts) <= {"draft", "queue", "compute", "wire"}
+    assert {"compute"} <= set(parts) <= {"draft", "queue", "compute", "wire"}
     widest = await page.value(
         "Math.max(...[...document.querySelectorAll('td .chart')].map(e => e.getBBox().width))"
     )
