@@ -226,7 +226,7 @@ checkov: helm ## run checkov on what the chart renders (makes an environment of 
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests chart-schema metrics configuration monitoring trace-picture top-picture check-generated
+.PHONY: proto manifests chart-schema metrics configuration monitoring trace-picture top-picture page-picture check-generated
 proto: setup ## write the stubs in galley/pb anew
 	@scripts/proto.sh .
 
@@ -239,6 +239,9 @@ chart-schema: setup ## write the services' settings into the chart's schema
 
 trace-picture: setup ## draw docs/images/trace.png from the committed sample of a trace (needs chromium)
 	@$(BIN)/python -m tests.unit.galley.trace.picture
+
+page-picture: setup ## draw docs/images/page.png anew: the page of a stack with the default model (needs chromium)
+	@$(BIN)/python -m tests.e2e.page_picture
 
 top-picture: setup ## draw docs/images/top.svg anew, from the sample in tests/unit/galley/top/recording
 	@$(BIN)/python -m tests.unit.galley.top.picture

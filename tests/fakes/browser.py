@@ -118,9 +118,9 @@ class Browser:
         )
         return results
 
-    def until(self, expression: str) -> None:
+    def until(self, expression: str, patience_s: float = PATIENCE_S) -> None:
         """Wait until the expression is true in the page."""
-        self.value(_UNTIL.format(expression=expression, patience_ms=1000 * PATIENCE_S))
+        self.value(_UNTIL.format(expression=expression, patience_ms=1000 * patience_s))
 
     def click(self, selector: str) -> None:
         x, y = self._middle(selector)
