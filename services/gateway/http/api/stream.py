@@ -29,6 +29,10 @@ _HEADERS = {
     "x-accel-buffering": "no",  # nginx would hold events back
 }
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_NOTHING = {"logprobs": None, "finish_reason": None}
+_PLAIN = _encode(_NOTHING)[1:]
+
 
 class AnswerEvents(Reader, Protocol):
     """Write answers as events."""
@@ -118,7 +122,7 @@ class EventStream(EventWriter):
     async def fail(self, error: BaseException) -> None:
         """Send an error after the response has begun, and end the response."""
         log_internal(error)
-        data = json.dumps({"error": error_reply(error).object}, separators=(",", ":")).encode()
+        data = _encode({"error": error_reply(error).object}).encode()
         await self.write(b"data: " + data + b"\n\n", more=False)
 
     async def _finish(self) -> None:
@@ -126,13 +130,7 @@ class EventStream(EventWriter):
         end = b""
         if self._form.usage:
             used = {"usage": usage(sessions, self._form.n), "metrics": metrics(sessions)}
-            end = (
-                b"data: "
-                + self._head
-                + b"[],"
-                + json.dumps(used, separators=(",", ":")).encode()[1:]
-                + b"\n\n"
-            )
+            end = b"data: " + self._head + b"[]," + _encode(used).encode()[1:] + b"\n\n"
         await self.write(end + b"id: " + DONE.encode() + b"\ndata: [DONE]\n\n", more=False)
 
     def _first(self, choice: Choice) -> bytes:
@@ -167,14 +165,13 @@ class EventStream(EventWriter):
         self, choice: Choice, text: str | None, more: Mapping[str, Any], *, is_last: bool = False
     ) -> bytes:
         """Return an event of one choice; text None opens a chat's turn."""
-        body: dict[str, Any] = {"index": choice.index}
         if self._form.kind == "completion":
-            body["text"] = text
+            content = f'"text":{_encode(text)}'
         elif text is None:
-            body["delta"] = {"role": "assistant", "content": ""}
+            content = '"delta":{"role":"assistant","content":""}'
         else:
-            body["delta"] = {} if is_last else {"content": text}
-        body |= {"logprobs": None, "finish_reason": None, **more}
-        data = json.dumps(body, separators=(",", ":")).encode()
+            content = '"delta":{}' if is_last else f'"delta":{{"content":{_encode(text)}}}'
+        tail = _encode({**_NOTHING, **more})[1:] if more else _PLAIN
+        data = f'{{"index":{choice.index},{content},{tail}'.encode()
         at = event_id([one.position for one in self._choices]).encode()
         return b"id: " + at + b"\ndata: " + self._head + b"[" + data + b"]}\n\n"
