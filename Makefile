@@ -48,7 +48,7 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 BASE ?=
 
 .PHONY: bench-engine bench-loops bench-throughput bench-speculation bench-slow-links bench-sessions
-.PHONY: bench-telemetry bench-peers bench-coupling bench-gpu
+.PHONY: bench-telemetry bench-http bench-peers bench-coupling bench-gpu
 bench-engine: setup ## measure a step of the target engine beside transformers and the roofline
 	@$(BIN)/python -m bench.engine
 
@@ -69,6 +69,9 @@ bench-sessions: setup ## measure what the session store costs: throughput, laten
 
 bench-telemetry: setup ## measure what traces and metrics cost at 16 streams: throughput, CPU a token
 	@$(BIN)/python -m bench.loops telemetry
+
+bench-http: setup ## measure HTTP beside gRPC at 1, 16 and 64 streams: the gateway's CPU a token, time to first token
+	@$(BIN)/python -m bench.loops http
 
 bench-peers: setup ## measure Galley beside vLLM on the CPU (makes an environment of some GB for vLLM)
 	@$(BIN)/python -m bench.loops peers
@@ -92,7 +95,7 @@ MUTANTS ?= 300
 ONLY ?=
 
 .PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-attacks prove-http
-.PHONY: prove-boot prove-images simulate chaos soak mutate mutate-known
+.PHONY: prove-load-tools prove-boot prove-images simulate chaos soak mutate mutate-known
 prove-noise: setup ## prove that no noise value is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
 
@@ -116,6 +119,9 @@ prove-attacks: setup ## send 200,000 fuzzed messages, floods, storms and idle st
 
 prove-http: setup ## send 2,000 cases made from the gateway's OpenAPI description; prove that all responses keep to it
 	@$(BIN)/python -m bench.prove_http
+
+prove-load-tools: setup ## run guidellm and aiperf against a stack; prove that no request fails (environments of 1 GB)
+	@$(BIN)/python -m bench.prove_load_tools
 
 prove-boot: setup helm ## run the chart as pods: boots, rolls, kills and hangs under load (root, nft, ip, crun)
 	@$(BIN)/python -m pytest tests/proofs/boot

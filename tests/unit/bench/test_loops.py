@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.loops import base, sessions, speculation, telemetry
+from bench.loops import base, http, sessions, speculation, telemetry
 from bench.loops.__main__ import SCENARIOS
 from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, loads
@@ -149,3 +149,18 @@ def test_redis_cost_is_the_difference_of_a_pair() -> None:
     ]
     assert sessions.added_ms(commits, 1).median == pytest.approx(0.4)
     assert sessions.StoredBytes(bytes=1000, tokens=100).beside_tokens == 600
+
+
+def test_http_is_compared_with_grpc_pair_by_pair() -> None:
+    options = replace(http.HTTP_DOOR.defaults, streams=(16,))
+    for http_s, cpu_s, met in ((1.0, 1.05, [True, True]), (1.5, 1.2, [False, False])):
+        blocks = [
+            replace(one, cpu_s=cpu_s if one.load.arm == http.HTTP else 1.0)
+            for one in _pairs({http.GRPC: 1.0, http.HTTP: http_s}, streams=16)
+        ]
+        run = _run(options, blocks)
+        assert [goal.met for goal in http.goals(run)] == met
+        assert run.facts["differing_answers"] == 0
+        run.blocks[0] = replace(blocks[0], answers=(replace(blocks[0].answers[0], tokens=(1,)),) * 16)
+        http.goals(run)
+        assert run.facts["differing_answers"] == 16
