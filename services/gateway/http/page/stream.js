@@ -4,7 +4,7 @@ const IDLE_MS = 60_000; // a silent connection may be dead
 const FIRST_PAUSE_MS = 250;
 const LONGEST_PAUSE_MS = 4_000;
 const PATIENCE_MS = 120_000;
-const RETRIED = new Set([429, 502, 503, 504]);
+const RETRIED = new Set([409, 429, 502, 503, 504]); // 409: an earlier try still has the session
 
 /** An error of the API, or of the connection; `retried` says that another try may help. */
 export class Problem extends Error {

@@ -17,13 +17,16 @@ import pytest
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.browser import Browser, find_browser
 from tests.fakes.http_client import HttpClient, http_client
+from tests.fakes.link import Link
 from tests.fakes.processes import gateway_process
+from tests.fakes.relay import Relay
 from tests.fakes.truth import SEED
 from tests.fakes.world import ID_SECRET, PROMPT, Gateway, World
 from tests.integration.services.gateway.callers import ALICE, KeyFile
 
 REFUSED = "net::ERR_CONNECTION_REFUSED"
 VIOLATIONS = "axe.run().then(({violations}) => violations.map(v => [v.id, v.impact, v.nodes[0].html]))"
+RESET = "net::ERR_CONNECTION_RESET"
 LOST = "net::ERR_INCOMPLETE_CHUNKED_ENCODING"
 
 
@@ -206,6 +209,30 @@ async def test_a_stream_goes_on_after_its_gateway_was_killed(
             world.target.gate.open()
             await page.says(f"Answer complete: {whole['usage']['completion_tokens']} tokens")
             assert await page.text(".tokens") == whole["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("tokens", [0, 6], ids=["before the first event", "after some tokens"])
+async def test_a_stream_goes_on_after_its_link_broke(
+    browser: Browser, world: World, gateway: Gateway, client: HttpClient, tokens: int
+) -> None:
+    link = Link()
+    whole = await client.chat(ignore_eos=False, max_tokens=400)
+    calls = len(world.target.calls)
+    world.target.gate.close_after(2 if tokens else 0)
+    async with Relay(gateway.http, link) as relay, opened(browser, relay.address, RESET) as page:
+        await page.set(seed=str(SEED), mode="fixed", k="3", max_tokens="400")
+        link.cut(requests=False, responses=not tokens)
+        await page.send()
+        await world.target.called(calls + 1)
+        await page.has_tokens(tokens)
+        link.reset()
+        link.mend()
+        if tokens:  # else the browser itself may send the request again, unseen by the page
+            await page.says("Connected again")
+        world.target.gate.open()
+        await page.says(f"Answer complete: {whole['usage']['completion_tokens']} tokens")
+        assert await page.text(".tokens") == whole["choices"][0]["message"]["content"]
+    assert len({call.slice.session_id for call in world.target.calls[calls:]}) == 1
 
 
 async def test_errors_are_shown_in_plain_words(browser: Browser, world: World) -> None:
