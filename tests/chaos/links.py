@@ -43,21 +43,23 @@ class Links:
         self._links = {ends: Link(seed=seed + number) for number, ends in enumerate(LINKS)}
         self._stack: Stack | None = None
         self._relays: dict[str, Relay] = {}
+        self._http: dict[str, Relay] = {}
         self._to_store: dict[str, Relay] = {}
         self._held = AsyncExitStack()
 
     def __getitem__(self, ends: Ends) -> Link:
         return self._links[ends]
 
-    def port(self, ends: Ends) -> int:
-        """Return the port of the relay that only this link uses, of clients or to the store."""
+    def ports(self, ends: Ends) -> tuple[int, ...]:
+        """Return the ports of the relays that only this link uses, of clients or to the store."""
         source, to = ends
-        relay = self._relays[to] if source == CLIENT else self._to_store[source]
-        return int(relay.address.rpartition(":")[2])
+        relays = (self._relays[to], self._http[to]) if source == CLIENT else (self._to_store[source],)
+        return tuple(int(relay.address.rpartition(":")[2]) for relay in relays)
 
     async def __aenter__(self) -> Self:
         for gateway in GATEWAYS:
             self._relays[gateway] = await self._relay(gateway, self[CLIENT, gateway])
+            self._http[gateway] = await self._relay(gateway, self[CLIENT, gateway], "http")
         for replica in REPLICAS:
             self._relays[replica] = await self._relay(replica, self._by_gateway(replica))
         for part in (*GATEWAYS, *REPLICAS):
@@ -67,14 +69,14 @@ class Links:
     async def __aexit__(self, *_: object) -> None:
         await self._held.aclose()
 
-    async def _relay(self, to: str, link: Link | Callable[[int], Link]) -> Relay:
-        return await self._held.enter_async_context(Relay(lambda: self._at(to), link))
+    async def _relay(self, to: str, link: Link | Callable[[int], Link], fact: str = "address") -> Relay:
+        return await self._held.enter_async_context(Relay(lambda: self._at(to, fact), link))
 
-    def _at(self, part: str) -> str:
-        """Return the address of a part. Raise LookupError before there is a stack."""
+    def _at(self, part: str, fact: str) -> str:
+        """Return an address of a part. Raise LookupError before there is a stack."""
         if self._stack is None:
             raise LookupError(part)
-        return self._stack.address(part)
+        return str(self._stack.facts(part)[fact])
 
     def _by_gateway(self, replica: str) -> Callable[[int], Link]:
         return lambda port: self[self._gateway_at(port), replica]
@@ -95,6 +97,11 @@ class Links:
     def fronts(self) -> tuple[str, ...]:
         """Return the addresses at which clients reach the gateways."""
         return tuple(self._relays[gateway].address for gateway in GATEWAYS)
+
+    @property
+    def http_fronts(self) -> tuple[str, ...]:
+        """Return the addresses at which clients reach the gateways' HTTP ports."""
+        return tuple(self._http[gateway].address for gateway in GATEWAYS)
 
     def parts(self, asked: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
         """Return the parts of a stack, configured to use the relays."""

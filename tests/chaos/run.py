@@ -25,6 +25,7 @@ from bench.harness import BENCH, commit, machine, result_path, write_record
 from tests.chaos import packets
 from tests.chaos.disturbances import CLOCK, CUTS, DAMAGES, DEFAULT_COUNT, KILL, Event, count_of, events
 from tests.chaos.goals import goals, p95
+from tests.chaos.http_streams import HttpStream
 from tests.chaos.trial import Measured, Trial, save_model, trial
 
 NO_CLOCK = "none: libfaketime is not installed"
@@ -120,6 +121,10 @@ def _counts(measured: Sequence[Measured], under: Trial) -> dict[str, Any]:
         "store_files_damaged": count_of(struck, DAMAGES),
         "store_files_repaired": under.strikes.repaired,
         "clock_steps": count_of(struck, {CLOCK}) if under.links.clock.can_step else NO_CLOCK,
+        "streams_by_http": sum(isinstance(stream, HttpStream) for stream in under.streams),
+        "resumed_by_last_event_id": sum(
+            stream.resumed for stream in under.streams if isinstance(stream, HttpStream)
+        ),
         "clients_that_gave_up_and_resumed": sum(stream.given_up for stream in under.streams),
         "answers_ended_after_damage_or_clock_steps": dict(ended),
     }

@@ -67,6 +67,7 @@ class Stream:
     options: GenerateOptions
     gateways: tuple[str, ...]
     reference: list[int] = field(default_factory=list)
+    reference_text: str = ""
     answers: int = 0
     tokens: int = 0
     heard_s: list[float] = field(default_factory=lambda: [0.0])
@@ -81,19 +82,21 @@ class Stream:
         """Read the reference; call it while nothing is disturbed."""
         async with self._client() as client:
             stream = client.stream(self.prompt, **self.options)
-            async for _ in stream:
-                pass
-            self.reference = list(stream.tokens)
+            texts = [event.chunk.text async for event in stream]
+            self.reference, self.reference_text = list(stream.tokens), "".join(texts)
 
     async def run(self) -> None:
-        """Request the answer until `over` is set. Raise WrongToken, or GalleyRpcError if a stream is lost."""
+        """Request the answer until `over` is set. Raise WrongToken, or the error if a stream is lost."""
         while not self.over:
             self.asked_s.append(time.monotonic())
             self._ends = frozenset()
-            async with self._client() as client:
-                await self._answer(client)
+            await self._answer()
 
-    async def _answer(self, client: AsyncClient) -> None:
+    async def _answer(self) -> None:
+        async with self._client() as client:
+            await self._answer_by(client)
+
+    async def _answer_by(self, client: AsyncClient) -> None:
         stream = client.stream(self.prompt, **self.options)
         while True:
             asked_s = time.monotonic()

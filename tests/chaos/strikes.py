@@ -117,13 +117,15 @@ class Strikes:
             link.mend()
 
     async def _drop(self, packets: PacketFilter, ends: Ends, disturbance: Disturbance) -> None:
-        port, requests = self._links.port(ends), disturbance.what == DROP_REQUESTS
+        ports, requests = self._links.ports(ends), disturbance.what == DROP_REQUESTS
         self.dropped += 1
-        packets.drop(port, requests=requests)
+        for port in ports:
+            packets.drop(port, requests=requests)
         try:
             await asyncio.sleep(disturbance.lasts_s)
         finally:
-            packets.mend(port, requests=requests)
+            for port in ports:
+                packets.mend(port, requests=requests)
 
 
 def _at_once(pid: int) -> None:

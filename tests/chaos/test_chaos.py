@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -30,8 +31,9 @@ from tests.chaos.disturbances import (
     killed,
 )
 from tests.chaos.goals import CUT_LINKS, KILLS, goals
+from tests.chaos.http_streams import HttpStream
 from tests.chaos.links import GATEWAYS
-from tests.chaos.streams import longest_wait, longest_within, usual_wait
+from tests.chaos.streams import longest_wait, longest_within, options, prompts, usual_wait
 from tests.chaos.trial import Measured, Trial, save_model, trial
 
 pytestmark = pytest.mark.timeout(300)
@@ -125,6 +127,25 @@ async def test_a_part_that_drains_under_load_fails_no_stream(under: Trial, part:
 @pytest.mark.parametrize("part", ["target", "gateway", "draft-2", "valkey"])
 async def test_a_part_that_is_killed_costs_a_pause(under: Trial, part: str) -> None:
     await under.disturb(killed(part))
+
+
+@on_one_loop
+async def test_sixteen_streams_by_http_outlive_their_gateway(under: Trial) -> None:
+    """Each goes on at the other gateway by Last-Event-ID; tokens and text are the undisturbed ones."""
+    links = under.links
+    streams = [
+        HttpStream(prompt, options(MAX_TOKENS // 2, number), links.fronts, http=links.http_fronts)
+        for number, prompt in enumerate(prompts(16, SEED + 1))
+    ]
+    await asyncio.gather(*(stream.learn() for stream in streams))
+    running = [asyncio.create_task(stream.run()) for stream in streams]
+    await asyncio.gather(*(stream.heard_after(0.0) for stream in streams))
+    for stream in streams:
+        stream.over = True
+    await under.disturb(killed("gateway"))
+    await asyncio.gather(*running)
+    assert all(stream.resumed for stream in streams), "a stream had ended before the kill"
+    assert [stream.answers for stream in streams] == [1] * 16
 
 
 @on_one_loop

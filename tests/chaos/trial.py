@@ -1,11 +1,11 @@
 """A full stack of processes under streams; each disturbance of it is measured and undone.
 
 The stack has two gateways, two targets, two drafts and a Valkey. Every link between them, and from the
-streams' clients, is behind a relay. An event strikes a process (SIGKILL; SIGTERM; SIGSTOP, later SIGCONT), a
-link (delay, loss, reset, cuts of one direction or both), the store's file or its clock; or two of these at
-once. A process that died alone is restarted once every stream continues without it; the store, and whatever
-died together with something else, at once. The next event waits for a restart only in the same pool, so that
-there is a replica to stand in.
+streams' clients, is behind a relay; every third stream goes by HTTP, over the same link. An event strikes a
+process (SIGKILL; SIGTERM; SIGSTOP, later SIGCONT), a link (delay, loss, reset, cuts of one direction or
+both), the store's file or its clock; or two of these at once. A process that died alone is restarted once
+every stream continues without it; the store, and whatever died together with something else, at once. The
+next event waits for a restart only in the same pool, so that there is a replica to stand in.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tests.chaos.disturbances import (
     kind_of,
     pool_of,
 )
+from tests.chaos.http_streams import HttpStream
 from tests.chaos.links import GATEWAYS, REPLICAS, STORE, Links
 from tests.chaos.packets import PacketFilter, is_isolated
 from tests.chaos.store_files import StoreClock
@@ -62,6 +63,8 @@ _LOST = _EXPIRED | {grpc.StatusCode.DATA_LOSS, grpc.StatusCode.FAILED_PRECONDITI
 _ENDS = {TRUNCATE: _LOST, FLIP: _LOST, CLOCK: _EXPIRED}
 """Errors with which an answer may end: of a bit inverted in the owner's name, FAILED_PRECONDITION."""
 _TOKENS_AGO_S = 10.0
+_BY_HTTP = 2
+"""Remainder of the numbers of streams by HTTP, divided by 3."""
 _KNOWN_S = POLL_S + 0.1
 """Time after which a gateway that can reach a replica has met it."""
 
@@ -237,6 +240,7 @@ async def trial(model: Path, streams: int, max_tokens: int, seed: int, log_dir: 
         model=str(model),
         draft_model="none",
         dtype="float32",
+        http_port=0,
         gateways=2,
         replicas=2,
         drafts=2,
@@ -249,14 +253,19 @@ async def trial(model: Path, streams: int, max_tokens: int, seed: int, log_dir: 
         stack = Stack(asked, parts=links.parts)
         links.of(stack)
         await opened.enter_async_context(stack)
-        made = [
-            Stream(prompt, options(max_tokens, number), links.fronts[:: 1 if number % 2 else -1])
-            for number, prompt in enumerate(prompts(streams, seed))
-        ]
+        given = enumerate(prompts(streams, seed))
+        made = [stream_of(links, number, prompt, max_tokens) for number, prompt in given]
         packets = PacketFilter() if is_isolated() else None
         running = Trial(stack, links, made, Strikes(stack, links, packets))
         opened.push_async_callback(running.stop)
         yield running
+
+
+def stream_of(links: Links, number: int, prompt: list[int], max_tokens: int) -> Stream:
+    """Return a stream of its own kind: its options, its first gateway, and by HTTP every third."""
+    order = slice(None, None, 1 if number % 2 else -1)
+    given = (prompt, options(max_tokens, number), links.fronts[order])
+    return HttpStream(*given, http=links.http_fronts[order]) if number % 3 == _BY_HTTP else Stream(*given)
 
 
 def save_model(directory: Path) -> Path:
