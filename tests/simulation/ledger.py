@@ -329,8 +329,11 @@ class Ledger:
         if self._output[principal.name] > most:
             self.violate(f"{principal.name} got {self._output[principal.name]} tokens, at most {most:.0f}")
 
-    def streamed(self, session_id: str, index: int, tokens: Sequence[int], *, announced: bool) -> None:
-        """Check output tokens that a gateway sends, `announced` as the first of another build or not."""
+    def streamed(self, session_id: str, index: int, tokens: Sequence[int], *, announced: bool | None) -> None:
+        """Check output tokens that a gateway sends, `announced` as the first of another build or not.
+
+        None: HTTP, whose events have the build of their own tokens only.
+        """
         session = self._records[session_id]
         end = index + len(tokens)
         self.was_streamed.add(session_id)
@@ -338,7 +341,7 @@ class Ledger:
         if not session.held(index, tokens):
             self.violate(f"{session_id}: streamed [{index}, {end}), which the log never held")
         changed = [change for change in session.changes if max(index, 1) <= change < end]
-        if not session.former and changed != [index] * announced:
+        if announced is not None and not session.former and changed != [index] * announced:
             self.violate(f"{session_id}: another build from {changed}, announced at {index}: {announced}")
 
     def was_logged(self, session_id: str, tokens: Sequence[int]) -> bool:

@@ -13,13 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from galley.core.answer.answer import Answer
+from galley.core.answer.answer import Answer, Chunk
 from galley.core.content import chain_start
 from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
 from galley.core.session.delivery import Delivery
 from galley.core.session.drafting import Drafting
 from galley.core.store import Exchange, Exchanged, OwnerChanged, StoredSession, TokenBucket
+from services.gateway.http.api.choices import Choice
+from services.gateway.http.api.positions import Position, event_id
+from services.gateway.http.api.stream import EventStream
 from services.gateway.replicas.drafts import DraftReplica
 from services.gateway.request.validate import session_id_for, tenant_salt_for
 from services.gateway.session.streams import Streams, check_resume
@@ -139,6 +142,29 @@ async def _never_over(_streams: Streams, _slot: object, held: StoredSession, *_:
 
 async def _no_renewal(_log: SessionLog) -> None:
     await asyncio.Future()
+
+
+def _one_less(positions: Sequence[Position]) -> str:
+    return event_id([replace(at, index=max(0, at.index - 1)) for at in positions])
+
+
+def _without_hash(positions: Sequence[Position]) -> str:
+    return event_id([replace(at, seen_hash=b"") for at in positions])
+
+
+_advance = Choice.advance
+
+
+def _name_the_place_before(choice: Choice, chunk: Chunk) -> None:
+    """Let the id of an event name the place before its tokens."""
+    before = choice.__dict__.get("reached", choice.position)
+    _advance(choice, chunk)
+    choice.__dict__["reached"], choice.position = choice.position, before
+
+
+async def _done_at_once(events: EventStream, choice: Choice, _answer: object) -> None:
+    choice.end()
+    await events._finish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,5 +331,25 @@ MUTANTS = (
         "tokens, at most",
         patches={"tests.simulation.system.redis.SimStore.exchange": _own_bucket},
         theme="metered",
+    ),
+    Mutant(
+        "counts one token less in the id of an event",
+        "whose first tokens the client has seen",
+        patches={"services.gateway.http.api.stream.event_id": _one_less},
+    ),
+    Mutant(
+        "names the place before an event in its id",
+        "mixes two answers",
+        patches={"services.gateway.http.api.choices.Choice.advance": _name_the_place_before},
+    ),
+    Mutant(
+        "sends ids of events without their hash",
+        "must be the id of an event",
+        patches={"services.gateway.http.api.stream.event_id": _without_hash},
+    ),
+    Mutant(
+        "sends [DONE] in place of the end of an answer",
+        "[DONE] comes before the end",
+        patches={"services.gateway.http.api.stream.EventStream.end": _done_at_once},
     ),
 )

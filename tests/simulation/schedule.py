@@ -76,6 +76,8 @@ class PlannedSession:
     return_s: float = 0.5
     key: str = ""
     """The idempotency key; empty: the name."""
+    by_http: bool = False
+    """Whether its client uses the HTTP port, and continues by `Last-Event-ID`."""
 
     @property
     def client(self) -> str:
@@ -99,6 +101,7 @@ class PlannedSession:
         spec = self.spec
         length = spec.max_position - len(spec.prompt)
         alone = ", goes on alone" if spec.continue_without_client else ""
+        alone += ", by HTTP" if self.by_http else ""
         what = f"{self.name} ({spec.session_id}) of {len(spec.prompt)} + {length} tokens, k {spec.k}{alone}"
         what += f", returns {self.returns} times after {self.return_s} s, {self.retries}"
         return f"at {self.at_s:.3f} s: {self.principal} wants {what}"

@@ -67,6 +67,7 @@ COVERED = (
     "damage",
     "raised DATA_LOSS",
     "published what it caches",
+    "resumed by Last-Event-ID",
 )
 
 

@@ -18,6 +18,8 @@ from tests.simulation.schedules.themes import THEMES
 
 _TWINS = 0.15
 """Share of the schedules in which both principals send one request."""
+_BY_HTTP = 0.25
+"""Share of the sessions by HTTP."""
 _THEMED = 0.2
 """Share of the schedules with a theme."""
 
@@ -27,7 +29,14 @@ def schedule_of(seed: int, theme: str = "") -> Schedule:
     drawn = rng.choice(tuple(THEMES)) if rng.random() < _THEMED else ""
     schedule = _plain(seed, rng)
     make = THEMES.get(theme or drawn)
-    return _bearable(schedule if make is None else make(schedule, rng))
+    return _with_doors(_bearable(schedule if make is None else make(schedule, rng)))
+
+
+def _with_doors(schedule: Schedule) -> Schedule:
+    """Let a part of the clients use HTTP; a draw of its own leaves all else of a seed as it was."""
+    rng = random.Random(f"door {schedule.seed}")
+    sessions = [replace(it, by_http=it.checks_seen and rng.random() < _BY_HTTP) for it in schedule.sessions]
+    return schedule.with_sessions(tuple(sessions))
 
 
 def _bearable(schedule: Schedule) -> Schedule:

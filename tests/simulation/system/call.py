@@ -25,6 +25,7 @@ class Kind(enum.Enum):
     UNARY = "one request, one response"
     STREAM = "one request, many responses"
     BOTH = "many of both"
+    HTTP = "one request, and a response in parts"
 
 
 class Server:
@@ -46,6 +47,7 @@ class SimContext:
         loop = asyncio.get_running_loop()
         self.finish: Callable[[BaseException], bool] = lambda _: False
         self.on_abort: Callable[[grpc.StatusCode, str], None] = lambda _, __: None
+        self.hang_up: Callable[[], None] = lambda: None
         self._metadata = metadata
         self._until_s = None if timeout_s is None else loop.time() + timeout_s
         self._callbacks: list[Callable[[object], None]] = []
@@ -113,6 +115,7 @@ class Call(Connection):
         self.has_changed = False
         """Whether the store has a new owner by it."""
         context.finish = self._finish
+        context.hang_up = self._hang_up
 
     @property
     def waits(self) -> bool:
@@ -157,7 +160,7 @@ class Call(Connection):
                 raise self._end
             self._there.clear()
             await self._there.wait()
-        if self._kind is Kind.STREAM:
+        if self._kind in {Kind.STREAM, Kind.HTTP}:
             self.send(self._make_room, forth=True)
         return self._responses.popleft()
 
@@ -217,6 +220,8 @@ class Call(Connection):
             case Kind.STREAM:  # cancelling the handler does not close the iterator
                 async for response in serve(await self._requests.get(), self._context):
                     await self._respond_in_turn(response)
+            case Kind.HTTP:
+                await serve(await self._requests.get(), self._context, self._respond_in_turn)
             case Kind.BOTH:
                 async with aclosing(serve(self._iterate(), self._context)) as responses:
                     async for response in responses:
@@ -258,6 +263,11 @@ class Call(Connection):
         if status is not None and not (self._unsent or self._status_sent):
             self._status_sent = True
             self.send(lambda: self._ended(status), forth=False)
+
+    def _hang_up(self) -> None:
+        """End the connection: what was not sent is lost."""
+        self._unsent.clear()
+        self._finish(error_of(grpc.StatusCode.UNAVAILABLE, "the server ended the connection"))
 
     def _finish(self, status: BaseException) -> bool:
         """Send the status unless one was sent before; return True if it is this one."""

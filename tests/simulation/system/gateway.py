@@ -23,6 +23,7 @@ from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.truth import letters
 from tests.simulation.schedule import ID_SECRET, Schedule
 from tests.simulation.system.call import Server
+from tests.simulation.system.http import SimHttp
 from tests.simulation.system.loop import Process
 from tests.simulation.system.redis import SimRegistry, SimStore
 from tests.simulation.system.replicas import MOST_DRAFT_TOKENS, TOKENIZER
@@ -118,7 +119,9 @@ class SimGateway:
         observers = RequestObservers(self.clock)
         generation = Generation(self.streams, model, self.clock, ID_SECRET, observers)
         servicer = GenerationServicer(generation)
-        self._world.servers[self.address] = Server(self.process, behind(self._world, self.process, servicer))
+        http = SimHttp(self._world, self.process, generation)
+        served = behind(self._world, self.process, servicer, http.serve)
+        self._world.servers[self.address] = Server(self.process, served)
 
     async def _get_ready(self) -> None:
         while True:

@@ -48,18 +48,21 @@ _REFUSALS = (InvalidField, LogLost, KeyReused, Overloaded)
 """Errors of calls that never owned the session: if the response was lost, until another took it."""
 
 
-def behind(world: World, process: Process, servicer: GenerationServicer) -> SimpleNamespace:
+def behind(
+    world: World, process: Process, servicer: GenerationServicer, serve_http: object
+) -> SimpleNamespace:
     streamed: dict[str, Any] = {"Generate": servicer.Generate, "Resume": servicer.Resume}
     handlers: dict[str, Handler] = {
         name: grpc.unary_stream_rpc_method_handler(it) for name, it in streamed.items()
     }
     handlers["Abort"] = grpc.unary_unary_rpc_method_handler(servicer.Abort)
-    for interceptor in (_Watch(world, process), PrincipalInterceptor(_Keys(world)), StatusInterceptor()):
+    for interceptor in (Watch(world, process), PrincipalInterceptor(Keys(world)), StatusInterceptor()):
         handlers = {name: interceptor.wrap(it, _SERVICE + name) for name, it in handlers.items()}
-    return SimpleNamespace(**{name: it.unary_stream or it.unary_unary for name, it in handlers.items()})
+    methods = {name: it.unary_stream or it.unary_unary for name, it in handlers.items()}
+    return SimpleNamespace(Http=serve_http, **methods)
 
 
-class _Keys(Authentication):
+class Keys(Authentication):
     """Authenticate a principal whose key is its name."""
 
     def __init__(self, world: World) -> None:
@@ -70,7 +73,7 @@ class _Keys(Authentication):
         return self._known[credentials.key]
 
 
-class _Watch(WrappingInterceptor):
+class Watch(WrappingInterceptor):
     """Check the tokens that a servicer streams against the log, and the errors that it raises."""
 
     def __init__(self, world: World, process: Process) -> None:
@@ -85,14 +88,14 @@ class _Watch(WrappingInterceptor):
             try:
                 return await behavior(request, context)
             except Exception as error:
-                self._raised(error)
+                self.raised(error)
                 raise
 
         return watched
 
     def _stream(self, behavior: Behavior) -> Behavior:
         async def watched(request: object, context: Any) -> AsyncIterator[Any]:
-            sent = _Sent(self._world.ledger)
+            sent = Sent(self._world.ledger)
             context.on_abort = partial(self._aborted, sent)
             try:
                 async with aclosing(behavior(request, context)) as responses:
@@ -101,13 +104,13 @@ class _Watch(WrappingInterceptor):
                             sent.check(response.event)
                         yield response
             except Exception as error:
-                self._raised(error)
-                self._refused(error, sent)
+                self.raised(error)
+                self.refused(error, sent)
                 raise
 
         return watched
 
-    def _refused(self, error: Exception, sent: _Sent) -> None:
+    def refused(self, error: Exception, sent: Sent) -> None:
         """Violate a rule if a call that was refused has replaced the owner of a session.
 
         A call that has started its stream is refused only if the client has not the tokens that it names.
@@ -119,13 +122,13 @@ class _Watch(WrappingInterceptor):
         if not (ledger.roll_backs or ledger.damaged):
             ledger.violate(f"{call.near.name} was refused, but has replaced an owner: {error!r}")
 
-    def _raised(self, error: Exception) -> None:
+    def raised(self, error: Exception) -> None:
         self._world.ledger.met[f"client: {type(error).__name__}"] += 1
         is_wrong = isinstance(error, InvalidField) and error.field != "next_index"  # of a wrong Resume
         if not isinstance(error, GalleyError) or isinstance(error, Broken) or is_wrong:
             self._world.ledger.violate(f"{self._process.name}: a call raised {error!r}")
 
-    def _aborted(self, sent: _Sent, code: grpc.StatusCode, details: str) -> None:
+    def _aborted(self, sent: Sent, code: grpc.StatusCode, details: str) -> None:
         if self._process.alive:
             self._world.ledger.note(f"{self._process.name} sends {code.name}: {details}")
             if "left unread" in details:
@@ -133,7 +136,7 @@ class _Watch(WrappingInterceptor):
                 self._world.ended_unread(self._process.name, sent.session_id, sent.began_s)
 
 
-class _Sent:
+class Sent:
     def __init__(self, ledger: Ledger) -> None:
         self.session_id = ""
         self.began_s = 0.0

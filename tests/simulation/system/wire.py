@@ -58,12 +58,19 @@ class SimChannel:
         return call
 
     def unary_stream(self, method: str, **_serialization: object) -> Any:
+        return self._stream(method, Kind.STREAM)
+
+    def http(self, method: str) -> Any:
+        """Return a call by HTTP; what is sent and read are messages of ASGI."""
+        return self._stream(method, Kind.HTTP)
+
+    def _stream(self, method: str, kind: Kind) -> Any:
         def call(
             request: object,
             timeout: float | None = None,
             metadata: tuple[tuple[str, str], ...] | None = None,
         ) -> Call:
-            made = self._call(method, Kind.STREAM, timeout, metadata or ())
+            made = self._call(method, kind, timeout, metadata or ())
             made.begin()
             made.send_request(request)
             if timeout is not None:
