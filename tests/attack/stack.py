@@ -137,9 +137,9 @@ class Attacked:
             await asyncio.sleep(0.02)
 
     async def settled_but_one(self, before: ProcessState, spare: int = 60) -> ProcessState:
-        """Return `settled`, apart from the tasks and the connection of one client that is still there."""
+        """Return `settled`, apart from the tasks and two connections of one client that is still there."""
         tasks = before.tasks | {"somebody's": spare}
-        return await self.settled(replace(before, tasks=tasks, connections=before.connections + 1))
+        return await self.settled(replace(before, tasks=tasks, connections=before.connections + 2))
 
     async def after_calls(self, calls: int) -> int:
         """Return the number of open calls, once there are `calls`."""
