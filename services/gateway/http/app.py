@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from pydantic_core import from_json
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
@@ -24,6 +23,7 @@ from services.gateway.http.api.operations import Operations
 from services.gateway.http.api.sessions import Sessions
 from services.gateway.http.api.tokens import Tokens
 from services.gateway.http.responses.handlers import ROUTE, Responses
+from services.gateway.http.transport.body import read_json
 
 STREAMS = {
     ("POST", "/v1/chat/completions"): re.compile("/v1/chat/completions"),
@@ -59,12 +59,22 @@ _METRICS: dict[str, Any] = {"text/plain": {}, "application/openmetrics-text": {}
 
 
 class _JsonRequest(Request):
-    async def json(self) -> Any:
-        """Return the body. Refuse lone surrogates, NaN, UTF-16 and deep nesting, which Python reads."""
+    """A request whose body was read. Lone surrogates, NaN, UTF-16 and deep nesting are no JSON here."""
+
+    value: Any = None
+    problem = ""
+
+    async def read(self) -> None:
+        """Read the body. Raise Refused if it holds too much: FastAPI would not pass that on."""
         try:
-            return from_json(await self.body(), allow_inf_nan=False)
+            self.value = await read_json(await self.body())
         except ValueError as error:
-            raise JSONDecodeError(str(error), "", 0) from None
+            self.problem = str(error)
+
+    async def json(self) -> Any:
+        if self.problem:
+            raise JSONDecodeError(self.problem, "", 0)
+        return self.value
 
 
 class _Route(APIRoute):
@@ -72,7 +82,9 @@ class _Route(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
+            read = _JsonRequest(request.scope, request.receive)
+            await read.read()
+            return await handle(read)
 
         return handle_json
 

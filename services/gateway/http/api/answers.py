@@ -57,7 +57,7 @@ class Answers:
     async def complete(self, body: CompletionRequest, request: HttpRequest) -> Response:
         """Continue one or more prompts."""
         headers = check_parameters(body, strict=self._strict)
-        wire = completion_requests(body, idempotency_key(request))
+        wire = await completion_requests(body, idempotency_key(request))
         form = _format("completion", body, len(wire), echo=bool(body.echo))
 
         def prompt(index: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from galley.core.errors import InvalidField, Unimplemented
@@ -31,6 +32,7 @@ _SAMPLING = (
     "seed",
 )
 _MOST_ID = (1 << 32) - 1
+_PIECE_IDS = 8_192
 
 
 def chat_request(body: ChatRequest, key: str) -> pb.GenerateRequest:
@@ -48,7 +50,7 @@ def chat_request(body: ChatRequest, key: str) -> pb.GenerateRequest:
     return request
 
 
-def completion_requests(body: CompletionRequest, key: str) -> list[pb.GenerateRequest]:
+async def completion_requests(body: CompletionRequest, key: str) -> list[pb.GenerateRequest]:
     """Return the request of each prompt."""
     if body.echo and body.logprobs is not None:
         raise Unimplemented("echo with logprobs")
@@ -63,7 +65,7 @@ def completion_requests(body: CompletionRequest, key: str) -> list[pb.GenerateRe
         if isinstance(prompt, str):
             request.text = prompt
         else:
-            _set_ids(request, prompt, f"prompt[{index}]")
+            await _set_ids(request, prompt, f"prompt[{index}]")
         requests.append(request)
     return requests
 
@@ -130,13 +132,18 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
     return biases
 
 
-def _set_ids(request: pb.GenerateRequest, ids: Sequence[int], name: str) -> None:
-    _check_ids(name, ids)
-    request.token_ids.CopyFrom(pb.TokenIds(ids=ids))
+async def _set_ids(request: pb.GenerateRequest, ids: Sequence[int], name: str) -> None:
+    """Set the ids in pieces, between which others get a turn: a long list takes some 20 ms."""
+    request.token_ids.SetInParent()
+    for at in range(0, len(ids), _PIECE_IDS):
+        piece = ids[at : at + _PIECE_IDS]
+        _check_ids(name, piece, at)
+        request.token_ids.ids.extend(piece)
+        await asyncio.sleep(0)
 
 
-def _check_ids(name: str, ids: Sequence[int]) -> None:
+def _check_ids(name: str, ids: Sequence[int], first: int = 0) -> None:
     """Raise InvalidField unless all ids fit into the wire; the vocabulary is checked with the request."""
-    for index, token in enumerate(ids):
+    for index, token in enumerate(ids, first):
         if not 0 <= token <= _MOST_ID:
             raise InvalidField(f"{name}[{index}]", f"must be in [0, {_MOST_ID}], got {token}")

@@ -35,8 +35,6 @@ CALL = "galley.call"
 """The key of a request's scope under which its `HttpCall` is."""
 SESSION_ID = "galley.session_id"
 """The key under which a handler leaves the id of the session that it began."""
-_MAX_PARTS = 1 << 16
-"""Most lists and objects of a body: more take long to parse, and no request has them."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -97,10 +95,6 @@ class Front:
         if scope["path"] not in self._access.open_paths:
             await identify(self._authentication, call)
         body = await self._body(receive, call.invocation_metadata())
-        if body.count(b"[") + body.count(b"{") > _MAX_PARTS:
-            raise Refused(
-                400, "invalid_argument", f"body: must have at most {_MAX_PARTS} brackets and braces"
-            )
         async with _cancelled_by_disconnect(receive, reply):
             await self._app(scope, _receive_once(body), reply)
 
