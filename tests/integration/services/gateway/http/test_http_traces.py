@@ -48,3 +48,21 @@ async def test_each_choice_is_logged_once_with_the_request_id(world: World) -> N
     assert len({line["session_id"] for line in finished}) == 2
     [refused] = [line for line in logs if line["event"] == "request rejected"]
     assert (refused["status"], refused["field"]) == ("invalid_argument", "n")
+
+
+async def test_a_response_and_its_later_stream_have_a_span_each(world: World) -> None:
+    kept = KeptSpans()
+    gateway = await world.gateway_of(kept.parts(), http_port=0)
+    async with http_client(gateway.http) as client:
+        body = (await client.post("/v1/responses", {"input": "Tell me.", "max_output_tokens": 5})).json()
+        path = f"/v1/responses/{body['id']}"
+        assert (await client.raw.get(f"{path}?stream=true&starting_after=3")).status_code == 200
+        assert (await client.raw.get(path)).status_code == 200
+        spans = await kept.requests(2)
+    of = [attributes_of(span) for span in spans]
+    assert [(one[names.HTTP_METHOD], one[names.HTTP_ROUTE]) for one in of] == [
+        ("POST", "/v1/responses"),
+        ("GET", "/v1/responses/{response_id}"),
+    ]
+    assert {one[names.SESSION_ID] for one in of} == {body["id"].removeprefix("resp_")}
+    assert [one[names.HTTP_STATUS] for one in of] == [200, 200]
