@@ -23,6 +23,7 @@ MOST_IDS = 1 << 18
 """Most token ids of a list, or of a list of lists."""
 _ID_LISTS = ("prompt", "tokens")
 _MOST_LISTS = 1 << 10
+_MOST_TRIES = 16
 _LIST = re.compile(rb"\s*:\s*(?=\[)")
 _NEXT = re.compile(rb"\s*(.)", re.DOTALL)
 _PLACE = "\x00ids"
@@ -48,21 +49,31 @@ def _parse(body: bytes) -> Any:
 
 async def _with_id_list(body: bytes, name: str) -> Any:
     """Return the value of a body whose parameter `name` is a list of numbers, or of such; otherwise None."""
-    key = b'"%b"' % name.encode()
-    at = body.find(key)
-    begin = _LIST.match(body, at + len(key)) if at > 0 and body[at - 1 : at] != b"\\" else None
-    if begin is None:
+    start = _list_of(body, b'"%b"' % name.encode())
+    if start < 0:
         return None
     try:
-        ids, end = await _ids(body, begin.end())
+        ids, end = await _ids(body, start)
     except ValueError:
         return None
-    rest = b'%b"\\u0000ids"%b' % (body[: begin.end()], body[end:])
+    rest = b'%b"\\u0000ids"%b' % (body[:start], body[end:])
     await _check_counts(rest)
     value = _parse(rest)
     if not isinstance(value, dict) or value.get(name) != _PLACE:
         return None
     return {**value, name: ids}
+
+
+def _list_of(body: bytes, key: bytes) -> int:
+    """Return where a list begins that `key` names, or -1. Within a text, the key's last quote is escaped."""
+    at = 0
+    for _ in range(_MOST_TRIES):
+        at = body.find(key, at) + len(key)
+        if at < len(key):
+            return -1
+        if (begin := _LIST.match(body, at)) is not None:
+            return begin.end()
+    return -1
 
 
 async def _ids(body: bytes, start: int) -> tuple[list[Any], int]:

@@ -68,7 +68,8 @@ async def test_long_lists_of_ids_are_parsed_in_pieces(
 ) -> None:
     sizes = parsed_sizes(monkeypatch)
     ids = ",".join(map(str, range(200_000)))
-    body = f'{{"user": "\\"{name}\\": [", "{name}": {form % ids}, "seed": 7}}'.encode()
+    before = f'"user": "\\"{name}\\": [", "workload": "{name}"'
+    body = f'{{{before}, "{name}": {form % ids}, "seed": 7}}'.encode()
     assert await read_json(body) == json.loads(body)
     assert max(sizes) < 40_000
 
