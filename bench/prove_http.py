@@ -2,7 +2,7 @@
 
 schemathesis makes cases from /openapi.json of a running gateway: valid ones, and as many that break it. No
 response may be a 5xx, have a status that is not described, or a body that does not fit its description.
-Writes bench/results/http.json; exits 1 if it finds a fault.
+Writes bench/results/http_proof.json; exits 1 if it finds a fault.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tally = asyncio.run(cases(given.examples, given.seed))
     held = not tally.faults and tally.cases >= LEAST_CASES
     record = {
-        "name": "http",
+        "name": "http_proof",
         "commit": commit(),
         "machine": machine(),
         "seed": given.seed,
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seconds": round(time.monotonic() - began, 1),
         "held": held,
     }
-    path = result_path("http", given.results)
+    path = result_path("http_proof", given.results)
     write_record(path, record)
     for name, counts in tally.responses.items():
         print(name, dict(sorted(counts.items())))
