@@ -12,6 +12,7 @@ An arm is a way of speculating: `off`, `auto` (the gateway chooses) or `<strateg
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 
 WARM_UP = -1
 OFF, AUTO = "off", "auto"
+# Reading a prompt costs about as much as this number of output tokens.
+_PROMPT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +102,28 @@ class LoopSide(Protocol):
     async def run(self, load: Load) -> LoopBlock: ...
 
 
+def work_of(load: Load) -> float:
+    """Return about how long a load takes, in any unit: streams share steps, which so become slower."""
+    tokens = sum(_PROMPT_TOKENS + (prompt.max_tokens or load.max_tokens) for prompt in load.prompts)
+    return tokens / math.sqrt(load.streams)
+
+
 async def run_all(
     loads: Sequence[Load],
     sides: Mapping[str, LoopSide],
     report: Callable[[str], None],
     after_block: Callable[[LoopBlock], None] = lambda _: None,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> list[LoopBlock]:
-    """Run the loads one at a time, each on its arm's side. Return their blocks without the warm-up."""
-    blocks = []
+    """Run the loads one at a time, each on its arm's side. Return their blocks without the warm-up.
+
+    `progress` gets the share of the work that is done, after each load.
+    """
+    blocks, whole, done = [], sum(map(work_of, loads)), 0.0
     for at, load in enumerate(loads, 1):
         block = await sides[load.arm].run(load)
+        done += work_of(load)
+        progress(done / whole)
         name = "warm-up" if load.pair == WARM_UP else f"pair {load.pair + 1}"
         of = f"{load.workload}, " if load.workload else ""
         report(

@@ -17,19 +17,45 @@ if TYPE_CHECKING:
 
 
 def draw(path: Path, report: Report) -> None:
+    figure_of(report).savefig(path, format="png", dpi=110)
+
+
+def figure_of(report: Report) -> Figure:
     rows = report.rows
     figure = Figure(figsize=(16, 9), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 3).flat
     _by_streams(next(panels), rows, lambda row: row.tokens_per_s, "speed", "counted tokens/s")
-    ratio = next(panels)
-    _by_streams(ratio, rows, _median, f"against {report.baseline}", "ratio of tokens/s")
-    ratio.axhline(1.0, color="grey", lw=0.8)
+    _gains(next(panels), report)
     _times(next(panels), rows)
     _acceptance(next(panels), report.acceptance)
     _waste(next(panels), report.acceptance)
     _predicted(next(panels), rows, report.predicted)
-    figure.savefig(path, format="png", dpi=110)
+    return figure
+
+
+def _gains(axes: Axes, report: Report) -> None:
+    """Draw the figures of the verdict, with their intervals."""
+    by_load = report.mean_gains()
+    for arm in dict.fromkeys(gain.arm for gain in by_load):
+        mine = [gain for gain in by_load if gain.arm == arm]
+        ratios = [gain.ratio for gain in mine]
+        below = [ratio.median - ratio.low for ratio in ratios]
+        above = [ratio.high - ratio.median for ratio in ratios]
+        axes.errorbar(
+            [gain.streams for gain in mine],
+            [ratio.median for ratio in ratios],
+            yerr=(below, above),
+            marker="o",
+            ms=3,
+            capsize=2,
+            label=arm,
+        )
+    axes.axhline(1.0, color="grey", lw=0.8)
+    title = f"against {report.baseline}, mean of workloads, 95 % interval"
+    axes.set(title=title, xlabel="streams", ylabel="ratio of tokens/s")
+    _stream_ticks(axes, report.rows)
+    _legend(axes, 6)
 
 
 def _median(row: Row) -> float:

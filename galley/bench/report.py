@@ -15,13 +15,13 @@ from galley.bench.summary import (
     PERCENTS,
     Interval,
     Row,
-    mean_ratio,
     pass_times,
     predicted_best_k,
     predicted_gain,
     rows_of,
     speculated,
 )
+from galley.bench.verdict import Gain, best_by_load, gains_of, of_mean, sentence
 
 MAX_K = 16
 _TIMES = "×"
@@ -29,14 +29,22 @@ _TIMES = "×"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of all blocks; `predicted` is (speed-up, best k) of the cost model, by row."""
+    """The results of all blocks; `predicted` is (speed-up, best k) of the cost model, by row.
+
+    `gains` hold every arm at every load, for each workload and for their mean.
+    """
 
     baseline: str
     rows: tuple[Row, ...]
     acceptance: dict[tuple[str, str], Rounds]
     predicted: dict[Row, tuple[float, int | None]]
     pass_ms: tuple[tuple[int, float], ...]
+    gains: tuple[Gain, ...]
     conclusion: str
+
+    def mean_gains(self) -> list[Gain]:
+        """Return the gains in the mean over the workloads; those of the only workload if there is one."""
+        return of_mean(self.gains)
 
 
 def report_of(blocks: Sequence[LoopBlock], baseline: str, pair: str) -> Report:
@@ -55,13 +63,15 @@ def report_of(blocks: Sequence[LoopBlock], baseline: str, pair: str) -> Report:
             if row.speculated.verified
         }
     )
+    gains = tuple(gains_of(blocks, baseline))
     return Report(
         baseline=baseline,
         rows=rows,
         acceptance=_acceptance(blocks),
         predicted=predicted,
         pass_ms=() if times is None else tuple((rows, ns / 1e6) for rows, ns in times.points),
-        conclusion=sentence(best_at_loads(blocks, baseline), pair),
+        gains=gains,
+        conclusion=sentence(best_by_load(of_mean(gains)), pair),
     )
 
 
@@ -83,6 +93,7 @@ def as_dict(report: Report) -> dict[str, Any]:
             for (workload, arm), of in report.acceptance.items()
         ],
         "pass_ms_by_rows": report.pass_ms,
+        "gains": [{**asdict(gain), "verdict": gain.verdict} for gain in report.gains],
         "conclusion": report.conclusion,
     }
 
@@ -108,82 +119,6 @@ def _figures(of: Rounds) -> dict[str, Any]:
         "wasted_draft": of.wasted_draft,
         "wasted_verify": of.wasted_verify,
     }
-
-
-# The bootstrap interval of one or two pairs says nothing.
-MIN_PAIRS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class AtLoad:
-    """The fastest arm at one number of streams, in the mean over the workloads, and its speed-up."""
-
-    streams: int
-    arm: str
-    ratio: Interval
-
-    @property
-    def is_clear(self) -> bool:
-        return self.ratio.count >= MIN_PAIRS
-
-    @property
-    def pays(self) -> bool:
-        """Return True if the whole interval lies above plain decoding's speed, and there are enough pairs."""
-        return self.is_clear and self.ratio.low > 1.0
-
-    def __str__(self) -> str:
-        return f"{self.arm} {self.ratio.median:.2f}× at {_streams(self)}"
-
-
-def best_at_loads(blocks: Sequence[LoopBlock], baseline: str) -> list[AtLoad]:
-    """Return the fastest arm besides `baseline` at each number of streams, in rising order."""
-    arms = list(dict.fromkeys(block.load.arm for block in blocks if block.load.arm != baseline))
-    fastest = []
-    for streams in sorted({block.load.streams for block in blocks}):
-        ratios = {arm: mean_ratio(blocks, arm, baseline, streams) for arm in arms}
-        known = [AtLoad(streams, arm, ratio) for arm, ratio in ratios.items() if ratio is not None]
-        if known:
-            fastest.append(max(known, key=lambda at: (at.is_clear, at.ratio.median)))
-    return fastest
-
-
-def sentence(loads: Sequence[AtLoad], pair: str) -> str:
-    """Return a sentence: does speculation pay for `pair` ("the model and its draft"), and up to what load?"""
-    if not loads:
-        return f"Whether speculation pays for {pair} is unknown: nothing was measured."
-    judged, unclear = [at for at in loads if at.is_clear], [at for at in loads if not at.is_clear]
-    if not judged:
-        return f"Whether speculation pays for {pair} is unknown: too few pairs to tell ({_range(unclear)})."
-    doubt = f" Too few pairs to tell: {', '.join(map(str, unclear))}." if unclear else ""
-    return _verdict(judged, pair) + doubt
-
-
-def _verdict(loads: Sequence[AtLoad], pair: str) -> str:
-    paying, other = [at for at in loads if at.pays], [at for at in loads if not at.pays]
-    if not paying:
-        best = max(other, key=lambda at: at.ratio.median)
-        return f"Speculation does not pay for {pair} at any load measured (at best {best})."
-    if not other:
-        return (
-            f"Speculation pays for {pair} at every load measured, up to {_streams(paying[-1])} "
-            f"({_range(paying)})."
-        )
-    if paying[-1].streams < other[0].streams:
-        return (
-            f"Speculation pays for {pair} up to {_streams(paying[-1])} ({_range(paying)}); "
-            f"at {other[0].streams} it no longer does ({other[0]})."
-        )
-    where = ", ".join(str(at.streams) for at in paying)
-    return f"Speculation pays for {pair} at {where} streams only ({_range(paying)}; {other[0]})."
-
-
-def _streams(at: AtLoad) -> str:
-    return "1 stream" if at.streams == 1 else f"{at.streams} streams"
-
-
-def _range(paying: Sequence[AtLoad]) -> str:
-    ends = [paying[0]] if len(paying) == 1 else [paying[0], paying[-1]]
-    return ", ".join(map(str, ends))
 
 
 def speed_table(rows: Sequence[Row], baseline: str) -> Table:
@@ -212,6 +147,18 @@ def speed_table(rows: Sequence[Row], baseline: str) -> Table:
             *([f"{row.cpu_ms_per_token:.1f}"] if cpu else []),
         )
     table.caption = "times are p50 / p90 / p99; cut: tokens in loops, which do not count at 1 stream"
+    return table
+
+
+def verdict_table(gains: Sequence[Gain]) -> Table:
+    """Return the fastest arm of each workload at each load, and whether it pays."""
+    table = Table(title="Does it pay? (fastest arm, by workload)", title_justify="left")
+    for name in ("workload", "streams", "arm", "speed-up", "verdict"):
+        table.add_column(name, justify="right" if name in {"streams", "speed-up"} else "left")
+    for workload in dict.fromkeys(gain.workload for gain in gains):
+        for gain in best_by_load([one for one in gains if one.workload == workload]):
+            ratio = _escaped(gain.ratio)
+            table.add_row(workload or "mean", str(gain.streams), gain.arm, ratio, gain.verdict)
     return table
 
 

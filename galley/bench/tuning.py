@@ -143,7 +143,9 @@ class Measured:
     blocks: tuple[LoopBlock, ...]
 
 
-async def measure(tuning: Tuning, client: AsyncClient, report: Callable[[str], None]) -> Measured:
+async def measure(
+    tuning: Tuning, client: AsyncClient, report: Callable[[str], None], progress: Callable[[float], None]
+) -> Measured:
     """Run every block. Raises ValueError for a strategy or k that the gateway lacks, GalleyRpcError."""
     info = await client.model_info()
     arms = arms_of(tuning, info.strategies, info.max_draft_tokens)
@@ -155,7 +157,7 @@ async def measure(tuning: Tuning, client: AsyncClient, report: Callable[[str], N
     ]
     side = GatewayLoop(client)
     every = list(loads(cells, tuning.repeats, tuning.sizes))
-    blocks = await run_all(every, dict.fromkeys(arms, side), report)
+    blocks = await run_all(every, dict.fromkeys(arms, side), report, progress=progress)
     return Measured(info.model, arms, tuple(blocks))
 
 

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from galley.bench.answers import Workload
@@ -37,15 +40,39 @@ T = TypeVar("T")
 _FILE_WIDTH = 150
 _NONCE_BYTES = 4
 _STRATEGIES = ("off", "auto", "ngram", "model", "hybrid")
+_QUICK = {
+    "workloads": "chat,rewrite",
+    "concurrency": "1,4",
+    "strategies": "off,auto",
+    "prompts_per_workload": 2,
+    "max_tokens": 32,
+}
 _requests, _speculation = (
     functools.partial(typer.Option, rich_help_panel=panel) for panel in ("Requests", "Speculation")
 )
+
+
+def _apply_quick(context: typer.Context, is_wanted: bool) -> bool:
+    if is_wanted:
+        # A flag that is given goes before a default.
+        context.default_map = {**(context.default_map or {}), **_QUICK}
+    return is_wanted
 
 
 @with_tls_flags
 def bench(  # noqa: PLR0913  # one parameter a flag
     *,
     tls: Tls | None,
+    quick: Annotated[  # noqa: ARG001  # read by its callback
+        bool,
+        typer.Option(
+            "--quick",
+            callback=_apply_quick,
+            is_eager=True,
+            help="Measure for about two minutes: chat and rewrite, 1 and 4 streams, off and auto, answers of "
+            "32 tokens. Other flags change this.",
+        ),
+    ] = False,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -171,9 +198,28 @@ async def _measure(tuning: Tuning, address: str, tls: Tls | None = None) -> Meas
     from galley.client.client import AsyncClient  # noqa: PLC0415
     from galley.client.errors import BadKey, GalleyRpcError  # noqa: PLC0415
 
+    console = stderr_console()
+    bar = Progress(
+        TextColumn("measuring"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("[dim]{task.fields[block]}", markup=True, table_column=Column(no_wrap=True)),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task("measuring", total=1.0, block="")
+
+    def report(line: str) -> None:
+        if console.is_terminal:
+            bar.update(task, block=escape(line))
+        else:
+            say(line)
+
     try:
-        async with AsyncClient(address, tls=tls) as client:
-            return await measure(tuning, client, say)
+        with bar:
+            async with AsyncClient(address, tls=tls) as client:
+                return await measure(tuning, client, report, lambda share: bar.update(task, completed=share))
     except (BadKey, GalleyRpcError) as error:
         raise fail(error) from None
 
@@ -214,6 +260,7 @@ def _print(report: Report) -> None:
         acceptance_table,
         prediction_table,
         speed_table,
+        verdict_table,
     )
 
     console = Console(highlight=False)
@@ -225,3 +272,4 @@ def _print(report: Report) -> None:
     console.print(prediction_table(report.rows, report.predicted))
     for rows, ms in report.pass_ms:
         console.print(Text(f"a target step over {rows} rows took {ms:.1f} ms"), style="dim")
+    console.print(verdict_table(report.gains))

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from galley.cli.flags import check_plot, usage_of
+from galley.common.printable import one_line
 from galley.core.cost.model import (
     Plan,
     RowCostCurve,
@@ -40,6 +41,7 @@ from galley.plan.capacity import (
     TargetSize,
 )
 from galley.plan.capacity import capacity as capacity_of
+from galley.plan.measured import Measured, read_measured
 
 T = TypeVar("T")
 
@@ -48,6 +50,7 @@ _ALPHA = "\N{GREEK SMALL LETTER ALPHA}"
 _BAR = "\N{FULL BLOCK}"
 _BAR_CELLS = 24
 _TEXTBOOK_CONFIRMED = 3.0
+_TEXTBOOK_RATIO = 6.0
 _MAX_K = 16
 _CAPACITY = "--capacity"
 _GIB = 2**30
@@ -117,8 +120,12 @@ def plan(  # noqa: PLR0913  # a command's options
         ),
     ] = None,
     draft_cost_ratio: Annotated[
-        float, typer.Option(help="Number of draft steps that cost one target step. inf: drafts are free.")
-    ] = 6.0,
+        float | None,
+        typer.Option(
+            help="Number of draft steps that cost one target step. inf: drafts are free. "
+            "Default: 6, or measured with --from."
+        ),
+    ] = None,
     alpha: Annotated[
         float | None,
         typer.Option(
@@ -139,6 +146,18 @@ def plan(  # noqa: PLR0913  # a command's options
     sessions: Annotated[
         int | None, typer.Option(help="With --alpha: number of sessions that share a step. Default: 1.")
     ] = None,
+    bench: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="JSON file of `galley bench --json`. Gives --alpha, --row-costs and --draft-cost-ratio, or "
+            "with --capacity what its file leaves out. Default: none.",
+            dir_okay=False,
+        ),
+    ] = None,
+    workload: Annotated[
+        str, typer.Option(help="With --from: the workload to plan for. Default: all of the measurement.")
+    ] = "",
     capacity: Annotated[
         Path | None,
         typer.Option(
@@ -154,9 +173,11 @@ def plan(  # noqa: PLR0913  # a command's options
     Rounds = tokens / confirmed per round, rounded up; each is one target step. Draft steps = rounds x k. Cost
     in target steps = rounds + draft steps / ratio. --alpha adds the k of the highest gain.
     """
+    measured = _read_bench(bench, workload)
     if capacity is not None:
-        _plan_capacity(capacity, as_json=as_json)
+        _plan_capacity(capacity, measured, as_json=as_json)
         return
+    alpha, row_costs, draft_cost_ratio = _inputs(measured, alpha, row_costs, draft_cost_ratio)
     flags = {"--row-costs": row_costs, "--max-k": max_k, "--sessions": sessions, "--plot": plot}
     _check_flags(alpha, flags, plot)
     try:
@@ -180,12 +201,51 @@ def plan(  # noqa: PLR0913  # a command's options
         ratio = None if math.isinf(draft_cost_ratio) else draft_cost_ratio
         typer.echo(json.dumps(facts | {"draft_cost_ratio": ratio}))
         return
+    _print_measured(measured, workload)
     _print_textbook(case, textbook)
     if peak is not None:
         _print_peak(peak)
         typer.echo(_difference(case, textbook))
     if plot is not None:
         typer.echo(f"Plot: {plot}")
+
+
+def _read_bench(path: Path | None, workload: str) -> Measured | None:
+    if path is None:
+        if workload:
+            raise typer.BadParameter("needs --from", param_hint="--workload")
+        return None
+    try:
+        return read_measured(path, workload)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--from") from None
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint="--from") from None
+
+
+def _inputs(
+    measured: Measured | None, alpha: float | None, row_costs: str | None, ratio: float | None
+) -> tuple[float | None, str | None, float]:
+    """Return the flags, with the measured value or the default for one that is not given."""
+    if measured is None:
+        return alpha, row_costs, _TEXTBOOK_RATIO if ratio is None else ratio
+    return (
+        measured.alpha if alpha is None else alpha,
+        row_costs or str(measured.row_costs),
+        measured.draft_cost_ratio if ratio is None else ratio,
+    )
+
+
+def _print_measured(measured: Measured | None, workload: str) -> None:
+    if measured is None:
+        return
+    of = f" on {one_line(workload)}" if workload else ""
+    ratio = measured.draft_cost_ratio
+    drafts = "drafts for free" if math.isinf(ratio) else f"{ratio:.3g} draft steps to a target step"
+    typer.echo(
+        f"Measured{of} ({one_line(measured.arm)}): acceptance rate {measured.alpha:.3f}, {drafts}, "
+        f"row costs {measured.row_costs}"
+    )
 
 
 def _check_flags(alpha: float | None, flags: Mapping[str, object], plot: Path | None) -> None:
@@ -303,10 +363,11 @@ class _CapacityCase:
     gpus: int | None  # of a target; None without [target.memory]
 
 
-def _plan_capacity(path: Path, *, as_json: bool) -> None:
+def _plan_capacity(path: Path, measured: Measured | None, *, as_json: bool) -> None:
     """Print what the load in the file needs. Raises typer.BadParameter with the key and its bound."""
     try:
-        case = _read_case(_read(path))
+        tables = _read(path)
+        case = _read_case(tables if measured is None else _completed(tables, measured))
         found = capacity_of(case.load, case.target, case.draft, case.spares)
     except InvalidField as fault:
         raise typer.BadParameter(f"{path}: {fault}", param_hint=_CAPACITY) from fault
@@ -323,6 +384,16 @@ def _read(path: Path) -> dict[str, Any]:
         raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint=_CAPACITY) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path}: must be TOML: {error}", param_hint=_CAPACITY) from error
+
+
+def _completed(tables: dict[str, Any], measured: Measured) -> dict[str, Any]:
+    """Return the tables with the measured values for what they leave out."""
+    target = {"step_ms": measured.step_ms, "row_costs": str(measured.row_costs)}
+    draft = {"alpha": measured.alpha, "cost_ratio": measured.draft_cost_ratio}
+    given = {name: tables.get(name, {}) for name in ("target", "draft")}
+    if not all(isinstance(table, dict) for table in given.values()):
+        return tables  # refused by name when they are read
+    return {**tables, "target": target | given["target"], "draft": draft | given["draft"]}
 
 
 def _read_case(tables: dict[str, Any]) -> _CapacityCase:

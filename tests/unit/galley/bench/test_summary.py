@@ -9,9 +9,8 @@ import pytest
 
 from galley.bench.answers import Answer
 from galley.bench.closed_loop import LoopBlock
-from galley.bench.report import AtLoad, as_dict, best_at_loads, report_of, sentence
+from galley.bench.report import as_dict, report_of
 from galley.bench.summary import (
-    Interval,
     mean_ratio,
     pass_times,
     predicted_best_k,
@@ -119,60 +118,6 @@ def test_nothing_is_foretold_where_no_round_was_counted() -> None:
     assert report_of([block("off", 0.03), block("auto", 0.03)], "off", "m").predicted == {}
 
 
-def at(streams: int, ratio: float, arm: str = "auto") -> AtLoad:
-    return AtLoad(streams, arm, Interval(ratio, ratio - 0.02, ratio + 0.02, 3))
-
-
-@pytest.mark.parametrize(
-    ("loads", "text"),
-    [
-        (
-            [at(1, 1.6), at(8, 1.1), at(16, 1.01)],
-            (
-                "Speculation pays for m up to 8 streams (auto 1.60× at 1 stream, auto 1.10× at 8 streams); "
-                "at 16 it no longer does (auto 1.01× at 16 streams)."
-            ),
-        ),
-        (
-            [at(1, 1.6), at(16, 1.2, "hybrid-4")],
-            (
-                "Speculation pays for m at every load measured, up to 16 streams "
-                "(auto 1.60× at 1 stream, hybrid-4 1.20× at 16 streams)."
-            ),
-        ),
-        (
-            [at(1, 0.9), at(8, 0.8)],
-            "Speculation does not pay for m at any load measured (at best auto 0.90× at 1 stream).",
-        ),
-        (
-            [at(1, 0.9), at(8, 1.2)],
-            "Speculation pays for m at 8 streams only (auto 1.20× at 8 streams; auto 0.90× at 1 stream).",
-        ),
-        ([], "Whether speculation pays for m is unknown: nothing was measured."),
-    ],
-)
-def test_one_sentence_says_whether_it_pays_and_up_to_which_load(loads: list[AtLoad], text: str) -> None:
-    assert sentence(loads, "m") == text
-
-
-def test_the_best_arm_at_each_load_is_judged() -> None:
-    blocks = [*a_run(), *(block("ngram-4", 0.07, streams=8, workload=w) for w in ("chat", "rewrite"))]
-    loads = best_at_loads(blocks, "off")
-    assert [(result.streams, result.arm, result.pays) for result in loads] == [
-        (1, "auto", True),
-        (8, "auto", False),
-    ]
-
-
-def test_fewer_than_three_pairs_tell_nothing() -> None:
-    two = [b for b in a_run() if b.load.pair < 2]
-    loads = best_at_loads(two, "off")
-    assert not any(result.pays for result in loads)
-    assert "too few pairs to tell" in sentence(loads, "m")
-    mixed = [at(1, 1.6), replace(at(8, 1.2), ratio=Interval(1.2, 1.2, 1.2, 1))]
-    assert sentence(mixed, "m").endswith("Too few pairs to tell: auto 1.20× at 8 streams.")
-
-
 def test_a_report_is_json() -> None:
     report = report_of(a_run(), "off", "m and its draft")
     result = json.loads(json.dumps(as_dict(report)))
@@ -181,3 +126,11 @@ def test_a_report_is_json() -> None:
     assert alone["speculation"]["accepted_by_position"] == [0.75]
     assert alone["predicted_ratio"] == pytest.approx(4.0)
     assert result["conclusion"].startswith("Speculation pays for m and its draft up to 1 stream")
+    assert [(gain["workload"], gain["streams"], gain["verdict"]) for gain in result["gains"]] == [
+        ("", 1, "pays"),
+        ("", 8, "does not pay"),
+        ("chat", 1, "pays"),
+        ("chat", 8, "does not pay"),
+        ("rewrite", 1, "pays"),
+        ("rewrite", 8, "does not pay"),
+    ]

@@ -9,7 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from galley.bench.report import as_dict, report_of
 from galley.cli.plan import plan
+from tests.unit.galley.bench.blocks import block, rounds_of
 
 
 def run(*arguments: str) -> Result:
@@ -124,3 +126,72 @@ def test_bad_input_is_refused_with_the_option_and_its_bound(
     text = result.output + result.stderr
     assert option in text
     assert bound in text
+
+
+def bench_record(tmp_path: Path) -> Path:
+    """Write what `galley bench --json` prints: a rewrite of acceptance 3/4, a chat of 1/4."""
+    blocks = []
+    for workload, accepted in (("rewrite", 30), ("chat", 10)):
+        blocks += [
+            block("off", 0.03, workload=workload, rounds=rounds_of(0, 0, target_ms=30)),
+            block(
+                "auto",
+                0.02,
+                workload=workload,
+                rounds=rounds_of(40, accepted, target_ms=45, draft_ms=24),
+            ),
+        ]
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(as_dict(report_of(blocks, "off", "m"))))
+    return path
+
+
+def test_a_measurement_gives_acceptance_row_costs_and_draft_cost(tmp_path: Path) -> None:
+    path = bench_record(tmp_path)
+    figures = json_of("--from", str(path))
+    # 10 rounds propose 80 draft tokens in 240 ms; a target step of one row takes 30 ms, of five rows 45.
+    assert figures["alpha"] == pytest.approx(40 / 80)
+    assert figures["draft_cost_ratio"] == pytest.approx(10.0)
+    assert figures["row_costs"] == [[1, 1.0], [5, 1.5]]
+    rewrite = json_of("--from", str(path), "--workload=rewrite", "--draft-cost-ratio=20")
+    assert (rewrite["alpha"], rewrite["draft_cost_ratio"]) == (pytest.approx(0.75), 20.0)
+    printed = output_of("--from", str(path), "--workload=chat").splitlines()[0]
+    assert printed == (
+        "Measured on chat (auto): acceptance rate 0.250, 10 draft steps to a target step, row costs 1:1,5:1.5"
+    )
+
+
+def test_a_measurement_completes_the_file_of_a_load(tmp_path: Path) -> None:
+    load = tmp_path / "load.toml"
+    load.write_text(
+        "[load]\nanswers_per_s = 0.1\nprompt_tokens = 100\noutput_tokens = 50\n[target]\nkv_tokens = 4096\n"
+        "max_sessions = 1\n"
+    )
+    flags = ("--capacity", str(load), "--from", str(bench_record(tmp_path)))
+    at = json_of(*flags)["at"]
+    assert isinstance(at, dict)
+    assert at["k"] > 0
+    load.write_text(load.read_text() + "[draft]\nalpha = 0\ncost_ratio = 1\n")
+    given = json_of(*flags)["at"]
+    assert isinstance(given, dict)
+    assert given["k"] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "problem"),
+    [
+        ("{", (), "must be what `galley bench --json` printed"),
+        ("[]", (), "must be what `galley bench --json` printed"),
+        ('{"rows": [], "pass_ms_by_rows": [[1, 30]]}', (), "must hold a measurement with draft tokens"),
+        (None, ("--workload=poems",), "must hold a workload 'poems', got rewrite, chat"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_refused(
+    content: str | None, arguments: tuple[str, ...], problem: str, tmp_path: Path
+) -> None:
+    path = bench_record(tmp_path)
+    if content is not None:
+        path.write_text(content)
+    refused = run("--from", str(path), *arguments)
+    assert refused.exit_code == 2
+    assert problem in " ".join(refused.output.replace("│", " ").split())
