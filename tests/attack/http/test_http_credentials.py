@@ -19,7 +19,8 @@ PATHS = (
     *(("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models")),
     *(("GET", f"/v1/sessions/{UNKNOWN}"), ("DELETE", f"/v1/sessions/{UNKNOWN}"), ("GET", "/metrics")),
     *(("GET", f"/v1/sessions/{UNKNOWN}/events"), ("POST", "/tokenize"), ("POST", "/detokenize")),
-    *(("GET", "/v1/nothing"), ("PUT", "/v1/models"), ("TRACE", "/"), ("OPTIONS", "/v1/completions")),
+    *(("POST", "/v1/responses"), ("GET", f"/v1/responses/resp_{UNKNOWN}"), ("GET", "/docs/nothing")),
+    *(("GET", "/v1/nothing"), ("PUT", "/v1/models"), ("TRACE", "/v1/models"), ("OPTIONS", "/v1/completions")),
 )
 
 
