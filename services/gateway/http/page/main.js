@@ -8,6 +8,7 @@ import { tabs } from "./tabs.js";
 import { AnswerView, make, showTips } from "./view.js";
 
 const STOP_MS = 2_000; // for the end of an answer that was stopped
+const NEAR_PX = 80; // to the end of the page: the view then follows an answer that arrives
 const DRAW_MS = 250; // between two drawings of the rounds of an answer that arrives
 const ENDS = { stop: "", length: "Cut off: the most tokens were reached.", abort: "Stopped." };
 
@@ -69,8 +70,10 @@ async function stream(body, view) {
   try {
     for await (const event of answerEvents(repeatable(body), handlers)) {
       if (!answer.tokens.length) say("");
+      const follows = innerHeight + scrollY > document.documentElement.scrollHeight - NEAR_PX;
       answer.add(event);
       view.update();
+      if (follows) scrollTo(0, document.documentElement.scrollHeight);
       if (performance.now() - drawnMs > DRAW_MS) drawRounds();
     }
   } catch (problem) {
@@ -115,7 +118,7 @@ async function send(event) {
   const article = make("article", {}, make("p", { class: "user", text }), answers);
   page.turns.append(article);
   page.prompt.value = "";
-  article.scrollIntoView({ block: "end" });
+  scrollTo(0, document.documentElement.scrollHeight);
   say("Waiting for the first token.");
   try {
     await stream(body, view);
@@ -132,7 +135,7 @@ async function send(event) {
   controls.keepSeed(body.seed);
   if (view.answer.finishReason) say(summary(view.answer));
   article.append(actions(body, view, answers));
-  article.scrollIntoView({ block: "end" });
+  scrollTo(0, document.documentElement.scrollHeight);
 }
 
 function summary({ tokens, rate, finishReason }) {
@@ -176,9 +179,9 @@ function judge(one, other, [plain, drafted]) {
 page.composer.addEventListener("submit", send);
 page.prompt.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+  if (event.key === "Escape") stop();
 });
 page.stop.addEventListener("click", stop);
-document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
 page.clear.addEventListener("click", () => {
   turns = [];
   shown = new Answer();
