@@ -145,7 +145,7 @@ def noise(random: Random, count: int) -> Iterator[bytes]:
     for _ in range(count):
         data = bytearray(random.choice((completion(), completion(stream=True), _GET + b"\r\n", _chunks())))
         for _ in range(random.randint(1, 6)):
-            at = random.randrange(len(data))
+            at = random.randrange(len(data) + 1)
             end = at + random.randrange(40)
             data[at:end] = random.choice(
                 (b"", data[at:end] * 2, random.randbytes(3), b"\r\n", b"\0", b'"', b"\xed\xa0\x80")

@@ -64,7 +64,7 @@ async def test_cancels_and_resumes_give_no_more_tokens_than_the_rate(stack: Atta
 
 async def test_reads_and_ends_of_a_session_block_no_other(stack: Attacked) -> None:
     async with unharmed(stack, HTTP):
-        ends = await storms.reads(stack.http, tokens=900, at_once=50)
+        ends = await storms.reads(stack.http, tokens=900, at_once=25)
     assert ends[200]
     assert ends.keys() <= {200, 429}
 
