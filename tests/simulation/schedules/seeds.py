@@ -18,7 +18,7 @@ from tests.simulation.schedules.themes import THEMES
 
 _TWINS = 0.15
 """Share of the schedules in which both principals send one request."""
-_BY_HTTP = 0.25
+_BY_HTTP = 0.15
 """Share of the sessions by HTTP."""
 _THEMED = 0.2
 """Share of the schedules with a theme."""

@@ -11,6 +11,7 @@ import json
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 import grpc
@@ -140,6 +141,7 @@ def session_id_of(message: Message) -> str:
     return headers[b"x-galley-session-id"].decode()
 
 
+@lru_cache(maxsize=64)  # the gateway's check and the client read the same body
 def events_in(body: bytes) -> list[tuple[str, dict[str, Any]]]:
     """Return the id and the data of each event; the last one has no data."""
     found = []
