@@ -22,7 +22,7 @@ from galley.common.server.server import Parts
 from tests.fakes import tokenizer_files
 from tests.fakes.redis_servers import VALKEY, running
 from tests.fakes.world import World
-from tests.integration.services.gateway.http.described import CHECK_NAMES, Tally, check
+from tests.integration.services.gateway.http.described import CHECK_NAMES, SHORT, Tally, check
 
 LEAST_CASES = 2_000
 CREDIT = 32
@@ -67,6 +67,7 @@ async def cases(examples: int, seed: int) -> Tally:
         tempfile.TemporaryDirectory() as tokenizer,
     ):
         tokenizer_files.write(Path(tokenizer))
+        (Path(tokenizer) / "generation_config.json").write_text(SHORT)
         async with World(Path(folder), Path(tokenizer), store.url, CREDIT) as world:
             gateway = await world.gateway_of(Parts(metrics=Registry(GATEWAY)), http_port=0)
             return await asyncio.to_thread(check, gateway.http, examples, seed)
