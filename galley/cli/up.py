@@ -33,6 +33,7 @@ from galley.stack.ports import GRPC_PORT, HTTP_PORT, next_free_port, port_proble
 from galley.stack.stack import Stack
 
 T = TypeVar("T")
+_PORTS = {"port", "http_port"}
 _STOP_GRACE_S = 10.0
 # Ray Serve stops its replicas one after another, and Ray itself after them.
 _RAY_STOP_GRACE_S = 30.0
@@ -180,13 +181,14 @@ def up(  # noqa: PLR0913  # one parameter a flag
             check_private(data_dir)
     for flag, directory in (("--log-dir", log_dir), ("--data-dir", data_dir)):
         _check_writable(flag, directory)
-    given["port"], given["http_port"] = _choose_ports(port, http_port)
     options = stack_options(
-        **{name: given[name] for name in StackOptions.__dataclass_fields__ if name in given},
+        **{name: given[name] for name in StackOptions.__dataclass_fields__.keys() & given.keys() - _PORTS},
         strategy=strategy,
         metrics=True,
         stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 else _STOP_GRACE_S,
     )
+    grpc, http = _choose_ports(port, http_port)
+    options = dataclasses.replace(options, port=grpc, http_port=http)
     with usage_of("--name"):
         endpoint = Endpoint(name)
     with endpoint:

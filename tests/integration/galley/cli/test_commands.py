@@ -311,7 +311,7 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
     assert started is not None
     _announced_by(os.getppid(), started, "mine", "127.0.0.1:1")
     for name in ("mine", "a/b", "", "x" * 41):
-        refused = galley("up", "--name", name)
+        refused = galley("up", "--name", name, "--port", "0", "--http-port", "0")
         assert refused.exit_code == 2
         assert refused.stderr.startswith("error: --name: must be ")
         assert len(refused.stderr.splitlines()) == 1
