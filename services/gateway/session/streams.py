@@ -167,7 +167,7 @@ class Streams:
             self.charge(slot, len(spec.prompt))
             answer = await self._replays.begin(spec)
         else:
-            stored, answer = await self._take_over(slot, stored, nonce, called_ns, deadline_ns)
+            stored, answer = await self._take_over(slot, stored, nonce, deadline_ns)
         session = self._session(stored, answer)
         observer.opened(session, stored, called_ns)
         return self._runner(session, stored, called_ns, deadline_ns)
@@ -193,7 +193,7 @@ class Streams:
         principal = slot.principal.name
         read = await retry("read", lambda: self._store.read(session_id, principal), until_ns, self._clock)
         await self.reserve(slot, check_resume(read, next_index, seen_hash), deadline_ns)
-        stored, answer = await self._take_over(slot, read, nonce, called_ns, deadline_ns)
+        stored, answer = await self._take_over(slot, read, nonce, deadline_ns)
         session = self._session(stored, answer, next_index, seen_hash)
         request_observer().opened(session, stored, called_ns, next_index)
         return self._runner(session, stored, called_ns, deadline_ns)
@@ -306,17 +306,12 @@ class Streams:
         return SessionRunner(session, log, ports, self._timeouts, deadline_ns)
 
     async def _take_over(
-        self,
-        slot: AdmissionSlot,
-        held: StoredSession,
-        nonce: bytes,
-        called_ns: int,
-        deadline_ns: int | None,
+        self, slot: AdmissionSlot, held: StoredSession, nonce: bytes, deadline_ns: int | None
     ) -> tuple[StoredSession, Answer]:
         """Replay a session, then claim it from the owner that it had when it was read.
 
-        Raise OwnerChanged if that owner claimed it after the call of `called_ns`: its client may have left
-        this gateway for that owner's without this gateway having noticed.
+        Raise OwnerChanged if that owner claimed it after the slot's call had come, however long that waited
+        for its budget: its client may have left this gateway for that owner's, unnoticed.
         """
         former = held.ownership
         self.charge(slot, len(held.tokens) - held.prompt_len)
@@ -325,7 +320,7 @@ class Streams:
 
         async def claim(time: StoreTime) -> StoredSession:
             # A claim in the future shows that the store's clock was set back; it says nothing then.
-            if time.at_ms(called_ns) + _LEEWAY_MS < held.claimed_ms <= time.now_ms:
+            if time.at_ms(slot.since_ns) + _LEEWAY_MS < held.claimed_ms <= time.now_ms:
                 raise OwnerChanged(former.session_id)
             return await self._store.claim(former, held.principal, nonce, time.latest_ms(until_ns))
 

@@ -236,6 +236,16 @@ async def test_a_call_replaces_no_owner_that_claimed_after_it(monkeypatch: pytes
     assert (await world.resume()).epoch == first.epoch + 2, "the next call is newer"
 
 
+async def test_a_call_that_waited_for_its_budget_is_as_old_as_it_is() -> None:
+    world = Takeover()
+    with world.streams.admit(Principal("me")) as slot:
+        world.clock.now += 2 * SECOND  # as long as the store cannot tell what is left of the budget
+        owner = await world.rival()
+        with pytest.raises(OwnerChanged):
+            await world.streams.create(slot, world.spec, b"body", None)
+    assert (await world.store.read("s", "me")).ownership == owner
+
+
 async def test_a_store_whose_clock_was_set_back_does_not_lock_sessions() -> None:
     world = Takeover()
     first = await world.rival()
