@@ -119,7 +119,9 @@ class Watch(WrappingInterceptor):
         refusals = (InvalidField, LogLost) if sent.session_id else _REFUSALS
         if not isinstance(error, refusals) or sent.has_tokens or call is None or not call.has_changed:
             return
-        if not (ledger.roll_backs or ledger.damaged):
+        # A log that the store has lost is claimed to compute it again, which tells what the client has.
+        lost = isinstance(error, LogLost) and sent.session_id in ledger.forgotten
+        if not (lost or ledger.roll_backs or ledger.damaged):
             ledger.violate(f"{call.near.name} was refused, but has replaced an owner: {error!r}")
 
     def raised(self, error: Exception) -> None:
