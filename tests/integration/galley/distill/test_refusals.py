@@ -186,7 +186,7 @@ def test_a_corpus_of_another_vocabulary(options: Options, tmp_path: Path) -> Non
     path = tmp_path / "corpus.npz"
     write_corpus(replace(corpus(), ids=np.arange(10) + 1000), path)
     with pytest.raises(InvalidField, match=r"corpus: tokens must be in \[0, 128\)"):
-        distil(replace(options, prompts=(), corpus=(path,)), Collected())
+        distil(replace(options, prompts=(), corpus=(path,) * 70), Collected())  # as many prompts as it needs
 
 
 SHORT: dict[str, Any] = {
