@@ -47,9 +47,6 @@ class Sessions:
         form = stored_format(stored.fields)
         positions = parse_event_id(last, form.choices)
 
-        def prompt(_index: int) -> str:
-            return self._generation.model.tokenizer.decode(stored.tokens[: stored.prompt_len])
-
         async def run(reader: Reader) -> None:
             await self._runner.resume(session_id, form, positions, call, reader)
 
@@ -58,7 +55,7 @@ class Sessions:
         def writer(send: Send) -> AnswerEvents:
             if record is not None:
                 return ResponseStream(send, record, form, model, positions[0], {})
-            return EventStream(send, form, model, positions, {}, prompt)
+            return EventStream(send, form, model, positions, {})
 
         return StreamedAnswers(run, writer)
 

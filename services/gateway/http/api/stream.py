@@ -16,7 +16,7 @@ from galley.common.logs import log_internal
 from galley.core.answer.answer import Chunk, NumericsChanged
 from services.gateway.generation import AnswerStream, ServedModel
 from services.gateway.http.api.choices import Choice, Reader
-from services.gateway.http.api.format import Format, PromptText, no_prompt
+from services.gateway.http.api.format import Format, PromptText
 from services.gateway.http.api.identity import Identity, finish_reason
 from services.gateway.http.api.logprobs import chat_logprobs, completion_logprobs
 from services.gateway.http.api.positions import DONE, Position, event_id
@@ -64,7 +64,10 @@ class EventWriter:
 
 
 class EventStream(EventWriter):
-    """Write the answers as events; `former` are the places that the client had reached."""
+    """Write the answers as events; `former` are the places that the client had reached.
+
+    Without `prompt`, the stored prompt of a choice is echoed.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class EventStream(EventWriter):
         model: ServedModel,
         former: Sequence[Position],
         headers: Mapping[str, str],
-        prompt: PromptText = no_prompt,
+        prompt: PromptText | None = None,
     ) -> None:
         super().__init__(send, headers)
         self._form = form
@@ -139,7 +142,10 @@ class EventStream(EventWriter):
             return self._event(choice, None, {})
         if not self._form.echo:
             return b""
-        prompt = self._prompt(choice.index // self._form.n)
+        if self._prompt is None:
+            prompt = self._model.tokenizer.decode(choice.session.spec.prompt)
+        else:
+            prompt = self._prompt(choice.index // self._form.n)
         return self._event(choice, prompt, {})
 
     def _details(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes.http_client import BODY, CHAT, Events, HttpClient, http_client
 from tests.fakes.waiting import PATIENCE_S
-from tests.fakes.world import MAX_TOKENS, Gateway, World, receive
+from tests.fakes.world import MAX_TOKENS, PROMPT, Gateway, World, receive
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -47,6 +47,15 @@ async def test_a_closed_gateway_hands_its_streams_over(world: World) -> None:
         await other.resume(events)
     assert events.text() == whole.text
     assert events.is_done
+
+
+async def test_each_choice_is_echoed_with_its_own_prompt(client: HttpClient) -> None:
+    body = BODY | {"prompt": [PROMPT, "Go on."], "n": 2, "echo": True}
+    whole = await client.stream("/v1/completions", body)
+    again = await client.resume(Events(session_id=whole.session_id))
+    for index, prompt in enumerate([PROMPT, PROMPT, "Go on.", "Go on."]):
+        assert whole.text(index).startswith(prompt)
+        assert again.text(index) == whole.text(index)
 
 
 async def test_a_finished_stream_tells_an_event_source_to_stop(client: HttpClient) -> None:
