@@ -39,8 +39,11 @@ class Choice:
         self.index = index
         self.session = session
         self.rounds = rounds
-        self.position = replace(position, has_begun=True)
+        self.position = position
         self._hash = RunningHash(session.answer.output[: position.index])
+
+    def begin(self) -> None:
+        self.position = replace(self.position, has_begun=True)
 
     def advance(self, chunk: Chunk) -> None:
         self._hash.add(chunk.tokens)
@@ -49,7 +52,7 @@ class Choice:
         )
 
     def end(self) -> None:
-        self.position = replace(self.position, has_ended=True)
+        self.position = replace(self.position, has_begun=True, has_ended=True)
 
 
 class Reader(Protocol):

@@ -137,7 +137,8 @@ class EventStream(EventWriter):
         await self.write(end + b"id: " + DONE.encode() + b"\ndata: [DONE]\n\n", more=False)
 
     def _first(self, choice: Choice) -> bytes:
-        """Return the event that begins a choice; empty if there is nothing to say."""
+        """Begin a choice, and return the event for it; empty if there is nothing to say."""
+        choice.begin()
         if self._form.kind == "chat":
             return self._event(choice, None, {})
         if not self._form.echo:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.fakes.http_client import BODY, CHAT, Events, HttpClient, http_client
@@ -56,6 +58,26 @@ async def test_each_choice_is_echoed_with_its_own_prompt(client: HttpClient) -> 
     for index, prompt in enumerate([PROMPT, PROMPT, "Go on.", "Go on."]):
         assert whole.text(index).startswith(prompt)
         assert again.text(index) == whole.text(index)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", CHAT), ("/v1/completions", BODY | {"echo": True})],
+    ids=["chat", "echo"],
+)
+@pytest.mark.parametrize("read", [1, 2, 3])
+async def test_a_stream_that_broke_between_its_openings_goes_on(
+    client: HttpClient, path: str, body: dict[str, Any], read: int
+) -> None:
+    whole = await client.stream(path, body | {"n": 3})
+    opened = [one.json["choices"][0]["index"] for one in whole.events[:3]]
+    assert opened == [0, 1, 2]
+    begun = whole.events[:read]
+    again = await client.resume(Events(list(begun), begun[-1].id, whole.session_id))
+    for index in range(3):
+        assert again.text(index) == whole.text(index)
+        openings = [one for one in again.choices(index) if "role" in one.get("delta", ())]
+        assert len(openings) == (path == "/v1/chat/completions")
 
 
 async def test_a_finished_stream_tells_an_event_source_to_stop(client: HttpClient) -> None:
