@@ -99,11 +99,12 @@ class Endpoint:
             return False
         finally:
             mine.unlink()
+        self.log.unlink(missing_ok=True)
         return True
 
     @property
     def log(self) -> Path:
-        """Return where a detached stack writes what `galley up` prints. The file outlives the stack."""
+        """Return where a detached stack writes its output; kept until the name is taken again."""
         return console_log(self.name)
 
     def adopt(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from galley.stack.endpoint import state_dir
+from galley.stack.endpoint import console_log, state_dir
 from galley.stack.processes import Process, start_time
 from tests.fakes.tiny_model import save_tiny_model
 from tests.fakes.waiting import PATIENCE_S
@@ -143,6 +143,13 @@ def test_logs_of_all_parts_and_of_one(start: StartStack) -> None:
     unknown = galley("logs", "--part", "draft")
     assert unknown.returncode == 2
     assert "--part: must be one of gateway, target, got draft" in unknown.stderr
+
+
+def test_the_output_of_an_earlier_stack_is_not_that_of_the_running_one(start: StartStack) -> None:
+    console_log("blue").write_text("gateway at 127.0.0.1:9\n")
+    assert "up | gateway at 127.0.0.1:9" in galley("logs", "blue").stdout
+    start("blue")
+    assert "127.0.0.1:9" not in galley("logs").stdout
 
 
 def test_followed_logs_end_with_the_stack(start: StartStack, logs: Path) -> None:
