@@ -19,8 +19,8 @@ def detach(log: Path) -> Callable[[], None] | None:
     """Fork: return None in this process, once its child is ready, and in the child what reports that it is.
 
     The child is in an operating system session of its own and writes to `log`, which this process copies to
-    standard output meanwhile. Raise SystemExit with the child's exit code if it ends before. Call it before
-    any thread or event loop starts.
+    standard output meanwhile. Raise SystemExit with the child's exit code, or 1 for 0, if it ends before.
+    Call it before any thread or event loop starts.
     """
     log.touch(mode=0o600)
     os.truncate(log, 0)
@@ -62,7 +62,7 @@ def _wait_until_ready(pid: int, pipe: IO[bytes], output: IO[bytes]) -> None:
     if not is_ready:
         _, status = os.waitpid(pid, 0)
         _copy(output)
-        sys.exit(abs(os.waitstatus_to_exitcode(status)))
+        sys.exit(abs(os.waitstatus_to_exitcode(status)) or "error: stopped before it served")
 
 
 def _copy(output: IO[bytes]) -> None:

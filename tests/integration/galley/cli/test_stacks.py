@@ -205,6 +205,17 @@ def test_a_detached_stack_serves_until_it_is_stopped(tmp_path: Path) -> None:
             supervisor.kill()
 
 
+def test_a_detached_stack_that_is_stopped_during_its_start_does_not_serve() -> None:
+    flags = ("--draft-model=none", "--port=0", "--http-port=0", "--name=blue", "--detach")
+    command = [*GALLEY, "up", *flags, "--redis-url=redis://127.0.0.1:1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as starting:
+        assert starting.stdout is not None
+        assert "trying again" in starting.stdout.readline()
+        assert galley("stop", "blue").returncode == 0
+        _, problem = starting.communicate(timeout=PATIENCE_S)
+    assert (starting.returncode, problem) == (1, "error: stopped before it served\n")
+
+
 def test_a_detached_stack_that_cannot_start_reports_why(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     flags = ("--draft-model=none", "--port=0", "--http-port=0", "--name=blue", "--detach")
