@@ -65,17 +65,25 @@ def stop(
     *,
     every: Annotated[bool, typer.Option("--all", help="Stop every stack of this machine.")] = False,
     timeout: Annotated[
-        float, typer.Option(min=0, help="Longest time to wait for the end of a stack, in seconds.")
+        float, typer.Option(min=0, help="Longest time to wait for the end of the stacks, in seconds.")
     ] = 60.0,
 ) -> None:
     """Stop a stack, and wait until its processes have ended."""
     if every and name is not None:
         raise typer.BadParameter(f"must not be combined with NAME, got {name}", param_hint="--all")
-    for stack in _live() if every else [_find(name)]:
-        if not stack.process.terminate(timeout):
+    stacks = _live() if every else [_find(name)]
+    for stack in stacks:
+        stack.process.terminate()
+    deadline_s = time.monotonic() + timeout
+    failure = None
+    for stack in stacks:
+        if stack.process.ends_within(max(0.0, deadline_s - time.monotonic())):
+            say(f"stack {stack.name!r} stopped")
+        else:
             pid = stack.process.pid
-            raise fail(f"stack {stack.name!r} still runs after {timeout:g} s; to end it: kill -9 {pid}")
-        say(f"stack {stack.name!r} stopped")
+            failure = fail(f"stack {stack.name!r} still runs after {timeout:g} s; to end it: kill -9 {pid}")
+    if failure is not None:
+        raise failure
 
 
 def logs(

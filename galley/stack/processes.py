@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,19 +25,26 @@ class Process:
     def is_running(self) -> bool:
         return start_time(self.pid) == self.started
 
-    def terminate(self, timeout_s: float) -> bool:
-        """Send SIGTERM and wait for the end. Return False if the process runs on after `timeout_s`."""
+    def terminate(self) -> None:
+        """Send SIGTERM, if the process still runs."""
+        with self._opened() as fd, contextlib.suppress(ProcessLookupError):
+            if fd is not None:
+                signal.pidfd_send_signal(fd, signal.SIGTERM)
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Wait for the end. Return False if the process runs on after `timeout_s`."""
+        with self._opened() as fd:
+            return fd is None or bool(select.select([fd], [], [], timeout_s)[0])
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int | None]:
+        """Open a file descriptor of the process; None if it has ended."""
         with contextlib.ExitStack() as opened:
-            try:
+            fd = None
+            with contextlib.suppress(ProcessLookupError):
                 fd = os.pidfd_open(self.pid)
-            except ProcessLookupError:
-                return True
-            opened.callback(os.close, fd)
-            if not self.is_running:
-                return True
-            signal.pidfd_send_signal(fd, signal.SIGTERM)
-            ended, _, _ = select.select([fd], [], [], timeout_s)
-            return bool(ended)
+                opened.callback(os.close, fd)
+            yield fd if self.is_running else None
 
 
 def this_process() -> Process:

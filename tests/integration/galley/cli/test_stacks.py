@@ -121,6 +121,16 @@ def test_a_stack_that_does_not_end_is_reported_with_its_pid(start: StartStack) -
     assert refused.stderr == f"error: stack 'blue' still runs after 0.1 s; to end it: kill -9 {stack.pid}\n"
 
 
+def test_stop_all_goes_on_after_a_stack_that_does_not_end(start: StartStack) -> None:
+    blue, green = start("blue", "stubborn"), start("green")
+    stopped = galley("stop", "--all", "--timeout", "2")
+    assert stopped.returncode == 1
+    assert stopped.stderr == (
+        f"error: stack 'blue' still runs after 2 s; to end it: kill -9 {blue.pid}\nstack 'green' stopped\n"
+    )
+    assert green.wait(PATIENCE_S) == 0
+
+
 def test_a_process_that_got_the_pid_of_a_stack_is_left_alone() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         started = start_time(other.pid)
@@ -130,7 +140,9 @@ def test_a_process_that_got_the_pid_of_a_stack_is_left_alone() -> None:
         refused = galley("stop", "blue")
         assert (refused.returncode, other.poll()) == (1, None)
         assert "no stack 'blue' runs here" in refused.stderr
-        assert Process(other.pid, started - 1).terminate(PATIENCE_S)
+        stale = Process(other.pid, started - 1)
+        stale.terminate()
+        assert stale.ends_within(0)
         assert other.poll() is None
 
 
