@@ -10,7 +10,6 @@ from pathlib import Path  # Typer reads the annotation
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
@@ -24,6 +23,7 @@ from galley.cli.flags import (
     fail,
     say,
     stderr_console,
+    table_console,
     usage_of,
     with_tls_flags,
 )
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from galley.bench.tuning import Measured, Tuning
 
 T = TypeVar("T")
-_FILE_WIDTH = 150
 _NONCE_BYTES = 4
 _STRATEGIES = ("off", "auto", "ngram", "model", "hybrid")
 _QUICK = {
@@ -263,10 +262,7 @@ def _print(report: Report) -> None:
         verdict_table,
     )
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A file or a pipe has no width, so take what the tables need.
-        console.width = _FILE_WIDTH
+    console = table_console()
     console.print(speed_table(report.rows, report.baseline))
     console.print(acceptance_table(report.acceptance))
     console.print(prediction_table(report.rows, report.predicted))

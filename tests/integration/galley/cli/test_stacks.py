@@ -30,7 +30,8 @@ ended = []
 signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in flags else lambda *_: ended.append(1))
 with Endpoint(name) as stack:
     if "starts" not in flags:
-        stack.announce("127.0.0.1:1", http="127.0.0.1:2", model="tiny", logs=logs)
+        gateways = [flag.partition("=")[2] for flag in flags if flag.startswith("gateways=")]
+        stack.announce(*gateways or ["127.0.0.1:1"], http="127.0.0.1:2", model="tiny", logs=logs)
     print("up", flush=True)
     while not ended:
         signal.sigtimedwait([], 0.05)
@@ -87,6 +88,21 @@ def test_ps_lists_the_stacks_that_serve_and_those_that_start(start: StartStack) 
         ("blue", blue.pid, "127.0.0.1:2"),
         ("green", green.pid, ""),
     ]
+
+
+def test_ps_shows_whole_addresses_in_a_pipe_and_on_a_narrow_terminal(
+    start: StartStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateways = ",".join(f"127.0.0.1:{port}" for port in range(50051, 50061))
+    stack = start("blue", f"gateways={gateways}")
+    monkeypatch.setenv("COLUMNS", "60")
+    piped = [line.split() for line in galley("ps").stdout.splitlines()]
+    assert piped[1:] == [["blue", "serves", gateways, "127.0.0.1:2", "tiny", str(stack.pid)]]
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    heading, *rows = re.sub(r"\x1b\[[0-9;]*m", "", galley("ps").stdout).splitlines()
+    assert max(map(len, rows)) <= 60
+    column = slice(heading.index("GRPC"), heading.index("HTTP"))
+    assert "".join(row[column].strip() for row in rows) == gateways
 
 
 def test_stop_ends_the_only_stack_and_waits_for_it(start: StartStack) -> None:
