@@ -219,7 +219,10 @@ def _as_serve() -> Callable[..., None]:
     def serve(**given: Any) -> None:
         up(**given)
 
-    serve.__doc__ = f"{up.__doc__} The same as `galley up --model MODEL`."
+    serve.__doc__ = (
+        f"{up.__doc__} The same as `galley up --model MODEL`, but --config reads the table of "
+        "`serve`, not of `up`."
+    )
     argument = Annotated[
         str, typer.Argument(help="Target model: hub id, directory or GGUF file.", metavar="MODEL")
     ]
