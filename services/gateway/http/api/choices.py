@@ -95,8 +95,10 @@ class ChoiceRunner:
             checked = [
                 await generation.check(one, slots[index * form.n]) for index, one in enumerate(requests)
             ]
+            body_hash = form.body_hash(checked[0].body_hash, stored)
+            keyed = replace(checked[0], body_hash=body_hash)
             fields = {**form.stored, **stored}
-            first = await generation.begin(checked[0], slots[0], deadline_ns, stored=fields)
+            first = await generation.begin(keyed, slots[0], deadline_ns, stored=fields)
 
             def begin(index: int) -> Awaitable[SessionRunner]:
                 spec = _spec_of(checked[index // form.n], first.session, index, form.n)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from galley.core.errors import LogLost
 from galley.core.names import CHAT
-from services.gateway.request.validate import SESSION_ID_HEX
+from services.gateway.request.validate import BODY_HASH_BYTES, SESSION_ID_HEX
 from services.gateway.telemetry.attributes import stored_operation
 
 FIELD = "http"
@@ -40,6 +40,16 @@ class Format:
     @property
     def stored(self) -> dict[str, bytes]:
         return {FIELD: json.dumps(asdict(self), separators=(",", ":")).encode()}
+
+    def body_hash(self, request: bytes, more: Mapping[str, bytes]) -> bytes:
+        """Return the hash of a body, from that of its request and its `more` stored fields.
+
+        That of a plain chat or completion is the request's, so that its repeat may come by gRPC.
+        """
+        if self == Format(self.kind) and not more:
+            return request
+        parts = b"".join([request, *self.stored.values(), *more.values()])
+        return blake2b(parts, digest_size=BODY_HASH_BYTES).digest()
 
 
 def stored_format(fields: Mapping[str, bytes]) -> Format:

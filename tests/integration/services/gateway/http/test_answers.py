@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from itertools import accumulate
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -14,6 +15,12 @@ from tests.fakes.http_client import BODY, CHAT, HttpClient
 from tests.fakes.truth import END, SEED, VOCAB, text_of, true_output
 from tests.fakes.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, Gateway, World, receive
 
+RESPONSE: dict[str, Any] = {
+    "input": PROMPT,
+    "max_output_tokens": MAX_TOKENS,
+    "seed": SEED,
+    "ignore_eos": True,
+}
 MIXED: list[dict[str, Any]] = [
     {"seed": seed, "max_tokens": 8 + 7 * (seed % 5), **more}
     for seed in range(8)
@@ -169,6 +176,41 @@ async def test_a_repeat_joins_its_session_at_either_door(gateway: Gateway, clien
     assert again["id"] == first.json()["id"]
     other = await client.post("/v1/completions", BODY | {"max_tokens": 3}, idempotency_key="once")
     assert (other.status_code, other.json()["error"]["code"]) == (409, "already_exists")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "more"),
+    [
+        ("/v1/completions", BODY, {"n": 4}),
+        ("/v1/completions", BODY, {"prompt": [PROMPT, PROMPT]}),
+        ("/v1/completions", BODY, {"echo": True}),
+        ("/v1/chat/completions", CHAT, {"return_token_ids": True}),
+        ("/v1/chat/completions", CHAT, {"stream": True, "stream_options": {"include_usage": True}}),
+        ("/v1/responses", RESPONSE, {"store": False}),
+        ("/v1/responses", RESPONSE, {"metadata": {"run": "7"}}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+async def test_a_key_is_of_one_body(
+    client: HttpClient, path: str, body: dict[str, Any], more: dict[str, Any]
+) -> None:
+    for first, second in ((body, body | more), (body | more, body)):
+        key = uuid4().hex
+        statuses = [
+            (await client.post(path, sent, idempotency_key=key)).status_code
+            for sent in (first, first, second, first)
+        ]
+        assert statuses == [200, 200, 409, 200]
+
+
+async def test_a_key_of_a_chat_is_not_that_of_a_response(gateway: Gateway, client: HttpClient) -> None:
+    key = uuid4().hex
+    chat = await client.post("/v1/chat/completions", CHAT, idempotency_key=key)
+    other = await client.post("/v1/responses", RESPONSE, idempotency_key=key)
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "already_exists")
+    over_grpc = await receive(gateway.generate((Message("user", PROMPT),), idempotency_key=key))
+    assert over_grpc.started is not None
+    assert over_grpc.started.session_id == chat.headers["x-galley-session-id"]
 
 
 async def test_text_and_tokens_are_converted(client: HttpClient) -> None:
