@@ -178,7 +178,7 @@ class MemoryStore(SessionStore):
     async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
         self._must_be_in_time(latest_ms)
         if self._find(owner.session_id) is None:
-            if self._clock() < self._aborted.get(owner.session_id, 0.0):
+            if self._clock() < self._aborted.get(owner.session_id, -math.inf):
                 raise SessionEnded(owner.session_id)
             self._make(new, owner.epoch, owner.nonce)
         else:
