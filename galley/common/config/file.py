@@ -11,6 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_COMMANDS = (
+    "bench chat check completion demo distill draft gateway generate logs plan prepare ps resume serve stop "
+    "target top trace up"
+)
+TABLES = frozenset(_COMMANDS.split())
+"""The commands: each has a table, also in a file that a service reads."""
 _KINDS: Mapping[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -45,19 +51,22 @@ class ConfigFile:
             begin = number + 1
         return begin
 
-    def check_tables(self, known: Iterable[str]) -> None:
-        """Raise ValueError for a table that is none of `known`."""
+    def check_tables(self) -> None:
+        """Raise ValueError for a table of no command."""
         for table in self.tables:
-            _check_known(self.place(table), table, known)
+            _check_known(self.place(table), table, TABLES)
 
     def values(self, table: str, kinds: Mapping[str, type]) -> Mapping[str, Any]:
-        """Return the keys of a table. Raise ValueError for an unknown key or a value of another kind."""
+        """Return the keys of a table. Raise ValueError for an unknown key or a value of another kind.
+
+        Its text leaves the value out: it may be a secret.
+        """
         values = self.tables.get(table, {})
         for key, value in values.items():
             place = self.place(table, key)
             _check_known(place, key, kinds)
             if not _is_kind(value, kinds[key]):
-                raise ValueError(f"{place}: must be {_KINDS[kinds[key]]}, got {value!r}")
+                raise ValueError(f"{place}: must be {_KINDS[kinds[key]]}, got {_kind(value)}")
         return values
 
 
@@ -91,6 +100,10 @@ def _check_known(place: str, name: str, known: Iterable[str]) -> None:
     if name not in (names := sorted(known)):
         nearest = difflib.get_close_matches(name, names, 1)
         raise ValueError(f"{place}: unknown" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+
+
+def _kind(value: object) -> str:
+    return _KINDS.get(type(value), "a table" if isinstance(value, dict) else "a date or time")
 
 
 def _is_kind(value: object, kind: type) -> bool:

@@ -221,6 +221,7 @@ def _values_in(cls: type[BaseSettings], path: str) -> dict[str, Any]:
     """Return the settings in the file's table. Raise ValueError that names line and key."""
     fields = {_flag(name).removeprefix("--"): (name, field) for name, field in cls.model_fields.items()}
     file, table = read_config(Path(path)), _table(cls)
+    file.check_tables()
     values = file.values(table, {key: kind_of(field.annotation) for key, (_, field) in fields.items()})
     for key, value in values.items():
         name, field = fields[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,12 +53,13 @@ def test_the_table_sets_what_flags_and_environment_do_not(
     [
         ("kk = 3", "gateway.kk: unknown; did you mean k?"),
         ("http_port = 3", "gateway.http_port: unknown; did you mean http-port?"),
-        ('k = "3"', "gateway.k: must be a whole number, got '3'"),
+        ('k = "3"', "gateway.k: must be a whole number, got text"),
         ("k = 65", "gateway.k: Input should be less than or equal to 64"),
         ("store-timeout-s = 0", "gateway.store-timeout-s: Input should be greater than 0"),
         ('generation-config = "some"', "gateway.generation-config: Input should be 'auto' or 'none'"),
         ('http-cors-origins = "x"', "gateway.http-cors-origins: must be * or scheme://host[:port], got 'x'"),
         ('id-secret = "canary"', "gateway.id-secret: must not hold a secret; use the environment or id-sec"),
+        ("id-secret = 987654321", "gateway.id-secret: must be text, got a whole number"),
         ('redis-url = "redis://u:canary@s"', "gateway.redis-url: must not hold a secret"),
     ],
 )
@@ -70,7 +72,18 @@ def test_a_wrong_line_is_named(
     assert ended.value.code == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"test: error: --config: {file}:3: {problem}")
-    assert "canary" not in printed
+    assert not re.search("canary|987654321", printed)
+
+
+def test_a_misspelt_table_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a gateway would ignore all of it, such as its file of keys."""
+    file.write_text('[gatway]\napi-keys-file = "keys"\n')
+    with pytest.raises(SystemExit):
+        parse("--config", str(file))
+    assert (
+        capsys.readouterr().err
+        == f"test: error: --config: {file}:1: gatway: unknown; did you mean gateway?\n"
+    )
 
 
 def test_lines_of_keys_in_every_form(file: Path) -> None:
