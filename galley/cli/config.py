@@ -28,7 +28,8 @@ def with_config_flag(command: Callable[..., T]) -> Callable[..., T]:
 
     def read(context: typer.Context, path: Path | None) -> None:
         if chosen := path or context.meta.get(_PATH):
-            context.default_map = _defaults(context, chosen, kinds)
+            # `bench --quick` may have set some defaults before.
+            context.default_map = {**_defaults(context, chosen, kinds), **(context.default_map or {})}
 
     @functools.wraps(command)
     def run(**given: Any) -> T:
@@ -73,10 +74,9 @@ def _defaults(context: typer.Context, path: Path, kinds: Mapping[str, type]) -> 
     """Return the values of the file by parameter. Raise BadParameter that names line and key."""
     flags = {_key(each): each.name for each in context.command.params if each.param_type_name == "option"}
     names = {key: name for key, name in flags.items() if key not in _OWN and name is not None}
-    group: Any = context.parent.command if context.parent is not None else None
     try:
         file = read_config(path)
-        file.check_tables(group.commands if group is not None else ())
+        file.check_tables()
         values = file.values(str(context.info_name), {key: kinds[name] for key, name in names.items()})
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--config") from None

@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from galley.cli.app import app
+from galley.common.config.file import TABLES
 from galley.common.config.settings import parse_settings
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.settings import GatewaySettings
@@ -90,10 +91,10 @@ def test_the_file_may_stand_before_the_command_or_in_the_environment(file: Path)
         ("[up]\n\nprot = 1", "--config: {}:3: up.prot: unknown; did you mean port?"),
         ("[up]\nzzz = 1", "--config: {}:2: up.zzz: unknown"),
         ("# none\n[generat]\nseed = 1", "--config: {}:2: generat: unknown; did you mean generate?"),
-        ('[up]\nport = "1"', "--config: {}:2: up.port: must be a whole number, got '1'"),
-        ("[up]\nport = true", "--config: {}:2: up.port: must be a whole number, got True"),
-        ("[up]\ntrace = 1", "--config: {}:2: up.trace: must be true or false, got 1"),
-        ("[up]\nmodel = 1", "--config: {}:2: up.model: must be text, got 1"),
+        ('[up]\nport = "1"', "--config: {}:2: up.port: must be a whole number, got text"),
+        ("[up]\nport = true", "--config: {}:2: up.port: must be a whole number, got true or false"),
+        ("[up]\ntrace = 1", "--config: {}:2: up.trace: must be true or false, got a whole number"),
+        ("[up]\nmodel = 1", "--config: {}:2: up.model: must be text, got a whole number"),
         ('[up]\nname = "blue"\nk = 65', "{}:3: up.k: must be at most 64, got 65"),
         ('[up]\nstrategy = "foo"', "{}:2: up.strategy: must be one of ngram, model, hybrid, none, got 'foo'"),
         ("[up]\nredis-url = 'redis://u:canary@x'", "{}:2: up.redis-url: must not hold a password"),
@@ -116,6 +117,20 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     refused = galley("ps", "--config", str(tmp_path / "none.toml"))
     assert refused.exit_code == 2
     assert f"--config: {tmp_path}/none.toml: No such file or directory" in refused.stderr
+
+
+def test_a_file_does_not_undo_a_quick_bench(file: Path) -> None:
+    file.write_text("[bench]\nconcurrency = '2'\nmax-tokens = 48\n")
+    command: Any = typer.main.get_command(app)
+    for arguments in (["--quick", "--config", str(file)], ["--config", str(file), "--quick"]):
+        context = command.commands["bench"].make_context("bench", arguments)
+        assert context.params["concurrency"] == "1,4"
+        assert context.params["max_tokens"] == 32
+
+
+def test_every_command_has_a_table() -> None:
+    command: Any = typer.main.get_command(app)
+    assert set(command.commands) == TABLES
 
 
 def test_every_command_but_the_servers_takes_a_file() -> None:
