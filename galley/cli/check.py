@@ -37,7 +37,9 @@ def check(
     memory_gib: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Memory for the pair, in GiB. Default: what is free on this machine's CPUs."
+            min=0,
+            max=1 << 20,
+            help="Memory for the pair, in GiB. Default: what is free on this machine's CPUs.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
@@ -84,19 +86,29 @@ def _model(spec: str) -> Model:
 
 
 def _hub_model(spec: str) -> Model:
+    import httpx2  # noqa: PLC0415
     import huggingface_hub  # noqa: PLC0415  # slow to load
     from huggingface_hub.errors import (  # noqa: PLC0415
         HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
         NotASafetensorsRepoError,
+        SafetensorsParsingError,
     )
 
+    unreadable = (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        NotASafetensorsRepoError,
+        SafetensorsParsingError,
+        httpx2.HTTPError,
+    )
     name, revision = hub_model(spec)
     try:
         directory = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(_FILES))
         headers = huggingface_hub.get_safetensors_metadata(name, revision=revision).files_metadata
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, NotASafetensorsRepoError) as error:
+    except unreadable as error:
         [reason, *_] = str(error).splitlines() or [type(error).__name__]
         raise UnsupportedModel(
             f"{spec}: must be a directory, a .gguf file or a safetensors model of the hub: {reason}"
