@@ -167,8 +167,8 @@ def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSp
         args += _store(facts, options)
         if options.k is not None:
             args += ["--k", str(options.k)]
-        if options.http_port >= 0:
-            args += ["--http-port", str(options.http_port if name == "gateway" else 0)]
+        # Passed also to open none, as the environment may name a port.
+        args += ["--http-port", str(options.http_port if name == "gateway" else min(0, options.http_port))]
         return python_module("services.gateway", *args, *options.extra_args.get("gateway", ()))
 
     return PartSpec(name, command, after=after, pool="gateway")
