@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from galley.core.errors import InvalidField, Unimplemented
+from services.gateway.http.transport.errors import shown
 
 _T = TypeVar("_T")
 
@@ -76,7 +77,7 @@ class Parameters(_Open):
     stop: str | Few[str] | None = Field(None, description="Strings that end the answer.")
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = Field(None, description="Do not stop at the model's own end tokens.")
-    user: str | None = Field(None, description="Accepted, without effect.")
+    user: str | None = Field(None, max_length=256, description="Accepted, without effect.")
     service_tier: Literal["auto", "default", "flex", "priority"] | None = Field(
         None, description="`priority` goes first and `flex` last, within the priority of the principal."
     )
@@ -200,7 +201,7 @@ def check_parameters(body: Parameters, *, strict: bool) -> dict[str, str]:
     """Return the headers that tell of ignored parameters. Raise InvalidField or Unimplemented."""
     unknown = _unknown_parameters(body)
     if unknown and strict:
-        raise InvalidField(unknown[0], "must be a known parameter (--strict-parameters)")
+        raise InvalidField(shown(unknown[0]), "must be a known parameter (--strict-parameters)")
     return {"warning": _warning_of(unknown)} if unknown else {}
 
 
@@ -228,12 +229,6 @@ def _open_parts(body: Parameters) -> Iterator[tuple[str, BaseModel]]:
 
 def _warning_of(unknown: list[str]) -> str:
     """Return the `warning` header (RFC 9111) for ignored parameters."""
-    named = ", ".join(_plain(name) for name in unknown[:_MAX_SHOWN])
+    named = ", ".join(shown(name) for name in unknown[:_MAX_SHOWN])
     more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
     return f'299 galley "unknown parameters ignored: {named}{more}"'
-
-
-def _plain(name: str) -> str:
-    return "".join(
-        char if char.isascii() and (char.isalnum() or char in "_.[]-") else "?" for char in name[:64]
-    )

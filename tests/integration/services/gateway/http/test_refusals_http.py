@@ -24,6 +24,8 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"repetition_penalty": 100.0}, "repetition_penalty", "must be in ["),
     (COMPLETIONS, {"logit_bias": {"x": 1.0}}, "logit_bias", "token ids as names"),
     (COMPLETIONS, {"logit_bias": {"1": 1000.0}}, "logit_bias[1]", "must be in [-100, 100]"),
+    (COMPLETIONS, {"logit_bias": {"\x1b" * 9999: "x"}}, f"logit_bias.{'?' * 64}", "valid number"),
+    (COMPLETIONS, {"user": "x" * 257}, "user", "at most 256 characters"),
     (COMPLETIONS, {"max_tokens": 10**6}, "max_tokens", "must be in [1, 65535]"),
     (COMPLETIONS, {"n": 9}, "n", "less than or equal to 8"),
     (COMPLETIONS, {"seed": -1}, "seed", "greater than or equal to 0"),
