@@ -125,6 +125,9 @@ class HttpConnection(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_watching()
+        cycle: Any = self.cycle  # None before the first request
+        if cycle is not None and cycle.response_complete:
+            self._expect_reading()  # nothing is written any more that would watch what is left
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
