@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from galley.core.errors import InvalidField, Unimplemented
-from services.gateway.http.transport.errors import shown
+from services.gateway.http.transport.errors import printable_name
 
 _T = TypeVar("_T")
 
@@ -201,7 +201,7 @@ def check_parameters(body: Parameters, *, strict: bool) -> dict[str, str]:
     """Return the headers that tell of ignored parameters. Raise InvalidField or Unimplemented."""
     unknown = _unknown_parameters(body)
     if unknown and strict:
-        raise InvalidField(shown(unknown[0]), "must be a known parameter (--strict-parameters)")
+        raise InvalidField(printable_name(unknown[0]), "must be a known parameter (--strict-parameters)")
     return {"warning": _warning_of(unknown)} if unknown else {}
 
 
@@ -229,6 +229,6 @@ def _open_parts(body: Parameters) -> Iterator[tuple[str, BaseModel]]:
 
 def _warning_of(unknown: list[str]) -> str:
     """Return the `warning` header (RFC 9111) for ignored parameters."""
-    named = ", ".join(shown(name) for name in unknown[:_MAX_SHOWN])
+    named = ", ".join(printable_name(name) for name in unknown[:_MAX_SHOWN])
     more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
     return f'299 galley "unknown parameters ignored: {named}{more}"'

@@ -100,7 +100,7 @@ def parameter_of(wire_field: str) -> str:
     return wire_field
 
 
-def shown(name: str) -> str:
+def printable_name(name: str) -> str:
     """Return the name of a parameter, which may be any text of the caller, as far as it is printed."""
     return re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name[:64])
 
@@ -109,7 +109,9 @@ def _not_as_described(error: RequestValidationError) -> ErrorReply:
     """Name the first parameter that is not as the API describes it, without its value."""
     problem = error.errors()[0]
     place = [part for part in problem["loc"] if part not in _KINDS]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{shown(part)}" for part in place).lstrip(".")
+    name = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{printable_name(part)}" for part in place
+    ).lstrip(".")
     if problem["type"] == "json_invalid":
         return ErrorReply(400, f"body: must be JSON: {problem['ctx']['error']}", "invalid_argument")
     return ErrorReply(400, f"{name or 'body'}: {problem['msg']}", "invalid_argument", name or None)
