@@ -59,7 +59,7 @@ async def test_each_choice_takes_a_slot(stack: Attacked) -> None:
 async def test_cancels_and_resumes_give_no_more_tokens_than_the_rate(stack: Attacked) -> None:
     async with unharmed(stack, HTTP):
         delivered, took_s = await storms.cancels(stack.http, sessions=40, tokens=METERED_BURST // 2)
-    assert 0 < delivered <= METERED_BURST + METERED_TOKENS_PER_S * took_s
+    assert delivered <= METERED_BURST + METERED_TOKENS_PER_S * took_s
 
 
 async def test_reads_and_ends_of_a_session_block_no_other(stack: Attacked) -> None:
