@@ -19,7 +19,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 MAX_SESSION_ID_BYTES = 256
 MAX_SALT_BYTES = 16
 # Where the proto tells an unset field from 0, unset means the core's default.
-_OPTIONAL = (
+OPTIONAL_SAMPLING = (
     "temperature",
     "top_p",
     "top_k",
@@ -29,7 +29,7 @@ _OPTIONAL = (
     "repetition_penalty",
     "seed",
 )
-_DEFAULTS = {name: getattr(SamplingParams(), name) for name in _OPTIONAL if name != "seed"}
+_DEFAULTS = {name: getattr(SamplingParams(), name) for name in OPTIONAL_SAMPLING if name != "seed"}
 
 
 def sampling_from(message: pb.SamplingParams) -> SamplingParams:
@@ -37,7 +37,7 @@ def sampling_from(message: pb.SamplingParams) -> SamplingParams:
 
     Floats keep the 32 bits of the wire, so that every service computes with the same values.
     """
-    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]  # a literal union
+    given = {name: getattr(message, name) for name in OPTIONAL_SAMPLING if message.HasField(name)}  # type: ignore[arg-type]  # a literal union
     if message.logit_bias:
         given["logit_bias"] = MappingProxyType(dict(message.logit_bias))
     return SamplingParams(**given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from galley.common.wire.codec import OPTIONAL_SAMPLING
 from galley.core.errors import InvalidField, Unimplemented
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.api.schemas import (
@@ -21,16 +22,6 @@ _MODES = {
     "off": pb.Speculation.MODE_OFF,
     "fixed": pb.Speculation.MODE_FIXED,
 }
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-)
 _MOST_ID = (1 << 32) - 1
 _PIECE_IDS = 8_192
 
@@ -94,7 +85,7 @@ def common_request(body: Parameters, key: str, max_tokens: int | None) -> pb.Gen
 
 
 def _sampling(body: Parameters) -> pb.SamplingParams:
-    given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    given = {name: value for name in OPTIONAL_SAMPLING if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:
         given["top_k"] = 0
     return pb.SamplingParams(**given, logit_bias=_biases(body.logit_bias or {}))
