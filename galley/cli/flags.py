@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from galley.client.addresses import DEFAULT_PORT
 from galley.client.options import GenerateOptions, Retries, Speculation, Tls
 from galley.common.printable import printable
 from galley.stack.endpoint import NoEndpoint, RunningStack, SeveralStacks, find_stack
@@ -231,7 +232,7 @@ def connection_options(
         str | None,
         _connection(
             envvar="GALLEY_ENDPOINT",
-            help="Gateways, comma-separated; if one fails, the next is used. The port is 50051 "
+            help=f"Gateways, comma-separated; if one fails, the next is used. The port is {DEFAULT_PORT} "
             "if left out. Default: the stack that `galley up` runs on this machine.",
             metavar="HOST[:PORT]",
         ),

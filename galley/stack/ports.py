@@ -6,7 +6,9 @@ import contextlib
 import socket
 from collections.abc import Collection
 
-GRPC_PORT, HTTP_PORT = 50051, 8000
+from galley.client.addresses import DEFAULT_PORT
+
+GRPC_PORT, HTTP_PORT = DEFAULT_PORT, 8000
 LOOPBACK = "127.0.0.1"
 _MAX_PORT = 65535
 
