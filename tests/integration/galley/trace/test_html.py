@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Iterator
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,7 +14,7 @@ from galley.trace.explain.explain import explain
 from galley.trace.read.model import Story
 from galley.trace.show.html import page
 from tests.fakes import trace_scenes as scenes
-from tests.fakes.browser import Browser, find_browser
+from tests.fakes.browser import Browser
 from tests.fakes.trace_builder import OTHER_TARGET_AT, SESSION, Scene
 
 _ACTIVE = {"script", "img", "iframe", "object", "embed", "link", "form", "base", "audio", "video", "input"}
@@ -65,15 +64,6 @@ def test_a_long_answer_makes_no_endless_page() -> None:
     text = page(scene.story())
     assert len(text) < 3_000_000
     assert "… 3,501 rounds" in text
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    path = find_browser()
-    if path is None:
-        pytest.skip("chromium is not installed")
-    with Browser(path, tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
 
 
 def opened(browser: Browser, story: Story, directory: Path) -> Story:

@@ -7,7 +7,7 @@ import importlib.resources
 import json
 import re
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.fakes.browser import Browser, find_browser
+from tests.fakes.browser import Browser
 from tests.fakes.http_client import HttpClient, http_client
 from tests.fakes.link import Link
 from tests.fakes.processes import gateway_process
@@ -28,15 +28,6 @@ REFUSED = "net::ERR_CONNECTION_REFUSED"
 VIOLATIONS = "axe.run().then(({violations}) => violations.map(v => [v.id, v.impact, v.nodes[0].html]))"
 RESET = "net::ERR_CONNECTION_RESET"
 LOST = "net::ERR_INCOMPLETE_CHUNKED_ENCODING"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    path = find_browser()
-    if path is None:
-        pytest.skip("chromium is not installed")
-    with Browser(path, tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
 
 
 class Page:
