@@ -121,7 +121,7 @@ class CollectedAnswers(Response):
         finally:
             with suppress(IndexError):  # no session has begun
                 scope[SESSION_ID] = self._answers.session_id
-        # In a thread: many logprobs take longer to encode than other streams should wait.
+        # In a thread: many logprobs take longer to build than other streams should wait.
         body = await asyncio.to_thread(lambda: self._answers.body)
         headers = {"x-galley-session-id": self._answers.session_id, **self._more_headers}
         await Response(body, media_type="application/json", headers=headers)(scope, receive, send)

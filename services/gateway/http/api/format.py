@@ -10,6 +10,7 @@ from typing import Literal
 
 from galley.core.errors import LogLost
 from galley.core.names import CHAT
+from services.gateway.http.transport.encoding import to_json
 from services.gateway.request.validate import BODY_HASH_BYTES, SESSION_ID_HEX
 from services.gateway.telemetry.attributes import stored_operation
 
@@ -39,7 +40,7 @@ class Format:
 
     @property
     def stored(self) -> dict[str, bytes]:
-        return {FIELD: json.dumps(asdict(self), separators=(",", ":")).encode()}
+        return {FIELD: to_json(asdict(self))}
 
     def body_hash(self, request: bytes, more: Mapping[str, bytes]) -> bytes:
         """Return the hash of a body, from that of its request and its `more` stored fields.

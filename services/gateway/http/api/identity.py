@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ from galley.core.answer.answer import Ending, Reason
 from galley.core.session.machine import Session
 from services.gateway.generation import ServedModel
 from services.gateway.http.api.format import Format
+from services.gateway.http.transport.encoding import to_json
 
 _SECOND = 1_000_000_000
 _PREFIXES = {"chat": "chatcmpl-", "completion": "cmpl-"}
@@ -40,7 +40,7 @@ class Identity:
     def head(self, *, stream: bool) -> bytes:
         """Return the JSON of the response up to its choices."""
         fields = {**self.fields, "object": self.stream_object} if stream else self.fields
-        return json.dumps(fields, separators=(",", ":")).encode()[:-1] + b',"choices":'
+        return to_json(fields)[:-1] + b',"choices":'
 
 
 def finish_reason(ending: Ending) -> tuple[str, str | int | None]:

@@ -6,7 +6,6 @@ once, as an event is written for every chunk of tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from services.gateway.http.api.identity import Identity, finish_reason
 from services.gateway.http.api.logprobs import chat_logprobs, completion_logprobs
 from services.gateway.http.api.positions import DONE, Position, event_id
 from services.gateway.http.api.usage import metrics, usage
+from services.gateway.http.transport.encoding import to_json, to_text
 from services.gateway.http.transport.errors import error_reply
 
 _HEADERS = {
@@ -29,9 +29,8 @@ _HEADERS = {
     "x-accel-buffering": "no",  # nginx would hold events back
 }
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode
 _NOTHING = {"logprobs": None, "finish_reason": None}
-_PLAIN = _encode(_NOTHING)[1:]
+_PLAIN = to_text(_NOTHING)[1:]
 
 
 class AnswerEvents(Reader, Protocol):
@@ -125,7 +124,7 @@ class EventStream(EventWriter):
     async def fail(self, error: BaseException) -> None:
         """Send an error after the response has begun, and end the response."""
         log_internal(error)
-        data = _encode({"error": error_reply(error).object}).encode()
+        data = to_json({"error": error_reply(error).object})
         await self.write(b"data: " + data + b"\n\n", more=False)
 
     async def _finish(self) -> None:
@@ -133,7 +132,7 @@ class EventStream(EventWriter):
         end = b""
         if self._form.usage:
             used = {"usage": usage(sessions, self._form.n), "metrics": metrics(sessions)}
-            end = b"data: " + self._head + b"[]," + _encode(used).encode()[1:] + b"\n\n"
+            end = b"data: " + self._head + b"[]," + to_json(used)[1:] + b"\n\n"
         await self.write(end + b"id: " + DONE.encode() + b"\ndata: [DONE]\n\n", more=False)
 
     def _first(self, choice: Choice) -> bytes:
@@ -173,12 +172,12 @@ class EventStream(EventWriter):
     ) -> bytes:
         """Return an event of one choice; text None opens a chat's turn."""
         if self._form.kind == "completion":
-            content = f'"text":{_encode(text)}'
+            content = f'"text":{to_text(text)}'
         elif text is None:
             content = '"delta":{"role":"assistant","content":""}'
         else:
-            content = '"delta":{}' if is_last else f'"delta":{{"content":{_encode(text)}}}'
-        tail = _encode({**_NOTHING, **more})[1:] if more else _PLAIN
+            content = '"delta":{}' if is_last else f'"delta":{{"content":{to_text(text)}}}'
+        tail = to_text({**_NOTHING, **more})[1:] if more else _PLAIN
         data = f'{{"index":{choice.index},{content},{tail}'.encode()
         at = event_id([one.position for one in self._choices]).encode()
         return b"id: " + at + b"\ndata: " + self._head + b"[" + data + b"]}\n\n"

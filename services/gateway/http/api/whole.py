@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from services.gateway.http.api.format import Format, PromptText, no_prompt
 from services.gateway.http.api.identity import Identity, finish_reason
 from services.gateway.http.api.logprobs import chat_logprobs, completion_logprobs
 from services.gateway.http.api.usage import metrics, usage
+from services.gateway.http.transport.encoding import to_json
 
 
 class WholeAnswers:
@@ -61,7 +61,7 @@ class WholeAnswers:
             "metrics": metrics(sessions),
         }
         choices = [self._choice(index) for index in range(len(sessions))]
-        return json.dumps({**identity.fields, "choices": choices, **end}, separators=(",", ":")).encode()
+        return to_json({**identity.fields, "choices": choices, **end})
 
     def _choice(self, index: int) -> dict[str, Any]:
         text = "".join(self._texts[index])

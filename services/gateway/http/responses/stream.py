@@ -6,7 +6,6 @@ tokens up to its end. Four more close the response, with the numbers after that 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,7 @@ from services.gateway.http.api.positions import DONE, Position
 from services.gateway.http.api.stream import EventWriter
 from services.gateway.http.responses.objects import ResponseObjects
 from services.gateway.http.responses.record import Record
+from services.gateway.http.transport.encoding import to_json
 from services.gateway.http.transport.errors import error_reply
 
 _LAST_OPENING = 3
@@ -81,7 +81,7 @@ class ResponseStream(EventWriter):
         }
         if self._form.token_ids:
             body |= {"token_ids": item.tokens, "from_draft": [item.from_draft] * len(item.tokens)}
-        data = self._delta_head + json.dumps(body, separators=(",", ":")).encode()[1:]
+        data = self._delta_head + to_json(body)[1:]
         await self.write(_event(_DELTA, str(choice.position), data))
 
     async def end(self, choice: Choice, answer: AnswerStream) -> None:
@@ -96,7 +96,7 @@ class ResponseStream(EventWriter):
         reply = error_reply(error)
         response = self._objects.response(error={"code": reply.code, "message": reply.message})
         data = {"type": "response.failed", "sequence_number": self._number + 1, "response": response}
-        await self.write(_event("response.failed", "", _encoded(data)), more=False)
+        await self.write(_event("response.failed", "", to_json(data)), more=False)
 
     def _opening(self) -> bytes:
         running, message = self._objects.response(has_output=False), self._objects.message(has_content=False)
@@ -144,7 +144,7 @@ def _written(events: Sequence[Event], ids: Sequence[str], first: int, sent: int)
     """Return the events beyond the first `sent`, which are numbered from `first`."""
     numbered = enumerate(zip(events, ids, strict=True), first)
     return b"".join(
-        _event(kind, name, _encoded({"type": kind, "sequence_number": number, **fields}))
+        _event(kind, name, to_json({"type": kind, "sequence_number": number, **fields}))
         for number, ((kind, fields), name) in list(numbered)[sent:]
     )
 
@@ -152,7 +152,3 @@ def _written(events: Sequence[Event], ids: Sequence[str], first: int, sent: int)
 def _event(kind: str, name: str, data: bytes) -> bytes:
     head = f"event: {kind}\nid: {name}\n" if name else f"event: {kind}\n"
     return head.encode() + b"data: " + data + b"\n\n"
-
-
-def _encoded(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from galley.common.wire.status import code_of, error_type, http_status, message_of
 from galley.core.errors import CallerFault, InvalidField, Overloaded, Unimplemented
+from services.gateway.http.transport.encoding import to_json
 
 _INVALID = "invalid_request_error"
 _TYPES: dict[int, str] = {
@@ -59,7 +59,7 @@ class ErrorReply:
 
     @property
     def body(self) -> bytes:
-        return json.dumps({"error": self.object}, separators=(",", ":")).encode()
+        return to_json({"error": self.object})
 
     @property
     def _type(self) -> str:
