@@ -199,7 +199,8 @@ def test_resumed_request_continues_the_trace_of_a_killed_gateway(run: Run, tmp_p
         # Of a round, or a call, that was under way.
         assert span.parent_id == killed or span.name in {names.VERIFY, names.PROPOSE}
         assert span.process.instance != resumed.process.instance
-        assert span.start_ns < resumed.start_ns
+        # A call that waited in a socket began later: its caller was gone by then.
+        assert span.start_ns < resumed.start_ns or span.text(names.OUTCOME) == "cancelled"
 
     story = story_of(run, trace_id, tmp_path)
     before, after = story.requests
