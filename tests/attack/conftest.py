@@ -1,4 +1,4 @@
-"""All services in one process, which the attacks share: state that one attack leaves reaches the next."""
+"""Services that the attacks share: state that one attack leaves reaches the next."""
 
 from __future__ import annotations
 

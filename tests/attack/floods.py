@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from tests.attack.stack import BAD, MIB, Attacked, files_allowed
+from tests.attack.stack import BAD, MIB, SERVICES, Attacked, ProcessState, files_allowed
 from tests.fakes.http2 import (
     ACK,
     END_HEADERS,
@@ -224,13 +224,14 @@ _AT_ONCE = 5
 
 
 class _Holder:
-    def __init__(self, stack: Attacked, opened: AsyncExitStack, calls: int) -> None:
+    def __init__(self, stack: Attacked, opened: AsyncExitStack, before: ProcessState) -> None:
         self.wires: list[Wire] = []
         self._stack = stack
         self._opened = opened
-        self._calls = calls
+        self._calls = {name: before.calls(name) for name in SERVICES}
 
     async def hold(self, name: str, path: str, streams: int) -> None:
+        """Return once the streams are open."""
         while streams > 0:
             attacker = await self._opened.enter_async_context(wire(self._stack.addresses[name]))
             self.wires.append(attacker)
@@ -240,14 +241,17 @@ class _Holder:
                 request = frame(Kind.DATA, 1, stream, message(b"")) if path == WATCH else b""
                 await attacker.send(opening(stream, path, KEY), request)
             streams -= taken
-            self._calls += taken
-            if not len(self.wires) % _AT_ONCE:
-                await self._stack.after_calls(self._calls)
+            self._calls[name] += taken
+            if not streams or not len(self.wires) % _AT_ONCE:
+                there = await self._stack.after_calls(name, self._calls[name])
+                assert there >= self._calls[name], f"{name}: only {there} streams are open"
 
 
-async def idle_streams(stack: Attacked, opened: AsyncExitStack, calls: int, items: int) -> list[Wire]:
-    """Open idle streams: half at each replica, and 100 watches and reflections; `calls` are already open."""
-    holder = _Holder(stack, opened, calls)
+async def idle_streams(
+    stack: Attacked, opened: AsyncExitStack, before: ProcessState, items: int
+) -> list[Wire]:
+    """Open idle streams beside those of `before`: half at each replica, and 100 watches and reflections."""
+    holder = _Holder(stack, opened, before)
     await holder.hold("target", _VERIFY, items // 2)
     await holder.hold("draft", _PROPOSE, items // 2)
     await holder.hold("gateway", WATCH, 100)

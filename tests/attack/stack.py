@@ -1,7 +1,7 @@
-"""The attacked services, in a process of their own, and a client that uses them meanwhile.
+"""The attacked services, each in a process of its own, and a client that uses them meanwhile.
 
-The process reports its memory, tasks, connections and logged errors. After an attack they must be what they
-were before (`settled`).
+Each process reports its memory, tasks and logged errors. After an attack they, and the connections, must be
+what they were before (`settled`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.bystander import DOORS, GOOD, GRPC, Bystander, beside
@@ -50,21 +53,24 @@ MOST_HELD_S = 0.15
 CALL = "_handle_exceptions"
 _REPLICA_STREAM = "_Connection._read"
 SERVICES = ("gateway", "target", "draft", "collector")
+_STARTED = ("collector", "target", "draft", "gateway")
+TRACES = "traces.jsonl"
 HEALTH, HTTP = "health", "http"
 """Names of the gateway's further ports in addresses."""
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state of the process.
+    """The state of all processes.
 
-    `connections` counts connections from other processes, `sessions` open streams, `items` open requests at
-    the target, `logged` the bytes of its log; `errors` are the errors that it logged. `held_s` is the longest
-    turn of its event loop since the state before, in CPU time, so that a busy machine does not lengthen it.
+    `tasks` counts tasks by service and name, `connections` those from other processes, `sessions` open
+    streams, `items` open requests at the target, `logged` the bytes of the log; `errors` are the errors that
+    they logged. `held_s` is the longest turn of an event loop since the state before, in CPU time, so that a
+    busy machine does not lengthen it.
     """
 
     rss: int
-    tasks: dict[str, int]
+    tasks: dict[str, Counter[str]]
     connections: int
     threads: int
     sessions: int
@@ -75,25 +81,66 @@ class ProcessState:
 
     @property
     def task_count(self) -> int:
-        return sum(self.tasks.values())
+        return sum(tasks.total() for tasks in self.tasks.values())
 
-    @property
-    def calls(self) -> int:
-        return self.tasks.get(CALL, 0)
+    def calls(self, service: str) -> int:
+        """Return the number of open calls of a service."""
+        return self.tasks[service][CALL]
+
+
+class ServiceProcess:
+    """The process of one service, which answers commands."""
+
+    def __init__(self, service: str, log: Path, *arguments: str) -> None:
+        self._log = log
+        self._lock = threading.Lock()
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                (sys.executable, "-m", "tests.attack.victim", service, *arguments),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                env={name: value for name, value in os.environ.items() if not name.startswith("OTEL_")},
+            )
+        self.ready = self._read()
+
+    def command(self, command: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        with self._lock:
+            self.process.stdin.write(command.encode() + b"\n")
+            self.process.stdin.flush()
+            return self._read()
+
+    def stop(self) -> dict[str, Any]:
+        outcome = self.command("stop")
+        assert self.process.wait(PATIENCE_S) == 0
+        return outcome
+
+    def kill(self) -> None:
+        with self.process:
+            self.process.kill()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        answer = self.process.stdout.readline()
+        assert answer, f"the process is gone: {self._log.read_text()[-4000:]}"
+        values: dict[str, Any] = json.loads(answer)
+        return values
 
 
 class Attacked:
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, store: str, keys: Path) -> None:
-        self.log = log
+    def __init__(self, services: Mapping[str, ServiceProcess], directory: Path, store: str) -> None:
+        self.log = directory / "log"
+        self.keys = directory / "keys" / "keys.toml"
+        self.traces = directory / TRACES
         self.store = store
-        self.keys = keys
         self.held_s = 0.0
-        self._process = process
-        self._lock = threading.Lock()
-        ready = self._read()
-        self.addresses: dict[str, str] = ready["addresses"]
-        self.metrics: dict[str, str] = ready["metrics"]
-        self.traces = Path(ready["traces"])
+        self._services = services
+        self.addresses: dict[str, str] = {}
+        for service in services.values():
+            self.addresses |= service.ready["addresses"]
+        ready = {name: one.ready["metrics"] for name, one in services.items()}
+        self.metrics: dict[str, str] = {name: address for name, address in ready.items() if address}
 
     @property
     def gateway(self) -> str:
@@ -107,12 +154,32 @@ class Attacked:
         return self.http if door == HTTP else self.gateway
 
     async def state(self) -> ProcessState:
-        return await self._state("state")
+        return await self._state(dict.fromkeys(self._services, "state"))
 
-    async def _state(self, command: str) -> ProcessState:
-        state = ProcessState(**await asyncio.to_thread(self._command, command))
+    async def _state(self, commands: Mapping[str, str]) -> ProcessState:
+        """Return the state once each service has answered its command."""
+        states = await asyncio.gather(
+            *(asyncio.to_thread(self._services[name].command, each) for name, each in commands.items())
+        )
+        state = ProcessState(
+            tasks={name: Counter(one["tasks"]) for name, one in zip(commands, states, strict=True)},
+            errors=[line for one in states for line in one["errors"]],
+            held_s=max(one["held_s"] for one in states),
+            connections=await asyncio.to_thread(self._connections),
+            logged=self.log.stat().st_size,
+            **{name: sum(one[name] for one in states) for name in ("rss", "threads", "sessions", "items")},
+        )
         self.held_s = max(self.held_s, state.held_s)
         return state
+
+    def _connections(self) -> int:
+        """Return the number of connections to the services that none of them made."""
+        served = {int(one.rpartition(":")[2]) for one in (*self.addresses.values(), *self.metrics.values())}
+        results: list[Any] = []
+        for service in self._services.values():
+            results += psutil.Process(service.process.pid).net_connections("tcp")
+        ends = {(one.laddr.port, one.raddr.port) for one in results if one.raddr}
+        return sum(port in served and (peer, port) not in ends for port, peer in ends)
 
     async def connected(self) -> ProcessState:
         """Return the state once the gateway has a stream to the target and one to the draft.
@@ -120,42 +187,48 @@ class Attacked:
         A former attack may have broken one; the next session that needs it opens it anew.
         """
         async with asyncio.timeout(PATIENCE_S):
-            while (state := await self.state()).tasks.get(_REPLICA_STREAM, 0) < 2:
+            while (state := await self.state()).tasks["gateway"][_REPLICA_STREAM] < 2:
                 await warmed_up(self)
         return state
 
-    async def settled(self, before: ProcessState) -> ProcessState:
-        """Return the state once no new connection and no task is left; fail if that never happens."""
+    async def settled(self, before: ProcessState, spare: int = 0) -> ProcessState:
+        """Return the state once no new connection and no task is left; fail if that never happens.
+
+        `spare` tasks of each process, and two connections, may be of one client that is still there.
+        """
         until_s = time.monotonic() + PATIENCE_S
         gc.collect()  # garbage of an attacker may hold its connections
+        most = {name: tasks.total() + spare for name, tasks in before.tasks.items()}
+        connections = before.connections + (2 if spare else 0)
         while True:
-            state = await self._state(f"tasks-left {before.task_count}")
-            if state.task_count <= before.task_count and state.connections <= before.connections:
+            state = await self._state({name: f"tasks-left {count}" for name, count in most.items()})
+            has_ended = all(tasks.total() <= most[name] for name, tasks in state.tasks.items())
+            if has_ended and state.connections <= connections:
                 return state
             assert time.monotonic() < until_s, f"left behind: {leftovers(before, state)}"
             # Threads of gRPC close connections without an event to wait for.
             await asyncio.sleep(0.02)
 
-    async def settled_but_one(self, before: ProcessState, spare: int = 60) -> ProcessState:
-        """Return `settled`, apart from the tasks and two connections of one client that is still there."""
-        tasks = before.tasks | {"somebody's": spare}
-        return await self.settled(replace(before, tasks=tasks, connections=before.connections + 2))
-
-    async def after_calls(self, calls: int) -> int:
-        """Return the number of open calls, once there are `calls`."""
-        return int((await asyncio.to_thread(self._command, f"calls-there {calls}"))["calls"])
+    async def after_calls(self, service: str, calls: int) -> int:
+        """Return the number of open calls of a service, once there are `calls`."""
+        command = self._services[service].command
+        return int((await asyncio.to_thread(command, f"calls-there {calls}"))["calls"])
 
     async def after_sessions(self, sessions: int) -> int:
         """Return the number of open streams, once there are at most `sessions`."""
-        return int((await asyncio.to_thread(self._command, f"sessions-left {sessions}"))["sessions"])
+        return int(
+            (await asyncio.to_thread(self._of_gateway.command, f"sessions-left {sessions}"))["sessions"]
+        )
 
     async def expect_error(self, event: str) -> None:
-        """Wait for errors of `event` in the log, and accept them."""
-        assert (await asyncio.to_thread(self._command, f"expect {event}"))["removed"], f"no {event!r}"
+        """Wait for errors of `event` in the gateway's log, and accept them."""
+        assert (await asyncio.to_thread(self._of_gateway.command, f"expect {event}"))["removed"], (
+            f"no {event!r}"
+        )
 
     async def forget_errors(self, event: str) -> None:
-        """Accept errors of `event` in the log, if there are any."""
-        await asyncio.to_thread(self._command, f"forget {event}")
+        """Accept errors of `event` in the gateway's log, if there are any."""
+        await asyncio.to_thread(self._of_gateway.command, f"forget {event}")
 
     @contextmanager
     def keys_replaced_by_fifo(self) -> Iterator[None]:
@@ -169,71 +242,67 @@ class Attacked:
 
     @contextmanager
     def out_of_files(self, spare: int) -> Iterator[Callable[[], bool]]:
-        """Let the process open a few more files at most; yield whether it has opened them."""
-        files = Path(f"/proc/{self._process.pid}/fd")
-        before = resource.prlimit(self._process.pid, resource.RLIMIT_NOFILE)
+        """Let the gateway open a few more files at most; yield whether it has opened them."""
+        pid = self._of_gateway.process.pid
+        files = Path(f"/proc/{pid}/fd")
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         limit = max(int(path.name) for path in files.iterdir()) + 1 + spare
-        resource.prlimit(self._process.pid, resource.RLIMIT_NOFILE, (limit, before[1]))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, before[1]))
         try:
             yield lambda: len(list(files.iterdir())) >= limit
         finally:
-            resource.prlimit(self._process.pid, resource.RLIMIT_NOFILE, before)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
     def peak_rss(self) -> int:
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        [line] = [line for line in status.splitlines() if line.startswith("VmHWM")]
-        return int(line.split()[1]) * 1024
+        """Return the sum of the peaks of all processes."""
+        return sum(_peak_rss(pid) for pid in self._pids)
 
     def forget_peak(self) -> None:
-        Path(f"/proc/{self._process.pid}/clear_refs").write_text("5")
+        for pid in self._pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def stop(self) -> dict[str, Any]:
-        outcome = self._command("stop")
-        assert self._process.wait(PATIENCE_S) == 0
-        return outcome
+        """Stop the gateway first, the collector last; return what they leave behind."""
+        outcomes = [self._services[name].stop() for name in reversed(_STARTED)]
+        return {
+            "tasks": sum(one["tasks"] for one in outcomes),
+            "errors": [line for one in outcomes for line in one["errors"]],
+        }
 
-    def _command(self, command: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        with self._lock:
-            self._process.stdin.write(command.encode() + b"\n")
-            self._process.stdin.flush()
-            return self._read()
+    @property
+    def _of_gateway(self) -> ServiceProcess:
+        return self._services["gateway"]
 
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline()
-        assert answer, f"the process is gone: {self.log.read_text()[-4000:]}"
-        state: dict[str, Any] = json.loads(answer)
-        return state
+    @property
+    def _pids(self) -> list[int]:
+        return [service.process.pid for service in self._services.values()]
 
 
 def leftovers(before: ProcessState, now: ProcessState) -> str:
-    more = {name: count - before.tasks.get(name, 0) for name, count in now.tasks.items()}
-    tasks = {name: count for name, count in more.items() if count > 0}
+    tasks = {name: dict(counts - before.tasks[name]) for name, counts in now.tasks.items()}
     return f"{now.connections - before.connections} connections, {tasks}"
+
+
+def _peak_rss(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    [line] = [line for line in status.splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
 
 
 @contextmanager
 def attacked(store: str, tokenizer: Path) -> Iterator[Attacked]:
-    with tempfile.TemporaryDirectory(prefix="galley-") as folder:
+    with tempfile.TemporaryDirectory(prefix="galley-") as folder, ExitStack() as held:
         directory = Path(folder)
         keys = directory / "keys" / "keys.toml"
         keys.parent.mkdir()
         keys.write_text("".join(_entry(*one) for one in _PRINCIPALS) + _LIMITS)
-        log = directory / "log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                (sys.executable, "-m", "tests.attack.victim", store, str(tokenizer), str(directory)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=out,
-                env={name: value for name, value in os.environ.items() if not name.startswith("OTEL_")},
-            )
-        with process:
-            try:
-                yield Attacked(process, log, store, keys)
-            finally:
-                process.kill()
+        services: dict[str, ServiceProcess] = {}
+        for name in _STARTED:
+            peers = json.dumps({of: one.ready["addresses"][of] for of, one in services.items()})
+            arguments = (store, str(tokenizer), folder, peers)
+            services[name] = ServiceProcess(name, directory / "log", *arguments)
+            held.callback(services[name].kill)
+        yield Attacked(services, directory, store)
 
 
 def _entry(key: str, name: str, more: str) -> str:

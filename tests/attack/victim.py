@@ -1,7 +1,8 @@
-"""The process that is attacked: `python -m tests.attack.victim STORE TOKENIZER DIRECTORY`.
+"""One service that is attacked: `python -m tests.attack.victim SERVICE STORE TOKENIZER DIRECTORY ADDRESSES`.
 
-It runs collector, target, draft and gateway as in production, over an engine of known tokens, with traces and
-metrics on. It writes their addresses to stdout, then answers commands on stdin, one on each line.
+It runs collector, target, draft or gateway as in production, with traces and metrics on; the target's engine
+knows its tokens. ADDRESSES, in JSON, are of the services that run already. The process writes its addresses
+to stdout, then answers commands on stdin, one on each line.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings
 from services.target.servicer import Limits, TargetService
 from services.target.settings import TargetSettings
-from tests.attack.stack import CALL, HEALTH, HTTP, MAX_MESSAGE_BYTES, files_allowed
+from tests.attack.stack import CALL, HEALTH, HTTP, MAX_MESSAGE_BYTES, TRACES, files_allowed
 from tests.fakes.engine import KnownEngine
 from tests.fakes.truth import END, VOCAB, true_next
 
@@ -79,50 +80,56 @@ class Turns:
 
 
 class Victim:
-    def __init__(self, store: str, tokenizer: Path, directory: Path) -> None:
+    def __init__(
+        self, service: str, store: str, tokenizer: Path, directory: Path, peers: dict[str, str]
+    ) -> None:
+        self._service = service
         self._store = store
         self._tokenizer = tokenizer
         self._directory = directory
+        self._peers = peers
         self._errors = _Errors()
         self._turns = Turns()
-        self._running: dict[str, RunningServer] = {}
-        self._metrics: dict[str, str] = {}
-        self._http = ""
-        self._target: TargetService
+        self._running: RunningServer
+        self._metrics = self._http = ""
 
     async def serve(self) -> None:
         logging.getLogger().addHandler(self._errors)
         asyncio.get_running_loop().set_exception_handler(self._errors.unhandled)
+        if collector := self._peers.get("collector"):
+            os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://{collector}"
+            os.environ["OTEL_METRICS_EXPORTER"] = "none"
+            os.environ["OTEL_TRACES_SAMPLER"] = "parentbased_traceidratio"
+            os.environ["OTEL_TRACES_SAMPLER_ARG"] = "0.1"
         async with AsyncExitStack() as opened:
-            await self._start(opened)
+            await self._start(opened, *self._prepared())
             gc.collect()
             gc.freeze()  # as `run_service` does: collections skip what lives as long as the process
             commands = await _lines()
-            traces = self._directory / "traces.jsonl"
-            addresses = {name: running.address for name, running in self._running.items()}
-            addresses[HEALTH] = self._running["gateway"].health_address
-            addresses[HTTP] = self._http
-            _write({"addresses": addresses, "metrics": self._metrics, "traces": str(traces)})
+            addresses = {self._service: self._running.address}
+            if self._http:
+                addresses |= {HEALTH: self._running.health_address, HTTP: self._http}
+            _write({"addresses": addresses, "metrics": self._metrics})
             self._turns.start()
             while (command := (await commands.readline()).decode().strip()) not in {"", "stop"}:
                 _write(await self._answer(*command.split(maxsplit=1)))
                 self._turns.forget()
         _write({"tasks": len(asyncio.all_tasks()) - 1, "errors": self._errors.lines})
 
-    async def _start(self, opened: AsyncExitStack) -> None:
-        collector = CollectorSettings(file=self._directory / "traces.jsonl", **self._common())
-        await self._serve("collector", opened, collector, build_collector(collector))
-        os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://{self._running['collector'].address}"
-        os.environ["OTEL_METRICS_EXPORTER"] = "none"
-        os.environ["OTEL_TRACES_SAMPLER"] = "parentbased_traceidratio"
-        os.environ["OTEL_TRACES_SAMPLER_ARG"] = "0.1"
-        await self._serve("target", opened, TargetSettings(**self._common()), self._build_target)
-        draft = DraftSettings(tokenizer=self._tokenizer, max_kv_tokens=16384, **self._common())
-        await self._serve("draft", opened, draft, build_draft(draft))
+    def _prepared(self) -> tuple[ServiceSettings, Any, Interceptors]:
+        common: dict[str, Any] = {"max_message_bytes": MAX_MESSAGE_BYTES, "drain_timeout_s": 5}
+        if self._service == "collector":
+            collector = CollectorSettings(file=self._directory / TRACES, **common)
+            return collector, build_collector(collector), lambda _: ()
+        if self._service == "target":
+            return TargetSettings(**common), self._build_target, lambda _: ()
+        if self._service == "draft":
+            draft = DraftSettings(tokenizer=self._tokenizer, max_kv_tokens=16384, **common)
+            return draft, build_draft(draft), lambda _: ()
         gateway = GatewaySettings.model_validate(
             {
-                "target": self._running["target"].address,
-                "draft": self._running["draft"].address,
+                "target": self._peers["target"],
+                "draft": self._peers["draft"],
                 "redis_url": self._store,
                 "model": str(self._tokenizer),
                 "target_models": "known",
@@ -130,41 +137,31 @@ class Victim:
                 "client_timeout_s": 2.0,
                 "health_port": 0,
                 "http_port": 0,
-                **self._common(),
+                **common,
             }
         )
         prepared = prepare(gateway)
-        await self._serve("gateway", opened, gateway, prepared.build, prepared.interceptors)
+        return gateway, prepared.build, prepared.interceptors
 
-    def _common(self) -> dict[str, Any]:
-        return {"max_message_bytes": MAX_MESSAGE_BYTES, "drain_timeout_s": 5}
-
-    async def _serve(
-        self,
-        name: str,
-        opened: AsyncExitStack,
-        settings: ServiceSettings,
-        build: Any,
-        own: Interceptors = lambda _: (),
+    async def _start(
+        self, opened: AsyncExitStack, settings: ServiceSettings, build: Any, own: Interceptors
     ) -> None:
-        metering = await start_metering(name, settings.host, 0)
+        metering = await start_metering(self._service, settings.host, 0)
         opened.push_async_callback(metering.close)
-        telemetry = start_telemetry(f"galley-{name}", as_global=False)
+        telemetry = start_telemetry(f"galley-{self._service}", as_global=False)
         opened.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         parts = Parts(telemetry=telemetry, metrics=metering.registry)
-        running = self._running[name] = await start_server(settings, build, parts, own)
-        opened.push_async_callback(running.stop)
-        self._http = parts.addresses.get("http", self._http)
-        if metering.address:
-            self._metrics[name] = metering.address
+        self._running = await start_server(settings, build, parts, own)
+        opened.push_async_callback(self._running.stop)
+        self._http = parts.addresses.get("http", "")
+        self._metrics = metering.address
 
     async def _build_target(self, server: grpc.aio.Server, parts: Parts) -> TargetService:
         tokenizer = tokenizer_hash(self._tokenizer)
         engine = Engine(tokenizer_hash=tokenizer, vocab_size=VOCAB, eos_token_ids=(END,))
-        scope = parts.telemetry.scope("target")
-        self._target = TargetService(engine, _TIMES, scope, Limits(), parts.metrics)
-        rpc.add_TargetServicer_to_server(self._target, server)
-        return self._target
+        target = TargetService(engine, _TIMES, parts.telemetry.scope("target"), Limits(), parts.metrics)
+        rpc.add_TargetServicer_to_server(target, server)
+        return target
 
     async def _answer(self, name: str, value: str = "0") -> dict[str, Any]:
         if name == "expect":
@@ -191,7 +188,9 @@ class Victim:
 
     @property
     def _sessions(self) -> int:
-        return int(cast("Any", self._running["gateway"].service)._streams.held)
+        if self._service != "gateway":
+            return 0
+        return int(cast("Any", self._running.service)._streams.held)
 
     def _counts(self) -> dict[str, int]:
         return {"calls": _tasks().count(CALL), "sessions": self._sessions}
@@ -200,26 +199,16 @@ class Victim:
         held_s = self._turns.longest_s
         gc.collect()
         hand_back_free_memory()
-        process = psutil.Process()
+        service = self._running.service
         return {
             "held_s": held_s,
-            "rss": process.memory_info().rss,
+            "rss": psutil.Process().memory_info().rss,
             "tasks": Counter(_tasks()),
-            "connections": self._connections(process),
             "threads": threading.active_count(),
             "sessions": self._sessions,
-            "items": self._target.describe().queue_depth,
+            "items": service.describe().queue_depth if isinstance(service, TargetService) else 0,
             "errors": self._errors.lines,
-            "logged": os.fstat(2).st_size,
         }
-
-    def _connections(self, process: psutil.Process) -> int:
-        served = [running.address for running in self._running.values()]
-        served += [self._running["gateway"].health_address, self._http, *self._metrics.values()]
-        ports = {int(address.rpartition(":")[2]) for address in served}
-        results: list[Any] = process.net_connections("tcp")
-        ends = {(one.laddr.port, one.raddr.port) for one in results if one.raddr}
-        return sum(port in ports and (peer, port) not in ends for port, peer in ends)
 
 
 class _Errors(logging.Handler):
@@ -278,10 +267,10 @@ def _write(values: dict[str, Any]) -> None:
 def main() -> None:
     die_with_parent()
     files_allowed()
-    start_logging("victim", "info")
-    store, tokenizer, directory = sys.argv[1:]
+    service, store, tokenizer, directory, peers = sys.argv[1:]
+    start_logging(service, "info")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(Victim(store, Path(tokenizer), Path(directory)).serve())
+        runner.run(Victim(service, store, Path(tokenizer), Path(directory), json.loads(peers)).serve())
 
 
 if __name__ == "__main__":
