@@ -109,7 +109,7 @@ DOORS: dict[str, Callable[[str], AbstractAsyncContextManager[Door]]] = {GRPC: gr
 
 
 class Waits:
-    """Waiting times. A long one counts as all those that would have begun in it, one every 10 ms.
+    """Waiting times from now on. A long one counts as all those that would have begun in it, one every 10 ms.
 
     Without this correction for coordinated omission (as in HdrHistogram), a pause of 3 s is one wait among
     thousands.
@@ -117,8 +117,11 @@ class Waits:
 
     def __init__(self) -> None:
         self._waits_s: list[float] = []
+        self._since_s = time.monotonic()
 
-    def add(self, wait_s: float) -> None:
+    def add(self, began_s: float) -> None:
+        """Note a wait that ends now; what came before these waits is left out."""
+        wait_s = time.monotonic() - max(began_s, self._since_s)
         self._waits_s.append(wait_s)
         for missed in range(1, int(wait_s / _EVERY_S)):
             self._waits_s.append(wait_s - missed * _EVERY_S)
@@ -180,7 +183,7 @@ class Bystander:
         async with asyncio.timeout(PATIENCE_S):
             async for text in self._door.stream():
                 texts.append(text)
-                self._chunks.add(time.monotonic() - received_s)
+                self._chunks.add(received_s)
                 received_s = time.monotonic()
         return "".join(texts)
 
@@ -189,7 +192,7 @@ class Bystander:
             began_s = time.monotonic()
             async with asyncio.timeout(PATIENCE_S):
                 await self._door.call()
-            self._responses.add(time.monotonic() - began_s)
+            self._responses.add(began_s)
             self.calls += 1
             self._progress.changed()
             await asyncio.sleep(_EVERY_S)
