@@ -48,7 +48,7 @@ class Peer:
         """Return all that comes until the connection ends."""
         received = b""
         async with asyncio.timeout(PATIENCE_S):
-            with suppress(ConnectionResetError):
+            with suppress(ConnectionError):
                 while data := await self.reader.read(1 << 16):
                     received += data
         return received
