@@ -5,6 +5,7 @@ Invalid requests are rejected before any work is done for them.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -63,6 +64,8 @@ class ServedModel:
     default_k: int
     default_strategy: str
     default_sampling: pb.SamplingParams | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held for each slice of long work on answers, so that together they take one slice before others."""
 
     @property
     def info(self) -> pb.GetTargetInfoResponse:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -36,8 +35,7 @@ class Collector(Reader, Protocol):
     def session_id(self) -> str:
         """Return the id of the first session. Raise IndexError if none has begun."""
 
-    @property
-    def body(self) -> bytes: ...
+    async def body(self) -> bytes: ...
 
 
 class Answers:
@@ -121,8 +119,7 @@ class CollectedAnswers(Response):
         finally:
             with suppress(IndexError):  # no session has begun
                 scope[SESSION_ID] = self._answers.session_id
-        # In a thread: many logprobs take longer to build than other streams should wait.
-        body = await asyncio.to_thread(lambda: self._answers.body)
+        body = await self._answers.body()
         headers = {"x-galley-session-id": self._answers.session_id, **self._more_headers}
         await Response(body, media_type="application/json", headers=headers)(scope, receive, send)
 

@@ -1,13 +1,60 @@
-"""Logprobs as OpenAI writes them, for chats and for completions."""
+"""Logprobs as OpenAI writes them, for chats and for completions.
+
+Those of a whole answer are built and encoded in slices, between which other calls get a turn.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from galley.core.records import PositionLogprobs
+from services.gateway.generation import ServedModel
+from services.gateway.http.transport.encoding import to_json
 
 TokenBytes = Callable[[int], bytes]
+SLICE_TOKENS = 16
+"""Tokens of a slice: about 1 ms, if each has 20 logprobs."""
+_T = TypeVar("_T")
+
+
+async def chat_logprobs_json(
+    tokens: Sequence[int], logprobs: Sequence[PositionLogprobs], model: ServedModel
+) -> bytes:
+    """Return the JSON of `chat_logprobs`."""
+
+    def entries(at: slice) -> bytes:
+        return to_json(chat_logprobs(tokens[at], logprobs[at], model.tokenizer.token_bytes))[1:-1]
+
+    return b"[%b]" % b",".join(await _in_slices(len(tokens), entries, model.turn))
+
+
+async def completion_logprobs_json(
+    tokens: Sequence[int], logprobs: Sequence[PositionLogprobs], model: ServedModel
+) -> bytes:
+    """Return the JSON of `completion_logprobs`."""
+    offset = 0
+
+    def lists(at: slice) -> dict[str, bytes]:
+        nonlocal offset
+        part = completion_logprobs(tokens[at], logprobs[at], model.tokenizer.token_bytes, offset)
+        offset += sum(map(len, part["tokens"]))
+        return {name: to_json(entries)[1:-1] for name, entries in part.items()}
+
+    parts = await _in_slices(len(tokens), lists, model.turn)
+    joined = (b'"%b":[%b]' % (name.encode(), b",".join(one[name] for one in parts)) for name in parts[0])
+    return b"{%b}" % b",".join(joined)
+
+
+async def _in_slices(length: int, work: Callable[[slice], _T], turn: asyncio.Lock) -> list[_T]:
+    """Return what `work` returns for each slice; of an empty sequence, for one empty slice."""
+    done = []
+    for at in range(0, max(1, length), SLICE_TOKENS):
+        async with turn:
+            done.append(work(slice(at, at + SLICE_TOKENS)))
+            await asyncio.sleep(0)
+    return done
 
 
 def chat_logprobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +12,9 @@ from services.gateway.generation import AnswerStream, ServedModel
 from services.gateway.http.api.choices import Choice
 from services.gateway.http.api.format import Format, PromptText, no_prompt
 from services.gateway.http.api.identity import Identity, finish_reason
-from services.gateway.http.api.logprobs import chat_logprobs, completion_logprobs
+from services.gateway.http.api.logprobs import chat_logprobs_json, completion_logprobs_json
 from services.gateway.http.api.usage import metrics, usage
-from services.gateway.http.transport.encoding import to_json
+from services.gateway.http.transport.encoding import to_json, with_json
 
 
 class WholeAnswers:
@@ -52,39 +53,37 @@ class WholeAnswers:
             reason, matched = finish_reason(answer.ending)
             self._ends[choice.index] = {"finish_reason": reason, "stop_reason": matched}
 
-    @property
-    def body(self) -> bytes:
+    async def body(self) -> bytes:
         sessions = [choice.session for choice in self.choices]
-        identity = Identity.of(sessions[0], self._form, self._model)
-        end = {
-            "usage": usage(sessions, self._form.n),
-            "metrics": metrics(sessions),
-        }
-        choices = [self._choice(index) for index in range(len(sessions))]
-        return to_json({**identity.fields, "choices": choices, **end})
+        head = Identity.of(sessions[0], self._form, self._model).head(stream=False)
+        choices = b",".join([await self._choice(index) for index in range(len(sessions))])
+        end = {"usage": usage(sessions, self._form.n), "metrics": metrics(sessions)}
+        return b"%b[%b],%b" % (head, choices, to_json(end)[1:])
 
-    def _choice(self, index: int) -> dict[str, Any]:
+    async def _choice(self, index: int) -> bytes:
         text = "".join(self._texts[index])
-        content: dict[str, Any] = {"index": index}
+        fields: dict[str, Any] = {"index": index}
         if self._form.kind == "chat":
-            content["message"] = {"role": "assistant", "content": text, "refusal": None}
+            fields["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
-            content["text"] = self._echo(index) + text
-        details: dict[str, Any] = {"logprobs": self._logprobs_of(index), **self._ends[index]}
+            fields["text"] = await self._echo(index) + text
+        fields |= self._ends[index]
         if self._form.token_ids:
-            details |= {"token_ids": self._tokens[index], "from_draft": self._drafted[index]}
+            fields |= {"token_ids": self._tokens[index], "from_draft": self._drafted[index]}
         if self._form.rounds:
-            details["rounds"] = self._rounds[index]
-        return content | details
+            fields["rounds"] = self._rounds[index]
+        return with_json(fields, "logprobs", await self._logprobs_of(index))
 
-    def _echo(self, index: int) -> str:
-        return self._prompt(index // self._form.n) if self._form.echo else ""
+    async def _echo(self, index: int) -> str:
+        if not self._form.echo:
+            return ""
+        # In a thread: long prompts of token ids take longer to decode than other streams should wait.
+        return await asyncio.to_thread(self._prompt, index // self._form.n)
 
-    def _logprobs_of(self, index: int) -> dict[str, Any] | None:
+    async def _logprobs_of(self, index: int) -> bytes:
         if self.choices[index].session.spec.logprobs is None:
-            return None
+            return b"null"
         tokens, logprobs = self._tokens[index], self._logprobs[index]
-        token_bytes = self._model.tokenizer.token_bytes
         if self._form.kind == "chat":
-            return {"content": chat_logprobs(tokens, logprobs, token_bytes), "refusal": None}
-        return completion_logprobs(tokens, logprobs, token_bytes)
+            return b'{"content":%b,"refusal":null}' % await chat_logprobs_json(tokens, logprobs, self._model)
+        return await completion_logprobs_json(tokens, logprobs, self._model)

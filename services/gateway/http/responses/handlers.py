@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from fastapi import Query
@@ -24,7 +23,6 @@ from services.gateway.http.responses.record import Record, Turn, stored_record
 from services.gateway.http.responses.requests import named_as_here, wire_request
 from services.gateway.http.responses.schemas import ResponseRequest
 from services.gateway.http.responses.stream import ResponseStream, position_after
-from services.gateway.http.transport.encoding import to_json
 from services.gateway.http.transport.errors import Refused
 from services.gateway.http.transport.front import CALL
 from services.gateway.http.transport.http_call import HttpCall
@@ -126,9 +124,7 @@ class Responses:
     async def _response(self, stored: StoredSession, record: Record) -> Response:
         answer, ending = await self._generation.answer_of(stored)
         objects = ResponseObjects(record, self._generation.model, answer, ending)
-        # In a thread: many logprobs take longer to build than other streams should wait.
-        body = await asyncio.to_thread(lambda: to_json(objects.response()))
-        return Response(body, media_type="application/json")
+        return Response(await objects.whole(), media_type="application/json")
 
 
 class _WholeResponse:
@@ -153,8 +149,6 @@ class _WholeResponse:
     async def end(self, choice: Choice, answer: AnswerStream) -> None:  # noqa: ARG002  # a Reader
         self._ending = answer.ending
 
-    @property
-    def body(self) -> bytes:
+    async def body(self) -> bytes:
         session = self._choices[0].session
-        objects = ResponseObjects(self._record, self._model, session.answer, self._ending, session)
-        return to_json(objects.response())
+        return await ResponseObjects(self._record, self._model, session.answer, self._ending, session).whole()

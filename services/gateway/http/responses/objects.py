@@ -1,4 +1,4 @@
-"""The objects of the Responses API: a response, its output message and the text of that."""
+"""The objects of the Responses API as JSON: a response, its output message and the text of that."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 from galley.core.answer.answer import Answer, Ending, Reason
 from galley.core.session.machine import Session
 from services.gateway.generation import ServedModel
-from services.gateway.http.api.logprobs import chat_logprobs
+from services.gateway.http.api.logprobs import chat_logprobs_json
 from services.gateway.http.api.usage import metrics, usage
 from services.gateway.http.responses.record import Record
+from services.gateway.http.transport.encoding import with_json
 
 PREFIX = "resp_"
 _SECOND = 1_000_000_000
@@ -37,12 +38,20 @@ class ResponseObjects:
     def item_id(self) -> str:
         return f"msg_{self.answer.spec.session_id}"
 
-    def response(self, *, has_output: bool = True, error: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the response, with its output as far as it goes unless that is left out."""
+    @property
+    def text(self) -> str:
+        return "".join(self.answer.texts(0, self.answer.output_len))
+
+    async def whole(self, *, error: dict[str, Any] | None = None) -> bytes:
+        """Return the response, with its output as far as it goes."""
+        return self.response(self.message(self.part(await self.logprobs())), error=error)
+
+    def response(self, message: bytes = b"", *, error: dict[str, Any] | None = None) -> bytes:
+        """Return the response; without its message, the usage is left out, too."""
         answer, session = self.answer, self.session
         status = self.status if error is None else "failed"
         ending = self.ending
-        return {
+        fields = {
             "id": PREFIX + answer.spec.session_id,
             "object": "response",
             "created_at": answer.spec.arrival_ns // _SECOND,
@@ -51,7 +60,6 @@ class ResponseObjects:
             "error": error,
             "incomplete_details": _CUT if ending is not None and ending.reason is Reason.LENGTH else None,
             "model": self.model.name,
-            "output": [self.message()] if has_output else [],
             "parallel_tool_calls": False,
             "temperature": round(answer.spec.sampling.temperature, 6),
             "text": {"format": {"type": "text"}},
@@ -60,32 +68,34 @@ class ResponseObjects:
             "top_p": round(answer.spec.sampling.top_p, 6),
             "truncation": "disabled",
             **self.record.parameters,
-            "usage": self._usage() if has_output else None,
-            "metrics": metrics([session]) if has_output and session is not None else None,
+            "usage": self._usage() if message else None,
+            "metrics": metrics([session]) if message and session is not None else None,
             "seed": answer.spec.sampling.seed,
             "stop_reason": None if ending is None else ending.matched,
             "system_fingerprint": answer.fingerprint or self.model.info.fingerprint,
         }
+        return with_json(fields, "output", b"[%b]" % message)
 
-    def message(self, *, has_content: bool = True) -> dict[str, Any]:
-        return {
+    def message(self, part: bytes = b"") -> bytes:
+        fields = {
             "id": self.item_id,
             "type": "message",
             "status": self.status if self.status in {RUNNING, "completed"} else "incomplete",
             "role": "assistant",
-            "content": [self.text()] if has_content else [],
         }
+        return with_json(fields, "content", b"[%b]" % part)
 
-    def text(self) -> dict[str, Any]:
-        text = "".join(self.answer.texts(0, self.answer.output_len))
-        return {"type": "output_text", "annotations": [], "text": text, "logprobs": self.logprobs()}
+    def part(self, logprobs: bytes = b"[]", text: str | None = None) -> bytes:
+        """Return the part of this text; by default, of all."""
+        fields = {"type": "output_text", "annotations": [], "text": self.text if text is None else text}
+        return with_json(fields, "logprobs", logprobs)
 
-    def logprobs(self) -> list[dict[str, Any]]:
+    async def logprobs(self) -> bytes:
         answer = self.answer
         if answer.spec.logprobs is None:
-            return []
+            return b"[]"
         entries = [record.logprobs for record in answer.records if record.logprobs is not None]
-        return chat_logprobs(answer.output, entries, self.model.tokenizer.token_bytes)
+        return await chat_logprobs_json(answer.output, entries, self.model)
 
     def _usage(self) -> dict[str, Any]:
         answer = self.answer

@@ -6,7 +6,7 @@ tokens up to its end. Four more close the response, with the numbers after that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +24,15 @@ from services.gateway.http.api.positions import DONE, Position
 from services.gateway.http.api.stream import EventWriter
 from services.gateway.http.responses.objects import ResponseObjects
 from services.gateway.http.responses.record import Record
-from services.gateway.http.transport.encoding import to_json
+from services.gateway.http.transport.encoding import to_json, with_json
 from services.gateway.http.transport.errors import error_reply
 
 _LAST_OPENING = 3
 _DELTA = "response.output_text.delta"
 _PLACE = {"output_index": 0, "content_index": 0}
 
-Event = tuple[str, Mapping[str, Any]]
+Event = tuple[str, Mapping[str, Any], str, bytes]
+"""Its type, its fields, and the name and the JSON of one more."""
 
 
 class ResponseStream(EventWriter):
@@ -64,7 +65,7 @@ class ResponseStream(EventWriter):
         self._number = _LAST_OPENING + self._former.index
         await self.open(session.spec.session_id)
         if not self._former.has_begun:
-            await self.write(self._opening())
+            await self.write(b"".join(self._opening()))
 
     async def item(self, choice: Choice, item: Chunk | NumericsChanged) -> None:
         if isinstance(item, NumericsChanged):
@@ -88,37 +89,47 @@ class ResponseStream(EventWriter):
         choice.end()
         if answer.ending is not None:
             self._objects = replace(self._objects, ending=answer.ending)
-            await self.write(self._closing(choice.position), more=False)
+            await self._close(self._closing(choice.position, await self._objects.logprobs()))
 
     async def fail(self, error: BaseException) -> None:
         """Send an error after the response has begun, and end the response."""
         log_internal(error)
         reply = error_reply(error)
-        response = self._objects.response(error={"code": reply.code, "message": reply.message})
-        data = {"type": "response.failed", "sequence_number": self._number + 1, "response": response}
-        await self.write(_event("response.failed", "", to_json(data)), more=False)
+        response = await self._objects.whole(error={"code": reply.code, "message": reply.message})
+        fields = {"type": "response.failed", "sequence_number": self._number + 1}
+        await self._close(iter([_event("response.failed", "", with_json(fields, "response", response))]))
 
-    def _opening(self) -> bytes:
-        running, message = self._objects.response(has_output=False), self._objects.message(has_content=False)
-        part = {"type": "output_text", "annotations": [], "text": "", "logprobs": []}
+    async def _close(self, events: Iterator[bytes]) -> None:
+        """Send the last events, each once the transport has room: with many logprobs they are large."""
+        last = next(events)
+        for event in events:
+            await self.write(last)
+            last = event
+        await self.write(last, more=False)
+
+    def _opening(self) -> Iterator[bytes]:
+        running = self._objects.response()
+        of = {"item_id": self._objects.item_id, **_PLACE}
         events: list[Event] = [
-            ("response.created", {"response": running}),
-            ("response.in_progress", {"response": running}),
-            ("response.output_item.added", {"output_index": 0, "item": message}),
-            ("response.content_part.added", {"item_id": self._objects.item_id, **_PLACE, "part": part}),
+            ("response.created", {}, "response", running),
+            ("response.in_progress", {}, "response", running),
+            ("response.output_item.added", {"output_index": 0}, "item", self._objects.message()),
+            ("response.content_part.added", of, "part", self._objects.part(text="")),
         ]
         ids = [*(str(Position(step=step)) for step in (1, 2, 3)), str(Position(has_begun=True))]
         return _written(events, ids, 0, self._former.step)
 
-    def _closing(self, at: Position) -> bytes:
-        of = {"item_id": self._objects.item_id, **_PLACE}
-        part = self._objects.text()
-        last = "response.completed" if self._objects.status == "completed" else "response.incomplete"
+    def _closing(self, at: Position, logprobs: bytes) -> Iterator[bytes]:
+        objects = self._objects
+        of = {"item_id": objects.item_id, **_PLACE}
+        part = objects.part(logprobs)
+        message = objects.message(part)
+        last = "response.completed" if objects.status == "completed" else "response.incomplete"
         events: list[Event] = [
-            ("response.output_text.done", {**of, "text": part["text"], "logprobs": part["logprobs"]}),
-            ("response.content_part.done", {**of, "part": part}),
-            ("response.output_item.done", {"output_index": 0, "item": self._objects.message()}),
-            (last, {"response": self._objects.response()}),
+            ("response.output_text.done", {**of, "text": objects.text}, "logprobs", logprobs),
+            ("response.content_part.done", of, "part", part),
+            ("response.output_item.done", {"output_index": 0}, "item", message),
+            (last, {}, "response", objects.response(message)),
         ]
         ids = [*(str(replace(at, step=step)) for step in (1, 2, 3)), DONE]
         sent = self._former.step if self._former.has_ended else 0
@@ -140,13 +151,12 @@ def position_after(number: int, output: Sequence[int], *, has_ended: bool) -> Po
     return Position(index, seen, has_begun=True, has_ended=step > 0, step=max(step, 0))
 
 
-def _written(events: Sequence[Event], ids: Sequence[str], first: int, sent: int) -> bytes:
-    """Return the events beyond the first `sent`, which are numbered from `first`."""
+def _written(events: Sequence[Event], ids: Sequence[str], first: int, sent: int) -> Iterator[bytes]:
+    """Yield the events beyond the first `sent`, which are numbered from `first`."""
     numbered = enumerate(zip(events, ids, strict=True), first)
-    return b"".join(
-        _event(kind, name, to_json({"type": kind, "sequence_number": number, **fields}))
-        for number, ((kind, fields), name) in list(numbered)[sent:]
-    )
+    for number, ((kind, fields, name, value), event_id) in list(numbered)[sent:]:
+        data = with_json({"type": kind, "sequence_number": number, **fields}, name, value)
+        yield _event(kind, event_id, data)
 
 
 def _event(kind: str, name: str, data: bytes) -> bytes:
