@@ -256,8 +256,18 @@ class Generation:
             slot, parsed.session_id, parsed.next_index, parsed.seen_hash, deadline_ns
         )
 
+    def admit_read(self) -> AbstractContextManager[None]:
+        """Hold a slot for `read`, and for what is made of the session. Raise Overloaded."""
+        return self.streams.admit_read(caller())
+
+    def admit_reading_call(self, call: ClientCall) -> None:
+        """Hold a slot for `read` until the call has ended: its response is sent. Raise Overloaded."""
+        held = ExitStack()
+        held.enter_context(self.admit_read())
+        call.add_done_callback(lambda _: held.close())
+
     async def read(self, session_id: str, call: ClientCall) -> StoredSession:
-        """Return a session of the caller as the store holds it."""
+        """Return a session of the caller as the store holds it, within a slot."""
         self.observers.unary()
         session_id = parse_session_id(session_id)
         name_in_logs(session_id)

@@ -198,16 +198,24 @@ class Streams:
         request_observer().opened(session, stored, called_ns, next_index)
         return self._runner(session, stored, called_ns, deadline_ns)
 
-    async def read(self, session_id: str, principal: Principal, deadline_ns: int | None) -> StoredSession:
-        """Return a session as the store holds it. Raise UnknownSession, StoreUnavailable or Overloaded."""
+    @contextmanager
+    def admit_read(self, principal: Principal) -> Iterator[None]:
+        """Hold a slot for reads of sessions. Raise Overloaded."""
         slot = self._reads.enter(principal, self._clock.now_ns())
-        until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
         try:
-            return await retry(
-                "read", lambda: self._store.read(session_id, principal.name), until_ns, self._clock
-            )
+            yield
         finally:
             self._reads.leave(slot, self._clock.now_ns())
+
+    async def read(self, session_id: str, principal: Principal, deadline_ns: int | None) -> StoredSession:
+        """Return a session as the store holds it, within `admit_read`.
+
+        Raise UnknownSession or StoreUnavailable.
+        """
+        until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
+        return await retry(
+            "read", lambda: self._store.read(session_id, principal.name), until_ns, self._clock
+        )
 
     async def answer_of(self, stored: StoredSession, principal: Principal) -> tuple[Answer, Ending | None]:
         """Return the answer of a session that was read, and its end. Charge its replay; raise Overloaded."""

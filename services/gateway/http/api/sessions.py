@@ -43,7 +43,8 @@ class Sessions:
         if last == DONE:
             return Response(status_code=204)  # an EventSource then no longer reconnects
         call = request.scope[CALL]
-        stored = await self._generation.read(session_id, call)
+        with self._generation.admit_read():
+            stored = await self._generation.read(session_id, call)
         form = stored_format(stored.fields)
         positions = parse_event_id(last, form.choices)
 
@@ -62,6 +63,7 @@ class Sessions:
     async def state(self, session_id: str, request: HttpRequest) -> Response:
         """Return the state and the statistics of a session, and of each choice."""
         call = request.scope[CALL]
+        self._generation.admit_reading_call(call)
         stored = await self._generation.read(session_id, call)
         form = stored_format(stored.fields)
         choices = [stored]
@@ -74,7 +76,8 @@ class Sessions:
     async def abort(self, session_id: str, request: HttpRequest) -> Response:
         """End a session permanently, with all of its choices."""
         call = request.scope[CALL]
-        stored = await self._generation.read(session_id, call)
+        with self._generation.admit_read():
+            stored = await self._generation.read(session_id, call)
         for index in range(stored_format(stored.fields).choices):
             with suppress(UnknownSession):
                 await self._generation.abort(choice_id(session_id, index), call)

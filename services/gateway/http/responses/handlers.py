@@ -68,9 +68,11 @@ class Responses:
     ) -> Response:
         """Return a stored response, or its events."""
         call = request.scope[CALL]
-        stored, record = await self._read(response_id, call)
         if not stream:
-            return await self._response(stored, record)
+            self._generation.admit_reading_call(call)
+            return await self._response(*await self._read(response_id, call))
+        with self._generation.admit_read():
+            stored, record = await self._read(response_id, call)
         output = stored.tokens[stored.prompt_len :]
         position = START
         if starting_after is not None:
@@ -91,6 +93,7 @@ class Responses:
     async def cancel(self, response_id: str, request: HttpRequest) -> Response:
         """End a response permanently; one that has ended stays as it is."""
         call = request.scope[CALL]
+        self._generation.admit_reading_call(call)
         stored, _ = await self._read(response_id, call)
         await self._generation.abort(stored.ownership.session_id, call)
         return await self._response(*await self._read(response_id, call))
@@ -98,16 +101,17 @@ class Responses:
     async def _former(self, response_id: str, call: HttpCall) -> Sequence[Turn]:
         """Return the turns of a stored response with its answer. Raise Refused or InvalidField."""
         name = "previous_response_id"
-        try:
-            stored, record = await self._read(response_id, call)
-        except (UnknownSession, Refused):
-            raise Refused(
-                400, "previous_response_not_found", f"{name}: must be a stored response of this caller", name
-            ) from None
-        if stored.state != "finished":
-            raise InvalidField(name, "must be a response that has ended")
-        answer, _ = await self._generation.answer_of(stored)
-        text = "".join(answer.texts(0, answer.output_len))
+        with self._generation.admit_read():
+            try:
+                stored, record = await self._read(response_id, call)
+            except (UnknownSession, Refused):
+                raise Refused(
+                    400, "previous_response_not_found", f"{name}: must be a stored response of this caller", name
+                ) from None
+            if stored.state != "finished":
+                raise InvalidField(name, "must be a response that has ended")
+            answer, _ = await self._generation.answer_of(stored)
+            text = "".join(answer.texts(0, answer.output_len))
         return [*(record.turns or ()), Turn("assistant", text)]
 
     async def _read(self, response_id: str, call: HttpCall) -> tuple[StoredSession, Record]:

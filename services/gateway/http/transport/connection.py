@@ -23,6 +23,8 @@ from services.gateway.http.transport.errors import ErrorReply
 
 TRANSPORT = "galley.transport"
 """The key of a request's scope under which its transport is."""
+DRAIN = "galley.drain"
+"""The key under which a function is that waits until the client has taken what was sent, but for a little."""
 
 _BUFFER_BYTES = 64 * 1024
 """What the transport holds of a response, and again the kernel, before a stream waits for its client."""
@@ -140,6 +142,7 @@ class HttpConnection(H11Protocol):
             self._stop_waiting()
             scope: Any = self.cycle.scope  # a typed dict, with a key of ours
             scope[TRANSPORT] = self.transport
+            scope[DRAIN] = self.flow.drain
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  # `refusal` says more
         """Refuse what is no HTTP, or has too large headers, and end the connection."""

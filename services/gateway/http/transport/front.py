@@ -24,7 +24,7 @@ from galley.common.logs import get_logger, log_internal
 from galley.core import names
 from galley.core.errors import GalleyError
 from services.gateway.auth.authentication import Authentication, identify
-from services.gateway.http.transport.connection import TRANSPORT
+from services.gateway.http.transport.connection import DRAIN, TRANSPORT
 from services.gateway.http.transport.errors import ErrorReply, Refused, error_reply
 from services.gateway.http.transport.http_call import Headers, HttpCall, deadline_of, header
 from services.gateway.telemetry.interceptor import RequestTracer
@@ -78,6 +78,7 @@ class Front:
             self._check_origin(scope, headers)
             async with self._tracing.of(scope, call):
                 await self._serve(scope, receive, reply, call)
+            await scope[DRAIN]()  # what the call holds is held until its client has the response
         except asyncio.CancelledError:
             scope[TRANSPORT].abort()  # the client has gone, or reads nothing, or the server stops
         except Exception as error:  # noqa: BLE001  # the outermost guard of a request

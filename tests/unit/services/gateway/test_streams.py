@@ -340,8 +340,14 @@ async def test_calls_to_abort_and_reads_are_bounded_as_the_callers_streams() -> 
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="all 1 calls to Abort of alice are in use"):
         await streams.abort(NO_SESSION, alice, None)
-    with pytest.raises(UnknownSession):  # a read has a slot of its own
-        await streams.read(NO_SESSION, alice, None)
+    with streams.admit_read(alice):  # a read has a slot of its own
+        with (
+            pytest.raises(Overloaded, match="all 1 reads of sessions of alice are in use"),
+            streams.admit_read(alice),
+        ):
+            pass
+        with pytest.raises(UnknownSession):
+            await streams.read(NO_SESSION, alice, None)
     store.permits.release()
     with pytest.raises(UnknownSession):
         await aborting
