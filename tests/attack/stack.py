@@ -30,11 +30,13 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.bystander import DOORS, GOOD, GRPC, Bystander, beside
 from tests.fakes.waiting import PATIENCE_S
 
-BAD, EXPIRED, METERED = "bad-8d20e4b1", "expired-51c6f0aa", "metered-0b7d93ee"
+BAD, EXPIRED = "bad-8d20e4b1", "expired-51c6f0aa"
+METERED, METERED_HTTP = "metered-0b7d93ee", "metered-by-http-5a0c13d2"
 _PRINCIPALS = (
     (GOOD, "good", ""),
     (BAD, "bad", ""),
     (METERED, "metered", ""),
+    (METERED_HTTP, "metered-by-http", ""),
     (EXPIRED, "late", "expires = 2020-01-01T00:00:00Z\n"),
 )
 MAX_SESSIONS = 16
@@ -42,10 +44,10 @@ METERED_TOKENS_PER_S, METERED_BURST = 1, 100
 _LIMITS = f"""
 [principals.bad]
 max_sessions = {MAX_SESSIONS}
-[principals.metered]
-tokens_per_s = {METERED_TOKENS_PER_S}
-burst_tokens = {METERED_BURST}
-"""
+""" + "".join(
+    f"[principals.{name}]\ntokens_per_s = {METERED_TOKENS_PER_S}\nburst_tokens = {METERED_BURST}\n"
+    for name in ("metered", "metered-by-http")
+)
 MAX_MESSAGE_BYTES = 1 << 16
 MIB = 1 << 20
 MOST_HELD_S = 0.15

@@ -8,9 +8,9 @@ from tests.attack.stack import MAX_SESSIONS, METERED_BURST, METERED_TOKENS_PER_S
 
 async def test_replays_of_a_long_answer_block_no_other(stack: Attacked) -> None:
     async with unharmed(stack):
-        ends = await storms.replays(stack.gateway, tokens=400, at_once=MAX_SESSIONS, rounds=2)
-    assert ends["OK"]
-    assert ends.keys() <= {"OK", "RESOURCE_EXHAUSTED", "UNAVAILABLE"}
+        ends = await storms.replays(stack.gateway, tokens=400, at_once=MAX_SESSIONS // 2, rounds=2)
+    assert ends["OK"] >= 2, "the last one of each round is not superseded"
+    assert ends.keys() <= {"OK", "FAILED_PRECONDITION", "UNAVAILABLE"}
 
 
 async def test_crafted_stop_strings_block_no_other(stack: Attacked) -> None:
@@ -43,6 +43,7 @@ async def test_resumes_that_supersede_one_another_block_no_other(stack: Attacked
 async def test_cancels_and_resumes_give_no_more_tokens_than_the_rate(stack: Attacked) -> None:
     async with unharmed(stack):
         delivered, took_s = await storms.cancels(stack.gateway, sessions=50, tokens=METERED_BURST // 2)
+    assert delivered >= METERED_BURST // 2, "one session is answered"
     assert delivered <= METERED_BURST + METERED_TOKENS_PER_S * took_s
 
 

@@ -20,6 +20,7 @@ COMPLETIONS = "/v1/completions"
 _KEY = f"x-api-key: {BAD}\r\n".encode()
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" + _KEY
 _GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + _KEY
+_LENGTH = re.compile(rb"content-length: (\d+)")
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
@@ -44,28 +45,24 @@ class Peer:
         async with asyncio.timeout(PATIENCE_S):
             return await self.reader.readuntil(b"\r\n\r\n")
 
-    async def rest(self) -> bytes:
-        """Return all that comes until the connection ends."""
-        received = b""
-        async with asyncio.timeout(PATIENCE_S):
-            with suppress(ConnectionError):
-                while data := await self.reader.read(1 << 16):
-                    received += data
-        return received
-
     def stop_reading(self) -> None:
         transport: Any = self.writer.transport
         transport.pause_reading()
 
 
-@asynccontextmanager
-async def peer(address: str) -> AsyncIterator[Peer]:
+async def _connected(address: str) -> socket.socket:
+    """Return a connection of which little fits into the client's buffer."""
     host, _, port = address.rpartition(":")
     narrow = socket.socket()
     narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _WINDOW_BYTES)
     narrow.setblocking(False)
     await asyncio.get_running_loop().sock_connect(narrow, (host, int(port)))
-    reader, writer = await asyncio.open_connection(sock=narrow, limit=_WINDOW_BYTES)
+    return narrow
+
+
+@asynccontextmanager
+async def peer(address: str) -> AsyncIterator[Peer]:
+    reader, writer = await asyncio.open_connection(sock=await _connected(address), limit=_WINDOW_BYTES)
     try:
         yield Peer(reader, writer)
     finally:
@@ -73,12 +70,28 @@ async def peer(address: str) -> AsyncIterator[Peer]:
 
 
 async def statuses(address: str, data: bytes, *, stays: bool = False) -> list[int]:
-    """Return the statuses of all responses until the server ends the connection, if the client `stays`."""
-    async with peer(address) as attacker:
-        if await attacker.send(data) and not stays:
+    """Return the statuses of all responses until the server ends the connection.
+
+    Unless the client `stays`, it ends its side after `data`. By calls of the socket: asyncio's streams drop what
+    came before a connection was reset.
+    """
+    loop = asyncio.get_running_loop()
+    received = b""
+    with await _connected(address) as connected:
+
+        async def send() -> None:
             with suppress(OSError):
-                attacker.writer.write_eof()
-        return [int(one) for one in _STATUS.findall(await attacker.rest())]
+                await loop.sock_sendall(connected, data)
+                if not stays:
+                    connected.shutdown(socket.SHUT_WR)
+
+        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+            sending = tasks.create_task(send())
+            with suppress(OSError):
+                while piece := await loop.sock_recv(connected, 1 << 16):
+                    received += piece
+            sending.cancel()
+    return [int(one) for one in _STATUS.findall(received)]
 
 
 def completion(**given: Any) -> bytes:
@@ -189,6 +202,16 @@ async def unread_responses(address: str, opened: AsyncExitStack, count: int) -> 
         attacker = await opened.enter_async_context(peer(address))
         attacker.stop_reading()
         await attacker.send(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 40)
+
+
+async def nearly_read(address: str, opened: AsyncExitStack, left: int) -> None:
+    """Ask for a large file, which needs no key, and read all but the last `left` bytes of it."""
+    attacker = await opened.enter_async_context(peer(address))
+    await attacker.send(b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    [length] = _LENGTH.findall(await attacker.head())
+    async with asyncio.timeout(PATIENCE_S):
+        await attacker.reader.readexactly(int(length) - left)
+    attacker.stop_reading()
 
 
 async def idle(address: str, opened: AsyncExitStack, count: int) -> int:

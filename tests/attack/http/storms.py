@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from typing import Any
 
 from tests.attack import storms as grpc_storms
-from tests.attack.stack import BAD, METERED
+from tests.attack.stack import BAD, METERED_HTTP
 from tests.attack.storms import CRAFTED_STOPS, TEXTS
-from tests.fakes.http_client import BODY, Events, HttpClient, http_client
+from tests.fakes.http_client import BODY, CHAT, Events, HttpClient, http_client
+from tests.fakes.truth import SEED
 from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import PROMPT
 
-COMPLETIONS = "/v1/completions"
-ENDS = {200, 400, 404, 409, 429, 503}
-"""Statuses of a storm of resumes; forged hashes end 500 with the code `data_loss`, too."""
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+RESPONSE = {"input": PROMPT, "seed": SEED, "ignore_eos": True}
+RESUMED = {200, 409, 429, 503}
+"""Statuses of resumes that supersede one another."""
+REPLAYED = {"done", "failed_precondition", "unavailable"}
+"""Ends of replays that supersede one another."""
+FORGED = {("malformed", 400), ("of other tokens", 500), ("of the stream", 200), ("of no session", 404)}
+"""Kinds of forged event ids, with their statuses."""
 
 
 async def counted(calls: Iterable[Awaitable[int]]) -> Counter[int]:
@@ -33,49 +42,55 @@ async def _status(client: HttpClient, path: str, headers: Sequence[tuple[bytes, 
         return int(response.status_code)
 
 
-async def replays(address: str, tokens: int, at_once: int, rounds: int) -> Counter[int]:
+async def replays(address: str, tokens: int, at_once: int, rounds: int) -> Counter[str]:
     """Make an answer with crafted stop strings, and read it again from its beginning many times."""
-    results: Counter[int] = Counter()
+    results: Counter[str] = Counter()
     async with http_client(address, x_api_key=BAD) as client:
         body = BODY | {"max_tokens": tokens, "stop": CRAFTED_STOPS, "logprobs": 1}
         whole = await client.stream(COMPLETIONS, body)
         assert whole.is_done
 
-        async def replay() -> int:
+        async def replay() -> str:
+            again = Events()
             async with client.raw.stream("GET", _events(whole.session_id)) as response:
-                again = Events()
-                if response.status_code == 200:
-                    await again.listen(response)
-                    assert not again.is_done or again.text() == whole.text(), "another answer"
-                return int(response.status_code)
+                if response.status_code != 200:
+                    return str(json.loads(await response.aread())["error"]["code"])
+                await again.listen(response)
+            if not again.is_done:
+                return str(again.error["code"])
+            assert again.text() == whole.text(), "another answer"
+            return "done"
 
         for _ in range(rounds):
-            results += await counted(replay() for _ in range(at_once))
+            async with asyncio.timeout(3 * PATIENCE_S):
+                results += Counter(await asyncio.gather(*(replay() for _ in range(at_once))))
     return results
 
 
-def _forged(last_id: str) -> list[str]:
+def _forged(last_id: str) -> Iterator[tuple[str, str]]:
     at, _, seen = last_id.partition(".")
-    return [
-        *("~", "0", "1", f"{at}.{seen[::-1]}", f"{int(at) - 1}.{seen}", f"{int(at) + 1}.{seen}"),
-        *(f"999999999.{seen}", f"{last_id}!", ",".join(["~"] * 9), "~," * 4000, f"{last_id},~"),
-        *("\u0663", "1.", ".", "!", "done!", "-1.A", "1" * 5000, f"{last_id} x"),
-    ]
+    for one in ("~", "0", f"{last_id}!", last_id):
+        yield "of the stream", one
+    for one in (f"{at}.{seen[::-1]}", f"{int(at) - 1}.{seen}"):
+        yield "of other tokens", one
+    malformed = ("1", f"999999999.{seen}", ",".join(["~"] * 9), "~," * 4000, f"{last_id},~", f"{last_id} x")
+    for one in (*malformed, "\u0663", "1.", ".", "!", "done!", "-1.A", "1" * 5000):
+        yield "malformed", one
 
 
-async def forged_ids(address: str, rounds: int) -> Counter[int]:
-    """Resume a running stream, and an unknown one, with ids that no gateway has sent."""
-    results: Counter[int] = Counter()
+async def forged_ids(address: str, rounds: int) -> Counter[tuple[str, int]]:
+    """Resume a running stream, and sessions that do not exist, with ids that no gateway has sent."""
+    results: Counter[tuple[str, int]] = Counter()
     async with http_client(address, x_api_key=BAD) as client:
         for _ in range(rounds):
             events = Events()
             async with client.open(COMPLETIONS, BODY | {"max_tokens": 1000}) as response:
                 await events.listen(response, until=3)
-                forged = _forged(events.last_id)
-                for session_id in (events.session_id, "0" * 32, "%00", "x" * 5000):
-                    path = _events(session_id)
-                    asked = [[(b"last-event-id", one.encode())] for one in forged]
-                    results += await counted(_status(client, path, one) for one in asked)
+                for kind, forged in _forged(events.last_id):
+                    sent = [(b"last-event-id", forged.encode())]
+                    results[kind, await _status(client, _events(events.session_id), sent)] += 1
+                    for session_id in ("0" * 32, "%00", "x" * 5000):
+                        results["of no session", await _status(client, _events(session_id), sent)] += 1
     return results
 
 
@@ -98,40 +113,59 @@ async def _begin(client: HttpClient, begun: list[str]) -> int:
 
 
 async def cancels(address: str, sessions: int, tokens: int) -> tuple[int, float]:
-    """Start and leave sessions, then resume each; return the tokens that came, and the seconds it took."""
-    began_s, delivered, begun = time.monotonic(), 0, []
+    """Start and leave sessions, and resume each; return the tokens that came, and the seconds it took."""
+    began_s, delivered = time.monotonic(), 0
     body = BODY | {"max_tokens": tokens, "return_token_ids": True}
-    async with http_client(address, x_api_key=METERED) as client:
+    async with http_client(address, x_api_key=METERED_HTTP) as client:
         for _ in range(sessions):
             async with client.open(COMPLETIONS, body) as response:
-                if response.status_code == 200:
-                    begun.append(response.headers["x-galley-session-id"])
-                else:
+                if response.status_code != 200:
                     assert response.status_code == 429
                     assert int(response.headers["retry-after"]) >= 1
-            # The gateway gives back what a cancelled call has not used once it has noticed.
-            await asyncio.sleep(0.02)
-        for session_id in begun:
-            events = Events()
-            async with client.raw.stream("GET", _events(session_id)) as response:
-                if response.status_code == 200:
-                    await events.listen(response)
-            if events.events and '"error"' in events.events[-1].data:
-                events.events.pop()
-            delivered += len(events.tokens())
+                    continue
+            delivered += await _resumed(client, response.headers["x-galley-session-id"])
     return delivered, time.monotonic() - began_s
 
 
-async def reads(address: str, tokens: int, at_once: int) -> Counter[int]:
-    """Ask for the state of a long session, and end it, many times at once."""
-    async with http_client(address, x_api_key=BAD) as client:
-        whole = await client.stream(COMPLETIONS, BODY | {"max_tokens": tokens})
-        path = f"/v1/sessions/{whole.session_id}"
+async def _resumed(client: HttpClient, session_id: str) -> int:
+    """Return how many tokens the rest of a session has."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            async with client.raw.stream("GET", _events(session_id)) as response:
+                if response.status_code == 200:
+                    events = Events()
+                    await events.listen(response)
+                    return len(events.tokens())
+                assert response.status_code in RESUMED
+            # The gateway gives back what a cancelled call has not used once it has noticed.
+            await asyncio.sleep(0.02)
 
-        async def call(method: str) -> int:
+
+async def reads(address: str, tokens: int, at_once: int) -> Counter[int]:
+    """Ask for the state of a long session and for its response, and end it, many times at once."""
+    async with http_client(address, x_api_key=BAD) as client:
+        whole = await client.stream(RESPONSES, RESPONSE | {"max_output_tokens": tokens, "top_logprobs": 20})
+        session, response = f"/v1/sessions/{whole.session_id}", f"{RESPONSES}/resp_{whole.session_id}"
+
+        async def call(method: str, path: str) -> int:
             return int((await client.raw.request(method, path)).status_code)
 
-        return await counted(call(method) for method in ["GET", "DELETE"] * at_once)
+        calls = [("GET", session), ("GET", response), ("DELETE", session), ("POST", f"{response}/cancel")]
+        return await counted(call(*one) for one in calls * at_once)
+
+
+async def logprobs(address: str, tokens: int, at_once: int) -> Counter[int]:
+    """Ask for long answers with 20 logprobs a token, as events and in one piece, at once."""
+    chat = CHAT | {"max_tokens": tokens, "logprobs": True, "top_logprobs": 20}
+    response = RESPONSE | {"max_output_tokens": tokens, "top_logprobs": 20}
+    completion = BODY | {"max_tokens": tokens, "logprobs": 20}
+    async with http_client(address, x_api_key=BAD) as client:
+
+        async def post(path: str, body: dict[str, Any], stream: bool) -> int:
+            return int((await client.post(path, body | {"stream": stream})).status_code)
+
+        kinds = ((CHATS, chat), (RESPONSES, response), (COMPLETIONS, completion))
+        return await counted(post(*one, stream) for one in kinds * at_once for stream in (False, True))
 
 
 async def texts(address: str, size: int, at_once: int) -> Counter[int]:

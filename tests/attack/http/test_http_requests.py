@@ -31,9 +31,9 @@ async def test_a_header_bomb_is_refused_before_it_is_parsed(stack: Attacked, nam
     stack.forget_peak()
     async with unharmed(stack, HTTP, most_held_s=0.1) as before:
         for _ in range(4):
-            assert await raw.statuses(stack.http, raw.header_bomb(name)) in ([], [431])
+            assert await raw.statuses(stack.http, raw.header_bomb(name)) == [431]
         later = raw.header_bomb(name, after=raw.pipelined(2).replace(b"connection: close\r\n", b""))
-        assert await raw.statuses(stack.http, later) in ([200, 400, 200, 431], [200, 400, 200], [200], [])
+        assert await raw.statuses(stack.http, later) == [200, 400, 200, 431]
     assert stack.peak_rss() - before.rss < 64 * MIB
 
 

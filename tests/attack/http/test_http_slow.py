@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 
 from tests.attack.http import raw
@@ -26,6 +27,14 @@ async def test_unread_responses_are_cut_off(stack: Attacked) -> None:
     before = await stack.connected()
     async with AsyncExitStack() as opened:
         await raw.unread_responses(stack.http, opened, 20)
+        await stack.settled(before)
+
+
+async def test_responses_that_are_read_but_for_their_end_are_cut_off(stack: Attacked) -> None:
+    """Leave from 8 to 256 KiB: some of them fit into the buffers of both kernels, but for a few KiB."""
+    before = await stack.connected()
+    async with AsyncExitStack() as opened:
+        await asyncio.gather(*(raw.nearly_read(stack.http, opened, left << 13) for left in range(1, 33)))
         await stack.settled(before)
 
 
