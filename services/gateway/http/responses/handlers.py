@@ -104,7 +104,7 @@ class Responses:
         with self._generation.admit_read():
             try:
                 stored, record = await self._read(response_id, call)
-            except (UnknownSession, Refused):
+            except Refused:
                 raise Refused(
                     400, "previous_response_not_found", f"{name}: must be a stored response of this caller", name
                 ) from None
@@ -115,11 +115,14 @@ class Responses:
         return [*(record.turns or ()), Turn("assistant", text)]
 
     async def _read(self, response_id: str, call: HttpCall) -> tuple[StoredSession, Record]:
-        """Return the session of a response that is kept. Raise UnknownSession or Refused."""
+        """Return the session of a response that is kept. Raise Refused."""
         missing = Refused(404, "not_found", f"response_id: no response {response_id[:64]!r}", "response_id")
         if not response_id.startswith(PREFIX):
             raise missing
-        stored = await self._generation.read(response_id.removeprefix(PREFIX), call)
+        try:
+            stored = await self._generation.read(response_id.removeprefix(PREFIX), call)
+        except (UnknownSession, InvalidField):  # that name the session
+            raise missing from None
         record = stored_record(stored.fields)
         if record is None or record.turns is None:
             raise missing

@@ -53,7 +53,7 @@ async def _with_id_list(body: bytes, name: str) -> Any:
     if start < 0:
         return None
     try:
-        ids, end = await _ids(body, start)
+        ids, end = await _ids(body, start, name)
     except ValueError:
         return None
     rest = b'%b"\\u0000ids"%b' % (body[:start], body[end:])
@@ -76,15 +76,15 @@ def _list_of(body: bytes, key: bytes) -> int:
     return -1
 
 
-async def _ids(body: bytes, start: int) -> tuple[list[Any], int]:
+async def _ids(body: bytes, start: int, name: str) -> tuple[list[Any], int]:
     """Return the numbers of the list at `start`, or its lists of them, and its end. Raise ValueError."""
     char, at = _next(body, start + 1)
     if char != b"[":
-        return await _numbers(body, start, MOST_IDS)
+        return await _numbers(body, start, MOST_IDS, name)
     lists: list[Any] = []
     left = MOST_IDS
     while char == b"[" and len(lists) < _MOST_LISTS:
-        numbers, end = await _numbers(body, at, left)
+        numbers, end = await _numbers(body, at, left, name)
         left -= len(numbers)
         lists.append(numbers)
         char, at = _next(body, end)
@@ -95,7 +95,7 @@ async def _ids(body: bytes, start: int) -> tuple[list[Any], int]:
     raise ValueError
 
 
-async def _numbers(body: bytes, start: int, most: int) -> tuple[list[Any], int]:
+async def _numbers(body: bytes, start: int, most: int, name: str) -> tuple[list[Any], int]:
     """Return the numbers of the list at `start`, and its end. Raise ValueError if it holds anything else.
 
     A piece that parses by itself ends between two entries: a text or list that was cut does not parse.
@@ -113,7 +113,7 @@ async def _numbers(body: bytes, start: int, most: int) -> tuple[list[Any], int]:
             raise ValueError
         numbers += piece
         if len(numbers) > most:
-            raise Refused(400, "invalid_argument", f"body: must have at most {MOST_IDS} token ids", "prompt")
+            raise Refused(400, "invalid_argument", f"{name}: must have at most {MOST_IDS} token ids", name)
         await asyncio.sleep(0)
         if close >= 0:
             return numbers, close + 1

@@ -88,7 +88,7 @@ async def test_what_looks_like_ids_elsewhere_is_read_as_it_is(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("entry", "count", "problem"),
     [
-        ("1", MOST_IDS + 1, f"at most {MOST_IDS} token ids"),
+        ("1", MOST_IDS + 1, f"^{{name}}: must have at most {MOST_IDS} token ids"),
         ("[]", 100_000, "values"),
         ('"a"', 300_000, "values"),
         ('{"a":{}}', 60_000, "values"),
@@ -100,7 +100,7 @@ async def test_a_body_that_holds_too_much_is_refused_before_it_is_parsed(
 ) -> None:
     sizes = parsed_sizes(monkeypatch)
     body = f'{{"{name}": [{",".join([entry] * count)}]}}'.encode()
-    with pytest.raises(Refused, match=problem):
+    with pytest.raises(Refused, match=problem.replace("{name}", name)):
         await read_json(body)
     assert max(sizes, default=0) < 40_000
 

@@ -201,13 +201,13 @@ async def test_responses_of_others_and_those_not_stored_are_not_found(world: Wor
     async with http_client(gateway.http, authorization=f"Bearer {ALICE}") as alice:
         kept, dropped = await respond(alice), await respond(alice, store=False)
         chat = (await alice.chat())["id"].removeprefix("chatcmpl-")
-        for missing in (dropped["id"], f"resp_{chat}", "resp_" + "0" * 32, "resp_x", "x"):
-            assert (await alice.raw.get(f"{PATH}/{missing}")).status_code == 404
+        for missing in (dropped["id"], f"resp_{chat}", "resp_" + "0" * 32, "resp_x", "resp_", "x"):
+            unknown = await alice.raw.get(f"{PATH}/{missing}")
+            assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "response_id")
             refused = await alice.post(PATH, BODY | {"previous_response_id": missing})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (
-                400,
-                "previous_response_not_found",
-            )
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (400, "previous_response_not_found")
+            assert error["param"] == "previous_response_id"
         assert (await alice.raw.get(f"{PATH}/{kept['id']}")).status_code == 200
         async with http_client(gateway.http, authorization=f"Bearer {BOB}") as bob:
             assert (await bob.raw.get(f"{PATH}/{kept['id']}")).status_code == 404
