@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import time
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -12,8 +14,9 @@ from galley.common.config.settings import ServerLimits
 from services.gateway.http.api.schemas import ChatRequest, CompletionRequest
 from services.gateway.http.api.tokens import DetokenizeRequest, TokenizeRequest
 from services.gateway.http.responses.schemas import ResponseRequest
+from services.gateway.http.transport import server
 from services.gateway.settings import GatewaySettings
-from tests.attack.http.raw import peer
+from tests.attack.http.raw import completion, peer
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import World
 
@@ -46,6 +49,25 @@ async def test_a_body_that_never_comes_is_refused_in_time(
     async with peer(gateway.http) as attacker:
         await attacker.send(HEAD + b"\r\n{")
         assert b" 408 " in await attacker.head()
+
+
+async def test_a_connection_serves_many_requests_and_ends_when_idle(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.KEEP_ALIVE_S == 75, "as docs/http.md says"
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.5)
+    gateway = await world.gateway(http_port=0)
+    health = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with peer(gateway.http) as client, asyncio.timeout(PATIENCE_S):
+        for request in (health, completion(), completion(prompt=[]), b"GET /none HTTP/1.1\r\nhost: x\r\n\r\n"):
+            await client.send(request)
+            [length] = re.findall(rb"content-length: (\d+)", await client.head())
+            await client.reader.readexactly(int(length))
+        sent_s = time.monotonic()
+        await client.send(completion(stream=True, max_tokens=5))
+        assert (await client.reader.readuntil(b"\r\n0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert await client.reader.read() == b""
+        assert time.monotonic() - sent_s >= 0.5
 
 
 async def test_the_body_of_a_refused_request_is_not_awaited_for_ever(
