@@ -102,6 +102,10 @@ class InstantStore(SessionStore):
         """Drop the session's log."""
         self._logs.pop(session_id, None)
 
+    async def delete(self, session_id: str, principal: str, latest_ms: int) -> None:  # noqa: ARG002
+        """Drop the session's log."""
+        self._logs.pop(session_id, None)
+
     async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
         """Grant the call; the bucket is always full."""
         return Exchanged(exchange.needed is not None, 0, bucket.burst)
@@ -169,6 +173,9 @@ class TimedStore(SessionStore):
 
     async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
         await self._store.abort(session_id, principal, finish, latest_ms)
+
+    async def delete(self, session_id: str, principal: str, latest_ms: int) -> None:
+        await self._store.delete(session_id, principal, latest_ms)
 
     async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
         return await self._store.exchange(bucket, exchange)

@@ -33,7 +33,7 @@ FINISHED_TTL_S = 900.0
 """Default times to live of a live session after its last commit or renewal, and of a finished one."""
 
 LARGEST_CLOCK_STEP_S = 86_400.0
-"""A step of the store's clock, forwards, after which it still knows that it aborted a session."""
+"""A step of the store's clock, forwards, after which it still knows that it aborted or deleted a session."""
 
 
 class SessionEnded(Fenced):
@@ -253,7 +253,7 @@ class SessionStore(Protocol):
         """Create again, for its owner, a session that the store has lost, with only its prompt in the log.
 
         Raises Fenced, ClaimLost, SessionEnded or LogLost if it exists and is not the owner's. Raises
-        SessionEnded if it was aborted. The caller must know that it was lost, and has not expired.
+        SessionEnded if it was aborted or deleted. The caller must know that it was lost, and has not expired.
         """
 
     async def renew(self, owner: Ownership) -> None:
@@ -261,6 +261,9 @@ class SessionStore(Protocol):
 
     async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
         """End a session for good, whoever owns it; do nothing if it has ended. Raises UnknownSession."""
+
+    async def delete(self, session_id: str, principal: str, latest_ms: int) -> None:
+        """Remove a session for good, whoever owns it. Raises UnknownSession; can be repeated."""
 
     async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
         """Change a token bucket (`galley.core.admission.budget`); one that does not exist is full."""

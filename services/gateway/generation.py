@@ -191,6 +191,11 @@ class Generation:
         name_in_logs(session_id)
         await self.streams.abort(session_id, caller(), self.deadline_ns(call))
 
+    async def delete(self, session_id: str, call: ClientCall) -> None:
+        """End a session permanently, and remove it from the store."""
+        self.observers.unary()
+        await self.streams.delete(session_id, caller(), self.deadline_ns(call))
+
     # ----------------------------------------------------------------------- the parts of a call --
 
     def observe(

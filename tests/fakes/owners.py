@@ -76,6 +76,10 @@ async def abort(store: SessionStore, session_id: str, principal: str, finish: by
     await store.abort(session_id, principal, finish, await in_time(store, session_id))
 
 
+async def delete(store: SessionStore, session_id: str, principal: str) -> None:
+    await store.delete(session_id, principal, await in_time(store, session_id))
+
+
 async def _log(store: SessionStore, owner: Ownership) -> list[int]:
     with suppress(UnknownSession, LogLost):
         return (await store.read(owner.session_id, ALICE)).tokens

@@ -65,8 +65,8 @@ class MemoryStore(SessionStore):
         self._records: dict[str, _Record] = {}
         # What each principal's token bucket holds, and at what time.
         self._buckets: dict[str, tuple[float, float]] = {}
-        # Which sessions were aborted, and until when that is known.
-        self._aborted: dict[str, float] = {}
+        # Which sessions were aborted or deleted, until when that is known, and whose those were that are deleted.
+        self._aborted: dict[str, tuple[float, str]] = {}
 
     async def ping(self) -> None:
         """Return at once."""
@@ -178,7 +178,7 @@ class MemoryStore(SessionStore):
     async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
         self._must_be_in_time(latest_ms)
         if self._find(owner.session_id) is None:
-            if self._clock() < self._aborted.get(owner.session_id, -math.inf):
+            if self._was_aborted(owner.session_id):
                 raise SessionEnded(owner.session_id)
             self._make(new, owner.epoch, owner.nonce)
         else:
@@ -191,9 +191,24 @@ class MemoryStore(SessionStore):
         self._must_be_in_time(latest_ms)
         record = self._of(session_id, principal)
         if record.state == "live":
-            known_s = self._finished_ttl_s + LARGEST_CLOCK_STEP_S
-            self._aborted[session_id] = self._clock() + known_s
+            self._note_aborted(session_id, "")
         self._end(record, finish if record.state == "live" else record.finish)
+
+    async def delete(self, session_id: str, principal: str, latest_ms: int) -> None:
+        self._must_be_in_time(latest_ms)
+        if self._find(session_id) is not None:
+            self._of(session_id, principal)
+        elif not self._was_aborted(session_id) or self._aborted[session_id][1] != principal:
+            raise UnknownSession(session_id)
+        self._note_aborted(session_id, principal)
+        self._records.pop(session_id, None)
+
+    def _note_aborted(self, session_id: str, principal: str) -> None:
+        known_s = self._finished_ttl_s + LARGEST_CLOCK_STEP_S
+        self._aborted[session_id] = self._clock() + known_s, principal
+
+    def _was_aborted(self, session_id: str) -> bool:
+        return self._clock() < self._aborted.get(session_id, (-math.inf, ""))[0]
 
     async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
         burst, now_s = bucket.burst, self._clock()

@@ -38,14 +38,14 @@ _NAMES = ("session-a", "session-b")
 _SLACK_S = 30.0
 _CALLS = (
     *("create", "read", *["claim"] * 3, *["commit"] * 8, "finish", "renew", "recreate", "recreate"),
-    *("abort", "abort", "server", "step", *["exchange"] * 4),
+    *("abort", "abort", "delete", "server", "step", *["exchange"] * 4),
 )
 # One that ends live sessions, one that ends all, and one after which an abort is forgotten.
 _STEPS_S = (2_000, 2_000, 6_000, 6_000, 100_000)
 # Full within the longest step. A second of the real server fills too little to tell.
 _BUCKETS = [TokenBucket("me", 0.001, 50.0), TokenBucket("you", 0.001, 3.0)]
 _BUDGETS = "galley:budgets:default:"
-_TIMED = frozenset({"create", "claim", "recreate", "abort"})
+_TIMED = frozenset({"create", "claim", "recreate", "abort", "delete"})
 """Calls whose last argument is their latest time, here in ms from now."""
 _IN_TIME_MS, _LATE_MS = 60_000, -60_000
 
@@ -231,6 +231,8 @@ class Random:
                 return self._called(name, rng.choice(_BUCKETS), exchange)
             case "abort":
                 return self._called(name, self._name(), self._principal(), b"aborted", self._latest_ms())
+            case "delete":
+                return self._called(name, self._name(), self._principal(), self._latest_ms())
             case _:
                 return self._server_event(name)
 

@@ -126,6 +126,8 @@ def build_app(
     add("POST", "/v1/completions", answers.complete, outputs.TextAnswers, streams=True)
     add("POST", "/v1/responses", responses.create, outputs.ResponseBody, streams=True)
     add("GET", ROUTE, responses.retrieve, outputs.ResponseBody, streams=True, more=_ALL_SENT)
+    add("GET", f"{ROUTE}/input_items", responses.input_items, outputs.InputItems)
+    add("DELETE", ROUTE, responses.delete, outputs.ResponseDeleted)
     add("POST", f"{ROUTE}/cancel", responses.cancel, outputs.ResponseBody)
     add("GET", "/v1/sessions/{session_id}/events", sessions.events, streams=True, more=_ALL_SENT)
     add("GET", "/v1/sessions/{session_id}", sessions.state, outputs.SessionState)

@@ -117,6 +117,28 @@ class ResponseBody(BaseModel):
     system_fingerprint: str
 
 
+class InputItem(BaseModel):
+    id: str
+    type: Literal["message"]
+    status: Literal["completed"]
+    role: Literal["user", "assistant", "system"]
+    content: list[dict[str, Any]]
+
+
+class InputItems(BaseModel):
+    object: Literal["list"]
+    data: list[InputItem]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool
+
+
+class ResponseDeleted(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 class SessionChoice(BaseModel):
     index: int
     state: Literal["live", "finished"]

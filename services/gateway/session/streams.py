@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -198,14 +199,17 @@ class Streams:
         request_observer().opened(session, stored, called_ns, next_index)
         return self._runner(session, stored, called_ns, deadline_ns)
 
-    @contextmanager
-    def admit_read(self, principal: Principal) -> Iterator[None]:
+    def admit_read(self, principal: Principal) -> AbstractContextManager[None]:
         """Hold a slot for reads of sessions. Raise Overloaded."""
-        slot = self._reads.enter(principal, self._clock.now_ns())
+        return self._slot(self._reads, principal)
+
+    @contextmanager
+    def _slot(self, admission: Admission, principal: Principal) -> Iterator[None]:
+        slot = admission.enter(principal, self._clock.now_ns())
         try:
             yield
         finally:
-            self._reads.leave(slot, self._clock.now_ns())
+            admission.leave(slot, self._clock.now_ns())
 
     async def read(self, session_id: str, principal: Principal, deadline_ns: int | None) -> StoredSession:
         """Return a session as the store holds it, within `admit_read`.
@@ -229,20 +233,32 @@ class Streams:
         Raise UnknownSession, StoreUnavailable or Overloaded.
         """
         record = encode_ending(Ending(Reason.ABORTED))
-        # A slot of its own kind: a principal that has no stream slot left must still be able to end sessions.
-        slot = self._aborts.enter(principal, self._clock.now_ns())
+        await self._end("abort", session_id, principal, deadline_ns, partial(self._store.abort, finish=record))
+
+    async def delete(self, session_id: str, principal: Principal, deadline_ns: int | None) -> None:
+        """End a session as `abort` does, and remove it from the store."""
+        await self._end("delete", session_id, principal, deadline_ns, self._store.delete)
+
+    async def _end(
+        self,
+        operation: str,
+        session_id: str,
+        principal: Principal,
+        deadline_ns: int | None,
+        end: Callable[..., Awaitable[None]],
+    ) -> None:
         until_ns = self._timeouts.store_deadline_ns(self._clock.now_ns(), deadline_ns)
 
-        async def abort(time: StoreTime) -> None:
-            await self._store.abort(session_id, principal.name, record, time.latest_ms(until_ns))
+        async def change(time: StoreTime) -> None:
+            await end(session_id, principal.name, latest_ms=time.latest_ms(until_ns))
 
-        try:
-            await self._change("abort", session_id, abort, until_ns)
-        except UnknownSession:  # a session that the store has lost must not be recreated by its owner here
-            if not any(runner.log.new.principal == principal.name for runner in self._of(session_id)):
-                raise
-        finally:
-            self._aborts.leave(slot, self._clock.now_ns())
+        # A slot of its own kind: a principal that has no stream slot left must still be able to end sessions.
+        with self._slot(self._aborts, principal):
+            try:
+                await self._change(operation, session_id, change, until_ns)
+            except UnknownSession:  # a session that the store has lost must not be recreated by its owner here
+                if not any(runner.log.new.principal == principal.name for runner in self._of(session_id)):
+                    raise
         for runner in self._of(session_id):
             runner.post(ev.Aborted())
 

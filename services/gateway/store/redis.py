@@ -98,12 +98,14 @@ class RedisStore(SessionStore):
         self._budgets = f"galley:budgets:{pool_name}:"
         self._ttl_ms = _milliseconds(ttl_s)
         self._finished_ttl_ms = _milliseconds(finished_ttl_s)
+        self._aborted_ttl_ms = self._finished_ttl_ms + _milliseconds(LARGEST_CLOCK_STEP_S)
         self._read = _load("read")
         self._create = _load("create")
         self._claim = _load("claim")
         self._commit = _load("commit")
         self._finish = _load("finish")
         self._abort = _load("abort")
+        self._delete = _load("delete")
         self._renew = _load("renew")
         self._recreate = _load("recreate")
         self._budget = script_of((_SCRIPTS / "budget.lua").read_text())
@@ -166,8 +168,11 @@ class RedisStore(SessionStore):
         await self._run_owned(self._renew, owner, self._ttl_ms)
 
     async def abort(self, session_id: str, principal: str, finish: bytes, latest_ms: int) -> None:
-        lives_ms = (self._finished_ttl_ms, self._finished_ttl_ms + _milliseconds(LARGEST_CLOCK_STEP_S))
-        await self._run(self._abort, session_id, latest_ms, principal, finish, *lives_ms)
+        args = (latest_ms, principal, finish, self._finished_ttl_ms, self._aborted_ttl_ms)
+        await self._run(self._abort, session_id, *args)
+
+    async def delete(self, session_id: str, principal: str, latest_ms: int) -> None:
+        await self._run(self._delete, session_id, latest_ms, principal, self._aborted_ttl_ms)
 
     async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
         # Not `_run`: no replicas are waited for. One that is promoted without the latest changes admits more.
@@ -190,7 +195,7 @@ class RedisStore(SessionStore):
         """Return the script's reply after "ok", or raise its refusal; `epoch` is the owner's, 0 for none."""
         keys = self._keys(session_id)
         # The others can follow a slot that is being moved.
-        if script in {self._create, self._abort, self._recreate}:
+        if script in {self._create, self._abort, self._delete, self._recreate}:
             keys = (*keys, f"{keys[0]}:aborted")
         reply, copied = await self._calls.run_copied(script, keys, *args)
         result = _result(session_id, reply, epoch)

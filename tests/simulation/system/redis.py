@@ -383,6 +383,11 @@ class SimStore(SessionStore):
         if await self._redis.call(self._caller, abort, session_id):
             self._ledger.has_aborted(session_id)
 
+    async def delete(self, session_id: str, principal: str, latest_ms: int) -> None:
+        """Delete a session; no client of the simulation does."""
+        call = partial(self._sessions.delete, session_id, principal, latest_ms)
+        await self._redis.call(self._caller, lambda: at_once(call()), session_id)
+
     async def exchange(self, bucket: TokenBucket, exchange: Exchange) -> Exchanged:
         return await self._redis.call(
             self._caller, lambda: at_once(self._sessions.exchange(bucket, exchange)), repeats=False

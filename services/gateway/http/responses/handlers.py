@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from fastapi import Query
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from galley.core import names
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged
@@ -18,7 +19,7 @@ from services.gateway.http.api.choices import Choice, ChoiceRunner, Reader
 from services.gateway.http.api.format import Format, stored_format
 from services.gateway.http.api.positions import START
 from services.gateway.http.api.schemas import check_parameters
-from services.gateway.http.responses.objects import PREFIX, ResponseObjects
+from services.gateway.http.responses.objects import PREFIX, ResponseObjects, input_items
 from services.gateway.http.responses.record import Record, Turn, stored_record
 from services.gateway.http.responses.requests import named_as_here, wire_request
 from services.gateway.http.responses.schemas import ResponseRequest
@@ -97,6 +98,37 @@ class Responses:
         stored, _ = await self._read(response_id, call)
         await self._generation.abort(stored.ownership.session_id, call)
         return await self._response(*await self._read(response_id, call))
+
+    async def delete(self, response_id: str, request: HttpRequest) -> Response:
+        """Remove a stored response; one that is in progress ends."""
+        call = request.scope[CALL]
+        with self._generation.admit_read():
+            stored, _ = await self._read(response_id, call)
+        await self._generation.delete(stored.ownership.session_id, call)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def input_items(
+        self,
+        response_id: str,
+        request: HttpRequest,
+        limit: int = Query(20, ge=1, le=100, description="Most messages to return."),
+        order: Literal["asc", "desc"] = Query("desc", description="`desc`: the last message first."),
+        after: str | None = Query(None, description="Id of the message before the first one."),
+    ) -> Response:
+        """Return the messages that a stored response answers, without its instructions."""
+        call = request.scope[CALL]
+        self._generation.admit_reading_call(call)
+        stored, record = await self._read(response_id, call)
+        items = input_items(record.turns or (), stored.ownership.session_id)
+        if order == "desc":
+            items.reverse()
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise InvalidField("after", "must be the id of a message of this response")
+        first = 0 if after is None else ids.index(after) + 1
+        page, has_more = items[first : first + limit], len(items) > first + limit
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+        return JSONResponse({"object": "list", "data": page, **ends, "has_more": has_more})
 
     async def _former(self, response_id: str, call: HttpCall) -> Sequence[Turn]:
         """Return the turns of a stored response with its answer. Raise Refused or InvalidField."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from galley.core.session.machine import Session
 from services.gateway.generation import ServedModel
 from services.gateway.http.api.logprobs import chat_logprobs_json
 from services.gateway.http.api.usage import metrics, usage
-from services.gateway.http.responses.record import Record
+from services.gateway.http.responses.record import Record, Turn
 from services.gateway.http.transport.encoding import with_json
 
 PREFIX = "resp_"
@@ -110,3 +111,21 @@ class ResponseObjects:
             "output_tokens_details": {"reasoning_tokens": 0, **predictions},
             "total_tokens": prompt + output,
         }
+
+
+def input_items(turns: Sequence[Turn], session_id: str) -> list[dict[str, Any]]:
+    """Return the messages that a response answers."""
+    return [
+        {
+            "id": f"msg_{session_id}_{index}",
+            "type": "message",
+            "status": "completed",
+            "role": turn.role,
+            "content": [
+                {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": []}
+                if turn.role == "assistant"
+                else {"type": "input_text", "text": turn.text}
+            ],
+        }
+        for index, turn in enumerate(turns)
+    ]

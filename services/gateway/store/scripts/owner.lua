@@ -1,5 +1,5 @@
--- Put before every other script. KEYS of all: the session's hash, its log, its meta. KEYS of create, abort and
--- recreate also: a key that exists if the session was aborted.
+-- Put before every other script. KEYS of all: the session's hash, its log, its meta. KEYS of create, abort,
+-- delete and recreate also: a key that exists if the session was aborted or deleted.
 -- A refusal is a list whose first element names it.
 
 local SESSION, LOG, META, ABORTED = KEYS[1], KEYS[2], KEYS[3], KEYS[4]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import requests
@@ -66,15 +68,17 @@ def check(address: str, examples: int, first_seed: int) -> Tally:
     url, tally = f"http://{address}", Tally()
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     with requests.Session() as session:
+        begin_response = partial(_begun, session, f"{url}/v1/responses", "input")
         known = {
             "session_id": _begun(session, f"{url}/v1/completions", "prompt").removeprefix("cmpl-"),
-            "response_id": _begun(session, f"{url}/v1/responses", "input"),
+            "response_id": begin_response(),
             "model": requests.get(f"{url}/v1/models", timeout=_TIMEOUT_S).json()["data"][0]["id"],
         }
         for found in schema.get_all_operations():
             operation: _Operation = found.ok()  # type: ignore[union-attr]  # ours has no invalid part
             for mode in MODES:
-                sender = _Sender(session, known, tally.responses.setdefault(operation.label, Counter()))
+                counts = tally.responses.setdefault(operation.label, Counter())
+                sender = _Sender(session, known, counts, begin_response)
                 try:
                     sender.run(operation, mode, examples, first_seed)
                 except Unsatisfiable:  # it takes nothing that could break its description
@@ -89,6 +93,7 @@ class _Sender:
     session: requests.Session
     known: dict[str, str]
     counts: Counter[int]
+    begin_response: Callable[[], str]
 
     def run(self, operation: _Operation, mode: GenerationMode, examples: int, first_seed: int) -> None:
         """Raise the first failure that the checks find."""
@@ -114,6 +119,8 @@ class _Sender:
                 case.body |= {name: MAX_TOKENS for name in _LENGTHS if case.body.get(name)}
             response = case.call(session=self.session, timeout=_TIMEOUT_S)
             self.counts[response.status_code] += 1
+            if case.method == "DELETE" and response.status_code == 200 and "response_id" in (case.path_parameters or {}):
+                self.known["response_id"] = self.begin_response()
             case.validate_response(response, checks=checks)
 
         send()

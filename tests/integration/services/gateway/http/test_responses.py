@@ -178,6 +178,58 @@ async def test_a_stored_response_is_read_and_cancelled(world: World, client: Htt
     world.target.gate.open()
 
 
+async def test_a_deleted_response_is_gone_at_all_gateways(world: World) -> None:
+    gateway, other = await world.gateway(http_port=0), await world.gateway(http_port=0)
+    async with http_client(gateway.http) as client, http_client(other.http) as elsewhere:
+        ended = await respond(client)
+        world.target.gate.close_after(2)
+        events = Events()
+        async with client.open(PATH, BODY | {"max_output_tokens": 1000}) as response:
+            await events.listen(response, until=len(OPENING) + 1)
+            running = f"resp_{events.session_id}"
+            for one in (ended["id"], running):
+                deleted = await elsewhere.raw.delete(f"{PATH}/{one}")
+                assert deleted.json() == {"id": one, "object": "response", "deleted": True}
+                for answer in (
+                    await client.raw.delete(f"{PATH}/{one}"),
+                    await client.raw.get(f"{PATH}/{one}"),
+                    await client.raw.get(f"/v1/sessions/{one.removeprefix('resp_')}/events"),
+                ):
+                    assert answer.status_code == 404
+            world.target.gate.open()
+            await events.listen(response)
+        assert events.events[-1].json["response"]["status"] == "cancelled"
+        assert (await client.raw.get(f"{PATH}/{running}")).status_code == 404, "it was not stored anew"
+
+
+async def test_a_request_whose_response_was_deleted_may_be_repeated(client: HttpClient) -> None:
+    first = await respond(client, idempotency_key="once")
+    assert (await client.raw.delete(f"{PATH}/{first['id']}")).status_code == 200
+    again = await respond(client, idempotency_key="once")
+    assert (again["id"], text_of(again)) == (first["id"], text_of(first))
+
+
+async def test_the_input_of_a_response_is_listed_in_pages(client: HttpClient) -> None:
+    first = await respond(client, input="One.", instructions="")
+    second = await respond(client, input="Two.", previous_response_id=first["id"])
+    path = f"{PATH}/{second['id']}/input_items"
+    listed = (await client.raw.get(path)).json()
+    assert [
+        (item["role"], item["content"][0]["type"], item["content"][0]["text"]) for item in listed["data"]
+    ] == [
+        ("user", "input_text", "Two."),
+        ("assistant", "output_text", text_of(first)),
+        ("user", "input_text", "One."),
+    ]
+    ids = [item["id"] for item in listed["data"]]
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (ids[0], ids[2], False)
+    page = (await client.raw.get(f"{path}?order=asc&limit=1&after={ids[2]}")).json()
+    assert ([item["id"] for item in page["data"]], page["has_more"]) == ([ids[1]], True)
+    assert (await client.raw.get(f"{path}?after={ids[0]}&order=asc")).json()["data"] == []
+    wrong = await client.raw.get(f"{path}?after=msg_1")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "after")
+
+
 async def test_a_read_counts_until_its_response_was_read(world: World) -> None:
     keys = KeyFile(alice="max_sessions = 1")
     gateway = await world.gateway(http_port=0, api_keys_file=keys.write(world))
@@ -305,6 +357,11 @@ async def test_openais_client(openai_client: openai.AsyncOpenAI) -> None:
     )
     assert further.previous_response_id == last.id
     assert (await responses.cancel(further.id)).status == "incomplete"
+    items = [item async for item in responses.input_items.list(further.id, limit=1)]
+    assert [getattr(item, "role", "") for item in items] == ["user", "assistant", "user"]
+    await responses.delete(further.id)
+    with pytest.raises(openai.NotFoundError):
+        await responses.retrieve(further.id)
     with pytest.raises(openai.BadRequestError) as refused:
         await responses.create(model="tiny", input=PROMPT, reasoning={"effort": "high"})
     assert (refused.value.param, refused.value.code) == ("reasoning", "unsupported_parameter")

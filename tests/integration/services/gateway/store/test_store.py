@@ -41,7 +41,7 @@ from galley.core.store import (
 from galley.stack.ports import free_ports
 from services.gateway.request.validate import session_id_for
 from services.gateway.store.redis import RedisStore
-from tests.fakes.owners import abort, claim, commit, create, finish, hashes_of, in_time, recreate
+from tests.fakes.owners import abort, claim, commit, create, delete, finish, hashes_of, in_time, recreate
 from tests.fakes.redis_clusters import Cluster, ReplicaSet
 from tests.fakes.redis_servers import Server
 from tests.fakes.store import MemoryStore
@@ -216,6 +216,28 @@ async def test_abort_ends_a_session_whoever_owns_it(store: RedisStore) -> None:
     assert (seen.state, seen.finish) == ("finished", b"aborted")
 
 
+async def test_a_deleted_session_is_gone_for_its_owner_too(
+    store: RedisStore, raw: redis_asyncio.Redis
+) -> None:
+    created = await create(store, a_session())
+    owner, session_id = created.ownership, created.ownership.session_id
+    with pytest.raises(UnknownSession):
+        await delete(store, session_id, BOB)
+    for _ in range(2):
+        await delete(store, session_id, ALICE)
+    with pytest.raises(UnknownSession):
+        await delete(store, session_id, BOB)
+    left = [await raw.exists(key_of(session_id) + part) for part in ("", ":log", ":meta", ":aborted")]
+    assert left == [0, 0, 0, 1]
+    with pytest.raises(UnknownSession):
+        await commit(store, owner, 3, [7], b"")
+    with pytest.raises(SessionEnded):
+        await recreate(store, owner, created.to_new_session())
+    again = await create(store, a_session(session_id))
+    assert again.state == "live"
+    await delete(store, session_id, ALICE)
+
+
 async def test_a_claim_fences_the_owner_before(store: RedisStore) -> None:
     first = (await create(store, a_session())).ownership
     before_ms = await store.now_ms(first.session_id)
@@ -293,6 +315,7 @@ async def test_a_late_call_changes_nothing(store: RedisStore, raw: redis_asyncio
         store.claim(owner, ALICE, b"n" * 16, late_ms),
         store.recreate(owner, new, late_ms),
         store.abort(new.session_id, ALICE, b"aborted", late_ms),
+        store.delete(new.session_id, ALICE, late_ms),
     )
     for change in changes:
         with pytest.raises(StoreUnavailable, match="too late"):

@@ -19,7 +19,7 @@ from galley.stack.ports import free_ports
 from services.gateway.store.redis import RedisStore
 from tests.fakes.certificates import Authority, mounted
 from tests.fakes.log_lines import logged
-from tests.fakes.owners import abort, claim, commit, create, finish
+from tests.fakes.owners import abort, claim, commit, create, delete, finish
 from tests.fakes.redis_clusters import (
     CLUSTER,
     Cluster,
@@ -80,6 +80,7 @@ async def serve_sessions(url: str) -> None:
         await finish(store, owner, 5, b"end")
         await abort(store, new.session_id, ALICE, b"aborted")
         assert (await claim(store, new.session_id, ALICE)).tokens == [*PROMPT, 7, 8]
+        await delete(store, new.session_id, ALICE)
         assert (await store.exchange(LIMITED, Exchange(-1, 2, 3))).leased == 3
         await registry.read(DRAFT_POOL)
     finally:
