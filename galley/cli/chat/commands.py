@@ -11,12 +11,12 @@ from typing import Any, cast
 
 from galley.cli.chat.conversation import Conversation, Totals
 from galley.client.options import GenerateOptions, Speculation
+from galley.common.models.sampling_defaults import RECOMMENDED_SAMPLING
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PENALTIES = ("frequency_penalty", "presence_penalty")
-_NUMBERS = (*_SAMPLING, *_PENALTIES, "seed", "max_tokens", "min_tokens", "logprobs")
+_NUMBERS = (*RECOMMENDED_SAMPLING, *_PENALTIES, "seed", "max_tokens", "min_tokens", "logprobs")
 # Options whose zero is not their default.
-_ZERO_COUNTS = {*_SAMPLING, "seed", "logprobs"}
+_ZERO_COUNTS = {*RECOMMENDED_SAMPLING, "seed", "logprobs"}
 _SPECULATION = ("speculation", "k", "strategy")
 _SWITCHES = {"on": True, "off": False}
 
@@ -146,7 +146,7 @@ def _settings(chat: Chat) -> str:
         value = given.get(name)
         if value or (value is not None and name in _ZERO_COUNTS):
             lines.append(f"{name}: {value:g}" if isinstance(value, float) else f"{name}: {value}")
-        elif name in _SAMPLING:
+        elif name in RECOMMENDED_SAMPLING:
             lines.append(
                 f"{name}: {defaults[name]:g} (the model's)" if name in defaults else f"{name}: default"
             )

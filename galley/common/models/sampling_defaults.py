@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from galley.core.errors import InvalidField
 from galley.core.sampling_params import SamplingParams
 
-_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+RECOMMENDED_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Recommended(NamedTuple):
@@ -23,7 +23,7 @@ def recommended(config: Mapping[str, Any]) -> Recommended:
 
     Raise InvalidField if a value is out of bounds.
     """
-    values = {name: config[name] for name in _NAMES if _is_number(config.get(name))}
+    values = {name: config[name] for name in RECOMMENDED_SAMPLING if _is_number(config.get(name))}
     if "top_k" in values:
         values["top_k"] = max(0, int(values["top_k"]))
     SamplingParams(**values).validate(vocab_size=0)
