@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from pathlib import Path
 
-import pytest
-
-from tests.fakes.browser import Browser, find_browser
+from tests.fakes.browser import Browser
 from tests.fakes.http_client import HttpClient, http_client
 from tests.fakes.world import Gateway, World
 from tests.integration.services.gateway.callers import KeyFile
@@ -43,19 +40,15 @@ async def test_unknown_files_are_not_found(client: HttpClient) -> None:
         assert (await client.raw.get(f"/docs/{name}")).status_code == 404
 
 
-async def test_a_browser_shows_all_operations(gateway: Gateway, tmp_path: Path) -> None:
-    path = find_browser()
-    if path is None:
-        pytest.skip("chromium is not installed")
+async def test_a_browser_shows_all_operations(browser: Browser, gateway: Gateway) -> None:
+    def show() -> list[str]:
+        browser.open(f"http://{gateway.http}/docs")
+        browser.until("document.querySelectorAll('.opblock').length > 10")
+        return browser.texts(".opblock-summary-path")
 
-    def show() -> tuple[list[str], list[str], list[str]]:
-        with Browser(path, tmp_path) as browser:
-            browser.open(f"http://{gateway.http}/docs")
-            browser.until("document.querySelectorAll('.opblock').length > 10")
-            return browser.texts(".opblock-summary-path"), browser.complaints, browser.requests
-
-    shown, complaints, requests = await asyncio.to_thread(show)
+    shown = await asyncio.to_thread(show)
     # Swagger UI allows a line to break before each slash.
     assert "/v1/responses/{response_id}" in {text.replace("\u200b", "") for text in shown}
-    assert complaints == []
-    assert all(url.startswith(f"http://{gateway.http}/") for url in requests if not url.startswith("data:"))
+    assert browser.complaints == []
+    requests = [url for url in browser.requests if not url.startswith("data:")]
+    assert all(url.startswith(f"http://{gateway.http}/") for url in requests)
