@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.browser import Browser, find_browser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     path = find_browser()
     if path is None:
