@@ -8,7 +8,7 @@ RPC of every port; bytes that are no HTTP/2, floods of frames, rapid resets, hea
 of calls; damaged logs; keys in a FIFO and on a mount that hangs; no file descriptors; several rounds of
 10,000 idle streams, and of 10,000 idle connections; and, over HTTP, 20,000 requests with changed bytes,
 malformed requests, header bombs, bodies made to harm, slow requests, unread responses, storms and idle
-connections. `--door` chooses the protocol of the second principal. A full store is left to tests: there
+connections. `--protocol` chooses the protocol of the second principal. A full store is left to tests: there
 every stream pauses. Memory is read after each part, after a garbage collection. Prints goals, writes
 bench/results/attacks.json; exits 1 if it finds a fault or misses a goal.
 """
@@ -29,7 +29,7 @@ from typing import Any
 from bench.harness import BENCH, Goal, commit, machine, result_path, write_record
 from galley.trace.read.otlp_file import Lines, spans_in
 from tests.attack import floods, storms
-from tests.attack.bystander import DOORS, BystanderProcess, bystander_process
+from tests.attack.bystander import PROTOCOLS, BystanderProcess, bystander_process
 from tests.attack.campaign import Campaign
 from tests.attack.http.campaign import http_parts
 from tests.attack.stack import (
@@ -63,14 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--messages", type=int, default=200_000, help="fuzzed messages")
     parser.add_argument("--streams", type=int, default=10_000, help="idle streams, and idle connections")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each attack but the fuzzed messages")
-    parser.add_argument("--door", choices=DOORS, default="grpc", help="protocol of the second principal")
+    parser.add_argument(
+        "--protocol", choices=PROTOCOLS, default="grpc", help="protocol of the second principal"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--results", type=Path, default=BENCH / "results")
     given = parser.parse_args(argv)
     with running(VALKEY) as store, tempfile.TemporaryDirectory() as tokenizer:
         tokenizer_files.write(Path(tokenizer))
         with attacked(store.url, Path(tokenizer)) as stack:
-            with bystander_process(given.door, stack.address(given.door)) as bystander:
+            with bystander_process(given.protocol, stack.address(given.protocol)) as bystander:
                 proof = Proof(stack, bystander, given.rounds)
                 asyncio.run(proof.run(given.messages, given.streams, given.seed))
             proof.end()
@@ -81,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "commit": commit(),
         "machine": machine(),
         "seed": given.seed,
-        "door": given.door,
+        "protocol": given.protocol,
         "attackers": _step_aside.__doc__,
         **proof.record,
         "goals": goals,

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bench.harness import Goal, commit, machine, result_path, write_record
 from bench.loops.base import LOOPS
-from bench.loops.http import HTTP_DOOR
+from bench.loops.http import BESIDE_GRPC
 from bench.loops.options import Options, parse
 from bench.loops.peers import PEERS, THROUGHPUT
 from bench.loops.run import Run, Scenario, keep_to_cores, measure
@@ -34,7 +34,7 @@ from galley.engine.load.resolve import resolve_model
 
 SCENARIOS = {
     scenario.name: scenario
-    for scenario in (LOOPS, THROUGHPUT, SPECULATION, SLOW_LINKS, SESSIONS, TELEMETRY, PEERS, HTTP_DOOR)
+    for scenario in (LOOPS, THROUGHPUT, SPECULATION, SLOW_LINKS, SESSIONS, TELEMETRY, PEERS, BESIDE_GRPC)
 }
 _FILE_WIDTH = 150
 

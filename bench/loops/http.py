@@ -1,4 +1,4 @@
-"""Measure HTTP beside gRPC: the gateway's CPU time a token, and the time to first token, at both doors.
+"""Measure HTTP beside gRPC: the gateway's CPU time a token, and the time to first token, over both.
 
 Both arms send the same chats with the same seeds to one gateway; prompts are in the target's prefix cache.
 The target's model is tiny and of random weights, so that the gateway's own time shows. Speculation is off.
@@ -161,7 +161,7 @@ def added_ms(run: Run, streams: int) -> Interval:
 
 
 def differing(run: Run) -> int:
-    """Count the answers whose tokens differ between the doors."""
+    """Count the answers whose tokens differ between the protocols."""
     pairs = zip(of_arm(run.blocks, HTTP), of_arm(run.blocks, GRPC), strict=True)
     return sum(
         mine.tokens != theirs.tokens
@@ -189,7 +189,7 @@ def goals(run: Run) -> list[Goal]:
     return found
 
 
-HTTP_DOOR = Scenario(
+BESIDE_GRPC = Scenario(
     "http",
     "HTTP beside gRPC: the gateway's CPU a token, time to first token",
     Options(ARMS, streams=(1, 16, 64), temperatures=(0.7,), pairs=7, prompts=16, turns=1),

@@ -244,9 +244,9 @@ def _bind_http(settings: GatewaySettings, opened: AsyncExitStack) -> socket.sock
 async def _serve_http(
     settings: GatewaySettings, shared: Shared, bound: socket.socket, opened: AsyncExitStack
 ) -> None:
-    from services.gateway.http.door import open_door  # noqa: PLC0415  # imports FastAPI
+    from services.gateway.http.port import open_port  # noqa: PLC0415  # imports FastAPI
 
-    server = await open_door(settings, shared, bound)
+    server = await open_port(settings, shared, bound)
     opened.push_async_callback(server.stop, _HTTP_GRACE_S)
 
 

@@ -1,7 +1,7 @@
 """A second principal, which streams and calls beside an attack, and notes how long it waits.
 
-It uses one door of the gateway (`DOORS`). It runs in the event loop of a test, or in a process of its own
-(`python -m tests.attack.bystander DOOR ADDRESS`), where an attacker's work in Python does not delay it.
+It uses one protocol of the gateway (`PROTOCOLS`), in the event loop of a test, or in a process of its own
+(`python -m tests.attack.bystander PROTOCOL ADDRESS`), where an attacker's work in Python does not delay it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ TRUTH = true_output(list(PROMPT.encode()), TOKENS)
 _EVERY_S = 0.01
 
 
-class Door(Protocol):
-    """One protocol of the gateway, as a caller with the key GOOD uses it."""
+class Caller(Protocol):
+    """A caller with the key GOOD, by one protocol of the gateway."""
 
     def stream(self) -> AsyncIterator[str]:
         """Yield the texts of a streamed answer of TOKENS tokens to PROMPT, with SEED."""
@@ -41,7 +41,7 @@ class Door(Protocol):
         """Make a unary call; fail if its response is not the expected one."""
 
 
-class GrpcDoor:
+class GrpcCaller:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._calls = count()
@@ -68,12 +68,12 @@ class GrpcDoor:
 
 
 @asynccontextmanager
-async def grpc_door(address: str) -> AsyncIterator[Door]:
+async def grpc_caller(address: str) -> AsyncIterator[Caller]:
     async with AsyncClient(address, api_key=GOOD) as client:
-        yield GrpcDoor(client)
+        yield GrpcCaller(client)
 
 
-class HttpDoor:
+class HttpCaller:
     def __init__(self, client: HttpClient) -> None:
         self._client = client
         self._calls = count()
@@ -98,14 +98,17 @@ class HttpDoor:
 
 
 @asynccontextmanager
-async def http_door(address: str) -> AsyncIterator[Door]:
+async def http_caller(address: str) -> AsyncIterator[Caller]:
     async with http_client(address, x_api_key=GOOD) as client:
-        yield HttpDoor(client)
+        yield HttpCaller(client)
 
 
 GRPC = "grpc"
-DOORS: dict[str, Callable[[str], AbstractAsyncContextManager[Door]]] = {GRPC: grpc_door, "http": http_door}
-"""By name: opens a door at an address of the gateway."""
+PROTOCOLS: dict[str, Callable[[str], AbstractAsyncContextManager[Caller]]] = {
+    GRPC: grpc_caller,
+    "http": http_caller,
+}
+"""By name: makes a caller of the gateway at an address."""
 
 
 class Waits:
@@ -136,10 +139,10 @@ class Waits:
 
 
 class Bystander:
-    def __init__(self, door: Door) -> None:
+    def __init__(self, caller: Caller) -> None:
         self.answers = self.calls = 0
         self._chunks, self._responses = Waits(), Waits()
-        self._door = door
+        self._caller = caller
         self._progress = Watch()
         self._stopping = False
 
@@ -181,7 +184,7 @@ class Bystander:
         texts: list[str] = []
         received_s = time.monotonic()
         async with asyncio.timeout(PATIENCE_S):
-            async for text in self._door.stream():
+            async for text in self._caller.stream():
                 texts.append(text)
                 self._chunks.add(received_s)
                 received_s = time.monotonic()
@@ -191,7 +194,7 @@ class Bystander:
         while not self._stopping:
             began_s = time.monotonic()
             async with asyncio.timeout(PATIENCE_S):
-                await self._door.call()
+                await self._caller.call()
             self._responses.add(began_s)
             self.calls += 1
             self._progress.changed()
@@ -199,9 +202,9 @@ class Bystander:
 
 
 @asynccontextmanager
-async def beside(door: Door) -> AsyncIterator[Bystander]:
+async def beside(caller: Caller) -> AsyncIterator[Bystander]:
     """Run a bystander, which must end without a wrong answer."""
-    bystander = Bystander(door)
+    bystander = Bystander(caller)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(bystander.run())
         await bystander.progress(1)
@@ -230,8 +233,8 @@ class BystanderProcess:
 
 
 @contextmanager
-def bystander_process(door: str, address: str) -> Iterator[BystanderProcess]:
-    command = (sys.executable, "-m", "tests.attack.bystander", door, address)
+def bystander_process(protocol: str, address: str) -> Iterator[BystanderProcess]:
+    command = (sys.executable, "-m", "tests.attack.bystander", protocol, address)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             yield BystanderProcess(process)
@@ -242,8 +245,8 @@ def bystander_process(door: str, address: str) -> Iterator[BystanderProcess]:
             process.kill()
 
 
-async def _serve(door: str, address: str) -> None:
-    async with DOORS[door](address) as opened, beside(opened) as bystander:
+async def _serve(protocol: str, address: str) -> None:
+    async with PROTOCOLS[protocol](address) as caller, beside(caller) as bystander:
         while await asyncio.to_thread(sys.stdin.readline):
             sys.stdout.write(json.dumps(bystander.report()) + "\n")
             sys.stdout.flush()

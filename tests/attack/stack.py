@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.attack.bystander import DOORS, GOOD, GRPC, Bystander, beside
+from tests.attack.bystander import GOOD, GRPC, PROTOCOLS, Bystander, beside
 from tests.fakes.waiting import PATIENCE_S
 
 BAD, EXPIRED = "bad-8d20e4b1", "expired-51c6f0aa"
@@ -152,8 +152,8 @@ class Attacked:
     def http(self) -> str:
         return self.addresses[HTTP]
 
-    def address(self, door: str) -> str:
-        return self.http if door == HTTP else self.gateway
+    def address(self, protocol: str) -> str:
+        return self.http if protocol == HTTP else self.gateway
 
     async def state(self) -> ProcessState:
         return await self._state(dict.fromkeys(self._services, "state"))
@@ -312,19 +312,19 @@ def _entry(key: str, name: str, more: str) -> str:
 
 
 @asynccontextmanager
-async def undisturbed(stack: Attacked, door: str = GRPC) -> AsyncIterator[Bystander]:
-    async with DOORS[door](stack.address(door)) as opened, beside(opened) as bystander:
+async def undisturbed(stack: Attacked, protocol: str = GRPC) -> AsyncIterator[Bystander]:
+    async with PROTOCOLS[protocol](stack.address(protocol)) as caller, beside(caller) as bystander:
         yield bystander
 
 
 @asynccontextmanager
 async def unharmed(
-    stack: Attacked, door: str = GRPC, *, most_held_s: float = MOST_HELD_S
+    stack: Attacked, protocol: str = GRPC, *, most_held_s: float = MOST_HELD_S
 ) -> AsyncIterator[ProcessState]:
     """Run a bystander beside the attack; afterwards nothing may be left of the attack."""
     before = await stack.connected()
     stack.held_s = 0.0
-    async with undisturbed(stack, door):
+    async with undisturbed(stack, protocol):
         yield before
     after = await stack.settled(before)
     assert after.errors == before.errors

@@ -65,8 +65,10 @@ class KnownEngine:
             tokens.append(self.token(draw.params.seed, first + i, known[: first + i]))
             if i < len(draw.draft_tokens) and draw.draft_tokens[i] != tokens[-1]:
                 break
-        logprobs = () if draw.logprobs is None else tuple(PositionLogprobs(-float(t)) for t in tokens)
-        return Sampled(tuple(tokens), logprobs)
+        if draw.logprobs is None:
+            return Sampled(tuple(tokens), ())
+        top = tuple((token, -float(token)) for token in range(draw.logprobs))
+        return Sampled(tuple(tokens), tuple(PositionLogprobs(-float(token), top) for token in tokens))
 
     def token(self, seed: int, position: int, history: Sequence[int]) -> int:
         return true_id(history)

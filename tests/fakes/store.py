@@ -65,7 +65,7 @@ class MemoryStore(SessionStore):
         self._records: dict[str, _Record] = {}
         # What each principal's token bucket holds, and at what time.
         self._buckets: dict[str, tuple[float, float]] = {}
-        # Which sessions were aborted or deleted, until when that is known, and whose those were that are deleted.
+        # The sessions that were aborted or deleted: until when that is known, and whose a deleted one was.
         self._aborted: dict[str, tuple[float, str]] = {}
 
     async def ping(self) -> None:

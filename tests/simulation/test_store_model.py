@@ -229,10 +229,9 @@ class Random:
             case "exchange":
                 exchange = Exchange(rng.randint(-9, 20), rng.choice([None, 0, 2, 10, 60]), rng.randrange(9))
                 return self._called(name, rng.choice(_BUCKETS), exchange)
-            case "abort":
-                return self._called(name, self._name(), self._principal(), b"aborted", self._latest_ms())
-            case "delete":
-                return self._called(name, self._name(), self._principal(), self._latest_ms())
+            case "abort" | "delete":
+                finish = [b"aborted"] if name == "abort" else []
+                return self._called(name, self._name(), self._principal(), *finish, self._latest_ms())
             case _:
                 return self._server_event(name)
 

@@ -233,7 +233,9 @@ class Streams:
         Raise UnknownSession, StoreUnavailable or Overloaded.
         """
         record = encode_ending(Ending(Reason.ABORTED))
-        await self._end("abort", session_id, principal, deadline_ns, partial(self._store.abort, finish=record))
+        await self._end(
+            "abort", session_id, principal, deadline_ns, partial(self._store.abort, finish=record)
+        )
 
     async def delete(self, session_id: str, principal: Principal, deadline_ns: int | None) -> None:
         """End a session as `abort` does, and remove it from the store."""
@@ -256,7 +258,9 @@ class Streams:
         with self._slot(self._aborts, principal):
             try:
                 await self._change(operation, session_id, change, until_ns)
-            except UnknownSession:  # a session that the store has lost must not be recreated by its owner here
+            except (
+                UnknownSession
+            ):  # a session that the store has lost must not be recreated by its owner here
                 if not any(runner.log.new.principal == principal.name for runner in self._of(session_id)):
                     raise
         for runner in self._of(session_id):

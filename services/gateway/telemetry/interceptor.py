@@ -46,7 +46,7 @@ class TraceInterceptor(WrappingInterceptor):
 
 
 class RequestTracer:
-    """Trace the calls of either door."""
+    """Trace the calls of either protocol."""
 
     def __init__(self, scope: SpanScope, options: TraceOptions, clock: Clock) -> None:
         self._scope = scope

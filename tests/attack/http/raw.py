@@ -72,8 +72,8 @@ async def peer(address: str) -> AsyncIterator[Peer]:
 async def statuses(address: str, data: bytes, *, stays: bool = False) -> list[int]:
     """Return the statuses of all responses until the server ends the connection.
 
-    Unless the client `stays`, it ends its side after `data`. By calls of the socket: asyncio's streams drop what
-    came before a connection was reset.
+    Unless the client `stays`, it ends its side after `data`. It calls the socket itself: asyncio drops
+    what came before a connection was reset.
     """
     loop = asyncio.get_running_loop()
     received = b""

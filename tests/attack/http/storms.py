@@ -161,11 +161,12 @@ async def logprobs(address: str, tokens: int, at_once: int) -> Counter[int]:
     completion = BODY | {"max_tokens": tokens, "logprobs": 20}
     async with http_client(address, x_api_key=BAD) as client:
 
-        async def post(path: str, body: dict[str, Any], stream: bool) -> int:
-            return int((await client.post(path, body | {"stream": stream})).status_code)
+        async def post(path: str, body: dict[str, Any]) -> int:
+            return int((await client.post(path, body)).status_code)
 
         kinds = ((CHATS, chat), (RESPONSES, response), (COMPLETIONS, completion))
-        return await counted(post(*one, stream) for one in kinds * at_once for stream in (False, True))
+        streamed = [(path, body | {"stream": True}) for path, body in kinds]
+        return await counted(post(*one) for one in (*kinds, *streamed) * at_once)
 
 
 async def texts(address: str, size: int, at_once: int) -> Counter[int]:

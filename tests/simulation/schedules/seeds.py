@@ -29,10 +29,10 @@ def schedule_of(seed: int, theme: str = "") -> Schedule:
     drawn = rng.choice(tuple(THEMES)) if rng.random() < _THEMED else ""
     schedule = _plain(seed, rng)
     make = THEMES.get(theme or drawn)
-    return _with_doors(_bearable(schedule if make is None else make(schedule, rng)))
+    return _with_protocols(_bearable(schedule if make is None else make(schedule, rng)))
 
 
-def _with_doors(schedule: Schedule) -> Schedule:
+def _with_protocols(schedule: Schedule) -> Schedule:
     """Let a part of the clients use HTTP; a draw of its own leaves all else of a seed as it was."""
     rng = random.Random(f"door {schedule.seed}")
     sessions = [replace(it, by_http=it.checks_seen and rng.random() < _BY_HTTP) for it in schedule.sessions]

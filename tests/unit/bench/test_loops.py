@@ -152,7 +152,7 @@ def test_redis_cost_is_the_difference_of_a_pair() -> None:
 
 
 def test_http_is_compared_with_grpc_pair_by_pair() -> None:
-    options = replace(http.HTTP_DOOR.defaults, streams=(16,))
+    options = replace(http.BESIDE_GRPC.defaults, streams=(16,))
     for http_s, cpu_s, met in ((1.0, 1.05, [True, True]), (1.5, 1.2, [False, False])):
         blocks = [
             replace(one, cpu_s=cpu_s if one.load.arm == http.HTTP else 1.0)

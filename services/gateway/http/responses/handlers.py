@@ -138,7 +138,10 @@ class Responses:
                 stored, record = await self._read(response_id, call)
             except Refused:
                 raise Refused(
-                    400, "previous_response_not_found", f"{name}: must be a stored response of this caller", name
+                    400,
+                    "previous_response_not_found",
+                    f"{name}: must be a stored response of this caller",
+                    name,
                 ) from None
             if stored.state != "finished":
                 raise InvalidField(name, "must be a response that has ended")

@@ -119,7 +119,11 @@ class _Sender:
                 case.body |= {name: MAX_TOKENS for name in _LENGTHS if case.body.get(name)}
             response = case.call(session=self.session, timeout=_TIMEOUT_S)
             self.counts[response.status_code] += 1
-            if case.method == "DELETE" and response.status_code == 200 and "response_id" in (case.path_parameters or {}):
+            if (
+                case.method == "DELETE"
+                and response.status_code == 200
+                and "response_id" in (case.path_parameters or {})
+            ):
                 self.known["response_id"] = self.begin_response()
             case.validate_response(response, checks=checks)
 

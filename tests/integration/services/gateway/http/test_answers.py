@@ -167,7 +167,7 @@ async def test_speculation_is_controlled_by_the_request(client: HttpClient) -> N
     assert len(fixed["metrics"]["speculative_decoding"]["num_accepted_tokens_per_pos"]) == 2
 
 
-async def test_a_repeat_joins_its_session_at_either_door(gateway: Gateway, client: HttpClient) -> None:
+async def test_a_repeat_joins_its_session_over_either_protocol(gateway: Gateway, client: HttpClient) -> None:
     first = await client.post("/v1/completions", BODY, idempotency_key="once")
     again = await client.complete(idempotency_key="once")
     over_grpc = await receive(gateway.generate(idempotency_key="once"))

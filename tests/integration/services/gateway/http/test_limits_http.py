@@ -59,7 +59,12 @@ async def test_a_connection_serves_many_requests_and_ends_when_idle(
     gateway = await world.gateway(http_port=0)
     health = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
     async with peer(gateway.http) as client, asyncio.timeout(PATIENCE_S):
-        for request in (health, completion(), completion(prompt=[]), b"GET /none HTTP/1.1\r\nhost: x\r\n\r\n"):
+        for request in (
+            health,
+            completion(),
+            completion(prompt=[]),
+            b"GET /none HTTP/1.1\r\nhost: x\r\n\r\n",
+        ):
             await client.send(request)
             [length] = re.findall(rb"content-length: (\d+)", await client.head())
             await client.reader.readexactly(int(length))

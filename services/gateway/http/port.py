@@ -1,4 +1,4 @@
-"""Build, start and stop the HTTP door of a gateway."""
+"""Build and start the server of a gateway's HTTP port."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.gateway.http.transport.tls import server_context
 from services.gateway.settings import GatewaySettings, comma_separated
 
 
-async def open_door(settings: GatewaySettings, shared: Shared, bound: socket.socket) -> HttpServer:
+async def open_port(settings: GatewaySettings, shared: Shared, bound: socket.socket) -> HttpServer:
     """Serve HTTP on a bound socket."""
     generation = shared.generation
     runner = ChoiceRunner(generation, shared.tracer)
