@@ -75,7 +75,7 @@ def _choose(lines: Lines, *, slowest: bool) -> Selection:
     index = index_of(lines)
     entries = index.slowest() if slowest else index.latest(1)
     if not entries:
-        raise NotFound(f"{lines.path}: holds no request yet; a stack exports its spans within seconds")
+        raise NotFound(f"{lines.path}: holds no request yet; one appears within half a second of its end")
     return find(lines, entries[0].session_id or entries[0].trace_id, index)
 
 

@@ -80,7 +80,7 @@ def test_the_latest_request_and_the_one_with_the_slowest_round(own_traces: Path)
     (own_traces / "traces-1.jsonl").write_text("")
     empty = galley_trace("--last")
     assert empty.exit_code == 1
-    assert "traces-1.jsonl: holds no request yet" in empty.stderr
+    assert "traces-1.jsonl: holds no request yet; one appears within half a second of its end" in empty.stderr
 
 
 def test_an_id_or_the_list_one_of_them() -> None:
