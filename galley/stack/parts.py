@@ -4,10 +4,10 @@ valkey ──────────────────────┐
 model (fetch, convert) ─┬─ target ─┼─ gateway, gateway-2, ...
 draft-model, if any ────┴─ draft ──┘
 
-The gateways are given the address of a single target or draft; several (target, target-2, ...) register
-themselves in the store. Target replicas of several ranks are one part, which runs them on a Ray of its own. A
-viewer of traces starts before the parts that send it traces: Arize Phoenix if it is installed, else a
-collector that writes a file for `galley trace`.
+The gateways are given the address of a single target or draft, which keeps it when it is started again;
+several (target, target-2, ...) register themselves in the store. Target replicas of several ranks are one
+part, which runs them on a Ray of its own. A viewer of traces starts before the parts that send it traces:
+Arize Phoenix if it is installed, else a collector that writes a file for `galley trace`.
 """
 
 from __future__ import annotations
@@ -99,16 +99,23 @@ def _target(name: str, options: StackOptions) -> PartSpec:
     uses_ray = options.tensor_parallel > 1
 
     def command(facts: Facts) -> list[str]:
-        args = [*_common(options), *_threads(options), *_model(facts["model"]["line"], options)]
+        registers = has_registered_targets(options)
+        port = 0 if registers else _port_before(name, facts)
+        args = [*_common(options, port), *_threads(options), *_model(facts["model"]["line"], options)]
         if uses_ray:
             args += ["--replicas", str(options.replicas), "--tensor-parallel", str(options.tensor_parallel)]
-        if has_registered_targets(options):
+        if registers:
             args += _store(facts, options)
         module = "services.target.ray" if uses_ray else "services.target"
         return python_module(module, *args, *options.extra_args.get("target", ()))
 
     after = ("model", *_store_part(options, has_registered_targets(options)))
     return PartSpec(name, command, after=after, pool="target")
+
+
+def _port_before(name: str, facts: Facts, key: str = "address") -> int:
+    """Return the port of a part that is started again, as others know it; 0 at its first start."""
+    return int(str(facts.get(name, {}).get(key, "")).rpartition(":")[2] or 0)
 
 
 def _store_part(options: StackOptions, is_needed: bool) -> tuple[str, ...]:
@@ -138,13 +145,15 @@ def _draft(name: str, options: StackOptions) -> PartSpec:
     has_model = draft_model_of(options) is not None
 
     def command(facts: Facts) -> list[str]:
-        args = [*_common(options), *_threads(options), "--default-strategy", default_strategy(options)]
+        registers = has_registered_drafts(options)
+        port = 0 if registers else _port_before(name, facts)
+        args = [*_common(options, port), *_threads(options), "--default-strategy", default_strategy(options)]
         if has_model:
             args += _model(facts["draft-model"]["line"], options)
             args += ["--target-model", facts["model"]["line"]]
         else:
             args += ["--tokenizer", facts["model"]["line"]]
-        if has_registered_drafts(options):
+        if registers:
             args += _store(facts, options)
         return python_module("services.draft", *args, *options.extra_args.get("draft", ()))
 
@@ -157,8 +166,11 @@ def _draft(name: str, options: StackOptions) -> PartSpec:
 
 
 def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSpec:
+    is_first = name == "gateway"
+    port, http_port = (options.port, options.http_port) if is_first else (0, min(0, options.http_port))
+
     def command(facts: Facts) -> list[str]:
-        args = _common(options, options.port if name == "gateway" else 0)
+        args = _common(options, _port_before(name, facts) or port)
         args += ["--model", facts["model"]["line"], "--model-name", _served_name(options.model)]
         if not has_registered_targets(options):
             args += ["--target", facts["target"]["address"]]
@@ -168,7 +180,7 @@ def _gateway(name: str, after: tuple[str, ...], options: StackOptions) -> PartSp
         if options.k is not None:
             args += ["--k", str(options.k)]
         # Passed also to open none, as the environment may name a port.
-        args += ["--http-port", str(options.http_port if name == "gateway" else min(0, options.http_port))]
+        args += ["--http-port", str(_port_before(name, facts, "http") or http_port)]
         return python_module("services.gateway", *args, *options.extra_args.get("gateway", ()))
 
     return PartSpec(name, command, after=after, pool="gateway")

@@ -1,4 +1,4 @@
-"""Start parts of a stack again that ended, while another part of their pool does their work."""
+"""Start parts of a stack again that ended."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _ignore(_: str) -> None: ...
 class Restarts:
     """The watch over `parts`, which run. `start` starts one again, or raises PartFailed.
 
-    Without `on_change` none is started again. The first start follows at once, the second after `pause_s`,
-    each further one after twice the pause before.
+    Without `on_change` none is started again, nor is a part without a pool. The first start follows at once,
+    the second after `pause_s`, each further one after twice the pause before.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Restarts:
         self._on_change = on_change or _ignore
         self._restarts = on_change is not None
         self._pause_s = pause_s
-        self._serving = {part.spec.name for part in parts}
+        self._given_up: set[str] = set()
 
     async def failure(self) -> PartFailed:
-        """Return the failure of the first part that no other part of its pool can stand in for."""
+        """Return the failure of the first part without which the stack cannot go on."""
         watches = [asyncio.create_task(self._watch(part)) for part in self._parts]
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
@@ -57,23 +57,17 @@ class Restarts:
         while True:
             since_s = time.monotonic()
             failed = await part.died()
-            self._serving.discard(part.spec.name)
-            if not self._has_stand_in(part):
+            if not (self._restarts and part.spec.pool):
                 return failed
             if time.monotonic() - since_s > _SETTLED_S:
                 starts = 0
-            starts = await self._restart(part, failed, starts)
+            again = await self._restart(part, failed, starts)
+            if isinstance(again, PartFailed):
+                return await self._give_up(part, again)
+            starts = again
 
-    def _has_stand_in(self, part: Part) -> bool:
-        pool = part.spec.pool
-        return (
-            self._restarts
-            and bool(pool)
-            and any(other.spec.pool == pool and other.spec.name in self._serving for other in self._parts)
-        )
-
-    async def _restart(self, part: Part, failed: PartFailed, starts: int) -> int:
-        """Start the part; return its starts in a row, `starts` included. If it is given up, never return."""
+    async def _restart(self, part: Part, failed: PartFailed, starts: int) -> int | PartFailed:
+        """Start the part; return its starts in a row, `starts` included, or its failure after the last."""
         while starts < _MAX_STARTS:
             pause_s = self._pause_s * 2 ** (starts - 1) if starts else 0.0
             when = f"in {pause_s:g} s" if starts else "now"
@@ -86,12 +80,19 @@ class Restarts:
                 failed = again
                 await part.kill()
             else:
-                self._serving.add(part.spec.name)
                 self._on_change(f"{part.spec.name} serves again")
                 return starts
+        return failed
+
+    async def _give_up(self, part: Part, failed: PartFailed) -> PartFailed:
+        """Return the failure, or never if another part of the pool has not been given up."""
+        self._given_up.add(part.spec.name)
+        others = [other.spec.name for other in self._parts if other.spec.pool == part.spec.pool]
+        has_other = not self._given_up.issuperset(others)
         self._on_change(
-            f"{failed}; given up after {starts} starts in a row, the stack goes on without it; "
-            f"log: {failed.log}"
+            f"{failed}; given up after {_MAX_STARTS} starts in a row, the stack "
+            f"{'goes on without it' if has_other else 'ends'}; log: {failed.log}"
         )
-        forever: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        return await forever
+        if has_other:
+            await asyncio.get_running_loop().create_future()
+        return failed

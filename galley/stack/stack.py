@@ -111,7 +111,7 @@ class Stack:
         await self._parts[part].ended()
 
     async def restart(self, part: str) -> None:
-        """Start a part again that has ended. The others keep its old address."""
+        """Start a part again that has ended, at its old address unless it registers itself in the store."""
         await self._start_part(self._parts[part])
 
     async def __aenter__(self) -> Self:
@@ -153,7 +153,7 @@ class Stack:
     async def failure(self, on_change: OnChange | None = None) -> PartFailed:
         """Wait until one of the vital parts that run now ends; return its failure. Logs are then kept.
 
-        With `on_change`, a part is started again while another of its pool serves.
+        With `on_change`, parts that have a pool are started again, and given up if they end again and again.
         """
         vital = [part for part in self._parts.values() if part.is_running and part.spec.vital]
         restarts = Restarts(vital, self._start_again, on_change, self.options.restart_pause_s)
@@ -164,7 +164,8 @@ class Stack:
     async def run(self, work: Coroutine[Any, Any, T], on_change: OnChange | None = None) -> T:
         """Return the result of `work`. If a vital part dies meanwhile, cancel it and raise PartFailed.
 
-        With `on_change`, do so only if no other part of its pool serves; else start it again and report it.
+        With `on_change`, parts that have a pool are started again and reported; the work ends once all of a
+        pool are given up.
         """
         working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self.failure(on_change))
         try:

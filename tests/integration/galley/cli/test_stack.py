@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,8 @@ from galley.stack.stack import Stack, StackDirs, StackOptions
 from services.draft.settings import DraftSettings
 from services.gateway.settings import GatewaySettings
 from services.target.settings import TargetSettings
-from tests.fakes.waiting import PATIENCE_S
 from tests.integration.galley.cli.ends import Ends
-from tests.integration.galley.cli.stand_in_stack import STAND_IN, once, stack_of, stand_in
+from tests.integration.galley.cli.stand_in_stack import once, stack_of, stand_in
 
 ROOT = Path(__file__).parents[4]
 
@@ -181,118 +180,6 @@ async def test_work_ends_when_a_part_dies(fails: bool) -> None:
     stack.forget()
 
 
-class Changes:
-    """What `run` reports, awaited in its order."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[str] = asyncio.Queue()
-        self.note = self._queue.put_nowait
-
-    async def must_be(self, *parts: str) -> None:
-        for part in parts:
-            async with asyncio.timeout(PATIENCE_S):
-                change = await self._queue.get()
-            assert part in change
-
-
-async def test_replica_that_dies_is_started_again_while_another_serves() -> None:
-    specs = [stand_in(name, pool="target") for name in ("target", "target-2")]
-    async with stack_of(*specs, stand_in("gateway")) as stack:
-        changes = Changes()
-
-        async def work() -> str:
-            for name, when in (("target", "now"), ("target-2", "now"), ("target", "in 1 s")):
-                before, other = stack.address(name), {"target", "target-2"} - {name}
-                await stack.kill(name)
-                death = f"{name} was killed by SIGKILL; starting it again {when}; log: {stack.log(name)}"
-                await changes.must_be(death, f"{name} serves again")
-                assert stack.address(name) != before
-                assert other < set(stack.running)
-            return "done"
-
-        assert await stack.run(work(), changes.note) == "done"
-    assert stack.log("target").exists(), "the log is kept"
-    stack.forget()
-
-
-async def test_stack_ends_when_no_replica_of_a_pool_is_left(tmp_path: Path) -> None:
-    flag = tmp_path / "broken"
-    broken = replace(
-        stand_in("target-2", pool="target"),
-        command=lambda _: [sys.executable, str(STAND_IN), *(["--die=3"] if flag.exists() else [])],
-    )
-    async with stack_of(stand_in("target", pool="target"), broken) as stack:
-        changes = Changes()
-
-        async def work() -> None:
-            flag.touch()
-            await stack.kill("target-2")
-            again = "target-2 ended with exit code 3 before it was ready; starting it again in 1 s"
-            await changes.must_be("target-2 was killed by SIGKILL", again)
-            await stack.kill("target")
-            await asyncio.Event().wait()
-
-        with pytest.raises(PartFailed, match=r"^target was killed by SIGKILL"):
-            await stack.run(work(), changes.note)
-    stack.forget()
-
-
-async def test_replica_whose_process_cannot_be_made_is_tried_again(tmp_path: Path) -> None:
-    flag = tmp_path / "full"
-    limited = replace(
-        stand_in("target-2", pool="target"),
-        command=lambda _: [sys.executable, str(STAND_IN), *(["x" * 2**20] if flag.exists() else [])],
-    )
-    async with stack_of(stand_in("target", pool="target"), limited) as stack:
-        changes = Changes()
-
-        async def work() -> None:
-            flag.touch()
-            await stack.kill("target-2")
-            again = "target-2 cannot be started: Argument list too long; starting it again in 1 s"
-            await changes.must_be("target-2 was killed by SIGKILL", again)
-            flag.unlink()
-            await changes.must_be("target-2 serves again")
-
-        await stack.run(work(), changes.note)
-    stack.forget()
-
-
-async def test_replica_that_keeps_dying_is_given_up_and_the_stack_goes_on(tmp_path: Path) -> None:
-    flag = tmp_path / "broken"
-    broken = replace(
-        stand_in("target-2", pool="target"),
-        command=lambda _: [sys.executable, str(STAND_IN), *(["--die=3"] if flag.exists() else [])],
-    )
-    options = StackOptions(restart_pause_s=0.01)
-    async with stack_of(stand_in("target", pool="target"), broken, options=options) as stack:
-        changes = Changes()
-
-        async def work() -> tuple[str, ...]:
-            flag.touch()
-            await stack.kill("target-2")
-            pauses = ("now", "in 0.01 s", "in 0.02 s", "in 0.04 s", "in 0.08 s")
-            await changes.must_be(*(f"starting it again {pause}" for pause in pauses))
-            await changes.must_be("before it was ready; given up after 5 starts in a row, the stack goes on")
-            return stack.running
-
-        assert await stack.run(work(), changes.note) == ("target",)
-    stack.forget()
-
-
-@pytest.mark.parametrize(("pool", "reports"), [("target", False), ("", True)])
-async def test_work_ends_with_a_part_that_is_not_to_be_started_again(pool: str, reports: bool) -> None:
-    async with stack_of(*(stand_in(name, pool=pool) for name in ("target", "target-2"))) as stack:
-
-        async def work() -> None:
-            await stack.kill("target-2")
-            await asyncio.Event().wait()
-
-        with pytest.raises(PartFailed, match="target-2 was killed"):
-            await stack.run(work(), Changes().note if reports else None)
-    stack.forget()
-
-
 async def test_result_of_work() -> None:
     async with stack_of(stand_in("target")) as stack:
         assert await stack.run(asyncio.sleep(0, 7)) == 7
@@ -416,6 +303,24 @@ def test_commands_of_the_parts() -> None:
         assert flags in command_of(parts["gateway-2"])
     for name in ("target", "draft"):
         assert "--threads 1" in command_of(parts[name])
+
+
+def test_parts_that_start_again_keep_the_addresses_that_others_know() -> None:
+    before = FACTS | {"gateway": {"address": "127.0.0.1:3", "http": "127.0.0.1:4"}}
+    for replicas in (1, 2):
+        parts = parts_of(StackOptions(model="tiny", replicas=replicas, drafts=replicas, http_port=0))
+        ports = {
+            name: flag_of(parts[name].command(before), "--port") for name in ("target", "draft", "gateway")
+        }
+        # Those that register themselves get a free port.
+        assert ports == {"gateway": "3"} | (
+            {"target": "1", "draft": "2"} if replicas == 1 else {"target": "0", "draft": "0"}
+        )
+        assert flag_of(parts["gateway"].command(before), "--http-port") == "4"
+
+
+def flag_of(command: Sequence[str], flag: str) -> str:
+    return command[command.index(flag) + 1]
 
 
 @pytest.mark.parametrize("k", [None, 0, 1, MAX_DRAFT_TOKENS])
