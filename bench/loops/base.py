@@ -102,7 +102,10 @@ async def _up(
     runtime.mkdir(mode=0o700)
     environment = {**os.environ, "PYTHONPATH": str(folder), "XDG_RUNTIME_DIR": str(runtime)}
     options = run.options
-    flags = ["--port", str(port), "--threads", str(options.threads), "--dtype", options.dtype]
+    source = folder / "galley" / "cli" / "up.py"
+    # Older trees call it --port.
+    port_flag = "--grpc-port" if source.exists() and "grpc_port" in source.read_text() else "--port"
+    flags = [port_flag, str(port), "--threads", str(options.threads), "--dtype", options.dtype]
     # However the benchmark ends, the stack ends with it.
     guarded = (sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), "0")
     with (run.folder / f"{tree}-{run.life}.log").open("wb") as log:

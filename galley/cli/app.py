@@ -132,7 +132,7 @@ def _galley(
 
 
 for _command in (demo, up, serve, ps, logs, stop, generate, chat, resume, top, trace):
-    app.command(rich_help_panel=_USE)(with_config_flag(_command))
+    app.command(rich_help_panel=_USE)(with_config_flag(_command, "up" if _command is serve else ""))
 for _command in (check, bench, plan, distill):
     app.command(rich_help_panel=_MEASURE)(with_config_flag(_command))
 

@@ -14,20 +14,24 @@ from galley.common.config.file import kind_of, read_config
 
 T = TypeVar("T")
 _OWN = frozenset({"config", "help"})
-_PATH, _FILE = "galley.config.path", "galley.config.file"
+_PATH, _FILE, _TABLE = "galley.config.path", "galley.config.file", "galley.config.table"
 _HELP = (
     "TOML file with a table named as the command and a key for each flag (docs/configuration.md). Flags and "
     "the environment win over it. Default: GALLEY_CONFIG, else none."
 )
 
 
-def with_config_flag(command: Callable[..., T]) -> Callable[..., T]:
-    """Return `command` with the flag --config."""
+def with_config_flag(command: Callable[..., T], table: str = "") -> Callable[..., T]:
+    """Return `command` with the flag --config. It reads `table`, or else the table of the command's name.
+
+    An argument of the command can be set in a `table` of another name, where it is a flag.
+    """
     own = inspect.signature(command, eval_str=True).parameters
     kinds = {name: kind_of(parameter.annotation) for name, parameter in own.items()}
 
     def read(context: typer.Context, path: Path | None) -> None:
         if chosen := path or context.meta.get(_PATH):
+            context.meta[_TABLE] = table or context.info_name
             # `bench --quick` may have set some defaults before.
             context.default_map = {**_defaults(context, chosen, kinds), **(context.default_map or {})}
 
@@ -67,17 +71,22 @@ def label(context: Any, parameter: Any) -> str:
     source = context.get_parameter_source(parameter.name)
     if source is None or source.name != "DEFAULT_MAP":
         return ""
-    return str(file.place(context.info_name, _key(parameter)))
+    return str(file.place(context.meta[_TABLE], _key(parameter)))
 
 
 def _defaults(context: typer.Context, path: Path, kinds: Mapping[str, type]) -> dict[str, Any]:
     """Return the values of the file by parameter. Raise BadParameter that names line and key."""
-    flags = {_key(each): each.name for each in context.command.params if each.param_type_name == "option"}
+    table = context.meta[_TABLE]
+    flags = {
+        _key(each): each.name
+        for each in context.command.params
+        if each.param_type_name == "option" or table != context.info_name
+    }
     names = {key: name for key, name in flags.items() if key not in _OWN and name is not None}
     try:
         file = read_config(path)
         file.check_tables()
-        values = file.values(str(context.info_name), {key: kinds[name] for key, name in names.items()})
+        values = file.values(table, {key: kinds[name] for key, name in names.items()})
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--config") from None
     context.meta[_FILE] = file

@@ -33,7 +33,7 @@ from galley.stack.ports import GRPC_PORT, HTTP_PORT, next_free_port, port_proble
 from galley.stack.stack import Stack
 
 T = TypeVar("T")
-_PORTS = {"port", "http_port"}
+_PORTS = {"grpc_port", "http_port"}
 _STOP_GRACE_S = 10.0
 # Ray Serve stops its replicas one after another, and Ray itself after them.
 _RAY_STOP_GRACE_S = 30.0
@@ -74,6 +74,18 @@ DType = Annotated[
     typer.Option(help="Number format of the weights. Default: chosen for this machine."),
 ]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads of each target and draft replica.")]
+
+
+def _http_port(*flags: str) -> Any:
+    return typer.Option(
+        *flags,
+        min=-1,
+        max=65535,
+        help="Port of the first gateway's HTTP API and page. 0: any free port. -1: none. Default: "
+        f"{HTTP_PORT}, or the next free one.",
+    )
+
+
 LogDir = Annotated[
     Path | None,
     typer.Option(
@@ -124,7 +136,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
         int, typer.Option(min=1, help="Ranks a target replica; more than one run on Ray.")
     ] = 1,
     drafts: Annotated[int, typer.Option(min=1, help="Number of draft replicas.")] = 1,
-    port: Annotated[
+    grpc_port: Annotated[
         int | None,
         typer.Option(
             min=0,
@@ -133,15 +145,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
             "one.",
         ),
     ] = None,
-    http_port: Annotated[
-        int | None,
-        typer.Option(
-            min=-1,
-            max=65535,
-            help="Port of the first gateway's HTTP API and page. 0: any free port. -1: none. Default: "
-            f"{HTTP_PORT}, or the next free one.",
-        ),
-    ] = None,
+    http_port: Annotated[int | None, _http_port()] = None,
     trace: Annotated[
         bool,
         typer.Option(
@@ -187,7 +191,7 @@ def up(  # noqa: PLR0913  # one parameter a flag
         metrics=True,
         stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 else _STOP_GRACE_S,
     )
-    grpc, http = _choose_ports(port, http_port)
+    grpc, http = _choose_ports(grpc_port, http_port)
     options = dataclasses.replace(options, port=grpc, http_port=http)
     with usage_of("--name"):
         endpoint = Endpoint(name)
@@ -214,21 +218,21 @@ def _start_detached(endpoint: Endpoint) -> Callable[[], None]:
 
 
 def _as_serve() -> Callable[..., None]:
-    """Return `up` with its model as an argument, as users of `vllm serve` type it."""
+    """Return `up` with the model as an argument and --port for HTTP, as users of `vllm serve` type them."""
 
     def serve(**given: Any) -> None:
         up(**given)
 
-    serve.__doc__ = (
-        f"{up.__doc__} The same as `galley up --model MODEL`, but --config reads the table of "
-        "`serve`, not of `up`."
+    serve.__doc__ = f"{up.__doc__} The same as `galley up --model MODEL`; --config reads the table of `up`."
+    argument = typer.Argument(help="Target model: hub id, directory or GGUF file.", metavar="MODEL")
+    parameters = dict(inspect.signature(up, eval_str=True).parameters)
+    parameters["model"] = inspect.Parameter(
+        "model", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, argument]
     )
-    argument = Annotated[
-        str, typer.Argument(help="Target model: hub id, directory or GGUF file.", metavar="MODEL")
-    ]
-    parameters = inspect.signature(up, eval_str=True).parameters.values()
-    model = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, annotation=argument)
-    replaced = [model if each.name == "model" else each for each in parameters]
+    parameters["http_port"] = parameters["http_port"].replace(
+        annotation=Annotated[int | None, _http_port("--http-port", "--port")]
+    )
+    replaced = [*parameters.values()]
     # Typer reads both.
     serve.__dict__["__signature__"] = inspect.Signature(replaced)
     serve.__annotations__ = {each.name: each.annotation for each in replaced}
@@ -273,15 +277,16 @@ def _check_writable(flag: str, directory: Path | None) -> None:
         raise typer.BadParameter(f"must be a directory that can be written, got {directory}", param_hint=flag)
 
 
-def _choose_ports(port: int | None, http_port: int | None) -> tuple[int, int]:
+def _choose_ports(grpc_port: int | None, http_port: int | None) -> tuple[int, int]:
     """Return the ports of gRPC and HTTP: those that were named, or else the next free ones."""
-    if port and port == http_port:
-        raise typer.BadParameter(f"must differ from --port, got {port} for both", param_hint="--http-port")
-    for flag, named in (("--port", port), ("--http-port", http_port)):
+    if grpc_port and grpc_port == http_port:
+        problem = f"must differ from --grpc-port, got {grpc_port} for both"
+        raise typer.BadParameter(problem, param_hint="--http-port")
+    for flag, named in (("--grpc-port", grpc_port), ("--http-port", http_port)):
         if named is not None and named > 0 and (reason := port_problem(named)):
             problem = f"must be a port that can be opened, got {named}: {reason}"
             raise typer.BadParameter(problem, param_hint=flag)
-    chosen = _named_or_next("gRPC", port, GRPC_PORT, http_port)
+    chosen = _named_or_next("gRPC", grpc_port, GRPC_PORT, http_port)
     return chosen, _named_or_next("HTTP", http_port, HTTP_PORT, chosen)
 
 

@@ -311,7 +311,7 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
     assert started is not None
     _announced_by(os.getppid(), started, "mine", "127.0.0.1:1")
     for name in ("mine", "a/b", "", "x" * 41):
-        refused = galley("up", "--name", name, "--port", "0", "--http-port", "0")
+        refused = galley("up", "--name", name, "--grpc-port", "0", "--http-port", "0")
         assert refused.exit_code == 2
         assert refused.stderr.startswith("error: --name: must be ")
         assert len(refused.stderr.splitlines()) == 1
@@ -325,8 +325,10 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
         (["up", "--data-dir=/usr"], "--data-dir: /usr: must be "),
         (["up", "--k=65"], "--k: must be at most 64, got 65"),
         (["up", "--replicas=0"], "--replicas: must be at least 1, got 0"),
-        (["up", "--port=many"], "--port: must be a whole number, got 'many'"),
-        (["up", "--port=50999", "--http-port=50999"], "--http-port: must differ from --port, got 50999"),
+        (["up", "--grpc-port=many"], "--grpc-port: must be a whole number, got 'many'"),
+        (["serve", "x", "--port=many"], "--http-port: must be a whole number, got 'many'"),
+        (["up", "--port=50999"], "No such option: --port (Possible options: --grpc-port, --http-port"),
+        (["up", "--grpc-port=50999", "--http-port=50999"], "--http-port: must differ from --grpc-port, got"),
         (
             ["up", "--model=/no/such/model.gguf"],
             "--model: must be a directory, a .gguf file or a hub id, got",
@@ -365,9 +367,9 @@ def test_wrong_usage_is_one_line_that_names_the_flag(arguments: list[str], probl
 def test_a_port_in_use_is_refused_before_anything_starts() -> None:
     with serving(FakeGateway()) as address:
         port = address.rpartition(":")[2]
-        refused = galley("up", "--port", port)
+        refused = galley("up", "--grpc-port", port)
     assert refused.exit_code == 2
-    assert refused.stderr.startswith(f"error: --port: must be a port that can be opened, got {port}: Address")
+    assert refused.stderr.startswith(f"error: --grpc-port: must be a port that can be opened, got {port}: A")
 
 
 def test_the_next_free_port_replaces_a_default_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +387,7 @@ def test_the_next_free_port_replaces_a_default_that_is_taken(monkeypatch: pytest
 
 
 def test_unreachable_store_is_named_at_once_and_retried() -> None:
-    ports = ("--port", "0", "--http-port", "0")
+    ports = ("--grpc-port", "0", "--http-port", "0")
     command = [sys.executable, "-m", "galley.cli", "up", "--redis-url", "redis://localhost:1", *ports]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **PLAIN}) as process:
         assert process.stdout is not None

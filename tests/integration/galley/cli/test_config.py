@@ -88,11 +88,11 @@ def test_the_file_may_stand_before_the_command_or_in_the_environment(file: Path)
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[up]\n\nprot = 1", "--config: {}:3: up.prot: unknown; did you mean port?"),
+        ("[up]\n\ngrpc-prot = 1", "--config: {}:3: up.grpc-prot: unknown; did you mean grpc-port?"),
         ("[up]\nzzz = 1", "--config: {}:2: up.zzz: unknown"),
         ("# none\n[generat]\nseed = 1", "--config: {}:2: generat: unknown; did you mean generate?"),
-        ('[up]\nport = "1"', "--config: {}:2: up.port: must be a whole number, got text"),
-        ("[up]\nport = true", "--config: {}:2: up.port: must be a whole number, got true or false"),
+        ('[up]\nhttp-port = "1"', "--config: {}:2: up.http-port: must be a whole number, got text"),
+        ("[up]\nhttp-port = true", "--config: {}:2: up.http-port: must be a whole number, got true or false"),
         ("[up]\ntrace = 1", "--config: {}:2: up.trace: must be true or false, got a whole number"),
         ("[up]\nmodel = 1", "--config: {}:2: up.model: must be text, got a whole number"),
         ('[up]\nname = "blue"\nk = 65', "{}:3: up.k: must be at most 64, got 65"),
@@ -128,9 +128,24 @@ def test_a_file_does_not_undo_a_quick_bench(file: Path) -> None:
         assert context.params["max_tokens"] == 32
 
 
+def test_serve_reads_the_table_of_up(file: Path) -> None:
+    file.write_text('[up]\nmodel = "./none"\nhttp-port = 9\n')
+    config = ("--config", str(file))
+    clash = galley("serve", "x", "--grpc-port=9", *config)
+    assert clash.stderr.startswith("error: --http-port: must differ from --grpc-port, got 9 for both")
+    model = galley("serve", *config)
+    assert model.stderr.startswith(
+        "error: --model: must be a directory, a .gguf file or a hub id, got ./none"
+    )
+    file.write_text("[up]\nhttp-port = 70000\n")
+    beyond = galley("serve", "x", *config)
+    assert beyond.stderr.startswith(f"error: {file}:2: up.http-port: must be at most 65535, got 70000")
+    assert {clash.exit_code, model.exit_code, beyond.exit_code} == {2}
+
+
 def test_every_command_has_a_table() -> None:
     command: Any = typer.main.get_command(app)
-    assert set(command.commands) == TABLES
+    assert set(command.commands) == TABLES | {"serve"}
 
 
 def test_every_command_but_the_servers_takes_a_file() -> None:

@@ -210,7 +210,7 @@ def test_a_detached_stack_serves_until_it_is_stopped(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "tiny")
     template = {"chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
     (model / "tokenizer_config.json").write_text(json.dumps(template))
-    flags = ("--draft-model=none", "--port=0", "--http-port=0", "--name=blue", "--detach")
+    flags = ("--draft-model=none", "--grpc-port=0", "--http-port=0", "--name=blue", "--detach")
     started = galley("serve", str(model), *flags)
     assert started.returncode == 0, started.stderr
     assert "galley stop blue stops it" in started.stdout
@@ -234,7 +234,7 @@ def test_a_detached_stack_serves_until_it_is_stopped(tmp_path: Path) -> None:
 
 
 def test_a_detached_stack_that_is_stopped_during_its_start_does_not_serve() -> None:
-    flags = ("--draft-model=none", "--port=0", "--http-port=0", "--name=blue", "--detach")
+    flags = ("--draft-model=none", "--grpc-port=0", "--http-port=0", "--name=blue", "--detach")
     command = [*GALLEY, "up", *flags, "--redis-url=redis://127.0.0.1:1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as starting:
         assert starting.stdout is not None
@@ -246,7 +246,7 @@ def test_a_detached_stack_that_is_stopped_during_its_start_does_not_serve() -> N
 
 def test_a_detached_stack_that_cannot_start_reports_why(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    flags = ("--draft-model=none", "--port=0", "--http-port=0", "--name=blue", "--detach")
+    flags = ("--draft-model=none", "--grpc-port=0", "--http-port=0", "--name=blue", "--detach")
     failed = galley("up", "--model", str(tmp_path / "empty"), *flags)
     assert failed.returncode == 1
     assert "error: model ended with exit code 1 before it was ready" in failed.stdout

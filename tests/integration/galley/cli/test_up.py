@@ -32,7 +32,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def stack(env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [*GALLEY, "up", "--gateways", "2", "--trace", "--port=0", "--http-port=0"],
+        [*GALLEY, "up", "--gateways", "2", "--trace", "--grpc-port=0", "--http-port=0"],
         stdout=subprocess.PIPE,
         text=True,
         env=env,
@@ -112,7 +112,7 @@ def test_stack_serves_resumes_and_leaves_no_process(
 
 
 def test_a_part_that_cannot_start_is_named_with_its_last_words(env: dict[str, str], tmp_path: Path) -> None:
-    ended = _galley(env, "up", "--model", str(tmp_path), "--port=0", "--http-port=0")
+    ended = _galley(env, "up", "--model", str(tmp_path), "--grpc-port=0", "--http-port=0")
     assert ended.returncode == 1
     assert f"{tmp_path}: must hold config.json" in ended.stderr
     assert ended.stderr.splitlines()[-1] == "error: model ended with exit code 1 before it was ready"
