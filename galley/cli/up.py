@@ -29,7 +29,7 @@ from galley.stack.endpoint import Endpoint
 from galley.stack.options import PartTable, StackOptions, check_private
 from galley.stack.part import PartFailed, PartStatus, State, unreachable
 from galley.stack.parts import Viewer, draft_model_of, find_viewer, stack_parts
-from galley.stack.ports import GRPC_PORT, HTTP_PORT, next_free_port, port_problem
+from galley.stack.ports import GRPC_PORT, HTTP_PORT, ReservedPorts
 from galley.stack.stack import Stack
 
 T = TypeVar("T")
@@ -191,18 +191,19 @@ def up(  # noqa: PLR0913  # one parameter a flag
         metrics=True,
         stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 else _STOP_GRACE_S,
     )
-    grpc, http = _choose_ports(grpc_port, http_port)
-    options = dataclasses.replace(options, port=grpc, http_port=http)
-    with usage_of("--name"):
-        endpoint = Endpoint(name)
-    with endpoint:
-        ready = _start_detached(endpoint) if detach else _nothing
-        viewer = None
-        if trace:
-            with usage_of("--trace"):
-                viewer = find_viewer()
-                options = dataclasses.replace(options, viewer=viewer.part)
-        run_stack(_keep_up(options, endpoint, viewer, ready))
+    with ReservedPorts() as ports:
+        grpc, http = _choose_ports(ports, grpc_port, http_port)
+        options = dataclasses.replace(options, port=grpc, http_port=http)
+        with usage_of("--name"):
+            endpoint = Endpoint(name)
+        with endpoint:
+            ready = _start_detached(endpoint) if detach else _nothing
+            viewer = None
+            if trace:
+                with usage_of("--trace"):
+                    viewer = find_viewer()
+                    options = dataclasses.replace(options, viewer=viewer.part)
+            run_stack(_keep_up(options, endpoint, viewer, ready))
 
 
 def _nothing() -> None: ...
@@ -277,23 +278,26 @@ def _check_writable(flag: str, directory: Path | None) -> None:
         raise typer.BadParameter(f"must be a directory that can be written, got {directory}", param_hint=flag)
 
 
-def _choose_ports(grpc_port: int | None, http_port: int | None) -> tuple[int, int]:
-    """Return the ports of gRPC and HTTP: those that were named, or else the next free ones."""
+def _choose_ports(ports: ReservedPorts, grpc_port: int | None, http_port: int | None) -> tuple[int, int]:
+    """Reserve and return the ports of gRPC and HTTP: those that were named, or else the next free ones."""
     if grpc_port and grpc_port == http_port:
         problem = f"must differ from --grpc-port, got {grpc_port} for both"
         raise typer.BadParameter(problem, param_hint="--http-port")
     for flag, named in (("--grpc-port", grpc_port), ("--http-port", http_port)):
-        if named is not None and named > 0 and (reason := port_problem(named)):
-            problem = f"must be a port that can be opened, got {named}: {reason}"
-            raise typer.BadParameter(problem, param_hint=flag)
-    chosen = _named_or_next("gRPC", grpc_port, GRPC_PORT, http_port)
-    return chosen, _named_or_next("HTTP", http_port, HTTP_PORT, chosen)
+        if named is not None and named > 0:
+            try:
+                ports.take(named)
+            except OSError as error:
+                problem = f"must be a port that can be opened, got {named}: {error.strerror}"
+                raise typer.BadParameter(problem, param_hint=flag) from None
+    return (
+        _take_next(ports, "gRPC", GRPC_PORT) if grpc_port is None else grpc_port,
+        _take_next(ports, "HTTP", HTTP_PORT) if http_port is None else http_port,
+    )
 
 
-def _named_or_next(protocol: str, named: int | None, default: int, other: int | None) -> int:
-    if named is not None:
-        return named
-    port = next_free_port(default, () if other is None else (other,))
+def _take_next(ports: ReservedPorts, protocol: str, default: int) -> int:
+    port = ports.take_next(default)
     if port != default:
         say(f"port {default} is taken: {protocol} uses {port}")
     return port

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Collection
+from typing import Self
 
 from galley.client.addresses import DEFAULT_PORT
 
@@ -13,23 +13,39 @@ LOOPBACK = "127.0.0.1"
 _MAX_PORT = 65535
 
 
-def port_problem(port: int) -> str:
-    """Return why no server can listen on this port of the loopback address; "" if one can."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            return str(error.strerror)
-    return ""
+class ReservedPorts:
+    """Ports that no other stack of this machine chooses until the end of `with`.
 
+    A gateway opens its port long after the stack chose it. Until then a name in the abstract namespace of
+    Unix sockets (unix(7)) stands for the port: it belongs to the same network namespace, and ends with the
+    processes that hold it.
+    """
 
-def next_free_port(first: int, reserved: Collection[int] = ()) -> int:
-    """Return the first port from `first` on that is free and not reserved. Raise OSError if none is."""
-    for port in range(first, _MAX_PORT + 1):
-        if port not in reserved and not port_problem(port):
-            return port
-    raise OSError(f"no port from {first} on is free")
+    def __init__(self) -> None:
+        self._names = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._names.close()
+
+    def take(self, port: int) -> None:
+        """Reserve a port. Raise OSError if a stack has reserved it, or no server can listen there."""
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0galley-port-{port}")
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+                probe.bind((LOOPBACK, port))
+            self._names.push(opened.pop_all())
+
+    def take_next(self, first: int) -> int:
+        """Reserve the first free port from `first` on, and return it. Raise OSError if none is."""
+        for port in range(first, _MAX_PORT + 1):
+            with contextlib.suppress(OSError):
+                self.take(port)
+                return port
+        raise OSError(f"no port from {first} on is free")
 
 
 def free_ports(count: int) -> list[int]:

@@ -24,6 +24,7 @@ from galley.common.printable import printable
 from galley.core.errors import InvalidField, Unavailable, UnknownSession
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack import endpoint
+from galley.stack.ports import free_ports
 from galley.stack.processes import start_time
 from galley.version import __version__
 from tests.fakes.gateway import SESSION, FakeChunk, FakeGateway, serving
@@ -387,13 +388,17 @@ def test_the_next_free_port_replaces_a_default_that_is_taken(monkeypatch: pytest
 
 
 def test_unreachable_store_is_named_at_once_and_retried() -> None:
-    ports = ("--grpc-port", "0", "--http-port", "0")
-    command = [sys.executable, "-m", "galley.cli", "up", "--redis-url", "redis://localhost:1", *ports]
+    ports = [str(port) for port in free_ports(2)]
+    flags = ["--redis-url", "redis://localhost:1", "--grpc-port", ports[0], "--http-port", ports[1]]
+    command = [sys.executable, "-m", "galley.cli", "up", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **PLAIN}) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line == "redis: cannot reach localhost:1: Connection refused; trying again, Ctrl-C stops it\n"
         assert process.poll() is None
+        for flag, port in zip(("--grpc-port", "--http-port"), ports, strict=True):
+            refused = galley("up", flag, port, "--name", "a/b")
+            assert refused.stderr.startswith(f"error: {flag}: must be a port that can be opened, got {port}:")
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
 
