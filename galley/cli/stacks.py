@@ -7,7 +7,7 @@ import dataclasses
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -105,17 +105,34 @@ def logs(
         say(f"stack {name!r} has ended; its last output:")
         _print({_CONSOLE: _Log(output, lines)})
         return
-    stack = _find(name)
-    files = _files(stack)
-    if part and (unknown := sorted(set(part) - set(files))):
-        known = ", ".join(files)
-        raise typer.BadParameter(f"must be one of {known}, got {unknown[0]}", param_hint="--part")
-    chosen = {each: _Log(path, lines) for each, path in files.items() if not part or each in part}
-    _print(chosen)
+    _print_logs(_find(name).name, part or [], lines, follow=follow)
+
+
+def _print_logs(name: str, parts: Sequence[str], lines: int, *, follow: bool) -> None:
+    """Print what the logs of a stack have, and with `follow` what comes until it ends; parts may come too."""
+    by_part: dict[str, _Log] = {}
+    most: int | None = lines
     with contextlib.suppress(KeyboardInterrupt):
-        while follow and stack.process.is_running:
+        while True:
+            stack = next((each for each in _live() if each.name == name), None)
+            for each, path in _files(stack).items() if stack is not None else ():
+                by_part.setdefault(each, _Log(path, most))
+            follows = follow and stack is not None
+            if not follows or (stack is not None and stack.address):
+                _check_parts(parts, by_part)
+            _print({each: log for each, log in by_part.items() if not parts or each in parts})
+            if not follows:
+                break
+            most = None  # of a log that comes later no line is left out
             time.sleep(_POLL_S)
-            _print(chosen)
+    if not by_part:
+        say(f"stack {name!r} has no logs yet")
+
+
+def _check_parts(parts: Sequence[str], by_part: Collection[str]) -> None:
+    if by_part and (unknown := sorted(set(parts) - set(by_part))):
+        problem = f"must be one of {', '.join(by_part)}, got {unknown[0]}"
+        raise typer.BadParameter(problem, param_hint="--part")
 
 
 def _files(stack: RunningStack) -> dict[str, Path]:
@@ -128,9 +145,9 @@ def _files(stack: RunningStack) -> dict[str, Path]:
 class _Log:
     """A log that grows."""
 
-    def __init__(self, path: Path, last: int) -> None:
+    def __init__(self, path: Path, last: int | None) -> None:
         self._path = path
-        self._last: int | None = last
+        self._last = last
         self._offset = 0
 
     def new_lines(self) -> Iterator[str]:

@@ -309,7 +309,12 @@ async def _keep_up(
     console = Console(highlight=False)
     if options.redis_url:
         await wait_for_store(options.redis_url, console)
-    async with shown_stack(options, console) as stack:
+    model = options.model or DEFAULT_MODEL
+
+    def announce_logs(stack: Stack) -> None:
+        endpoint.announce(model=model, logs=str(stack.dirs.logs))
+
+    async with shown_stack(options, console, on_made=announce_logs) as stack:
 
         def announce() -> None:
             endpoint.announce(
@@ -317,7 +322,7 @@ async def _keep_up(
                 stack.services,
                 stack.store_url,
                 http=",".join(stack.http_addresses),
-                model=options.model or DEFAULT_MODEL,
+                model=model,
                 logs=str(stack.dirs.logs),
             )
 
@@ -376,11 +381,16 @@ async def _stay(stack: Stack, viewer: Viewer | None, console: Console) -> None:
 
 @contextlib.asynccontextmanager
 async def shown_stack(
-    options: StackOptions, console: Console, parts: PartTable = stack_parts
+    options: StackOptions,
+    console: Console,
+    parts: PartTable = stack_parts,
+    on_made: Callable[[Stack], None] = lambda _: None,
 ) -> AsyncIterator[Stack]:
+    """Start a stack and show how it starts; call `on_made` before its parts start."""
     progress = StackProgress(console)
     stack = Stack(options, progress.show, parts)
     progress.expect(stack.parts)
+    on_made(stack)
     with progress:
         await stack.start()
     async with stack:

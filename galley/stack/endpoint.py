@@ -46,7 +46,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class RunningStack:
-    """A stack that runs here: its process, and what it has announced. While it starts, that is its name only.
+    """A stack that runs here: its process, and what it has announced. While it starts, it has no address.
 
     `address` are its gateways and `http` their HTTP addresses, with commas. `store` is the URL of its own
     store, or empty. `logs` is the directory of its logs.
@@ -113,7 +113,7 @@ class Endpoint:
 
     def announce(
         self,
-        address: str,
+        address: str = "",
         services: Sequence[Service] = (),
         store: str = "",
         *,

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from galley.stack.endpoint import console_log, state_dir
+from galley.stack.endpoint import console_log, live_stacks, state_dir
 from galley.stack.processes import Process, start_time
 from tests.fakes.tiny_model import save_tiny_model
 from tests.fakes.waiting import PATIENCE_S
@@ -29,7 +29,9 @@ name, logs, *flags = sys.argv[1:]
 ended = []
 signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in flags else lambda *_: ended.append(1))
 with Endpoint(name) as stack:
-    if "starts" not in flags:
+    if "starts" in flags:
+        stack.announce(logs=logs)
+    elif "waits" not in flags:
         gateways = [flag.partition("=")[2] for flag in flags if flag.startswith("gateways=")]
         stack.announce(*gateways or ["127.0.0.1:1"], http="127.0.0.1:2", model="tiny", logs=logs)
     print("up", flush=True)
@@ -76,7 +78,7 @@ def galley(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ps_lists_the_stacks_that_serve_and_those_that_start(start: StartStack) -> None:
-    blue, green = start("blue"), start("green", "starts")
+    blue, green = start("blue"), start("green", "waits")
     rows = [line.split() for line in galley("ps").stdout.splitlines()]
     assert rows == [
         ["NAME", "STATE", "GRPC", "HTTP", "MODEL", "PID"],
@@ -193,6 +195,37 @@ def test_followed_logs_end_with_the_stack(start: StartStack, logs: Path) -> None
         assert following.stdout.readline() == "target | four\n"
         stack.terminate()
         assert following.wait(PATIENCE_S) == 0
+
+
+def test_followed_logs_of_a_stack_that_starts_find_its_parts(start: StartStack, logs: Path) -> None:
+    stack = start("blue", "starts")
+    command = [*GALLEY, "logs", "--follow", "--part", "target", "--part", "draft", "--lines", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "target | three\n"
+        (logs / "draft.log").write_text("first\nsecond\n")
+        assert [following.stdout.readline() for _ in range(2)] == ["draft  | first\n", "draft  | second\n"]
+        stack.terminate()
+        assert following.wait(PATIENCE_S) == 0
+
+
+def test_a_stack_without_logs_says_so(start: StartStack) -> None:
+    start("blue", "waits")
+    none = galley("logs", "--part", "target")
+    assert (none.returncode, none.stdout, none.stderr) == (0, "", "stack 'blue' has no logs yet\n")
+
+
+def test_a_stack_has_logs_before_it_serves(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    flags = ("--draft-model=none", "--grpc-port=0", "--http-port=0", f"--log-dir={tmp_path}/kept")
+    command = [*GALLEY, "up", "--model", str(tmp_path / "empty"), *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as starting:
+        assert starting.stdout is not None
+        assert starting.stdout.readline()  # its first part starts
+        (stack,) = live_stacks()
+        assert (stack.address, stack.logs) == ("", f"{tmp_path}/kept")
+        starting.communicate(timeout=PATIENCE_S)
+    assert starting.returncode == 1
 
 
 def _first_calls_work(printed: str) -> None:
