@@ -23,7 +23,7 @@ from galley.cli.check import check
 from galley.cli.config import keep_config, kept_config, label, with_config_flag
 from galley.cli.demo import demo
 from galley.cli.distill import distill
-from galley.cli.flags import USAGE, fail, require, say
+from galley.cli.flags import FAILED, USAGE, Output, fail, require, say
 from galley.cli.generate import generate, resume
 from galley.cli.plan import plan
 from galley.cli.stacks import logs, ps, stop
@@ -64,7 +64,9 @@ class _Group(TyperGroup):
             say(f"error: {_usage_problem(error)}", style="red")
             code = USAGE
         except typer.Abort:
-            code = 1
+            code = FAILED
+        if Output.is_unread:
+            code = FAILED
         if not standalone_mode:
             return code
         sys.exit(code or 0)

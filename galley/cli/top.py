@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from galley.cli.flags import StackName, choose_stack, fail, not_secret, usage_of
+from galley.cli.flags import Output, StackName, choose_stack, fail, not_secret, usage_of
 from galley.cli.up import run_stack
 from galley.client.addresses import host_and_port
 from galley.stack.endpoint import Service
@@ -61,7 +61,7 @@ def top(
             raise fail(f"the stack {running.name!r} serves no metrics; name services with --metrics")
     if store:
         _check(store, pool)
-    run_stack(_show(services, (store, pool), interval, Console(highlight=False), once=once))
+    run_stack(_show(services, (store, pool), interval, Output(highlight=False), once=once))
 
 
 def named_by_address(addresses: str) -> tuple[Service, ...]:

@@ -20,7 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from galley.cli.flags import fail, not_secret, require, say, usage_of
+from galley.cli.flags import Output, fail, not_secret, require, say, usage_of
 from galley.common.models.files import DEFAULT_MODEL
 from galley.core import names
 from galley.core.hints import MAX_DRAFT_TOKENS
@@ -306,7 +306,7 @@ def _take_next(ports: ReservedPorts, protocol: str, default: int) -> int:
 async def _keep_up(
     options: StackOptions, endpoint: Endpoint, viewer: Viewer | None, ready: Callable[[], None]
 ) -> None:
-    console = Console(highlight=False)
+    console = Output(highlight=False)
     if options.redis_url:
         await wait_for_store(options.redis_url, console)
     model = options.model or DEFAULT_MODEL
@@ -398,7 +398,10 @@ async def shown_stack(
 
 
 def run_stack(work: Coroutine[object, object, T]) -> T | None:
-    """Return the result of `work`, or None after a stop signal. Raises typer.Exit(1) if a part fails."""
+    """Return the result of `work`; None after a stop signal, or once nobody reads the output.
+
+    Raises typer.Exit(1) if a part fails.
+    """
     try:
         return asyncio.run(_until_signal(work))
     except PartFailed as failed:
@@ -414,10 +417,13 @@ async def _until_signal(work: Coroutine[object, object, T]) -> T | None:
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     for sig in _STOP_SIGNALS:
         loop.add_signal_handler(sig, task.cancel)
+    # A second cancellation would interrupt the end of the processes.
+    Output.on_unread = lambda: None if task.cancelling() else task.cancel()
     try:
         await asyncio.wait([task])
         return None if task.cancelled() else task.result()
     finally:
+        Output.on_unread = None
         for sig in _STOP_SIGNALS:
             loop.remove_signal_handler(sig)
 

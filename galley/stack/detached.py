@@ -36,7 +36,8 @@ def detach(log: Path) -> Callable[[], None] | None:
     _redirect(log)
 
     def ready() -> None:
-        with os.fdopen(write_fd, "wb", buffering=0) as pipe:
+        # Nobody waits for it any more if the process that started it was killed.
+        with os.fdopen(write_fd, "wb", buffering=0) as pipe, contextlib.suppress(BrokenPipeError):
             pipe.write(_READY)
 
     return ready
@@ -66,5 +67,9 @@ def _wait_until_ready(pid: int, pipe: IO[bytes], output: IO[bytes]) -> None:
 
 
 def _copy(output: IO[bytes]) -> None:
-    sys.stdout.write(output.read().decode(errors="replace"))
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(output.read().decode(errors="replace"))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the stack starts also if nobody reads how
+        with open(os.devnull, "wb") as null:  # noqa: PTH123  # no path of a file
+            os.dup2(null.fileno(), sys.stdout.fileno())

@@ -6,24 +6,24 @@ import asyncio
 import json
 import sys
 
-from rich.console import Console
-
+from galley.cli.flags import Output
 from galley.cli.up import run_stack, shown_stack
 from galley.stack.options import StackOptions
 from tests.integration.galley.cli.stand_in_stack import stand_in, valkey
 
 
 async def keep_up() -> None:
-    console = Console(stderr=True)
+    console = Output(stderr=True)
 
-    specs = [stand_in("target"), stand_in("gateway", after=("target", "valkey"))]
+    specs = [stand_in("target", pool="target"), stand_in("gateway", after=("target", "valkey"))]
     async with shown_stack(
         StackOptions(), console, lambda options, dirs: [valkey(options, dirs), *specs]
     ) as stack:
-        fields = {"pids": [stack.pid(part) for part in stack.parts], "run": str(stack.dirs.run)}
+        pids = {part: stack.pid(part) for part in stack.parts}
+        fields = {"pids": [*pids.values()], "target": pids["target"], "run": str(stack.dirs.run)}
         sys.stdout.write(f"{json.dumps(fields)}\n")
         sys.stdout.flush()
-        await stack.run(asyncio.Event().wait())
+        await stack.run(asyncio.Event().wait(), console.print)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -223,7 +224,8 @@ async def test_only_the_main_thread_may_start_parts() -> None:
 @pytest.fixture
 def supervisor() -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.integration.galley.cli.supervise"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         try:
             yield process
         finally:
@@ -245,6 +247,20 @@ def test_no_process_outlives_the_supervisor(supervisor: subprocess.Popen[str], s
         for path in sorted(run.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         run.rmdir()
+
+
+def test_no_process_outlives_a_supervisor_whose_output_nobody_reads(
+    supervisor: subprocess.Popen[str],
+) -> None:
+    assert supervisor.stdout is not None
+    assert supervisor.stderr is not None
+    printed = json.loads(supervisor.stdout.readline())
+    supervisor.stderr.close()
+    with Ends([*printed["pids"], supervisor.pid]) as ends:
+        os.kill(printed["target"], signal.SIGKILL)  # which it reports
+        assert ends.all_within(10)
+    assert supervisor.wait() == 0
+    shutil.rmtree(printed["run"])  # kept for the log of the target
 
 
 def test_guard_starts_nothing_without_its_parent() -> None:

@@ -266,6 +266,34 @@ def test_a_detached_stack_serves_until_it_is_stopped(tmp_path: Path) -> None:
             supervisor.kill()
 
 
+def test_a_stack_stops_when_nobody_reads_its_output_any_more(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "tiny")
+    command = [*GALLEY, "serve", str(model), "--draft-model=none", "--grpc-port=0", "--http-port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as stack:
+        assert stack.stdout is not None
+        assert stack.stderr is not None
+        assert "starting" in stack.stdout.readline()
+        stack.stdout.close()
+        assert stack.wait(PATIENCE_S) == 1
+        assert stack.stderr.read() == ""
+    assert "no stack runs here" in galley("ps").stderr
+    assert [*tmp_path.glob("galley-*")] == [], "the directory of a stack that stopped in order is removed"
+
+
+def test_a_detached_stack_serves_also_if_nobody_reads_how_it_starts(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "tiny")
+    command = [*GALLEY, "serve", str(model), "--draft-model=none", "--grpc-port=0", "--http-port=0"]
+    with subprocess.Popen([*command, "--detach"], stdout=subprocess.PIPE, text=True) as starting:
+        assert starting.stdout is not None
+        assert "starting" in starting.stdout.readline()
+        starting.stdout.close()
+        started = starting.wait()
+    listed = galley("ps").stdout
+    assert galley("stop").returncode == 0
+    assert started == 0
+    assert "serves" in listed
+
+
 def test_a_detached_stack_that_is_stopped_during_its_start_does_not_serve() -> None:
     flags = ("--draft-model=none", "--grpc-port=0", "--http-port=0", "--name=blue", "--detach")
     command = [*GALLEY, "up", *flags, "--redis-url=redis://127.0.0.1:1"]
