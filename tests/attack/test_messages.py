@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from galley.client.errors import rpc_error
 from galley.common.server.deserialize import decompress
+from galley.common.wire.fields import varint
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.attack.floods import KEY, gzip_bomb, gzip_bombs
 from tests.attack.stack import MAX_MESSAGE_BYTES, MIB, SERVICES, Attacked, hello, unharmed
@@ -77,19 +79,22 @@ async def test_gzip_requests_are_served_and_other_compression_refused(stack: Att
         assert error.code is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_gzip_is_read_whole_within_its_bound_or_not_at_all() -> None:
-    assert decompress(gzip.compress(b"x" * 100), 100) == b"x" * 100
-    assert decompress(b"plain", 5) == b"plain"
+async def test_gzip_is_read_whole_within_its_bound_or_not_at_all() -> None:
+    assert await decompress(gzip.compress(b"x" * 100), 100) == b"x" * 100
+    assert await decompress(b"plain", 5) == b"plain"
+    for data in (b"x" * 3 * MIB, random.Random(1).randbytes(3 * MIB)):
+        assert await decompress(gzip.compress(data), 4 * MIB) == data
     for data, most, problem in (
         (gzip.compress(b"x" * 101), 100, "at most 100 bytes, got more when inflated"),
         (b"plain.", 5, "at most 5 bytes, got 6"),
         (gzip.compress(b"x")[:-4], 100, "one complete gzip member, got a truncated one"),
         (gzip.compress(b"x") * 2, 100, "one complete gzip member, .* or data after its end"),
+        (gzip.compress(b"x") + bytes(MIB), 2 * MIB, "one complete gzip member, .* or data after its end"),
         (b"\x1f\x8b", 100, "one complete gzip member"),
         (b"\x1f\x8bnothing of the kind", 100, "well-formed gzip"),
     ):
         with pytest.raises(ValueError, match=problem):
-            decompress(data, most)
+            await decompress(data, most)
 
 
 async def test_messages_of_a_wrong_length_end_with_their_connection(stack: Attacked) -> None:
@@ -166,24 +171,16 @@ async def stream_end(address: str, service: str, data: bytes) -> Any:
 async def test_too_deep_nesting_is_invalid_argument(stack: Attacked) -> None:
     deep = b""
     for _ in range(4000):
-        deep = b"\x0a" + _size(len(deep)) + deep  # ArrayValue.values
-        deep = b"\x2a" + _size(len(deep)) + deep  # AnyValue.array_value
-    value = b"\x12" + _size(len(deep)) + deep  # KeyValue.value
+        deep = b"\x0a" + varint(len(deep)) + deep  # ArrayValue.values
+        deep = b"\x2a" + varint(len(deep)) + deep  # AnyValue.array_value
+    value = b"\x12" + varint(len(deep)) + deep  # KeyValue.value
     for number in (1, 1, 1):  # attributes, resource, resource_spans
-        value = bytes([number << 3 | 2]) + _size(len(value)) + value
+        value = bytes([number << 3 | 2]) + varint(len(value)) + value
     async with unharmed(stack):
         error = await answer(stack, "collector", value[:MAX_MESSAGE_BYTES])
         assert error.code is grpc.StatusCode.INVALID_ARGUMENT
         ((_, problem),) = error.violations
         assert "well-formed" in problem
-
-
-def _size(value: int) -> bytes:
-    coded = bytearray()
-    while value >= 0x80:
-        coded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*coded, value])
 
 
 async def test_a_call_that_is_served_still_is(stack: Attacked) -> None:

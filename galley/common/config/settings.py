@@ -42,6 +42,8 @@ class ServerLimits:
     """The limits of one server, which gRPC enforces; 0 s for idle time or age is no limit.
 
     - `max_message_bytes` bounds a request message.
+    - `max_message_fields` bounds the fields of a message above 64 KiB, `max_numbers_bytes` its lists of
+      numbers; 0 is no bound.
     - `max_metadata_bytes` bounds the metadata of a call: names and values, and 32 bytes for each entry.
     - `max_concurrent_rpcs` calls may be open on one connection; more wait at the client.
     - `max_connections` may be open; later ones are closed at once.
@@ -53,6 +55,8 @@ class ServerLimits:
     """
 
     max_message_bytes: int = 4 * MIB
+    max_message_fields: int = 1 << 14
+    max_numbers_bytes: int = 0
     max_metadata_bytes: int = 16 * 1024
     max_concurrent_rpcs: int = 1000
     max_connections: int = 4096

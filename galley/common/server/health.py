@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2
 
+from galley.common.config.settings import ServerLimits
 from galley.common.server.deserialize import RequestInterceptor
 from galley.common.server.interceptors import StatusInterceptor
 from galley.common.server.listen import bind
@@ -71,8 +72,9 @@ async def serve_health_only(
     Only `Check` is served: `Watch`, which the protocol leaves to servers, would let every caller that reaches
     the port keep streams open.
     """
+    limits = ServerLimits(max_message_bytes=_MAX_MESSAGE_BYTES, request_timeout_s=request_timeout_s)
     server = grpc.aio.server(
-        interceptors=[StatusInterceptor(), RequestInterceptor(request_timeout_s, _MAX_MESSAGE_BYTES)],
+        interceptors=[StatusInterceptor(), RequestInterceptor(limits)],
         options=_OPTIONS,
     )
     check = grpc.unary_unary_rpc_method_handler(

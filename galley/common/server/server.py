@@ -118,7 +118,7 @@ async def start_server(
             StatusInterceptor(),
             StandardCallsInterceptor(),
             *interceptors(parts),
-            RequestInterceptor(limits.request_timeout_s, limits.max_message_bytes),
+            RequestInterceptor(limits),
         ],
         options=server_options(limits),
     )
