@@ -79,22 +79,23 @@ class FleetTarget(Member[FakeTarget]):
     pool = TARGET_POOL
     free = 50
     cached: Sequence[int] = ()
+    context, block = 1 << 16, BLOCK
 
     def lease(self) -> TargetLease:
         info = pb.GetTargetInfoResponse(
             model=self.fake.model,
             weights_digest=self.fake.weights_digest,
             tokenizer_hash=self.fake.tokenizer_hash,
-            context_window=1 << 16,
+            context_window=self.context,
             vocab_size=VOCAB,
             fingerprint=self.fake.fingerprint,
             incarnation=f"target-{self.fake.incarnations}",
             max_draft_tokens=16,
-            kv_block_tokens=BLOCK,
+            kv_block_tokens=self.block,
             kv_blocks_free=self.free,
             kv_blocks_total=100,
         )
-        return target_lease(self.fake.address, info, block_hashes(SALT, self.cached, BLOCK))
+        return target_lease(self.fake.address, info, block_hashes(SALT, self.cached, self.block))
 
 
 class FreezingDraft(FakeDraft):

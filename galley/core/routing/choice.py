@@ -8,10 +8,10 @@ where the fewest sessions are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from galley.core.content import block_hashes
+from galley.core.content import chain_start, next_block_hash
 from galley.core.session.events import Replica
 from galley.core.store import CacheLocation
 
@@ -81,17 +81,34 @@ class TargetCandidate:
 
 
 class HashedTokens:
-    """A session's tokens so far, as far as known; its blocks are hashed once, for all replicas."""
+    """A session's tokens so far, as far as known; each of its blocks is hashed once, for all replicas.
+
+    Hashing 100,000 tokens takes 10 ms, so the caller does it beforehand, in steps.
+    """
 
     def __init__(self, tokens: Sequence[int], tenant_salt: bytes = b"") -> None:
+        """Take tokens, which may be replaced by more or fewer of the same session."""
         self.tokens = tokens
         self._tenant_salt = tenant_salt
-        self._hashes: dict[int, list[bytes]] = {}
+        self._blocks: dict[int, dict[bytes, int]] = {}
+        """By the size of blocks: how many first blocks each hash stands for, in order."""
 
-    def block_hashes(self, block_tokens: int) -> list[bytes]:
-        if block_tokens not in self._hashes:
-            self._hashes[block_tokens] = block_hashes(self._tenant_salt, self.tokens, block_tokens)
-        return self._hashes[block_tokens]
+    def hash_blocks(self, block_tokens: int, most: int | None = None) -> bool:
+        """Hash at most `most` further blocks (None: all). Return True once all are hashed."""
+        blocks = self._blocks.setdefault(block_tokens, {})
+        count = len(self.tokens) // block_tokens
+        end = count if most is None else min(count, len(blocks) + most)
+        last = next(reversed(blocks), None) or chain_start(self._tenant_salt)
+        for index in range(len(blocks), end):
+            last = next_block_hash(last, self.tokens[index * block_tokens : (index + 1) * block_tokens])
+            blocks[last] = index + 1
+        return end == count
+
+    def cached_tokens(self, prefixes: Iterable[bytes], block_tokens: int) -> int:
+        """Return how many first tokens the cached `prefixes` cover, as far as blocks were hashed."""
+        blocks = self._blocks.get(block_tokens, {})
+        # A block's hash stands for all before it, so the last known one is the answer.
+        return max((blocks.get(prefix, 0) for prefix in prefixes), default=0) * block_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +203,7 @@ def _score(request: RoutingRequest, candidate: TargetCandidate) -> int:
 def _cached_prefix(request: RoutingRequest, lease: TargetLease) -> int:
     if not lease.cached_prefixes or lease.kv_block_tokens < 1:
         return 0
-    hashes = request.prefix.block_hashes(lease.kv_block_tokens)
-    # A block's hash stands for all before it, so the last known one is the answer.
-    for count in range(len(hashes), 0, -1):
-        if hashes[count - 1] in lease.cached_prefixes:
-            return count * lease.kv_block_tokens
-    return 0
+    return request.prefix.cached_tokens(lease.cached_prefixes, lease.kv_block_tokens)
 
 
 def _short_tokens(request: RoutingRequest, lease: TargetLease, saved: int) -> int:

@@ -33,6 +33,9 @@ from services.gateway.replicas.messages import VerifyEvent
 from services.gateway.replicas.targets import TargetPool, TargetReplica
 from services.gateway.telemetry.observer import request_observer
 
+_MOST_BLOCKS = 512
+"""Blocks of a prompt that are hashed before others get a turn: about 1 ms."""
+
 
 class TargetSession:
     """Route the verifications of one session.
@@ -48,8 +51,7 @@ class TargetSession:
         self._fingerprint = fingerprint
         self._held = held
         self._at: TargetReplica | None = None
-        self._routed: tuple[ev.Verify, HashedTokens] | None = None
-        """The request that was routed last, and its tokens."""
+        self._hashed: HashedTokens | None = None
         self._failed: set[str] = set()
         self._served_by: Replica | None = None
         self._why_left = MOVE_LEFT
@@ -66,20 +68,29 @@ class TargetSession:
     def place(self, spec: SessionSpec, request: ev.Verify) -> TargetReplica | None:
         """Return the session's replica; choose one if it has none, or one that is no longer accepted.
 
-        Return None if there is none, or only one of another build: that needs a refresh first (`find`).
+        Return None if there is none, or only one of another build, or many blocks are to be hashed: all that
+        needs `find`.
         """
         at = self._at
         if at is None or not at.is_accepted:
+            if not self._hash_blocks(spec, request):
+                return None
             at = self._targets.choose(self._routing(spec, request), self._failed)
             self._at = at if at is not None and self._fingerprint in {"", at.fingerprint} else None
         return self._at
 
     async def find(self, spec: SessionSpec, request: ev.Verify) -> TargetReplica | None:
-        """Refresh the pool; return the session's replica, of another build if there is no other, or None."""
-        await self._targets.refresh()
-        if self.place(spec, request) is None:
-            self._at = self._targets.choose(self._routing(spec, request), self._failed)
+        """Return the session's replica; of a refreshed pool, also one of another build, or None."""
+        if await self._hashed_and_placed(spec, request) is None:
+            await self._targets.refresh()
+            if await self._hashed_and_placed(spec, request) is None:
+                self._at = self._targets.choose(self._routing(spec, request), self._failed)
         return self._at
+
+    async def _hashed_and_placed(self, spec: SessionSpec, request: ev.Verify) -> TargetReplica | None:
+        while not self._hash_blocks(spec, request):  # noqa: ASYNC110  # nothing else hashes them
+            await asyncio.sleep(0)
+        return self.place(spec, request)
 
     def other(self, spec: SessionSpec, request: ev.Verify, at: TargetReplica) -> TargetReplica | None:
         """Return another replica of the session's build that is up and has not failed it, or None."""
@@ -108,12 +119,20 @@ class TargetSession:
         quantile = self._targets.hedge_quantile
         return at.times.first_verdict_quantile(quantile) if quantile else None
 
+    def _hash_blocks(self, spec: SessionSpec, request: ev.Verify) -> bool:
+        """Hash some of the blocks that `choose` compares; return True once all are hashed."""
+        tokens = self._tokens(spec, request)
+        return all(tokens.hash_blocks(size, _MOST_BLOCKS) for size in self._targets.block_sizes())
+
     def _routing(self, spec: SessionSpec, request: ev.Verify) -> RoutingRequest:
-        if self._routed is None or self._routed[0] is not request:
-            part = request.slice
-            tokens = part.tokens if part.start == 0 else spec.prompt
-            self._routed = (request, HashedTokens(tokens, spec.tenant_salt))
-        return RoutingRequest(self._routed[1], spec.max_position, self._fingerprint, self._held)
+        return RoutingRequest(self._tokens(spec, request), spec.max_position, self._fingerprint, self._held)
+
+    def _tokens(self, spec: SessionSpec, request: ev.Verify) -> HashedTokens:
+        """Return the first tokens of the session, as far as the request has them; at least its prompt."""
+        if self._hashed is None:
+            self._hashed = HashedTokens(spec.prompt, spec.tenant_salt)
+        self._hashed.tokens = request.slice.tokens if request.slice.start == 0 else spec.prompt
+        return self._hashed
 
     # ---------------------------------------------------------------------------------- reports --
 
@@ -215,7 +234,7 @@ class _Attempt:
         client = self.target.client
         try:
             if self.sent is None:
-                self.sent = await client.verify(self._item())
+                self.sent = await client.verify(await self._item())
                 self._sent_to = client.replica
                 for extension in self._extensions:
                     self.sent.extend(messages.extension(extension))

@@ -129,6 +129,13 @@ class TargetPool(ReplicaPool[TargetReplica]):
         chosen = choose_target(request, candidates, avoid)
         return None if chosen is None else self._replicas[chosen.lease.address]
 
+    def block_sizes(self) -> frozenset[int]:
+        """Return the sizes of blocks whose hashes `choose` compares, if there is a choice."""
+        leases = [it.candidate().lease for it in self._replicas.values() if it.is_accepted]
+        if len(leases) < 2:
+            return frozenset()
+        return frozenset(it.kv_block_tokens for it in leases if it.cached_prefixes) - {0}
+
     def _new_replica(self, address: str) -> TargetReplica:
         channel = self._open_channel(address)
         return TargetReplica(address, TargetClient(channel, address, self._fault_in, self._update), channel)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galley.core.content import block_hashes
+from galley.core.content import block_hashes, next_block_hash
 from galley.core.routing import choice
 from galley.core.routing.choice import (
     LOAD_TOKENS,
@@ -24,8 +24,17 @@ from galley.core.store import CacheLocation
 
 BLOCK = 4
 TOKENS = tuple(range(100, 140))
-MINE = RoutingRequest(HashedTokens(TOKENS, b"me"), max_position=64)
-REQUEST = RoutingRequest(HashedTokens(TOKENS), max_position=64)
+
+
+def hashed(tokens: Sequence[int], salt: bytes = b"") -> HashedTokens:
+    prefix = HashedTokens(tokens, salt)
+    for block_tokens in (BLOCK, 8):
+        assert prefix.hash_blocks(block_tokens)
+    return prefix
+
+
+MINE = RoutingRequest(hashed(TOKENS, b"me"), max_position=64)
+REQUEST = RoutingRequest(hashed(TOKENS), max_position=64)
 
 
 def lease(address: str, **facts: object) -> TargetLease:
@@ -60,19 +69,28 @@ def test_the_longest_cached_prefix_wins() -> None:
     assert chosen(REQUEST, caching("a", TOKENS[:8]), caching("b", TOKENS[:16]), lease("c")) == "b"
 
 
-def test_a_prompt_is_hashed_once_for_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed = []
+def test_blocks_are_hashed_in_steps_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = []
 
-    def counted(salt: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
-        hashed.append(block_tokens)
-        return block_hashes(salt, tokens, block_tokens)
+    def counted(previous: bytes, tokens: Sequence[int]) -> bytes:
+        blocks.append(tokens)
+        return next_block_hash(previous, tokens)
 
-    monkeypatch.setattr(choice, "block_hashes", counted)
-    request = replace(REQUEST, prefix=HashedTokens(TOKENS))
-    replicas = [caching(f"r{count}", TOKENS[: 4 * count]) for count in range(1, 9)]
-    assert chosen(request, *replicas) == "r8"
-    assert chosen(replace(request, fingerprint="build-1"), *replicas) == "r8"
-    assert hashed == [BLOCK]
+    monkeypatch.setattr(choice, "next_block_hash", counted)
+    prefix = HashedTokens(TOKENS[:22])
+    replicas = [caching(f"r{count}", TOKENS[: 4 * count]) for count in range(1, 11)]
+    assert not prefix.hash_blocks(BLOCK, 3)
+    assert len(blocks) == 3
+    assert prefix.cached_tokens(replicas[-1].cached_prefixes, BLOCK) == 12
+    assert prefix.hash_blocks(BLOCK, 3)
+    assert len(blocks) == 5
+    prefix.tokens = TOKENS
+    assert prefix.hash_blocks(BLOCK)
+    assert chosen(replace(REQUEST, prefix=prefix), *replicas) == "r10"
+    prefix.tokens = TOKENS[:10]
+    assert prefix.hash_blocks(BLOCK)
+    assert cached_tokens(replace(REQUEST, prefix=prefix), replicas[-1]) == 9
+    assert len(blocks) == len(TOKENS) // BLOCK
 
 
 def test_a_prefix_counts_in_whole_blocks_of_that_replica() -> None:
@@ -108,7 +126,7 @@ def test_own_sessions_count_before_the_lease_shows_them() -> None:
 
 
 def test_a_prefix_is_worth_some_crowding_and_no_more() -> None:
-    long = RoutingRequest(HashedTokens(range(1, 2 * LOAD_TOKENS + 2)), max_position=512)
+    long = RoutingRequest(hashed(range(1, 2 * LOAD_TOKENS + 2)), max_position=512)
     home = caching("home", long.tokens)
     assert chosen(long, replace(home, queue_depth=1), lease("empty")) == "home"
     assert chosen(long, replace(home, queue_depth=20, kv_blocks_free=0), lease("empty")) == "empty"
