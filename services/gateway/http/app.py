@@ -108,14 +108,12 @@ def build_app(
     sessions: Sessions,
     tokens: Tokens,
     operations: Operations,
-    *,
-    described: bool,
 ) -> FastAPI:
-    """Return the API; `described` serves its description, too."""
+    """Return the API; `description_routes` serves its description."""
     app = _App(
         title="Galley",
         version=__version__,
-        openapi_url="/openapi.json" if described else None,
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         telemetry=None,

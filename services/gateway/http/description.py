@@ -1,4 +1,4 @@
-"""Serve the page that shows the API's description: Swagger UI, whose files fastapi-offline brings."""
+"""Serve the API's description, and a page that shows it: Swagger UI, whose files fastapi-offline brings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
+from fastapi import FastAPI
 from starlette.routing import Route
 
 from services.gateway.http.page.files import PageFile
+from services.gateway.http.transport.encoding import to_json
 
 _HTML = """<!doctype html>
 <html lang="en">
@@ -29,13 +31,17 @@ _HEADERS = {
 }
 
 
-def description_routes() -> Iterator[Route]:
-    """Yield the route of the page, and of each file that it loads."""
+def description_routes(app: FastAPI) -> Iterator[Route]:
+    """Yield the route of the page, and of each file that it loads.
+
+    The description of `app` is made here, at the start, because it takes a quarter of a second.
+    """
     found = find_spec("fastapi_offline")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("fastapi_offline: must be installed for the page at /docs")
     folder = Path(found.origin).parent / "static"
     for path, body, kind in (
+        ("/openapi.json", to_json(app.openapi()), "application/json"),
         ("/docs", _HTML.encode(), "text/html"),
         ("/docs/start.js", _SCRIPT.encode(), "text/javascript"),
         ("/docs/swagger-ui.css", (folder / "swagger-ui.css").read_bytes(), "text/css"),

@@ -33,11 +33,10 @@ async def open_port(settings: GatewaySettings, shared: Shared, bound: socket.soc
         Sessions(runner),
         Tokens(generation),
         Operations(generation, shared.registry, int(time.time())),
-        described=settings.reflection,
     )
     pages = list(page_routes()) if settings.page else []
     if settings.reflection:
-        pages += description_routes()
+        pages += description_routes(app)
     app.router.routes += pages
     limits = settings.server_limits()
     front = Front(
@@ -45,7 +44,7 @@ async def open_port(settings: GatewaySettings, shared: Shared, bound: socket.soc
         shared.authentication,
         limits,
         Access(
-            OPEN_PATHS.union(["/openapi.json"] if settings.reflection else (), (one.path for one in pages)),
+            OPEN_PATHS.union(one.path for one in pages),
             frozenset(comma_separated(settings.http_cors_origins)),
         ),
         Tracing(shared.tracer, STREAMS),
