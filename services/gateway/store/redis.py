@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -48,6 +49,9 @@ DEFAULT_MAX_CONNECTIONS = 32
 # The default of hash-max-listpack-value. Redis keeps a hash without longer values in one block, a quarter as
 # large; with one longer value, each field is an allocation of its own.
 _COMPACT_BYTES = 64
+_MOST_COMPACT_BYTES = 4096
+_PIECE_BYTES = 128 * 1024
+"""What of a log is read before others get a turn: about 1 ms."""
 _PIECE = "#"
 _STATES: Mapping[bytes, State] = {b"live": "live", b"finished": "finished"}
 _SCRIPTS = Path(__file__).parent / "scripts"
@@ -122,18 +126,19 @@ class RedisStore(SessionStore):
         # Not `_run`: nothing changes, so there are no replicas to wait for.
         reply = await self._calls.run(self._read, self._keys(session_id), principal)
         *session, lives_ms = _result(session_id, reply)
-        return replace(_stored(session_id, *session), idle_ms=self._ttl_ms - lives_ms)
+        return replace(await _stored(session_id, *session), idle_ms=self._ttl_ms - lives_ms)
 
     async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
         """Raise also ValueError, for names of fields that the store uses itself."""
         ttls = (self._ttl_ms, self._finished_ttl_ms)
         args = (latest_ms, new.principal, nonce, *ttls, *_content(new))
-        return _stored(new.session_id, *await self._run(self._create, new.session_id, *args))
+        await asyncio.sleep(0)  # a long prompt takes some ms to encode, and again to send
+        return await _stored(new.session_id, *await self._run(self._create, new.session_id, *args))
 
     async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
         args = (latest_ms, principal, former.epoch, former.nonce, nonce)
         reply = await self._run(self._claim, former.session_id, *args, self._ttl_ms, self._finished_ttl_ms)
-        return _stored(former.session_id, *reply)
+        return await _stored(former.session_id, *reply)
 
     async def commit(
         self,
@@ -225,13 +230,17 @@ def _content(new: NewSession) -> list[bytes | str | int]:
 
 
 def _pieces(fields: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-    """Yield the fields as stored: a long one in several, named `spec`, `spec#1`, `spec#2` ..."""
+    """Yield the fields as stored: a long one in several, named `spec`, `spec#1`, `spec#2` ...
+
+    A very long one is whole: Redis keeps so many pieces in no block, and a script takes 8,000 arguments.
+    """
     if taken := [name for name in fields if name in _OWN_FIELDS or _PIECE in name]:
         raise ValueError(f"fields: must not have names that the store uses itself, got {sorted(taken)}")
     for name, value in fields.items():
-        yield name, value[:_COMPACT_BYTES]
-        for number, at in enumerate(range(_COMPACT_BYTES, len(value), _COMPACT_BYTES), 1):
-            yield f"{name}{_PIECE}{number}", value[at : at + _COMPACT_BYTES]
+        size = _COMPACT_BYTES if len(value) <= _MOST_COMPACT_BYTES else len(value)
+        yield name, value[:size]
+        for number, at in enumerate(range(size, len(value), size), 1):
+            yield f"{name}{_PIECE}{number}", value[at : at + size]
 
 
 def _joined(values: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -266,10 +275,15 @@ def _refuse(session_id: str, outcome: str, rest: list[Any], epoch: int) -> NoRet
             raise Broken(f"session store: must return a known outcome, got {outcome!r}")
 
 
-def _stored(session_id: str, flat: list[bytes], log: bytes, meta: bytes) -> StoredSession:
+async def _stored(session_id: str, flat: list[bytes], log: bytes, meta: bytes) -> StoredSession:
+    tokens: list[int] = []
     try:
+        for at in range(0, len(log), _PIECE_BYTES):
+            tokens += tokens_from_bytes(log[at : at + _PIECE_BYTES])
+            if at:
+                await asyncio.sleep(0)
         values = dict(zip((name.decode() for name in flat[::2]), flat[1::2], strict=True))
-        stored = _decoded(session_id, values, log, meta)
+        stored = _decoded(session_id, values, tokens, meta)
     except (KeyError, ValueError) as error:
         raise LogLost(f"the stored session {session_id!r} cannot be read") from error
     request = request_hash(stored.principal, stored.body_hash, stored.prompt_len, stored.fields)
@@ -279,13 +293,13 @@ def _stored(session_id: str, flat: list[bytes], log: bytes, meta: bytes) -> Stor
     return stored
 
 
-def _decoded(session_id: str, values: Mapping[str, bytes], log: bytes, meta: bytes) -> StoredSession:
+def _decoded(session_id: str, values: Mapping[str, bytes], tokens: list[int], meta: bytes) -> StoredSession:
     return StoredSession(
         ownership=Ownership(session_id, int(values["epoch"]), values["nonce"]),
         principal=values["principal"].decode(),
         fields=_joined(values),
         prompt_len=int(values["prompt_len"]),
-        tokens=tokens_from_bytes(log),
+        tokens=tokens,
         meta=meta,
         state=_STATES[values["state"]],
         finish=values["finish"],

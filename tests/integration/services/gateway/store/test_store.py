@@ -158,6 +158,15 @@ async def test_long_fields_are_stored_compactly(
     assert await raw.object("ENCODING", key_of(new.session_id)) == b"listpack"
 
 
+@pytest.mark.parametrize("size", [4096, 4097, 1 << 20])
+async def test_very_long_fields_are_stored(store: RedisStore, raw: redis_asyncio.Redis, size: int) -> None:
+    new = a_session(fields={"response": bytes(at % 251 for at in range(size)), "other": b"x"})
+    owner = (await create(store, new)).ownership
+    await lose(raw, owner)
+    await recreate(store, owner, new)
+    assert (await claim(store, new.session_id, ALICE)).fields == new.fields
+
+
 async def test_a_finished_session_frees_its_spare_memory(store: RedisStore, raw: redis_asyncio.Redis) -> None:
     async def log_bytes() -> int:
         return await raw.memory_usage(f"{key_of(owner.session_id)}:log", samples=0) or 0
