@@ -61,7 +61,7 @@ def _ones(values: LabelValues) -> list[tuple[LabelValues, float]]:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_promtool_accepts_our_metrics(service: str) -> None:
+async def test_promtool_accepts_our_metrics(service: str) -> None:
     registry = Registry(service)
     for metric in of_service(service):
         if metric.kind is Kind.HISTOGRAM:
@@ -70,7 +70,7 @@ def test_promtool_accepts_our_metrics(service: str) -> None:
             registry.count(metric).at(*_values(metric)).value += 1
         elif metric.kind is Kind.GAUGE:
             registry.observe(metric, partial(_ones, _values(metric)))
-    body, _ = render(registry.read(), "text/plain")
+    body, _ = await render(registry.read(), "text/plain")
     promtool("check", "metrics", given=body)
 
 

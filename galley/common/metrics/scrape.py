@@ -31,6 +31,9 @@ from galley.common.metrics.registry import Distributed, Exemplar, Reading, Regis
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
+_EOF = b"# EOF\n"
+"""The end of OpenMetrics."""
+
 PATH = "/metrics"
 MAX_REQUEST_BYTES = 8192
 MAX_CONNECTIONS = 8
@@ -95,19 +98,18 @@ class ScrapeServer:
         try:
             request = await _request(reader)
             async with self._turn:
-                writer.write(self._answer(request))
-                await asyncio.sleep(0)  # rendering takes milliseconds: let others run between two of them
+                writer.write(await self._answer(request))
         except _Refused as refused:
             writer.write(_response(refused.status, b"", "text/plain", {"Allow": "GET, HEAD"}))
         await writer.drain()
         writer.close()
 
-    def _answer(self, request: _Request) -> bytes:
+    async def _answer(self, request: _Request) -> bytes:
         if request.path != PATH:
             raise _Refused(HTTPStatus.NOT_FOUND)
         if request.method not in {"GET", "HEAD"}:
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED)
-        body, kind = render(self._registry.read(), request.accept)
+        body, kind = await render(self._registry.read(), request.accept)
         response = _response(HTTPStatus.OK, body, kind)
         return response if request.method == "GET" else response[: len(response) - len(body)]
 
@@ -143,20 +145,23 @@ def _response(
 # ------------------------------------------------------------------------------------ exposition --
 
 
-def render(readings: Sequence[Reading], accept: str) -> tuple[bytes, str]:
-    """Return the body and its content type, as the Accept header asks."""
-    collected, plain = _Collected(readings), openmetrics_exposition.ALLOWUTF8
-    if not any(kind.split(";")[0].strip() == "application/openmetrics-text" for kind in accept.split(",")):
-        return exposition.generate_latest(collected, plain), TEXT
-    return openmetrics_exposition.generate_latest(collected, plain), OPEN_METRICS  # type: ignore[no-untyped-call]
+async def render(readings: Sequence[Reading], accept: str) -> tuple[bytes, str]:
+    """Return the body and its type, as the Accept header asks; others get a turn after each metric."""
+    is_open = any(kind.split(";")[0].strip() == "application/openmetrics-text" for kind in accept.split(","))
+    write = openmetrics_exposition.generate_latest if is_open else exposition.generate_latest
+    parts = []
+    for reading in readings:
+        parts.append(write(_Collected(reading), openmetrics_exposition.ALLOWUTF8).removesuffix(_EOF))
+        await asyncio.sleep(0)
+    return b"".join(parts) + (_EOF if is_open else b""), OPEN_METRICS if is_open else TEXT
 
 
 class _Collected(Collector):
-    def __init__(self, readings: Sequence[Reading]) -> None:
-        self._readings = readings
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
 
     def collect(self) -> Iterable[Family]:
-        return map(_family, self._readings)
+        yield _family(self._reading)
 
 
 def _family(reading: Reading) -> Family:

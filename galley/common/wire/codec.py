@@ -84,10 +84,10 @@ def read_slice(message: pb.SessionSlice, *, vocab_size: int, context_window: int
     return read
 
 
-def check_token_ids(field: str, tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise InvalidField, naming the first, if a token id is outside the vocabulary."""
-    if tokens and max(tokens) >= vocab_size:
-        index, token = next((i, t) for i, t in enumerate(tokens) if t >= vocab_size)
+def check_token_ids(field: str, tokens: Sequence[int], vocab_size: int, first: int = 0) -> None:
+    """Raise InvalidField for the first id outside the vocabulary; `first` is the index of the first token."""
+    if tokens and (max(tokens) >= vocab_size or min(tokens) < 0):
+        index, token = next((i, t) for i, t in enumerate(tokens, first) if not 0 <= t < vocab_size)
         raise InvalidField(f"{field}[{index}]", f"token id must be in [0, {vocab_size}), got {token}")
 
 

@@ -168,7 +168,9 @@ class Slice:
     def after(cls, answer: Answer, cache_len: int) -> Self:
         """Return what a cache that holds `cache_len` tokens of the answer lacks: at least the last token."""
         start = min(cache_len, len(answer.tokens) - 1)
-        return cls(start, tuple(answer.tokens[start:]), answer.prefix_hash(start))
+        is_prompt = start == 0 and answer.output_len == 0  # which need not be copied
+        tokens = answer.spec.prompt if is_prompt else tuple(answer.tokens[start:])
+        return cls(start, tokens, answer.prefix_hash(start))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,13 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
 
 from galley.common.tls.channels import generation_of
+from galley.common.wire.fields import varint
 from galley.core.errors import GalleyError, Unavailable
 from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -35,7 +37,10 @@ ResponseT = TypeVar("ResponseT", pb.VerifyAnswer, pb.ProposeAnswer)
 MAX_MESSAGE_BYTES = 64 * 1024
 """Requests share a message up to this size, well below any replica's limit; a larger one goes alone."""
 
-MakeMessage: TypeAlias = Callable[[list[RequestT], list[pb.ItemRef], list[pb.Extension]], object]
+_ITEMS_KEY = b"\x0a"
+"""The key of the field `items` on the wire: number 1, sized."""
+
+MakeMessage: TypeAlias = Callable[[list[pb.ItemRef], list[pb.Extension]], Message]
 HasMore: TypeAlias = Callable[[ResponseT], bool]
 InfoT = TypeVar("InfoT")
 FaultIn: TypeAlias = Callable[[InfoT], GalleyError | None]
@@ -43,7 +48,12 @@ FaultIn: TypeAlias = Callable[[InfoT], GalleyError | None]
 
 
 class OpenCall(Protocol):
-    def __call__(self) -> grpc.aio.StreamStreamCall[Any, Any]: ...
+    def __call__(self) -> grpc.aio.StreamStreamCall[bytes, Any]: ...
+
+
+def stream_of(channel: grpc.aio.Channel, method: str, response: type[Message]) -> OpenCall:
+    """Return what opens a call of `method` whose requests are bytes."""
+    return cast("OpenCall", channel.stream_stream(method, None, response.FromString))
 
 
 class OpenRequest(Generic[ResponseT]):
@@ -100,17 +110,19 @@ class RequestStream(Generic[RequestT, ResponseT]):
     def __init__(
         self,
         open_call: OpenCall,
-        message: MakeMessage[RequestT],
+        message: MakeMessage,
         has_more: HasMore[ResponseT] = lambda _: False,
         generation: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`message` builds a message of requests, references to cancelled ones, and extensions.
+        """`open_call` opens a call that takes bytes: requests and what `message` builds are joined.
+
+        `message` builds a message of references to cancelled requests, and extensions.
 
         `has_more` returns True for a response that is not the last of its request. `generation` returns
         another number once a new call would use another connection.
         """
         self._open_call = open_call
-        self._message: MakeMessage[RequestT] = message
+        self._message = message
         self._has_more: HasMore[ResponseT] = has_more
         self._generation = generation
         self._generation_of_current = 0
@@ -170,17 +182,18 @@ class _Connection(Generic[RequestT, ResponseT]):
 
     def __init__(
         self,
-        call: grpc.aio.StreamStreamCall[Any, Any],
-        message: MakeMessage[RequestT],
+        call: grpc.aio.StreamStreamCall[bytes, Any],
+        message: MakeMessage,
         has_more: HasMore[ResponseT],
     ) -> None:
         self.is_broken = False
         self._is_retired = False
         self._call = call
-        self._message: MakeMessage[RequestT] = message
+        self._message = message
         self._has_more: HasMore[ResponseT] = has_more
         self._open: dict[int, OpenRequest[ResponseT]] = {}
-        self._unsent: list[RequestT] = []
+        self._unsent: dict[int, bytes] = {}
+        """Requests by their ids, as they are sent: encoding those with long prompts takes some ms each."""
         self._cancelled: list[pb.ItemRef] = []
         self._extensions: list[pb.Extension] = []
         self._work = asyncio.Event()
@@ -194,7 +207,7 @@ class _Connection(Generic[RequestT, ResponseT]):
         request_id = request.slice.request_id
         opened = OpenRequest(self, pb.ItemRef(session_id=request.slice.session_id, request_id=request_id))
         self._open[request_id] = opened
-        self._unsent.append(request)
+        self._unsent[request_id] = request.SerializeToString()
         self._work.set()
         return opened
 
@@ -234,29 +247,33 @@ class _Connection(Generic[RequestT, ResponseT]):
                 self._call.cancel()  # if it has not ended already; the reader learns the reason
                 return
 
-    def _next_message(self) -> object:
-        requests = self._next_requests()
+    def _next_message(self) -> bytes:
+        requests: list[bytes] = self._next_requests()
         cancelled, self._cancelled = self._cancelled, []
-        return self._message(requests, cancelled, self._next_extensions())
+        rest = self._message(cancelled, self._next_extensions()).SerializeToString()
+        return b"".join((*requests, rest))
 
-    def _next_requests(self) -> list[RequestT]:
-        """Take the requests of the next message: those not cancelled, within MAX_MESSAGE_BYTES."""
-        self._unsent = [request for request in self._unsent if request.slice.request_id in self._open]
-        size, count = 0, 0
-        for request in self._unsent:
-            size += request.ByteSize()
-            if count and size > MAX_MESSAGE_BYTES:
-                break
-            count += 1
-        requests, self._unsent = self._unsent[:count], self._unsent[count:]
+    def _next_requests(self) -> list[bytes]:
+        """Take the requests of the next message: those not cancelled, within MAX_MESSAGE_BYTES.
+
+        Return each as a field of the message.
+        """
+        requests: list[bytes] = []
+        size = 0
+        for request_id, request in list(self._unsent.items()):
+            if request_id in self._open:
+                size += len(request)
+                if requests and size > MAX_MESSAGE_BYTES:
+                    break
+                requests.append(_ITEMS_KEY + varint(len(request)) + request)
+            del self._unsent[request_id]
         return requests
 
     def _next_extensions(self) -> list[pb.Extension]:
         """Take the extensions of open requests that were sent, or go into the same message."""
-        unsent = {request.slice.request_id for request in self._unsent}
         due = [extension for extension in self._extensions if extension.request_id in self._open]
-        self._extensions = [extension for extension in due if extension.request_id in unsent]
-        return [extension for extension in due if extension.request_id not in unsent]
+        self._extensions = [extension for extension in due if extension.request_id in self._unsent]
+        return [extension for extension in due if extension.request_id not in self._unsent]
 
     async def _read(self) -> None:
         try:
@@ -335,10 +352,8 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
         """`on_met` is called when a request had to meet the target first."""
         self._stub = rpc.TargetStub(channel)
         super().__init__(
-            self._stub.VerifyStream,
-            lambda items, cancelled, extensions: pb.VerifyStreamRequest(
-                items=items, cancelled=cancelled, extensions=extensions
-            ),
+            stream_of(channel, "/galley.v1.Target/VerifyStream", pb.VerifyStreamResponse),
+            lambda cancelled, extensions: pb.VerifyStreamRequest(cancelled=cancelled, extensions=extensions),
             messages.has_more,
             generation_of(channel),
         )
@@ -383,8 +398,8 @@ class DraftClient(ReplicaClient[pb.ProposeItem, pb.ProposeAnswer]):
     ) -> None:
         self._stub = rpc.DraftStub(channel)
         super().__init__(
-            self._stub.ProposeStream,
-            lambda items, cancelled, _: pb.ProposeStreamRequest(items=items, cancelled=cancelled),
+            stream_of(channel, "/galley.v1.Draft/ProposeStream", pb.ProposeStreamResponse),
+            lambda cancelled, _: pb.ProposeStreamRequest(cancelled=cancelled),
             generation=generation_of(channel),
         )
         self.address, self.info = address, pb.GetDraftInfoResponse()

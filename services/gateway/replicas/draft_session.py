@@ -175,7 +175,8 @@ async def _send(
     k = min(request.k, client.info.max_draft_tokens)
     started_s = asyncio.get_running_loop().time()
     try:
-        response = await client.send(messages.propose_item(spec, request, k, remaining_ns, span.traceparent))
+        item = await messages.propose_item(spec, request, k, remaining_ns, span.traceparent)
+        response = await client.send(item)
     except asyncio.CancelledError:
         waited_s = asyncio.get_running_loop().time() - started_s
         if remaining_ns is not None and waited_s >= remaining_ns / SECOND:

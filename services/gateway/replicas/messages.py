@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import grpc
@@ -39,14 +41,18 @@ _FATAL_STATUS = frozenset(
 """Statuses of a whole stream that rule out a retry; others may be caused by the connection."""
 
 
+_PIECE_TOKENS = 32 * 1024
+"""Tokens that a message takes up before others get a turn: about 1 ms."""
+
+
 # ---------------------------------------------------------------------------------------- requests --
 
 
-def verify_item(
+async def verify_item(
     spec: SessionSpec, request: ev.Verify, remaining_ns: int | None, traceparent: str
 ) -> pb.VerifyItem:
-    return pb.VerifyItem(
-        slice=_slice(spec, request.slice, remaining_ns, traceparent),
+    item = pb.VerifyItem(
+        slice=_slice_without_tokens(spec, request.slice, remaining_ns, traceparent),
         draft_tokens=request.draft_tokens,
         survival=request.survival,
         credit=request.credit,
@@ -54,18 +60,22 @@ def verify_item(
         max_verified=request.max_verified,
         logprobs=spec.logprobs,
     )
+    await _add_tokens(item.slice, request.slice.tokens)
+    return item
 
 
-def propose_item(
+async def propose_item(
     spec: SessionSpec, request: ev.Propose, k: int, remaining_ns: int | None, traceparent: str
 ) -> pb.ProposeItem:
-    return pb.ProposeItem(
-        slice=_slice(spec, request.slice, remaining_ns, traceparent),
+    item = pb.ProposeItem(
+        slice=_slice_without_tokens(spec, request.slice, remaining_ns, traceparent),
         k=k,
         strategy=request.strategy,
         workload=spec.workload,
         ahead=request.ahead,
     )
+    await _add_tokens(item.slice, request.slice.tokens)
+    return item
 
 
 def extension(request: ev.ExtendVerify) -> pb.Extension:
@@ -77,11 +87,19 @@ def extension(request: ev.ExtendVerify) -> pb.Extension:
     return message
 
 
-def _slice(spec: SessionSpec, part: ev.Slice, remaining_ns: int | None, traceparent: str) -> pb.SessionSlice:
+async def _add_tokens(message: pb.SessionSlice, tokens: Sequence[int]) -> None:
+    for at in range(0, len(tokens), _PIECE_TOKENS):
+        if at:
+            await asyncio.sleep(0)
+        message.tokens.extend(tokens[at : at + _PIECE_TOKENS])
+
+
+def _slice_without_tokens(
+    spec: SessionSpec, part: ev.Slice, remaining_ns: int | None, traceparent: str
+) -> pb.SessionSlice:
     return pb.SessionSlice(
         session_id=spec.session_id,
         start=part.start,
-        tokens=part.tokens,
         prefix_hash=part.prefix_hash,
         prompt_len=len(spec.prompt),
         max_position=spec.max_position,

@@ -81,6 +81,8 @@ class Outbox:
         """Return the next item; End is the last. Call it once the transport has taken the item before."""
         while not self._items:
             await self._change()
+        if len(self._items) > 1:
+            await asyncio.sleep(0)  # a transport may take all that is ready in one turn
         item, _ = self._items.popleft()
         if self._items:
             self._send_first()

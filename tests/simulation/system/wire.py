@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import grpc
+from google.protobuf import descriptor_pool
+from google.protobuf.message_factory import GetMessageClass
 
 from tests.simulation.system.call import Call, Kind, Server, SimContext, error_of
 from tests.simulation.system.loop import Process
@@ -79,11 +81,18 @@ class SimChannel:
 
         return call
 
-    def stream_stream(self, method: str, **_serialization: object) -> Any:
+    def stream_stream(self, method: str, *_: object, **_serialization: object) -> Any:
+        """Return what opens a call whose requests are bytes, as gateways send them."""
+        service, name = method.strip("/").split("/")
+        found = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
+        parse = GetMessageClass(found.input_type).FromString
+
         def call() -> Call:
-            made = self._call(method, Kind.BOTH, None)
+            made: Any = self._call(method, Kind.BOTH, None)
+            write = made.write
+            made.write = lambda request: write(parse(request))
             made.begin()
-            return made
+            return cast("Call", made)
 
         return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -48,8 +49,10 @@ class Answers:
 
     async def chat(self, body: ChatRequest, request: HttpRequest) -> Response:
         """Answer a conversation."""
+        await asyncio.sleep(0)  # a thousand messages take some ms to check, and again to translate
         headers = check_parameters(body, strict=self._strict)
         wire = chat_request(body, idempotency_key(request))
+        await asyncio.sleep(0)
         return self._response([wire], _format("chat", body, 1), request, headers, stream=bool(body.stream))
 
     async def complete(self, body: CompletionRequest, request: HttpRequest) -> Response:

@@ -43,7 +43,7 @@ class Operations:
             raise Refused(404, "not_found", "metrics are off (--metrics-port)")
         from galley.common.metrics.scrape import render  # noqa: PLC0415  # imports prometheus_client
 
-        body, kind = render(self._registry.read(), request.headers.get("accept", ""))
+        body, kind = await render(self._registry.read(), request.headers.get("accept", ""))
         return Response(body, media_type=kind)
 
     async def models(self) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from galley.core.errors import InvalidField, Unimplemented
+from services.gateway.http.transport.body import ReadIds
 from services.gateway.http.transport.errors import printable_name
 
 _T = TypeVar("_T")
@@ -16,10 +17,15 @@ MAX_CHOICES = 8
 _MAX_PROMPTS = 32
 _MAX_SHOWN = 16
 
+
+def _unless_read(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, ReadIds) else check(value)
+
+
 # A body of 4 MiB has a million entries: their checks end with the first that is wrong, else each becomes an
 # error, which takes 10 s and 2 GB.
 Few: TypeAlias = Annotated[list[_T], Field(fail_fast=True, max_length=1 << 10)]
-Ids: TypeAlias = Annotated[list[int], Field(fail_fast=True, max_length=1 << 20)]
+Ids: TypeAlias = Annotated[list[int], Field(fail_fast=True, max_length=1 << 20), WrapValidator(_unless_read)]
 
 
 def _bounds(**schema: Any) -> Any:

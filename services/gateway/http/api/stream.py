@@ -6,6 +6,7 @@ once, as an event is written for every chunk of tokens.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ _HEADERS = {
     "x-accel-buffering": "no",  # nginx would hold events back
 }
 
+_PIECE_TOKENS = 1024
 _NOTHING = {"logprobs": None, "finish_reason": None}
 _PLAIN = to_text(_NOTHING)[1:]
 
@@ -89,19 +91,15 @@ class EventStream(EventWriter):
 
     async def begin(self, choices: Sequence[Choice]) -> None:
         self._choices = choices
-        token_bytes = self._model.tokenizer.token_bytes
-        for choice in choices:
-            if self._form.kind == "completion" and choice.session.spec.logprobs is not None:
-                seen = choice.session.answer.output[: choice.position.index]
-                self._offsets[choice.index] = sum(len(token_bytes(t).decode(errors="replace")) for t in seen)
+        if self._form.kind == "completion" and choices[0].session.spec.logprobs is not None:
+            for choice in choices:
+                self._offsets[choice.index] = await self._length_seen(choice)
         identity = Identity.of(choices[0].session, self._form, self._model)
         self._head = identity.head(stream=True)
         await self.open(choices[0].session.spec.session_id)
-        first = b"".join(
-            self._first(choice) for choice in choices if not self._former[choice.index].has_begun
-        )
-        if first:
-            await self.write(first)
+        for choice in choices:
+            if not self._former[choice.index].has_begun and (first := await self._first(choice)):
+                await self.write(first)
 
     async def item(self, choice: Choice, item: Chunk | NumericsChanged) -> None:
         if isinstance(item, NumericsChanged):
@@ -135,18 +133,28 @@ class EventStream(EventWriter):
             end = b"data: " + self._head + b"[]," + to_json(used)[1:] + b"\n\n"
         await self.write(end + b"id: " + DONE.encode() + b"\ndata: [DONE]\n\n", more=False)
 
-    def _first(self, choice: Choice) -> bytes:
+    async def _length_seen(self, choice: Choice) -> int:
+        """Return the length of the texts of the tokens that the client has."""
+        token_bytes, length = self._model.tokenizer.token_bytes, 0
+        for index, token in enumerate(choice.session.answer.output[: choice.position.index]):
+            length += len(token_bytes(token).decode(errors="replace"))
+            if index % _PIECE_TOKENS == 0:
+                await asyncio.sleep(0)
+        return length
+
+    async def _first(self, choice: Choice) -> bytes:
         """Begin a choice, and return the event for it; empty if there is nothing to say."""
         choice.begin()
         if self._form.kind == "chat":
             return self._event(choice, None, {})
         if not self._form.echo:
             return b""
+        # In a thread: long prompts of token ids take longer to decode than other streams should wait.
         if self._prompt is None:
-            prompt = self._model.tokenizer.decode(choice.session.spec.prompt)
+            text = await asyncio.to_thread(self._model.tokenizer.decode, choice.session.spec.prompt)
         else:
-            prompt = self._prompt(choice.index // self._form.n)
-        return self._event(choice, prompt, {})
+            text = await asyncio.to_thread(self._prompt, choice.index // self._form.n)
+        return self._event(choice, text, {})
 
     def _details(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
         details: dict[str, Any] = {}

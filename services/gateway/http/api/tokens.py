@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
 
 from galley.common.wire.codec import check_token_ids
 from galley.core.errors import InvalidField
@@ -16,7 +15,10 @@ from services.gateway.auth.authentication import caller
 from services.gateway.generation import Generation
 from services.gateway.http.api.requests import content_of
 from services.gateway.http.api.schemas import ChatTurn, Few, Ids
+from services.gateway.http.transport.encoding import list_json, to_json
 from services.gateway.request.validate import PromptRefused, check_model, parse_prompt
+
+_PIECE_IDS = 8192
 
 
 class TokenizeRequest(BaseModel):
@@ -41,7 +43,7 @@ class Tokens:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
-    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeRequest) -> Response:
         """Return the token ids of a text or a conversation."""
         if (body.prompt is None) == (body.messages is None):
             raise InvalidField("prompt", "must be given, or messages, and not both")
@@ -66,17 +68,13 @@ class Tokens:
                 self._generation.streams.charge(slot, error.tokens)
                 raise
             self._generation.streams.charge(slot, len(ids))
-        texts = await asyncio.to_thread(self._texts, ids) if body.return_token_strs else None
-        return {
-            "count": len(ids),
-            "max_model_len": model.info.context_window,
-            "tokens": list(ids),
-            "token_strs": texts,
-        }
+        head = to_json({"count": len(ids), "max_model_len": model.info.context_window})[:-1]
+        texts = await list_json(ids, self._text) if body.return_token_strs else b"null"
+        content = b'%b,"tokens":%b,"token_strs":%b}' % (head, await list_json(ids, int), texts)
+        return Response(content, media_type="application/json")
 
-    def _texts(self, ids: Sequence[int]) -> list[str]:
-        token_bytes = self._generation.model.tokenizer.token_bytes
-        return [token_bytes(token).decode(errors="replace") for token in ids]
+    def _text(self, token: int) -> str:
+        return self._generation.model.tokenizer.token_bytes(token).decode(errors="replace")
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """Return the text of token ids."""
@@ -87,9 +85,9 @@ class Tokens:
             raise InvalidField(
                 "tokens", f"must have at most {served.context_window} entries, got {len(body.tokens)}"
             )
-        if body.tokens and min(body.tokens) < 0:
-            raise InvalidField("tokens", f"must be token ids, got {min(body.tokens)}")
-        check_token_ids("tokens", body.tokens, served.vocab_size)
+        for at in range(0, len(body.tokens), _PIECE_IDS):
+            check_token_ids("tokens", body.tokens[at : at + _PIECE_IDS], served.vocab_size, at)
+            await asyncio.sleep(0)
         with self._generation.streams.admit(caller()) as slot:
             self._generation.streams.charge(slot, len(body.tokens))
             return {"prompt": await asyncio.to_thread(model.tokenizer.decode, body.tokens)}

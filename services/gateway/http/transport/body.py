@@ -29,6 +29,10 @@ _NEXT = re.compile(rb"\s*(.)", re.DOTALL)
 _PLACE = "\x00ids"
 
 
+class ReadIds(list[int]):
+    """A list of numbers that was parsed in pieces, so that it need not be checked again, all at once."""
+
+
 async def read_json(body: bytes) -> Any:
     """Return the value of a body; NaN is refused. Raise ValueError, or Refused if it holds too much."""
     if len(body) <= _SMALL_BYTES:
@@ -95,12 +99,12 @@ async def _ids(body: bytes, start: int, name: str) -> tuple[list[Any], int]:
     raise ValueError
 
 
-async def _numbers(body: bytes, start: int, most: int, name: str) -> tuple[list[Any], int]:
+async def _numbers(body: bytes, start: int, most: int, name: str) -> tuple[ReadIds, int]:
     """Return the numbers of the list at `start`, and its end. Raise ValueError if it holds anything else.
 
     A piece that parses by itself ends between two entries: a text or list that was cut does not parse.
     """
-    numbers: list[Any] = []
+    numbers = ReadIds()
     at = start + 1
     while True:
         comma = body.find(b",", at + _PIECE_BYTES)

@@ -12,7 +12,7 @@ import pytest
 from galley.core.errors import Unavailable
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.gateway.replicas.clients import MAX_MESSAGE_BYTES, RequestStream
+from services.gateway.replicas.clients import MAX_MESSAGE_BYTES, RequestStream, stream_of
 
 Stream = RequestStream[pb.VerifyItem, pb.VerifyAnswer]
 
@@ -67,10 +67,8 @@ async def stream(pool: Pool) -> AsyncIterator[Stream]:
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stream: Stream = RequestStream(
-            rpc.TargetStub(channel).VerifyStream,
-            lambda items, given_up, extensions: pb.VerifyStreamRequest(
-                items=items, cancelled=given_up, extensions=extensions
-            ),
+            stream_of(channel, "/galley.v1.Target/VerifyStream", pb.VerifyStreamResponse),
+            lambda given_up, extensions: pb.VerifyStreamRequest(cancelled=given_up, extensions=extensions),
             lambda answer: answer.result.more,
             lambda: pool.generation,
         )

@@ -137,8 +137,8 @@ def a_registry() -> Registry:
 
 
 @pytest.mark.parametrize("accept", ["", "*/*", "text/plain;version=0.0.4"])
-def test_text_is_what_prometheus_reads(accept: str) -> None:
-    body, kind = render(a_registry().read(), accept)
+async def test_text_is_what_prometheus_reads(accept: str) -> None:
+    body, kind = await render(a_registry().read(), accept)
     assert kind == TEXT
     samples = {
         (sample.name, *sample.labels.items()): sample.value
@@ -158,8 +158,8 @@ def test_text_is_what_prometheus_reads(accept: str) -> None:
     assert "# {" not in body.decode()
 
 
-def test_open_metrics_names_the_traces() -> None:
-    body, kind = render(a_registry().read(), PROMETHEUS)
+async def test_open_metrics_names_the_traces() -> None:
+    body, kind = await render(a_registry().read(), PROMETHEUS)
     assert kind == OPEN_METRICS
     families: dict[str, Family] = {
         family.name: family
@@ -173,11 +173,11 @@ def test_open_metrics_names_the_traces() -> None:
     assert exemplar.value == 0.012
 
 
-def test_a_series_that_has_gone_is_written_no_more() -> None:
+async def test_a_series_that_has_gone_is_written_no_more() -> None:
     registry, there = Registry("gateway"), ["a:1"]
     registry.observe(catalogue.BREAKER_STATE, lambda: [(("draft", it), 0) for it in there])
     for there[:] in (["a:1"], ["b:2"], ["a:1", "b:2"], []):
-        body, _ = render(registry.read(), "")
+        body, _ = await render(registry.read(), "")
         reported = re.findall(r'replica="([^"]*)"', body.decode())
         assert reported == there
 
