@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.tiny_model import save_tiny_model
-
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.fakes.tiny_model import save_tiny_model  # noqa: PLC0415  # transformers takes seconds
+
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
