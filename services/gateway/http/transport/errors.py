@@ -12,7 +12,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from galley.common.wire.status import code_of, error_type, http_status, message_of
-from galley.core.errors import CallerFault, InvalidField, Overloaded, Unimplemented
+from galley.core.errors import (
+    CallerFault,
+    InvalidField,
+    KeyReused,
+    Overloaded,
+    Unimplemented,
+    UnknownSession,
+)
 from services.gateway.http.transport.encoding import to_json
 
 _INVALID = "invalid_request_error"
@@ -22,10 +29,14 @@ _TYPES: dict[int, str] = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
 _UNAVAILABLE_RETRY_S = 1.0
+_NAMED: dict[type[BaseException], str] = {KeyReused: "idempotency_key", UnknownSession: "session_id"}
 # What pydantic puts into the place of a problem besides the names of parameters.
 _KINDS = frozenset(
     {"body", "query", "path", "header", "str", "int", "list[str]", "list[int]", "list[list[int]]"}
 )
+# Its messages, as ours are written.
+_MUST = {"missing": "must be given", "model_attributes_type": "must be a JSON object"}
+_SHOULD = re.compile("^(Input|Value|String|List|Dictionary) should ")
 # Fields of the wire, and the parameters of the HTTP API that set them.
 _PARAMETERS = (
     (re.compile(r"^sampling\."), ""),
@@ -89,7 +100,7 @@ def error_reply(error: BaseException) -> ErrorReply:
         headers = _retry_after(_UNAVAILABLE_RETRY_S)
     elif status == HTTPStatus.UNAUTHORIZED:
         headers = {"www-authenticate": "Bearer"}
-    return ErrorReply(status, message_of(error), error_type(error), None, headers)
+    return ErrorReply(status, message_of(error), error_type(error), _NAMED.get(type(error)), headers)
 
 
 def parameter_of(wire_field: str) -> str:
@@ -108,13 +119,16 @@ def printable_name(name: str) -> str:
 def _not_as_described(error: RequestValidationError) -> ErrorReply:
     """Name the first parameter that is not as the API describes it, without its value."""
     problem = error.errors()[0]
+    if problem["loc"] == ("body",) and isinstance(problem.get("input"), bytes):
+        return ErrorReply(400, "content-type: must be application/json", "invalid_argument", "content-type")
     place = [part for part in problem["loc"] if part not in _KINDS]
     name = "".join(
         f"[{part}]" if isinstance(part, int) else f".{printable_name(part)}" for part in place
     ).lstrip(".")
     if problem["type"] == "json_invalid":
         return ErrorReply(400, f"body: must be JSON: {problem['ctx']['error']}", "invalid_argument")
-    return ErrorReply(400, f"{name or 'body'}: {problem['msg']}", "invalid_argument", name or None)
+    must = _MUST.get(problem["type"]) or _SHOULD.sub("must ", problem["msg"])
+    return ErrorReply(400, f"{name or 'body'}: {must}", "invalid_argument", name or None)
 
 
 def _invalid(error: InvalidField, status: int) -> ErrorReply:

@@ -175,6 +175,7 @@ async def test_a_repeat_joins_its_session_over_either_protocol(gateway: Gateway,
     assert first.headers["x-galley-session-id"] == over_grpc.started.session_id
     assert again["id"] == first.json()["id"]
     other = await client.post("/v1/completions", BODY | {"max_tokens": 3}, idempotency_key="once")
+    assert other.json()["error"]["param"] == "idempotency_key"
     assert (other.status_code, other.json()["error"]["code"]) == (409, "already_exists")
 
 

@@ -25,9 +25,9 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"logit_bias": {"x": 1.0}}, "logit_bias", "token ids as names"),
     (COMPLETIONS, {"logit_bias": {"1": 1000.0}}, "logit_bias[1]", "must be in [-100, 100]"),
     (COMPLETIONS, {"logit_bias": {"\x1b" * 9999: "x"}}, f"logit_bias.{'?' * 64}", "valid number"),
-    (COMPLETIONS, {"user": "x" * 257}, "user", "at most 256 characters"),
+    (COMPLETIONS, {"user": "x" * 257}, "user", "user: must have at most 256 characters"),
     (COMPLETIONS, {"max_tokens": 10**6}, "max_tokens", "must be in [1, 65535]"),
-    (COMPLETIONS, {"n": 9}, "n", "less than or equal to 8"),
+    (COMPLETIONS, {"n": 9}, "n", "n: must be less than or equal to 8"),
     (COMPLETIONS, {"seed": -1}, "seed", "greater than or equal to 0"),
     (COMPLETIONS, {"prompt": ""}, "prompt", "must not be empty"),
     (COMPLETIONS, {"prompt": [1, 10**6]}, "prompt[1]", "token id must be in [0, 264)"),
@@ -104,6 +104,13 @@ async def test_what_is_no_request_is_refused(client: HttpClient) -> None:
     for response, status in cases:
         assert response.status_code == status, response.text
         assert response.json()["error"]["message"]
+    for sent, param, message in (
+        ({"data": {"prompt": "x"}}, "content-type", "content-type: must be application/json"),
+        ({"content": b"[]", "headers": kind}, None, "body: must be a JSON object"),
+        ({"json": {}}, "prompt", "prompt: must be given"),
+    ):
+        error = (await raw.post(COMPLETIONS, **sent)).json()["error"]
+        assert (error["param"], error["message"]) == (param, message)
     assert (await raw.get("/health", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
 
 

@@ -275,7 +275,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"truncation": "auto"}, "truncation", "is not supported"),
     ({"n": 2}, "n", "is not supported"),
     ({"max_tokens": 5}, "max_tokens", "is not supported"),
-    ({"include": ["reasoning.encrypted_content"]}, "include[0]", "should be 'message.output_text.logprobs'"),
+    ({"include": ["reasoning.encrypted_content"]}, "include[0]", "must be 'message.output_text.logprobs'"),
     ({"max_output_tokens": 10**6}, "max_output_tokens", "must be in [1, 65535]"),
     ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
     ({"temperature": -1.0}, "temperature", "must be >= 0"),
