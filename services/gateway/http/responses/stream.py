@@ -6,7 +6,7 @@ tokens up to its end. Four more close the response, with the numbers after that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,8 @@ _LAST_OPENING = 3
 _DELTA = "response.output_text.delta"
 _PLACE = {"output_index": 0, "content_index": 0}
 
-Event = tuple[str, Mapping[str, Any], str, bytes]
-"""Its type, its fields, and the name and the JSON of one more."""
+Event = tuple[str, Mapping[str, Any], str, Callable[[bytes], bytes]]
+"""Its type, its fields, the name of one more, and what makes the JSON of that of the event's before."""
 
 
 class ResponseStream(EventWriter):
@@ -89,7 +89,7 @@ class ResponseStream(EventWriter):
         choice.end()
         if answer.ending is not None:
             self._objects = replace(self._objects, ending=answer.ending)
-            await self._close(self._closing(choice.position, await self._objects.logprobs()))
+            await self._close(choice.position, await self._objects.logprobs())
 
     async def fail(self, error: BaseException) -> None:
         """Send an error after the response has begun, and end the response."""
@@ -97,43 +97,35 @@ class ResponseStream(EventWriter):
         reply = error_reply(error)
         response = await self._objects.whole(error={"code": reply.code, "message": reply.message})
         fields = {"type": "response.failed", "sequence_number": self._number + 1}
-        await self._close(iter([_event("response.failed", "", with_json(fields, "response", response))]))
-
-    async def _close(self, events: Iterator[bytes]) -> None:
-        """Send the last events, each once the transport has room: with many logprobs they are large."""
-        last = next(events)
-        for event in events:
-            await self.write(last)
-            last = event
-        await self.write(last, more=False)
+        await self.write(_event("response.failed", "", with_json(fields, "response", response)), more=False)
 
     def _opening(self) -> Iterator[bytes]:
-        running = self._objects.response()
-        of = {"item_id": self._objects.item_id, **_PLACE}
+        objects = self._objects
+        of = {"item_id": objects.item_id, **_PLACE}
         events: list[Event] = [
-            ("response.created", {}, "response", running),
-            ("response.in_progress", {}, "response", running),
-            ("response.output_item.added", {"output_index": 0}, "item", self._objects.message()),
-            ("response.content_part.added", of, "part", self._objects.part(text="")),
+            ("response.created", {}, "response", lambda _: objects.response()),
+            ("response.in_progress", {}, "response", lambda response: response),
+            ("response.output_item.added", {"output_index": 0}, "item", lambda _: objects.message()),
+            ("response.content_part.added", of, "part", lambda _: objects.part(text="")),
         ]
         ids = [*(str(Position(step=step)) for step in (1, 2, 3)), str(Position(has_begun=True))]
         return _written(events, ids, 0, self._former.step)
 
-    def _closing(self, at: Position, logprobs: bytes) -> Iterator[bytes]:
+    async def _close(self, at: Position, logprobs: bytes) -> None:
+        """Send the last events, each once the transport has room: with many logprobs they are large."""
         objects = self._objects
         of = {"item_id": objects.item_id, **_PLACE}
-        part = objects.part(logprobs)
-        message = objects.message(part)
         last = "response.completed" if objects.status == "completed" else "response.incomplete"
         events: list[Event] = [
-            ("response.output_text.done", {**of, "text": objects.text}, "logprobs", logprobs),
-            ("response.content_part.done", of, "part", part),
-            ("response.output_item.done", {"output_index": 0}, "item", message),
-            (last, {}, "response", objects.response(message)),
+            ("response.output_text.done", {**of, "text": objects.text}, "logprobs", lambda value: value),
+            ("response.content_part.done", of, "part", objects.part),
+            ("response.output_item.done", {"output_index": 0}, "item", objects.message),
+            (last, {}, "response", objects.response),
         ]
         ids = [*(str(replace(at, step=step)) for step in (1, 2, 3)), DONE]
         sent = self._former.step if self._former.has_ended else 0
-        return _written(events, ids, self._number + 1, sent)
+        for count, event in enumerate(_written(events, ids, self._number + 1, sent, logprobs), sent + 1):
+            await self.write(event, more=count < len(events))
 
 
 def position_after(number: int, output: Sequence[int], *, has_ended: bool) -> Position | None:
@@ -151,14 +143,17 @@ def position_after(number: int, output: Sequence[int], *, has_ended: bool) -> Po
     return Position(index, seen, has_begun=True, has_ended=step > 0, step=max(step, 0))
 
 
-def _written(events: Sequence[Event], ids: Sequence[str], first: int, sent: int) -> Iterator[bytes]:
-    """Yield the events beyond the first `sent`, which are numbered from `first`."""
-    numbered = enumerate(zip(events, ids, strict=True), first)
-    for number, ((kind, fields, name, value), event_id) in list(numbered)[sent:]:
-        data = with_json({"type": kind, "sequence_number": number, **fields}, name, value)
-        yield _event(kind, event_id, data)
+def _written(
+    events: Sequence[Event], ids: Sequence[str], first: int, sent: int, value: bytes = b""
+) -> Iterator[bytes]:
+    """Yield the events beyond the first `sent`, which are numbered from `first`. Keep one value at a time."""
+    for index, ((kind, fields, name, value_of), event_id) in enumerate(zip(events, ids, strict=True)):
+        value = value_of(value)
+        if index >= sent:
+            of = {"type": kind, "sequence_number": first + index, **fields}
+            yield _event(kind, event_id, with_json(of, name, value))
 
 
 def _event(kind: str, name: str, data: bytes) -> bytes:
     head = f"event: {kind}\nid: {name}\n" if name else f"event: {kind}\n"
-    return head.encode() + b"data: " + data + b"\n\n"
+    return b"%bdata: %b\n\n" % (head.encode(), data)
