@@ -80,6 +80,7 @@ async def test_litellm(gateway: Gateway, clients: Path) -> None:
         "usage": [2 * MAX_TOKENS, MAX_TOKENS],
         "async": CHAT,
         "text": TEXT,
+        "responses": [CHAT, CHAT],
         "errors": {
             "temperature": ["BadRequestError", 400],
             "model": ["NotFoundError", 404],
@@ -103,6 +104,7 @@ async def test_langchain(gateway: Gateway, clients: Path) -> None:
         "logprobs": MAX_TOKENS,
         "plain": CHAT,
         "text": TEXT,
+        "responses": [CHAT, CHAT],
         "error": "model_not_found",
     }
 
@@ -137,6 +139,7 @@ async def test_openai_on_node(gateway: Gateway, clients: Path) -> None:
         "usage": [2 * MAX_TOKENS, MAX_TOKENS],
         "plain": CHAT,
         "text": TEXT,
+        "responses": [CHAT, CHAT, CHAT],
         "models": ["tiny"],
         "error": [True, "temperature", "invalid_argument"],
     }

@@ -23,6 +23,7 @@ async def main(url: str, prompt: str) -> dict[str, Any]:
     batch = await chat.abatch([prompt, prompt])
     many = chat.bind(n=2, logprobs=True, top_logprobs=2).invoke(prompt)
     plain = ChatOpenAI(**to, extra_body={"speculation": {"mode": "off"}}).invoke(prompt)
+    responses = ChatOpenAI(**{**to, "seed": None}, use_responses_api=True, extra_body={"seed": 7})
     try:
         ChatOpenAI(**{**to, "model": "other"}).invoke(prompt)
         error = ""
@@ -39,6 +40,10 @@ async def main(url: str, prompt: str) -> dict[str, Any]:
         "plain": plain.content,
         "text": OpenAI(**to).invoke(prompt),
         "parts": len(streamed),
+        "responses": [
+            responses.invoke(prompt).text,
+            "".join(part.text for part in responses.stream(prompt)),
+        ],
         "error": error,
     }
 

@@ -23,6 +23,16 @@ async def main(url: str, prompt: str) -> dict[str, Any]:
     streamed = litellm.stream_chunk_builder(parts)
     later = await litellm.acompletion(**chat, extra_body={"speculation": {"mode": "off"}})
     text = litellm.text_completion(**to, model="text-completion-openai/tiny", prompt=prompt)
+    respond: dict[str, Any] = {
+        "api_base": url,
+        "api_key": "none",
+        "model": "openai/tiny",
+        "input": prompt,
+        "max_output_tokens": 40,
+        "extra_body": {"seed": 7},
+    }
+    response = litellm.responses(**respond)
+    events = list(litellm.responses(**respond, stream=True))
     errors = {}
     for wrong in ({"temperature": -1}, {"model": "openai/other"}, {"tools": [{"type": "function"}]}):
         try:
@@ -36,6 +46,10 @@ async def main(url: str, prompt: str) -> dict[str, Any]:
         "usage": [whole.usage.completion_tokens, streamed.usage.completion_tokens],
         "async": later.choices[0].message.content,
         "text": text.choices[0].text,
+        "responses": [
+            response.output[0].content[0].text,
+            "".join(event.delta for event in events if event.type == "response.output_text.delta"),
+        ],
         "errors": errors,
     }
 

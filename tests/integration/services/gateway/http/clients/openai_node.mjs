@@ -20,6 +20,12 @@ for await (const event of events) {
 }
 const helper = client.chat.completions.stream({ ...chat, speculation: { mode: "off" } });
 const text = await client.completions.create({ model: "tiny", prompt, max_tokens: 40, seed: 7 });
+const respond = { model: "tiny", input: prompt, max_output_tokens: 40, seed: 7 };
+const response = await client.responses.create(respond);
+let responded = "";
+for await (const event of await client.responses.create({ ...respond, stream: true }))
+  if (event.type === "response.output_text.delta") responded += event.delta;
+const kept = await client.responses.retrieve(response.id);
 const models = [];
 for await (const model of client.models.list()) models.push(model.id);
 const error = await client.chat.completions.create({ ...chat, temperature: -1 }).catch((refused) => refused);
@@ -32,6 +38,7 @@ console.log(
     usage: [whole.usage.completion_tokens, usage.completion_tokens],
     plain: await helper.finalContent(),
     text: text.choices[0].text,
+    responses: [response.output_text, responded, kept.output_text],
     models,
     error: [error instanceof OpenAI.BadRequestError, error.param, error.code],
   }),
