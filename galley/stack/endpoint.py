@@ -156,21 +156,17 @@ def live_stacks() -> list[RunningStack]:
     return stacks
 
 
-def running_stacks() -> list[RunningStack]:
-    """Return the stacks that run here and have announced their gateways, sorted by name."""
-    return [stack for stack in live_stacks() if stack.address]
-
-
 def find_stack(name: str | None = None, *, starting: bool = False) -> RunningStack:
     """Return the stack of that name, or the only one; with `starting` also one that has not announced itself.
 
     Raises NoEndpoint, SeveralStacks, PermissionError.
     """
-    stacks = live_stacks() if starting else running_stacks()
-    if name is not None:
-        stacks = [stack for stack in stacks if stack.name == name]
-        if not stacks:
-            raise NoEndpoint(f"no stack {name!r} runs here; start it with `galley up --name {name}`")
+    known = [stack for stack in live_stacks() if name in {None, stack.name}]
+    stacks = known if starting else [stack for stack in known if stack.address]
+    if not stacks and known:
+        raise NoEndpoint(f"stack {known[0].name!r} still starts; `galley logs --follow` shows how far it is")
+    if not stacks and name is not None:
+        raise NoEndpoint(f"no stack {name!r} runs here; start it with `galley up --name {name}`")
     if not stacks:
         raise NoEndpoint("no stack runs here; start one with `galley up`")
     if len(stacks) > 1:

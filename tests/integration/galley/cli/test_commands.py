@@ -276,7 +276,7 @@ def test_name_of_a_dead_stack_is_free() -> None:
     with pytest.raises(endpoint.NoEndpoint):
         endpoint.find_stack()
     path.write_text("nonsense", encoding="utf-8")
-    assert endpoint.running_stacks() == []
+    assert endpoint.live_stacks() == []
     with endpoint.Endpoint("default") as stack:
         assert stack.name == "default"
 
@@ -289,7 +289,7 @@ def test_each_stack_has_its_endpoint_file() -> None:
             assert (first.name, second.name) == ("default", "default-2")
             assert endpoint.find_stack("default-2").address == "127.0.0.1:2"
         assert endpoint.find_stack().address == "127.0.0.1:1"
-    assert endpoint.running_stacks() == []
+    assert endpoint.live_stacks() == []
 
 
 def test_choice_among_several_stacks() -> None:

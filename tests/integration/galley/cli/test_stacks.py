@@ -215,6 +215,15 @@ def test_a_stack_without_logs_says_so(start: StartStack) -> None:
     assert (none.returncode, none.stdout, none.stderr) == (0, "", "stack 'blue' has no logs yet\n")
 
 
+def test_a_stack_that_starts_is_named_to_those_who_would_use_it(start: StartStack) -> None:
+    start("green", "starts")
+    problem = "error: stack 'green' still starts; `galley logs --follow` shows how far it is\n"
+    for flags in ((), ("--stack", "green")):
+        refused = galley("generate", "w5", *flags)
+        assert (refused.returncode, refused.stderr) == (1, problem)
+    assert "no stack 'blue' runs here" in galley("generate", "w5", "--stack", "blue").stderr
+
+
 def test_a_stack_has_logs_before_it_serves(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     flags = ("--draft-model=none", "--grpc-port=0", "--http-port=0", f"--log-dir={tmp_path}/kept")
