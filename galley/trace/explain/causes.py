@@ -294,7 +294,9 @@ def _busy_machine(case: Case) -> str:
 
 def _prefill_of_others(case: Case) -> str:
     batch = case.round.batch
-    if batch is None or (case.missing_tokens or 0) >= _COLD_TOKENS or batch.prefill_share < _PREFILL_SHARE:
+    if batch is None or case.round.sessions == 1 or batch.prefill_share < _PREFILL_SHARE:
+        return ""
+    if (case.missing_tokens or 0) >= _COLD_TOKENS:
         return ""
     return (
         f"it computed for {ms(case.lost_ns)} ms in a step with prompts of other sessions: "

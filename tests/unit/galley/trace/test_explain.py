@@ -77,6 +77,15 @@ def test_prefill_of_others() -> None:
     assert "with prompts of other sessions: 180 of its 200 rows (90 %)" in result.sentence
 
 
+def test_a_short_prompt_of_a_session_that_is_alone_is_not_one_of_others() -> None:
+    scene = Scene()
+    batch = {"sessions": 1, "rows": 20, "prefill_rows": 19}
+    request = scene.request(prompt=20).round(compute=476, kv_reused=0, batch=batch)
+    usual_rounds(request).end()
+    result = explain(scene.story())
+    assert "its step computed for 476 ms" in result.sentence
+
+
 def test_a_cold_cache() -> None:
     result = explained(lambda r: r.round(compute=260, kv_reused=32))
     assert (
