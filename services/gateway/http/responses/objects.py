@@ -43,9 +43,9 @@ class ResponseObjects:
     def text(self) -> str:
         return "".join(self.answer.texts(0, self.answer.output_len))
 
-    async def whole(self, *, error: dict[str, Any] | None = None) -> bytes:
+    async def whole(self) -> bytes:
         """Return the response, with its output as far as it goes."""
-        return self.response(self.message(self.part(await self.logprobs())), error=error)
+        return self.response(self.message(self.part(await self.logprobs())))
 
     def response(self, message: bytes = b"", *, error: dict[str, Any] | None = None) -> bytes:
         """Return the response; without its message, the usage is left out, too."""

@@ -95,7 +95,8 @@ class ResponseStream(EventWriter):
         """Send an error after the response has begun, and end the response."""
         log_internal(error)
         reply = error_reply(error)
-        response = await self._objects.whole(error={"code": reply.code, "message": reply.message})
+        # Without output: the session may have more tokens than the log.
+        response = self._objects.response(error={"code": reply.code, "message": reply.message})
         fields = {"type": "response.failed", "sequence_number": self._number + 1}
         await self.write(_event("response.failed", "", with_json(fields, "response", response)), more=False)
 

@@ -13,6 +13,7 @@ import pytest
 from galley.client.options import Message
 from tests.attack.http.raw import peer
 from tests.fakes.http_client import Events, HttpClient, http_client
+from tests.fakes.redis_servers import Server
 from tests.fakes.truth import SEED
 from tests.fakes.world import MAX_TOKENS, PROMPT, Gateway, World, receive
 from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile
@@ -320,6 +321,24 @@ async def test_a_closed_gateway_fails_the_response_and_another_goes_on(world: Wo
         whole = await respond(other, max_output_tokens=300)
     assert deltas(events) == text_of(whole)
     assert numbers(events) == sorted(set(numbers(events)))
+
+
+async def test_a_failed_response_tells_no_token_that_is_not_logged(
+    frail_world: World, own_store: Server
+) -> None:
+    gateway = await frail_world.gateway(http_port=0, store_timeout_s=0.2)
+    frail_world.target.gate.close_after(2)
+    events = Events()
+    async with http_client(gateway.http) as client, client.open(PATH, BODY) as response:
+        await frail_world.target.waits_after(2)
+        own_store.pause()
+        frail_world.target.gate.open()
+        await events.listen(response)
+    own_store.go_on()
+    failed = events.events.pop()
+    assert failed.kind == "response.failed"
+    assert failed.json["response"]["error"]["code"] == "unavailable"
+    assert failed.json["response"]["output"] == []
 
 
 async def test_openais_client(openai_client: openai.AsyncOpenAI) -> None:
