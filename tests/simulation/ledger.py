@@ -329,20 +329,31 @@ class Ledger:
         if self._output[principal.name] > most:
             self.violate(f"{principal.name} got {self._output[principal.name]} tokens, at most {most:.0f}")
 
-    def streamed(self, session_id: str, index: int, tokens: Sequence[int], *, announced: bool | None) -> None:
-        """Check output tokens that a gateway sends, `announced` as the first of another build or not.
-
-        None: HTTP, whose events have the build of their own tokens only.
-        """
+    def streamed(self, session_id: str, index: int, tokens: Sequence[int]) -> None:
+        """Check output tokens that a gateway sends."""
         session = self._records[session_id]
         end = index + len(tokens)
         self.was_streamed.add(session_id)
         self.note(f"stream {session_id} [{index}, {end})")
         if not session.held(index, tokens):
             self.violate(f"{session_id}: streamed [{index}, {end}), which the log never held")
+
+    def announced(self, session_id: str, index: int, end: int, *, is_new: bool) -> None:
+        """Check that a new build was announced before output tokens [index, end) if it computed the first.
+
+        No other of them may be the first of a build.
+        """
+        session = self._records[session_id]
         changed = [change for change in session.changes if max(index, 1) <= change < end]
-        if announced is not None and not session.former and changed != [index] * announced:
-            self.violate(f"{session_id}: another build from {changed}, announced at {index}: {announced}")
+        if not session.former and changed != [index] * is_new:
+            self.violate(f"{session_id}: another build from {changed}, announced at {index}: {is_new}")
+
+    def named(self, session_id: str, index: int, end: int, build: str) -> None:
+        """Check that `build`, which an event names, has computed its output tokens [index, end)."""
+        session = self._records[session_id]
+        computed = set(session.builds[index:end])
+        if not session.former and computed != {build}:
+            self.violate(f"{session_id}: an event names {build}, its tokens are of {sorted(computed)}")
 
     def was_logged(self, session_id: str, tokens: Sequence[int]) -> bool:
         """Return True if the log has begun with these output tokens at some time."""

@@ -152,6 +152,10 @@ def _without_hash(positions: Sequence[Position]) -> str:
     return event_id([replace(at, seen_hash=b"") for at in positions])
 
 
+def _last_build(answer: Answer, _index: int) -> str | None:
+    return answer.fingerprint
+
+
 _advance = Choice.advance
 
 
@@ -346,6 +350,12 @@ MUTANTS = (
         "sends ids of events without their hash",
         "must be the id of an event",
         patches={"services.gateway.http.api.stream.event_id": _without_hash},
+    ),
+    Mutant(
+        "names the build of the last token in all events",
+        "an event names",
+        patches={"galley.core.answer.answer.Answer.build_of": _last_build},
+        theme="wandering",
     ),
     Mutant(
         "sends [DONE] in place of the end of an answer",

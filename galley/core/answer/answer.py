@@ -94,6 +94,8 @@ class Answer:
         self.records: list[TokenRecord] = []
         self.ending: Ending | None = None
         self.fingerprint: str | None = None
+        self._builds: list[tuple[int, str]] = []
+        """The builds that computed the output, each with the index of its first token."""
         self._texts: list[str] = []
         self._stream = TextStream(decode, spec.prompt, spec.stop_strings)
 
@@ -116,6 +118,10 @@ class Answer:
         start = len(self.spec.prompt)
         return prefix_hash(self.tokens[start : start + length])
 
+    def build_of(self, index: int) -> str | None:
+        """Return the fingerprint of the build that computed output token `index`, None if none has."""
+        return next((build for start, build in reversed(self._builds) if start <= index), None)
+
     def append(self, token: int, record: TokenRecord) -> bool:
         """Append one confirmed token. Return False once the answer has ended: further tokens are cut."""
         if self.ending is not None:
@@ -124,6 +130,7 @@ class Answer:
         self.records.append(record)
         if record.fingerprint is not None:
             self.fingerprint = record.fingerprint
+            self._builds.append((self.output_len - 1, record.fingerprint))
         text, self.ending = self._read(token)
         self._texts.append(text)
         return self.ending is None

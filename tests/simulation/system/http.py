@@ -128,8 +128,10 @@ class SentEvents(Sent):
             tokens = [token for choice in data.get("choices", ()) for token in choice.get("token_ids", ())]
             if tokens:
                 self.has_tokens = True
-                self._ledger.streamed(self.session_id, self._next_index, tokens, announced=None)
+                index = self._next_index
                 self._next_index += len(tokens)
+                self._ledger.streamed(self.session_id, index, tokens)
+                self._ledger.named(self.session_id, index, self._next_index, data["system_fingerprint"])
 
 
 def index_of(event_id: str) -> int:

@@ -156,7 +156,9 @@ class Sent:
             case "chunk":
                 self.has_tokens = True
                 index, tokens = event.chunk.index, list(event.chunk.token_ids)
-                self._ledger.streamed(self.session_id, index, tokens, announced=self._announced == index)
+                self._ledger.streamed(self.session_id, index, tokens)
+                is_new = self._announced == index
+                self._ledger.announced(self.session_id, index, index + len(tokens), is_new=is_new)
             case _:
                 pass
 

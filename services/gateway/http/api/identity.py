@@ -23,8 +23,11 @@ class Identity:
     stream_object: str
 
     @classmethod
-    def of(cls, session: Session, form: Format, model: ServedModel) -> Identity:
-        """Return the identity of the request whose first choice is `session`; a resumed one has the same."""
+    def of(cls, session: Session, form: Format, model: ServedModel, build: str | None = None) -> Identity:
+        """Return the identity of the request whose first choice is `session`; a resumed one has the same.
+
+        Without a `build`, it names that of the last token, or else the model's.
+        """
         spec = session.spec
         name = _OBJECTS[form.kind]
         fields = {
@@ -32,7 +35,7 @@ class Identity:
             "object": name,
             "created": spec.arrival_ns // _SECOND,
             "model": model.name,
-            "system_fingerprint": session.answer.fingerprint or model.info.fingerprint,
+            "system_fingerprint": build or session.answer.fingerprint or model.info.fingerprint,
             "seed": spec.sampling.seed,
         }
         return cls(fields, f"{name}.chunk" if form.kind == "chat" else name)

@@ -86,6 +86,8 @@ class EventStream(EventWriter):
         self._prompt = prompt
         self._choices: Sequence[Choice] = ()
         self._head = b""
+        self._build: str | None = None
+        """The build that `_head` names."""
         self._offsets = [0] * form.choices
         """Lengths of the texts of tokens, for `text_offset` of completions."""
 
@@ -94,8 +96,7 @@ class EventStream(EventWriter):
         if self._form.kind == "completion" and choices[0].session.spec.logprobs is not None:
             for choice in choices:
                 self._offsets[choice.index] = await self._length_seen(choice)
-        identity = Identity.of(choices[0].session, self._form, self._model)
-        self._head = identity.head(stream=True)
+        self._name_build(choices[0].session.answer.fingerprint)
         await self.open(choices[0].session.spec.session_id)
         for choice in choices:
             if not self._former[choice.index].has_begun and (first := await self._first(choice)):
@@ -103,11 +104,13 @@ class EventStream(EventWriter):
 
     async def item(self, choice: Choice, item: Chunk | NumericsChanged) -> None:
         if isinstance(item, NumericsChanged):
-            self._head = Identity.of(choice.session, self._form, self._model).head(stream=True)
-            return
+            return  # each event names the build of its tokens
         choice.advance(item)
         if not (item.text or item.logprobs or self._form.token_ids or self._form.rounds):
             return
+        build = choice.session.answer.build_of(item.index)
+        if build != self._build:
+            self._name_build(build)
         await self.write(self._event(choice, item.text, self._details(choice, item)))
 
     async def end(self, choice: Choice, answer: AnswerStream) -> None:
@@ -132,6 +135,10 @@ class EventStream(EventWriter):
             used = {"usage": usage(sessions, self._form.n), "metrics": metrics(sessions)}
             end = b"data: " + self._head + b"[]," + to_json(used)[1:] + b"\n\n"
         await self.write(end + b"id: " + DONE.encode() + b"\ndata: [DONE]\n\n", more=False)
+
+    def _name_build(self, build: str | None) -> None:
+        identity = Identity.of(self._choices[0].session, self._form, self._model, build)
+        self._build, self._head = build, identity.head(stream=True)
 
     async def _length_seen(self, choice: Choice) -> int:
         """Return the length of the texts of the tokens that the client has."""

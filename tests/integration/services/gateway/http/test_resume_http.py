@@ -32,6 +32,38 @@ async def test_a_stream_goes_on_at_another_gateway(world: World, count: int, n: 
         assert len({(head["id"], head["created"], head["object"]) for head in heads}) == 1
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_each_event_names_the_build_of_its_tokens(world: World, n: int) -> None:
+    first = await world.gateway(draft="none", http_port=0)
+    second = await world.gateway(draft="none", http_port=0)
+    world.target.gate.close_after(3 * n)
+    events = Events()
+    async with http_client(first.http) as client, http_client(second.http) as other:
+        async with client.open("/v1/completions", BODY | {"n": n, "return_token_ids": True}) as response:
+            await world.target.waits_after(3 * n)
+            before = [*world.target.confirmed.values(), 0][:n]
+            world.target.fingerprint = "build-2"
+            world.target.gate.open()
+            await events.listen(response)
+        again = await other.resume(Events(session_id=events.session_id))
+    true = [["build-1"] * count + ["build-2"] * (MAX_TOKENS - count) for count in before]
+    assert sum(before) == 3 * n
+    for read in (events, again):
+        assert [_builds(read, index) for index in range(n)] == true
+        assert len({one.json["id"] for one in read.events[:-1]}) == 1
+
+
+def _builds(events: Events, index: int) -> list[str]:
+    """Return the build that the events of a choice name for each of its tokens."""
+    return [
+        body["system_fingerprint"]
+        for body in (one.json for one in events.events[:-1])
+        for choice in body["choices"]
+        if choice["index"] == index
+        for _ in choice.get("token_ids", ())
+    ]
+
+
 async def test_a_closed_gateway_hands_its_streams_over(world: World) -> None:
     first, second = await world.gateway(http_port=0, drain_timeout_s=1), await world.gateway(http_port=0)
     whole = await receive(second.generate(max_tokens=400))
