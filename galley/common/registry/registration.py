@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Generic, Literal, TypeAlias
 
@@ -87,7 +86,7 @@ class Registration(Generic[LeaseT]):
         self._away = False
         self._replaced = False
         self._one_at_a_time = asyncio.Lock()
-        self._stopping = asyncio.Event()
+        self._stopping = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep())
 
     async def drain(self) -> None:
@@ -96,7 +95,8 @@ class Registration(Generic[LeaseT]):
         await self._publish()
 
     async def close(self) -> None:
-        self._stopping.set()
+        if not self._stopping.done():
+            self._stopping.set_result(None)
         await self._task  # not cancelled: its last publication must not come after the withdrawal
         lease = self._lease()
         try:
@@ -106,11 +106,9 @@ class Registration(Generic[LeaseT]):
         await self._registry.close()
 
     async def _keep(self) -> None:
-        while not self._stopping.is_set():
+        while not self._stopping.done():
             await self._publish()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._every_s):
-                    await self._stopping.wait()
+            await asyncio.wait({self._stopping}, timeout=self._every_s)
 
     async def _publish(self) -> None:
         async with self._one_at_a_time:
