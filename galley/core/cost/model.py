@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from galley.core.errors import InvalidField, check_range
 
@@ -26,6 +26,8 @@ _WEIGHT = 0.05
 # How far a step without draft tokens draws the factor of those with some. Without this, draft rows that look
 # dear would never be verified again, and a lower cost never be noticed.
 _FORGET = 0.002
+# Rows of which times are remembered.
+_MOST_KNOWN = 1024
 # Bound of a factor: a single step may have been interrupted.
 _MOST = 4.0
 _MORE_ROWS = range(4, 36, 4)
@@ -205,8 +207,6 @@ class StepTimes:
     curve: RowCostCurve
     _known: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
 
-    _MOST_KNOWN: ClassVar[int] = 1024
-
     @classmethod
     def measured(cls, points: Sequence[tuple[int, int]]) -> StepTimes:
         """Return the times from measured (rows, ns), the first for one row; more rows never cost less.
@@ -228,7 +228,7 @@ class StepTimes:
         took_ns = self._known.get(rows)
         if took_ns is None:
             took_ns = round(self.one_row_ns * self.curve(rows))
-            if rows <= self._MOST_KNOWN:
+            if rows <= _MOST_KNOWN:
                 self._known[rows] = took_ns
         return took_ns
 
@@ -270,10 +270,11 @@ class LiveStepTimes:
     has come near. Steps with draft tokens have factors of their own: the draft may work on the same machine.
     """
 
-    __slots__ = ("_apart", "_drafted", "_measured", "_plain", "_seen")
+    __slots__ = ("_apart", "_drafted", "_known", "_measured", "_plain", "_seen")
 
     def __init__(self, measured: StepTimes) -> None:
         self._measured = measured
+        self._known: dict[int, tuple[int, int, float]] = {}
         self._plain = [1.0] * _FACTORS
         self._seen = [False] * _FACTORS
         # The plain factor until a step with drafts has come near.
@@ -281,10 +282,10 @@ class LiveStepTimes:
         self._apart = [False] * _FACTORS
 
     def __call__(self, rows: int, drafts: int) -> int:
-        below, share = _place(rows)
+        measured_ns, below, share = self._known.get(rows) or self._place(rows)
         factors = self._drafted if drafts else self._plain
         low, high = factors[below], factors[below + 1]
-        return max(1, round(self._measured(rows) * (low + share * (high - low))))
+        return max(1, round(measured_ns * (low + share * (high - low))))
 
     def added_row_ns(self, rows: int) -> int:
         """Return the ns that a draft row adds to `rows` rows, for the cheapest number of added rows."""
@@ -295,14 +296,16 @@ class LiveStepTimes:
         """Record that a step over `rows` >= 1 rows took `took_ns`; ignored if that is not positive."""
         if took_ns <= 0:
             return
-        factor = min(max(took_ns / self._measured(rows), 1.0 / _MOST), _MOST)
-        below, share = _place(rows)
-        near = {below: 1.0 - share, below + 1: share}
-        for i in range(_FACTORS):
-            if drafts:
-                self._learn_drafted(i, near.get(i, 0.0), factor)
-            else:
-                self._learn_plain(i, near.get(i, 0.0), factor)
+        measured_ns, below, share = self._known.get(rows) or self._place(rows)
+        factor = min(max(took_ns / measured_ns, 1.0 / _MOST), _MOST)
+        learn = self._learn_drafted if drafts else self._learn_plain
+        for i, is_seen in enumerate(self._seen):
+            if i == below:
+                learn(i, 1.0 - share, factor)
+            elif i == below + 1:
+                learn(i, share, factor)
+            elif not is_seen:
+                learn(i, 0.0, factor)
 
     def _learn_plain(self, i: int, near: float, factor: float) -> None:
         self._plain[i] += _WEIGHT * (near if self._seen[i] else 1.0) * (factor - self._plain[i])
@@ -321,8 +324,13 @@ class LiveStepTimes:
             if not self._apart[i]:
                 self._drafted[i] = self._plain[i]
 
+    def _place(self, rows: int) -> tuple[int, int, float]:
+        """Return the measured ns, and where `rows` is between two powers of two; those in use are remembered.
 
-def _place(rows: int) -> tuple[int, float]:
-    """Return the powers of two around `rows`: (exponent of the lower, share of the way to the upper)."""
-    below = min(rows.bit_length() - 1, _FACTORS - 2)
-    return below, min(1.0, rows / (1 << below) - 1.0)
+        The place is the exponent of the lower one, and the share of the way to the upper.
+        """
+        below = min(rows.bit_length() - 1, _FACTORS - 2)
+        place = self._measured(rows), below, min(1.0, rows / (1 << below) - 1.0)
+        if rows <= _MOST_KNOWN:
+            self._known[rows] = place
+        return place

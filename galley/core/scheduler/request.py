@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-from galley.core.content import PrefixHasher, SessionKey
+from galley.core.content import PrefixHasher
 from galley.core.hints import NOTHING, Hint, HintTail
 from galley.core.scheduler.hint_statistics import AcceptanceEstimate, HintTiming
 from galley.core.scheduler.messages import Extend, VerifyRequest
@@ -82,6 +82,7 @@ class ActiveRequest:
 
     def __init__(self, request_id: int, message: VerifyRequest, memory: SessionStatistics, now: int) -> None:
         self.id = request_id
+        self.key = message.key
         self.message = message
         self.statistics = memory
         self.tokens: list[int] = []
@@ -104,10 +105,6 @@ class ActiveRequest:
         )
         self._previous: PendingHint | None = None
         self._anchors: deque[tuple[int, int]] = deque([(message.position, now)], _ANCHORS)
-
-    @property
-    def key(self) -> SessionKey:
-        return self.message.key
 
     @property
     def age(self) -> tuple[int, int, int]:
