@@ -15,6 +15,7 @@ from galley.core.answer.answer import SessionSpec
 from galley.core.content import block_hashes, common_prefix_len
 from galley.core.records import decode_records
 from galley.core.store import Ownership, StoredSession
+from tests.simulation.system.loop import running_loop
 from tests.simulation.truth import is_over, true_token
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class _SessionRecord:
     def held(self, index: int, tokens: Sequence[int]) -> bool:
         start = len(self.spec.prompt) + index
         end = start + len(tokens)
-        return any(log[start:end] == list(tokens) for log in (self.log, *self.former))
+        sent = list(tokens)
+        return self.log[start:end] == sent or any(log[start:end] == sent for log in self.former)
 
 
 class Ledger:
@@ -100,11 +102,12 @@ class Ledger:
         self._replayed = (0, 0, 0)
         self._guesses: set[bytes] = set()
         self._keep = keep
+        self._loop = running_loop()
         self._hash = blake2b(digest_size=12)
 
     def note(self, line: str) -> None:
         self.events += 1
-        stamped = f"{asyncio.get_running_loop().time():9.6f} {line}"
+        stamped = f"{self._loop.now_s:9.6f} {line}"
         self._hash.update(stamped.encode())
         if self._keep and len(self.lines) < _KEPT_LINES:
             self.lines.append(stamped)

@@ -218,7 +218,7 @@ def run_schedule(schedule: Schedule, kinds: Kinds | None = None, *, keep: bool =
     loop = SimLoop()
     gc.disable()  # when it collects is not deterministic
     try:
-        with virtual_time():
+        with virtual_time(loop):
             return _run_on(loop, schedule, kinds or Kinds(), keep=keep)
     finally:
         loop.close()

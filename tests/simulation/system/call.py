@@ -28,6 +28,9 @@ class Kind(enum.Enum):
     HTTP = "one request, and a response in parts"
 
 
+_IN_TURN = (Kind.STREAM, Kind.HTTP)  # a tuple, because the hash of an enum's member is slow
+
+
 class Server:
     def __init__(self, process: Process, servicer: Any) -> None:
         self.process = process
@@ -160,7 +163,7 @@ class Call(Connection):
                 raise self._end
             self._there.clear()
             await self._there.wait()
-        if self._kind in {Kind.STREAM, Kind.HTTP}:
+        if self._kind in _IN_TURN:
             self.send(self._make_room, forth=True)
         return self._responses.popleft()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -98,7 +97,7 @@ class Copies:
         ends = (self._server, copy.name) if forth else (copy.name, self._server)
         at_s = max(self._network.arrival_s(*ends), copy.last_s[forth] + _TICK_S)
         copy.last_s[forth] = at_s
-        asyncio.get_running_loop().call_at(at_s, deliver)
+        self._network.loop.call_at(at_s, deliver)
 
 
 def _offset_of(copy: Copy) -> int:

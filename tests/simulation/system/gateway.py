@@ -24,7 +24,7 @@ from tests.fakes.truth import letters
 from tests.simulation.schedule import ID_SECRET, Schedule
 from tests.simulation.system.call import Server
 from tests.simulation.system.http import SimHttp
-from tests.simulation.system.loop import Process
+from tests.simulation.system.loop import Process, running_loop
 from tests.simulation.system.redis import SimRegistry, SimStore
 from tests.simulation.system.replicas import MOST_DRAFT_TOKENS, TOKENIZER
 from tests.simulation.system.watched import CountedDraft, CountedDrafts, CountedStreams, CountedTarget, behind
@@ -39,10 +39,10 @@ class SimClock:
 
     def __init__(self) -> None:
         self.ahead_ns = 0
-        self._time = asyncio.get_running_loop().time
+        self._loop = running_loop()
 
     def now_ns(self) -> int:
-        return round(self._time() * SECOND) + self.ahead_ns
+        return round(self._loop.now_s * SECOND) + self.ahead_ns
 
 
 def _timeouts(schedule: Schedule) -> Timeouts:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from heapq import heappop, heappush
-from typing import Any, TypeVar, TypeVarTuple
+from itertools import repeat
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -37,27 +38,36 @@ _CLOCKED = (
 
 
 class _VirtualTime:
-    @staticmethod
-    def monotonic() -> float:
-        return asyncio.get_running_loop().time()
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop = loop
 
-    @staticmethod
-    def monotonic_ns() -> int:
-        return round(asyncio.get_running_loop().time() * 1e9)
+    def monotonic(self) -> float:
+        return self._loop.now_s
 
-    @staticmethod
-    def time_ns() -> int:
+    def monotonic_ns(self) -> int:
+        return round(self._loop.now_s * 1e9)
+
+    def time_ns(self) -> int:
         """Return the wall clock of the process, which can be set."""
         process = _CURRENT.get()
         ahead_s = 1_700_000_000.0 if process is None else process.wall_s
-        return round((asyncio.get_running_loop().time() + ahead_s) * 1e9)
+        return round((self._loop.now_s + ahead_s) * 1e9)
 
 
 @contextmanager
-def virtual_time() -> Iterator[None]:
-    """Replace the clocks of `_CLOCKED`, and the client's randomness; `mock` would take 2 % of a schedule."""
-    replaced: dict[tuple[str, str], object] = {(name, "time"): _VirtualTime for name in _CLOCKED}
+def virtual_time(loop: SimLoop) -> Iterator[None]:
+    """Replace the clocks of `_CLOCKED`, and the client's randomness; `mock` would take 2 % of a schedule.
+
+    asyncio's look-ups of the loop and the task are replaced, too: each makes a call of the operating system.
+    """
+    time = _VirtualTime(loop)
+    replaced: dict[tuple[str, str], object] = {(name, "time"): time for name in _CLOCKED}
     replaced["galley.client.streams", "random"] = random.Random(0)
+    running, tasks = repeat(loop).__next__, cast("Any", asyncio.tasks)._current_tasks
+    for name in ("asyncio", "asyncio.events"):
+        replaced |= {(name, "get_running_loop"): running, (name, "_get_running_loop"): running}
+    for name in ("asyncio", "asyncio.tasks"):
+        replaced[name, "current_task"] = lambda: tasks.get(loop)
     before = {(name, what): getattr(sys.modules[name], what) for name, what in replaced}
     _set(replaced)
     try:
@@ -144,23 +154,32 @@ def _number_of(task: SimTask) -> int:
     return task.number
 
 
-class _Callback(asyncio.TimerHandle):
-    """A call of the loop, at a time or soon: it holds what it runs, and no more."""
+_WHEN, _CALLBACK, _ARGS, _CONTEXT = 0, 2, 3, 4
+
+
+class _Callback(list[Any]):
+    """A call of the loop, at a time or soon: [time, number, function, arguments, context].
+
+    A list is made without a call of Python, and is in order in a heap as it is.
+    """
 
     __slots__ = ()
 
-    def __init__(  # the other attributes are for debugging
-        self, when_s: float, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
-    ) -> None:
-        self._when = when_s
-        self._callback = callback
-        self._args = args
-        self._context = copy_context() if context is None else context
-        self._cancelled = False
-
     def cancel(self) -> None:
-        self._cancelled = True
-        self._callback, self._args = _nothing, ()
+        self[_CALLBACK], self[_ARGS] = _nothing, ()
+
+    def cancelled(self) -> bool:
+        return self[_CALLBACK] is _nothing
+
+    def when(self) -> float:
+        when_s: float = self[_WHEN]
+        return when_s
+
+
+def running_loop() -> SimLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimLoop)
+    return loop
 
 
 def _nothing() -> None:
@@ -178,68 +197,76 @@ class SimLoop(asyncio.BaseEventLoop):
         self.now_s = 0.0
         self.turns = 0
         self._task_numbers = 0
-        self._soon: deque[_Callback] = deque()
-        self._timers: list[tuple[float, int, _Callback]] = []
+        self._soon: list[_Callback] = []
+        self._timers: list[_Callback] = []
         self._timer_numbers = 0
+        self.create_future = partial(asyncio.Future, loop=self)  # type: ignore[method-assign]
+
+    get_debug = staticmethod(bool)  # False, without a call of Python for each future
 
     def time(self) -> float:
         return self.now_s
 
+    def _check_running(self) -> None:
+        """Do nothing: while time is virtual, this loop counts as running."""
+
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        handle = _Callback(self.now_s, callback, args, context)
+        in_context = copy_context() if context is None else context
+        handle: Any = _Callback((self.now_s, 0, callback, args, in_context))
         self._soon.append(handle)
-        return handle
+        return handle  # type: ignore[no-any-return]  # it can be cancelled, as a Handle
 
     call_soon_threadsafe = call_soon  # there are no other threads
 
     def call_later(
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        when_s = self.now_s + delay
-        handle = _Callback(when_s, callback, args, context)
         self._timer_numbers += 1
-        heappush(self._timers, (when_s, self._timer_numbers, handle))
-        return handle
+        in_context = copy_context() if context is None else context
+        handle: Any = _Callback((self.now_s + delay, self._timer_numbers, callback, args, in_context))
+        heappush(self._timers, handle)
+        return handle  # type: ignore[no-any-return]
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        handle = _Callback(when, callback, args, context)
         self._timer_numbers += 1
-        heappush(self._timers, (when, self._timer_numbers, handle))
-        return handle
+        in_context = copy_context() if context is None else context
+        handle: Any = _Callback((when, self._timer_numbers, callback, args, in_context))
+        heappush(self._timers, handle)
+        return handle  # type: ignore[no-any-return]
 
     def _run_once(self) -> None:
         """Run what is ready; if nothing is, move on to the next timers. Return once the loop is stopped."""
-        soon = self._soon
         while not self._stopping:  # type: ignore[attr-defined]
             self.turns += 1
             if self.turns > MOST_TURNS:
                 raise Livelock
-            if not soon:
+            if not self._soon:
                 self._move_on()
-            for _ in range(len(soon)):
-                handle = soon.popleft()
+            ready, self._soon = self._soon, []
+            for handle in ready:
                 try:
-                    handle._context.run(handle._callback, *handle._args)
+                    handle[_CONTEXT].run(handle[_CALLBACK], *handle[_ARGS])
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:  # noqa: BLE001  # as in every loop
                     self.call_exception_handler({"message": "in a callback", "exception": error})
 
     def _move_on(self) -> None:
-        timers = self._timers
-        while timers and timers[0][2]._cancelled:
-            heappop(timers)
-        if not timers:
-            raise Deadlock
-        when_s = timers[0][0]
-        self.now_s = max(self.now_s, when_s)
+        timers, soon = self._timers, self._soon
+        while not soon:
+            if not timers:
+                raise Deadlock
+            timer = heappop(timers)
+            if timer[_CALLBACK] is not _nothing:
+                soon.append(timer)
+                self.now_s = max(self.now_s, timer[_WHEN])
         due_s = self.now_s + _RESOLUTION_S
-        while timers and timers[0][0] < due_s:
-            self._soon.append(heappop(timers)[2])
+        while timers and timers[0][_WHEN] < due_s:
+            soon.append(heappop(timers))
 
     def run_in_executor(self, _executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
         process = _CURRENT.get()

@@ -14,7 +14,7 @@ from functools import partial
 from math import log
 from zlib import crc32
 
-from tests.simulation.system.loop import Process
+from tests.simulation.system.loop import Process, running_loop
 
 _LEAST_DELAY_S = 0.0002
 _DELAYS_A_S = 1.0 / 0.002
@@ -39,10 +39,10 @@ class Connection:
         sender = self.near if forth else self.server
         if self._gone[forth] or sender is None or not sender.alive:
             return
-        near, far = self.near.name, self.far
-        at_s = self._network.arrival_s(near, far) if forth else self._network.arrival_s(far, near)
+        network, near, far = self._network, self.near.name, self.far
+        at_s = network.arrival_s(near, far) if forth else network.arrival_s(far, near)
         at_s = self._last_s[forth] = max(at_s, self._last_s[forth] + _TICK_S)
-        asyncio.get_running_loop().call_at(at_s, self._deliver, deliver, forth)
+        network.loop.call_at(at_s, self._deliver, deliver, forth)
 
     def _deliver(self, deliver: Callable[[], None], forth: bool) -> None:
         receiver = self.server if forth else self.near
@@ -87,11 +87,12 @@ class Network:
     """
 
     def __init__(self, seed: int, keepalive_s: float, pings_s: float) -> None:
+        self.loop = running_loop()
         self.connections: dict[int, Connection] = {}
         self.keepalive_s = keepalive_s
         self.pings_s = pings_s
         self._seed = seed
-        self._links: dict[tuple[str, str], random.Random] = {}
+        self._links: dict[tuple[str, str], Callable[[], float]] = {}
         self._cut_until: dict[tuple[str, str], float] = {}
         self._down: dict[frozenset[str], tuple[float, float]] = {}
         self._frozen_until: dict[str, float] = {}
@@ -99,12 +100,13 @@ class Network:
 
     def arrival_s(self, sender: str, receiver: str) -> float:
         """Return when a message sent now arrives."""
-        at_s = asyncio.get_running_loop().time()
+        at_s = self.loop.now_s
         if self._frozen_until:
             at_s = max(at_s, self._frozen_until.get(sender, 0.0))
         if self._cut_until:
             at_s = max(at_s, self._cut_until.get((sender, receiver), 0.0))
-        delay_s = _LEAST_DELAY_S - log(1.0 - self.link(sender, receiver).random()) / _DELAYS_A_S
+        draw = self._links.get((sender, receiver)) or self._link(sender, receiver)
+        delay_s = _LEAST_DELAY_S - log(1.0 - draw()) / _DELAYS_A_S
         if self._slow:
             delay_s *= max(self._slow.get(sender, 1.0), self._slow.get(receiver, 1.0))
         at_s += delay_s
@@ -115,12 +117,15 @@ class Network:
         from_s, until_s = self._down.get(frozenset((one, other)), (0.0, 0.0))
         return from_s <= asyncio.get_running_loop().time() < until_s
 
-    def link(self, sender: str, receiver: str) -> random.Random:
-        key = (sender, receiver)
-        link = self._links.get(key)
-        if link is None:
-            link = self._links[key] = random.Random(crc32(f"{self._seed} {sender} {receiver}".encode()))
-        return link
+    def draw(self, sender: str, receiver: str) -> float:
+        """Return the next random number in [0, 1) of a link."""
+        draw = self._links.get((sender, receiver)) or self._link(sender, receiver)
+        return draw()
+
+    def _link(self, sender: str, receiver: str) -> Callable[[], float]:
+        seed = crc32(f"{self._seed} {sender} {receiver}".encode())
+        draw = self._links[sender, receiver] = random.Random(seed).random
+        return draw
 
     def cut(self, one: str, other: str, for_s: float) -> None:
         self.cut_one_way(one, other, for_s)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -101,7 +100,7 @@ class Sessions(MemoryStore):
         """Return what a replica gets of a session: changes, and so no damage."""
         record = self._records.get(session_id)
         if record is not None:
-            record = replace(record, tokens=list(self.held(session_id)[0]))
+            record = self._copy_of(record, self.held(session_id)[0])
         return record, self._aborted.get(session_id)
 
     def entries(self) -> dict[str, Any]:
@@ -175,6 +174,7 @@ class SimRedis:
         copies: type[Copies] = Copies,
     ) -> None:
         timing = self.timing = schedule.timing
+        self._loop = network.loop
         self.ahead_s = 0.0
         self.sessions = kind(timing.ttl_s, finished_ttl_s, clock=self._now_s)
         self.leases = Leases(timing.lease_s, self._now_s)
@@ -186,7 +186,7 @@ class SimRedis:
         self.ledger = ledger
 
     def _now_s(self) -> float:
-        return asyncio.get_running_loop().time() + self.ahead_s
+        return self._loop.now_s + self.ahead_s
 
     def crash(self) -> None:
         self.up = False
@@ -215,7 +215,7 @@ class SimRedis:
 
         A call that `repeats` may be made twice, as `retry` does after a lost reply.
         """
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         reply: asyncio.Future[T] = loop.create_future()
         for _ in range(min(self._copies(caller), 1 + repeats)):
             at_s = self._network.arrival_s(caller.name, REDIS)
@@ -229,10 +229,10 @@ class SimRedis:
     def _copies(self, caller: Process) -> int:
         if not caller.alive or self._is_lost(caller.name, REDIS):
             return 0
-        return 1 + (self._network.link(caller.name, "repeat").random() < self.repeat)
+        return 1 + (self._network.draw(caller.name, "repeat") < self.repeat)
 
     def _is_lost(self, sender: str, receiver: str) -> bool:
-        return self.lossy > 0 and self._network.link(sender, receiver).random() < self.lossy
+        return self.lossy > 0 and self._network.draw(sender, receiver) < self.lossy
 
     def _carry_out(
         self, caller: Process, work: Callable[[], T], reply: asyncio.Future[T], writes: str
@@ -250,15 +250,13 @@ class SimRedis:
             self._send(caller, reply, result)
             return
         late = StoreUnavailable("the session store's replicas do not have the change yet")
-        asyncio.get_running_loop().call_later(
-            _COPIED_WITHIN * self.timing.call_s, self._send, caller, reply, late
-        )
+        self._loop.call_later(_COPIED_WITHIN * self.timing.call_s, self._send, caller, reply, late)
         self.copies.when_copied(offset, partial(self._send, caller, reply, result))
 
     def _send(self, caller: Process, reply: asyncio.Future[T], result: T | GalleyError) -> None:
         if not reply.done() and not self._is_lost(REDIS, caller.name):
-            loop = asyncio.get_running_loop()
-            loop.call_at(self._network.arrival_s(REDIS, caller.name), _reply, caller, reply, result)
+            at_s = self._network.arrival_s(REDIS, caller.name)
+            self._loop.call_at(at_s, _reply, caller, reply, result)
 
 
 def _give_up(reply: asyncio.Future[Any]) -> None:
