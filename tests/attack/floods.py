@@ -158,16 +158,22 @@ async def rapid_resets(address: str, connections: int, streams: int) -> None:
                     break
 
 
+NO_END = "a name without end"
 HEADER_BOMBS = {
     "one of 1 MiB": [field_of("x-bomb", "a" * MIB)],
     "100,000 of them": [field_of(f"x-{i}", "a") for i in range(100_000)],
     "one name, 60,000 times": [field_of("x-bomb", "a")] * 60_000,
     # Put a pair of 4 KiB into the HPACK table, then refer to it with one byte each.
     "4 KiB a byte": [field_of("x-bomb", "a" * 4000, indexed=True), b"\xbe" * 200_000],
-    "a name without end": [b"\x40" + number(2**31, 7) + b"a" * MIB],
+    NO_END: [b"\x40" + number(2**31, 7) + b"a" * MIB],
     "a key of 1 MiB": [field_of("authorization", "Bearer " + "k" * MIB)],
     "bytes": [field_of("x-bomb-bin", b"A" * MIB)],
 }
+
+
+def end_of_bomb(name: str) -> str:
+    """Return how a header bomb must end: RESOURCE_EXHAUSTED, or for what is no header its connection."""
+    return "closed" if name == NO_END else "8"
 
 
 async def header_bomb(address: str, name: str) -> str:

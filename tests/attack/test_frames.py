@@ -7,6 +7,7 @@ import pytest
 from tests.attack.floods import (
     FLOODS,
     HEADER_BOMBS,
+    end_of_bomb,
     endless_headers,
     flood_of,
     header_bomb,
@@ -39,7 +40,7 @@ async def test_a_header_bomb_is_refused_or_its_connection_cut(stack: Attacked, n
     stack.forget_peak()
     async with unharmed(stack) as before:
         for _ in range(2):
-            assert await header_bomb(stack.gateway, name) in {"8", "13", "reset", "closed"}
+            assert await header_bomb(stack.gateway, name) == end_of_bomb(name)
     assert stack.peak_rss() - before.rss < 64 * MIB
 
 
