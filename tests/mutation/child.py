@@ -1,7 +1,12 @@
-"""One run of pytest in a forked process: with a mutant in place of its module, or recording calls."""
+"""Runs of pytest with a mutant, in a forked process, or recording calls.
+
+A mutant inside of a function gets into a process that has collected all tests: only the function's code is
+replaced there. Any other mutant needs its module imported anew, and the tests after it, which takes seconds.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -9,16 +14,19 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
+
+from tests.mutation.operators import Mutant
 
 _PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout")
 _OPTIONS = ("-q", "--color=no", "--tb=line", "-p", "no:cacheprovider", *(f"-p{name}" for name in _PLUGINS))
@@ -26,20 +34,66 @@ _OURS = ("galley", "services", "tests", "bench")
 _MOST_BYTES = 4 << 30
 
 
-def run_mutant(root: Path, path: str, source: str, tests: Sequence[str], test_limit_s: float) -> int:
-    """Run `tests` with `source` in place of the module at `path`; return pytest's exit status."""
+def run_mutant(root: Path, mutant: Mutant, tests: Sequence[str], test_limit_s: float) -> int:
+    """Run `tests` with the mutant in place of its module; return pytest's exit status."""
     _prepare(root)
-    # A mutant that does not end may also fill the memory.
-    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
-    loader = _Loader(root, path, source)
+    _limit_memory()
+    loader = _Loader(root, mutant.path, mutant.source((root / mutant.path).read_text()))
     sys.meta_path.insert(0, _Finder(loader))
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     # At its limit a test ends the process: hypothesis would catch an exception and repeat the test.
     options = (*_OPTIONS, "-x", f"--timeout={test_limit_s:.0f}", "--timeout-method=thread")
     status = pytest.main([*options, *files], plugins=[_Selection(tests)])
     if not loader.has_loaded:
-        raise RuntimeError(f"{path}: must be imported by the tests")
+        raise RuntimeError(f"{mutant.path}: must be imported by the tests")
     return status
+
+
+class Collected:
+    """All tests, collected in this process, and the functions that they may call."""
+
+    def __init__(self, root: Path, session: pytest.Session) -> None:
+        self._root = root
+        self._session = session
+        self._items = {item.nodeid: item for item in session.items}
+        self._functions: dict[tuple[str, str, int], list[FunctionType]] = {}
+        for found in gc.get_objects():
+            if isinstance(found, FunctionType):
+                self._functions.setdefault(_place(found.__code__), []).append(found)
+
+    def run(self, code: CodeType, tests: Sequence[str], test_limit_s: float) -> int:
+        """Run `tests` with `code` in place of the function's at its place; return 0 if they pass, else 1."""
+        _limit_memory()
+        for function in self._functions[_place(code)]:
+            function.__code__ = code
+        items = [self._items[test] for test in tests]
+        for item in items:
+            item.add_marker(pytest.mark.timeout(test_limit_s, method="thread"), append=False)
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self._session.testsfailed:
+                break
+        status = min(1, self._session.testsfailed)
+        self._session.config.hook.pytest_sessionfinish(session=self._session, exitstatus=status)
+        return status
+
+    def code(self, mutant: Mutant) -> CodeType | None:
+        """Return the changed code of the function, or None if a change of its code is not all it takes."""
+        path, name = self._root / mutant.path, mutant.scope.partition(".<locals>")[0]
+        for code in _codes(compile(mutant.source(path.read_text()), str(path), "exec", dont_inherit=True)):
+            known = self._functions.get(_place(code), ()) if code.co_qualname == name else ()
+            if any(code != function.__code__ for function in known):
+                is_free = all(code.co_freevars == function.__code__.co_freevars for function in known)
+                return code if is_free else None
+        return None
+
+
+def collect(root: Path, files: Sequence[str], use: Callable[[Collected], None]) -> int:
+    """Collect the tests of `files`, then call `use`; return pytest's exit status."""
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    return pytest.main([*_OPTIONS, "-s", *files], plugins=[_Loop(root, use)])
 
 
 def run_recorded(root: Path, paths: Sequence[str], file: str, left_out: str, to: Path) -> int:
@@ -51,14 +105,33 @@ def run_recorded(root: Path, paths: Sequence[str], file: str, left_out: str, to:
     recorder = _Recorder({str(root / path): path for path in paths}, left_out)
     status = pytest.main([*_OPTIONS, file], plugins=[recorder])
     imported = [path for path in paths if _module(path) in sys.modules]
-    to.write_text(json.dumps({"imported": imported, "tests": recorder.tests}))
+    result = {"imported": imported, "called_at_import": recorder.at_import, "tests": recorder.tests}
+    to.write_text(json.dumps(result))
     return status
+
+
+def _limit_memory() -> None:
+    """Limit what a mutant that does not end can fill."""
+    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
+
+
+def _place(code: CodeType) -> tuple[str, str, int]:
+    return code.co_filename, code.co_qualname, code.co_firstlineno
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)
 
 
 def _prepare(root: Path) -> None:
     """Import what is in the tree anew: the parent may have imported a part of it."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.partition(".")[0] in _OURS or (file and Path(file).parent == root):
+            del sys.modules[name]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the others take a second, and the tests need none
     os.chdir(root)
     sys.path.insert(0, str(root))
@@ -92,17 +165,29 @@ class _Finder(MetaPathFinder):
         return spec_from_file_location(fullname, self._loader.path, loader=self._loader)
 
 
-class _Selection:
-    """Keep the given tests, in their order."""
-
-    def __init__(self, tests: Sequence[str]) -> None:
-        self._places = {test: place for place, test in enumerate(tests)}
-
+class _FirstFailure:
     def pytest_sessionstart(self) -> None:
         """Let hypothesis report the first failure as it is. Tests take these settings when imported."""
         phases = (Phase.explicit, Phase.generate)
         settings.register_profile("mutant", settings.default, phases=phases, database=None)
         settings.load_profile("mutant")
+
+
+class _Loop(_FirstFailure):
+    def __init__(self, root: Path, use: Callable[[Collected], None]) -> None:
+        self._root = root
+        self._use = use
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._use(Collected(self._root, session))
+        return True
+
+
+class _Selection(_FirstFailure):
+    """Keep the given tests, in their order."""
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        self._places = {test: place for place, test in enumerate(tests)}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid in self._places]
@@ -113,6 +198,7 @@ class _Recorder:
     """Note the functions that each test calls. A profiler sees each call, also of coroutines and threads."""
 
     def __init__(self, paths: dict[str, str], left_out: str) -> None:
+        self.at_import: list[str] = []
         self.tests: dict[str, tuple[float, list[str]]] = {}
         self._paths = paths
         self._left_out = re.compile(left_out)
@@ -122,22 +208,31 @@ class _Recorder:
         items[:] = [item for item in items if not self._left_out.search(item.nodeid)]
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self) -> Generator[None, Any, Any]:
+        with self._recording(self.at_import):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        self._codes.clear()
+        called: list[str] = []
         began_s = time.perf_counter()
+        with self._recording(called):
+            result = yield
+        self.tests[item.nodeid] = (round(time.perf_counter() - began_s, 3), called)
+        return result
+
+    @contextmanager
+    def _recording(self, called: list[str]) -> Iterator[None]:
+        self._codes.clear()
         threading.setprofile(self._note)
         sys.setprofile(self._note)
         try:
-            return (yield)
+            yield
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-            called = {
-                f"{path} {_scope(code)}"
-                for code in self._codes
-                if (path := self._paths.get(code.co_filename))
-            }
-            self.tests[item.nodeid] = (round(time.perf_counter() - began_s, 3), sorted(called))
+            places = ((self._paths.get(code.co_filename), _scope(code)) for code in self._codes)
+            called += sorted({f"{path} {scope}" for path, scope in places if path})
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call":

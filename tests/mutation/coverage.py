@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from tests.mutation.child import run_recorded
 from tests.mutation.operators import Mutant
@@ -58,6 +59,7 @@ class _Test:
     name: str
     seconds: float
     imported: frozenset[str]
+    called_at_import: frozenset[str]
     called: frozenset[str]
 
 
@@ -69,31 +71,54 @@ class Coverage:
 
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return the tests that call the function, or for what runs at import, that import the module."""
-        scope = f"{mutant.path} {mutant.scope}"
-        called = [test.name for test in self._tests if scope in test.called] if mutant.in_function else []
-        return called or [test.name for test in self._tests if mutant.path in test.imported]
+        called = [test.name for test in self._tests if _scope(mutant) in test.called]
+        return (called if mutant.in_function else []) or [
+            test.name for test in self._tests if mutant.path in test.imported
+        ]
+
+    def is_called_by_tests_alone(self, mutant: Mutant) -> bool:
+        scope = _scope(mutant)
+        return any(scope in test.called for test in self._tests) and not any(
+            scope in test.called_at_import for test in self._tests
+        )
 
     def seconds(self, tests: Sequence[str]) -> list[float]:
         names = set(tests)
         return [test.seconds for test in self._tests if test.name in names]
 
 
+def _scope(mutant: Mutant) -> str:
+    return f"{mutant.path} {mutant.scope}"
+
+
 def record(tree: Tree, workers: int) -> Coverage:
-    """Return the coverage of the tests, which must pass."""
-    directory = tree.kept / "coverage"
+    """Return the coverage of the tests, which must pass.
+
+    What is kept of a file of tests holds while the file and the modules that it imports are the same.
+    """
+    directory = tree.kept / "calls"
     directory.mkdir(parents=True, exist_ok=True)
     modules = tree.modules()
-    kept = {file: directory / f"{tree.digest([*modules, file])}.json" for file in tree.test_files()}
+    kept = {file: directory / f"{digest(file)}.json" for file in tree.test_files()}
     jobs = (
         Job(file, partial(run_recorded, tree.root, modules, file, tree.left_out, _part(path)), _LONGEST_S)
         for file, path in kept.items()
-        if not path.exists()
+        if not path.exists() or _is_stale(tree, file, json.loads(path.read_text()))
     )
     for ended in run_all(jobs, workers, tree.kept):
         if ended.status:
             raise SystemExit(f"{ended.subject}: must pass unchanged, got\n{ended.output[-2000:]}")
-        _part(kept[ended.subject]).rename(kept[ended.subject])
+        path = kept[ended.subject]
+        recorded = json.loads(_part(path).read_text())
+        known = tree.digest([*recorded["imported"], ended.subject])
+        path.write_text(json.dumps({"digest": known, **recorded}))
+        _part(path).unlink()
     return Coverage([test for path in kept.values() for test in _read(path)])
+
+
+def _is_stale(tree: Tree, file: str, recorded: Mapping[str, Any]) -> bool:
+    imported = [path for path in recorded["imported"] if (tree.root / path).exists()]
+    return bool(recorded["digest"] != tree.digest([*imported, file]))
 
 
 def _part(path: Path) -> Path:
@@ -102,9 +127,9 @@ def _part(path: Path) -> Path:
 
 def _read(path: Path) -> Iterator[_Test]:
     recorded = json.loads(path.read_text())
-    imported = frozenset(recorded["imported"])
+    imported, at_import = frozenset(recorded["imported"]), frozenset(recorded["called_at_import"])
     for name, (seconds, called) in recorded["tests"].items():
-        yield _Test(name, seconds, imported, frozenset(called))
+        yield _Test(name, seconds, imported, at_import, frozenset(called))
 
 
 def digest(*texts: str) -> str:

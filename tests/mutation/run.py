@@ -1,8 +1,8 @@
 """Run the tests against a sample of mutants of the core and of the gateway: `make mutate`.
 
-Each mutant is imported in place of its module by a forked process, which runs the tests that call the changed
-function, the fastest first, until one fails. A mutant for which none fails has survived: write the test that
-is missing, or explain in survivors.toml why none can or need notice.
+A forked process runs the tests that call the changed function, the fastest first, until one fails.
+A mutant that no test notices has survived: write the test that is missing, or explain in survivors.toml why
+nobody need notice it.
 
 The sample is drawn by the hash of each mutant's key with the seed, so it stays the same while code is added.
 Outcomes are kept in build/mutation, so that a run that was stopped continues where it was.
@@ -15,17 +15,19 @@ import json
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from bench.harness import Goal, commit, result_path, write_record
-from tests.mutation.child import run_mutant
+from tests.mutation.child import Collected, collect, run_mutant
 from tests.mutation.coverage import Coverage, Tree, digest, record
 from tests.mutation.operators import Mutant, mutants_of
-from tests.mutation.processes import BROKEN, Job, run_all
+from tests.mutation.processes import BROKEN, Ended, Job, run_all
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPLAINED = Path(__file__).with_name("survivors.toml")
@@ -68,7 +70,7 @@ def main() -> int:
     for name in LIBRARIES:
         import_module(name)
     coverage = record(tree, options.workers)
-    outcomes = dict(_outcomes(tree, mutants, coverage, options))
+    outcomes = _Run(tree, coverage, options.workers, options.limit_s).outcomes(mutants)
     report = _report(outcomes, explanations(options.explained))
     for key in report["unexplained"]:
         _print(f"unexplained: {key}")
@@ -105,61 +107,75 @@ def explanations(path: Path) -> dict[str, str]:
     return {entry["key"]: entry["why"] for entry in tomllib.loads(path.read_text())["survivor"]}
 
 
-def _outcomes(
-    tree: Tree, mutants: Sequence[Mutant], coverage: Coverage, options: argparse.Namespace
-) -> Iterator[tuple[str, str]]:
-    """Yield key and outcome of each: killed, timeout, survived."""
-    path = tree.kept / "outcomes.jsonl"
-    kept = dict(_read(path))
-    selected = {mutant.key: coverage.tests_of(mutant) for mutant in mutants}
-    digests = {mutant.key: _digest(tree, mutant, selected[mutant.key]) for mutant in mutants}
-    left = []
-    for mutant in mutants:
-        known, outcome = kept.get(mutant.key, ("", ""))
-        if known == digests[mutant.key]:
-            yield mutant.key, outcome
-        elif not selected[mutant.key]:
-            yield mutant.key, "survived"
-        else:
-            left.append(mutant)
-    jobs = (_job(tree, mutant, selected[mutant.key], coverage, options.limit_s) for mutant in left)
-    for number, ended in enumerate(run_all(jobs, options.workers, tree.kept), 1):
-        key, outcome = ended.subject, _outcome(ended.status)
-        if not outcome:
-            raise SystemExit(f"{key}: must run, got\n{ended.output[-2000:]}")
-        with path.open("a") as file:
-            file.write(json.dumps([key, digests[key], outcome]) + "\n")
-        _print(f"{number}/{len(left)} {outcome}: {key}")
-        yield key, outcome
+@dataclass(frozen=True)
+class _Run:
+    tree: Tree
+    coverage: Coverage
+    workers: int
+    least_limit_s: float
+
+    def outcomes(self, mutants: Sequence[Mutant]) -> dict[str, str]:
+        """Return key and outcome of each: killed, timeout, survived."""
+        path = self.tree.kept / "outcomes.jsonl"
+        kept = dict(_read(path))
+        digests = {mutant.key: self._digest(mutant) for mutant in mutants}
+        left = [mutant for mutant in mutants if kept.get(mutant.key, ("", ""))[0] != digests[mutant.key]]
+        numbers = count(1)
+
+        def keep(jobs: Iterable[Job[str]]) -> None:
+            for ended in run_all(jobs, self.workers, self.tree.kept):
+                key, outcome = ended.subject, _outcome(ended)
+                with path.open("a") as file:
+                    file.write(json.dumps([key, digests[key], outcome]) + "\n")
+                _print(f"{next(numbers)}/{len(left)} {outcome}: {key}")
+                kept[key] = (digests[key], outcome)
+
+        if left:
+            imported: list[Mutant] = []
+            replaced = partial(self._jobs, left, imported)
+            status = collect(self.tree.root, self.tree.test_files(), lambda tests: keep(replaced(tests)))
+            if status:
+                raise SystemExit(f"pytest: must have the exit status 0, got {status}")
+            keep(self._job(mutant, partial(run_mutant, self.tree.root, mutant)) for mutant in imported)
+        return {mutant.key: kept[mutant.key][1] for mutant in mutants}
+
+    def _digest(self, mutant: Mutant) -> str:
+        tests = self.coverage.tests_of(mutant)
+        files = sorted({test.partition("::")[0] for test in tests})
+        return digest(self.tree.digest([mutant.path, *files]), *tests)
+
+    def _jobs(
+        self, mutants: Iterable[Mutant], others: list[Mutant], collected: Collected
+    ) -> Iterator[Job[str]]:
+        """Yield the jobs of mutants that change a function's code alone; append the others to `others`."""
+        for mutant in mutants:
+            code = collected.code(mutant) if self.coverage.is_called_by_tests_alone(mutant) else None
+            if code is None:
+                others.append(mutant)
+            else:
+                yield self._job(mutant, partial(collected.run, code))
+
+    def _job(self, mutant: Mutant, run: Callable[[Sequence[str], float], int]) -> Job[str]:
+        tests = self.coverage.tests_of(mutant)
+        if not tests:
+            return Job(mutant.key, int, self.least_limit_s)
+        seconds = self.coverage.seconds(tests)
+        limit_s = self.least_limit_s + 10 * max(seconds)
+        # Each test has its limit; that of all holds for what hangs outside of tests.
+        return Job(mutant.key, partial(run, tests, limit_s), 60 + limit_s + 10 * sum(seconds))
 
 
-def _digest(tree: Tree, mutant: Mutant, tests: Sequence[str]) -> str:
-    files = sorted({test.partition("::")[0] for test in tests})
-    return digest(tree.digest([mutant.path, *files]), *tests)
+def _outcome(ended: Ended[str]) -> str:
+    """Return what became of the mutant. pytest has other statuses for modules that cannot be imported."""
+    if ended.status in {_NO_TESTS, BROKEN}:
+        raise SystemExit(f"{ended.subject}: must run, got\n{ended.output[-2000:]}")
+    return {0: "survived", None: "timeout"}.get(ended.status, "killed")
 
 
 def _read(path: Path) -> Iterator[tuple[str, tuple[str, str]]]:
     for line in path.read_text().splitlines() if path.exists() else ():
         key, known, outcome = json.loads(line)
         yield key, (known, outcome)
-
-
-def _job(
-    tree: Tree, mutant: Mutant, tests: Sequence[str], coverage: Coverage, least_limit_s: float
-) -> Job[str]:
-    seconds = coverage.seconds(tests)
-    source = mutant.source((tree.root / mutant.path).read_text())
-    limit_s = least_limit_s + 10 * max(seconds)
-    work = partial(run_mutant, tree.root, mutant.path, source, tests, limit_s)
-    # Each test has its limit; that of all holds for what hangs outside of tests.
-    return Job(mutant.key, work, 60 + limit_s + 10 * sum(seconds))
-
-
-def _outcome(status: int | None) -> str:
-    """Return "" if the tests were not run. pytest has other statuses for modules that cannot be imported."""
-    if status is None:
-        return "timeout"
-    return {0: "survived", _NO_TESTS: "", BROKEN: ""}.get(status, "killed")
 
 
 def _goal(outcomes: Mapping[str, str], unexplained: Sequence[str]) -> Goal:
