@@ -90,9 +90,8 @@ class PrefixHasher:
         marked = length // _MARK_TOKENS * _MARK_TOKENS
         if not marked <= done <= length:
             done, state = marked, self._marks[length // _MARK_TOKENS]
-        if done < length:
-            state = state.copy()
-            state.update(token_bytes(tokens[done:length]))
+        state = state.copy()
+        state.update(token_bytes(tokens[done:length]))
         self._last = (length, state)
         return state.digest()
 

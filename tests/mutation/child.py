@@ -58,8 +58,9 @@ class Collected:
         self._items = {item.nodeid: item for item in session.items}
         self._functions: dict[tuple[str, str, int], list[FunctionType]] = {}
         for found in gc.get_objects():
-            if isinstance(found, FunctionType):
+            if type(found) is FunctionType:  # isinstance would ask proxies for their class
                 self._functions.setdefault(_place(found.__code__), []).append(found)
+        gc.freeze()  # or each forked process would copy all that it collects
 
     def run(self, code: CodeType, tests: Sequence[str], test_limit_s: float) -> int:
         """Run `tests` with `code` in place of the function's at its place; return 0 if they pass, else 1."""

@@ -12,8 +12,8 @@ registered. Rules:
 3. When blocks run short, cached ones are taken first, then those of idle sessions (longest idle first), then
    those of the youngest live session younger than the caller. So the oldest session always completes.
 
-Calls for a request: `look_up`, `open`; for each step `reserve`, the step, and `append_computed` (or
-`roll_back` if the step failed), `truncate` as needed; at the end `make_idle`. A session whose chunk is
+Calls for a request: `look_up`, `open`; for each step `reserve`, the step, and `append_computed`, `truncate`
+as needed; at the end, or if a step failed, `make_idle`. A session whose chunk is
 planned or running is in `busy`: only `reserve` may be called for it until the step is over, because its
 blocks could go to others that the same step writes. Adding a token costs O(1), or O(block) at a block's end.
 """
@@ -38,7 +38,7 @@ _RETRY_AFTER_S = 1.0
 class Reservation:
     """The `copies` (from, to) of whole blocks that the next step must make before it writes anything.
 
-    If that step never runs, roll the session back. The `preempted`, youngest first, have lost their blocks.
+    If that step never runs, make the session idle. The `preempted`, youngest first, have lost their blocks.
     """
 
     copies: tuple[tuple[int, int], ...] = ()
@@ -167,14 +167,11 @@ class KvTable:
         if session is not None:
             session.truncate(length)
 
-    def roll_back(self, key: SessionKey) -> None:
-        """Return to the state before a step that failed or never ran; drop a block that was to be copied."""
-        session = self._session(key)
-        if session is not None:
-            session.roll_back()
-
     def make_idle(self, key: SessionKey) -> None:
-        """Make the session idle: it keeps the blocks of its computed tokens until they are needed."""
+        """Make the session idle: it keeps the blocks of its computed tokens until they are needed.
+
+        What a step that failed or never ran was to write is dropped, with a block that was to be copied.
+        """
         session = self._live.pop(key, None)
         if session is None:
             return

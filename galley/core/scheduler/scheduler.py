@@ -329,7 +329,6 @@ class Scheduler:
         """End a step that failed: its sessions get `error` and keep the KV that they had before it."""
         done = self._end(plan)
         for grant in done.grants.values():
-            self._table.roll_back(grant.request.key)
             self._respond(grant.request, error)
         self._admit_arrived(done)
 
@@ -351,7 +350,6 @@ class Scheduler:
         if grant.is_final and (outcome is None or (isinstance(outcome, Sampled) and not outcome.tokens)):
             outcome = Broken("the engine drew no token where the plan has one")
         if isinstance(outcome, GalleyError):
-            self._table.roll_back(request.key)
             self._respond(request, outcome)
             return
         start = request.kv_len or 0

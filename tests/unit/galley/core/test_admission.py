@@ -9,6 +9,7 @@ import pytest
 
 from galley.core.admission.admission import (
     ANONYMOUS,
+    TOKEN_PREFIX,
     Admission,
     AdmissionSlot,
     Principal,
@@ -42,6 +43,14 @@ def test_a_principal_has_no_more_streams_than_its_own_limit() -> None:
     admission.leave(first, 1)
     entered(admission, mine, 1, now=2)
     refused(admission, mine, now=2)
+
+
+@pytest.mark.parametrize(
+    ("principal", "kind"),
+    [(ANONYMOUS, "anonymous"), (named(f"{TOKEN_PREFIX}me"), "token"), (named("me"), "key")],
+)
+def test_logs_name_the_kind_of_a_principal(principal: Principal, kind: str) -> None:
+    assert principal.kind == kind
 
 
 def test_a_slot_is_released_once() -> None:

@@ -102,6 +102,18 @@ def test_an_exhausted_hint_is_dropped_but_not_the_request_after_it() -> None:
     assert offered(here, answer) == ()
 
 
+def test_the_time_of_a_hint_is_that_of_its_first_tokens() -> None:
+    here, answer = drafting(Observer(can_recover=False))
+    assert here.pending is not None
+    here.receive(proposed(here.pending, 10), answer, 0.5, 7)
+    assert offered(here, answer) == (4, 5, 6, 7, 8, 9, 10)
+    assert here.hint_since_ns == 0
+    here.hint = None
+    here.pending = PendingProposal(2, 3, prefix_hash(PROMPT), 4, 0)
+    here.receive(proposed(here.pending, 4), answer, 0.5, 8)
+    assert here.hint_since_ns == 8
+
+
 def test_a_request_for_confirmed_tokens_is_given_up() -> None:
     here, answer = drafting(Observer(can_recover=True))
     given_up = confirm(here, answer, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)

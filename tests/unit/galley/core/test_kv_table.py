@@ -79,6 +79,9 @@ def test_computed_tokens_take_whole_blocks() -> None:
     table.append_computed(A, tokens(6))
     assert table.tokens_of(A) == tokens(6)
     assert (table.live_blocks, table.free, table.total) == (2, 6, 8)
+    assert table.empty == 6
+    table.make_idle(A)
+    assert (table.live_blocks, table.free, table.empty) == (0, 8, 6), "its blocks are free but not empty"
 
 
 def test_only_full_blocks_of_computed_tokens_are_found() -> None:
@@ -299,19 +302,28 @@ def test_no_copy_of_a_block_whose_other_holders_are_evicted() -> None:
     check_table(table)
 
 
+def test_a_session_keeps_its_own_blocks_where_others_reach_no_further() -> None:
+    table = table_of(8)
+    filled(table, A, tokens(8))
+    table.make_idle(A)
+    filled(table, B, tokens(10))
+    assert table.open(A, 0, tokens(8)) == 7
+    assert table.reserve(A, 9).copies == (), "a block of B would have to be copied"
+
+
 def test_a_failed_step_is_rolled_back() -> None:
     table = table_of(8)
     filled(table, A, tokens(9))
     table.open(B, 1, tokens(8))
     assert table.reserve(B, 16).copies
-    table.roll_back(B)
+    table.make_idle(B)
     assert table.tokens_of(B) == tokens(4)
     assert len(table.blocks_of(B)) == 1
     assert table.open(B, 1, tokens(8)) == 7
     table.make_idle(B)
     assert table.tokens_of(B) == tokens(7)
     table.reserve(A, 20)
-    table.roll_back(A)
+    table.make_idle(A)
     assert table.tokens_of(A) == tokens(8)
     assert len(table.blocks_of(A)) == 2
     check_table(table)
@@ -327,7 +339,7 @@ def test_the_copy_of_a_plan_that_never_ran_is_dropped() -> None:
     table.reserve(B, 8)
     table.truncate(B, 4)
     table.reserve(B, 12)
-    table.roll_back(B)
+    table.make_idle(B)
     assert table.tokens_of(B) == tokens(4)
     assert len(table.blocks_of(B)) == 1
 
@@ -338,7 +350,7 @@ def test_after_a_step_the_copy_is_kept() -> None:
     table.open(B, 1, tokens(8))
     table.reserve(B, 8)
     table.append_computed(B, [])
-    table.roll_back(B)
+    table.make_idle(B)
     assert table.tokens_of(B) == tokens(7)
 
 

@@ -106,7 +106,8 @@ class Lives(RuleBasedStateMachine):
         self.carry_out(plan, fails, trash)
         for key, (fed, good) in plan.fed.items():
             if fails:
-                self.table.roll_back(key)
+                self.table.make_idle(key)
+                del self.live[key]
             else:
                 self.table.append_computed(key, fed[:good])
                 if len(self.tokens(key)) >= len(self.live[key]):
@@ -209,7 +210,8 @@ class Lives(RuleBasedStateMachine):
         key = min(self.live, key=lambda k: (self.arrivals[k], k))
         plan = Plan()
         assert self.reserve(plan, key, self.BLOCKS * BLOCK_TOKENS)
-        self.table.roll_back(key)
+        self.table.make_idle(key)
+        del self.live[key]
 
     @invariant()
     def all_balances(self) -> None:

@@ -251,6 +251,21 @@ def test_verifications_leave_prompts_a_quarter_of_the_budget() -> None:
     assert sorted(len(chunk.tokens) for chunk in plan.chunks) == [1] * 14 + [4]
 
 
+def test_draft_tokens_after_a_part_of_a_prompt_take_none_of_its_rows() -> None:
+    bench = Bench(max_rows=16)
+    bench.submit(request(prompt(30), draft_tokens=tuple(true_answer(prompt(30), 4))))
+    assert [len(chunk.tokens) for chunk in bench.begin().chunks] == [16]
+
+
+def test_draft_tokens_are_verified_beside_a_part_of_a_prompt() -> None:
+    bench = Bench(max_rows=16)
+    item = bench.submit(request(PROMPT, session="young", credit=9, arrival_ns=9))
+    bench.step()
+    bench.extend(item, hint=Hint(6, prefix_hash([*PROMPT, ANSWER[0]]), tuple(ANSWER[1:5])))
+    bench.submit(request(prompt(30), session="old", arrival_ns=1))
+    assert [len(chunk.tokens) for chunk in bench.begin().chunks] == [11, 5]
+
+
 def test_prompts_are_filled_oldest_first() -> None:
     bench = Bench(max_rows=16)
     bench.submit(request(prompt(30, 1), session="young", arrival_ns=9))

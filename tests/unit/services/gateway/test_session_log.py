@@ -9,7 +9,7 @@ import pytest
 from galley.core.answer.answer import Ending, Reason, decode_ending
 from galley.core.content import prefix_hash
 from galley.core.errors import Fenced, StoreUnavailable, UnknownSession
-from galley.core.records import TokenRecord
+from galley.core.records import TokenRecord, encode_records
 from galley.core.session import events as ev
 from galley.core.store import UNCHANGED, LogBehind, NewSession, SessionEnded
 from services.gateway.clock import SECOND, Timeouts
@@ -81,6 +81,21 @@ async def test_an_idle_session_is_recreated_by_a_renewal() -> None:
     world.store.forget()
     assert await log.renew() is None
     assert world.store.log("s") == [1, 2, 3]
+
+
+async def test_a_log_that_lost_its_tail_is_behind_and_held() -> None:
+    world = World()
+    log = await world.own()
+    await log.commit(commit(3, 3, 4), UNCHANGED)
+    world.store.roll_back("s", 4, encode_records([TokenRecord()]))
+    world.clock.now += TRUSTED_S * SECOND
+    behind = await log.commit(commit(5, 5), UNCHANGED)
+    assert isinstance(behind, ev.StoreFailed)
+    assert isinstance(behind.error, LogBehind)
+    assert (behind.error.have, behind.error.log_hash) == (4, prefix_hash(LOG[:4]))
+    world.store.forget()
+    world.clock.now += TRUSTED_S * SECOND
+    assert await log.renew() is None, "the store had the session when it refused the commit"
 
 
 async def test_a_session_that_may_have_ended_is_not_recreated() -> None:

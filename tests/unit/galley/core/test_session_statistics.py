@@ -1,0 +1,74 @@
+"""What a session records of its drafts for the sessions after it."""
+
+from __future__ import annotations
+
+import pytest
+
+from galley.core.answer.answer import Answer
+from galley.core.content import prefix_hash
+from galley.core.session import events as ev
+from galley.core.session.draft_statistics import DraftStatistics, SharedStatistics
+from galley.core.session.machine import Session, SessionLimits
+from tests.fakes.session_world import MS, spec
+from tests.fakes.truth import letters, true_id, true_output
+
+SPEC = spec(k=4, stop_token_ids=frozenset[int]())
+TRUE = (*SPEC.prompt, *true_output(SPEC.prompt, 20, stops=frozenset(), next_token=true_id))
+
+
+class Driven:
+    """A session with credit whose replicas are the test."""
+
+    def __init__(self) -> None:
+        self.shared = SharedStatistics()
+        self.session = Session(Answer(SPEC, letters), SessionLimits(credit=32), shared=self.shared)
+        self.propose, self.verify = self.started(self.session.start(0))
+
+    @staticmethod
+    def started(effects: list[ev.Effect]) -> tuple[ev.Propose, ev.Verify]:
+        propose, verify = effects
+        assert isinstance(propose, ev.Propose)
+        assert isinstance(verify, ev.Verify)
+        return propose, verify
+
+    @property
+    def workload(self) -> DraftStatistics:
+        return self.shared.for_workload(SPEC.strategy, SPEC.workload)
+
+    def hint(self, now: int, *tokens: int) -> list[ev.Effect]:
+        position = len(self.session.answer.tokens)
+        anchor = prefix_hash(self.session.answer.tokens)
+        proposed = ev.Proposed(self.propose.request_id, position, anchor, tokens, cache_len=position)
+        return self.session.step(proposed, now)
+
+    def verdict(self, now: int, *, verified: int, compute_ns: int) -> list[ev.Effect]:
+        at = len(self.session.answer.tokens)
+        verdict = ev.Verified(
+            self.verify.request_id, at, TRUE[at : at + verified + 1], verified, verified, at, "build",
+            more=True, timing=ev.Timing(0, compute_ns),
+        )  # fmt: skip
+        return self.session.step(verdict, now)
+
+
+@pytest.mark.parametrize(
+    ("compute_ms", "verified", "rate"),
+    [
+        (1, 0, 0.99),  # the target had the hint and verified nothing of it
+        (1, 2, 1.0),
+        (9, 0, 1.0),  # the hint came during the step, after its beginning
+    ],
+)
+def test_a_hint_that_is_not_verified_counts_if_it_came_in_time(
+    compute_ms: int, verified: int, rate: float
+) -> None:
+    here = Driven()
+    here.hint(2 * MS, *TRUE[3:7])
+    here.shared.message_ns = 0.0
+    here.verdict(10 * MS, verified=verified, compute_ns=compute_ms * MS)
+    assert here.workload.verified_rate == pytest.approx(rate)
+
+
+def test_a_verdict_without_any_hint_says_nothing_of_hints() -> None:
+    here = Driven()
+    here.verdict(10 * MS, verified=0, compute_ns=MS)
+    assert here.workload.verified_rate == 1.0
