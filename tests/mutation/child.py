@@ -14,7 +14,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -34,16 +34,14 @@ _OURS = ("galley", "services", "tests", "bench")
 _MOST_BYTES = 4 << 30
 
 
-def run_mutant(root: Path, mutant: Mutant, tests: Sequence[str], test_limit_s: float) -> int:
-    """Run `tests` with the mutant in place of its module; return pytest's exit status."""
+def run_mutant(root: Path, mutant: Mutant, limits_s: Mapping[str, float]) -> int:
+    """Run tests, each up to its limit, with the mutant in place of its module; return pytest's status."""
     _prepare(root)
     _limit_memory()
     loader = _Loader(root, mutant.path, mutant.source((root / mutant.path).read_text()))
     sys.meta_path.insert(0, _Finder(loader))
-    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-    # At its limit a test ends the process: hypothesis would catch an exception and repeat the test.
-    options = (*_OPTIONS, "-x", f"--timeout={test_limit_s:.0f}", "--timeout-method=thread")
-    status = pytest.main([*options, *files], plugins=[_Selection(tests)])
+    files = list(dict.fromkeys(test.partition("::")[0] for test in limits_s))
+    status = pytest.main([*_OPTIONS, "-x", *files], plugins=[_Selection(limits_s)])
     if not loader.has_loaded:
         raise RuntimeError(f"{mutant.path}: must be imported by the tests")
     return status
@@ -62,14 +60,12 @@ class Collected:
                 self._functions.setdefault(_place(found.__code__), []).append(found)
         gc.freeze()  # or each forked process would copy all that it collects
 
-    def run(self, code: CodeType, tests: Sequence[str], test_limit_s: float) -> int:
-        """Run `tests` with `code` in place of the function's at its place; return 0 if they pass, else 1."""
+    def run(self, code: CodeType, limits_s: Mapping[str, float]) -> int:
+        """Run tests, each up to its limit, with `code` in place of the function's; return 1 if one fails."""
         _limit_memory()
         for function in self._functions[_place(code)]:
             function.__code__ = code
-        items = [self._items[test] for test in tests]
-        for item in items:
-            item.add_marker(pytest.mark.timeout(test_limit_s, method="thread"), append=False)
+        items = _limited((self._items[test] for test in limits_s), limits_s)
         for item, following in zip(items, [*items[1:], None], strict=True):
             item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
             if self._session.testsfailed:
@@ -109,6 +105,14 @@ def run_recorded(root: Path, paths: Sequence[str], file: str, left_out: str, to:
     result = {"imported": imported, "called_at_import": recorder.at_import, "tests": recorder.tests}
     to.write_text(json.dumps(result))
     return status
+
+
+def _limited(items: Iterable[pytest.Item], limits_s: Mapping[str, float]) -> list[pytest.Item]:
+    """Return the items. At its limit a test ends the process: hypothesis would repeat one that raises."""
+    limited = list(items)
+    for item in limited:
+        item.add_marker(pytest.mark.timeout(limits_s[item.nodeid], method="thread"), append=False)
+    return limited
 
 
 def _limit_memory() -> None:
@@ -187,12 +191,12 @@ class _Loop(_FirstFailure):
 class _Selection(_FirstFailure):
     """Keep the given tests, in their order."""
 
-    def __init__(self, tests: Sequence[str]) -> None:
-        self._places = {test: place for place, test in enumerate(tests)}
+    def __init__(self, limits_s: Mapping[str, float]) -> None:
+        self._limits_s = limits_s
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid in self._places]
-        items.sort(key=lambda item: self._places[item.nodeid])
+        found = {item.nodeid: item for item in items}
+        items[:] = _limited((found[test] for test in self._limits_s), self._limits_s)
 
 
 class _Recorder:

@@ -68,6 +68,7 @@ class Coverage:
 
     def __init__(self, tests: Sequence[_Test]) -> None:
         self._tests = sorted(tests, key=lambda test: test.seconds)
+        self._seconds = {test.name: test.seconds for test in tests}
 
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return the tests that call the function, or for what runs at import, that import the module."""
@@ -82,9 +83,8 @@ class Coverage:
             scope in test.called_at_import for test in self._tests
         )
 
-    def seconds(self, tests: Sequence[str]) -> list[float]:
-        names = set(tests)
-        return [test.seconds for test in self._tests if test.name in names]
+    def seconds(self, test: str) -> float:
+        return self._seconds[test]
 
 
 def _scope(mutant: Mutant) -> str:

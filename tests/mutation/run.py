@@ -86,7 +86,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--mutants", type=int, default=300, help="how many; 0: all (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the sample (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--limit-s", type=float, default=20.0, help="of a test, beside 10 times its own time")
+    parser.add_argument("--limit-s", type=float, default=10.0, help="of a test, beside 10 times its own time")
     parser.add_argument("--only", default="", help="begin of the mutants' keys (default: all)")
     parser.add_argument("--root", type=Path, default=ROOT, help="of the tree (default: this repository)")
     parser.add_argument("--mutated", nargs="+", default=MUTATED, help="folders and modules of the tree")
@@ -155,14 +155,11 @@ class _Run:
             else:
                 yield self._job(mutant, partial(collected.run, code))
 
-    def _job(self, mutant: Mutant, run: Callable[[Sequence[str], float], int]) -> Job[str]:
+    def _job(self, mutant: Mutant, run: Callable[[Mapping[str, float]], int]) -> Job[str]:
         tests = self.coverage.tests_of(mutant)
-        if not tests:
-            return Job(mutant.key, int, self.least_limit_s)
-        seconds = self.coverage.seconds(tests)
-        limit_s = self.least_limit_s + 10 * max(seconds)
+        limits_s = {test: self.least_limit_s + 10 * self.coverage.seconds(test) for test in tests}
         # Each test has its limit; that of all holds for what hangs outside of tests.
-        return Job(mutant.key, partial(run, tests, limit_s), 60 + limit_s + 10 * sum(seconds))
+        return Job(mutant.key, partial(run, limits_s) if tests else int, 60 + sum(limits_s.values()))
 
 
 def _outcome(ended: Ended[str]) -> str:

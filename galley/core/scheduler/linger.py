@@ -112,7 +112,7 @@ class LingerPolicy:
         self._step_ns = step_ns
         self.waited_ns = 0
         self._since_ns: int | None = None
-        self._until_ns = 0
+        self._until_ns: int  # set with `_since_ns`
         self._awaited: set[int] = set()
 
     def until(self, requests: Sequence[ActiveRequest], now: int) -> int | None:

@@ -130,7 +130,7 @@ class Session:
             max_retry_ns=limits.max_retry_ns,
             timeout_ns=limits.target_timeout_ns,
         )
-        self._round = Round(0, with_credit=self._verifying.credit > 0)
+        self._round: Round
         self._hint_due = False
         self._stored_ending = finished
         self._finish_requested = False
@@ -432,20 +432,19 @@ class Session:
     def _on_committed(self, event: ev.Committed, now: int) -> None:
         self._delivery.committed(event.length)
         self._commit()
-        if self._emit():
-            self._seal()
-            self._advance(now)
+        self._emit()
+        self._seal()
+        self._advance(now)
 
-    def _emit(self) -> bool:
-        """Emit what the log holds. End the session and return False if it contradicts what the client has."""
+    def _emit(self) -> None:
+        """Emit what the log holds; end the session if that contradicts what the client has."""
         try:
             emit = self._delivery.emit()
         except LogLost as error:
             self._end_with(error)
-            return False
+            return
         if emit is not None:
             self._effects.append(emit)
-        return True
 
     def _on_sent(self, event: ev.Sent, now: int) -> None:
         self._delivery.sent(event.index)

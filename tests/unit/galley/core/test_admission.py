@@ -63,6 +63,18 @@ def test_a_slot_is_released_once() -> None:
     refused(admission, mine, now=2)
 
 
+def test_accounts_are_forgotten_only_when_idle() -> None:
+    admission, mine, waiting = Admission(1025), named("me", max_sessions=1), named("waiting")
+    [slot] = entered(admission, mine, 1)
+    entered(admission, named("other"), 1024)
+    refused(admission, waiting)
+    for number in range(1024):
+        refused(admission, named(f"stranger {number}"))
+    assert "1 streams of me" in str(refused(admission, mine, now=SECOND))
+    admission.leave(slot, SECOND)
+    entered(admission, mine, 1, now=SECOND)
+
+
 def test_one_principal_may_hold_all_slots_while_nobody_waits() -> None:
     admission = Admission(4)
     entered(admission, named("me"), 4)

@@ -124,6 +124,17 @@ def test_prefix_hashes_of_an_answer(prompt: list[int], output: list[int], data: 
     assert answer.output_hash(len(output) // 2) == prefix_hash(output[: len(output) // 2])
 
 
+def test_an_answer_takes_no_token_after_its_end() -> None:
+    spec = SessionSpec(
+        "s", (1,), SamplingParams(), max_position=9, vocab_size=9, stop_token_ids=frozenset([7])
+    )
+    answer = Answer(spec, lambda tokens: "x" * len(tokens))
+    assert answer.append(3, TokenRecord())
+    assert not answer.append(7, TokenRecord())
+    assert not answer.append(3, TokenRecord())
+    assert (answer.output, answer.ending) == ([3, 7], Ending(Reason.STOP, 7))
+
+
 def test_a_replay_comes_in_chunks_of_bounded_size() -> None:
     spec = SessionSpec("s", (1,), SamplingParams(), max_position=2000, vocab_size=9)
     answer = Answer(spec, lambda tokens: "x" * len(tokens))

@@ -139,6 +139,13 @@ def test_the_curve_between_and_beyond_its_points() -> None:
     assert FLAT(100) == 1
 
 
+def test_the_cost_of_a_round_of_two_sessions() -> None:
+    curve = RowCostCurve.parse("1:1,2:1.5,8:3")
+    # The target takes 2 * (3 + 1) rows; three draft steps over two rows cost a quarter of the target's.
+    assert round_cost(3, 4.0, curve, sessions=2) == 3 + 3 * 1.5 / 4
+    assert round_cost(3, math.inf, curve, sessions=2) == 3
+
+
 @pytest.mark.parametrize(
     ("field", "bound", "call"),
     [

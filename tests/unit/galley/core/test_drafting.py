@@ -62,6 +62,15 @@ def test_a_wrong_token_ends_a_hint_and_the_request_after_it() -> None:
     assert observer.seen == [True, False]
 
 
+def test_each_token_of_a_hint_is_recorded_once() -> None:
+    observer = Observer(can_recover=False)
+    here, answer = drafting(observer)
+    for token in (4, 5, 6):
+        confirm(here, answer, token)
+        assert offered(here, answer) == tuple(range(token + 1, 10))
+    assert observer.seen == [True, True, True]
+
+
 def test_where_drafts_recover_the_rest_of_a_hint_stays() -> None:
     observer = Observer(can_recover=True)
     here, answer = drafting(observer)

@@ -408,3 +408,4 @@ def test_sizes_must_be_positive() -> None:
     for sizes in ((1, 0, 1), (1, 1, 0), (0, 1, 1)):
         with pytest.raises(ValueError, match="block"):
             KvTable(*sizes)
+    assert KvTable(1, 1, 1).total == 1

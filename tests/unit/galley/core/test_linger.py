@@ -9,6 +9,8 @@ from galley.core.cost.model import LiveStepTimes
 from galley.core.hints import Hint
 from galley.core.scheduler.hint_statistics import PRIOR_ALPHA, AcceptanceEstimate, HintTiming
 from galley.core.scheduler.linger import ExpectedHint, linger_until
+from galley.core.scheduler.messages import Extend
+from galley.core.scheduler.request import ActiveRequest, SessionStatistics
 from galley.core.scheduler.scheduler import Linger
 from galley.core.step import StepPlan
 from tests.fakes.scheduler_world import FLAT, MS, Bench, request, result_of, true_answer
@@ -115,6 +117,30 @@ def test_lingering_is_bounded() -> None:
     bench, item = bench_of(max_linger_ns=1 * MS)
     teach(bench, item, 2 * MS)
     assert isinstance(bench.scheduler.plan(bench.now), StepPlan)
+
+
+def test_the_first_hint_after_a_result_alone_measures_the_delay() -> None:
+    active = ActiveRequest(1, request(PROMPT, credit=9), SessionStatistics(), 0)
+    active.tokens = list(PROMPT)
+    for now in (2 * MS, 30 * MS):
+        active.extend(Extend(hint=Hint(3, prefix_hash(PROMPT), (7, 8))), now)
+    assert active.statistics.hint_timing.delay_ns == 2 * MS
+
+
+def test_the_first_delay_is_the_mean_with_half_of_it_as_deviation() -> None:
+    """RFC 6298, section 2.2; the margin is two deviations."""
+    timing = HintTiming()
+    timing.record_arrival(100, 4)
+    assert timing.expected_at(1000) == (1100, 1200)
+
+
+def test_the_wait_for_one_token_that_costs_nothing_more() -> None:
+    # 1.9 tokens in 11 ms, or 2 in 20.
+    coming = ExpectedHint(at_ns=1 * MS, mean_ns=1 * MS, length=1, alpha=0.9, trust=1.0)
+    assert (
+        linger_until([coming], sessions=1, now=0, latest=50 * MS, step_ns=lambda _rows, _drafts: 10 * MS)
+        == MS
+    )
 
 
 def test_lingering_must_pay_for_all_sessions_of_the_step() -> None:

@@ -97,6 +97,9 @@ def test_a_prefix_counts_in_whole_blocks_of_that_replica() -> None:
     hashes = frozenset(block_hashes(b"", TOKENS, 8))
     assert cached_tokens(REQUEST, caching("a", TOKENS[:7])) == BLOCK
     assert cached_tokens(REQUEST, lease("b", kv_block_tokens=8, cached_prefixes=hashes)) == len(TOKENS) - 1
+    hashes = frozenset(block_hashes(b"", TOKENS[:7], 1))
+    assert cached_tokens(REQUEST, lease("c", kv_block_tokens=1, cached_prefixes=hashes)) == 7
+    assert cached_tokens(REQUEST, lease("d", kv_block_tokens=0, cached_prefixes=hashes)) == 0
 
 
 def test_the_prefix_of_another_tenant_does_not_count() -> None:

@@ -135,6 +135,14 @@ def test_no_hint_is_due_where_none_is_worth_drafting() -> None:
     assert [message.hint_due for message in sent_extensions(here)] == [False]
 
 
+def test_the_log_says_which_tokens_were_drafted() -> None:
+    here = world()
+    here.draft_answers()
+    here.target_answers()
+    here.store()
+    assert [record.from_draft for record in here.records] == [True, True, True, True, False]
+
+
 def test_a_late_hint_is_used() -> None:
     here = world()
     here.target_answers()

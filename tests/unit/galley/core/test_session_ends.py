@@ -66,6 +66,21 @@ def test_the_store_decides_between_finish_and_abort() -> None:
     assert session.step(refusal, 0) == [ev.End(ending=Ending(Reason.ABORTED))]
 
 
+def test_a_draft_that_missed_is_not_awaited_without_room() -> None:
+    """A log that lost its tail leaves no room to draft in: the target decides the next token alone."""
+    world = World(spec(k=4, stop_token_ids=frozenset[int]()), SessionLimits(credit=0, window=8))
+    for _ in range(2):
+        world.store()
+        world.draft_answers()
+        world.target_answers()
+    assert world.session.phase is Phase.DRAFTING
+    world.lose_log_tail(len(world.log) - len(world.session.answer.tokens) + 7)
+    world.draft_cache.clear()
+    world.store()
+    world.draft_answers()
+    assert world.session.phase is Phase.VERIFYING
+
+
 def test_a_late_finish_is_not_taken_for_an_abort() -> None:
     world = finishing()
     world.lose_log_tail(1)

@@ -12,6 +12,7 @@ from galley.core.admission.admission import ANONYMOUS, Principal, PrincipalLimit
 from galley.core.errors import Overloaded, StoreUnavailable
 from galley.core.store import Exchange, Exchanged, TokenBucket
 from services.gateway.clock import SECOND
+from services.gateway.session import budgets as budgets_module
 from services.gateway.session.budgets import Budgets
 from tests.fakes.session_ports import ManualClock
 from tests.fakes.store import MemoryStore
@@ -119,6 +120,17 @@ async def test_closing_tries_once_if_the_store_is_away(
         await second.reserve(ALICE, 1, IN_TIME)
 
 
+async def test_closing_gives_up_charges_if_the_store_is_away(
+    store: Shared, gateways: tuple[Budgets, Budgets]
+) -> None:
+    first, _ = gateways
+    store.is_away = True
+    first.add(ALICE, -20)
+    async with asyncio.timeout(PATIENCE_S):
+        await first.close()
+    assert store.failures == 1
+
+
 async def test_a_principal_without_a_rate_has_no_lease(
     store: Shared, gateways: tuple[Budgets, Budgets]
 ) -> None:
@@ -191,6 +203,20 @@ async def test_a_cancellation_is_not_swallowed_by_a_change(
     task.cancel()
     await asyncio.wait({task}, timeout=PATIENCE_S)
     assert task.cancelled()
+
+
+async def test_a_store_that_was_never_there_is_logged_once(
+    store: Shared, gateways: tuple[Budgets, Budgets], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets_module, "LONGEST_PAUSE_S", 0.001)
+    first, _ = gateways
+    store.is_away = True
+    with capture_logs() as logs:
+        first.add(ALICE, -20)
+        await store.watch.until(lambda: store.failures > 2)
+        assert [line["event"] for line in logs] == ["token budget not settled"]
+        store.is_away = False
+        await store.watch.until(lambda: store.level == 140)
 
 
 async def test_without_the_store_only_the_lease_is_used(

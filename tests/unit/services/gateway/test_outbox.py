@@ -40,6 +40,14 @@ async def test_items_of_a_long_answer_are_made_as_they_are_read() -> None:
     answered.outbox.close()
 
 
+async def test_an_end_drops_what_was_not_made_yet() -> None:
+    answered = Answered()
+    answered.outbox.put(answered.items(), LONG)
+    answered.outbox.end(ev.End())
+    assert isinstance(await answered.outbox.next(), Chunk), "the first item counts as sent"
+    assert await answered.outbox.next() == ev.End()
+
+
 async def test_a_long_answer_that_nobody_reads_counts_as_sent_at_once() -> None:
     answered = Answered()
     answered.outbox.put(answered.items(), LONG - 1)

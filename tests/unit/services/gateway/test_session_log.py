@@ -13,7 +13,8 @@ from galley.core.records import TokenRecord, encode_records
 from galley.core.session import events as ev
 from galley.core.store import UNCHANGED, LogBehind, NewSession, SessionEnded
 from services.gateway.clock import SECOND, Timeouts
-from services.gateway.store.session_log import LONGEST_PAUSE_S, SessionLog, retry
+from services.gateway.store import session_log
+from services.gateway.store.session_log import LONGEST_PAUSE_S, SessionLog, StoreTime, retry
 from tests.fakes.owners import abort, claim, create, hashes_of
 from tests.fakes.session_ports import FaultyStore, ManualClock
 
@@ -164,6 +165,15 @@ async def test_it_gives_up_at_its_time_and_not_later(monkeypatch: pytest.MonkeyP
     with pytest.raises(StoreUnavailable, match="away"):
         await retry("commit", away.call, 10 * SECOND, away)
     assert away.now_s == pytest.approx(10)
+
+
+async def test_a_call_that_began_in_time_may_last_a_little_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert StoreTime(1000, 0, 0).latest_ms(2 * SECOND) == 1000 + 2000 + 500
+    monkeypatch.setattr(session_log, "LAST_CALL_S", 0.01)
+    clock = ManualClock()
+    async with asyncio.timeout(5):
+        with pytest.raises(StoreUnavailable, match="does not respond"):
+            await retry("commit", asyncio.Event().wait, clock.now, clock)
 
 
 async def test_a_refusal_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,6 +296,33 @@ async def test_a_draining_gateway_hands_its_sessions_over_after_a_round() -> Non
     assert len(log) < 2000
 
 
+async def test_draining_ends_with_the_last_stream() -> None:
+    served, posted = Served(DONE, 1.0), asyncio.Queue[ev.Event]()
+    runner = cast("Any", served.runner)
+    runner.post = posted.put_nowait
+    async with asyncio.timeout(20):
+        with served.streams.admit(ANONYMOUS), served.streams.running(runner):
+            draining = asyncio.create_task(served.streams.drain(0.0))
+            assert await posted.get() == ev.Draining()
+            await asyncio.sleep(0)
+            assert not draining.done()
+        await draining
+
+
+async def test_a_principal_in_debt_gets_no_slot() -> None:
+    streams = Streams(MemoryStore(), MonotonicClock(), cast("Any", None), str, SessionLimits(), Timeouts(), 9)
+    alice = Principal("alice", PrincipalLimits(tokens_per_s=0.01, burst_tokens=10))
+    with streams.admit(alice) as slot:
+        streams.charge(slot, 100)
+        with pytest.raises(Overloaded):  # by what the store holds
+            await streams.reserve(slot, 1, None)
+    with pytest.raises(Overloaded, match="alice has no token budget left"), streams.admit(alice):
+        pass
+    with streams.admit(Principal("bob", alice.limits)):
+        pass
+    await streams.close()
+
+
 NO_SESSION = "00" * 16
 
 
