@@ -353,11 +353,11 @@ class StreamsBeforeCommit(Session):
         super()._commit()
         self._emit()
 
-    def _emit(self) -> bool:
+    def _emit(self) -> None:
         delivery = self._delivery
         logged, delivery.logged = delivery.logged, len(self.answer.tokens)
         try:
-            return super()._emit()
+            super()._emit()
         finally:
             delivery.logged = logged
 
