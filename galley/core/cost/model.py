@@ -244,7 +244,7 @@ def rows_that_pay(
     rows: int,
     step_ns: StepNs,
     room: int,
-    prompts_ns: float = 0.0,
+    prompts_ns: float,
 ) -> int:
     """Return how many draft rows to add to a step so that it confirms most expected tokens per time.
 

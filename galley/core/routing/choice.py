@@ -191,19 +191,14 @@ def cached_tokens(request: RoutingRequest, lease: TargetLease) -> int:
     known = 0
     if held is not None and (held.replica, held.incarnation) == (lease.address, lease.incarnation):
         known = held.kv_len
-    return min(max(known, _cached_prefix(request, lease)), max(0, len(request.tokens) - 1))
+    cached = request.prefix.cached_tokens(lease.cached_prefixes, lease.kv_block_tokens)
+    return min(max(known, cached), max(0, len(request.tokens) - 1))
 
 
 def _score(request: RoutingRequest, candidate: TargetCandidate) -> int:
     """Return the worth of the replica to the session, in tokens of prefill."""
     saved = cached_tokens(request, candidate.lease)
     return saved - LOAD_TOKENS * candidate.load - _short_tokens(request, candidate.lease, saved)
-
-
-def _cached_prefix(request: RoutingRequest, lease: TargetLease) -> int:
-    if not lease.cached_prefixes or lease.kv_block_tokens < 1:
-        return 0
-    return request.prefix.cached_tokens(lease.cached_prefixes, lease.kv_block_tokens)
 
 
 def _short_tokens(request: RoutingRequest, lease: TargetLease, saved: int) -> int:

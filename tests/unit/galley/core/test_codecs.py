@@ -20,7 +20,7 @@ from galley.core.answer.answer import (
     encode_ending,
     encode_spec,
 )
-from galley.core.content import Hit, Miss, look_up, prefix_hash, token_bytes, tokens_from_bytes
+from galley.core.content import Hit, Miss, RunningHash, look_up, prefix_hash, token_bytes, tokens_from_bytes
 from galley.core.records import PositionLogprobs, TokenRecord, decode_records, encode_records
 from galley.core.sampling_params import SamplingParams
 
@@ -89,6 +89,40 @@ def test_a_default_spec_is_small() -> None:
     assert len(data) < 64
 
 
+def test_what_a_stored_spec_leaves_out_keeps_its_meaning() -> None:
+    """Sessions of other versions are resumed too, so a default is a part of the format."""
+    stored = b'{"max_position":9,"sampling":{},"vocab_size":7}'
+    assert decode_spec(stored, "s", (1,)) == SessionSpec(
+        "s",
+        (1,),
+        SamplingParams(
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+            repetition_penalty=1.0,
+            logit_bias={},
+            seed=0,
+        ),
+        max_position=9,
+        vocab_size=7,
+        stop_token_ids=frozenset(),
+        stop_strings=(),
+        min_tokens=0,
+        logprobs=None,
+        k=0,
+        auto=False,
+        strategy="",
+        workload="",
+        arrival_ns=0,
+        priority=0,
+        tenant_salt=b"",
+        continue_without_client=False,
+    )
+
+
 @given(tokens, tokens, st.integers(0, 12))
 def test_a_cache_serves_the_agreeing_prefix(held: list[int], tokens: list[int], start: int) -> None:
     start = min(start, len(tokens))
@@ -122,6 +156,13 @@ def test_prefix_hashes_of_an_answer(prompt: list[int], output: list[int], data: 
     assert answer.prefix_hash(len(grown)) == prefix_hash(grown)
     assert answer.output_hash(len(output)) == prefix_hash(output)
     assert answer.output_hash(len(output) // 2) == prefix_hash(output[: len(output) // 2])
+
+
+@given(tokens, tokens)
+def test_a_running_hash_is_that_of_all_tokens(first: list[int], then: list[int]) -> None:
+    running = RunningHash(first)
+    running.add(then)
+    assert running.digest() == prefix_hash([*first, *then])
 
 
 def test_an_answer_takes_no_token_after_its_end() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.content import prefix_hash
 from galley.core.hints import Hint
 from galley.core.records import TokenRecord
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
-from galley.core.session.drafting import Drafting, PendingProposal, remaining
+from galley.core.session.drafting import Drafting, PendingProposal, remaining, valid_prefix
 
 PROMPT = (1, 2, 3)
 
@@ -69,6 +71,27 @@ def test_each_token_of_a_hint_is_recorded_once() -> None:
         confirm(here, answer, token)
         assert offered(here, answer) == tuple(range(token + 1, 10))
     assert observer.seen == [True, True, True]
+
+
+def test_a_draft_may_miss_three_times_in_a_row() -> None:
+    here, answer = drafting(Observer(can_recover=False))
+    pending = here.pending
+    missed = ev.CacheMissed(1, 2, prefix_hash(PROMPT[:2]))
+    for _ in range(3):
+        here.pending = pending
+        assert here.miss(missed, answer) == pending
+        assert here.cache_len == 2
+    here.pending = pending
+    assert here.miss(missed, answer) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "valid"), [((0, 7), (0, 7)), ((3, 8, 3), (3,)), ((-1,), ()), ((3, -1), (3,)), ((), ())]
+)
+def test_draft_tokens_of_another_vocabulary_end_a_proposal(
+    tokens: tuple[int, ...], valid: tuple[int, ...]
+) -> None:
+    assert valid_prefix(tokens, vocab_size=8) == valid
 
 
 def test_where_drafts_recover_the_rest_of_a_hint_stays() -> None:

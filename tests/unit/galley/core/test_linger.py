@@ -127,6 +127,25 @@ def test_the_first_hint_after_a_result_alone_measures_the_delay() -> None:
     assert active.statistics.hint_timing.delay_ns == 2 * MS
 
 
+def test_acceptance_begins_as_a_mean_with_a_prior_of_five_tokens() -> None:
+    acceptance = AcceptanceEstimate()
+    acceptance.record_token(right=True)
+    assert acceptance.alpha == pytest.approx((5 * PRIOR_ALPHA + 1) / 6)
+    acceptance.record_token(right=False)
+    assert acceptance.alpha == pytest.approx((5 * PRIOR_ALPHA + 1) / 7)
+
+
+def test_a_result_reports_how_long_its_step_waited() -> None:
+    bench, item = bench_of()
+    count = teach(bench, item, 4 * MS)
+    bench.now += 1 * MS
+    assert isinstance(bench.scheduler.plan(bench.now), Linger)
+    bench.now += 2 * MS
+    send_hint(bench, item, count)
+    (answer,) = bench.step()
+    assert (result_of(answer).linger_ns, result_of(answer).queue_ns) == (2 * MS, 3 * MS)
+
+
 def test_the_first_delay_is_the_mean_with_half_of_it_as_deviation() -> None:
     """RFC 6298, section 2.2; the margin is two deviations."""
     timing = HintTiming()

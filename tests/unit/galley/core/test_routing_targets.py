@@ -97,9 +97,7 @@ def test_a_prefix_counts_in_whole_blocks_of_that_replica() -> None:
     hashes = frozenset(block_hashes(b"", TOKENS, 8))
     assert cached_tokens(REQUEST, caching("a", TOKENS[:7])) == BLOCK
     assert cached_tokens(REQUEST, lease("b", kv_block_tokens=8, cached_prefixes=hashes)) == len(TOKENS) - 1
-    hashes = frozenset(block_hashes(b"", TOKENS[:7], 1))
-    assert cached_tokens(REQUEST, lease("c", kv_block_tokens=1, cached_prefixes=hashes)) == 7
-    assert cached_tokens(REQUEST, lease("d", kv_block_tokens=0, cached_prefixes=hashes)) == 0
+    assert cached_tokens(REQUEST, lease("c", kv_block_tokens=0, cached_prefixes=hashes)) == 0
 
 
 def test_the_prefix_of_another_tenant_does_not_count() -> None:
@@ -140,6 +138,11 @@ def test_a_replica_without_room_is_left_for_one_that_has_it() -> None:
         chosen(REQUEST, lease("full", kv_blocks_free=0), lease("busy", queue_depth=0, kv_blocks_free=10))
         == "busy"
     )
+
+
+def test_room_for_the_whole_prompt_costs_nothing() -> None:
+    unknown = lease("z", kv_block_tokens=0, kv_blocks_free=0)
+    assert chosen(REQUEST, lease("a"), unknown) == "a", "the scores are equal, and it has free blocks"
 
 
 def test_the_kv_directory_counts() -> None:

@@ -10,6 +10,7 @@ from galley.core.errors import LogLost, TargetUnavailable
 from galley.core.records import TokenRecord
 from galley.core.session import events as ev
 from galley.core.session.machine import Phase, Session, SessionLimits
+from galley.core.session.verifying import Verifying
 from galley.core.store import LogBehind, SessionEnded
 from tests.fakes.session_world import MS, World, spec
 from tests.fakes.truth import letters
@@ -64,6 +65,15 @@ def test_the_store_decides_between_finish_and_abort() -> None:
     assert session.step(ev.Aborted(), 0) == []
     refusal = ev.StoreFailed(SessionEnded("s"))
     assert session.step(refusal, 0) == [ev.End(ending=Ending(Reason.ABORTED))]
+
+
+def test_a_target_is_retried_after_doubling_pauses_until_its_timeout() -> None:
+    verifying = Verifying(0, 4, retry_ns=10, max_retry_ns=25, timeout_ns=100)
+    now, retries = 5, []
+    while (at := verifying.next_retry_ns(now, 5)) is not None:
+        retries.append(at - now)
+        now = at
+    assert retries == [10, 20, 25, 25]
 
 
 def test_a_draft_that_missed_is_not_awaited_without_room() -> None:

@@ -25,6 +25,12 @@ def test_times_are_interpolated() -> None:
     assert CURVE.points == ((1, 10_000), (8, 12_000), (16, 30_000), (64, 60_000))
 
 
+def test_times_in_use_are_remembered_beside_the_measurement() -> None:
+    used, fresh = StepTimes.measured([(1, 10), (4, 40)]), StepTimes.measured([(1, 10), (4, 40)])
+    assert used(3) == used(3) == 30
+    assert used == fresh
+
+
 def test_noise_never_makes_more_rows_cheaper() -> None:
     times = StepTimes.measured([(1, 10), (2, 8), (4, 12)])
     assert [times(rows) for rows in (1, 2, 3, 4)] == [10, 10, 11, 12]
@@ -47,7 +53,9 @@ def test_no_other_number_of_rows_confirms_more_tokens_per_time(
     worth: list[float], sessions: int, prompt_rows: int, room: int
 ) -> None:
     rows = sessions + prompt_rows
-    chosen = rows_that_pay(worth, tokens=sessions, rows=rows, step_ns=LiveStepTimes(CURVE), room=room)
+    chosen = rows_that_pay(
+        worth, tokens=sessions, rows=rows, step_ns=LiveStepTimes(CURVE), room=room, prompts_ns=0.0
+    )
 
     def rate(count: int) -> float:
         return (sessions + sum(worth[:count])) / CURVE(rows + count)
@@ -61,7 +69,10 @@ def test_no_other_number_of_rows_confirms_more_tokens_per_time(
 def test_a_row_never_makes_a_step_shorter() -> None:
     falling = {1: 100, 2: 100, 3: 60}
     assert (
-        rows_that_pay([0.0, 0.0], tokens=1, rows=1, step_ns=lambda rows, drafts: falling[rows], room=2) == 0
+        rows_that_pay(
+            [0.0, 0.0], tokens=1, rows=1, step_ns=lambda rows, drafts: falling[rows], room=2, prompts_ns=0.0
+        )
+        == 0
     )
 
 
@@ -86,8 +97,8 @@ def test_a_bad_measurement_is_corrected() -> None:
     assert live(1, 0) == pytest.approx(10_000, rel=0.02)
     assert live(8, 0) == pytest.approx(12_000, rel=0.02)
     worth = [0.02] * 7
-    assert rows_that_pay(worth, tokens=1, rows=1, step_ns=LiveStepTimes(noisy), room=7) == 7
-    assert rows_that_pay(worth, tokens=1, rows=1, step_ns=live, room=7) == 0
+    assert rows_that_pay(worth, tokens=1, rows=1, step_ns=LiveStepTimes(noisy), room=7, prompts_ns=0.0) == 7
+    assert rows_that_pay(worth, tokens=1, rows=1, step_ns=live, room=7, prompts_ns=0.0) == 0
 
 
 def test_unseen_factors_move_along() -> None:

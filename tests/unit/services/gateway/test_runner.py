@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from galley.core.answer.answer import Answer
+from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.errors import Cancelled, ClientStalled
 from galley.core.session import events as ev
+from galley.core.session.events import DraftPort
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import NewSession
 from services.gateway.clock import SECOND, MonotonicClock, Timeouts
@@ -22,14 +23,19 @@ async def runner_of(
     store: FaultyStore,
     deadline_ns: int | None = None,
     client_ns: int = 60 * SECOND,
+    *,
+    spec: SessionSpec = SPEC,
+    draft: DraftPort | None = None,
+    credit: int = 0,
+    verify_ns: int = Timeouts().verify_ns,
 ) -> SessionRunner:
-    stored = await create(store, NewSession("s", "me", b"body", {}, SPEC.prompt))
+    stored = await create(store, NewSession("s", "me", b"body", {}, spec.prompt))
     session = Session(
-        Answer(SPEC, lambda tokens: "x" * len(tokens)), replace(SessionLimits(), credit=0, window=8)
+        Answer(spec, lambda tokens: "x" * len(tokens)), replace(SessionLimits(), credit=credit, window=8)
     )
-    clock, timeouts = MonotonicClock(), Timeouts(client_ns=client_ns)
+    clock, timeouts = MonotonicClock(), Timeouts(client_ns=client_ns, verify_ns=verify_ns)
     log = SessionLog(store, stored, clock, timeouts, clock.now_ns(), deadline_ns)
-    return SessionRunner(session, log, Ports(NoDraft(), targets, clock), timeouts, deadline_ns)
+    return SessionRunner(session, log, Ports(draft or NoDraft(), targets, clock), timeouts, deadline_ns)
 
 
 async def run(runner: SessionRunner) -> ev.End:
@@ -52,6 +58,33 @@ async def test_a_verification_is_closed_if_its_client_left_before_its_task_began
     assert isinstance(end.error, Cancelled)
     [verification] = targets.verifications
     assert verification.closed
+
+
+class HangingDraft:
+    replica = None
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.open = 0
+
+    async def propose(self, _spec: SessionSpec, _request: ev.Propose, _remaining_ns: int | None) -> ev.Failed:
+        self.calls += 1
+        self.open += 1
+        assert self.open == 1, "the one before is cancelled"
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.open -= 1
+        raise AssertionError
+
+
+async def test_a_proposal_that_comes_too_late_is_cancelled() -> None:
+    spec, draft = replace(SPEC, k=1, max_position=20), HangingDraft()
+    runner = await runner_of(PortTarget(), FaultyStore(), spec=spec, draft=draft, credit=8)
+    end = await run(runner)
+    assert end.error is None
+    assert draft.calls > 2
+    assert draft.open == 0
 
 
 async def test_directory_names_the_answering_replica() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,8 @@ from opentelemetry.trace import INVALID_SPAN_CONTEXT
 from galley.common.metrics import catalogue
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
+from galley.core.answer.answer import SessionSpec
+from galley.core.content import prefix_hash
 from galley.core.errors import (
     Broken,
     Cancelled,
@@ -26,13 +29,14 @@ from galley.core.errors import (
     TargetUnavailable,
     TokenizerMismatch,
 )
+from galley.core.session import events as ev
 from galley.core.session.round import SpeculationStats
 from galley.core.store import StoredSession
 from services.gateway.telemetry.call import end_of
 from services.gateway.telemetry.observer import RequestObserver, observe_with
 from services.gateway.telemetry.session_metrics import ByPosition, SessionCounts, SessionMetrics
 from tests.fakes.readings import count, number
-from tests.fakes.session_ports import FaultyStore, PortTarget
+from tests.fakes.session_ports import SPEC, FaultyStore, PortTarget
 from tests.unit.services.gateway.test_runner import run, runner_of
 
 SECOND = 1_000_000_000
@@ -63,6 +67,54 @@ async def test_an_absent_store_is_counted(registry: Registry, sessions: SessionM
     assert (await run(runner)).error is None
     assert number(registry, catalogue.STORE_RETRIES) == 2
     assert count(registry, catalogue.COMMIT_DURATION, "ok") >= 1
+
+
+class ForgetfulDraft:
+    replica = None
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def propose(
+        self, _spec: SessionSpec, request: ev.Propose, _remaining_ns: int | None
+    ) -> ev.CacheMissed | ev.Failed:
+        self.calls += 1
+        if self.calls == 1:
+            return ev.CacheMissed(request.request_id, 0, prefix_hash([]))
+        return ev.Failed(request.request_id, "away")
+
+
+async def test_a_draft_that_lost_its_cache_is_counted(registry: Registry, sessions: SessionMetrics) -> None:
+    observe_with(RequestObserver(sessions=sessions))
+    spec = replace(SPEC, k=1)
+    assert (
+        await run(await runner_of(PortTarget(), FaultyStore(), spec=spec, draft=ForgetfulDraft()))
+    ).error is None
+    assert number(registry, catalogue.CACHE_MISSES, "draft") == 1
+    assert number(registry, catalogue.CACHE_MISSES, "target") == 0
+
+
+class Failures(RequestObserver):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+        self.has_failed = asyncio.Event()
+
+    def target_failed(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.has_failed.set()
+
+
+async def test_a_late_target_is_reported_as_such() -> None:
+    observer, target = Failures(), PortTarget()
+    observe_with(observer)
+    target.may_answer.clear()
+    running = asyncio.create_task(run(await runner_of(target, FaultyStore(), verify_ns=SECOND // 100)))
+    async with asyncio.timeout(20):
+        await observer.has_failed.wait()
+        target.may_answer.set()
+        assert (await running).error is None
+    assert observer.reasons[0] == "no response in time"
 
 
 def test_a_failed_commit_is_counted_with_its_status(registry: Registry, counts: SessionCounts) -> None:
