@@ -28,3 +28,18 @@ class ClientCall(HasMetadata, Protocol):
 def client_call(context: grpc.aio.ServicerContext[Any, Any]) -> ClientCall:
     """Return the context as what it is: its stubs ask for more of a callback than gRPC does."""
     return cast("ClientCall", context)
+
+
+def once(callback: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a function that calls `callback` the first time, and forgets it.
+
+    gRPC keeps the callbacks of an ended call in a reference cycle. What they hold, such as a whole session,
+    would wait for a garbage collection.
+    """
+    waiting = [callback]
+
+    def call_once(call: object) -> None:
+        while waiting:
+            waiting.pop()(call)
+
+    return call_once

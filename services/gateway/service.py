@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,6 +76,7 @@ _HAND_OVER_SHARE = 0.6
 """Share of the drain timeout in which streams may end by themselves before they are handed over."""
 _HTTP_GRACE_S = 1.0
 """Longest time that HTTP responses get to end after the drain, such as errors of streams handed over."""
+_COLLECT_S = 5.0
 _CLOCK = MonotonicClock()
 _COPY_TIMEOUT_S = 1.0
 """Longest time that one commit waits for the store's replicas; it is repeated for `store_timeout_s`."""
@@ -223,6 +225,7 @@ async def _generation(
     model = _served_model(settings, tuning, tokenizer, targets, drafts)
     streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
     opened.push_async_callback(streams.close)
+    opened.callback(asyncio.create_task(_collect_garbage(streams)).cancel)
     observers = RequestObservers(_CLOCK)
     if (registry := parts.metrics) is not None:
         peer_files = None if tls["target"] is None else tls["target"].files
@@ -232,6 +235,14 @@ async def _generation(
             _CLOCK, CallMetrics(registry, model.name), SessionMetrics(registry, model.name)
         )
     return Generation(streams, model, _CLOCK, _id_secret(settings), observers, parts.address)
+
+
+async def _collect_garbage(streams: Streams) -> None:
+    """Collect all garbage when no stream is open: there is little to visit then, and nobody waits."""
+    while True:
+        await asyncio.sleep(_COLLECT_S)
+        if not streams.held and gc.get_count()[2]:
+            gc.collect()
 
 
 def _bind_http(settings: GatewaySettings, opened: AsyncExitStack) -> socket.socket | None:

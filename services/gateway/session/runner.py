@@ -50,11 +50,11 @@ class SessionRunner:
         """`deadline_ns` is in the time of the clock port; None means no deadline."""
         self.session = session
         self.log = log
-        self.outbox = Outbox(ports.clock, timeouts.client_ns, self.post)
+        self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self.outbox = Outbox(ports.clock, timeouts.client_ns, self._inbox.put_nowait)
         self._ports = ports
         self._timeouts = timeouts
         self._deadline_ns = deadline_ns
-        self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._observer = request_observer()
@@ -225,6 +225,8 @@ class SessionRunner:
             if self._verification is not None:
                 await self._verification.aclose()  # its task may have been cancelled before it began
         finally:
+            # Tasks that were cancelled keep their frames, and so this object.
+            self._renewal = self._verification = self._following = self._proposing = None
             self._observer.stopped(self.session, self._end)
 
 

@@ -41,7 +41,7 @@ from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.events import Clock
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import NewSession, OwnerChanged, SessionStore, StoredSession
-from services.gateway.client_call import ClientCall
+from services.gateway.client_call import ClientCall, once
 from services.gateway.clock import Timeouts
 from services.gateway.session.budgets import Budgets
 from services.gateway.session.replay import SPEC_FIELD, Replays, stored_spec
@@ -442,7 +442,7 @@ class Pump:
         self._task.add_done_callback(lambda _: self._observer.release())
         self._unread_end: asyncio.Task[None] | None = None
         # gRPC may drop the generator when the client leaves, but it always reports the end of the call.
-        call.add_done_callback(self._call_ended)
+        call.add_done_callback(once(self._call_ended))
 
     def leave(self) -> None:
         """Note that the client no longer reads. The session keeps the slot until it has stopped or ended."""
@@ -465,6 +465,7 @@ class Pump:
         self.leave()
         if self._unread_end is not None:
             self._unread_end.cancel()
+            self._unread_end = None  # a task that was cancelled keeps its frames, and so this object
 
     async def _run(self) -> None:
         with self._streams.running(self._runner):

@@ -24,7 +24,7 @@ from galley.core.session import events as ev
 from galley.core.session.events import Clock
 from galley.core.session.machine import Session
 from galley.core.store import StoredSession
-from services.gateway.client_call import ClientCall
+from services.gateway.client_call import ClientCall, once
 from services.gateway.clock import SECOND
 from services.gateway.telemetry.attributes import stored_operation
 
@@ -82,7 +82,7 @@ class Call:
         # gRPC may drop the handler of a client that left without resuming it, but it always calls back;
         # the log line of that needs the trace ids of this context.
         run = copy_context().run
-        client.add_done_callback(lambda _: run(self.ended, asyncio.CancelledError()))
+        client.add_done_callback(once(lambda _: run(self.ended, asyncio.CancelledError())))
 
     def not_admitted(self, reason: str) -> None:
         if self._metrics is not None:
@@ -120,6 +120,7 @@ class Call:
             self._count(self._metrics, outcome, fault, duration_ns)
         if self._session is not None:
             self._log_end(self._session, error, outcome, duration_ns)
+            self._session = None  # cancelled timers keep their context, and so this object
         elif isinstance(error, Exception):
             log_rejected(error)
 

@@ -19,7 +19,7 @@ from galley.common.wire.status import code_of, error_type
 from galley.core import names
 from galley.core.errors import AuthenticationUnavailable, Unauthenticated
 from galley.core.session.events import Clock
-from services.gateway.client_call import ClientCall, client_call
+from services.gateway.client_call import ClientCall, client_call, once
 from services.gateway.telemetry.observer import RequestObserver, observe_with
 from services.gateway.telemetry.spans import TraceOptions, TraceStart
 
@@ -72,7 +72,7 @@ class RequestTracer:
         observer = self._begin(call, transport)
         observe_with(observer)
         # gRPC may drop the generator of a client that left without resuming it, but it always calls back.
-        call.add_done_callback(partial(_call_ended, observer))
+        call.add_done_callback(once(partial(_call_ended, observer)))
         try:
             yield
         except grpc.aio.AbortError:  # its status was noted where it was aborted

@@ -1,0 +1,63 @@
+"""What an ended call held is freed at once: its tokens must not wait for a garbage collection."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from tests.fakes.http_client import BODY, Events, http_client
+from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.world import Gateway, World
+
+
+@pytest.fixture(autouse=True)
+def no_collections() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def running_session(gateway: Gateway) -> weakref.ref[Any]:
+    [runner] = cast("Any", gateway.running.service)._streams._running
+    return weakref.ref(runner.session)
+
+
+async def freed(session: weakref.ref[Any]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while session() is not None:  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
+
+
+async def test_a_stream_of_grpc_is_freed(world: World) -> None:
+    gateway = await world.gateway()
+    stream, received = await world.held(gateway, 2)
+    session = running_session(gateway)
+    world.target.gate.open()
+    await received.listen(stream)
+    await freed(session)
+
+
+async def test_a_cancelled_stream_is_freed(world: World) -> None:
+    gateway = await world.gateway()
+    stream, _ = await world.held(gateway, 2)
+    session = running_session(gateway)
+    stream.cancel()
+    await freed(session)
+
+
+async def test_a_stream_of_http_is_freed(world: World) -> None:
+    gateway = await world.gateway(http_port=0)
+    world.target.gate.close_after(2)
+    events = Events()
+    async with http_client(gateway.http) as client:
+        async with client.open("/v1/completions", BODY) as response:
+            await events.listen(response, until=2)
+            session = running_session(gateway)
+            world.target.gate.open()
+            await events.listen(response)
+        await freed(session)
