@@ -18,8 +18,8 @@ from galley.core.content import PrefixHasher, prefix_hash
 from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.sampling_params import SamplingParams
 
-# Bounds the messages in which a resumed stream replays a long answer.
-MAX_CHUNK_TOKENS = 64
+# Bounds the messages in which a resumed stream replays a long answer; encoding logprobs takes 0.1 ms a token.
+MAX_CHUNK_TOKENS, MAX_LOGPROBS_CHUNK_TOKENS = 64, 16
 
 
 class Reason(enum.Enum):
@@ -162,7 +162,8 @@ class Answer:
 
     def _same_origin(self, start: int, end: int) -> int:
         first = self.records[start]
-        end = min(end, start + MAX_CHUNK_TOKENS)
+        most = MAX_CHUNK_TOKENS if self.spec.logprobs is None else MAX_LOGPROBS_CHUNK_TOKENS
+        end = min(end, start + most)
         for index in range(start + 1, end):
             record = self.records[index]
             if record.from_draft != first.from_draft or record.fingerprint is not None:

@@ -89,9 +89,9 @@ def extension(request: ev.ExtendVerify) -> pb.Extension:
 
 async def _add_tokens(message: pb.SessionSlice, tokens: Sequence[int]) -> None:
     for at in range(0, len(tokens), _PIECE_TOKENS):
-        if at:
-            await asyncio.sleep(0)
         message.tokens.extend(tokens[at : at + _PIECE_TOKENS])
+        if len(tokens) > _PIECE_TOKENS:
+            await asyncio.sleep(0)
 
 
 def _slice_without_tokens(

@@ -50,8 +50,8 @@ DEFAULT_MAX_CONNECTIONS = 32
 # large; with one longer value, each field is an allocation of its own.
 _COMPACT_BYTES = 64
 _MOST_COMPACT_BYTES = 4096
-_PIECE_BYTES = 128 * 1024
-"""What of a log is read before others get a turn: about 1 ms."""
+_PIECE_TOKENS = 32 * 1024
+"""Tokens that are read or written before others get a turn: about 1 ms."""
 _PIECE = "#"
 _STATES: Mapping[bytes, State] = {b"live": "live", b"finished": "finished"}
 _SCRIPTS = Path(__file__).parent / "scripts"
@@ -131,8 +131,7 @@ class RedisStore(SessionStore):
     async def create(self, new: NewSession, nonce: bytes, latest_ms: int) -> StoredSession:
         """Raise also ValueError, for names of fields that the store uses itself."""
         ttls = (self._ttl_ms, self._finished_ttl_ms)
-        args = (latest_ms, new.principal, nonce, *ttls, *_content(new))
-        await asyncio.sleep(0)  # a long prompt takes some ms to encode, and again to send
+        args = (latest_ms, new.principal, nonce, *ttls, *await _content(new))
         return await _stored(new.session_id, *await self._run(self._create, new.session_id, *args))
 
     async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
@@ -166,7 +165,7 @@ class RedisStore(SessionStore):
         await self._run_owned(self._finish, owner, *args)
 
     async def recreate(self, owner: Ownership, new: NewSession, latest_ms: int) -> None:
-        args = (latest_ms, self._ttl_ms, new.principal, *_content(new))
+        args = (latest_ms, self._ttl_ms, new.principal, *await _content(new))
         await self._run_owned(self._recreate, owner, *args)
 
     async def renew(self, owner: Ownership) -> None:
@@ -220,11 +219,16 @@ def _result(session_id: str, reply: object, epoch: int = 0) -> list[Any]:
     return rest
 
 
-def _content(new: NewSession) -> list[bytes | str | int]:
+async def _content(new: NewSession) -> list[bytes | str | int]:
     if not new.prompt or not new.body_hash:
         raise ValueError("prompt and body_hash: must not be empty")
     fields = [part for pair in _pieces(new.fields) for part in pair]
-    prompt = token_bytes(new.prompt)
+    pieces = []
+    for at in range(0, len(new.prompt), _PIECE_TOKENS):
+        pieces.append(token_bytes(new.prompt[at : at + _PIECE_TOKENS]))
+        if at:
+            await asyncio.sleep(0)
+    prompt = b"".join(pieces)
     hashes = (prefix_hash_of_bytes(prompt), new.request_hash)
     return [new.body_hash, len(new.prompt), prompt, *hashes, *fields]
 
@@ -278,8 +282,8 @@ def _refuse(session_id: str, outcome: str, rest: list[Any], epoch: int) -> NoRet
 async def _stored(session_id: str, flat: list[bytes], log: bytes, meta: bytes) -> StoredSession:
     tokens: list[int] = []
     try:
-        for at in range(0, len(log), _PIECE_BYTES):
-            tokens += tokens_from_bytes(log[at : at + _PIECE_BYTES])
+        for at in range(0, len(log), 4 * _PIECE_TOKENS):
+            tokens += tokens_from_bytes(log[at : at + 4 * _PIECE_TOKENS])
             if at:
                 await asyncio.sleep(0)
         values = dict(zip((name.decode() for name in flat[::2]), flat[1::2], strict=True))

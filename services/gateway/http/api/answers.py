@@ -49,8 +49,8 @@ class Answers:
 
     async def chat(self, body: ChatRequest, request: HttpRequest) -> Response:
         """Answer a conversation."""
-        await asyncio.sleep(0)  # a thousand messages take some ms to check, and again to translate
         headers = check_parameters(body, strict=self._strict)
+        await asyncio.sleep(0)  # a thousand messages take some ms to check, and again to translate
         wire = chat_request(body, idempotency_key(request))
         await asyncio.sleep(0)
         return self._response([wire], _format("chat", body, 1), request, headers, stream=bool(body.stream))
@@ -59,6 +59,7 @@ class Answers:
         """Continue one or more prompts."""
         headers = check_parameters(body, strict=self._strict)
         wire = await completion_requests(body, idempotency_key(request))
+        await asyncio.sleep(0)
         form = _format("completion", body, len(wire), echo=bool(body.echo))
 
         def prompt(index: int) -> str:

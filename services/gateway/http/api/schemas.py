@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from galley.core.errors import InvalidField, Unimplemented
-from services.gateway.http.transport.body import ReadIds
 from services.gateway.http.transport.errors import printable_name
 
 _T = TypeVar("_T")
@@ -19,7 +19,7 @@ _MAX_SHOWN = 16
 
 
 def _unless_read(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    return value if isinstance(value, ReadIds) else check(value)
+    return value if isinstance(value, array) else check(value)
 
 
 # A body of 4 MiB has a million entries: their checks end with the first that is wrong, else each becomes an

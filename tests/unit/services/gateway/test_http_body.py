@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -37,6 +38,17 @@ _bodies = st.dictionaries(
 )
 
 
+async def read(body: bytes) -> Any:
+    """Return the value of a body with lists in place of arrays."""
+    value = await read_json(body)
+    for name in ("prompt", "tokens"):
+        if isinstance(value, dict) and isinstance(value.get(name), array):
+            value[name] = value[name].tolist()
+        elif isinstance(value, dict) and isinstance(value.get(name), list):
+            value[name] = [one.tolist() if isinstance(one, array) else one for one in value[name]]
+    return value
+
+
 def parsed_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the list of the sizes that will be parsed at once."""
     sizes: list[int] = []
@@ -58,7 +70,7 @@ def test_a_body_in_pieces_is_the_same_value(value: dict[str, Any], piece: int, i
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "_SMALL_BYTES", 0)
         patched.setattr(module, "_PIECE_BYTES", piece)
-        assert asyncio.run(read_json(body)) == value
+        assert asyncio.run(read(body)) == value
 
 
 @pytest.mark.parametrize("form", ["[%s]", "[[1],[%s],[]]", "[ [%s] , [7] ]"])
@@ -70,7 +82,7 @@ async def test_long_lists_of_ids_are_parsed_in_pieces(
     ids = ",".join(map(str, range(200_000)))
     before = f'"user": "\\"{name}\\": [", "workload": "{name}"'
     body = f'{{{before}, "{name}": {form % ids}, "seed": 7}}'.encode()
-    assert await read_json(body) == json.loads(body)
+    assert await read(body) == json.loads(body)
     assert max(sizes) < 40_000
 
 
@@ -82,7 +94,7 @@ async def test_what_looks_like_ids_elsewhere_is_read_as_it_is(monkeypatch: pytes
         {"prompt": "\x00ids", "tokens": [1], "user": filler},
         {"prompt": ["a]", ",b", "[1"], "user": filler},
     ):
-        assert await read_json(json.dumps(body).encode()) == body
+        assert await read(json.dumps(body).encode()) == body
 
 
 @pytest.mark.parametrize(
@@ -114,7 +126,7 @@ async def test_many_names_of_objects_are_refused() -> None:
 async def test_texts_count_as_one_value_whatever_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ('[{,:"' * (MIB // 8), "\\" * MIB, '\\"' * (MIB // 2), "a" * MIB):
         body = {"messages": [{"role": "user", "content": text}]}
-        assert await read_json(json.dumps(body).encode()) == body
+        assert await read(json.dumps(body).encode()) == body
 
 
 @pytest.mark.parametrize(
