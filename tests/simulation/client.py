@@ -20,7 +20,7 @@ from galley.client.streams import NO_RETRIES, AsyncStream
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.simulation.schedule import PlannedSession
-from tests.simulation.system.http import HttpStub
+from tests.simulation.system.http_client import HttpStub
 from tests.simulation.system.loop import Process
 from tests.simulation.system.wire import SimChannel
 from tests.simulation.truth import text_of
@@ -35,7 +35,13 @@ _FINAL = frozenset({grpc.StatusCode.DATA_LOSS, grpc.StatusCode.FAILED_PRECONDITI
 
 
 def client_of(
-    world: World, process: Process, principal: str, retries: Retries, ids: dict[int, str] | None = None
+    world: World,
+    process: Process,
+    principal: str,
+    retries: Retries,
+    ids: dict[int, str] | None = None,
+    *,
+    as_response: bool = False,
 ) -> AsyncClient:
     """Return a client by gRPC, or by HTTP if it has `ids`: those of events by the index that follows them."""
     addresses = [gateway.address for gateway in world.gateways]
@@ -43,9 +49,10 @@ def client_of(
     key = (("authorization", f"Bearer {principal}"),)
     for address in addresses:
         channel: Any = SimChannel(world.network, world.servers, process, address, key)
-        stub = rpc.GenerationStub(channel)
-        http: Any = stub if ids is None else HttpStub(channel, stub.Abort, ids, world.ledger)
-        client._stubs.append(http)
+        stub: Any = rpc.GenerationStub(channel)
+        if ids is not None:
+            stub = HttpStub(channel, stub.Abort, ids, world.ledger, as_response=as_response)
+        client._stubs.append(stub)
     return client
 
 
@@ -73,7 +80,9 @@ class SimClient:
         self._world = world
         self._ids: dict[int, str] = {} if before is None else dict(before._ids)
         ids = self._ids if planned.by_http else None
-        self._client = client_of(world, self.process, planned.principal, planned.retries, ids)
+        self._client = client_of(
+            world, self.process, planned.principal, planned.retries, ids, as_response=planned.as_response
+        )
         self.stream: AsyncStream | None = None if before is None else before.stream
         self._finished: pb.Finished | None = None
         self._at = 0

@@ -16,7 +16,7 @@ from galley.core.content import block_hashes, common_prefix_len
 from galley.core.records import decode_records
 from galley.core.store import Ownership, StoredSession
 from tests.simulation.system.loop import running_loop
-from tests.simulation.truth import is_over, true_token
+from tests.simulation.truth import is_over, text_of, true_token
 
 if TYPE_CHECKING:
     from tests.simulation.system.call import Call
@@ -357,6 +357,15 @@ class Ledger:
         computed = set(session.builds[index:end])
         if not session.former and computed != {build}:
             self.violate(f"{session_id}: an event names {build}, its tokens are of {sorted(computed)}")
+
+    def told(self, session_id: str, text: str) -> None:
+        """Check the text of an answer that a gateway tells in one piece."""
+        self.met["told an answer in one piece"] += 1
+        session = self._records[session_id]
+        start = len(session.spec.prompt)
+        logs = (session.log, *session.former)
+        if not any(text_of(session.spec, 0, log[start:]).startswith(text) for log in logs):
+            self.violate(f"{session_id}: told {text!r}, which the log never held")
 
     def was_logged(self, session_id: str, tokens: Sequence[int]) -> bool:
         """Return True if the log has begun with these output tokens at some time."""

@@ -358,6 +358,21 @@ MUTANTS = (
         theme="wandering",
     ),
     Mutant(
+        "tells tokens of an aborted response before their commit",
+        "told '",
+        patches={
+            "services.gateway.http.responses.objects.ResponseObjects.output_len": property(
+                lambda it: it.answer.output_len
+            )
+        },
+        theme="aborted",
+    ),
+    Mutant(
+        "counts the events of a response from its first token",
+        "has the number",
+        patches={"services.gateway.http.responses.stream._LAST_OPENING": 0},
+    ),
+    Mutant(
         "sends [DONE] in place of the end of an answer",
         "[DONE] comes before the end",
         patches={"services.gateway.http.api.stream.EventStream.end": _done_at_once},

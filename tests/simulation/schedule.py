@@ -78,6 +78,8 @@ class PlannedSession:
     """The idempotency key; empty: the name."""
     by_http: bool = False
     """Whether its client uses the HTTP port, and continues by `Last-Event-ID`."""
+    as_response: bool = False
+    """Whether a session by HTTP uses the Responses API."""
 
     @property
     def client(self) -> str:
@@ -101,7 +103,7 @@ class PlannedSession:
         spec = self.spec
         length = spec.max_position - len(spec.prompt)
         alone = ", goes on alone" if spec.continue_without_client else ""
-        alone += ", by HTTP" if self.by_http else ""
+        alone += (", by HTTP" + ", as a response" * self.as_response) * self.by_http
         what = f"{self.name} ({spec.session_id}) of {len(spec.prompt)} + {length} tokens, k {spec.k}{alone}"
         what += f", returns {self.returns} times after {self.return_s} s, {self.retries}"
         return f"at {self.at_s:.3f} s: {self.principal} wants {what}"

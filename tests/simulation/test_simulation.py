@@ -68,6 +68,7 @@ COVERED = (
     "raised DATA_LOSS",
     "published what it caches",
     "resumed by Last-Event-ID",
+    "told an answer in one piece",
 )
 
 

@@ -20,6 +20,8 @@ _TWINS = 0.15
 """Share of the schedules in which both principals send one request."""
 _BY_HTTP = 0.15
 """Share of the sessions by HTTP."""
+_AS_RESPONSE = 0.4
+"""Share of those that use the Responses API."""
 _THEMED = 0.2
 """Share of the schedules with a theme."""
 
@@ -33,9 +35,16 @@ def schedule_of(seed: int, theme: str = "") -> Schedule:
 
 
 def _with_protocols(schedule: Schedule) -> Schedule:
-    """Let a part of the clients use HTTP; a draw of its own leaves all else of a seed as it was."""
-    rng = random.Random(f"door {schedule.seed}")
-    sessions = [replace(it, by_http=it.checks_seen and rng.random() < _BY_HTTP) for it in schedule.sessions]
+    """Let a part of the clients use HTTP; draws of their own leave all else of a seed as it was."""
+    doors, forms = random.Random(f"door {schedule.seed}"), random.Random(f"form {schedule.seed}")
+    sessions = [
+        replace(
+            it,
+            by_http=it.checks_seen and doors.random() < _BY_HTTP,
+            as_response=forms.random() < _AS_RESPONSE,
+        )
+        for it in schedule.sessions
+    ]
     return schedule.with_sessions(tuple(sessions))
 
 

@@ -40,8 +40,13 @@ class ResponseObjects:
         return f"msg_{self.answer.spec.session_id}"
 
     @property
+    def output_len(self) -> int:
+        """Return the number of output tokens that the log holds: an aborted session may have more."""
+        return self.answer.output_len if self.session is None else self.session.logged_output
+
+    @property
     def text(self) -> str:
-        return "".join(self.answer.texts(0, self.answer.output_len))
+        return "".join(self.answer.texts(0, self.output_len))
 
     async def whole(self) -> bytes:
         """Return the response, with its output as far as it goes."""
@@ -95,14 +100,15 @@ class ResponseObjects:
         answer = self.answer
         if answer.spec.logprobs is None:
             return b"[]"
-        entries = [record.logprobs for record in answer.records if record.logprobs is not None]
-        return await chat_logprobs_json(answer.output, entries, self.model)
+        records = answer.records[: self.output_len]
+        entries = [record.logprobs for record in records if record.logprobs is not None]
+        return await chat_logprobs_json(answer.output[: self.output_len], entries, self.model)
 
     def _usage(self) -> dict[str, Any]:
         answer = self.answer
-        prompt, output = len(answer.spec.prompt), answer.output_len
+        prompt, output = len(answer.spec.prompt), self.output_len
         known = {} if self.session is None else usage([self.session], 1)
-        accepted = sum(record.from_draft for record in answer.records)
+        accepted = sum(record.from_draft for record in answer.records[:output])
         predictions = known.get("completion_tokens_details", {"accepted_prediction_tokens": accepted})
         return {
             "input_tokens": prompt,
