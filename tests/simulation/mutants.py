@@ -368,11 +368,6 @@ MUTANTS = (
         theme="aborted",
     ),
     Mutant(
-        "counts the events of a response from its first token",
-        "has the number",
-        patches={"services.gateway.http.responses.stream._LAST_OPENING": 0},
-    ),
-    Mutant(
         "sends [DONE] in place of the end of an answer",
         "[DONE] comes before the end",
         patches={"services.gateway.http.api.stream.EventStream.end": _done_at_once},

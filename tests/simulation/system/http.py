@@ -1,4 +1,4 @@
-"""HTTP over the simulated network: the gateway's own handlers, whose events are checked when they are sent."""
+"""HTTP over the simulated network: the gateway's own handlers, with a check of each event that they send."""
 
 from __future__ import annotations
 

@@ -35,8 +35,6 @@ _STATUSES = {
     "incomplete": pb.Finished.REASON_LENGTH,
     "cancelled": pb.Finished.REASON_ABORTED,
 }
-_LAST_OPENING = 3
-"""Sequence number of the last event before a response's first token."""
 
 
 class HttpStub:
@@ -53,9 +51,7 @@ class HttpStub:
         self._kind = _ResponseCall if as_response else _CompletionCall
 
     def Generate(self, request: pb.GenerateRequest, **options: Any) -> _EventCall:  # as gRPC's
-        return self._kind(
-            self._open(SimRequest(self._body(request)), **options), 0, self._ids, self._ledger
-        )
+        return self._kind(self._open(SimRequest(self._body(request)), **options), 0, self._ids, self._ledger)
 
     def Resume(self, request: pb.ResumeRequest, **options: Any) -> _EventCall:
         at = request.next_index
@@ -169,11 +165,7 @@ class _ResponseCall(_EventCall):
         match data["type"]:
             case "response.output_text.delta":
                 values = [entry["logprob"] for entry in data["logprobs"]]
-                chunk = self._chunk(event_id, data, data["delta"], values)
-                if data["sequence_number"] != _LAST_OPENING + self._index:
-                    number = data["sequence_number"]
-                    self._ledger.violate(f"an event up to token {self._index} has the number {number}")
-                return [chunk]
+                return [self._chunk(event_id, data, data["delta"], values)]
             case "response.completed" | "response.incomplete":
                 self._is_done = True
                 response = data["response"]
@@ -185,7 +177,7 @@ class _ResponseCall(_EventCall):
                 return []
 
 
-def _finished(reason: pb.Finished.Reason, tokens: int) -> pb.GenerateResponse:
+def _finished(reason: pb.Finished.Reason.ValueType, tokens: int) -> pb.GenerateResponse:
     return _response(finished=pb.Finished(reason=reason, usage=pb.Usage(output_tokens=tokens)))
 
 
