@@ -20,6 +20,13 @@ _MODULE = """
 LIMIT = 3
 
 
+def sizes():
+    return [5]
+
+
+SIZES = sizes()
+
+
 def is_full(count):
     return count >= LIMIT
 
@@ -33,6 +40,11 @@ _TESTS = """
 import threading
 
 import toy
+
+
+def test_sizes():
+    assert toy.sizes()
+    assert toy.SIZES == [5]
 
 
 def test_three_is_full():
@@ -80,6 +92,7 @@ def mutate(tree: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
 def test_what_no_test_notices_is_reported_until_it_is_tested_or_explained(toy: Path) -> None:
     status, output, record = mutate(toy)
     assert "killed: toy.py -: 3 -> 4" in output, output
+    assert "killed: toy.py sizes: 5 -> 6" in output, "what runs at import is imported anew"
     assert "killed: toy.py is_full: count >= LIMIT -> count > LIMIT" in output
     assert "killed: toy.py wait_for: not event.is_set() -> event.is_set()" in output  # does not end
     assert {_WAITS_LESS, _RETURNS_NOTHING} < set(record["unexplained"])
