@@ -1,4 +1,4 @@
-"""What an ended call held is freed at once: its tokens must not wait for a garbage collection."""
+"""What an ended stream held is freed at once: its tokens must not wait for a garbage collection."""
 
 from __future__ import annotations
 
@@ -39,14 +39,6 @@ async def test_a_stream_of_grpc_is_freed(world: World) -> None:
     session = running_session(gateway)
     world.target.gate.open()
     await received.listen(stream)
-    await freed(session)
-
-
-async def test_a_cancelled_stream_is_freed(world: World) -> None:
-    gateway = await world.gateway()
-    stream, _ = await world.held(gateway, 2)
-    session = running_session(gateway)
-    stream.cancel()
     await freed(session)
 
 
