@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path  # a setting's type is read
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_rpc
 from pydantic import Field
 
-from galley.common.config.settings import ServerLimits, ServiceSettings, settings_config
+from galley.common.config.settings import ServiceSettings, settings_config
 from galley.core.errors import Overloaded
 from galley.trace.read.otlp_file import DEFAULT_MAX_BYTES, OtlpFile
 
@@ -43,10 +42,6 @@ class CollectorSettings(ServiceSettings):
     max_message_bytes: int = Field(
         default=16 * 2**20, ge=1024, le=64 * 2**20, description="Largest request message accepted, in bytes."
     )
-
-    def server_limits(self) -> ServerLimits:
-        """Return the limits of this server. Spans have many fields, and no stream waits for their parsing."""
-        return replace(super().server_limits(), max_message_fields=0)
 
 
 class Collector(otlp_rpc.TraceServiceServicer):

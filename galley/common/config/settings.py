@@ -55,7 +55,7 @@ class ServerLimits:
     """
 
     max_message_bytes: int = 4 * MIB
-    max_message_fields: int = 1 << 14
+    max_message_fields: int = 0
     max_numbers_bytes: int = 0
     max_metadata_bytes: int = 16 * 1024
     max_concurrent_rpcs: int = 1000

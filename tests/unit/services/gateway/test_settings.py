@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from galley.common.config.settings import parse_settings
+from services.draft.settings import DraftSettings
 from services.gateway.settings import GatewaySettings
+from services.target.settings import TargetSettings
 
 ISSUER = ("--jwt-issuer", "https://issuer.test", "--jwt-audience", "galley")
 
@@ -74,6 +76,13 @@ def test_connections_have_a_maximum_age() -> None:
     reported = parse()
     limits = reported.server_limits()
     assert (limits.max_connection_age_s, limits.max_connection_idle_s) == (600.0, 900.0)
+
+
+def test_replicas_do_not_count_the_fields_of_messages() -> None:
+    """A gateway joins the requests of many sessions, each with 1,024 biases, to one message."""
+    assert parse().server_limits().max_message_fields == 1 << 14
+    for settings in (TargetSettings(), DraftSettings()):
+        assert settings.server_limits().max_message_fields == 0
 
 
 def test_every_setting_has_a_long_flag() -> None:
