@@ -268,7 +268,7 @@ class Generation:
     def admit_reading_call(self, call: ClientCall) -> None:
         """Hold a slot for `read` until the call has ended: its response is sent. Raise Overloaded."""
         held = ExitStack()
-        held.enter_context(self.admit_read())
+        held.enter_context(self.streams.admit_answer(caller()))
         call.add_done_callback(lambda _: held.close())
 
     async def read(self, session_id: str, call: ClientCall) -> StoredSession:

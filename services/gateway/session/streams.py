@@ -82,6 +82,7 @@ class Streams:
         self._budgets = Budgets(store, clock)
         self._aborts = Admission(max_sessions, "calls to Abort")
         self._reads = Admission(max_sessions, "reads of sessions")
+        self._answers = Admission(max_sessions, "answers being read")
         self._draining = False
         self._book = SharedStatistics()
         self._running: set[SessionRunner] = set()
@@ -203,6 +204,10 @@ class Streams:
         """Hold a slot for reads of sessions. Raise Overloaded."""
         return self._slot(self._reads, principal)
 
+    def admit_answer(self, principal: Principal) -> AbstractContextManager[None]:
+        """Hold a slot until the client has a stored answer; slow clients keep nobody from `admit_read`."""
+        return self._slot(self._answers, principal)
+
     @contextmanager
     def _slot(self, admission: Admission, principal: Principal) -> Iterator[None]:
         slot = admission.enter(principal, self._clock.now_ns())
@@ -212,7 +217,7 @@ class Streams:
             admission.leave(slot, self._clock.now_ns())
 
     async def read(self, session_id: str, principal: Principal, deadline_ns: int | None) -> StoredSession:
-        """Return a session as the store holds it, within `admit_read`.
+        """Return a session as the store holds it, within `admit_read` or `admit_answer`.
 
         Raise UnknownSession or StoreUnavailable.
         """

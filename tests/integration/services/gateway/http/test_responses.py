@@ -243,6 +243,8 @@ async def test_a_read_counts_until_its_response_was_read(world: World) -> None:
         for one in (path, f"/v1/sessions/{path[-32:]}"):
             refused = await client.raw.get(one)
             assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+        events = await client.raw.get(f"/v1/sessions/{path[-32:]}/events")
+        assert events.status_code == 200, "slow readers keep nobody from resuming"
         [length] = re.findall(rb"content-length: (\d+)", head)
         await slow.reader.readexactly(int(length))
         assert (await client.raw.get(path)).status_code == 200
