@@ -149,13 +149,22 @@ class RequestStream(Generic[RequestT, ResponseT]):
             current.retire()
 
     def open(self, request: RequestT) -> OpenRequest[ResponseT]:
-        """Set the `request_id` of `request`, queue it for sending, and return the open request."""
+        """Set the `request_id` of `request`, queue it for sending, and return the open request.
+
+        Raise Unavailable if the replica was dropped meanwhile.
+        """
         request.slice.request_id = next(self._ids)
         connection = self._current
         if connection is None or connection.is_broken:
             self._generation_of_current = self._generation()
-            connection = self._current = _Connection(self._open_call(), self._message, self._has_more)
+            connection = self._current = _Connection(self._opened(), self._message, self._has_more)
         return connection.open(request)
+
+    def _opened(self) -> grpc.aio.StreamStreamCall[bytes, Any]:
+        try:
+            return self._open_call()
+        except grpc.aio.UsageError as error:
+            raise Unavailable("the channel to the replica was closed") from error
 
     async def send(self, request: RequestT) -> ResponseT:
         """Send `request` and return its only response; cancel the request if this call is cancelled.
@@ -319,10 +328,14 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
     async def meet(self, timeout_s: float) -> None:
         """Ask the replica for its description.
 
-        Raise grpc.aio.AioRpcError if it does not respond in time, or the reason for which it is refused.
+        Raise grpc.aio.AioRpcError if it does not respond in time, Unavailable if its connection was closed,
+        or the reason for which it is refused.
         """
         was_outdated = self.is_outdated
-        info = await self._describe(timeout_s)
+        try:
+            info = await self._describe(timeout_s)
+        except grpc.aio.UsageError as error:
+            raise Unavailable(f"the connection to {self.address} was closed") from error
         if (fault := self._fault_in(info)) is not None:
             raise fault
         if self.is_broken or (was_outdated and self.is_outdated):  # no concurrent call has met it meanwhile

@@ -169,13 +169,14 @@ async def _send(
 ) -> ProposeEvent:
     """Send the request to the draft; only cancellation raises."""
     client = draft.client
-    if client.replica is None:  # another process at this address may have another tokenizer
-        return ev.Failed(request.request_id, f"the draft at {draft.address} is unavailable")
     span = request_observer().call(names.PROPOSE, draft.address)
     k = min(request.k, client.info.max_draft_tokens)
     started_s = asyncio.get_running_loop().time()
     try:
         item = await messages.propose_item(spec, request, k, remaining_ns, span.traceparent)
+        if client.replica is None:  # another process at this address may have another tokenizer
+            span.failed("unavailable")
+            return ev.Failed(request.request_id, f"the draft at {draft.address} is unavailable")
         response = await client.send(item)
     except asyncio.CancelledError:
         waited_s = asyncio.get_running_loop().time() - started_s
