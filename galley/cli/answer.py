@@ -100,8 +100,7 @@ class TextView:
         if self._origins and from_draft:
             self._console.print(Text(safe, draft_style(self._console)), end="", soft_wrap=True)
         else:
-            self._console.file.write(safe)
-            self._console.file.flush()
+            self._console.out(safe, end="", highlight=False)
         self._last = text[-1]
 
 

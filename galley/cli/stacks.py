@@ -100,8 +100,8 @@ def logs(
     lines: Annotated[int, typer.Option(min=0, help="Most lines of each log to begin with.")] = 20,
 ) -> None:
     """Print the logs of a stack, each line with its part."""
-    last_words = name is not None and not any(stack.name == name for stack in _live())
-    if name is not None and last_words and (output := console_log(name)).exists():
+    has_ended = name is not None and not any(stack.name == name for stack in _live())
+    if name is not None and has_ended and (output := console_log(name)).exists():
         say(f"stack {name!r} has ended; its last output:")
         _print({_CONSOLE: _Log(output, lines)})
         return

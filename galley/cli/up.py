@@ -417,8 +417,13 @@ async def _until_signal(work: Coroutine[object, object, T]) -> T | None:
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     for sig in _STOP_SIGNALS:
         loop.add_signal_handler(sig, task.cancel)
-    # A second cancellation would interrupt the end of the processes.
-    Output.on_unread = lambda: None if task.cancelling() else task.cancel()
+
+    def cancel_once() -> None:
+        if not task.cancelling():  # a second cancellation would interrupt the end of the processes
+            task.cancel()
+
+    # A progress bar writes from a thread.
+    Output.on_unread = lambda: loop.call_soon_threadsafe(cancel_once)
     try:
         await asyncio.wait([task])
         return None if task.cancelled() else task.result()

@@ -53,8 +53,8 @@ class PartSpec:
 
     `command` and `environment` are given the facts of the parts in `after`. A `niceness` above 0 gives the
     other parts precedence where cores are few. `umask` applies to the files that it makes; -1: inherited. The
-    stack outlives a part that is not `vital`. Parts with a `pool` can be started again; the stack goes on
-    while one of the pool does.
+    stack outlives a part that is not `vital`. Parts with a `pool` can be started again; the stack ends
+    once all of a pool are given up.
     """
 
     name: str

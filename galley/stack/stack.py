@@ -182,7 +182,7 @@ class Stack:
             await asyncio.wait([working, dying])
 
     async def stop(self) -> None:
-        """Stop all parts, dependent ones first. Remove the temporary directory unless a part has failed."""
+        """Stop all parts, dependent ones first. Remove the temporary directory, but not logs of failures."""
         while running := [part for part in self._parts.values() if part.is_running]:
             needed = {name for part in running for name in part.spec.after}
             idle = [part for part in running if part.spec.name not in needed]
@@ -191,6 +191,8 @@ class Stack:
                     group.create_task(part.stop(self.options.stop_grace_s))
         if not self._failed:
             self.forget()
+        elif self.options.data_dir is None:
+            shutil.rmtree(self.dirs.data, ignore_errors=True)  # it holds prompts
 
     def forget(self) -> None:
         """Remove the temporary directory, with logs and data that have no directory of their own."""

@@ -29,7 +29,7 @@ OPTIONS: GenerateOptions = {
     "ignore_eos": True,
     "logit_bias": {POISON: -100.0},
 }
-# On a busy machine a target starts for longer than clients wait by default.
+# On a busy machine a target or a draft takes longer to start than clients wait by default.
 PATIENT = Retries(patience_s=120)
 
 
@@ -42,15 +42,16 @@ def breaks_by(flag: Path, name: str) -> PartSpec:
 
 
 class Changes:
-    """What `run` reports, awaited in its order."""
+    """What `run` reports, awaited in its order, each for `patience_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
         self._queue: asyncio.Queue[str] = asyncio.Queue()
         self.note = self._queue.put_nowait
 
     async def must_be(self, *parts: str) -> None:
         for part in parts:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(self._patience_s):
                 change = await self._queue.get()
             assert part in change
 
@@ -72,6 +73,7 @@ async def test_replica_that_dies_is_started_again_while_another_serves() -> None
 
         assert await stack.run(work(), changes.note) == "done"
     assert stack.log("target").exists(), "the log is kept"
+    assert not stack.dirs.data.exists(), "prompts are not kept"
     stack.forget()
 
 
@@ -176,7 +178,7 @@ async def test_answers_go_on_to_the_token_when_the_only_one_of_a_kind_is_killed(
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     async with Stack(StackOptions(model=str(model), draft_model="none")) as stack:
-        changes = Changes()
+        changes = Changes(PATIENT.patience_s)
 
         async def work() -> None:
             async with AsyncClient(stack.address("gateway"), retries=PATIENT) as client:
