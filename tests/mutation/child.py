@@ -60,11 +60,12 @@ class Collected:
                 self._functions.setdefault(_place(found.__code__), []).append(found)
         gc.freeze()  # or each forked process would copy all that it collects
 
-    def run(self, code: CodeType, limits_s: Mapping[str, float]) -> int:
+    def run(self, code: CodeType | None, limits_s: Mapping[str, float]) -> int:
         """Run tests, each up to its limit, with `code` in place of the function's; return 1 if one fails."""
         _limit_memory()
-        for function in self._functions[_place(code)]:
-            function.__code__ = code
+        if code is not None:
+            for function in self._functions[_place(code)]:
+                function.__code__ = code
         items = _limited((self._items[test] for test in limits_s), limits_s)
         for item, following in zip(items, [*items[1:], None], strict=True):
             item.ihook.pytest_runtest_protocol(item=item, nextitem=following)

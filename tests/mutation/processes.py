@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -92,6 +93,8 @@ def _ended(running: dict[int, _Running[T]]) -> Iterator[tuple[int, int | None]]:
     for pid in list(running):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what its tests started, if it could not end it
             yield pid, os.waitstatus_to_exitcode(status)
         elif time.monotonic() > running[pid].until_s:
             os.killpg(pid, signal.SIGKILL)

@@ -132,12 +132,24 @@ class _Run:
 
         if left:
             imported: list[Mutant] = []
-            replaced = partial(self._jobs, left, imported)
-            status = collect(self.tree.root, self.tree.test_files(), lambda tests: keep(replaced(tests)))
+
+            def use(tests: Collected) -> None:
+                self._check(left, tests)
+                keep(self._jobs(left, imported, tests))
+
+            status = collect(self.tree.root, self.tree.test_files(), use)
             if status:
                 raise SystemExit(f"pytest: must have the exit status 0, got {status}")
             keep(self._job(mutant, partial(run_mutant, self.tree.root, mutant)) for mutant in imported)
         return {mutant.key: kept[mutant.key][1] for mutant in mutants}
+
+    def _check(self, mutants: Iterable[Mutant], collected: Collected) -> None:
+        """Raise SystemExit if a test fails without a mutant: it would kill all those that it covers."""
+        tests = dict.fromkeys(test for mutant in mutants for test in self.coverage.tests_of(mutant))
+        job = self._job_of("no mutant", partial(collected.run, None), tuple(tests))
+        for ended in run_all([job], 1, self.tree.kept):
+            if ended.status:
+                raise SystemExit(f"tests must pass without a mutant, got\n{ended.output[-2000:]}")
 
     def _digest(self, mutant: Mutant) -> str:
         tests = self.coverage.tests_of(mutant)
@@ -156,10 +168,14 @@ class _Run:
                 yield self._job(mutant, partial(collected.run, code))
 
     def _job(self, mutant: Mutant, run: Callable[[Mapping[str, float]], int]) -> Job[str]:
-        tests = self.coverage.tests_of(mutant)
+        return self._job_of(mutant.key, run, self.coverage.tests_of(mutant))
+
+    def _job_of(
+        self, subject: str, run: Callable[[Mapping[str, float]], int], tests: Iterable[str]
+    ) -> Job[str]:
         limits_s = {test: self.least_limit_s + 10 * self.coverage.seconds(test) for test in tests}
         # Each test has its limit; that of all holds for what hangs outside of tests.
-        return Job(mutant.key, partial(run, limits_s) if tests else int, 60 + sum(limits_s.values()))
+        return Job(subject, partial(run, limits_s) if limits_s else int, 60 + sum(limits_s.values()))
 
 
 def _outcome(ended: Ended[str]) -> str:
