@@ -113,7 +113,6 @@ class Victim:
             self._turns.start()
             while (command := (await commands.readline()).decode().strip()) not in {"", "stop"}:
                 _write(await self._answer(*command.split(maxsplit=1)))
-                self._turns.forget()
         _write({"tasks": len(asyncio.all_tasks()) - 1, "errors": self._errors.lines})
 
     def _prepared(self) -> tuple[ServiceSettings, Any, Interceptors]:
@@ -199,6 +198,7 @@ class Victim:
         held_s = self._turns.longest_s
         gc.collect()
         hand_back_free_memory()
+        self._turns.forget()  # the collection, which no call has caused
         service = self._running.service
         return {
             "held_s": held_s,

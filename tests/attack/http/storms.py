@@ -99,16 +99,16 @@ async def resumes(address: str, at_once: int, rounds: int) -> Counter[int]:
     results: Counter[int] = Counter()
     async with http_client(address, x_api_key=BAD) as client:
         for _ in range(rounds):
-            begun: list[str] = []
-            results += await counted(_begin(client, begun) for _ in range(at_once))
-            results += await counted(_status(client, _events(one)) for one in begun * 3)
+            session_ids: list[str] = []
+            results += await counted(_begin(client, session_ids) for _ in range(at_once))
+            results += await counted(_status(client, _events(one)) for one in session_ids * 3)
     return results
 
 
-async def _begin(client: HttpClient, begun: list[str]) -> int:
+async def _begin(client: HttpClient, session_ids: list[str]) -> int:
     async with client.open(COMPLETIONS, BODY | {"max_tokens": 1000}) as response:
         if session_id := response.headers.get("x-galley-session-id"):
-            begun.append(session_id)
+            session_ids.append(session_id)
         return int(response.status_code)
 
 
