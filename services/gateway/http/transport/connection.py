@@ -24,7 +24,7 @@ from services.gateway.http.transport.errors import ErrorReply
 TRANSPORT = "galley.transport"
 """The key of a request's scope under which its transport is."""
 DRAIN = "galley.drain"
-"""The key under which a function is that waits until the client has taken what was sent, but for a little."""
+"""The key under which a function is that waits until the client has taken nearly all that was sent."""
 
 _BUFFER_BYTES = 64 * 1024
 """What the transport holds of a response, and again the kernel, before a stream waits for its client."""
