@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import os
 import re
@@ -142,9 +143,13 @@ def files_of(directory: Path) -> list[str]:
 
 
 async def has_printed(program: Process) -> str:
+    """Return the first character, which may have several bytes."""
     assert program.stdout is not None
+    decoder, text = codecs.getincrementaldecoder("utf-8")(), ""
     async with asyncio.timeout(PATIENCE_S):
-        return (await program.stdout.read(1)).decode()
+        while not text:
+            text = decoder.decode(await program.stdout.readexactly(1))
+    return text
 
 
 async def test_seeds(world: World) -> None:

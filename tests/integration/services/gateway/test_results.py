@@ -124,9 +124,9 @@ async def test_errors_have_the_class_of_their_status(world: World, gateway: Gate
     assert [field for field, _ in bad.value.violations] == ["sampling.top_p"]
     with pytest.raises(NotFoundError):
         await client.resume("0" * 32).result()
-    await client.generate(PROMPT, idempotency_key="once", **OPTIONS)
+    await client.generate(PROMPT, idempotency_key="of two bodies", **OPTIONS)
     with pytest.raises(AlreadyExistsError):
-        await client.generate("Another body.", idempotency_key="once", **OPTIONS)
+        await client.generate("Another body.", idempotency_key="of two bodies", **OPTIONS)
     world.target.gate.close_after(2)
     with pytest.raises(DeadlineExceededError) as late:
         await client.generate(PROMPT, timeout_s=1.5, **OPTIONS)

@@ -168,13 +168,15 @@ async def test_speculation_is_controlled_by_the_request(client: HttpClient) -> N
 
 
 async def test_a_repeat_joins_its_session_over_either_protocol(gateway: Gateway, client: HttpClient) -> None:
-    first = await client.post("/v1/completions", BODY, idempotency_key="once")
-    again = await client.complete(idempotency_key="once")
-    over_grpc = await receive(gateway.generate(idempotency_key="once"))
+    first = await client.post("/v1/completions", BODY, idempotency_key="joined over either protocol")
+    again = await client.complete(idempotency_key="joined over either protocol")
+    over_grpc = await receive(gateway.generate(idempotency_key="joined over either protocol"))
     assert over_grpc.started is not None
     assert first.headers["x-galley-session-id"] == over_grpc.started.session_id
     assert again["id"] == first.json()["id"]
-    other = await client.post("/v1/completions", BODY | {"max_tokens": 3}, idempotency_key="once")
+    other = await client.post(
+        "/v1/completions", BODY | {"max_tokens": 3}, idempotency_key="joined over either protocol"
+    )
     assert other.json()["error"]["param"] == "idempotency_key"
     assert (other.status_code, other.json()["error"]["code"]) == (409, "already_exists")
 
