@@ -68,8 +68,8 @@ def bench(  # noqa: PLR0913  # one parameter a flag
             "--quick",
             callback=_apply_quick,
             is_eager=True,
-            help="Measure for about two minutes: chat and rewrite, 1 and 4 streams, off and auto, answers of "
-            "32 tokens. Other flags change this.",
+            help="Measure for about three minutes: chat and rewrite, 1 and 4 streams, off and auto, answers "
+            "of 32 tokens. Other flags change this.",
         ),
     ] = False,
     endpoint: Annotated[
