@@ -82,7 +82,7 @@ class Streams:
         self._budgets = Budgets(store, clock)
         self._aborts = Admission(max_sessions, "calls to Abort")
         self._reads = Admission(max_sessions, "reads of sessions")
-        self._answers = Admission(max_sessions, "answers being read")
+        self._answers = Admission(max_sessions, "reads of answers")
         self._draining = False
         self._book = SharedStatistics()
         self._running: set[SessionRunner] = set()
