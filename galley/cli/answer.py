@@ -96,12 +96,21 @@ class TextView:
             self._bracket_is_open = is_open
 
     def _write(self, text: str, *, from_draft: bool = False) -> None:
-        safe = printable(text) if self._console.is_terminal else text
-        if self._origins and from_draft:
+        is_terminal = self._console.is_terminal
+        safe = printable(text) if is_terminal else text
+        if is_terminal and self._origins and from_draft:
             self._console.print(Text(safe, draft_style(self._console)), end="", soft_wrap=True)
         else:
-            self._console.out(safe, end="", highlight=False)
+            self._write_unchanged(safe)
         self._last = text[-1]
+
+    def _write_unchanged(self, text: str) -> None:
+        # rich would leave out some control characters and replace tabs.
+        try:
+            self._console.file.write(text)
+            self._console.file.flush()
+        except BrokenPipeError:
+            self._console.on_broken_pipe()
 
 
 View: TypeAlias = JsonView | TextView

@@ -86,6 +86,12 @@ def test_a_pipe_gets_the_text_unchanged_and_clean_messages(command: tuple[str, .
     assert not (OBEYED - {"\n"}) & set(result.stderr)
 
 
+def test_a_pipe_gets_the_text_unchanged_where_draft_tokens_are_marked() -> None:
+    with serving(hostile_gateway(breaks=False)) as address:
+        output = piped(address, "generate", "x", "--origins").stdout
+    assert output == f"first\x1b[]0;title\x07 {HOSTILE}]\n"
+
+
 def test_json_escapes_every_control_character() -> None:
     with serving(hostile_gateway(breaks=False)) as address:
         output = piped(address, "generate", "x", "--json").stdout
