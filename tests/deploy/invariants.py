@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from tests.deploy import merge_keys
 from tests.deploy.render import Manifest, component, of_kind, pod_templates
 
 _WORKLOADS = {"Deployment", "StatefulSet", "LeaderWorkerSet", "RayService"}
@@ -17,6 +18,8 @@ def hold(manifests: list[Manifest]) -> None:
     names = Counter((manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests)
     assert max(names.values()) == 1, names.most_common(1)
     assert {manifest["metadata"]["namespace"] for manifest in manifests} == {"galley"}
+    for manifest in manifests:
+        assert not merge_keys.problems(manifest), manifest["metadata"]["name"]
     accounts = of_kind(manifests, "ServiceAccount")
     assert all(account["automountServiceAccountToken"] is False for account in accounts.values())
     for name, template in pod_templates(manifests).items():

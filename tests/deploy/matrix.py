@@ -1,4 +1,8 @@
-"""The big switches of the chart, and combinations of them in which every pair of settings occurs."""
+"""The big switches of the chart, and combinations of them in which every pair of settings occurs.
+
+A new switch is an entry of SWITCHES; its first setting is the default, `{}`. A switch of up to four
+settings adds hardly any rendering.
+"""
 
 from __future__ import annotations
 
@@ -127,6 +131,16 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+IMPOSSIBLE: tuple[dict[str, str], ...] = (
+    {"scaled": "keda", "seen": "not at all"},
+    {"models": "hub, kept", "draft": "lookup"},
+)
+"""Settings that the chart refuses together."""
+TOGETHER: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
+    ({"target": "ray", "scaled": "keda"}, {"keda": {"target": {"enabled": False}}}),
+)
+"""Settings that need further values to go together, and these values."""
+
 Row = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
@@ -157,6 +171,8 @@ def _row(expected: set[Pair]) -> Row:
     for name, settings in SWITCHES.items():
         if name not in row:
             options = [each for each in settings if possible({**row, name: each})]
+            if not options:
+                raise ValueError(f"{name}: no setting is possible with {row}")
             row[name] = max(options, key=partial(_gain, row, name, expected))
     return {name: row[name] for name in SWITCHES}
 
@@ -168,16 +184,12 @@ def _gain(row: Row, name: str, expected: set[Pair], each: str) -> int:
 
 
 def possible(row: Mapping[str, str]) -> bool:
-    if row.get("scaled") == "keda" and row.get("seen") == "not at all":
-        return False
-    return not (row.get("models") == "hub, kept" and row.get("draft") == "lookup")
+    return not any(each.items() <= row.items() for each in IMPOSSIBLE)
 
 
 def values_of(row: Mapping[str, str]) -> Manifest:
-    merged = laid_over(SWITCHES[name][setting] for name, setting in row.items())
-    if row.get("target") == "ray" and row.get("scaled") == "keda":
-        merged = laid_over([merged, {"keda": {"target": {"enabled": False}}}])
-    return merged
+    further = [values for settings, values in TOGETHER if settings.items() <= row.items()]
+    return laid_over([*(SWITCHES[name][setting] for name, setting in row.items()), *further])
 
 
 def laid_over(parts: Iterable[Manifest]) -> Manifest:

@@ -18,14 +18,16 @@ from tests.deploy.render import ROOT, Manifest
 
 CRDS = ROOT.parent / "shared" / "crds"
 NOT_HERE = "the schemas of custom resources are not here"
-VERSIONS = tuple(utils.all_versions()[-2:])
+# The package lists every version twice: with and without unknown fields.
+VERSIONS = tuple(dict.fromkeys(utils.all_versions()))[-2:]
 """The two newest of Kubernetes that kubernetes-validate knows."""
 
 _BUILT_IN = frozenset({"v1", "apps/v1", "autoscaling/v2", "networking.k8s.io/v1", "policy/v1"})
 _OPEN = "x-kubernetes-preserve-unknown-fields"
 _INT_OR_STRING = "x-kubernetes-int-or-string"
-# Cached, since it reads megabytes of definitions each time.
+# Cached, since they read megabytes of definitions and list a folder each time.
 utils.schema_contents = functools.cache(utils.schema_contents)
+utils.all_versions = functools.cache(utils.all_versions)
 
 
 def is_custom(manifest: Manifest) -> bool:
