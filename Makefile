@@ -232,7 +232,7 @@ checkov: helm ## run checkov on what the chart renders (makes an environment of 
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests chart-schema metrics configuration monitoring trace-picture top-picture page-picture check-generated
+.PHONY: proto manifests chart-schema chart-readme metrics configuration monitoring trace-picture top-picture page-picture check-generated
 proto: setup ## write the stubs in galley/pb anew
 	@scripts/proto.sh .
 
@@ -242,6 +242,8 @@ manifests: helm ## render deploy/k8s from the chart
 chart-schema: setup ## write the services' settings into the chart's schema
 	@$(BIN)/python -m scripts.chart_schema helm/galley/values.schema.json
 
+chart-readme: setup ## write the table of the chart's values into its README anew
+	@$(BIN)/python scripts/chart_readme.py helm/galley/README.md
 
 trace-picture: setup ## draw docs/images/trace.png from the committed sample of a trace (needs chromium)
 	@$(BIN)/python -m tests.unit.galley.trace.picture

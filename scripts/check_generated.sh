@@ -23,6 +23,10 @@ compare deploy/k8s/overlays "$fresh/k8s/overlays" manifests
 cp helm/galley/values.schema.json "$fresh/values.schema.json"
 "${VENV:-.venv}/bin/python" -m scripts.chart_schema "$fresh/values.schema.json"
 compare helm/galley/values.schema.json "$fresh/values.schema.json" chart-schema
+mkdir "$fresh/chart"
+cp helm/galley/README.md helm/galley/values.yaml "$fresh/chart"
+"${VENV:-.venv}/bin/python" scripts/chart_readme.py "$fresh/chart/README.md"
+compare helm/galley/README.md "$fresh/chart/README.md" chart-readme
 cp docs/observe/metrics.md "$fresh/metrics.md"
 "${VENV:-.venv}/bin/python" scripts/metrics_table.py "$fresh/metrics.md"
 compare docs/observe/metrics.md "$fresh/metrics.md" metrics
