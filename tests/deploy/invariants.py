@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from tests.deploy import merge_keys
+from tests.deploy import linter_rules, merge_keys
 from tests.deploy.render import Manifest, component, of_kind, pod_templates
 
 _WORKLOADS = {"Deployment", "StatefulSet", "LeaderWorkerSet", "RayService"}
@@ -20,6 +20,7 @@ def hold(manifests: list[Manifest]) -> None:
     assert {manifest["metadata"]["namespace"] for manifest in manifests} == {"galley"}
     for manifest in manifests:
         assert not merge_keys.problems(manifest), manifest["metadata"]["name"]
+    assert not linter_rules.violations(manifests)
     accounts = of_kind(manifests, "ServiceAccount")
     assert all(account["automountServiceAccountToken"] is False for account in accounts.values())
     for name, template in pod_templates(manifests).items():
