@@ -16,7 +16,10 @@ _SECOND = 1e9
 
 
 class BatchSpans:
-    """The span of the current steps, until requests arrive or none are left."""
+    """The span of the current steps, until requests arrive or none are left.
+
+    It is in the trace of the first traced request in them, and links to all.
+    """
 
     def __init__(self, spans: SpanScope | None) -> None:
         self._spans = spans
@@ -38,8 +41,8 @@ class BatchSpans:
     def end(self) -> None:
         if self._spans is None or not self._items:
             return
-        # Nothing refers to it, so it is created at its end. It has several callers, so it has its own trace.
-        span = self._spans.root(names.DRAFT_BATCH, self._began_ns)
+        # Nothing refers to it, so it is created at its end.
+        span = self._spans.step_of(next(iter(self._items)), names.DRAFT_BATCH, self._began_ns)
         span.attributes |= {names.BATCH_SESSIONS: self._sessions, names.BATCH_STEPS: self._steps}
         span.link_to(self._items, LINK_ITEM)
         span.end(self._ended_ns)

@@ -1,6 +1,7 @@
-"""Spans of a target: one a request, one a step that links to its requests, one a rank.
+"""Spans of a target: one a request, one a step, one a rank.
 
-Requests and steps that are not traced make none.
+The span of a step is in the trace of the first traced request in it, and links to all. Requests that are not
+traced make no span, nor do steps without a traced request.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ class BatchSpans:
             return None
         facts = scheduler.current_batch
         items = [span for item in facts.request_ids if (span := self._items.get(item)) is not None]
-        # A trace of its own, since it belongs to several requests.
-        return Batch(self._spans.root(names.VERIFY_BATCH, time.time_ns()), items, facts) if items else None
+        if not items:
+            return None
+        return Batch(self._spans.step_of(items[0], names.VERIFY_BATCH, time.time_ns()), items, facts)
 
 
 class Batch:

@@ -24,6 +24,7 @@ from tests.integration.services.gateway.test_request_spans import PARTS, RECOMME
 SLACK_NS = 500 * MS
 GATEWAY, DRAFT, TARGET = "galley-gateway", "galley-draft", "galley-target"
 REQUEST = "text_completion tiny"
+STEPS = (names.VERIFY_BATCH, names.DRAFT_BATCH)
 OF_ALL_ROUNDS = {
     *PARTS,
     *(names.ROUND_INDEX, names.ROUND_POSITION, names.ROUND_CONFIRMED, names.ROUND_K, names.ROUND_DRAFTED),
@@ -82,7 +83,13 @@ def test_request_is_one_trace_of_four_processes(run: Run) -> None:
             (f"draft: {names.PROPOSE}", f"gateway: {names.PROPOSE}", *beneath),
             (f"target: {names.VERIFY}", f"gateway: {names.VERIFY}", *beneath),
         }
-        assert expected <= set(chains(spans)) <= expected | {("gateway: EVALSHA commit", *above)}
+        steps = {
+            (f"target: {names.VERIFY_BATCH}", f"gateway: {names.VERIFY}", *beneath),
+            (f"draft: {names.DRAFT_BATCH}", f"gateway: {names.PROPOSE}", *beneath),
+        }
+        assert expected <= set(chains(spans)) <= expected | steps | {("gateway: EVALSHA commit", *above)}
+    made = [*run.whole, *run.refused, *run.cut_from_target, *run.cut_from_gateway]
+    assert {span.trace_id for span in run.spans.values()} == set(made)
 
 
 def test_the_parts_of_a_round_sum_to_it(run: Run) -> None:
@@ -118,7 +125,8 @@ def test_rounds_batches_and_items_are_linked_both_ways(run: Run) -> None:
             [link] = one.links
             assert link.attributes == {names.LINK: names.LINK_BATCH}
             batch = every[link.key]
-            assert (batch.name, batch.process.service, batch.parent_id) == (names.VERIFY_BATCH, TARGET, "")
+            assert (batch.name, batch.process.service) == (names.VERIFY_BATCH, TARGET)
+            assert every[batch.trace_id, batch.parent_id].name == names.VERIFY
             items = {back.key for back in batch.links}
             assert all(back.attributes == {names.LINK: names.LINK_ITEM} for back in batch.links)
             assert len(items & served[names.VERIFY]) == 1, "one item of a session is in a pass"
@@ -197,7 +205,7 @@ def test_resumed_request_continues_the_trace_of_a_killed_gateway(run: Run, tmp_p
         if span.parent_id in {"", *ids}:
             continue
         # Of a round, or a call, that was under way.
-        assert span.parent_id == killed or span.name in {names.VERIFY, names.PROPOSE}
+        assert span.parent_id == killed or span.name in {names.VERIFY, names.PROPOSE, *STEPS}
         assert span.process.instance != resumed.process.instance
         # A call that waited in a socket began later: its caller was gone by then.
         assert span.start_ns < resumed.start_ns or span.text(names.OUTCOME) == "cancelled"

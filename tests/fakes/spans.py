@@ -9,11 +9,12 @@ from typing import Any
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanKind
 
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
-from galley.common.tracing.light_spans import LightSpan, SpanScope
+from galley.common.tracing.light_spans import Completer, LightSpan, SpanScope
 from galley.common.tracing.telemetry import telemetry_to
 from galley.core import names
 from galley.core.session.events import Clock
@@ -80,6 +81,12 @@ class KeptSpans(SpanExporter):
         for span in self.below(request):
             assert span.parent is not None, span.name
             assert span.parent.span_id in known, f"{span.name} is an orphan"
+
+
+def root(scope: SpanScope, name: str, completer: Completer | None = None) -> LightSpan:
+    """Start a span without a parent, 1 ns after 1970."""
+    ids = scope.new_trace_id(), scope.new_span_id(), 0
+    return scope.begin(name, SpanKind.INTERNAL, *ids, 1, completer)
 
 
 def traced_here(kept: KeptSpans, clock: Clock) -> RequestObserver:

@@ -234,7 +234,8 @@ class RequestMaker:
     def _batch(
         self, start_ns: int, end_ns: int, data: dict[str, Any], company: Iterable[tuple[str, str]]
     ) -> Link:
-        key = self.scene.trace_id(), self.scene.span_id()
+        trace_id, parent_id = data.get("below", self.key)
+        key = trace_id, self.scene.span_id()
         rank_ns = tuple(ns(each) for each in data.get("ranks", ()))
         attributes = {
             names.BATCH_SESSIONS: data.get("sessions", 1),
@@ -251,7 +252,7 @@ class RequestMaker:
         self.scene.add(
             Span(
                 *key,
-                "",
+                parent_id,
                 names.VERIFY_BATCH,
                 start_ns,
                 end_ns,

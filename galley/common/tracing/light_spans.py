@@ -119,9 +119,16 @@ class SpanScope:
         span.now_ns = now_ns
         return span
 
-    def root(self, name: str, start_ns: int, completer: Completer | None = None) -> LightSpan:
-        ids = self.new_trace_id(), self.new_span_id(), 0
-        return self.begin(name, SpanKind.INTERNAL, *ids, start_ns, completer)
+    def step_of(self, request: LightSpan, name: str, start_ns: int) -> LightSpan:
+        """Start the span of a step of several requests, beside that of the first.
+
+        It is no child of `request`: that ends with its last result, so a killed process would leave orphans.
+        """
+        ids = request.trace_id, self.new_span_id(), request.parent_id
+        span = self.begin(name, SpanKind.INTERNAL, *ids, start_ns)
+        span.trace_state = request.trace_state
+        span.has_remote_parent = request.has_remote_parent
+        return span
 
 
 class LightSpan(trace.NonRecordingSpan):

@@ -15,7 +15,7 @@ from typing import Any
 
 from galley.core import names
 from galley.trace.read.otlp_file import Lines
-from galley.trace.read.spans import Span
+from galley.trace.read.spans import Span, SpanKey
 
 MAX_SPANS = 250_000
 _SHOWN_MATCHES = 5
@@ -136,24 +136,31 @@ def _collect(lines: Lines, traces: set[str], session_id: str = "") -> tuple[list
     # One span more than allowed, so that the excess is noticed.
     spans = _spans(lines, may_concern, lambda span: _concerns(span, traces, session_id))
     kept = list(islice(spans, MAX_SPANS + 1))
-    steps = {span.trace_id for span in kept} - traces
+    steps = {span.key for span in kept if span.trace_id not in traces}  # of other traces, which link here
     mark = names.RANK_FORWARD.encode()
     ranks = _spans(
         lines,
         lambda raw: bool(steps) and mark in raw,
-        lambda span: span.get("name") == names.RANK_FORWARD and _trace_id(span) in steps,
+        lambda span: span.get("name") == names.RANK_FORWARD and _parent_key(span) in steps,
     )
     kept += islice(ranks, MAX_SPANS + 1)
     return kept[:MAX_SPANS], len(kept) > MAX_SPANS
 
 
 def _concerns(span: Any, traces: Collection[str], session_id: str) -> bool:
-    """Return True if a span belongs to these traces, links to one, or has an event of the session."""
-    if any(_trace_id(one) in traces for one in (span, *(span.get("links") or ()))):
+    """Return True if a span belongs to these traces, links to one, or has an event of the session.
+
+    A round that links to its step does not concern the trace that the step is in.
+    """
+    links = (link for link in span.get("links") or () if _text(link, names.LINK) != names.LINK_BATCH)
+    if any(_trace_id(one) in traces for one in (span, *links)):
         return True
     events = span.get("events") or () if session_id else ()
-    values = (_pairs(event).get(names.SESSION_ID) for event in events)
-    return any((value or {}).get("stringValue") == session_id for value in values)
+    return any(_text(event, names.SESSION_ID) == session_id for event in events)
+
+
+def _text(holder: Any, key: str) -> object:
+    return (_pairs(holder).get(key) or {}).get("stringValue")
 
 
 def _pairs(holder: Any) -> dict[str, Any]:
@@ -162,6 +169,10 @@ def _pairs(holder: Any) -> dict[str, Any]:
 
 def _trace_id(holder: Any) -> str:
     return str(holder.get("traceId", "")).lower()
+
+
+def _parent_key(span: Any) -> SpanKey:
+    return _trace_id(span), str(span.get("parentSpanId", "")).lower()
 
 
 def _spans(lines: Lines, may_hold: Callable[[bytes], object], keep: Callable[[Any], bool]) -> Iterator[Span]:

@@ -21,6 +21,8 @@ from galley.trace.read.spans import Process, Span, SpanKey
 # Smaller differences come from timing: a server ends its span shortly after it has sent the response.
 _NEGLIGIBLE_NS = 100_000
 _LATE_NS = 2_000_000
+# Spans that are below a call but may outlast it, for they serve others, too.
+_STEPS = (names.VERIFY_BATCH, names.DRAFT_BATCH)
 # Outcomes of requests whose caller no longer waited.
 _GIVEN_UP = ("cancelled", "superseded")
 
@@ -81,7 +83,7 @@ def align(
     edges: dict[tuple[Process, Process], _Edge] = defaultdict(_Edge)
     for span in spans:
         parent = by_key.get((span.trace_id, span.parent_id))
-        if parent is not None and parent.process != span.process:
+        if parent is not None and parent.process != span.process and span.name not in _STEPS:
             edges[parent.process, span.process].add(parent, span)
     offsets, shifts = _offsets(edges, [*first, *(parent for parent, _ in edges)])
     if not shifts:

@@ -25,6 +25,7 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.version import __version__
 from tests.fakes.echo_service import EchoService, building, settings
 from tests.fakes.otlp_collector import collecting
+from tests.fakes.spans import root
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -143,7 +144,7 @@ def test_spans_of_ours_and_of_the_sdk_leave_together(collector: Collector) -> No
     ours = [telemetry.scope("one"), telemetry.scope("two")]
     for scope in ours:
         assert scope is not None
-        scope.root("ours", 1).end(2)
+        root(scope, "ours").end(2)
     with telemetry.tracer("library").start_as_current_span("theirs"):
         pass
     telemetry.shutdown()
@@ -163,7 +164,7 @@ def test_a_broken_span_keeps_no_other_back(collector: Collector, caplog: pytest.
         ("odd", None, {"a": object(), "b": 2**63, "c": 2**63 - 1}),
         ("good", None, {"a": 1}),
     ):
-        span = scope.root(name, 1, completer)
+        span = root(scope, name, completer)
         span.attributes |= attributes  # type: ignore[arg-type]  # what no exporter can encode
         span.end(2)
     telemetry.shutdown()
@@ -176,7 +177,7 @@ def test_a_span_keeps_its_last_events_and_links(collector: Collector) -> None:
     telemetry = start_telemetry("galley-test", as_global=False)
     scope = telemetry.scope("light")
     assert scope is not None
-    span = scope.root("x", 1)
+    span = root(scope, "x")
     for number in range(200):
         span.add_event(f"event {number}", None, number)
     span.link_to([trace.SpanContext(7, 1 + number, is_remote=True) for number in range(150)], {"to": "it"})

@@ -50,7 +50,8 @@ async def test_a_request_has_a_span_and_its_batch_links_to_it(tiny: Path) -> Non
             "galley.batch.sessions": result.batch_sessions,
         }
     (batch,) = kept.named(BATCH)
-    assert batch.parent is None
+    assert batch.parent in [span.parent for span in kept.named(ITEM)]
+    assert {context_of(span)[0] for span in kept.spans} == {TRACES["a"], TRACES["b"]}
     assert links_of(batch) == {context_of(span) for span in kept.named(ITEM)}
     assert dict(attributes_of(batch)) == {"galley.batch.sessions": 2, "galley.batch.steps": 3}
     assert batch.start_time is not None

@@ -1,4 +1,4 @@
-"""The spans of a target: one a request, and one a step that links to its requests."""
+"""The spans of a target: one a request, and one a step, below one of its requests and linked to all."""
 
 from __future__ import annotations
 
@@ -70,8 +70,7 @@ async def test_a_request_has_a_span_and_its_steps_link_to_it(
     batches = kept.named(BATCH)
     assert len(batches) == len(answers) > 1
     for batch, result in zip(batches, results, strict=True):
-        assert batch.parent is None
-        assert context_of(batch)[0] != TRACE
+        assert batch.parent == item.parent
         assert links_of(batch) == {context_of(item)}
         assert result.batch_span == span_bytes(batch)
         assert item.start_time is not None
@@ -94,6 +93,8 @@ async def test_the_span_of_a_step_has_its_size_and_times(
     (batch,) = kept.named(BATCH)
     assert links_of(batch) == {context_of(item) for item in kept.named(ITEM)}
     assert {trace_id for trace_id, _ in links_of(batch)} == {TRACE, TRACE + 1}
+    assert {context_of(span)[0] for span in kept.spans} == {TRACE, TRACE + 1}
+    assert batch.parent in [item.parent for item in kept.named(ITEM)]
     attributes = dict(attributes_of(batch))
     forward_ns = attributes.pop("galley.batch.forward_ns")
     (rank_ns,) = attributes.pop("galley.batch.rank_forward_ns")

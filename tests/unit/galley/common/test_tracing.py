@@ -17,7 +17,7 @@ from galley.core.content import Miss
 from galley.core.errors import InvalidField, Unavailable
 from galley.core.scheduler.messages import Superseded
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.fakes.spans import KeptSpans, attributes_of, context_of
+from tests.fakes.spans import KeptSpans, attributes_of, context_of, root
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"
@@ -67,7 +67,7 @@ def test_other_traceparents_start_no_span(kept: KeptSpans, parent: str) -> None:
 
 
 def test_a_request_without_traceparent_joins_the_span_of_its_call(kept: KeptSpans) -> None:
-    call = kept.scope.root("call", 1)
+    call = root(kept.scope, "call")
     with trace.use_span(call):
         item = span_of(kept, "")
         assert item.span is not None

@@ -22,7 +22,8 @@ OTHER = "0123456789abcdef0123456789abcdef"
 def scene() -> Scene:
     scene = Scene()
     other = scene.request(session=OTHER).round().end()
-    first = scene.request().round(batch={"sessions": 2, "ranks": (5, 6)}, company=[other.key]).end()
+    shared = {"sessions": 2, "ranks": (5, 6), "below": other.key}
+    first = scene.request().round(batch=shared, company=[other.key]).end()
     scene.request(
         at_ns=first.at_ns + ns(100), position=first.position, resumed=True, continues=first.key
     ).round().end()
@@ -40,6 +41,13 @@ def test_a_session_brings_its_requests_its_passes_and_their_ranks(scene: Scene, 
     assert [rank.duration_ns for rank in batch.ranks] == [ns(6)]
     assert list(story.company(batch)) == [OTHER]
     assert not any(span.text(names.SESSION_ID) == OTHER for span in result.spans)
+
+
+def test_a_shared_step_does_not_bring_rounds_of_the_other_session(scene: Scene, tmp_path: Path) -> None:
+    result = find(Lines(write(scene, tmp_path / "t.jsonl")), OTHER)
+    assert {names.VERIFY_BATCH, names.RANK_FORWARD} <= {span.name for span in result.spans}
+    (story,) = stories_of(result.spans, "", result.index.sessions_of)
+    assert [story.session_id, len(story.rounds)] == [OTHER, 1]
 
 
 @pytest.mark.parametrize("expected", ["5e55a0de5e55a0", "5e", "5e55a0de5e55a0de5e55a0de5e55a0de"])
