@@ -1,7 +1,8 @@
-"""Write each role's settings into the chart's schema: `python -m scripts.chart_schema FILE`.
+"""Write each role's settings and pod values into the chart's schema: `python -m scripts.chart_schema FILE`.
 
-They are the fields of services/<role>/settings.py, with their types and bounds, except those that the chart
-derives from other values and those for tests and local stacks. The rest of the file stays as it is.
+Settings are the fields of services/<role>/settings.py, with their types and bounds, except those that the
+chart derives from other values and those for tests and local stacks. Pod values are the definition `pod`, for
+every pod of the chart. The rest of the file stays as it is.
 """
 
 from __future__ import annotations
@@ -73,6 +74,17 @@ def _value_of(field: Mapping[str, Any]) -> dict[str, Any]:
     return {word: merged[word] for word in _KEPT_WORDS if word in merged}
 
 
+def pods_of(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the properties of each part of the values that configures a pod."""
+    values = {name: part.get("properties", {}) for name, part in schema["properties"].items()}
+    return [
+        *(values[role] for role in ROLES),
+        values["target"]["rayService"]["properties"]["head"]["properties"],
+        values["redis"]["embedded"]["properties"],
+        values["test"],
+    ]
+
+
 def text_of(value: Any, indent: int = 0, taken: int = 0) -> str:
     """Return JSON in which every value that fits into a line stands in one."""
     line = json.dumps(value, ensure_ascii=False)
@@ -97,6 +109,11 @@ def main() -> int:
     schema = json.loads(file.read_text(encoding="utf-8"))
     for role in ROLES:
         schema["properties"][role]["properties"]["settings"]["properties"] = offered(role)
+    for part in pods_of(schema):
+        part |= {
+            name: {"$ref": f"#/definitions/pod/properties/{name}"}
+            for name in schema["definitions"]["pod"]["properties"]
+        }
     file.write_text(text_of(schema) + "\n", encoding="utf-8")
     return 0
 

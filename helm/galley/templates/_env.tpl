@@ -1,8 +1,8 @@
-{{/* Environment variables of the roles. */}}
+{{/* Environment variables of the roles. galley.extensions adds extraEnv. */}}
 
 {{- define "galley.env" -}}
 {{- $prefix := printf "GALLEY_%s_" (upper .role) -}}
-{{- $role := index .root.Values .role -}}
+{{- $role := .values -}}
 - name: {{ $prefix }}HOST
   value: "0.0.0.0"
 - name: {{ $prefix }}PORT
@@ -33,12 +33,6 @@
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- end }}
-{{- with .root.Values.extraEnv }}
-{{ toYaml . }}
-{{- end }}
-{{- with $role.extraEnv }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{/* A replica registers in the store with its pod's address. */}}
@@ -47,7 +41,7 @@
   valueFrom:
     fieldRef: {fieldPath: status.podIP}
 - name: GALLEY_{{ upper .role }}_ADVERTISE
-  value: $(POD_IP):{{ (index .root.Values .role).port }}
+  value: $(POD_IP):{{ .values.port }}
 {{- end -}}
 
 {{- define "galley.tlsEnv" -}}

@@ -60,3 +60,18 @@
   value: {{ .principalClaim | quote }}
 {{- end }}
 {{- end -}}
+
+{{- define "galley.gatewayPod" -}}
+{{ include "galley.podHead" . }}
+containers:
+  - {{ include "galley.container" . | nindent 4 | trim }}
+    ports:
+      {{- include "galley.ports" . | nindent 6 }}
+    env:
+      {{- include "galley.env" . | nindent 6 }}
+      {{- include "galley.gatewayEnv" .root | nindent 6 }}
+    {{- include "galley.probes" (dict "port" .values.healthPort "startupSeconds" (include "galley.gatewayStartup" .root)) | nindent 4 }}
+    {{- include "galley.lifecycle" . | nindent 4 }}
+volumes:
+  {{- include "galley.volumes" . | nindent 2 }}
+{{- end -}}

@@ -14,7 +14,6 @@
 {{/* The init container that downloads the hub model `model` into the cache; empty unless modelCache.download is on. */}}
 {{- define "galley.download" -}}
 {{- $values := .root.Values -}}
-{{- $further := concat $values.extraEnv (index $values .role).extraEnv -}}
 {{- if and $values.modelCache.download.enabled (include "galley.isHubId" .model) }}
 initContainers:
   - name: download
@@ -26,17 +25,11 @@ initContainers:
     resources:
       {{- toYaml $values.modelCache.download.resources | nindent 6 }}
     {{- $token := $values.modelCache.hubToken }}
-    {{- if or $token.secretName $further }}
+    {{- if $token.secretName }}
     env:
-      {{- if $token.secretName }}
       - name: HF_TOKEN
         valueFrom:
           secretKeyRef: {name: {{ $token.secretName }}, key: {{ $token.key }}}
-      {{- end }}
-      {{- with $further }}
-      # May hold a proxy or a mirror of the hub.
-      {{- toYaml . | nindent 6 }}
-      {{- end }}
     {{- end }}
     volumeMounts:
       - {name: tmp, mountPath: /tmp}

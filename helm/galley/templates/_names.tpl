@@ -1,4 +1,7 @@
-{{/* Names, labels, images, addresses. Most helpers of this chart take (dict "root" $ "role" "gateway"). */}}
+{{/*
+Names, labels, images, addresses. Most helpers of this chart take (dict "root" $ "role" "gateway" "values" .Values.gateway), where
+`values` are those of the role.
+*/}}
 
 {{- define "galley.name" -}}
 {{- if contains .Chart.Name .Release.Name -}}
@@ -46,10 +49,9 @@ labels:
   {{- include "galley.labels" . | nindent 2 }}
 {{- end -}}
 
-{{/* (dict "root" $ "role" "gateway") */}}
 {{- define "galley.image" -}}
 {{- $image := .root.Values.image -}}
-{{- $own := (index .root.Values .role).image -}}
+{{- $own := .values.image -}}
 {{- with $image.registry }}{{ . }}/{{ end -}}
 {{- $own.repository }}:{{ $own.tag | default $image.tag | default .root.Chart.AppVersion -}}
 {{- end -}}
@@ -76,7 +78,7 @@ labels:
 
 {{/* True if an autoscaler sets the number of a role's pods. */}}
 {{- define "galley.isScaled" -}}
-{{- $role := index .root.Values .role -}}
+{{- $own := .values.autoscaling -}}
 {{- $keda := index .root.Values.keda .role | default dict -}}
-{{- if or (and $role.autoscaling $role.autoscaling.enabled) (and .root.Values.keda.enabled $keda.enabled) }}true{{ end -}}
+{{- if or (and $own $own.enabled) (and .root.Values.keda.enabled $keda.enabled) }}true{{ end -}}
 {{- end -}}

@@ -16,7 +16,8 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 
 {{- define "galley.serviceAccountName" -}}
-{{- if .root.Values.serviceAccount.create }}{{ include "galley.roleName" . }}{{ else }}default{{ end -}}
+{{- $role := .account | default .role -}}
+{{- if .root.Values.serviceAccount.create }}{{ include "galley.roleName" (dict "root" .root "role" $role) }}{{ else }}default{{ end -}}
 {{- end -}}
 
 {{/*
@@ -24,7 +25,7 @@ Time that Kubernetes waits before SIGKILL, in seconds: the delay before SIGTERM,
 calls (0.5 s), withdraw the lease, and send the remaining spans and metrics (3 s).
 */}}
 {{- define "galley.gracePeriod" -}}
-{{- $role := index .root.Values .role -}}
+{{- $role := .values -}}
 {{- add $role.preStopSeconds $role.drainTimeoutSeconds 15 -}}
 {{- end -}}
 
@@ -46,7 +47,7 @@ imagePullSecrets:
 {{/* Placement of a role's pods. A constraint without labelSelector applies to the role's pods. */}}
 {{- define "galley.placement" -}}
 {{- $it := . -}}
-{{- $role := index .root.Values .role -}}
+{{- $role := .values -}}
 {{- with $role.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
@@ -71,22 +72,20 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* Metadata of a role's pods; `silent` for pods without metrics. */}}
+{{/* Metadata of a role's pods; `silent` for pods without metrics, `bare` also without a note for kubectl. */}}
 {{- define "galley.podMetadata" -}}
-{{- $role := index .root.Values .role -}}
 labels:
   {{- include "galley.podLabels" . | nindent 2 }}
+{{- if not .bare }}
 annotations:
   # Default container of kubectl logs and exec.
   kubectl.kubernetes.io/default-container: {{ .container | default .role }}
   {{- if and (eq .root.Values.monitoring.scrape "annotations") (not .silent) }}
   prometheus.io/scrape: "true"
-  prometheus.io/port: {{ $role.metricsPort | quote }}
+  prometheus.io/port: {{ .values.metricsPort | quote }}
   prometheus.io/path: /metrics
   {{- end }}
-  {{- with $role.podAnnotations }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* The part of a pod before its containers. */}}
@@ -125,7 +124,7 @@ livenessProbe:
 {{- end -}}
 
 {{- define "galley.ports" -}}
-{{- $role := index .root.Values .role -}}
+{{- $role := .values -}}
 - {name: grpc, containerPort: {{ $role.port }}, protocol: TCP}
 - {name: health, containerPort: {{ $role.healthPort }}, protocol: TCP}
 - {name: metrics, containerPort: {{ $role.metricsPort }}, protocol: TCP}
@@ -136,7 +135,7 @@ livenessProbe:
 
 {{/* Requests and limits, with the role's GPUs. */}}
 {{- define "galley.resources" -}}
-{{- $role := index .root.Values .role -}}
+{{- $role := .values -}}
 {{- $resources := deepCopy $role.resources -}}
 {{- if $role.gpus -}}
 {{- $limits := merge (dict $role.gpuResource (int $role.gpus)) ($resources.limits | default dict) -}}
@@ -147,7 +146,6 @@ livenessProbe:
 
 {{/* The part of a container beside environment and probes; `container` is its name. */}}
 {{- define "galley.container" -}}
-{{- $role := index .root.Values .role -}}
 name: {{ .container | default .role }}
 image: {{ include "galley.image" . }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -161,7 +159,7 @@ volumeMounts:
 
 {{/* Delay before SIGTERM, so that the pod leaves the endpoints before it refuses calls. */}}
 {{- define "galley.lifecycle" -}}
-{{- with (index .root.Values .role).preStopSeconds }}
+{{- with .values.preStopSeconds }}
 lifecycle:
   preStop:
     sleep: {seconds: {{ . }}}

@@ -38,98 +38,78 @@ applications:
   value: "1"
 {{- end -}}
 
-{{/* The pod of Ray's head: Serve's controller and no replica. */}}
-{{- define "galley.rayHead" -}}
-{{- $values := .root.Values -}}
-metadata:
-  labels:
-    {{- include "galley.podLabels" (dict "root" .root "role" "ray-head") | nindent 4 }}
-spec:
-  {{- include "galley.podCommon" . | nindent 2 }}
-  terminationGracePeriodSeconds: {{ include "galley.gracePeriod" . }}
-  {{- with $values.target.priorityClassName }}
-  priorityClassName: {{ . }}
-  {{- end }}
-  {{- with $values.target.rayService.head.nodeSelector }}
-  nodeSelector:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $values.target.rayService.head.tolerations }}
-  tolerations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  containers:
-    - name: ray-head
-      image: {{ include "galley.image" . }}
-      imagePullPolicy: {{ $values.image.pullPolicy }}
-      securityContext:
-        {{- include "galley.containerSecurity" . | nindent 8 }}
-      resources:
-        {{- toYaml $values.target.rayService.head.resources | nindent 8 }}
-      ports:
-        - {name: gcs-server, containerPort: 6379, protocol: TCP}
-        - {name: dashboard, containerPort: 8265, protocol: TCP}
-        - {name: client, containerPort: 10001, protocol: TCP}
-        # Nothing listens at this port, but KubeRay needs one of this name to report a RayService as ready.
-        - {name: serve, containerPort: 8000, protocol: TCP}
-      env:
-        {{- include "galley.rayEnv" . | nindent 8 }}
-      # Ray has no gRPC health service; its agents answer HTTP.
-      startupProbe:
-        httpGet: {path: /api/gcs_healthz, port: dashboard}
-        periodSeconds: 2
-        timeoutSeconds: 2
-        failureThreshold: 60
-      readinessProbe:
-        httpGet: {path: /api/gcs_healthz, port: dashboard}
-        periodSeconds: 5
-        timeoutSeconds: 3
-      livenessProbe:
-        httpGet: {path: /api/gcs_healthz, port: dashboard}
-        periodSeconds: 10
-        timeoutSeconds: 5
-        failureThreshold: 6
-      volumeMounts:
-        - {name: tmp, mountPath: /tmp}
-  volumes:
-    - name: tmp
-      emptyDir: {sizeLimit: {{ $values.target.rayService.scratchSizeLimit }}}
+{{/* Ray's head: Serve's controller and no replica. */}}
+{{- define "galley.rayHeadPod" -}}
+{{ include "galley.podCommon" . }}
+terminationGracePeriodSeconds: {{ include "galley.gracePeriod" . }}
+{{- include "galley.placement" . }}
+containers:
+  - name: ray-head
+    image: {{ include "galley.image" . }}
+    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+    securityContext:
+      {{- include "galley.containerSecurity" . | nindent 6 }}
+    resources:
+      {{- toYaml .values.resources | nindent 6 }}
+    ports:
+      - {name: gcs-server, containerPort: 6379, protocol: TCP}
+      - {name: dashboard, containerPort: 8265, protocol: TCP}
+      - {name: client, containerPort: 10001, protocol: TCP}
+      # Nothing listens at this port, but KubeRay needs one of this name to report a RayService as ready.
+      - {name: serve, containerPort: 8000, protocol: TCP}
+    env:
+      {{- include "galley.rayEnv" . | nindent 6 }}
+    # Ray has no gRPC health service; its agents answer HTTP.
+    startupProbe:
+      httpGet: {path: /api/gcs_healthz, port: dashboard}
+      periodSeconds: 2
+      timeoutSeconds: 2
+      failureThreshold: 60
+    readinessProbe:
+      httpGet: {path: /api/gcs_healthz, port: dashboard}
+      periodSeconds: 5
+      timeoutSeconds: 3
+    livenessProbe:
+      httpGet: {path: /api/gcs_healthz, port: dashboard}
+      periodSeconds: 10
+      timeoutSeconds: 5
+      failureThreshold: 6
+    volumeMounts:
+      - {name: tmp, mountPath: /tmp}
+volumes:
+  - name: tmp
+    emptyDir: {sizeLimit: {{ .root.Values.target.rayService.scratchSizeLimit }}}
 {{- end -}}
 
 {{/* The pods of the replicas, one each. */}}
-{{- define "galley.rayWorker" -}}
-{{- $target := .root.Values.target -}}
-{{- $it := merge (dict "scratch" $target.rayService.scratchSizeLimit) . -}}
-metadata:
-  {{- include "galley.podMetadata" $it | nindent 2 }}
-spec:
-  {{- include "galley.podHead" $it | nindent 2 }}
-  {{- include "galley.download" (merge (dict "model" .root.Values.model) $it) | nindent 2 }}
-  containers:
-    - {{ include "galley.container" $it | nindent 6 | trim }}
-      ports:
-        {{- include "galley.ports" $it | nindent 8 }}
-        - {name: ray-agent, containerPort: 52365, protocol: TCP}
-      env:
-        {{- include "galley.targetEnv" $it | nindent 8 }}
-        {{- include "galley.rayEnv" $it | nindent 8 }}
-      # Liveness is that of the Ray node, because Serve restarts replicas. Readiness is that of the replica.
-      startupProbe:
-        httpGet: {path: /api/local_raylet_healthz, port: ray-agent}
-        periodSeconds: 2
-        timeoutSeconds: 2
-        failureThreshold: 60
-      readinessProbe:
-        grpc: {port: {{ $target.healthPort }}}
-        periodSeconds: 5
-        timeoutSeconds: 3
-        failureThreshold: 2
-      livenessProbe:
-        httpGet: {path: /api/local_raylet_healthz, port: ray-agent}
-        periodSeconds: 10
-        timeoutSeconds: 5
-        failureThreshold: 6
-      {{- include "galley.lifecycle" $it | nindent 6 }}
-  volumes:
-    {{- include "galley.volumes" $it | nindent 4 }}
+{{- define "galley.rayWorkerPod" -}}
+{{ include "galley.podHead" . }}
+{{- include "galley.download" (merge (dict "model" .root.Values.model) .) | nindent 0 }}
+containers:
+  - {{ include "galley.container" . | nindent 4 | trim }}
+    ports:
+      {{- include "galley.ports" . | nindent 6 }}
+      - {name: ray-agent, containerPort: 52365, protocol: TCP}
+    env:
+      {{- include "galley.targetEnv" . | nindent 6 }}
+      {{- include "galley.rayEnv" . | nindent 6 }}
+    # Liveness is that of the Ray node, because Serve restarts replicas. Readiness is that of the replica.
+    startupProbe:
+      httpGet: {path: /api/local_raylet_healthz, port: ray-agent}
+      periodSeconds: 2
+      timeoutSeconds: 2
+      failureThreshold: 60
+    readinessProbe:
+      grpc: {port: {{ .values.healthPort }}}
+      periodSeconds: 5
+      timeoutSeconds: 3
+      failureThreshold: 2
+    livenessProbe:
+      httpGet: {path: /api/local_raylet_healthz, port: ray-agent}
+      periodSeconds: 10
+      timeoutSeconds: 5
+      failureThreshold: 6
+    {{- include "galley.lifecycle" . | nindent 4 }}
+volumes:
+  {{- include "galley.volumes" . | nindent 2 }}
 {{- end -}}

@@ -27,3 +27,61 @@ value: {{ $redis.url | quote }}
 value: redis://{{ include "galley.name" .root }}-redis:{{ $redis.embedded.port }}/0
 {{- end -}}
 {{- end -}}
+
+{{/* The trial store. */}}
+{{- define "galley.redisPod" -}}
+{{ include "galley.podCommon" . }}
+terminationGracePeriodSeconds: 30
+{{- include "galley.placement" . }}
+containers:
+  - name: redis
+    image: {{ .values.image }}
+    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+    # With the append-only file the token log survives a restart.
+    command: [valkey-server]
+    args:
+      - --port
+      - {{ .values.port | quote }}
+      - --dir
+      - /data
+      - --appendonly
+      - "yes"
+      - --appendfsync
+      - everysec
+      - --save
+      - ""
+      # An evicted log is a lost session.
+      - --maxmemory-policy
+      - noeviction
+      {{- with include "galley.storeMemory" .root }}
+      # When this is full, the server refuses writes, and streams wait until sessions expire. Without it the kubelet
+      # would kill the server, which would be as large again after its restart.
+      - --maxmemory
+      - {{ . | quote }}
+      {{- end }}
+      # Without a password, the server would otherwise accept connections only from its own pod.
+      - --protected-mode
+      - "no"
+    ports:
+      - {name: redis, containerPort: {{ .values.port }}, protocol: TCP}
+    securityContext:
+      {{- include "galley.containerSecurity" . | nindent 6 }}
+    # -e: exit non-zero on errors, which the server returns while it loads its file.
+    startupProbe:
+      exec: {command: [valkey-cli, -e, -p, {{ .values.port | quote }}, ping]}
+      periodSeconds: 1
+      failureThreshold: 60
+    readinessProbe:
+      exec: {command: [valkey-cli, -e, -p, {{ .values.port | quote }}, ping]}
+      periodSeconds: 5
+      timeoutSeconds: 2
+    livenessProbe:
+      tcpSocket: {port: redis}
+      periodSeconds: 10
+      timeoutSeconds: 5
+      failureThreshold: 6
+    resources:
+      {{- toYaml .values.resources | nindent 6 }}
+    volumeMounts:
+      - {name: data, mountPath: /data}
+{{- end -}}

@@ -1,10 +1,10 @@
 {{/*
 A headless Service, with one address per pod: clients keep one HTTP/2 connection, so kube-proxy would pin each to one
-pod. It has the metrics port for a ServiceMonitor. (dict "root" $ "role" "draft"); "suffix" is added to its name if
+pod. It has the metrics port for a ServiceMonitor. "suffix" is added to its name if
 another Service has the role's name.
 */}}
 {{- define "galley.headlessService" -}}
-{{- $role := index .root.Values .role -}}
+{{- $role := .values -}}
 apiVersion: v1
 kind: Service
 metadata:

@@ -41,24 +41,34 @@
 {{- end -}}
 
 {{/* The pods of a StatefulSet, and the leaders of a LeaderWorkerSet. */}}
-{{- define "galley.targetTemplate" -}}
-{{- $target := .root.Values.target -}}
-metadata:
-  {{- include "galley.podMetadata" . | nindent 2 }}
-spec:
-  {{- include "galley.podHead" . | nindent 2 }}
-  {{- include "galley.download" (merge (dict "model" .root.Values.model) .) | nindent 2 }}
-  containers:
-    - {{ include "galley.container" . | nindent 6 | trim }}
-      ports:
-        {{- include "galley.ports" . | nindent 8 }}
-        {{- if eq $target.kind "leaderworkerset" }}
-        - {name: ranks, containerPort: {{ $target.ranksPort }}, protocol: TCP}
-        {{- end }}
-      env:
-        {{- include "galley.targetEnv" . | nindent 8 }}
-      {{- include "galley.probes" (dict "port" $target.healthPort "startupSeconds" $target.startupTimeoutSeconds) | nindent 6 }}
-      {{- include "galley.lifecycle" . | nindent 6 }}
-  volumes:
-    {{- include "galley.volumes" . | nindent 4 }}
+{{- define "galley.targetPod" -}}
+{{ include "galley.podHead" . }}
+{{- include "galley.download" (merge (dict "model" .root.Values.model) .) | nindent 0 }}
+containers:
+  - {{ include "galley.container" . | nindent 4 | trim }}
+    ports:
+      {{- include "galley.ports" . | nindent 6 }}
+      {{- if eq .values.kind "leaderworkerset" }}
+      - {name: ranks, containerPort: {{ .values.ranksPort }}, protocol: TCP}
+      {{- end }}
+    env:
+      {{- include "galley.targetEnv" . | nindent 6 }}
+    {{- include "galley.probes" (dict "port" .values.healthPort "startupSeconds" .values.startupTimeoutSeconds) | nindent 4 }}
+    {{- include "galley.lifecycle" . | nindent 4 }}
+volumes:
+  {{- include "galley.volumes" . | nindent 2 }}
+{{- end -}}
+
+{{/* The other pods of a group of a LeaderWorkerSet. */}}
+{{- define "galley.targetWorkerPod" -}}
+{{ include "galley.podHead" . }}
+{{- include "galley.download" (merge (dict "model" .root.Values.model) .) | nindent 0 }}
+containers:
+  # Workers have no probes: a worker exits when one of its ranks does. The leader is probed,
+  # and exits when a rank does not respond.
+  - {{ include "galley.container" . | nindent 4 | trim }}
+    env:
+      {{- include "galley.targetEnv" . | nindent 6 }}
+volumes:
+  {{- include "galley.volumes" . | nindent 2 }}
 {{- end -}}
