@@ -10,7 +10,7 @@ import yaml
 
 from tests.deploy import schemas
 from tests.deploy.invariants import hold
-from tests.deploy.render import ROOT, Manifest, pods, render, tool
+from tests.deploy.render import ROOT, Manifest, env_of, pods, render, tool
 
 K8S = ROOT / "deploy" / "k8s"
 OVERLAYS = sorted(path.stem for path in (K8S / "values").glob("*.yaml"))
@@ -43,3 +43,12 @@ def test_production_refuses_unauthenticated_calls() -> None:
     names = {entry["name"] for entry in gateway["env"]}
     assert {"GALLEY_GATEWAY_API_KEYS_FILE", "GALLEY_GATEWAY_TLS_CERT_FILE"} <= names
     assert "redis" not in pods(rendered)
+
+
+def test_production_runs_no_model_and_no_image_by_default() -> None:
+    """A name without a registry would be looked for on Docker Hub."""
+    for name, spec in pods(built("production")).items():
+        for container in spec["containers"]:
+            assert container["image"].startswith("registry.example.com/galley/"), name
+    target = pods(built("production"))["target"]["containers"][0]
+    assert env_of(target)["GALLEY_TARGET_MODEL"].startswith("/models/volume/")

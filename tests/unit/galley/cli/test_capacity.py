@@ -55,14 +55,23 @@ def test_documented_example_is_printed() -> None:
         assert line.rstrip() in page
 
 
-def test_the_example_is_a_target_that_the_chart_can_run() -> None:
-    example = tomllib.loads(EXAMPLE.read_text())["target"]
-    chart = yaml.safe_load(CHARTS.read_text())["target"]
-    assert example["max_rows"] == chart["settings"]["max_rows"]
-    assert example["memory"]["gpus"] == chart["tensorParallel"]
-    blocks = int(str(json_of(f"--capacity={EXAMPLE}")["kv_blocks_a_target"]))
-    pool_mb = blocks * BLOCK_TOKENS * example["memory"]["kv_bytes_per_token"] // 2**20
-    assert f"`kv_memory_mb: {pool_mb // chart['tensorParallel']}`" in SCALING.read_text()
+def test_the_production_values_are_what_the_example_gives() -> None:
+    text = CHARTS.read_text()
+    example, chart = tomllib.loads(EXAMPLE.read_text()), yaml.safe_load(text)
+    needed, target = json_of(f"--capacity={EXAMPLE}"), chart["target"]
+    assert needed["targets"] == target["replicas"] == chart["keda"]["target"]["minReplicas"]
+    assert needed["drafts"] == chart["keda"]["draft"]["minReplicas"]
+    assert needed["gateways"] == chart["gateway"]["autoscaling"]["minReplicas"]
+    assert example["spares"]["gateway_sessions"] == chart["gateway"]["settings"]["max_sessions"]
+    for setting in ("max_sessions", "max_rows"):
+        assert example["target"][setting] == target["settings"][setting]
+    memory = example["target"]["memory"]
+    assert memory["gpus"] == target["tensorParallel"] == target["gpus"]
+    pool_mb = int(str(needed["kv_blocks_a_target"])) * BLOCK_TOKENS * memory["kv_bytes_per_token"] // 2**20
+    assert pool_mb // memory["gpus"] == target["settings"]["kv_memory_mb"]
+    assert f"`kv_memory_mb: {target['settings']['kv_memory_mb']}`" in SCALING.read_text()
+    each_gib = memory["weights_gib"] / memory["gpus"]
+    assert f"{memory['weights_gib']} GiB in the GPUs, {each_gib} GiB in each" in text
 
 
 def test_gpus_are_counted_where_memory_is_given() -> None:
