@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from galley.common.logs import get_logger
 from galley.common.models.files import tokenizer_hash
+from galley.common.models.hub import local_directory
 from galley.common.server.process import limit_threads, report_memory
 from galley.core import names
 from galley.core.kv.blocks import BLOCK_TOKENS
@@ -74,7 +75,7 @@ def _tokenizer_hash(settings: DraftSettings, model: CausalModel | None) -> str:
     if model is not None:
         return model.info.tokenizer_hash
     if settings.tokenizer is not None:
-        return tokenizer_hash(settings.tokenizer)
+        return tokenizer_hash(local_directory(settings.tokenizer, ("tokenizer.json",)))
     _LOG.warning(
         "draft has no tokenizer hash; gateways refuse it",
         remedy="--model or --tokenizer",

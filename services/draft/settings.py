@@ -26,8 +26,10 @@ class DraftSettings(ReplicaSettings):
         min_length=1,
         description="Target model whose embeddings a trained draft uses: hub id, directory or GGUF file.",
     )
-    tokenizer: Path | None = Field(
-        default=None, description="Directory of the target's tokenizer.json, for a draft without --model."
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Target's tokenizer, for a draft without --model: a hub id or a directory.",
     )
     default_strategy: Literal["ngram", "model", "hybrid", "oracle", "none"] = Field(
         default="ngram", description="Strategy of requests that name none."

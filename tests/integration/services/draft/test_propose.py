@@ -220,7 +220,7 @@ class TestOracle:
 
 async def test_without_a_model_the_tokenizer_is_that_of_the_directory(tmp_path: Path) -> None:
     directory = save_tiny_model(tmp_path)
-    async with drafting(tokenizer=directory) as draft:
+    async with drafting(tokenizer=str(directory)) as draft:
         info = await draft.GetDraftInfo(pb.GetDraftInfoRequest())
     assert info.tokenizer_hash == tokenizer_hash(directory)
     assert (info.model, info.vocab_size) == ("", 0)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from galley.common.models.files import DEFAULT_MODEL, tokenizer_hash
 from galley.common.models.tokenizer import ChatTemplate, Tokenizer, TooManyTokens
-from galley.core.errors import InvalidField
+from galley.core.errors import InvalidField, UnsupportedModel
 from galley.engine.load.resolve import resolve_model
 
 TEXTS = [
@@ -347,7 +347,7 @@ def test_broken_chat_template_is_refused_by_line(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_neither_directory_nor_hub_id() -> None:
-    with pytest.raises(FileNotFoundError, match="no directory"):
+    with pytest.raises(UnsupportedModel, match=r"model: must be a directory, a \.gguf file or a hub id, got"):
         Tokenizer.load("no/such/model at all")
 
 
