@@ -23,8 +23,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from galley.common.metrics.metric import Kind, LabelValues, Metric
 from galley.common.metrics.registry import Distributed, Exemplar, Reading, Registry
-from galley.common.tracing.exporting import ReloadingExporter, resource_of
-from galley.common.tracing.otlp import FLUSH_S
+from galley.common.tracing.exporting import ReloadingExporter, http_session, resource_of
+from galley.common.tracing.otlp import FLUSH_S, is_http
 from galley.version import __version__
 
 _INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"
@@ -35,16 +35,25 @@ _CUMULATIVE = sdk.AggregationTemporality.CUMULATIVE
 _NOT_KEPT: Any = None
 
 
-class _Exporter(ReloadingExporter, OTLPMetricExporter):
+class _GrpcExporter(ReloadingExporter, OTLPMetricExporter):
     signal = "metrics"
+
+
+def _exporter() -> sdk.MetricExporter:
+    """Return the SDK's exporter for the protocol of the environment. Raise ValueError as `Pusher` does."""
+    if not is_http("metrics"):
+        return _GrpcExporter()
+    from opentelemetry.exporter.otlp.proto.http import metric_exporter  # noqa: PLC0415  # imports requests
+
+    return metric_exporter.OTLPMetricExporter(session=http_session("metrics"))
 
 
 class Pusher:
     def __init__(self, registry: Registry, service_name: str) -> None:
-        """Read the collector from the environment. Raise ValueError on a bad interval or TLS file."""
+        """Read the collector from the environment. Raise ValueError if a variable is unusable."""
         self._registry = registry
         self._resource = resource_of(service_name)
-        self._exporter = _Exporter()
+        self._exporter = _exporter()
         self._interval_s = _interval_ms() / 1000
         self._began_ns = time.time_ns()
         self._task: asyncio.Task[None] | None = None

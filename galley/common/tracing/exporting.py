@@ -18,7 +18,7 @@ from opentelemetry.exporter.otlp.proto.grpc.exporter import OTLPExporterMixin
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -29,7 +29,7 @@ from galley.common.tls.channels import Material, channel_credentials
 from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 from galley.common.tracing.light_spans import MAX_EVENTS, SAMPLED, LightSpan, Named, SpanScope, unpacked
-from galley.common.tracing.otlp import Signal, variable
+from galley.common.tracing.otlp import Signal, is_http, variable
 from galley.core import names
 from galley.version import __version__
 
@@ -131,12 +131,48 @@ def _is_plain(signal: Signal) -> bool:
     return insecure.lower() == "true" if insecure else endpoint.startswith("http://")
 
 
-class LightSpanExporter(ReloadingExporter, OTLPSpanExporter):
+def http_session(signal: Signal) -> Any:
+    """Return the session of the SDK's exporter over HTTP, None for its own. Raise ValueError as `_tls_files`.
+
+    The SDK reads the TLS files again for each new connection. Its own session would prefer REQUESTS_CA_BUNDLE
+    to the signal's certificate.
+    """
+    _tls_files(signal)
+    if not variable("CERTIFICATE", signal)[1]:
+        return None
+    import requests  # noqa: PLC0415  # needed by this protocol only
+
+    session = requests.Session()
+    session.trust_env = False
+    return session
+
+
+class _GrpcSpanExporter(ReloadingExporter, OTLPSpanExporter):
     signal = "traces"
+
+
+class LightSpanExporter(SpanExporter):
+    """Complete light spans, and send them with the SDK's exporter for the protocol of the environment."""
+
+    def __init__(self) -> None:
+        """Raise ValueError, with the name of the variable, for an unusable endpoint or TLS file."""
+        self._exporter = _http_span_exporter() if is_http("traces") else _GrpcSpanExporter()
 
     def export(self, spans: Sequence[Any]) -> SpanExportResult:
         """Complete the spans and send them; called by the thread of the SDK's processor."""
-        return super().export(list(_all_readable(spans)))
+        return self._exporter.export(list(_all_readable(spans)))
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+
+def _http_span_exporter() -> SpanExporter:
+    from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415  # imports requests
+
+    return trace_exporter.OTLPSpanExporter(session=http_session("traces"))
 
 
 def _all_readable(spans: Sequence[Any]) -> Iterator[ReadableSpan]:

@@ -10,6 +10,8 @@ _LOG = logging.getLogger(__name__)
 
 Signal: TypeAlias = Literal["traces", "metrics"]
 
+GRPC, HTTP = "grpc", "http/protobuf"
+
 FLUSH_S = 3.0
 """Longest time that a process waits at its end for the collector."""
 
@@ -22,10 +24,20 @@ def is_exported(signal: Signal) -> bool:
         return False
     if os.environ.get(f"OTEL_{name}_EXPORTER", "otlp").lower() == "none":
         return False
-    protocol = variable("PROTOCOL", signal)[1] or "grpc"
-    if protocol != "grpc":
-        _LOG.warning("%s are off: OTEL_EXPORTER_OTLP_PROTOCOL: must be grpc, got %s", signal, protocol)
+    variable_name, protocol = variable("PROTOCOL", signal)
+    if protocol not in {"", GRPC, HTTP}:
+        _LOG.warning("%s are off: %s: must be %s or %s, got %s", signal, variable_name, GRPC, HTTP, protocol)
         return False
+    return True
+
+
+def is_http(signal: Signal) -> bool:
+    """Return True if the signal goes by HTTP. Raise ValueError if its endpoint is no URL."""
+    if variable("PROTOCOL", signal)[1] != HTTP:
+        return False
+    name, endpoint = variable("ENDPOINT", signal)
+    if not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"{name}: must begin with http:// or https:// for {HTTP}, got {endpoint}")
     return True
 
 

@@ -108,7 +108,7 @@ async def test_an_interval_that_is_none_is_refused(
     [
         ("OTEL_METRICS_EXPORTER", "none"),
         ("OTEL_SDK_DISABLED", "true"),
-        ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "http/protobuf"),
+        ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "http/json"),
     ],
 )
 async def test_it_can_be_switched_off(

@@ -16,7 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 
 from galley.client.client import w3c_metadata
+from galley.common.config.settings import OFF
 from galley.common.logs import log_internal, start_logging
+from galley.common.metrics.metering import flush_telemetry, start_metering
 from galley.common.server.server import Parts, start_server
 from galley.common.tracing.light_spans import LightSpan, packed
 from galley.common.tracing.telemetry import context_from, start_telemetry
@@ -24,7 +26,8 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.version import __version__
 from tests.fakes.echo_service import EchoService, building, settings
-from tests.fakes.otlp_collector import collecting
+from tests.fakes.otlp_collector import METRICS, TRACES, collecting
+from tests.fakes.otlp_http import collecting_http
 from tests.fakes.spans import root
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -244,3 +247,71 @@ def test_a_context_comes_back_from_its_traceparent() -> None:
     span = trace.get_current_span(context_from(PARENT)).get_span_context()
     assert trace.format_trace_id(span.trace_id) == PARENT.split("-")[1]
     assert not trace.get_current_span(context_from("")).get_span_context().is_valid
+
+
+# ------------------------------------------------------------------------------------------- by HTTP --
+
+
+class HttpCollector:
+    def __init__(self) -> None:
+        self.exports: list[tuple[str, str, dict[str, str]]] = []
+
+    def take(self, signal: str, _request: Any, handler: Any) -> None:
+        headers = {name.lower(): value for name, value in handler.headers.items()}
+        self.exports.append((signal, handler.path, headers))
+
+
+@pytest.mark.parametrize("base", ["", "/"])
+async def test_all_signals_go_by_http_with_headers(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
+    collector = HttpCollector()
+    with collecting_http(collector.take) as address:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{address}{base}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Basic%20YTpi,x-scope=one")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "gzip")
+        telemetry = start_telemetry("galley-test", as_global=False)
+        metering = await start_metering("gateway", "127.0.0.1", OFF)
+        scope = telemetry.scope("ours")
+        assert scope is not None
+        root(scope, "ours").end(2)
+        await flush_telemetry(telemetry, metering)
+    sent = {signal: (path, headers) for signal, path, headers in collector.exports}
+    assert {signal: path for signal, (path, _) in sent.items()} == {
+        TRACES: "/v1/traces",
+        METRICS: "/v1/metrics",
+    }
+    for _, headers in sent.values():
+        assert (headers["authorization"], headers["x-scope"]) == ("Basic YTpi", "one")
+    assert sent[TRACES][1]["content-encoding"] == "gzip"
+
+
+async def test_one_signal_may_go_by_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_http, by_grpc = HttpCollector(), Collector()
+    with collecting_http(by_http.take) as address, collecting(by_grpc.take) as grpc_address:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{grpc_address}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", f"http://{address}/v1/metrics")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "http/protobuf")
+        telemetry = start_telemetry("galley-test", as_global=False)
+        metering = await start_metering("gateway", "127.0.0.1", OFF)
+        with telemetry.tracer("test").start_as_current_span("one"):
+            pass
+        await flush_telemetry(telemetry, metering)
+    assert [signal for signal, _, _ in by_http.exports] == [METRICS]
+    assert [span.name for span in by_grpc.spans] == ["one"]
+
+
+def test_an_endpoint_without_scheme_is_refused_for_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4318")
+    with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_ENDPOINT: must begin with http:// or https://"):
+        start_telemetry("galley-test", as_global=False)
+
+
+def test_an_unknown_protocol_switches_a_signal_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
+    assert not start_telemetry("galley-test", as_global=False).is_on
+    expected = "traces are off: OTEL_EXPORTER_OTLP_PROTOCOL: must be grpc or http/protobuf, got http/json"
+    assert expected in caplog.messages
