@@ -152,7 +152,12 @@ def test_ray_replica_has_a_pod_and_ports() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "least"),
-    [({}, 2), ({"maxUnavailable": 2}, 1), ({"maxUnavailable": None, "minAvailable": 3}, 3)],
+    [
+        ({}, 2),
+        ({"maxUnavailable": 2}, 1),
+        ({"maxUnavailable": None, "minAvailable": 3}, 3),
+        ({"maxUnavailable": None, "minAvailable": 0}, 0),
+    ],
 )
 def test_ray_budget_is_a_number(budget: Manifest, least: int) -> None:
     """Kubernetes does not know how many KubeRay wants, and takes no other form."""
