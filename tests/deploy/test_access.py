@@ -35,7 +35,10 @@ def check_mounted_variables(spec: Manifest) -> None:
     [
         {"tls": TLS},
         {"tls": {**TLS, "mutual": False}},
-        {"tls": {**TLS, "gateway": {"secretName": "g", "clientCaSecretName": "c", "peerSecretName": "p"}}},
+        {
+            "tls": {**TLS, "gateway": {"secretName": "g", "clientCaSecretName": "c", "peerSecretName": "p"}},
+            "test": {"enabled": False},
+        },
         {"auth": {"apiKeys": {"secretName": "keys"}, "jwt": {**JWT, "jwksConfigMap": {"name": "jwks"}}}},
         {"otel": {"endpoint": "https://collector:4317", "caSecretName": "ca"}},
     ],
@@ -139,7 +142,10 @@ def test_helm_test_uses_key_and_certificate() -> None:
     )
     rendered = render(values)
     (test,) = of_kind(rendered, "Pod").values()
-    assert test["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert test["metadata"]["annotations"] == {
+        "helm.sh/hook": "test",
+        "helm.sh/hook-delete-policy": "before-hook-creation",
+    }, "its log stays"
     container = only_container(test["spec"])
     gateway = only_container(pods(rendered)["gateway"])
     assert container["image"] == gateway["image"], "one that is there"
@@ -154,48 +160,29 @@ def test_helm_test_uses_key_and_certificate() -> None:
     assert volumes["tls"]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}], "not the gateway's key"
 
 
-@pytest.mark.parametrize(
-    ("name", "port", "prefix", "tls", "backend"),
-    [
-        ("galley-gateway", "grpc", "/galley.v1.Generation/", {}, "GRPC"),
-        ("galley-gateway", "grpc", "/galley.v1.Generation/", TLS, "GRPCS"),
-        ("galley-gateway-http", "http", "/v1/", {}, "HTTP"),
-        ("galley-gateway-http", "http", "/v1/", TLS, "HTTPS"),
-    ],
-)
-def test_an_ingress_passes_on_one_service(
-    name: str, port: str, prefix: str, tls: Manifest, backend: str
-) -> None:
-    own = {"nginx.ingress.kubernetes.io/proxy-read-timeout": "7200"}
-    ingress = {"enabled": True, "host": "g.example.com", "tlsSecretName": "edge", "annotations": own}
-    values = {"ingress": {**ingress, "className": "nginx"}, "networkPolicy": FROM_EDGE, "tls": tls}
-    result = of_kind(render(values), "Ingress")[name]
-    (rule,) = result["spec"]["rules"]
-    assert rule["host"] == "g.example.com"
-    (path,) = rule["http"]["paths"]
-    assert path["path"] == prefix, "health, metrics and reflection stay inside"
-    assert path["backend"]["service"] == {"name": "galley-gateway", "port": {"name": port}}
-    assert result["spec"]["tls"] == [{"hosts": ["g.example.com"], "secretName": "edge"}]
-    annotations = result["metadata"]["annotations"]
-    assert annotations["nginx.ingress.kubernetes.io/backend-protocol"] == backend
-    assert own.items() <= annotations.items()
+def test_helm_test_trusts_public_authorities() -> None:
+    """Secrets of ACME issuers hold no ca.crt."""
+    public = {"publicAuthority": True, "name": "g.example.com", "peerSecretName": "peer"}
+    test = pods(render(laid_over([{"tls": TLS}, {"tls": {"gateway": public}}])))["test"]
+    assert not mounted(test)
+    actual = env_of(only_container(test))
+    assert actual["GALLEY_TLS"] == "true"
+    assert actual["GALLEY_TLS_SERVER_NAME"] == "g.example.com"
+    assert not files(test)
 
 
-def test_an_ingress_without_http_is_for_grpc_only() -> None:
-    ingress = {"enabled": True, "host": "g.example.com", "tlsSecretName": "edge"}
-    values = {"ingress": ingress, "networkPolicy": FROM_EDGE, "gateway": {"httpPort": -1}}
-    assert list(of_kind(render(values), "Ingress")) == ["galley-gateway"]
+@pytest.mark.parametrize("auth", [{"apiKeys": {"secretName": "keys"}}, {"jwt": JWT}], ids=["keys", "tokens"])
+def test_helm_test_without_a_key_checks_health(auth: Manifest) -> None:
+    container = only_container(pods(render({"tls": TLS, "auth": auth}))["test"])
+    assert container["command"] == ["python", "-m", "galley.common.server.healthcheck"]
+    assert container["args"] == ["galley-gateway:50051"]
+    assert env_of(container)["GALLEY_TLS_CA_FILE"] == "/etc/galley/tls/ca.crt"
 
 
-def test_a_route_passes_on_the_one_service() -> None:
-    parents = [{"name": "public", "namespace": "gateways", "sectionName": "https"}]
-    route = {"enabled": True, "parentRefs": parents, "hostnames": ["g.example.com"]}
-    (result,) = of_kind(render({"gatewayApi": route, "networkPolicy": FROM_EDGE}), "GRPCRoute").values()
-    assert result["spec"]["parentRefs"] == parents
-    assert result["spec"]["hostnames"] == ["g.example.com"]
-    (rule,) = result["spec"]["rules"]
-    assert rule["matches"] == [{"method": {"service": "galley.v1.Generation"}}]
-    assert rule["backendRefs"] == [{"name": "galley-gateway", "port": 50051}]
+def test_helm_test_can_be_switched_off() -> None:
+    rendered = render({"test": {"enabled": False}, "networkPolicy": FROM_EDGE})
+    assert not of_kind(rendered, "Pod")
+    assert not [name for name in of_kind(rendered, "NetworkPolicy") if "test" in name]
 
 
 @pytest.mark.parametrize(("tls", "protocol"), [({}, "kubernetes.io/h2c"), (TLS, "https")])

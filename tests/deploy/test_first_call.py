@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import typer
+from google.protobuf.json_format import Parse as ParseJson
 
 from galley.cli.app import app
 from galley.client.credentials import API_KEY_VARIABLE
+from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.deploy.matrix import TLS, laid_over
 from tests.deploy.render import CHART, Manifest, env_of, helm, only_container, pods, render, workloads
 
@@ -21,6 +24,13 @@ WITH_ALL = laid_over(
         {"tls": {"gateway": {"clientCaSecretName": "callers"}}},
         {"auth": {"apiKeys": {"secretName": "keys"}}},
         {"test": {"apiKey": {"secretName": "mine"}, "clientCertSecretName": "my-cert"}},
+    ]
+)
+WITH_KEYS = {"tls": TLS, "auth": {"apiKeys": {"secretName": "keys"}}}
+WITH_PUBLIC = laid_over(
+    [
+        {"tls": TLS},
+        {"tls": {"gateway": {"publicAuthority": True, "name": "g.example.com", "peerSecretName": "peer"}}},
     ]
 )
 
@@ -56,18 +66,62 @@ def test_helm_test_runs_a_valid_command(values: Manifest) -> None:
     assert {name for name in env_of(container) if name.startswith("GALLEY_")} <= known
 
 
-@pytest.mark.parametrize("values", [{}, WITH_ALL], ids=["plain", "with TLS and keys"])
-def test_notes_show_a_valid_command(values: Manifest) -> None:
-    message = notes(values)
-    (line,) = re.findall(r"^ *galley (generate .*)$", message.replace("\\\n", " "), re.MULTILINE)
-    command, *args = shlex.split(line)
-    assert command == "generate"
-    actual = parsed(args)
-    assert actual["endpoint"] == "127.0.0.1:50051"
-    assert "service/proof-galley-gateway 50051" in message
-    assert ("Callers need a key" in message) is bool(values)
-    assert ("--tls-cert-file" in message) is bool(values)
-    assert ("proof-galley-gateway.galley.svc" in message) is bool(values)
+def commands(values: Manifest) -> dict[str, list[str]]:
+    """Return the arguments of the commands in the notes by program; the last of each."""
+    text = notes(values).replace("\\\n", " ")
+    lines = re.findall(r"^  (kubectl|helm|grpcurl|curl) (.*?)( &| > .*)?$", text, re.MULTILINE)
+    return {f"{name} {shlex.split(rest)[2]}": shlex.split(rest) for name, rest, _ in lines}
+
+
+def request_of(args: list[str]) -> str:
+    return args[args.index("-d") + 1]
+
+
+@pytest.mark.parametrize("values", [{}, WITH_KEYS, WITH_PUBLIC], ids=["plain", "with keys", "public"])
+def test_notes_call_from_inside_a_pod(values: Manifest) -> None:
+    args = commands(values)["kubectl exec"]
+    assert args[:6] == ["-n", "galley", "exec", "deployment/proof-galley-gateway", "-c", "gateway"]
+    given = args[args.index("--") + 1 :]
+    assert ("GALLEY_API_KEY=$KEY" in given) is ("auth" in values)
+    start = given.index("python")
+    assert given[start : start + 4] == ["python", "-m", "galley.cli", "generate"]
+    actual = parsed(given[start + 4 :])
+    assert actual["endpoint"] == "localhost:50051", "also where a pod has no IPv4 address"
+    tls = values.get("tls", {}).get("gateway", {})
+    mounts = {mount["mountPath"] for mount in only_container(pods(render(values))["gateway"])["volumeMounts"]}
+    assert actual["tls"] is bool(tls.get("publicAuthority"))
+    if tls and not actual["tls"]:
+        assert actual["tls_ca_file"].rpartition("/")[0] in mounts
+    assert bool(actual["tls_server_name"]) is bool(tls)
+
+
+def test_notes_call_from_inside_no_pod_that_lacks_a_certificate() -> None:
+    assert "kubectl exec" not in commands(WITH_ALL)
+    assert "client.crt and client.key are yours" in notes(WITH_ALL)
+
+
+@pytest.mark.parametrize("values", [{}, WITH_ALL, WITH_PUBLIC], ids=["plain", "with all", "public"])
+def test_notes_call_from_outside(values: Manifest) -> None:
+    known = commands(values)
+    assert known["kubectl port-forward"][3:] == ["service/proof-galley-gateway", "50051", "8000"]
+    (grpcurl,) = (args for name, args in known.items() if name.startswith("grpcurl"))
+    assert grpcurl[-2:] == ["127.0.0.1:50051", "galley.v1.Generation/Generate"]
+    assert ParseJson(request_of(grpcurl), pb.GenerateRequest()).text == "The ship's cook"
+    (curl,) = (args for name, args in known.items() if name.startswith("curl"))
+    assert json.loads(request_of(curl))["prompt"]
+    for args in (grpcurl, curl):
+        assert ("authorization: Bearer $KEY" in args) is ("auth" in values)
+        assert ("client.crt" in args) is (values == WITH_ALL)
+        assert ("ca.crt" in args) is (values == WITH_ALL)
+    assert ("-plaintext" in grpcurl) is (values == {})
+    name = "g.example.com" if values == WITH_PUBLIC else "proof-galley-gateway.galley.svc"
+    url = f"https://{name}:8000" if values else "http://127.0.0.1:8000"
+    assert f"{url}/v1/completions" in curl
+
+
+def test_notes_name_a_test_that_is_there() -> None:
+    assert "helm test" in commands({})
+    assert "helm test" not in commands({"test": {"enabled": False}})
 
 
 def test_notes_wait_for_the_progress_deadline() -> None:

@@ -82,3 +82,8 @@ labels:
 {{- $keda := index .root.Values.keda .role | default dict -}}
 {{- if or (and $own $own.enabled) (and .root.Values.keda.enabled $keda.enabled) }}true{{ end -}}
 {{- end -}}
+
+{{/* True if callers need a key or a token. */}}
+{{- define "galley.hasAuth" -}}
+{{- if or .Values.auth.apiKeys.secretName .Values.auth.jwt.enabled }}true{{ end -}}
+{{- end -}}
