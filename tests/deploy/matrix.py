@@ -25,6 +25,7 @@ JWT: dict[str, Any] = {"enabled": True, "issuer": "https://issuer.example.com", 
 KEDA: dict[str, Any] = {"enabled": True, "prometheus": {"serverAddress": "http://prometheus:9090"}}
 ALL_MONITORING = {"rules": {"enabled": True}, "dashboards": {"enabled": True}}
 FROM_EDGE = {"clients": [{"namespaceSelector": {"matchLabels": {"name": "edge"}}}]}
+POLICY = {"enabled": True, "ca": {"name": "authority"}}
 
 SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     "target": {
@@ -102,7 +103,15 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     "edge": {
         "inside": {},
         "ingress": {
-            "ingress": {"enabled": True, "host": "galley.example.com", "tlsSecretName": "edge-tls"},
+            "ingress": {
+                "enabled": True,
+                "hosts": ["galley.example.com", "galley.example.org"],
+                "tls": [{"hosts": ["galley.example.com"], "secretName": "edge-tls"}],
+                "annotations": {"nginx.ingress.kubernetes.io/proxy-ssl-secret": "galley/proxy"},
+                "grpc": {
+                    "serviceAnnotations": {"traefik.ingress.kubernetes.io/service.serversscheme": "h2c"}
+                },
+            },
             "networkPolicy": FROM_EDGE,
         },
         "route": {
@@ -110,6 +119,16 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
                 "enabled": True,
                 "parentRefs": [{"name": "edge"}],
                 "hostnames": ["g.example.com"],
+                "http": {"hostnames": ["h.example.com"]},
+            },
+            "networkPolicy": FROM_EDGE,
+        },
+        "pool": {
+            "gatewayApi": {"enabled": True, "parentRefs": [{"name": "edge"}]},
+            "inferencePool": {
+                "enabled": True,
+                "http": {"endpointPicker": {"name": "picker"}},
+                "grpc": {"endpointPicker": {"name": "grpc-picker"}},
             },
             "networkPolicy": FROM_EDGE,
         },
@@ -134,10 +153,16 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
 IMPOSSIBLE: tuple[dict[str, str], ...] = (
     {"scaled": "keda", "seen": "not at all"},
     {"models": "hub, kept", "draft": "lookup"},
+    *({"edge": "pool", "tls": each} for each in SWITCHES["tls"] if each != "off"),
 )
 """Settings that the chart refuses together."""
 TOGETHER: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
     ({"target": "ray", "scaled": "keda"}, {"keda": {"target": {"enabled": False}}}),
+    *(
+        ({"edge": "route", "tls": each}, {"gatewayApi": {"backendTlsPolicy": POLICY}})
+        for each in SWITCHES["tls"]
+        if each != "off"
+    ),
 )
 """Settings that need further values to go together, and these values."""
 

@@ -1,13 +1,15 @@
 """What Kubernetes and the makers of custom resources say of manifests, read strictly.
 
 Kubernetes' own kinds go through kubernetes-validate, which passes custom resources unread; those are checked
-against the schemas beside the repository, with every field that a schema does not know taken as an error.
+against the schemas in `schemas/` and beside the repository, with every field that a schema does not know as
+an error.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -16,6 +18,7 @@ from kubernetes_validate import utils
 
 from tests.deploy.render import ROOT, Manifest
 
+OWN = ROOT / "tests" / "deploy" / "schemas"
 CRDS = ROOT.parent / "shared" / "crds"
 NOT_HERE = "the schemas of custom resources are not here"
 # The package lists every version twice: with and without unknown fields.
@@ -45,8 +48,8 @@ def _check(text: str) -> None:
     if not is_custom(manifest):
         for version in VERSIONS:
             utils.validate(manifest, version, strict=True)
-    elif CRDS.is_dir():
-        _custom(manifest["apiVersion"], manifest["kind"]).validate(manifest)
+    elif (file := _file_of(manifest["apiVersion"], manifest["kind"])) is not None:
+        _custom(file).validate(manifest)
 
 
 def need_crds() -> None:
@@ -55,10 +58,18 @@ def need_crds() -> None:
         pytest.skip(NOT_HERE)
 
 
-@functools.cache
-def _custom(api_version: str, kind: str) -> jsonschema.protocols.Validator:
+def _file_of(api_version: str, kind: str) -> Path | None:
+    """Return the schema's file; None if it is not of `schemas/`, and there are none beside the repository."""
     group, version = api_version.split("/")
-    schema = json.loads((CRDS / f"{group}_{kind}_{version}.json").read_text())
+    name = f"{group}_{kind}_{version}.json"
+    if (OWN / name).exists():
+        return OWN / name
+    return CRDS / name if CRDS.is_dir() else None
+
+
+@functools.cache
+def _custom(file: Path) -> jsonschema.protocols.Validator:
+    schema = json.loads(file.read_text())
     return jsonschema.Draft202012Validator(strict(schema, top=True))
 
 

@@ -129,8 +129,10 @@ def test_default_objects(manifests: list[Manifest]) -> None:
         ({"auth": {"jwt": {"algorithms": ["none"]}}}, "/auth/jwt/algorithms"),
         ({"auth": {"jwt": {"algorithms": ["HS256"]}}}, "/auth/jwt/algorithms"),
         ({"auth": {"jwt": {"jwksUrl": "http://issuer"}}}, "/auth/jwt/jwksUrl"),
-        ({"ingress": {"enabled": True}}, "/ingress/host"),
-        ({"ingress": {"enabled": True, "host": "g", "tlsSecretName": "t"}}, "networkPolicy.clients"),
+        (
+            {"ingress": {"enabled": True, "hosts": ["g"], "tls": [{"hosts": ["g"], "secretName": "t"}]}},
+            "networkPolicy.clients",
+        ),
         ({"gatewayApi": {"enabled": True}}, "/gatewayApi/parentRefs"),
         ({"gateway": {"service": {"type": "LoadBalancer"}}}, "networkPolicy.clients"),
         ({"networkPolicy": {"prometheus": []}}, "/networkPolicy/prometheus"),

@@ -55,7 +55,10 @@ def test_custom_resources_are_read_strictly() -> None:
             if schemas.is_custom(manifest):
                 seen.setdefault(manifest["kind"], manifest)
     assert set(seen) == {
+        "BackendTLSPolicy",
         "GRPCRoute",
+        "HTTPRoute",
+        "InferencePool",
         "LeaderWorkerSet",
         "PodMonitor",
         "PrometheusRule",

@@ -3,6 +3,11 @@
 {{- add .Values.target.startupTimeoutSeconds 60 -}}
 {{- end -}}
 
+{{/* appProtocol of the gateway's gRPC port. */}}
+{{- define "galley.grpcProtocol" -}}
+{{- if .Values.tls.enabled }}https{{ else }}kubernetes.io/h2c{{ end -}}
+{{- end -}}
+
 {{/* Environment of the gateway. It finds targets and drafts in the store. */}}
 {{- define "galley.gatewayEnv" -}}
 - name: GALLEY_GATEWAY_HTTP_PORT

@@ -10,6 +10,7 @@ of bounds, and missing requirements of an enabled part.
 {{- include "galley.validateDevices" . -}}
 {{- include "galley.validateScaling" . -}}
 {{- include "galley.validateAccess" . -}}
+{{- include "galley.validateEdge" . -}}
 {{- end -}}
 
 {{- define "galley.validateStore" -}}

@@ -1,0 +1,54 @@
+{{/* Refuse ways into the cluster that cannot work. */}}
+{{- define "galley.validateEdge" -}}
+{{- $tls := .Values.tls -}}
+{{- $asks := and $tls.enabled $tls.gateway.clientCaSecretName -}}
+{{- if and $tls.enabled $tls.gateway.publicAuthority -}}
+{{- range $key := list "name" "peerSecretName" -}}
+{{- if not (index $tls.gateway $key) -}}
+{{- fail (printf "tls.gateway.%s: must be set with tls.gateway.publicAuthority, because public authorities neither sign names of Services nor put ca.crt into the Secret" $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and $asks .Values.test.enabled (not .Values.test.clientCertSecretName) -}}
+{{- fail "test.clientCertSecretName: must be set with tls.gateway.clientCaSecretName, because the gateway takes no caller without a certificate; or set test.enabled=false" -}}
+{{- end -}}
+{{- $ingress := .Values.ingress -}}
+{{- $presented := merge (dict) $ingress.annotations $ingress.grpc.annotations $ingress.grpc.serviceAnnotations $ingress.http.annotations .Values.gateway.service.annotations | keys | join " " -}}
+{{- if and $ingress.enabled $asks (not (regexMatch "/(proxy-ssl-secret|server-crt|secure-crt-secret|service\\.serverstransport)\\b" $presented)) -}}
+{{- fail "ingress.enabled: must be false with tls.gateway.clientCaSecretName, because the controller ends the callers' TLS and presents no certificate of its own; or let it present one by annotation (docs/operate/ingress.md#a-gateway-that-asks-for-certificates)" -}}
+{{- end -}}
+{{- include "galley.validateRoutes" . -}}
+{{- end -}}
+
+{{- define "galley.validateRoutes" -}}
+{{- $api := .Values.gatewayApi -}}
+{{- $tls := .Values.tls -}}
+{{- $pool := .Values.inferencePool -}}
+{{- $hasHttp := include "galley.hasHttp" . -}}
+{{- range $host := $api.http.hostnames -}}
+{{- if and (has $host $api.hostnames) (not (include "galley.pickerOf" (dict "root" $ "way" "grpc"))) -}}
+{{- fail (printf "gatewayApi.http.hostnames: must not contain %s of gatewayApi.hostnames; a GRPCRoute and an HTTPRoute cannot share a hostname" $host) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $api.http.hostnames (not $hasHttp) -}}
+{{- fail "gatewayApi.http.hostnames: must be empty with gateway.httpPort -1, which closes the HTTP port" -}}
+{{- end -}}
+{{- $policy := $api.backendTlsPolicy -}}
+{{- if and $api.enabled $policy.enabled (not $tls.enabled) -}}
+{{- fail "gatewayApi.backendTlsPolicy.enabled: must be false without tls.enabled, because the gateway then speaks plain text" -}}
+{{- end -}}
+{{- if and $api.enabled $policy.enabled (not $tls.gateway.publicAuthority) (not $policy.ca.name) -}}
+{{- fail "gatewayApi.backendTlsPolicy.ca.name: must name an object with ca.crt, unless tls.gateway.publicAuthority is true" -}}
+{{- end -}}
+{{- if $pool.enabled -}}
+{{- if $tls.enabled -}}
+{{- fail "inferencePool.enabled: must be false with tls.enabled, because an InferencePool speaks only plain HTTP and h2c to gateways" -}}
+{{- end -}}
+{{- if not (or $pool.http.endpointPicker.name $pool.grpc.endpointPicker.name) -}}
+{{- fail "inferencePool.http.endpointPicker.name, inferencePool.grpc.endpointPicker.name: must have at least one set with inferencePool.enabled" -}}
+{{- end -}}
+{{- if and $pool.http.endpointPicker.name (not $hasHttp) -}}
+{{- fail "inferencePool.http.endpointPicker.name: must be empty with gateway.httpPort -1, which closes the HTTP port" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
