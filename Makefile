@@ -260,8 +260,8 @@ metrics: setup ## write the tables of metrics into docs/observe/metrics.md anew
 configuration: setup ## write the tables of settings into docs/configuration.md anew
 	@$(BIN)/python -m scripts.configuration_page docs/configuration.md
 
-monitoring: setup ## write the dashboards of the chart anew
-	@$(BIN)/python -m scripts.monitoring helm/galley/files/dashboards
+monitoring: helm ## write the dashboards of the chart, and its rules for Prometheus outside Kubernetes, anew
+	@$(BIN)/python -m scripts.monitoring helm/galley/files/dashboards deploy/prometheus
 
 check-generated: helm ## fail if committed stubs, manifests, schema, tables, dashboards or locks are out of date
 	@echo "== generated files"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generate stubs, manifests, the chart's schema, tables, dashboards and locks into a temporary folder, and compare them
+# Generate stubs, manifests, the chart's schema, tables, dashboards, rules and locks into a temporary folder, and compare them
 # with the committed files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -33,9 +33,10 @@ compare docs/observe/metrics.md "$fresh/metrics.md" metrics
 cp docs/configuration.md "$fresh/configuration.md"
 "${VENV:-.venv}/bin/python" -m scripts.configuration_page "$fresh/configuration.md"
 compare docs/configuration.md "$fresh/configuration.md" configuration
-mkdir "$fresh/dashboards"
-"${VENV:-.venv}/bin/python" -m scripts.monitoring "$fresh/dashboards"
+mkdir "$fresh/dashboards" "$fresh/prometheus"
+"${VENV:-.venv}/bin/python" -m scripts.monitoring "$fresh/dashboards" "$fresh/prometheus"
 compare helm/galley/files/dashboards "$fresh/dashboards" monitoring
+compare deploy/prometheus "$fresh/prometheus" monitoring
 cp -r deploy/locks "$fresh/locks"
 scripts/locks.sh "$fresh/locks"
 compare deploy/locks "$fresh/locks" locks

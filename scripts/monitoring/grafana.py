@@ -11,6 +11,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import (
     BigValueColorMode,
     BigValueGraphMode,
+    GraphThresholdsStyleMode,
     LegendDisplayMode,
     LegendPlacement,
     SortOrder,
@@ -22,13 +23,28 @@ from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
     DataSourceRef,
+    Threshold,
+    ThresholdsMode,
+    ValueMap,
+    ValueMappingResult,
     VariableOption,
     VariableRefresh,
 )
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
+from scripts.monitoring.queries import RELEASE
+
 _DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+# The variables of every dashboard, and the series that have the label of that name.
+_CHOSEN_BY = {
+    "namespace": "galley_build_info",
+    "release": 'galley_build_info{namespace=~"$namespace"}',
+    "job": f"galley_build_info{{{RELEASE}}}",
+    "model": f"galley_verified_tokens_total{{{RELEASE}}}",
+    "workload": f"galley_rounds_total{{{RELEASE}}}",
+    "instance": f'galley_build_info{{{RELEASE}, job=~"$job"}}',
+}
 _FORMATS = {"table": PromQueryFormat.TABLE, "heatmap": PromQueryFormat.HEATMAP}
 
 _Builder: TypeAlias = timeseries.Panel | stat.Panel | heatmap.Panel | table.Panel
@@ -45,7 +61,11 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel. `unit` is a name of Grafana's; `max_value` bounds the axis; `runbook` is an alert's name."""
+    """A panel. `unit` is a name of Grafana's; `max_value` bounds the axis; `runbooks` are names of alerts.
+
+    `limits` are the values from which a figure is orange and red; if the second is lower, low values are bad.
+    `states` name the values 0, 1, ….
+    """
 
     title: str
     description: str
@@ -55,7 +75,9 @@ class Panel:
     width: int = 8
     stacked: bool = False
     max_value: float | None = None
-    runbook: str = ""
+    limits: tuple[float, float] | None = None
+    states: tuple[str, ...] = ()
+    runbooks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +119,14 @@ def as_json(given: Dashboard) -> str:
             .keep_time(True)
         )
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        .with_variable(
-            dashboard.QueryVariable("namespace")
-            .label("Namespace")
-            .datasource(_DATASOURCE)
-            .query({"query": "label_values(galley_build_info, namespace)", "refId": "namespace"})
-            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
-            .multi(True)
-            .include_all(True)
-            .all_value(".*")
-            .current(VariableOption(text="All", value="$__all"))
-        )
-        .with_variable(
-            dashboard.TextBoxVariable("runbooks")
-            .label("Runbooks at")
-            .default_value("docs/runbooks")
-            .current(VariableOption(text="docs/runbooks", value="docs/runbooks"))
-        )
+    )
+    for name, metric in _CHOSEN_BY.items():
+        built.with_variable(_variable(name, metric))
+    built.with_variable(
+        dashboard.TextBoxVariable("runbooks")
+        .label("Runbooks at")
+        .default_value("docs/runbooks")
+        .current(VariableOption(text="docs/runbooks", value="docs/runbooks"))
     )
     number = 0
     for row in given.rows:
@@ -121,6 +134,20 @@ def as_json(given: Dashboard) -> str:
         for panel in row.panels:
             built.with_panel(_panel(panel).id(number := number + 1))
     return json.dumps(built.build(), cls=JSONEncoder, indent=1, ensure_ascii=False)
+
+
+def _variable(name: str, metric: str) -> dashboard.QueryVariable:
+    return (
+        dashboard.QueryVariable(name)
+        .label(name.capitalize())
+        .datasource(_DATASOURCE)
+        .query({"query": f"label_values({metric}, {name})", "refId": name})
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(VariableOption(text="All", value="$__all"))
+    )
 
 
 def _panel(panel: Panel) -> Any:
@@ -132,10 +159,31 @@ def _panel(panel: Panel) -> Any:
         built.max(panel.max_value)
     for index, query in enumerate(panel.queries):
         built.with_target(_target(panel, query, chr(ord("A") + index)))
-    if panel.runbook:
-        url = f"${{runbooks}}/{panel.runbook}.md"
-        built.links([dashboard.DashboardLink(f"Runbook: {panel.runbook}").url(url).target_blank(True)])
+    built.thresholds(_thresholds(panel.limits))
+    if panel.states:
+        names = {str(value): ValueMappingResult(text=text) for value, text in enumerate(panel.states)}
+        built.mappings([ValueMap(options=names)])
+    links = [
+        dashboard.DashboardLink(f"Runbook: {name}").url(f"${{runbooks}}/{name}.md").target_blank(True)
+        for name in panel.runbooks
+    ]
+    if links:
+        built.links(links)
     return built
+
+
+def _thresholds(limits: tuple[float, float] | None) -> dashboard.ThresholdsConfig:
+    if limits is None:
+        steps: list[tuple[float | None, str]] = [(None, "green")]
+    elif limits[0] <= limits[1]:
+        steps = [(None, "green"), (limits[0], "orange"), (limits[1], "red")]
+    else:
+        steps = [(None, "red"), (limits[1], "orange"), (limits[0], "green")]
+    return (
+        dashboard.ThresholdsConfig()
+        .mode(ThresholdsMode.ABSOLUTE)
+        .steps([Threshold(value, color) for value, color in steps])
+    )
 
 
 def _of_kind(panel: Panel) -> _Builder:
@@ -159,6 +207,7 @@ def _of_kind(panel: Panel) -> _Builder:
         .placement(LegendPlacement.BOTTOM)
         .calcs(["mean", "lastNotNull"])
     )
+    style = GraphThresholdsStyleMode.OFF if panel.limits is None else GraphThresholdsStyleMode.DASHED
     stacking = StackingMode.NORMAL if panel.stacked else StackingMode.NONE
     return (
         timeseries.Panel()
@@ -166,6 +215,7 @@ def _of_kind(panel: Panel) -> _Builder:
         .line_width(1)
         .show_points(VisibilityMode.NEVER)
         .stacking(common.StackingConfig().mode(stacking))
+        .thresholds_style(common.GraphThresholdsStyleConfig().mode(style))
         .legend(legend)
         .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
     )

@@ -9,11 +9,21 @@ WINDOW = "$__rate_interval"
 _EVERYWHERE = frozenset({"instance", "le"})
 
 
+# Variables of all dashboards that choose series by labels of metrics, and the labels.
+_VARIABLES = {"workload": ("workload",), "model": ("model", "gen_ai_request_model")}
+RELEASE = 'namespace=~"$namespace", release=~"$release"'
+CHOSEN = f'{RELEASE}, job=~"$job", instance=~"$instance"'
+
+
 def _selected(metric: Metric, series: str, where: str = "") -> str:
-    """Return the selector of a series in the chosen namespaces; `where` is a further label matcher."""
+    """Return the selector of a series by the chosen variables; `where` is a further label matcher."""
     if where:
         _check(metric, where.split("=", maxsplit=1)[0].rstrip("!"))
-    return series + '{namespace=~"$namespace"' + (f", {where}" if where else "") + "}"
+    own = {label.prometheus for label in metric.labels}
+    chosen = [
+        f'{label}=~"${name}"' for name, labels in _VARIABLES.items() for label in labels if label in own
+    ]
+    return f"{series}{{{', '.join([CHOSEN, *chosen, *filter(None, [where])])}}}"
 
 
 def _check(metric: Metric, *labels: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from galley.common.metrics import catalogue as of
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
 from scripts.monitoring.overview import quantiles
-from scripts.monitoring.queries import WINDOW, gauge, heatmap, mean, rate, ratio
+from scripts.monitoring.queries import CHOSEN, WINDOW, gauge, heatmap, mean, rate, ratio
 
-_ALL_ROWS = f'sum(rate({of.BATCH_ROWS.prometheus}_sum{{namespace=~"$namespace"}}[{WINDOW}]))'
+_ALL_ROWS = f"sum(rate({of.BATCH_ROWS.prometheus}_sum{{{CHOSEN}}}[{WINDOW}]))"
 
 TARGET_ENGINE = Dashboard(
     "target-engine",
@@ -17,22 +17,31 @@ TARGET_ENGINE = Dashboard(
         Row(
             "Steps",
             (
-                Panel("Step duration", "Forward pass and sampling.", quantiles(of.BATCH_DURATION), "s"),
+                Panel(
+                    "Step duration",
+                    "Forward pass and sampling.",
+                    quantiles(of.BATCH_DURATION),
+                    "s",
+                    limits=(0.25, 1),
+                ),
                 Panel(
                     "Steps by duration",
                     "Number of steps in each bucket of duration.",
                     (Query(heatmap(of.BATCH_DURATION), "{{le}}"),),
                     kind="heatmap",
+                    unit="s",
                 ),
                 Panel(
                     "Sessions per step",
                     "Mean number of sessions in a step, by target.",
                     (Query(mean(of.BATCH_SESSIONS, "instance"), "{{instance}}"),),
+                    unit="suffix: sessions",
                 ),
                 Panel(
                     "Rows and tokens per step",
                     "Mean number of computed rows and of confirmed tokens in a step.",
                     (Query(mean(of.BATCH_ROWS), "rows"), Query(mean(of.BATCH_TOKENS), "tokens")),
+                    unit="none",
                 ),
                 Panel(
                     "Rows by kind",
@@ -46,13 +55,15 @@ TARGET_ENGINE = Dashboard(
                         ),
                     ),
                     stacked=True,
+                    unit="suffix: rows/s",
                 ),
                 Panel(
-                    "Linger time",
+                    "Time waiting for draft tokens",
                     "Share of time for which steps waited for draft tokens that were due.",
                     (Query(rate(of.LINGER, "instance"), "{{instance}}"),),
                     "percentunit",
                     max_value=1,
+                    limits=(0.05, 0.2),
                 ),
             ),
         ),
@@ -65,14 +76,16 @@ TARGET_ENGINE = Dashboard(
                     quantiles(of.QUEUE_AGE),
                     "s",
                     width=12,
-                    runbook="GalleyQueueAgeHigh",
+                    runbooks=("GalleyQueueAgeHigh",),
+                    limits=(0.5, 1),
                 ),
                 Panel(
                     "Queue depth",
                     "Open requests, by target.",
                     (Query(gauge(of.QUEUE_DEPTH, "instance"), "{{instance}}"),),
                     width=12,
-                    runbook="GalleyQueueAgeHigh",
+                    runbooks=("GalleyQueueAgeHigh",),
+                    unit="suffix: requests",
                 ),
             ),
         ),
@@ -84,7 +97,8 @@ TARGET_ENGINE = Dashboard(
                     "Blocks used by open sessions, cached, or free.",
                     (Query(gauge(of.KV_BLOCKS, "state"), "{{state}}"),),
                     stacked=True,
-                    runbook="GalleyTargetOutOfBlocks",
+                    runbooks=("GalleyTargetOutOfBlocks",),
+                    unit="suffix: blocks",
                 ),
                 Panel(
                     "Prefix cache hits",
@@ -94,26 +108,32 @@ TARGET_ENGINE = Dashboard(
                     max_value=1,
                 ),
                 Panel(
-                    "Evictions",
+                    "Evicted blocks",
                     "Cached blocks per second that were evicted.",
                     (Query(rate(of.EVICTIONS, "instance"), "{{instance}}"),),
+                    unit="suffix: blocks/s",
                 ),
                 Panel(
                     "Preemptions",
                     "Sessions per second whose request was stopped because KV blocks or slots ran out.",
                     (Query(rate(of.PREEMPTIONS, "instance"), "{{instance}}"),),
-                    runbook="GalleyTargetOutOfBlocks",
+                    runbooks=("GalleyTargetOutOfBlocks",),
+                    unit="suffix: sessions/s",
+                    limits=(0.05, 0.1),
                 ),
                 Panel(
-                    "Out of blocks",
+                    "Requests without a free block",
                     "Requests per second rejected or preempted because no KV block was free.",
                     (Query(rate(of.OUT_OF_BLOCKS, "instance"), "{{instance}}"),),
-                    runbook="GalleyTargetOutOfBlocks",
+                    runbooks=("GalleyTargetOutOfBlocks",),
+                    unit="reqps",
+                    limits=(0.05, 0.1),
                 ),
                 Panel(
                     "Cache misses",
                     "Requests per second whose prefix was not cached.",
                     (Query(rate(of.KV_MISSES, "instance"), "{{instance}}"),),
+                    unit="reqps",
                 ),
             ),
         ),

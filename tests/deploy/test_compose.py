@@ -20,6 +20,7 @@ from galley.common.config.settings import ServiceSettings, is_secret
 from galley.version import __version__
 from tests.deploy.render import CHART, ROLES, ROOT, Manifest, container, default_values, render, workloads
 from tests.deploy.settings_of import parse_env, variables_of
+from tests.fakes.promql import RULES
 from tests.proofs.boot.images import last_stage
 
 FILE = ROOT / "compose.yaml"
@@ -169,7 +170,7 @@ def test_prometheus_scrapes_each_service(compose: Manifest, tmp_path: Path) -> N
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed")
-    config["rule_files"] = [str(CHART / "files" / "galley.rules.yaml")]
+    config["rule_files"] = [str(RULES)]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
     done = subprocess.run(
         [promtool, "check", "config", str(tmp_path / "prometheus.yml")],

@@ -7,12 +7,12 @@ import os
 from unittest.mock import patch
 
 import pytest
-import yaml
 
 from galley.common.tracing.otlp import is_exported
 from tests.deploy.render import (
     CHART,
     ROLES,
+    Manifest,
     default_values,
     env_of,
     of_kind,
@@ -79,29 +79,37 @@ def test_a_monitor_of_pods_leaves_rays_head_alone() -> None:
     assert sorted(chosen["values"]) == sorted(ROLES)
 
 
-def test_the_rules_are_those_of_the_repository() -> None:
-    (rule,) = of_kind(render({"monitoring": {"rules": {"enabled": True}}}), "PrometheusRule").values()
-    assert rule["spec"] == yaml.safe_load((CHART / "files" / "galley.rules.yaml").read_text())
+@pytest.mark.parametrize("kind", MONITORS)
+def test_a_monitor_names_release_and_pod_in_every_series(kind: str) -> None:
+    scrape = kind[0].lower() + kind[1:]
+    (monitor,) = of_kind(render({"monitoring": {"scrape": scrape}}, "blue"), kind).values()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"]
+    assert endpoint["relabelings"] == [
+        {"targetLabel": "release", "replacement": "blue"},
+        {"targetLabel": "instance", "sourceLabels": ["__meta_kubernetes_pod_name"]},
+    ]
 
 
-def test_runbooks_may_be_served_elsewhere() -> None:
-    values = {"rules": {"enabled": True, "runbookBaseUrl": "https://wiki.example.com/galley/"}}
-    (rule,) = of_kind(render({"monitoring": values}), "PrometheusRule").values()
-    alerts = [one for group in rule["spec"]["groups"] for one in group["rules"] if "alert" in one]
-    assert alerts
-    for alert in alerts:
-        url = f"https://wiki.example.com/galley/{alert['alert']}.md"
-        assert alert["annotations"]["runbook_url"] == url
+def with_dashboards(scrape: str) -> list[Manifest]:
+    return render({"monitoring": {"scrape": scrape, "dashboards": {"enabled": True}}})
 
 
 def test_the_dashboards_are_those_of_the_repository() -> None:
-    rendered = render({"monitoring": {"dashboards": {"enabled": True}}})
     result: dict[str, object] = {}
-    for config in of_kind(rendered, "ConfigMap").values():
+    for config in of_kind(with_dashboards("podMonitor"), "ConfigMap").values():
         assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
         result |= {name: json.loads(text) for name, text in config["data"].items()}
     committed = (CHART / "files" / "dashboards").glob("*.json")
     assert result == {path.name: json.loads(path.read_text()) for path in committed}
+
+
+def test_dashboards_select_by_the_label_that_the_scrape_gives() -> None:
+    for config in of_kind(with_dashboards("annotations"), "ConfigMap").values():
+        for text in config["data"].values():
+            variables = {each["name"]: each for each in json.loads(text)["templating"]["list"]}
+            assert variables["release"]["query"]["query"].endswith(", app_kubernetes_io_instance)")
+            selected = text.count('app_kubernetes_io_instance=~\\"$release\\"')
+            assert selected == text.count("$release") > 10
 
 
 @pytest.mark.parametrize(

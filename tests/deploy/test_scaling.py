@@ -17,7 +17,7 @@ from tests.deploy.render import Manifest, default_values, of_kind, render
 from tests.fakes.promql import unknown_names
 
 NOT_INSTALLED = "promtool is not installed"
-IN = 'namespace="galley"'
+IN = 'namespace="galley", app_kubernetes_io_instance="galley"'
 TRIGGERS = {
     "draft": ["verify-waits-for-draft", "draft-queue-age"],
     "target": ["target-queue-age", "target-used-blocks"],
@@ -108,6 +108,23 @@ def test_queries_name_only_metrics_that_there_are() -> None:
         assert query.count("{") == query.count(IN), "of other deployments too"
 
 
+def test_queries_select_one_release_of_a_namespace() -> None:
+    """By the label that the way of scraping gives, or that the values name."""
+    labels = {
+        "podMonitor": "release",
+        "serviceMonitor": "release",
+        "annotations": "app_kubernetes_io_instance",
+    }
+    for scrape, label in labels.items():
+        for named in ("", "galley_release"):
+            monitoring = {"scrape": scrape, "releaseLabel": named}
+            for spec in scaled_objects({"monitoring": monitoring}).values():
+                for trigger in spec["triggers"]:
+                    selected = f'{{namespace="galley", {named or label}="galley"'
+                    query = trigger["metadata"]["query"]
+                    assert query.count("{") == query.count(selected), trigger["name"]
+
+
 def test_release_labels_come_from_the_values() -> None:
     for query in queries('job="galley"').values():
         assert IN not in query
@@ -120,7 +137,8 @@ def metric(prometheus: str) -> Metric:
 
 
 def series(name: str, values: str, **labels: str) -> dict[str, str]:
-    actual = ",".join(f'{key}="{value}"' for key, value in {"namespace": "galley", **labels}.items())
+    everywhere = {"namespace": "galley", "app_kubernetes_io_instance": "galley"}
+    actual = ",".join(f'{key}="{value}"' for key, value in {**everywhere, **labels}.items())
     return {"series": f"{name}{{{actual}}}", "values": values}
 
 

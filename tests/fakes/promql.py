@@ -17,12 +17,15 @@ from galley.common.metrics.metric import Metric
 from galley.core import names
 
 ROOT = Path(__file__).resolve().parents[2]
-RULES = ROOT / "helm" / "galley" / "files" / "galley.rules.yaml"
-DASHBOARDS = RULES.parent / "dashboards"
+RULES = ROOT / "deploy" / "prometheus" / "galley.rules.yaml"
+DASHBOARDS = ROOT / "helm" / "galley" / "files" / "dashboards"
 RUNBOOKS = ROOT / "docs" / "runbooks"
 
-# Labels that the scrape, Prometheus or histograms add.
-EVERYWHERE = frozenset({"namespace", "instance", "job", "le", "severity", "alertname"})
+# Labels that the scrape, Prometheus, histograms or rules add.
+EVERYWHERE = frozenset(
+    {"namespace", "release", "app_kubernetes_io_instance", "instance", "job", "le", "window"}
+    | {"severity", "alertname"}
+)
 SERIES: dict[str, Metric] = {name: metric for metric in METRICS for name in metric.series}
 FAMILIES: dict[str, Metric] = {metric.prometheus: metric for metric in METRICS}
 """Metrics by family name, which documents use and queries cannot."""

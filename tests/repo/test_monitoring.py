@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
-from functools import partial
+from functools import cache, partial
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +19,7 @@ from galley.common.metrics.labels import SERVICES
 from galley.common.metrics.metric import Kind, LabelValues, Metric
 from galley.common.metrics.registry import Registry
 from galley.common.metrics.scrape import render
+from tests.deploy.render import CHART, default_values
 from tests.fakes.promql import (
     FAMILIES,
     ROOT,
@@ -96,13 +100,66 @@ def test_runbooks_name_what_there_is(name: str) -> None:
     words = re.findall(r"`([^`]+)`", text)
     assert not [bad for word in words for bad in unknown_names(word, {**SERIES, **FAMILIES})]
     dotted = {word for word in words if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word)}
-    assert not dotted - known
+    assert not {word for word in dotted - known if not is_value(word)}
     spans = re.findall(r"`([^`]+)` spans?\b", text)
     assert not set(spans) - known
-    assert any(word.startswith(("galley trace", "galley.v1")) for word in words)
     assert any(word in SERIES for word in re.findall(r"galley_\w+|gen_ai_\w+", text))
     for quoted in re.findall(r'"([A-Z][^"]+)"', text):
         assert quoted in titles, f"no panel is called {quoted}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_runbook_has_queries_and_commands(name: str) -> None:
+    text = (RUNBOOKS / f"{name}.md").read_text()
+    assert fenced(text, "promql")
+    assert "kubectl -n $NS " in text
+    # There is nothing to trace without a gateway, or without its metrics.
+    assert name in {"GalleyGatewayPoolDown", "GalleyMetricsAbsent"} or "`galley trace " in text
+    assert not re.search(r"`--[a-z-]+`", text), "name a value of the chart, not a flag"
+
+
+def test_runbooks_name_values_of_the_chart() -> None:
+    roots = set(default_values())
+    named = {
+        word
+        for page in RUNBOOKS.glob("*.md")
+        for word in re.findall(r"`([a-z]\w*(?:\.\w+)+)`", page.read_text())
+        if word.split(".")[0] in roots or ".settings." in word
+    }
+    assert len(named) > 20
+    assert not {word for word in named - TRACED if not is_value(word)}
+
+
+@cache
+def schema() -> Any:
+    return json.loads((CHART / "values.schema.json").read_text())
+
+
+def is_value(path: str) -> bool:
+    """Return True if the chart's schema knows a value, such as gateway.settings.max_sessions."""
+    known: Any = schema()
+    for key in path.split("."):
+        if "$ref" in known:
+            known = schema()["definitions"][known["$ref"].rpartition("/")[2]]
+        if key not in known.get("properties", {}):
+            return False
+        known = known["properties"][key]
+    return True
+
+
+def fenced(text: str, language: str) -> list[str]:
+    """Return the lines of all code blocks of a language."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def test_promtool_accepts_the_queries_of_the_runbooks(tmp_path: Path) -> None:
+    exprs = [expr for page in sorted(RUNBOOKS.glob("*.md")) for expr in fenced(page.read_text(), "promql")]
+    records = [{"record": f"runbook:{index}", "expr": expr} for index, expr in enumerate(exprs)]
+    assert len(records) > 30
+    file = tmp_path / "queries.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": records}]}))
+    promtool("check", "rules", str(file))
 
 
 def test_each_alert_has_its_runbook_and_each_runbook_its_alert() -> None:
@@ -139,8 +196,14 @@ def test_panels_of_a_dashboard(name: str) -> None:
         assert columns.stop <= 24
         assert not cells & taken, "two panels overlap"
         taken |= cells
+    variables = [each["name"] for each in dashboard["templating"]["list"]]
+    chosen = ["namespace", "release", "job", "model", "workload", "instance"]
+    assert variables == ["datasource", *chosen, "runbooks"]
     for panel in panels(dashboard):
         assert panel["description"].endswith(".")
+        defaults = panel["fieldConfig"]["defaults"]
+        assert defaults["unit"] != "short"
+        assert defaults["thresholds"]["steps"][0]["value"] is None
         several = len(panel["targets"]) > 1 or " by (" in panel["targets"][0]["expr"]
         if panel["type"] == "timeseries" and several:
             assert all(target["legendFormat"] for target in panel["targets"]), panel["title"]

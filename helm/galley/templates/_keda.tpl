@@ -8,7 +8,7 @@ after three in a row.
 */}}
 
 {{- define "galley.matchers" -}}
-{{- .root.Values.keda.prometheus.matchers | default (printf "namespace=%q" .root.Release.Namespace) -}}
+{{- .root.Values.keda.prometheus.matchers | default (include "galley.releaseMatchers" .root) -}}
 {{- end -}}
 
 {{/* 90th percentile of the histogram `metric` of queue times; every replica exports `gauge`. */}}
