@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
+from importlib.resources import files
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.harness import (
-    BENCH,
-    at_least,
-    at_most,
-)
+from bench.harness import at_least, at_most
 from galley.bench.answers import LOOP_GRAM, PROMPT_SETS, Answer, fixed_workload, loop_start
 from galley.bench.summary import Interval
 
@@ -27,7 +24,7 @@ def test_a_set_has_enough_prompts_all_different(name: str) -> None:
 
 
 def test_the_prompts_are_those_that_the_readme_names() -> None:
-    readme = (BENCH / "prompts" / "README.md").read_text(encoding="utf-8")
+    readme = (files("galley.bench") / "prompts" / "README.md").read_text(encoding="utf-8")
     named = dict(re.findall(r"`(\w+)\.jsonl` \| `([0-9a-f]{64})`", readme))
     assert named == {name: fixed_workload(name).sha256 for name in PROMPT_SETS}
 
