@@ -150,10 +150,10 @@ soak: setup ## keep the highest sustained load for half an hour, then overload, 
 # For `make images`: cpu or cuda, and the images. Draft and gateway take the tokenizer from the target's image.
 DEVICE ?= cpu
 ROLES ?= target,draft,gateway
-# For `make locks`: the wheel of torch's CPU build, needed once constraints.txt names another version.
+# For `make locks`: the wheels of torch's CPU build for x86-64 and arm64, needed once constraints.txt names another version.
 TORCH_WHEEL ?=
 
-.PHONY: images locks sbom audit
+.PHONY: images locks sbom audit release-dry
 images: setup ## build the images with buildah, without a daemon, or print what is missing (Debian, root; DEVICE, ROLES)
 	@$(BIN)/python -m scripts.images --device $(DEVICE) --roles $(ROLES)
 
@@ -162,13 +162,16 @@ locks: setup ## write the images' requirements anew, pinned and hashed (TORCH_WH
 
 sbom: setup ## write what each lock installs, as CycloneDX, into build/sbom
 	@mkdir -p build/sbom
-	@for lock in deploy/locks/*.txt; do $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml \
+	@for lock in deploy/locks/*.txt; do PYTHONWARNINGS=ignore $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml \
 		--output-reproducible --output-file "build/sbom/$$(basename "$$lock" .txt).cdx.json" "$$lock"; done
 
 audit: setup ## look for known vulnerabilities in what the locks install; fail if a package cannot be looked up
 	@mkdir -p build
 	@for lock in deploy/locks/*.txt; do sed 's/+cpu / /' "$$lock" >build/audit.txt; \
 		$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement build/audit.txt; done
+
+release-dry: helm ## run all of a release that needs no registry: wheel, locks, SBOM, chart, checks of workflow and images (TAG)
+	@scripts/release/dry.sh
 
 # ------------------------------------------------------------------------------------------- check --
 

@@ -1,24 +1,28 @@
 #!/usr/bin/env bash
-# Write the images' requirements, pinned and hashed: scripts/locks.sh FOLDER [TORCH_WHEEL]
+# Write the images' requirements, pinned and hashed: scripts/locks.sh FOLDER [TORCH_WHEEL...]
 #
-# Versions are those of constraints.txt, for Python 3.11 on Linux x86-64, wheels only. A lock that exists keeps its
-# hashes, so that CI can make the locks anew and compare. torch's CPU build is on no index that every machine
-# reaches: its entry stays as it is, and for another version it is made from TORCH_WHEEL.
+# Versions are those of constraints.txt, for Python 3.11 on Linux x86-64, wheels only. The hashes are those of all platforms, and
+# arm64 needs the same packages once torch is the CPU build. A lock that exists keeps its hashes, so that CI can make the locks
+# anew and compare. torch's CPU builds are on no index that every machine reaches: their entry stays as it is, and for another
+# version it is made from the wheels of x86-64 and arm64.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=$(realpath -m "${1:?usage: scripts/locks.sh FOLDER [TORCH_WHEEL]}")
-wheel=${2:-}
+out=$(realpath -m "${1:?usage: scripts/locks.sh FOLDER [TORCH_WHEEL...]}")
+wheels=("${@:2}")
 bin=$(cd "${VENV:-.venv}/bin" && pwd)
 mkdir -p "$out"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
 version=$(sed -n 's/^torch==//p' constraints.txt)+cpu
-if [[ -n $wheel && ${wheel##*/} != "torch-$version-cp311-"* ]]; then
-  echo "TORCH_WHEEL: must be a wheel of torch $version for Python 3.11, got $wheel" >&2
-  exit 1
-elif [[ -z $wheel ]] && ! grep -qs "^torch==$version " "$out/torch-cpu.txt"; then
-  echo "$out/torch-cpu.txt: must be of torch $version; name its wheel: make locks TORCH_WHEEL=FILE" >&2
+for wheel in "${wheels[@]}"; do
+  if [[ ${wheel##*/} != "torch-$version-cp311-"* ]]; then
+    echo "TORCH_WHEEL: must be a wheel of torch $version for Python 3.11, got $wheel" >&2
+    exit 1
+  fi
+done
+if ((!${#wheels[@]})) && ! grep -qs "^torch==$version " "$out/torch-cpu.txt"; then
+  echo "$out/torch-cpu.txt: must be of torch $version; name its wheels: make locks TORCH_WHEEL='FILE FILE'" >&2
   exit 1
 fi
 
@@ -48,6 +52,7 @@ awk -F== 'NR == FNR { if (/^[^ ]/) held[$1]; next } /^[^ ]/ { keep = !($1 in hel
   "$out/draft.txt" "$out/torch-cuda.txt" >"$scratch/torch-cuda.txt"
 cp "$scratch/torch-cuda.txt" "$out/torch-cuda.txt"
 
-if [[ -n $wheel ]]; then
-  printf 'torch==%s \\\n    --hash=sha256:%s\n' "$version" "$(sha256sum "$wheel" | cut -d' ' -f1)" >"$out/torch-cpu.txt"
+if ((${#wheels[@]})); then
+  mapfile -t hashes < <(sha256sum "${wheels[@]}" | cut -d' ' -f1 | sort)
+  { printf 'torch==%s' "$version"; printf ' \\\n    --hash=sha256:%s' "${hashes[@]}"; echo; } >"$out/torch-cpu.txt"
 fi

@@ -65,6 +65,7 @@ def test_torch_is_a_layer_of_its_own(name: str) -> None:
 def test_torch_builds_are_distinguished() -> None:
     assert list(entries("torch-cpu")) == ["torch"]
     assert "+cpu " in entries("torch-cpu")["torch"]
+    assert entries("torch-cpu")["torch"].count("--hash=") == 2, "of x86-64 and arm64"
     assert "+" not in entries("torch-cuda")["torch"]
     assert all(package == "torch" or CUDA.match(package) for package in entries("torch-cuda"))
 
@@ -92,11 +93,15 @@ def test_another_torch_for_the_cpu_needs_its_wheel(tmp_path: Path) -> None:
     torch_cpu.write_text(before.replace("2.13.0", "2.12.0"))
     done = write_locks(tmp_path)
     assert done.returncode == 1
-    assert "name its wheel: make locks TORCH_WHEEL=FILE" in done.stderr
+    assert "name its wheels: make locks TORCH_WHEEL='FILE FILE'" in done.stderr
     done = write_locks(tmp_path, str(tmp_path / "torch-2.12.0+cpu-cp311-cp311-linux_x86_64.whl"))
     assert done.returncode == 1
     assert "must be a wheel of torch 2.13.0+cpu" in done.stderr
-    wheel = tmp_path / "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl"
-    wheel.write_bytes(b"a wheel")
-    assert write_locks(tmp_path, str(wheel)).returncode == 0
-    assert hashlib.sha256(b"a wheel").hexdigest() in torch_cpu.read_text()
+    wheels = [tmp_path / f"torch-2.13.0+cpu-cp311-cp311-linux_{one}.whl" for one in ("x86_64", "aarch64")]
+    for wheel in wheels:
+        wheel.write_bytes(wheel.name.encode())
+    assert write_locks(tmp_path, *map(str, wheels)).returncode == 0
+    hashes = sorted(hashlib.sha256(wheel.name.encode()).hexdigest() for wheel in wheels)
+    (entry,) = locked(torch_cpu.read_text()).values()
+    assert entry == torch_cpu.read_text().strip()
+    assert re.findall(r"sha256:(\w+)", entry) == hashes

@@ -1,0 +1,123 @@
+"""Package the chart of a release: `python -m scripts.release.chart --help`.
+
+It reads the digest of each image by its name, the trial store's included. The package has the registry, and
+lists the images for Artifact Hub. Beside it, two files of values name every image by digest: CPU and CUDA.
+
+It needs nothing but the standard library and helm, so that the job that signs the chart installs no packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+CHART = Path(__file__).resolve().parents[2] / "helm" / "galley"
+ROLES = ("gateway", "draft", "target")
+NAMES = ("galley-gateway", "galley-draft", "galley-target", "galley-draft-cuda", "galley-target-cuda")
+"""The images of a release: a gateway needs no GPU, so it has no build for CUDA."""
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def version() -> str:
+    """Return the version in Chart.yaml."""
+    return _only(r"^version: (\S+)$", (CHART / "Chart.yaml").read_text())[1]
+
+
+def store_image() -> str:
+    """Return the image of the trial store, as values.yaml names it."""
+    return _only(r"^    image: (\S*valkey\S+)$", (CHART / "values.yaml").read_text())[1]
+
+
+def values(device: str, registry: str, digests: Mapping[str, str]) -> str:
+    """Return values that name each image by digest, for `device` cpu or cuda."""
+    store = store_image()
+    lines = [
+        f"# The images of Galley {version()} by digest, for {device.upper()}: pass this file with --values.",
+        f"image: {{registry: {registry}}}",
+    ]
+    for role in ROLES:
+        name = f"galley-{role}" + ("-cuda" if device == "cuda" and role != "gateway" else "")
+        lines.append(f'{role}: {{image: {{repository: {name}, tag: "{version()}@{digests[name]}"}}}}')
+    lines.append(f'redis: {{embedded: {{image: "{store}@{digests[store]}"}}}}')
+    return "\n".join(lines) + "\n"
+
+
+def check(registry: str, digests: Mapping[str, str]) -> None:
+    """Raise ValueError if an image is missing, or if a digest or the registry's name is not valid."""
+    expected = {*NAMES, store_image()}
+    if digests.keys() != expected:
+        raise ValueError(f"images: must be {', '.join(sorted(expected))}, got {', '.join(sorted(digests))}")
+    for name, digest in digests.items():
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"images: {name}: must be sha256: and 64 hex digits, got {digest}")
+    if not re.fullmatch(r"[a-z0-9.:-]+(/[a-z0-9._-]+)*", registry):
+        raise ValueError(f"registry: must be lower case and without a scheme, got {registry}")
+
+
+def write(chart: Path, registry: str, repository: str, digests: Mapping[str, str]) -> None:
+    """Put registry, address and images into a copy of the chart."""
+    default = chart / "values.yaml"
+    default.write_text(_replaced(r'^  registry: ""$', f"  registry: {registry}", default.read_text()))
+    images = "".join(
+        f"    - {{name: {name}, image: {registry}/{name}:{version()}@{digests[name]}}}\n" for name in NAMES
+    )
+    header = (
+        f"home: {repository}\nsources: [{repository}]\nannotations:\n  artifacthub.io/images: |\n{images}"
+    )
+    metadata = chart / "Chart.yaml"
+    metadata.write_text(_replaced(r"^annotations:\n", header, metadata.read_text()))
+
+
+def package(registry: str, repository: str, digests: Mapping[str, str], out: Path, helm: str) -> None:
+    """Write the chart's package and both files of values into `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        chart = Path(scratch) / "galley"
+        shutil.copytree(CHART, chart)
+        write(chart, registry, repository, digests)
+        subprocess.run([helm, "package", str(chart), "--destination", str(out)], check=True)  # noqa: S603  # our words
+    for device in ("cpu", "cuda"):
+        (out / f"values-{device}-images.yaml").write_text(values(device, registry, digests))
+
+
+def _only(pattern: str, text: str) -> re.Match[str]:
+    found = list(re.finditer(pattern, text, re.MULTILINE))
+    if len(found) != 1:
+        raise ValueError(f"chart: must have one line {pattern}, got {len(found)}")
+    return found[0]
+
+
+def _replaced(pattern: str, line: str, text: str) -> str:
+    match = _only(pattern, text)
+    return text[: match.start()] + line + text[match.end() :]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 2 if an argument is not valid."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.release.chart")
+    parser.add_argument("--registry", required=True, help="where the images are, for example ghcr.io/owner")
+    parser.add_argument("--repository", required=True, help="address of the repository, for Artifact Hub")
+    parser.add_argument(
+        "--images", type=Path, required=True, help="JSON file: name of each image and its digest"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the package and the values")
+    parser.add_argument("--helm", default="helm", help="helm's path; default: %(default)s")
+    given = parser.parse_args(argv)
+    digests = json.loads(given.images.read_text())
+    try:
+        check(given.registry, digests)
+    except ValueError as error:
+        parser.error(str(error))
+    package(given.registry, given.repository, digests, given.out, given.helm)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
