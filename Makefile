@@ -95,7 +95,7 @@ MUTANTS ?= 300
 ONLY ?=
 
 .PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-attacks prove-http
-.PHONY: prove-load-tools prove-boot prove-images simulate chaos soak mutate mutate-known
+.PHONY: prove-load-tools prove-boot prove-cluster prove-images simulate chaos soak mutate mutate-known
 prove-noise: setup ## prove that no noise value is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
 
@@ -126,6 +126,13 @@ prove-load-tools: setup ## run guidellm and aiperf against a stack; prove that n
 prove-boot: setup helm ## run the chart as pods: boots, rolls, kills and hangs under load (root, nft, ip, crun)
 	@$(BIN)/python -m pytest tests/proofs/boot
 	@$(BIN)/python -m tests.proofs.boot
+
+# A context of your kubeconfig for `make prove-cluster`, and the registry of the images that its nodes pull.
+CONTEXT ?=
+REGISTRY ?=
+
+prove-cluster: setup helm ## install, test, upgrade, scale, kill and uninstall the chart on an API server (CONTEXT, REGISTRY; or kind; or KUBEBUILDER_ASSETS)
+	@$(BIN)/python -m tests.proofs.cluster --context "$(CONTEXT)" --registry "$(REGISTRY)"
 
 prove-images: setup ## build the images without a daemon, check their contents, and serve with them (Debian, root)
 	@$(BIN)/python -m bench.prove_images
