@@ -11,7 +11,7 @@ from rich.console import Console
 
 from galley.cli.flags import Output, StackName, choose_stack, fail, not_secret, usage_of
 from galley.cli.up import run_stack
-from galley.client.addresses import host_and_port
+from galley.common.sockets import host_and_port
 from galley.stack.endpoint import Service
 
 _MIN_S, _DEFAULT_S, _MAX_S = 0.2, 2.0, 60.0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from galley.common.sockets import host_and_port, joined
+
 DEFAULT_PORT = 50051
-_MAX_PORT = 65535
 # gRPC's own forms (unix:, dns:, ipv4:, ...) are taken as they are.
 _GRPC_TARGET = re.compile(r"(unix|unix-abstract|dns|ipv4|ipv6|vsock|xds):")
 _URL = re.compile(r"(?P<scheme>https?|grpcs?)://(?P<rest>[^/?#]*)/?")
@@ -45,31 +45,3 @@ def _parse(address: str) -> tuple[str, bool]:
     except ValueError:
         raise ValueError(f"must be HOST[:PORT], got {address!r}") from None
     return joined(host, port), tls
-
-
-def joined(host: str, port: int) -> str:
-    """Return "host:port", with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def host_and_port(text: str, default_port: int | None = None) -> tuple[str, int]:
-    """Split "host:port" or "[ipv6]:port"; with a default port, also "host" and "ipv6". Raises ValueError."""
-    if "@" in text:  # not printed: it may hold a password
-        raise ValueError("must be host:port without a user name or password")
-    if default_port is not None and _is_ipv6(text.strip("[]")):
-        return text.strip("[]"), default_port
-    host, colon, port = text.rpartition(":")
-    if default_port is not None and not colon:
-        host, port = text, str(default_port)
-    is_bracketed = host.startswith("[") and host.endswith("]") and _is_ipv6(host[1:-1])
-    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= _MAX_PORT
-    if not host or not is_port or (not is_bracketed and re.search(r"[\s/@:\[\]]", host)):
-        raise ValueError(f"must be host:port with a port from 1 to {_MAX_PORT}, got {text!r}")
-    return host[1:-1] if is_bracketed else host, int(port)
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        return ipaddress.ip_address(text).version == 6
-    except ValueError:
-        return False

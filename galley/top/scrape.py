@@ -16,8 +16,8 @@ from contextlib import suppress
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from galley.client.addresses import host_and_port
 from galley.common.printable import one_line
+from galley.common.sockets import host_and_port
 from galley.top.series import Labels, Samples
 
 TIMEOUT_S = 2.0

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from galley.client.addresses import host_and_port
 from galley.common.metrics import catalogue
 from galley.common.metrics.labels import BLOCKS, DRAFT, GATEWAY, POOL, REPLICA, SERVER_FAULT, TARGET, WORKLOAD
 from galley.common.metrics.metric import Metric
+from galley.common.sockets import host_and_port
 from galley.core.routing.choice import DraftLease, TargetLease
 from galley.top.fleet import POOLS, Fleet, Reading, Registered
 from galley.top.series import COUNT, Samples, added, by, mean, quantile, ratio, rows_of, total

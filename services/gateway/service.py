@@ -25,8 +25,8 @@ from galley.common.models.tokenizer import Tokenizer
 from galley.common.redis.calls import DEFAULT_CALL_TIMEOUT_S, Copies
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL, LeasePool, ReplicaRegistry
-from galley.common.server.listen import bind_socket, socket_address
 from galley.common.server.server import Parts, Prepared
+from galley.common.sockets import bind_socket, socket_address
 from galley.common.tls.channels import ChannelTls, open_channel
 from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile

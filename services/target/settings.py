@@ -6,10 +6,10 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from galley.client.addresses import host_and_port
 from galley.common.config.settings import settings_config
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.registry.registration import ReplicaSettings
+from galley.common.sockets import host_and_port
 
 
 class TargetSettings(ReplicaSettings):

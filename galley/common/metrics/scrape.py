@@ -27,6 +27,7 @@ from prometheus_client.samples import Exemplar as NamedExemplar
 
 from galley.common.metrics.metric import Kind, LabelValues
 from galley.common.metrics.registry import Distributed, Exemplar, Reading, Registry
+from galley.common.sockets import CannotBind, bind_socket, socket_address
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -63,13 +64,13 @@ class ScrapeServer:
         self._turn = asyncio.Lock()
 
     async def start(self, host: str, port: int) -> str:
-        """Start serving; return the address (host:port). Raise OSError if the port cannot be bound."""
+        """Start serving; return the address (host:port). Raise CannotBind."""
         try:
-            self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
-        except OSError as error:
-            raise OSError(f"cannot listen on {host}:{port} for metrics; is it in use?") from error
-        literal = f"[{host}]" if ":" in host else host
-        return f"{literal}:{self._server.sockets[0].getsockname()[1]}"
+            bound = bind_socket(host, port)
+        except CannotBind as error:
+            raise CannotBind(f"metrics: {error}") from error
+        self._server = await asyncio.start_server(self._serve, sock=bound, limit=MAX_REQUEST_BYTES)
+        return socket_address(bound)
 
     async def close(self) -> None:
         if self._server is not None:

@@ -25,6 +25,7 @@ from galley.common.registry.leases import (
     check_pool_name,
 )
 from galley.common.server.server import Service
+from galley.common.sockets import host_and_port, joined
 from galley.core.errors import GalleyError
 
 _SHARE_OF_LEASE = 1 / 3
@@ -35,6 +36,14 @@ _LOG = get_logger(__name__)
 
 PoolSetting: TypeAlias = Annotated[str, AfterValidator(check_pool_name)]
 """The name that separates deployments that share a Redis."""
+
+
+def _with_brackets(address: str) -> str:
+    """Return the address, that of IPv6 in brackets: a pod's environment has its IP address without them."""
+    host, _, port = address.rpartition(":")
+    if host.count(":") > 1 and not host.endswith("]"):
+        address = f"[{host}]:{port}"
+    return joined(*host_and_port(address)) if address else ""
 
 
 class ReplicaSettings(ServiceSettings):
@@ -59,9 +68,10 @@ class ReplicaSettings(ServiceSettings):
         default=DEFAULT_POOL,
         description="Name of the pool to register in; only gateways of the same --pool use this replica.",
     )
-    advertise: str = Field(
+    advertise: Annotated[str, AfterValidator(_with_brackets)] = Field(
         default="",
-        description="Address of this replica for gateways, host:port. Empty uses the listening address.",
+        description="Address of this replica for gateways, host:port. An IPv6 address may lack its brackets. "
+        "Empty uses the listening address.",
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import socket
 
 import grpc
 
 from galley.common.config.settings import ServerLimits, ServiceSettings
+from galley.common.sockets import CannotBind, joined
 from galley.common.tls.channels import KEEPALIVE, Material
 from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import NamedFile, WatchedFiles
@@ -19,15 +19,11 @@ _IDENTITY, _GZIP = 0, 2
 _MAX_PING_STRIKES = 100
 
 
-class CannotBind(Exception): ...
-
-
 def bind(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
 ) -> str:
     """Bind `server` and return its address, host:port; port 0 lets the system choose. Raise CannotBind."""
-    shown_host = f"[{host}]" if ":" in host else host
-    address = f"{shown_host}:{port}"
+    address = joined(host, port)
     try:
         if credentials is None:
             bound = server.add_insecure_port(address)
@@ -37,26 +33,7 @@ def bind(
         raise CannotBind(f"cannot listen on {address}; is it in use?") from error
     if bound == 0:
         raise CannotBind(f"cannot listen on {address}; is it in use?")
-    return f"{shown_host}:{bound}"
-
-
-def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens once it is served; port 0 lets the system choose. Raise CannotBind."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise CannotBind(f"cannot listen on {host}:{port}; is it in use?") from error
-    return bound
-
-
-def socket_address(bound: socket.socket) -> str:
-    """Return host:port of a bound socket."""
-    host, port = bound.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return joined(host, bound)
 
 
 def server_files(settings: ServiceSettings) -> WatchedFiles[Material] | None:

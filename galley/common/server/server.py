@@ -26,7 +26,7 @@ from galley.common.metrics.registry import Registry
 from galley.common.server.deserialize import RequestInterceptor
 from galley.common.server.health import HealthServicer, serve_health_only
 from galley.common.server.interceptors import StandardCallsInterceptor, StatusInterceptor
-from galley.common.server.listen import CannotBind, bind, server_files, server_options
+from galley.common.server.listen import bind, server_files, server_options
 from galley.common.server.process import Readiness, die_with_parent, run_unless
 from galley.common.tls.credentials import server_credentials
 from galley.common.tls.files import BadFile
@@ -219,7 +219,7 @@ def run_main(
             runner.run(run_service(settings, name, prepare(settings)))
     except BadFile as error:
         exit_with_bad_setting(settings_type, program, error.setting, error.problem)
-    except (CannotBind, GalleyError, OSError, ValueError) as error:
+    except (GalleyError, OSError, ValueError) as error:
         _LOG.error("start failed", error=str(error))
         raise SystemExit(1) from None
 

@@ -7,7 +7,6 @@ different orders, so from three ranks on a row's bits would depend on the number
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from galley.client.addresses import host_and_port, joined
+from galley.common.sockets import bind_socket, host_and_port, socket_address
 from galley.core.errors import Unavailable
 from galley.engine.parallel.ranks import Ranks, Waits
 
@@ -153,13 +152,9 @@ class Store:
 
 def open_store(host: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, port: int = 0) -> Store:
     """Open rank 0's store on interface `host`, at `port`, or at a free one if 0. Raises OSError."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    # A predecessor's sockets in TIME_WAIT must not block the port.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
+    listener = bind_socket(host, port)
     listener.listen()
-    port = listener.getsockname()[1]
-    address = joined(host, port)
+    address = socket_address(listener)
     # Left to itself it would listen on every interface. The store owns the descriptor from here on.
     own = {"wait_for_workers": False, "master_listen_fd": listener.detach(), "use_libuv": True}
     return Store(address, _tcp_store(address, size, timedelta(seconds=timeout_s), is_master=True, **own))

@@ -14,7 +14,7 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanContext
 from opentelemetry.util.types import AnyValue
 
-from galley.client.addresses import host_and_port
+from galley.common.sockets import host_and_port
 from galley.common.tracing.telemetry import context_from
 from galley.core import names
 from galley.core.answer.answer import Ending, SessionSpec

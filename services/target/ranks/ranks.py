@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from galley.client.addresses import host_and_port
 from galley.common.logs import get_logger, start_logging
 from galley.common.registry.registration import Registered
 from galley.common.server.process import in_passing_thread, limit_threads, run_unless
 from galley.common.server.server import Parts, Service
+from galley.common.sockets import host_and_port
 from galley.core.errors import Unavailable
 from services.target.engine import TargetEngine
 from services.target.loading import kv_blocks, load_engine, refuse_model

@@ -26,9 +26,9 @@ from galley.common.logs import get_logger, start_logging
 from galley.common.metrics.labels import TARGET
 from galley.common.metrics.metering import ANY_PORT, Metering, flush_telemetry, start_metering
 from galley.common.registry.registration import Registered
-from galley.common.server.listen import CannotBind
 from galley.common.server.process import in_passing_thread, limit_threads
 from galley.common.server.server import Parts, RunningServer, Service, start_server
+from galley.common.sockets import CannotBind
 from galley.common.tracing.otlp import FLUSH_S
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core.errors import Unavailable

@@ -17,8 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from galley.common.config.settings import ServerLimits
 from galley.common.server.health import MAX_CONNECTIONS
 from galley.common.server.healthcheck import problem_of
-from galley.common.server.listen import CannotBind
 from galley.common.server.server import Parts, RunningServer, start_server
+from galley.common.sockets import CannotBind
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.stack.ports import free_ports
 from tests.fakes.certificates import Authority, Mounted, mounted

@@ -143,7 +143,7 @@ async def test_one_connection_too_many_is_closed_at_once() -> None:
 async def test_port_in_use_is_reported() -> None:
     async with serving() as address:
         host, _, port = address.rpartition(":")
-        with pytest.raises(OSError, match=f"cannot listen on {host}:{port} for metrics"):
+        with pytest.raises(OSError, match=f"metrics: cannot listen on {host}:{port}"):
             await start_metering("draft", host, int(port))
 
 

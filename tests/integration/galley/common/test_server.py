@@ -17,8 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from galley.client.errors import rpc_error
 from galley.common.server.interceptors import StatusInterceptor
-from galley.common.server.listen import CannotBind
 from galley.common.server.server import RunningServer, start_server
+from galley.common.sockets import CannotBind
 from galley.core import errors
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc

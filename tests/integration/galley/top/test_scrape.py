@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galley.cli.top import named_by_address
-from galley.client.addresses import host_and_port
+from galley.common.sockets import host_and_port
 from galley.top import scrape as scraping
 from galley.top.scrape import Away, read_samples, scrape
 from tests.fakes.metric_servers import answering, serve_texts, unused_address

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from galley.client.addresses import Addresses, host_and_port, parse_addresses
+from galley.client.addresses import Addresses, parse_addresses
+from galley.common.sockets import host_and_port
 
 
 @pytest.mark.parametrize(
