@@ -33,6 +33,7 @@ from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile
 from galley.core.hints import MAX_DRAFT_TOKENS
 from galley.core.names import MOVE_REASONS, SCHEMA_URL
 from galley.core.routing.breaker import State
+from galley.core.routing.choice import TargetLease
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import SessionStore, StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -230,10 +231,11 @@ async def _generation(
     if (registry := parts.metrics) is not None:
         peer_files = None if tls["target"] is None else tls["target"].files
         observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
+        sessions = SessionMetrics(registry, model.name)
         observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
-        observers = RequestObservers(
-            _CLOCK, CallMetrics(registry, model.name), SessionMetrics(registry, model.name)
-        )
+        registry.observe(catalogue.SESSIONS_LIMIT, lambda: [((), model.max_sessions)])
+        registry.observe(catalogue.SESSIONS, lambda: _by_progress(streams.held, sessions.running))
+        observers = RequestObservers(_CLOCK, CallMetrics(registry, model.name), sessions)
     return Generation(streams, model, _CLOCK, _id_secret(settings), observers, parts.address)
 
 
@@ -356,6 +358,24 @@ def observe_gateway(
     add(catalogue.REPLICAS, lambda: _replicas(pools))
     add(catalogue.FAILOVERS, lambda: _failovers(pools))
     add(catalogue.BREAKER_STATE, lambda: _breakers(drafts))
+    add(catalogue.TARGETS_KV_USAGE, lambda: _kv_usage(targets.leases()))
+    add(catalogue.TARGETS_CACHE, lambda: _cache(targets.leases()))
+
+
+def _by_progress(held: int, running: int) -> Iterator[tuple[tuple[str], float]]:
+    """Count a session as queued from its admission on; one that stopped may hold its slot a little longer."""
+    yield ("running",), running
+    yield ("queued",), max(0, held - running)
+
+
+def _kv_usage(leases: Sequence[TargetLease]) -> Iterator[tuple[tuple[()], float]]:
+    if total := sum(lease.kv_blocks_total for lease in leases):
+        yield (), 1 - sum(lease.kv_blocks_free for lease in leases) / total
+
+
+def _cache(leases: Sequence[TargetLease]) -> Iterator[tuple[tuple[str, str], float]]:
+    if total := sum(lease.kv_blocks_total for lease in leases):
+        yield (str(max(lease.kv_block_tokens for lease in leases)), str(total)), 1
 
 
 def _replicas(pools: Sequence[ReplicaPool[Any]]) -> Iterator[tuple[tuple[str, str], float]]:

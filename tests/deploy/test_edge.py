@@ -8,6 +8,9 @@ import textwrap
 import pytest
 import yaml
 
+from galley.common.metrics.catalogue import of_service
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.metric import Kind
 from services.gateway.settings import GatewaySettings
 from tests.deploy import schemas
 from tests.deploy.matrix import FROM_EDGE, TLS, laid_over
@@ -249,3 +252,14 @@ def test_body_sizes_of_the_page_exceed_the_largest_message() -> None:
         assert int(size.removesuffix("m")) << 20 > largest
     page = (ROOT / "docs" / "operate" / "ingress.md").read_text()
     assert f"{largest >> 20} MiB by default" in page
+
+
+def test_metrics_for_endpoint_pickers_are_there() -> None:
+    """In the form of the model server protocol: a name, and labels without quotes."""
+    page = (ROOT / "docs" / "operate" / "ingress.md").read_text()
+    specs = re.findall(r"(?:Spec: |-metric=)(galley_\w+)(?:\{(\w+)=(\w+)\})?$", page, re.MULTILINE)
+    assert len(specs) == 8
+    series = {name: metric for metric in of_service(GATEWAY) for name in metric.series}
+    for name, label, value in specs:
+        assert series[name].kind in (Kind.GAUGE, Kind.INFO)
+        assert label == "" or value in {known.name: known for known in series[name].labels}[label].values

@@ -148,6 +148,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.pass_s = 0.0
         self.extensions: list[pb.Extension] = []
         self.preemptions_left = 0
+        self.kv_blocks_total = 0
         self.confirmed: Counter[str] = Counter()
         self.spoil: Callable[[pb.VerifyResult], None] = lambda _: None
 
@@ -169,6 +170,9 @@ class FakeTarget(Replica, rpc.TargetServicer):
             max_draft_tokens=MAX_DRAFT_TOKENS,
             dtype="float32",
             device="none",
+            kv_block_tokens=32,
+            kv_blocks_total=self.kv_blocks_total,
+            kv_blocks_free=self.kv_blocks_total // 4,
             row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in self.row_costs],
         )
 

@@ -135,6 +135,25 @@ COMMIT_DURATION = _gateway_histogram(
     exemplars=True,
 )
 SESSIONS_OPEN = _gateway_gauge("galley.sessions.open", "{session}", "Sessions that hold an admission slot.")
+SESSIONS_LIMIT = _gateway_gauge(
+    "galley.sessions.limit", "{session}", "Admission slots: the most open sessions (`--max-sessions`)."
+)
+SESSIONS = _gateway_gauge("galley.sessions", "{session}", "Open sessions, by their progress.", (of.PROGRESS,))
+TARGETS_KV_USAGE = _gateway_gauge(
+    "galley.targets.kv_usage",
+    "",
+    "Share of all targets' KV blocks that live sessions hold, 0 to 1; absent while no target is up.",
+    initial=(),
+)
+TARGETS_CACHE = Metric(
+    "galley.targets.cache",
+    "",
+    "KV blocks of all targets that are up.",
+    (of.BLOCK_SIZE, of.NUM_GPU_BLOCKS),
+    initial=(),
+    kind=Kind.INFO,
+    services=(GATEWAY,),
+)
 STREAMS = _gateway_counter(
     "galley.streams",
     "{call}",

@@ -95,6 +95,14 @@ BLOCKS = Label(
     "`used`: by open sessions; `cached`: evictable; `free`: empty",
     values=("used", "cached", "free"),
 )
+PROGRESS = Label(
+    "state",
+    "`running`: a target has given it a token; `queued`: not yet",
+    values=("queued", "running"),
+)
+# Names that endpoint pickers of the Gateway API Inference Extension read.
+BLOCK_SIZE = Label("block_size", "tokens in a KV block", most=1)
+NUM_GPU_BLOCKS = Label("num_gpu_blocks", "KV blocks of all targets, on whatever device", most=1)
 VERSION = Label("version", "version of the package", most=1)
 SERVICE = Label("service", "name of the service", values=SERVICES)
 

@@ -129,6 +129,10 @@ class TargetPool(ReplicaPool[TargetReplica]):
         chosen = choose_target(request, candidates, avoid)
         return None if chosen is None else self._replicas[chosen.lease.address]
 
+    def leases(self) -> list[TargetLease]:
+        """Return the leases of the replicas that are up."""
+        return [it.candidate().lease for it in self._replicas.values() if it.is_accepted and it.is_up]
+
     def block_sizes(self) -> frozenset[int]:
         """Return the sizes of blocks whose hashes `choose` compares, if there is a choice."""
         leases = [it.candidate().lease for it in self._replicas.values() if it.is_accepted]

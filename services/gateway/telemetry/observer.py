@@ -229,6 +229,8 @@ class RequestObserver:
 
     def stopped(self, session: Session, end: ev.End | None) -> None:
         """Report that the session has stopped here; `end` is None if it was stopped before it ended."""
+        if self._counts is not None:
+            self._counts.stopped()
         if self.sessions is not None:
             self.sessions.unverified.value += max(0, session.stats.proposed - session.stats.verified)
         rounds, request = self._rounds, self._request

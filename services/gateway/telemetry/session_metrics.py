@@ -28,6 +28,8 @@ _MAX_QUEUED = 512
 class SessionMetrics:
     def __init__(self, registry: Registry, model: str) -> None:
         self.model = model
+        self.running = 0
+        """Sessions that have ended a round and have not stopped."""
         self.rounds = registry.count(catalogue.ROUNDS)
         self.drafted = registry.count(catalogue.DRAFTED_TOKENS)
         self.verified = registry.count(catalogue.VERIFIED_TOKENS)
@@ -141,8 +143,12 @@ class SessionCounts:
         self._all = of
         self._workload = of.of_workload(workload)
         self._span = span_ref(span)
+        self._is_running = False
 
     def round_ended(self, done: RoundEnded) -> None:
+        if not self._is_running:
+            self._is_running = True
+            self._all.running += 1
         self._all.queue(partial(self._count_round, done, time.time()))
 
     def _count_round(self, done: RoundEnded, at_s: float) -> None:
@@ -156,6 +162,11 @@ class SessionCounts:
         of.duration.observe((done.ended_ns - done.started_ns) / _SECOND, self._span, at_s)
         if done.overlap != "none":
             of.overlaps[done.overlap].value += 1
+
+    def stopped(self) -> None:
+        if self._is_running:
+            self._is_running = False
+            self._all.running -= 1
 
     def committed(self, took_ns: int, error: GalleyError | None) -> None:
         self._all.queue(partial(self._count_commit, took_ns, error, time.time()))

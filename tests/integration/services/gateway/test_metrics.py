@@ -13,6 +13,7 @@ from galley.common.metrics.catalogue import of_service
 from galley.common.metrics.labels import ENDS, GATEWAY, WORKLOAD
 from galley.common.metrics.metric import Metric
 from galley.common.metrics.registry import Registry
+from galley.common.metrics.scrape import render
 from galley.common.server.server import Parts
 from galley.core.names import LOOKUP, MODEL
 from galley.core.routing.breaker import FAILURES
@@ -180,6 +181,45 @@ async def test_overload_and_drain_are_server_faults(world: World) -> None:
         ("resource_exhausted", "server"): 1,
         ("unavailable", "server"): 1,
     }
+
+
+async def test_sessions_are_queued_until_they_have_a_token(world: World) -> None:
+    it = await counted(world, max_sessions=2)
+
+    def progress() -> tuple[float, float]:
+        return it.number(catalogue.SESSIONS, "queued"), it.number(catalogue.SESSIONS, "running")
+
+    assert it.number(catalogue.SESSIONS_LIMIT) == 2
+    assert progress() == (0, 0)
+    world.target.gate.close()
+    stream = it.gateway.generate()
+    await anext(stream)
+    assert progress() == (1, 0)
+    world.target.gate.close_after(1)
+    first = await receive(stream, until=1)
+    assert progress() == (0, 1)
+    world.target.gate.open()
+    await first.listen(stream)
+    await it.gateway.idle()
+    assert progress() == (0, 0)
+
+
+async def test_an_endpoint_picker_reads_how_full_targets_are(world: World) -> None:
+    """Labels are those of vLLM's cache information."""
+    world.target.kv_blocks_total = 400
+    it = await counted(world)
+    assert it.number(catalogue.TARGETS_KV_USAGE) == 0.75
+    assert it.number(catalogue.TARGETS_CACHE, "32", "400") == 1
+    text, _ = await render(it.registry.read(), "text/plain")
+    for line in (
+        "# TYPE galley_targets_cache_info gauge",
+        'galley_targets_cache_info{block_size="32",num_gpu_blocks="400"} 1.0',
+        "# TYPE galley_targets_kv_usage gauge",
+        "# TYPE galley_sessions gauge",
+        'galley_sessions{state="queued"} 0.0',
+        'galley_sessions{state="running"} 0.0',
+    ):
+        assert line in text.decode().splitlines()
 
 
 async def test_a_resumed_session_has_no_first_token(world: World) -> None:
