@@ -104,6 +104,7 @@ def test_default_objects(manifests: list[Manifest]) -> None:
         ({"target": {"kind": "rayservice", "replicas": 0}}, "target.replicas: must be 1"),
         ({"target": {"kind": "rayservice"}, "keda": KEDA}, "keda.target.enabled=false"),
         ({"draft": {"autoscaling": {"enabled": True}}, "keda": KEDA}, "both scale the draft pool"),
+        ({"gateway": {"autoscaling": {"enabled": True}}, "keda": KEDA}, "both scale the gateway pool"),
         ({"monitoring": {"scrape": "none"}, "keda": KEDA}, "monitoring.scrape: must not be none"),
         ({"keda": {"enabled": True}}, "/keda/prometheus/serverAddress"),
         ({"keda": {**KEDA, "draft": {"minReplicas": 0}}}, "/keda/draft/minReplicas"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import Any
 import pytest
 import yaml
 
-from galley.common.metrics.catalogue import METRICS
+from galley.common.metrics.catalogue import METRICS, SESSIONS_OPEN
 from galley.common.metrics.metric import Metric
+from services.gateway.settings import GatewaySettings
+from tests.deploy import schemas
 from tests.deploy.matrix import KEDA, SWITCHES
-from tests.deploy.render import Manifest, default_values, of_kind, render
+from tests.deploy.render import ROOT, Manifest, default_values, of_kind, render
 from tests.fakes.promql import unknown_names
 
 NOT_INSTALLED = "promtool is not installed"
 IN = 'namespace="galley", app_kubernetes_io_instance="galley"'
 TRIGGERS = {
+    "gateway": ["gateway-open-sessions", "cpu"],
     "draft": ["verify-waits-for-draft", "draft-queue-age"],
     "target": ["target-queue-age", "target-used-blocks"],
 }
@@ -29,12 +33,17 @@ def scaled_objects(values: Manifest | None = None) -> dict[str, Manifest]:
     return {name.removeprefix("galley-"): scaled["spec"] for name, scaled in result.items()}
 
 
+def queried(spec: Manifest) -> list[Manifest]:
+    """Return the triggers that ask Prometheus."""
+    return [trigger for trigger in spec["triggers"] if trigger["type"] == "prometheus"]
+
+
 def queries(matchers: str = "") -> dict[str, str]:
     keda = {**KEDA, "prometheus": {**KEDA["prometheus"], "matchers": matchers}}
     return {
         trigger["name"]: trigger["metadata"]["query"]
         for spec in scaled_objects({"keda": keda}).values()
-        for trigger in spec["triggers"]
+        for trigger in queried(spec)
     }
 
 
@@ -51,6 +60,20 @@ def test_autoscaler_uses_cpu_and_added_metrics(role: str) -> None:
     assert spec["behavior"]["scaleDown"]["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 60}]
 
 
+def test_the_autoscaler_of_the_page_is_valid() -> None:
+    page = (ROOT / "docs" / "operate" / "scaling.md").read_text()
+    (block,) = re.findall(r"```yaml\n(gateway:\n.*?)```", page, re.DOTALL)
+    (scaler,) = of_kind(render(yaml.safe_load(block)), "HorizontalPodAutoscaler").values()
+    schemas.check(scaler)
+    named = scaler["spec"]["metrics"][1]["pods"]["metric"]["name"]
+    assert metric(named) is SESSIONS_OPEN
+    places = GatewaySettings.model_fields["max_sessions"].default
+    wanted = int(scaler["spec"]["metrics"][1]["pods"]["target"]["averageValue"])
+    assert wanted / places == pytest.approx(
+        default_values()["keda"]["gateway"]["openSessionsShare"], abs=0.01
+    )
+
+
 def test_scaling_is_off_by_default() -> None:
     rendered = render()
     assert not of_kind(rendered, "HorizontalPodAutoscaler")
@@ -59,11 +82,13 @@ def test_scaling_is_off_by_default() -> None:
 
 def test_pools_scale_by_who_waits_for_them() -> None:
     result = scaled_objects()
-    actual = {role: [trigger["name"] for trigger in spec["triggers"]] for role, spec in result.items()}
-    assert actual == TRIGGERS
+    names = {
+        role: [trigger.get("name", trigger["type"]) for trigger in spec["triggers"]]
+        for role, spec in result.items()
+    }
+    assert names == TRIGGERS
     for spec in result.values():
-        for trigger in spec["triggers"]:
-            assert trigger["type"] == "prometheus"
+        for trigger in queried(spec):
             assert trigger["metadata"]["serverAddress"] == KEDA["prometheus"]["serverAddress"]
     thresholds = [float(trigger["metadata"]["threshold"]) for trigger in result["draft"]["triggers"]]
     defaults = default_values()["keda"]["draft"]
@@ -79,9 +104,20 @@ def test_with_prometheus_away_no_pool_shrinks() -> None:
             "replicas": replicas,
             "behavior": "currentReplicasIfHigher",
         }
-        for trigger in spec["triggers"]:
+        for trigger in queried(spec):
             assert trigger["metricType"] == "AverageValue"
             assert trigger["metadata"]["ignoreNullValues"] == "false"
+
+
+def test_gateways_scale_by_sessions_and_cpu() -> None:
+    """Idle streams cost no CPU, and busy ones no further place: either may be short."""
+    own = {"openSessionsShare": 0.5, "targetCPUUtilizationPercentage": 60}
+    spec = scaled_objects({"keda": {**KEDA, "gateway": own}})["gateway"]
+    assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "galley-gateway"}
+    sessions, cpu = spec["triggers"]
+    assert sessions["metadata"]["threshold"] == "0.5"
+    assert cpu == {"type": "cpu", "metricType": "Utilization", "metadata": {"value": "60"}}
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (2, 8)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +133,8 @@ def test_a_target_is_scaled_whatever_it_is(kind: str, api: str, of: str) -> None
 
 
 def test_a_pool_that_is_not_there_is_not_scaled() -> None:
-    assert set(scaled_objects({"draft": {"enabled": False}})) == {"target"}
-    keda = {**KEDA, "target": {"enabled": False}}
+    assert set(scaled_objects({"draft": {"enabled": False}})) == {"gateway", "target"}
+    keda = {**KEDA, "gateway": {"enabled": False}, "target": {"enabled": False}}
     assert set(scaled_objects({"keda": keda})) == {"draft"}
 
 
@@ -119,7 +155,7 @@ def test_queries_select_one_release_of_a_namespace() -> None:
         for named in ("", "galley_release"):
             monitoring = {"scrape": scrape, "releaseLabel": named}
             for spec in scaled_objects({"monitoring": monitoring}).values():
-                for trigger in spec["triggers"]:
+                for trigger in queried(spec):
                     selected = f'{{namespace="galley", {named or label}="galley"'
                     query = trigger["metadata"]["query"]
                     assert query.count("{") == query.count(selected), trigger["name"]
@@ -157,7 +193,10 @@ def busy() -> list[dict[str, str]]:
     results = [
         series("galley_verify_draft_wait_seconds_sum", "0+15x10", pod="gateway"),
         series("galley_round_duration_seconds_sum", "0+60x10", pod="gateway"),
+        series("galley_sessions_open", "60x10", pod="g"),
+        series("galley_sessions_open", "20x10", pod="h"),
     ]
+    results += [series("galley_sessions_limit", "64x10", pod=pod) for pod in ("g", "h")]
     for pod in ("a", "b"):
         results += histogram("galley_draft_queue_age_seconds", {0.1: 100}, pod)
         results += histogram("galley_queue_age_seconds", {1.0: 100}, pod)
@@ -199,6 +238,7 @@ def test_queries_of_busy_pools(tmp_path: Path) -> None:
         tmp_path,
         busy(),
         {
+            "gateway-open-sessions": [2 * 0.625],
             "verify-waits-for-draft": [0.5],
             "draft-queue-age": [2 * 0.095],
             "target-queue-age": [2 * 0.95],
@@ -208,7 +248,10 @@ def test_queries_of_busy_pools(tmp_path: Path) -> None:
 
 
 def test_queries_of_idle_pools(tmp_path: Path) -> None:
-    expected = {name: [0.0] for name in queries()} | {"target-used-blocks": [1.8]}
+    expected = {name: [0.0] for name in queries()} | {
+        "target-used-blocks": [1.8],
+        "gateway-open-sessions": [1.25],
+    }
     answers(tmp_path, idle(), expected)
 
 

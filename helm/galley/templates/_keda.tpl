@@ -11,6 +11,12 @@ after three in a row.
 {{- .root.Values.keda.prometheus.matchers | default (include "galley.releaseMatchers" .root) -}}
 {{- end -}}
 
+{{/* Open sessions over places. Every gateway exports both; one that drains still counts its own. */}}
+{{- define "galley.openSessionsQuery" -}}
+{{- $in := include "galley.matchers" . -}}
+sum(galley_sessions_open{ {{- $in -}} }) / sum(galley_sessions_limit{ {{- $in -}} }) * count(galley_sessions_limit{ {{- $in -}} })
+{{- end -}}
+
 {{/* 90th percentile of the histogram `metric` of queue times; every replica exports `gauge`. */}}
 {{- define "galley.queueAgeQuery" -}}
 {{- $in := include "galley.matchers" . -}}
@@ -46,7 +52,7 @@ sum(galley_kv_blocks{ {{- $in -}} ,state="used"}) / sum(galley_kv_blocks{ {{- $i
   {{- end }}
 {{- end -}}
 
-{{/* The common part of both ScaledObjects. */}}
+{{/* The common part of all ScaledObjects. */}}
 {{- define "galley.scaling" -}}
 {{- $scaling := index .root.Values.keda .role -}}
 pollingInterval: {{ .root.Values.keda.pollingIntervalSeconds }}

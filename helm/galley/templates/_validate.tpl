@@ -99,8 +99,10 @@ of bounds, and missing requirements of an enabled part.
 {{- define "galley.validateScaling" -}}
 {{- $keda := .Values.keda -}}
 {{- if $keda.enabled -}}
-{{- if and $keda.draft.enabled .Values.draft.autoscaling.enabled -}}
-{{- fail "keda.draft.enabled: must be false with draft.autoscaling.enabled, because both scale the draft pool; disable one" -}}
+{{- range $role := list "gateway" "draft" -}}
+{{- if and (index $keda $role).enabled (index $.Values $role).autoscaling.enabled -}}
+{{- fail (printf "keda.%s.enabled: must be false with %s.autoscaling.enabled, because both scale the %s pool; disable one" $role $role $role) -}}
+{{- end -}}
 {{- end -}}
 {{- if eq .Values.monitoring.scrape "none" -}}
 {{- fail "monitoring.scrape: must not be none with keda.enabled, because KEDA queries Prometheus for the metrics of the pods" -}}
@@ -108,7 +110,7 @@ of bounds, and missing requirements of an enabled part.
 {{- if and $keda.target.enabled (eq .Values.target.kind "rayservice") -}}
 {{- fail "keda.target.enabled: must be false with target.kind rayservice, which has no scale subresource; set keda.target.enabled=false" -}}
 {{- end -}}
-{{- range $role := list "draft" "target" -}}
+{{- range $role := list "gateway" "draft" "target" -}}
 {{- $one := index $keda $role -}}
 {{- if gt (int $one.minReplicas) (int $one.maxReplicas) -}}
 {{- fail (printf "keda.%s.minReplicas: must be at most keda.%s.maxReplicas (%v), got %v" $role $role $one.maxReplicas $one.minReplicas) -}}
