@@ -153,6 +153,10 @@ def up(  # noqa: PLR0913  # one parameter a flag
         ),
     ] = False,
     log_dir: LogDir = None,
+    log_format: Annotated[
+        Literal["json", "console"] | None,
+        typer.Option(help="Format of these logs: console is for people to read. Default: json."),
+    ] = None,
     data_dir: Annotated[
         Path | None,
         typer.Option(

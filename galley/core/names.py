@@ -81,6 +81,7 @@ HTTP_STATUS: Final = "http.response.status_code"
 ERROR_TYPE: Final = "error.type"
 
 # Further attributes of requests.
+FIELD: Final = "galley.field"
 FORCED: Final = "galley.force"
 SEED: Final = "galley.seed"
 STOP_COUNT: Final = "galley.stop_sequences"

@@ -49,6 +49,7 @@ class StackOptions:
     threads: int = 1
     # None: in the temporary directory, removed with the stack unless a part failed.
     log_dir: Path | None = None
+    log_format: str | None = None
     data_dir: Path | None = None
     start_timeout_s: float = 600.0
     stop_grace_s: float = 10.0

@@ -195,6 +195,7 @@ def _served_name(model: str) -> str:
 def _common(options: StackOptions, port: int = 0) -> list[str]:
     # Half of the grace is for requests under way, the rest for the end of the process.
     args = ["--port", str(port), "--drain-timeout-s", f"{options.stop_grace_s / 2:g}"]
+    args += ["--log-format", options.log_format] if options.log_format else []
     return [*args, "--metrics-port", "0"] if options.metrics else args
 
 

@@ -207,7 +207,7 @@ def readable(span: LightSpan) -> ReadableSpan:
         events=events,
         links=links,
         kind=span.kind,
-        status=Status(StatusCode.ERROR if span.failed else StatusCode.UNSET),
+        status=Status(StatusCode.ERROR, span.problem) if span.failed else Status(StatusCode.UNSET),
         start_time=span.start_ns,
         end_time=span.end_ns,
         instrumentation_scope=span.scope.scope,

@@ -139,6 +139,7 @@ class LightSpan(trace.NonRecordingSpan):
     trace_state: TraceState | None = None
     has_remote_parent = False
     failed = False
+    problem: str | None = None
     end_ns: int | None = None
     events: Sequence[tuple[str, Attributes, int]] = ()
     links: Sequence[tuple[Named, Attributes]] = ()
@@ -207,10 +208,12 @@ class LightSpan(trace.NonRecordingSpan):
     def update_name(self, name: str) -> None:
         self.name = name
 
-    def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:  # noqa: ARG002
-        """Note an error, which stays; descriptions are left out."""
+    def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
+        """Note an error, which stays."""
         code = status.status_code if isinstance(status, Status) else status
-        self.failed = self.failed or code is StatusCode.ERROR
+        if code is StatusCode.ERROR:
+            self.failed = True
+            self.problem = status.description if isinstance(status, Status) else description
 
     def end(self, end_time: int | None = None) -> None:
         """End the span and export it; call once."""

@@ -125,10 +125,10 @@ def traceparent_of(span: SpanContext) -> str:
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
 
 
-def fail(span: trace.Span, kind: str) -> None:
-    """Mark a span as failed; `kind` is a gRPC status in lower case."""
+def fail(span: trace.Span, kind: str, message: str = "") -> None:
+    """Mark a span as failed; `kind` is a gRPC status in lower case. The message must not quote a request."""
     span.set_attribute(names.ERROR_TYPE, kind)
-    span.set_status(trace.StatusCode.ERROR)
+    span.set_status(trace.Status(trace.StatusCode.ERROR, message or None))
 
 
 def _is_client_span(call: Any) -> bool:

@@ -7,12 +7,12 @@ the keys themselves. Credentials are never logged, traced or repeated in a statu
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from structlog.contextvars import bind_contextvars
 
@@ -30,13 +30,12 @@ from galley.core.admission.admission import ANONYMOUS, Principal, PrincipalLimit
 from galley.core.errors import Unauthenticated
 from services.gateway.auth.principals_file import Principals, read_principals
 from services.gateway.settings import TUNING, GatewaySettings, Tuning
-from services.gateway.telemetry.call import logging_rejection
+from services.gateway.telemetry.call import logging_call
 
 if TYPE_CHECKING:  # PyJWT and httpx2 are slow to load
     from services.gateway.auth.jwt import JwtAuthenticator
 
 _T = TypeVar("_T")
-_Log: TypeAlias = Callable[[], AbstractContextManager[None]]
 KEY_NEEDED = "an API key is needed: `authorization: Bearer KEY` or `x-api-key: KEY`"
 KEY_UNKNOWN = "this API key is not known"
 EITHER_NEEDED = "an API key or a token is needed: `authorization: Bearer KEY OR TOKEN`, or `x-api-key: KEY`"
@@ -137,27 +136,25 @@ def _watched(file: NamedFile, read: Callable[[NamedFile], _T]) -> WatchedFiles[_
 
 
 class PrincipalInterceptor(WrappingInterceptor):
-    """Set the principal of each call, or reject the call. Runs inside StatusInterceptor."""
+    """Set the principal of each call, or reject the call, and log the call. Runs inside StatusInterceptor."""
 
     def __init__(self, authentication: Authentication) -> None:
         self._authentication = authentication
 
-    def wrap(self, handler: Handler, method: str) -> Handler:  # noqa: ARG002  # the same for all
-        # Streams log their rejections themselves.
-        log: _Log = nullcontext if handler.response_streaming else logging_rejection
-        return run_within(handler, partial(self._identify, log))
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        return run_within(handler, partial(self._identify, method.strip("/")))
 
     @asynccontextmanager
-    async def _identify(self, log: _Log, context: Context) -> AsyncIterator[None]:
-        await identify(self._authentication, context)
-        with log():
+    async def _identify(self, method: str, context: Context) -> AsyncIterator[None]:
+        with logging_call(method):
+            await identify(self._authentication, context)
             yield
 
 
 async def identify(authentication: Authentication, call: HasMetadata) -> None:
     """Set the principal of a call. Raise Unauthenticated or AuthenticationUnavailable."""
-    with logging_rejection(principal="unknown"):
-        principal = await authentication.authenticate(Credentials(text_metadata(call), repeated_names(call)))
+    bind_contextvars(principal="unknown")
+    principal = await authentication.authenticate(Credentials(text_metadata(call), repeated_names(call)))
     _PRINCIPAL.set(principal)
     bind_contextvars(principal=principal.kind)
 

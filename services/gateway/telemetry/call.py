@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
 
 import grpc
 from opentelemetry.trace import SpanContext
+from structlog.contextvars import bind_contextvars
 
 from galley.common.logs import get_logger, level_of
 from galley.common.metrics import catalogue
 from galley.common.metrics.labels import CALLER_FAULT, ENDS, NO_FAULT, OK, SERVER_FAULT
 from galley.common.metrics.metric import OTHER
 from galley.common.metrics.registry import Registry, span_ref
-from galley.common.wire.status import code_of, error_type
+from galley.common.wire.status import code_of, error_type, message_of
 from galley.core.admission.admission import OWN_STREAMS, OWN_TOKENS
 from galley.core.answer.answer import Chunk, Ending, NumericsChanged
 from galley.core.errors import CallerFault, DeadlinePassed, InvalidField, Overloaded, Unimplemented
@@ -31,6 +34,9 @@ from services.gateway.telemetry.attributes import stored_operation
 STALL_NS = 1 * SECOND
 """A client has stalled if it took a message only after this time."""
 
+VALUE = ", got "
+"""What precedes the caller's value in the message of an error."""
+_LONGEST_METHOD = 128
 _OWN_LIMITS = frozenset({OWN_STREAMS, OWN_TOKENS})
 _log = get_logger(__name__)
 
@@ -60,15 +66,20 @@ class Call:
         operation: str,
         model: str | None,
         span: SpanContext,
+        served: str,
         metrics: CallMetrics | None = None,
     ) -> None:
-        """`model` is the requested one, None if a session is resumed; `span` is the call's, for exemplars."""
+        """`model` is the requested one, None if a session is resumed; `span` is the call's, for exemplars.
+
+        `served` is the served model. The call's line in the log is written here, at its end.
+        """
         self.stalled_ns = 0
         self.error: BaseException | None = None
         self._clock = clock
         self._operation = operation
         self._model = model
         self._span = span
+        self._served = served
         self._metrics = metrics
         self._session: Session | None = None
         self._is_new = False
@@ -79,6 +90,8 @@ class Call:
         self._later_tokens = 0
         remaining_s = client.time_remaining()
         self._deadline_ns = None if remaining_s is None else self._started_ns + int(remaining_s * SECOND)
+        if (line := _LINE.get()) is not None:
+            line.is_taken = True
         # gRPC may drop the handler of a client that left without resuming it, but it always calls back;
         # the log line of that needs the trace ids of this context.
         run = copy_context().run
@@ -118,11 +131,8 @@ class Call:
         outcome, fault = end_of(error)
         if self._metrics is not None:
             self._count(self._metrics, outcome, fault, duration_ns)
-        if self._session is not None:
-            self._log_end(self._session, error, outcome, duration_ns)
-            self._session = None  # cancelled timers keep their context, and so this object
-        elif isinstance(error, Exception):
-            log_rejected(error)
+        _log_call(error, outcome, duration_ns, {"model": self._served, **self._facts(error)})
+        self._session = None  # cancelled timers keep their context, and so this object
 
     def _cause(self, error: BaseException | None, now: int) -> BaseException | None:
         """Return what ended the call; a cancelled handler does not know why."""
@@ -152,22 +162,20 @@ class Call:
         requested = metrics.model if self._model in {None, "", metrics.model} else OTHER
         return self._operation, GALLEY, requested
 
-    def _log_end(self, session: Session, error: BaseException | None, outcome: str, duration_ns: int) -> None:
-        failure = error if isinstance(error, Exception) else None
-        facts: dict[str, object] = {} if failure is None else {"error": str(failure)}
-        _log.log(
-            level_of(failure),
-            "stream finished",
-            session_id=session.spec.session_id,
-            reason="" if self._ending is None else self._ending.reason.value,
-            prompt_tokens=len(session.spec.prompt),
-            output_tokens=session.logged_output,
-            ttft_ms=_ms(self._first_ns - self._started_ns) if self._first_ns else None,
-            duration_ms=_ms(duration_ns),
-            accepted=session.stats.accepted,
-            status=outcome,
-            **facts,
-        )
+    def _facts(self, error: BaseException | None) -> dict[str, object]:
+        session = self._session
+        if session is None:
+            return dict(failure_of(error).facts) if isinstance(error, Exception) else {}
+        return {
+            "session_id": session.spec.session_id,
+            "reason": "" if self._ending is None else self._ending.reason.value,
+            "prompt_tokens": len(session.spec.prompt),
+            "output_tokens": session.logged_output,
+            "rounds": session.stats.rounds,
+            "accepted": session.stats.accepted,
+            "ttft_ms": _ms(self._first_ns - self._started_ns) if self._first_ns else None,
+            **({"error": str(error)} if isinstance(error, Exception) else {}),
+        }
 
 
 def end_of(error: BaseException | None) -> tuple[str, str]:
@@ -186,27 +194,68 @@ def end_of(error: BaseException | None) -> tuple[str, str]:
     return end if end in ENDS else ("internal", SERVER_FAULT)
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The end of a call: its status, and what its caller was told, without values of the request."""
+
+    status: grpc.StatusCode = grpc.StatusCode.OK
+    field: str = ""
+    message: str = ""
+    reason: str = ""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        facts = {"field": self.field, "reason": self.reason, "error": self.message}
+        return {name: value for name, value in facts.items() if value}
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Describe an error, without the part of its message that repeats a value: that may be text."""
+    return Failure(
+        code_of(error),
+        error.field if isinstance(error, InvalidField | Unimplemented) else "",
+        message_of(error).partition(VALUE)[0],
+        error.reason if isinstance(error, Overloaded) else "",
+    )
+
+
+_UNTOLD = (Failure(grpc.StatusCode.CANCELLED), Failure())
+
+
+class _Line:
+    """The line of a call in the log, unless the observer of its stream writes it."""
+
+    is_taken = False
+
+
+_LINE: ContextVar[_Line | None] = ContextVar("call_line", default=None)
+
+
 @contextmanager
-def logging_rejection(**facts: object) -> Iterator[None]:
+def logging_call(method: str, describe: Callable[[BaseException], Failure] = failure_of) -> Iterator[None]:
+    """Write one line for a call of `method`, with its status and duration, unless a `Call` does so."""
+    bind_contextvars(method=method[:_LONGEST_METHOD])
+    line, began_ns = _Line(), time.monotonic_ns()
+    _LINE.set(line)
+    error: BaseException | None = None
     try:
         yield
-    except Exception as error:
-        log_rejected(error, **facts)
+    except BaseException as raised:
+        error = raised
         raise
+    finally:
+        if not line.is_taken:
+            end = describe(error) if isinstance(error, Exception) else _UNTOLD[error is None]
+            # An error that HTTP describes otherwise than as its own status is the caller's.
+            cause = error if error is not None and code_of(error) is end.status else None
+            _log_call(cause, end.status.name.lower(), time.monotonic_ns() - began_ns, end.facts)
 
 
-def log_rejected(error: Exception, **facts: object) -> None:
-    """Log a rejected call, without the error's message: that may quote the request.
-
-    Internal errors have a line of their own (`galley.common.wire.status`).
-    """
-    if code_of(error) is grpc.StatusCode.INTERNAL:
-        return
-    if isinstance(error, InvalidField | Unimplemented):
-        facts["field"] = error.field
-    if isinstance(error, Overloaded):
-        facts["reason"] = error.reason
-    _log.log(level_of(error), "request rejected", status=error_type(error), **facts)
+def _log_call(
+    error: BaseException | None, status: str, duration_ns: int, facts: Mapping[str, object]
+) -> None:
+    level = level_of(error if isinstance(error, Exception) else None)
+    _log.log(level, "call finished", status=status, duration_ms=_ms(duration_ns), **facts)
 
 
 def _ms(duration_ns: int) -> float:

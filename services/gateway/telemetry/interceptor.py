@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
@@ -15,11 +15,12 @@ from opentelemetry.util.types import AnyValue
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.tracing.telemetry import context_of, fail
 from galley.common.wire.handlers import Context, Handler, WrappingInterceptor, run_within, text_metadata
-from galley.common.wire.status import code_of, error_type
+from galley.common.wire.status import error_type
 from galley.core import names
 from galley.core.errors import AuthenticationUnavailable, Unauthenticated
 from galley.core.session.events import Clock
 from services.gateway.client_call import ClientCall, client_call, once
+from services.gateway.telemetry.call import Failure, failure_of
 from services.gateway.telemetry.observer import RequestObserver, observe_with
 from services.gateway.telemetry.spans import TraceOptions, TraceStart
 
@@ -67,7 +68,12 @@ class RequestTracer:
             raise
 
     @asynccontextmanager
-    async def stream(self, call: ClientCall, transport: Mapping[str, AnyValue]) -> AsyncIterator[None]:
+    async def stream(
+        self,
+        call: ClientCall,
+        transport: Mapping[str, AnyValue],
+        describe: Callable[[BaseException], Failure] = failure_of,
+    ) -> AsyncIterator[None]:
         """Trace a call that streams an answer; its span has the attributes of its `transport`."""
         observer = self._begin(call, transport)
         observe_with(observer)
@@ -78,16 +84,16 @@ class RequestTracer:
         except grpc.aio.AbortError:  # its status was noted where it was aborted
             raise
         except (Unauthenticated, AuthenticationUnavailable) as error:
-            observer.ended(code_of(error))
+            observer.ended(describe(error))
             observer.discard()
             raise
         except Exception as error:
-            observer.ended(code_of(error))
+            observer.ended(describe(error))
             raise
         except asyncio.CancelledError:
             observer.ended(_cancellation(call))
             raise
-        observer.ended(grpc.StatusCode.OK)
+        observer.ended(Failure())
 
     def _begin(self, call: ClientCall, transport: Mapping[str, AnyValue]) -> RequestObserver:
         metadata = text_metadata(call)
@@ -121,7 +127,7 @@ def _call_ended(observer: RequestObserver, call: ClientCall) -> None:
     observer.release()
 
 
-def _cancellation(call: ClientCall) -> grpc.StatusCode:
+def _cancellation(call: ClientCall) -> Failure:
     remaining_s = call.time_remaining()
     late = remaining_s is not None and remaining_s <= 0
-    return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+    return Failure(grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED)

@@ -22,7 +22,7 @@ from opentelemetry.trace import SpanContext, SpanKind
 from opentelemetry.util.types import AnyValue, Attributes
 
 from galley.common.tracing.telemetry import fail, traceparent_of
-from galley.common.wire.status import code_of, error_type, http_status
+from galley.common.wire.status import error_type, http_status
 from galley.core import names
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.errors import Fenced, GalleyError, StoreUnavailable
@@ -44,7 +44,7 @@ from services.gateway.telemetry.attributes import (
     stored_operation,
     stored_trace,
 )
-from services.gateway.telemetry.call import STALL_NS, Call, CallMetrics
+from services.gateway.telemetry.call import STALL_NS, Call, CallMetrics, Failure, failure_of
 from services.gateway.telemetry.session_metrics import SessionCounts, SessionMetrics
 from services.gateway.telemetry.spans import CallSpan, RequestSpan, RoundSpans, StoreCall, TraceStart
 
@@ -65,7 +65,7 @@ class RequestObserver:
         self._rounds: RoundSpans | None = None
         self._unrecorded = CallSpan()
         self._holds = 1
-        self._status: grpc.StatusCode | None = None
+        self._end: Failure | None = None
         self._sums = Sums()
         self._target_failure: str | None = None
         self._kept: deque[RoundEnded] | None = None
@@ -152,13 +152,13 @@ class RequestObserver:
 
     def failed(self, error: BaseException) -> None:
         """Report the error that a call ends with, if its handler will only see a cancellation."""
-        self.ended(code_of(error))
+        self.ended(failure_of(error))
         if self._call is not None:
             self._call.error = error
 
-    def ended(self, status: grpc.StatusCode) -> None:
-        """Note the call's status; only the first counts."""
-        self._status = self._status or status
+    def ended(self, end: Failure) -> None:
+        """Note how the call ended; only the first counts."""
+        self._end = self._end or end
 
     def discard(self) -> None:
         """Ignore tracing requests (force flag, sampled parent) of unauthenticated callers."""
@@ -175,14 +175,16 @@ class RequestObserver:
         self._holds -= 1
         if self._holds or self._request is None:
             return
-        status = self._status or grpc.StatusCode.CANCELLED
-        span = self._request.span
+        end, span = self._end or Failure(grpc.StatusCode.CANCELLED), self._request.span
+        status = end.status
         if names.HTTP_METHOD in (self._start.attributes if self._start else ()):
             span.set_attribute(names.HTTP_STATUS, http_status(status))
         else:
             span.set_attribute(names.RPC_STATUS, int(status.value[0]))
         if status is not grpc.StatusCode.OK:
-            fail(span, status.name.lower())
+            fail(span, status.name.lower(), end.message)
+        if end.field:
+            span.set_attribute(names.FIELD, end.field)
         span.end(self._request.now_ns())
 
     # --------------------------------------------------------------------------- the session --
@@ -382,7 +384,8 @@ class RequestObservers:
         """Observe a call of Generate or Resume; `model` is the served one, `address` the server's."""
         observer = self._observer()
         requested = request.model if isinstance(request, pb.GenerateRequest) else None
-        call = Call(self._clock, client, operation_of(request), requested, observer.context, self._calls)
+        operation = operation_of(request)
+        call = Call(self._clock, client, operation, requested, observer.context, model, self._calls)
         observer.received(request, model, address, call, self._sessions)
         try:
             yield observer

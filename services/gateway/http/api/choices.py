@@ -86,7 +86,6 @@ class ChoiceRunner:
         Raise what refuses one of them, or ends a session.
         """
         generation = self.generation
-        call.is_observed = True
         with generation.observe(requests[0], call) as observer, ExitStack() as held:
             slots = [slot for one in requests for slot in held.enter_context(generation.admit(one, form.n))]
             deadline_ns = generation.deadline_ns(call)
@@ -125,7 +124,6 @@ class ChoiceRunner:
             name = choice_id(session_id, index)
             return pb.ResumeRequest(session_id=name, next_index=at.index, seen_hash=at.seen_hash)
 
-        call.is_observed = True
         with generation.observe(request(0), call) as observer, ExitStack() as held:
             slots = [held.enter_context(generation.admit_resume()) for _ in range(form.choices)]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+import grpc
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -21,6 +22,7 @@ from galley.core.errors import (
     UnknownSession,
 )
 from services.gateway.http.transport.encoding import to_json
+from services.gateway.telemetry.call import VALUE, Failure, failure_of
 
 _INVALID = "invalid_request_error"
 _TYPES: dict[int, str] = {
@@ -44,6 +46,14 @@ _PARAMETERS = (
     (re.compile(r"^(text|token_ids\.ids)(?=\[|$)"), "prompt"),
     (re.compile(r"^priority$"), "service_tier"),
 )
+
+
+_CLOSEST: dict[int, grpc.StatusCode] = {
+    HTTPStatus.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
+    HTTPStatus.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    HTTPStatus.REQUEST_TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+    HTTPStatus.TOO_MANY_REQUESTS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
 
 
 class Refused(CallerFault):
@@ -101,6 +111,15 @@ def error_reply(error: BaseException) -> ErrorReply:
     elif status == HTTPStatus.UNAUTHORIZED:
         headers = {"www-authenticate": "Bearer"}
     return ErrorReply(status, message_of(error), error_type(error), _NAMED.get(type(error)), headers)
+
+
+def http_failure(error: BaseException) -> Failure:
+    """Describe an error as `failure_of` does; what HTTP itself refuses has the status that comes closest."""
+    failure, reply = failure_of(error), error_reply(error)
+    status = failure.status
+    if status is grpc.StatusCode.INTERNAL and reply.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        status = _CLOSEST.get(reply.status, grpc.StatusCode.INVALID_ARGUMENT)
+    return Failure(status, reply.param or "", reply.message.partition(VALUE)[0], failure.reason)
 
 
 def parameter_of(wire_field: str) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
@@ -25,8 +25,9 @@ from galley.core import names
 from galley.core.errors import GalleyError
 from services.gateway.auth.authentication import Authentication, identify
 from services.gateway.http.transport.connection import DRAIN, TRANSPORT
-from services.gateway.http.transport.errors import ErrorReply, Refused, error_reply
+from services.gateway.http.transport.errors import ErrorReply, Refused, error_reply, http_failure
 from services.gateway.http.transport.http_call import Headers, HttpCall, deadline_of, header
+from services.gateway.telemetry.call import logging_call
 from services.gateway.telemetry.interceptor import RequestTracer
 
 _log = get_logger(__name__)
@@ -74,18 +75,25 @@ class Front:
         reply = _Reply(send, self._extra_headers(headers))
         call: HttpCall | None = None
         try:
-            call = scope[CALL] = HttpCall(headers, scope[TRANSPORT].abort, deadline_of(headers))
-            self._check_origin(scope, headers)
-            async with self._tracing.of(scope, call):
-                await self._serve(scope, receive, reply, call)
-            await scope[DRAIN]()  # what the call holds is held until its client has the response
+            with self._logging(scope):
+                call = scope[CALL] = HttpCall(headers, scope[TRANSPORT].abort, deadline_of(headers))
+                self._check_origin(scope, headers)
+                async with self._tracing.of(scope, call):
+                    await self._serve(scope, receive, reply, call)
+                await scope[DRAIN]()  # what the call holds is held until its client has the response
         except asyncio.CancelledError:
             scope[TRANSPORT].abort()  # the client has gone, or reads nothing, or the server stops
         except Exception as error:  # noqa: BLE001  # the outermost guard of a request
-            await self._fail(error, reply, scope, call)
+            await self._fail(error, reply, scope)
         finally:
             if call is not None:
                 call.ended()
+
+    def _logging(self, scope: Scope) -> AbstractContextManager[None]:
+        """Write a line for a call; probes and pages are none."""
+        if scope["path"] in self._access.open_paths:
+            return nullcontext()
+        return logging_call(f"{scope['method']} {scope['path']}", http_failure)
 
     async def _serve(self, scope: Scope, receive: Receive, reply: _Reply, call: HttpCall) -> None:
         if scope["method"] == "OPTIONS" and header(
@@ -133,12 +141,10 @@ class Front:
         except TimeoutError:
             raise late from None
 
-    async def _fail(self, error: Exception, reply: _Reply, scope: Scope, call: HttpCall | None) -> None:
+    async def _fail(self, error: Exception, reply: _Reply, scope: Scope) -> None:
         answer = error_reply(error)
         if answer.status == HTTPStatus.INTERNAL_SERVER_ERROR:
             log_internal(error)
-        elif not (call is not None and call.is_observed):
-            _log.info("request rejected", status=answer.code, field=answer.param)
         if isinstance(error, GalleyError) and error.public_message != str(error):
             _log.warning("call failed", error=str(error))
         if reply.has_begun:
@@ -177,7 +183,7 @@ class Tracing:
         if self.tracer is None or not route:
             return nullcontext()
         call.span_attributes = {names.HTTP_METHOD: scope["method"], names.HTTP_ROUTE: route}
-        return self.tracer.stream(call, call.span_attributes)
+        return self.tracer.stream(call, call.span_attributes, http_failure)
 
     def _route(self, method: str, path: str) -> str:
         for (of_method, route), pattern in self._routes.items():

@@ -25,8 +25,6 @@ class HttpCall:
         self._headers = headers
         self._hang_up = hang_up
         self.span_attributes: dict[str, AnyValue] = {}
-        self.is_observed = False
-        """True once an observer logs how the call ends."""
         self._until_s = until_s
         self._callbacks: list[Callable[[Any], None]] = []
 

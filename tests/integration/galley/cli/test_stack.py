@@ -343,7 +343,13 @@ def flag_of(command: Sequence[str], flag: str) -> str:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_each_service_accepts_its_command(k: int | None, replicas: int) -> None:
     options = StackOptions(
-        model="tiny", k=k, dtype="float32", replicas=replicas, drafts=replicas, metrics=True
+        model="tiny",
+        k=k,
+        dtype="float32",
+        replicas=replicas,
+        drafts=replicas,
+        metrics=True,
+        log_format="console",
     )
     parts = parts_of(options)
     read: dict[str, ServiceSettings] = {}
@@ -356,6 +362,7 @@ def test_each_service_accepts_its_command(k: int | None, replicas: int) -> None:
         command = list(parts[role].command(FACTS))
         argv = [*command[command.index(f"services.{role}") + 1 :], "--ready-fd", "9"]
         read[role] = parse_settings(settings, argv, role, "")
+    assert {settings.log_format for settings in read.values()} == {"console"}
     gateway = read["gateway"]
     assert isinstance(gateway, GatewaySettings)
     assert gateway.k == (16 if k is None else k)

@@ -138,7 +138,7 @@ def test_a_light_span_arrives_as_any_other(collector: Collector) -> None:
     assert {entry.key for entry in sent.attributes} == {"a", "b", "c", "d"}
     assert [(event.name, event.time_unix_nano) for event in sent.events] == [("said", 9)]
     assert [link.span_id for link in sent.links] == [parent.span_id.to_bytes(8)]
-    assert (sent.status.code, sent.status.message) == (2, "")
+    assert (sent.status.code, sent.status.message) == (2, "what it was about")
     assert collector.schemas == {"https://example.org/schema"}
 
 

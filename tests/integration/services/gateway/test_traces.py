@@ -77,7 +77,7 @@ async def test_one_trace_holds_a_request_without_content(world: World, tmp_path:
     assert b"Traceback" not in written, written.decode()
 
     lines = [json.loads(line) for line in written.splitlines()]
-    [ended] = [line for line in lines if line["event"] == "stream finished"]
+    [ended] = [line for line in lines if line["event"] == "call finished"]
     [of_request] = [span for span in spans if span.name == request]
     assert (ended["trace_id"], ended["span_id"]) == (TRACE.hex(), of_request.span_id.hex())
     assert (ended["session_id"], ended["level"]) == (session_id.decode(), "info")

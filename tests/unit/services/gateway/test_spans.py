@@ -8,7 +8,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-import grpc
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
@@ -25,6 +24,7 @@ from services.gateway.replicas.membership import StaticAddresses
 from services.gateway.session.outbox import Outbox
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.session_log import SessionLog
+from services.gateway.telemetry.call import Failure
 from services.gateway.telemetry.observer import request_observer
 from tests.fakes.owners import create
 from tests.fakes.session_ports import SPEC, FaultyStore, ManualClock, NoDraft, PortTarget
@@ -60,7 +60,7 @@ class Stream:
         end = await runner.run()
         reader.cancel()
         if end.error is None:
-            self.observer.ended(grpc.StatusCode.OK)
+            self.observer.ended(Failure())
         else:
             self.observer.failed(end.error)
         self.observer.release()

@@ -127,7 +127,7 @@ async def test_an_unread_end_sets_the_status_of_the_call(
     assert reading.cancelled()
     assert served.call.status is code
     [line] = logs
-    assert (line["event"], line["status"]) == ("stream finished", code.name.lower())
+    assert (line["event"], line["status"]) == ("call finished", code.name.lower())
     assert error is None or line["error"] == str(error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from galley.core import names
@@ -33,21 +34,31 @@ async def test_refused_requests_have_a_span_with_their_status(world: World) -> N
     gateway = await world.gateway_of(kept.parts(), http_port=0)
     async with http_client(gateway.http) as client:
         await client.post("/v1/completions", BODY | {"temperature": -1.0})
-    [span] = await kept.requests(1)
-    assert (attributes_of(span)[names.HTTP_STATUS], error_of(span)) == (400, "invalid_argument")
+        await client.post("/v1/completions", BODY | {"n": 0})
+    refused = await kept.requests(2)
+    for span, field in zip(refused, ("temperature", "n"), strict=True):
+        assert (attributes_of(span)[names.HTTP_STATUS], error_of(span)) == (400, "invalid_argument")
+        assert attributes_of(span)[names.FIELD] == field
+        assert (span.status.description or "").startswith(f"{field}: must be ")
 
 
 async def test_each_choice_is_logged_once_with_the_request_id(world: World) -> None:
     gateway = await world.gateway(http_port=0)
-    with capture_logs() as logs:
+    with capture_logs(processors=[merge_contextvars]) as logs:
         async with http_client(gateway.http, x_request_id="mine") as client:
             await client.chat(n=2)
             await client.post("/v1/chat/completions", CHAT | {"n": 0})
-    finished = [line for line in logs if line["event"] == "stream finished"]
+            await client.raw.get("/v1/models")
+            await client.raw.get("/health")
+            await client.raw.get("/nowhere")
+    *finished, refused, models, nowhere = [line for line in logs if line["event"] == "call finished"]
     assert [(line["reason"], line["status"]) for line in finished] == [("length", "ok")] * 2
     assert len({line["session_id"] for line in finished}) == 2
-    [refused] = [line for line in logs if line["event"] == "request rejected"]
+    assert {line["method"] for line in (*finished, refused)} == {"POST /v1/chat/completions"}
     assert (refused["status"], refused["field"]) == ("invalid_argument", "n")
+    assert (models["status"], models["method"]) == ("ok", "GET /v1/models")
+    assert (nowhere["status"], nowhere["method"]) == ("not_found", "GET /nowhere")
+    assert {line["log_level"] for line in (*finished, refused, models, nowhere)} == {"info"}
 
 
 async def test_a_response_and_its_later_stream_have_a_span_each(world: World) -> None:
