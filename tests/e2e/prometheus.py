@@ -19,6 +19,7 @@ import yaml
 from tests.fakes.waiting import PATIENCE_S
 
 NOT_INSTALLED = "prometheus is not installed"
+_LABELS = {"namespace": "test", "release": "test"}
 _LISTENING = re.compile(r'msg="Listening on" address=(\S+)')
 
 
@@ -32,6 +33,16 @@ class Prometheus:
         """The series that it comes to now."""
         answer = await asyncio.to_thread(self._get, "query", query=expr)
         assert answer["status"] == "success", answer
+        data: list[dict[str, Any]] = answer["data"]["result"]
+        return data
+
+    async def query_range(
+        self, expr: str, start_s: float, end_s: float, step_s: float
+    ) -> list[dict[str, Any]]:
+        """Return the series of an expression over a time."""
+        answer = await asyncio.to_thread(
+            self._get, "query_range", query=expr, start=str(start_s), end=str(end_s), step=str(step_s)
+        )
         data: list[dict[str, Any]] = answer["data"]["result"]
         return data
 
@@ -62,7 +73,7 @@ async def scraping(directory: Path, targets: Mapping[str, str], rules: Path) -> 
                 "scrape_configs": [
                     {
                         "job_name": job,
-                        "static_configs": [{"targets": [address], "labels": {"namespace": "test"}}],
+                        "static_configs": [{"targets": [address], "labels": {**_LABELS, "instance": job}}],
                     }
                     for job, address in targets.items()
                 ],

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream, GalleyRpcError
-from galley.client.options import Speculation, Tls
-from galley.stack.part import Facts, PartSpec
-from galley.stack.parts import python_module, stack_parts
-from galley.stack.stack import Stack, StackDirs, StackOptions
+from galley.client.client import NO_RETRIES, AsyncClient
+from galley.client.options import Tls
+from galley.stack.stack import Stack
+from tests.e2e.monitored import monitored_stack, traffic
 from tests.e2e.prometheus import Prometheus, scraping
 from tests.fakes.certificates import Authority, Mounted, mounted
-from tests.fakes.promql import RULES, SERIES, always, dashboards, panels, rules
-from tests.fakes.tiny_model import CONTEXT, save_tiny_model
+from tests.fakes.promql import RULES, SERIES, always, chosen, dashboards, panels, rules
 
 PATIENCE_S = 40.0
-# Greedy, a model of random weights soon repeats itself: lookup is right then.
-PROMPT = [5, 9, 2, 33, 5, 9, 2, 33, 5, 9]
-FIXED = Speculation(k=4)
 SERVICES = ("target", "draft", "gateway")
 
 
@@ -36,52 +30,8 @@ def files(tmp_path: Path) -> Mounted:
 
 @pytest.fixture
 async def stack(tmp_path: Path, files: Mounted) -> AsyncIterator[Stack]:
-    """Valkey, a target of the tiny model, a draft that looks up, and a gateway, each with its metrics."""
-    model = str(save_tiny_model(tmp_path / "tiny"))
-    served = ("--metrics-port", "0", "--tls-cert-file", files.cert, "--tls-key-file", files.key)
-    peers = ("--peer-ca-file", files.ca, "--peer-cert-file", files.cert, "--peer-key-file", files.key)
-
-    def parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
-        valkey = next(part for part in stack_parts(options, dirs) if part.name == "valkey")
-
-        def gateway(facts: Facts) -> list[str]:
-            addresses = [(f"--{part}", facts[part]["address"]) for part in ("target", "draft")]
-            return python_module(
-                "services.gateway",
-                *(word for pair in addresses for word in pair),
-                *("--redis-url", f"unix://{facts['valkey']['address']}"),
-                *("--model", model, "--model-name", "tiny", *served, *peers),
-            )
-
-        target = python_module("services.target", "--model", model, "--dtype", "float32", *served)
-        draft = python_module("services.draft", "--tokenizer", model, *served)
-        return [
-            valkey,
-            PartSpec("target", lambda _: target),
-            PartSpec("draft", lambda _: draft),
-            PartSpec("gateway", gateway, after=("valkey", "target", "draft")),
-        ]
-
-    async with Stack(StackOptions(), parts=parts) as stack:
+    async with monitored_stack(tmp_path, files) as stack:
         yield stack
-
-
-async def traffic(client: AsyncClient) -> None:
-    """Request answers with and without drafts, resume one, and have a request refused."""
-    # At other temperatures the tiny model may draw the token that poisons it.
-    greedy = partial(client.stream, PROMPT, temperature=0.0)
-    while True:
-        await read(greedy(max_tokens=CONTEXT - len(PROMPT), ignore_eos=True, workload="w", speculation=FIXED))
-        plain = greedy(max_tokens=8, ignore_eos=True, speculation=Speculation(off=True))
-        await read(plain)
-        await read(client.resume(plain.session_id, 4))
-        with pytest.raises(GalleyRpcError):
-            await read(greedy(max_tokens=0))
-
-
-async def read(stream: AsyncStream) -> None:
-    async for _ in stream:
-        pass
 
 
 def queries() -> dict[str, str]:
@@ -96,10 +46,7 @@ def queries() -> dict[str, str]:
         exprs[f"{rule.name} ({rule.severity})"] = always(rule.expr)
         if not rule.is_alert:
             exprs[f"{rule.name}, as recorded"] = rule.name
-    return {
-        where: expr.replace("$namespace", ".*").replace("$__rate_interval", "1m")
-        for where, expr in exprs.items()
-    }
+    return {where: chosen(expr, rate_interval="1m") for where, expr in exprs.items()}
 
 
 async def has_value(prometheus: Prometheus, expr: str) -> bool:
@@ -114,10 +61,10 @@ async def without_value(prometheus: Prometheus, exprs: dict[str, str]) -> dict[s
 @pytest.mark.timeout(150)
 async def test_every_query_has_a_value(stack: Stack, files: Mounted, tmp_path: Path) -> None:
     tls = Tls(files.ca)
-    addresses = {part: str(stack.facts(part)["metrics"]) for part in SERVICES}
+    addresses = {part: str(stack.facts(f"{part}-0")["metrics"]) for part in SERVICES}
     async with (
         scraping(tmp_path, addresses, RULES) as prometheus,
-        AsyncClient(stack.address("gateway"), retries=NO_RETRIES, tls=tls) as client,
+        AsyncClient(stack.address("gateway-0"), retries=NO_RETRIES, tls=tls) as client,
     ):
         async with asyncio.timeout(PATIENCE_S):
             # Counts before the first scrape have no rate.

@@ -73,6 +73,11 @@ def panels(dashboard: Any) -> list[Any]:
     return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
 
 
+def chosen(expr: str, rate_interval: str) -> str:
+    """Return a panel's query as Grafana sends it, with All for every variable."""
+    return re.sub(r'"\$\w+"', '".*"', expr.replace("$__rate_interval", rate_interval))
+
+
 def unknown_names(text: str, series: Mapping[str, Metric] = SERIES) -> Iterator[str]:
     recorded = {rule.name for rule in rules() if not rule.is_alert}
     labels = {label.prometheus for metric in METRICS for label in metric.labels} | EVERYWHERE
@@ -103,7 +108,8 @@ _COMPARED = re.compile(r"(<=|>=|==|!=|<|>)(?!\s*bool)")
 
 
 def always(expr: str) -> str:
-    parts = re.split(r"(\{[^}]*\})", expr)
+    """Return an alert's expression with a value whether or not it fires, if its series are there."""
+    parts = re.split(r"(\{[^}]*\})", expr.replace("absent(", "count(").replace(" unless ", " and "))
     return "".join(part if part.startswith("{") else _COMPARED.sub(r"\1 bool", part) for part in parts)
 
 
