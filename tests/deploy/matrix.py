@@ -72,6 +72,7 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
         "off": {},
         "mutual": {"tls": TLS},
         "servers alone": {"tls": {**TLS, "mutual": False}},
+        "issued": {"tls": {"enabled": True, "certManager": {"enabled": True}}},
         "callers too": {
             "tls": {
                 **TLS,

@@ -56,9 +56,11 @@ def test_custom_resources_are_read_strictly() -> None:
                 seen.setdefault(manifest["kind"], manifest)
     assert set(seen) == {
         "BackendTLSPolicy",
+        "Certificate",
         "GRPCRoute",
         "HTTPRoute",
         "InferencePool",
+        "Issuer",
         "LeaderWorkerSet",
         "PodMonitor",
         "PrometheusRule",

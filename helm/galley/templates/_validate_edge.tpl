@@ -2,12 +2,19 @@
 {{- define "galley.validateEdge" -}}
 {{- $tls := .Values.tls -}}
 {{- $asks := and $tls.enabled $tls.gateway.clientCaSecretName -}}
-{{- if and $tls.enabled $tls.gateway.publicAuthority -}}
-{{- range $key := list "name" "peerSecretName" -}}
-{{- if not (index $tls.gateway $key) -}}
-{{- fail (printf "tls.gateway.%s: must be set with tls.gateway.publicAuthority, because public authorities neither sign names of Services nor put ca.crt into the Secret" $key) -}}
+{{- if and $tls.enabled (include "galley.isPublic" .) -}}
+{{- if not $tls.gateway.name -}}
+{{- fail "tls.gateway.name: must be set with tls.gateway.publicAuthority or tls.certManager.publicIssuerRef, because public authorities do not sign names of Services" -}}
+{{- end -}}
+{{- if eq (include "galley.peerSecret" .) (include "galley.tlsSecret" (dict "root" . "role" "gateway")) -}}
+{{- fail "tls.gateway.peerSecretName: must name another Secret with tls.gateway.publicAuthority, because that of a public authority has no ca.crt" -}}
 {{- end -}}
 {{- end -}}
+{{- if and $tls.certManager.enabled (not $tls.enabled) -}}
+{{- fail "tls.certManager.enabled: must be false without tls.enabled, because no certificate would be used" -}}
+{{- end -}}
+{{- if and $tls.gateway.dnsNames (not $tls.certManager.enabled) -}}
+{{- fail "tls.gateway.dnsNames: must be empty without tls.certManager.enabled, because the chart asks for no certificate" -}}
 {{- end -}}
 {{- if and $asks .Values.test.enabled (not .Values.test.clientCertSecretName) -}}
 {{- fail "test.clientCertSecretName: must be set with tls.gateway.clientCaSecretName, because the gateway takes no caller without a certificate; or set test.enabled=false" -}}
@@ -37,8 +44,8 @@
 {{- if and $api.enabled $policy.enabled (not $tls.enabled) -}}
 {{- fail "gatewayApi.backendTlsPolicy.enabled: must be false without tls.enabled, because the gateway then speaks plain text" -}}
 {{- end -}}
-{{- if and $api.enabled $policy.enabled (not $tls.gateway.publicAuthority) (not $policy.ca.name) -}}
-{{- fail "gatewayApi.backendTlsPolicy.ca.name: must name an object with ca.crt, unless tls.gateway.publicAuthority is true" -}}
+{{- if and $api.enabled $policy.enabled (not (include "galley.isPublic" .)) (not $policy.ca.name) -}}
+{{- fail "gatewayApi.backendTlsPolicy.ca.name: must name an object with ca.crt, unless the authority is public (tls.gateway.publicAuthority)" -}}
 {{- end -}}
 {{- if $pool.enabled -}}
 {{- if $tls.enabled -}}

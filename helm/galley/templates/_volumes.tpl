@@ -61,10 +61,9 @@
 {{- $found := list -}}
 {{- if $values.tls.enabled -}}
 {{- $tls := index $values.tls .role -}}
-{{- $found = append $found (dict "name" "tls" "path" "/etc/galley/tls" "secret" $tls.secretName) -}}
+{{- $found = append $found (dict "name" "tls" "path" "/etc/galley/tls" "secret" (include "galley.tlsSecret" .)) -}}
 {{- if eq .role "gateway" -}}
-{{- $peer := $tls.peerSecretName | default $tls.secretName -}}
-{{- $found = append $found (dict "name" "peer-tls" "path" "/etc/galley/peer-tls" "secret" $peer) -}}
+{{- $found = append $found (dict "name" "peer-tls" "path" "/etc/galley/peer-tls" "secret" (include "galley.peerSecret" .root)) -}}
 {{- with $tls.clientCaSecretName -}}
 {{- $found = append $found (dict "name" "client-ca" "path" "/etc/galley/client-ca" "secret" .) -}}
 {{- end -}}
