@@ -62,7 +62,7 @@ BROKEN: dict[str, Break] = {
     "pdb-max-unavailable": lambda made: _the("PodDisruptionBudget")(made).update(maxUnavailable="0%"),
     "pdb-min-available": lambda made: _the("PodDisruptionBudget", "target")(made).update(minAvailable=2),
     "pdb-unhealthy": lambda made: _the("PodDisruptionBudget")(made).pop("unhealthyPodEvictionPolicy"),
-    "dangling-ingress": lambda made: _the("Service", "gateway")(made)["ports"][0].update(name="other"),
+    "dangling-ingress": lambda made: _the("Service", "gateway")(made)["ports"][-1].update(name="other"),
     "dangling-servicemonitor": lambda made: _the("ServiceMonitor")(made)["selector"]["matchLabels"].update(
         a="b"
     ),
