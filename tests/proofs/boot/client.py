@@ -30,10 +30,11 @@ def gateway_service(objects: Objects) -> Manifest:
     return (with_address or results)[0]
 
 
-def gateway_address(objects: Objects) -> str:
+def gateway_address(objects: Objects, port: str = "grpc") -> str:
+    """Return the address of a port of the gateway; nothing if it is closed."""
     service = gateway_service(objects)
-    port = _grpc_port(objects)["port"]
-    return f"{service['metadata']['name']}.{objects.namespace_of(service)}:{port}"
+    host = f"{service['metadata']['name']}.{objects.namespace_of(service)}"
+    return next((f"{host}:{each['port']}" for each in service["spec"]["ports"] if each["name"] == port), "")
 
 
 def place_of_clients(cluster: Cluster) -> Place:
@@ -74,7 +75,8 @@ class Client:
                 cluster.objects.add({**result, "metadata": {"name": name, "namespace": self._namespace}})
 
     async def reference(self) -> dict[str, Any]:
-        pod = await self._start("reference", "--streams", "2", "--answers", "4")
+        http = gateway_address(self._cluster.objects, "http")
+        pod = await self._start("reference", "--streams", "2", "--answers", "4", "--http", http)
         await self._cluster.until(lambda: pod not in self._cluster.pods(), "the reference answers are there")
         self.ends["reference"] = pod.exit_status
         return {str(answer["question"]): answer for answer in _answers(pod)}

@@ -7,7 +7,7 @@ import itertools
 import random
 import string
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from galley.stack.part import log_tail
 from tests.deploy.render import Manifest
 from tests.fakes.waiting import Watch
 from tests.proofs.boot.names import LAG_S, NameServer, Served, Service, addresses_of
-from tests.proofs.boot.network import DNS_IP
 from tests.proofs.boot.node import Node
 from tests.proofs.boot.objects import GROUPS, Objects, PodTemplate, Workload
 from tests.proofs.boot.pod import Identity, Pod
@@ -45,8 +44,8 @@ class Event:
 class Cluster:
     """Use it with `async with`; at the end every pod is stopped and awaited."""
 
-    def __init__(self, node: Node, objects: Objects) -> None:
-        self.node, self.objects = node, objects
+    def __init__(self, node: Node, objects: Objects, assigned_user: int | None = None) -> None:
+        self.node, self.objects, self._assigned_user = node, objects, assigned_user
         names = (*NAMESPACES, objects.namespace)
         self._spaces: dict[str, dict[str, str]] = {name: {_NAME_LABEL: name} for name in names}
         self._services: dict[tuple[str, str], Service] = {}
@@ -66,7 +65,7 @@ class Cluster:
 
     async def __aenter__(self) -> Cluster:
         await self.node.open()
-        self.names.start(DNS_IP)
+        self.names.start(self.node.dns.ip)
         self._keepers.append(asyncio.create_task(self._keep_serving()))
         return self
 
@@ -134,8 +133,11 @@ class Cluster:
     async def deploy(self) -> None:
         for manifest in self.objects.of("Service"):
             self._add_service(manifest)
-        workloads = self.objects.workloads().values()
-        for workload in workloads:
+        for job in self.objects.of("Job"):
+            name = job["metadata"]["name"]
+            template = PodTemplate.of(job["spec"]["template"], self.objects.namespace_of(job))
+            await self.start(template, Identity(name, name))
+        for workload in self.objects.workloads().values():
             for ordinal in range(workload.replicas):
                 if workload.kind == GROUPS:
                     self._keepers.append(asyncio.create_task(self._keep_group(workload, ordinal)))
@@ -152,6 +154,15 @@ class Cluster:
 
     def all_of(self, owner: str) -> list[Pod]:
         return [pod for pod in self._pods.values() if pod.identity.owner == owner]
+
+    async def forget(self, kind: str, namespace: str, name: str) -> None:
+        """Remove a workload and its pods."""
+        manifest = self.objects.find(kind, namespace, name)
+        if manifest is None:
+            raise ClusterFailed(f"{kind} {name}: there is none")
+        self.objects.remove(manifest)
+        for pod in self.pods_of(name):
+            await self.delete(pod)
 
     async def delete(self, pod: Pod) -> None:
         pod.terminate()
@@ -191,6 +202,8 @@ class Cluster:
             self._dirty.set()
             self._changed.changed()
 
+        if self._assigned_user is not None and template.namespace == self.objects.namespace:
+            template = _with_user(template, self._assigned_user)
         pod = Pod(self.node, self.objects, template, identity, report)
         self._pods[identity.name] = pod
         self.seen.append(pod.end)
@@ -209,10 +222,22 @@ class Cluster:
             self._dirty.set()
             self._changed.changed()
 
+    def apply(self, manifests: Sequence[Manifest], gone: Sequence[Manifest]) -> None:
+        """Replace objects, and remove those that are `gone`. No pod is replaced by that."""
+        for manifest in gone:
+            self.objects.remove(manifest)
+            self._services.pop((self.objects.namespace_of(manifest), manifest["metadata"]["name"]), None)
+        for manifest in manifests:
+            self.objects.add(manifest)
+        for manifest in self.objects.of("Service"):
+            self._add_service(manifest)
+        self._dirty.set()
+
     def _add_service(self, manifest: Manifest) -> None:
-        namespace = self.objects.namespace_of(manifest)
-        service = Service.of(manifest, namespace, next(self.node.service_ips))
-        self._services[namespace, service.name] = service
+        namespace, name = self.objects.namespace_of(manifest), manifest["metadata"]["name"]
+        known = self._services.get((namespace, name))
+        ip = known.ip if known is not None and known.ip else next(self.node.service_ips)
+        self._services[namespace, name] = Service.of(manifest, namespace, ip)
 
     async def _keep_serving(self) -> None:
         while True:
@@ -230,6 +255,19 @@ class Cluster:
         served = [pod for pod in self._served if pod.end.ip in there]
         addresses = [address for service in services for address in service.addresses(served)]
         await self.node.serve(known, self.policies, addresses)
+
+
+def _with_user(template: PodTemplate, user: int) -> PodTemplate:
+    """Return the pod with a user of its namespace. Raises ClusterFailed if it names one itself."""
+    specs = [template.spec, *template.containers, *template.init_containers]
+    contexts = [spec.get("securityContext") or {} for spec in specs]
+    named = {name for context in contexts for name in ("runAsUser", "fsGroup") if name in context}
+    if named:
+        raise ClusterFailed(f"admission: {', '.join(sorted(named))}: not in the range of the namespace")
+    return replace(
+        template,
+        spec={**template.spec, "securityContext": {**contexts[0], "runAsUser": user, "fsGroup": user}},
+    )
 
 
 def _with_claims(workload: Workload, pod: str, objects: Objects) -> PodTemplate:

@@ -63,10 +63,11 @@ _DEFAULT = (
 def security_of(pod: Manifest, container: Manifest, image: Image) -> Security:
     """Merge the two contexts over the image's user. Raises CannotRun."""
     above, own = pod.get("securityContext") or {}, container.get("securityContext") or {}
-    user, group = image.stage.ids()
+    own_user, own_group = image.stage.ids()
     context = {**above, **own}
-    user = int(context.get("runAsUser", user))
-    group = int(context.get("runAsGroup", group))
+    user = int(context.get("runAsUser", own_user))
+    # A user that the image does not know is in the group root.
+    group = int(context.get("runAsGroup", own_group if user == own_user else 0))
     if context.get("runAsNonRoot") and user == 0:
         raise CannotRun(f"{container['name']}: runAsNonRoot, and the image's user is root")
     capabilities = own.get("capabilities") or {}

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import signal
+import ssl
 import sys
 import time
 from typing import Any
@@ -40,9 +42,28 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--patience-s", type=float, default=60.0, help="for a stream to go on after it broke")
     parser.add_argument("--pause-s", type=float, default=0.0, help="between the answers of a stream")
+    parser.add_argument("--http", default="", help="address of the HTTP API, called once at the end")
     given = parser.parse_args()
     asyncio.run(_run(given))
-    return 0
+    return _call_http(given.http) if given.http else 0
+
+
+def _call_http(address: str) -> int:
+    """List the models over HTTP; return 1 if that fails."""
+    host, _, port = address.rpartition(":")
+    headers = {"Authorization": f"Bearer {os.environ.get('GALLEY_API_KEY', 'nobody')}"}
+    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    if (tls := _tls()) is not None:
+        # The name in the certificate is that of the Service, by which the gateway is called here.
+        context = ssl.create_default_context(cafile=tls.ca_file)
+        if tls.cert_file:
+            context.load_cert_chain(tls.cert_file, tls.key_file)
+        host = tls.server_name
+        connection = http.client.HTTPSConnection(host, int(port), timeout=20, context=context)
+    connection.request("GET", "/v1/models", headers=headers)
+    response = connection.getresponse()
+    sys.stderr.write(f"HTTP {response.status}: {response.read()[:200]!r}\n")
+    return 0 if response.status == http.HTTPStatus.OK else 1
 
 
 async def _run(given: argparse.Namespace) -> None:

@@ -6,12 +6,13 @@ ends is still sent new connections for a moment.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dnslib import QTYPE, RCODE, RR, A, DNSRecord
-from dnslib.server import BaseResolver, DNSLogger, DNSServer
+from dnslib import AAAA, QTYPE, RCODE, RR, A, DNSRecord
+from dnslib.server import BaseResolver, DNSLogger, DNSServer, TCPServer, UDPServer
 
 from tests.deploy.render import Manifest
 from tests.proofs.boot.network import VirtualAddress
@@ -97,8 +98,16 @@ def addresses_of(services: Sequence[Service], pods: Sequence[Served]) -> dict[st
     return result
 
 
+class _UdpOverIpv6(UDPServer):  # type: ignore[misc]  # is untyped
+    address_family = socket.AF_INET6
+
+
+class _TcpOverIpv6(TCPServer):  # type: ignore[misc]  # is untyped
+    address_family = socket.AF_INET6
+
+
 class NameServer(BaseResolver):  # type: ignore[misc]  # is untyped
-    """Answer A queries by UDP and TCP; `unknown` holds the names that do not exist."""
+    """Answer A and AAAA queries by UDP and TCP; `unknown` holds the names that do not exist."""
 
     def __init__(self, addresses: Callable[[], Mapping[str, list[str]]]) -> None:
         self._addresses = addresses
@@ -107,7 +116,8 @@ class NameServer(BaseResolver):  # type: ignore[misc]  # is untyped
 
     def start(self, ip: str) -> None:
         quiet = DNSLogger(logf=lambda _: None)
-        self._servers = [DNSServer(self, ip, tcp=tcp, logger=quiet) for tcp in (False, True)]
+        servers = (_UdpOverIpv6, _TcpOverIpv6) if ":" in ip else (UDPServer, TCPServer)
+        self._servers = [DNSServer(self, ip, logger=quiet, server=server) for server in servers]
         for server in self._servers:
             server.start_thread()
 
@@ -122,9 +132,10 @@ class NameServer(BaseResolver):  # type: ignore[misc]  # is untyped
         if not addresses:
             self.unknown.add(name)
             reply.header.rcode = RCODE.NXDOMAIN
-        elif request.q.qtype == QTYPE.A:
-            for address in addresses:
-                reply.add_answer(RR(request.q.qname, QTYPE.A, rdata=A(address), ttl=_TTL_S))
+        for address in addresses:
+            kind, data = (QTYPE.AAAA, AAAA) if ":" in address else (QTYPE.A, A)
+            if request.q.qtype == kind:
+                reply.add_answer(RR(request.q.qname, kind, rdata=data(address), ttl=_TTL_S))
         return reply
 
 

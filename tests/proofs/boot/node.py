@@ -18,14 +18,7 @@ from tests.proofs.boot.containers import Container, Crun, Launch
 from tests.proofs.boot.environment import PodFacts
 from tests.proofs.boot.images import Registry
 from tests.proofs.boot.names import resolv_conf
-from tests.proofs.boot.network import (
-    DNS_IP,
-    VirtualAddress,
-    Wires,
-    pod_ips,
-    ruleset,
-    service_ips,
-)
+from tests.proofs.boot.network import IPV4, Family, VirtualAddress, Wires, ruleset
 from tests.proofs.boot.policies import Endpoint, Policies
 from tests.proofs.boot.sandbox import run
 from tests.proofs.boot.volumes import Mount
@@ -33,23 +26,22 @@ from tests.proofs.boot.volumes import Mount
 if TYPE_CHECKING:
     from tests.proofs.boot.pod import Pod
 
-DNS = Endpoint("dns", DNS_IP, "kube-system", {"k8s-app": "kube-dns"}, {"dns": 53, "dns-tcp": 53})
-"""The cluster's name server, as a policy's selectors find it everywhere."""
 _KERNELS = "galley/kernels"
-# The user of the containers.
-_USER = 10001
 
 
 class Node:
-    def __init__(self, folder: Path, registry: Registry, kernels: Path | None) -> None:
+    def __init__(self, folder: Path, registry: Registry, kernels: Path | None, family: Family = IPV4) -> None:
         """`kernels` is the folder of compiled kernels that pods start with; None: their caches are empty."""
         self.folder, self.registry, self._kernels = folder, registry, kernels
         # Logs outlast the node: they are what is looked at when something went wrong.
         self.claims, self.logs = folder / "claims", folder.parent / "logs"
         self.probes: collections.Counter[str] = collections.Counter()
-        self.wires = Wires()
+        self.family, self.wires = family, Wires(family)
+        # The cluster's name server, as a policy's selectors find it everywhere.
+        ports = {"dns": 53, "dns-tcp": 53}
+        self.dns = Endpoint("dns", family.dns_ip, "kube-system", {"k8s-app": "kube-dns"}, ports)
         self._crun = Crun(folder / "crun")
-        self.pod_ips, self.service_ips = pod_ips(), service_ips()
+        self.pod_ips, self.service_ips = family.pod_ips(), family.service_ips()
 
     async def open(self) -> None:
         for path in (self.claims, self.logs):
@@ -69,10 +61,12 @@ class Node:
                 await run("umount", "--lazy", path)
 
     def own_files(self, folder: Path, facts: PodFacts, spec: Manifest) -> list[Mount]:
+        aliases = [(alias["ip"], *alias["hostnames"]) for alias in spec.get("hostAliases") or ()]
+        hosts = [("127.0.0.1", "localhost"), ("::1", "localhost"), (facts.ip, facts.name), *aliases]
         files = {
-            "hosts": f"127.0.0.1\tlocalhost\n{facts.ip}\t{facts.name}\n",
+            "hosts": "".join("\t".join(line) + "\n" for line in hosts),
             "hostname": f"{facts.name}\n",
-            "resolv.conf": resolv_conf(DNS_IP, facts.namespace, spec.get("dnsConfig")),
+            "resolv.conf": resolv_conf(self.dns.ip, facts.namespace, spec.get("dnsConfig")),
         }
         place = folder / "etc"
         place.mkdir(exist_ok=True)
@@ -86,7 +80,7 @@ class Node:
     async def serve(
         self, known: Sequence[Endpoint], policies: Policies, addresses: Sequence[VirtualAddress]
     ) -> None:
-        await self.wires.filter(ruleset([DNS, *known], policies, addresses))
+        await self.wires.filter(ruleset([self.dns, *known], policies, addresses, self.family))
 
     def count_probe(self, kind: str, *, passed: bool) -> None:
         self.probes[f"{kind} {'passed' if passed else 'failed'}"] += 1
@@ -97,7 +91,7 @@ class Node:
             for place, volume in self._places_of_kernels(pod):
                 if not place.exists():
                     shutil.copytree(self._kernels, place)
-                    _share(place, volume)
+                    _share(place, volume, pod.user)
 
     def keep_kernels(self, pod: Pod) -> None:
         """Keep the kernels that a pod has compiled for the next ones."""
@@ -121,7 +115,7 @@ class Node:
                     yield place, mount.source
 
 
-def _share(place: Path, volume: Path) -> None:
+def _share(place: Path, volume: Path, user: int) -> None:
     """Let the pod write in the folders above its kernels, and give it those, which must be its own."""
     is_root = os.geteuid() == 0
     group = volume.stat().st_gid if is_root else -1
@@ -129,7 +123,7 @@ def _share(place: Path, volume: Path) -> None:
         os.chown(path, -1, group)
         path.chmod(0o775)
     for path in [place, *place.rglob("*")]:
-        os.chown(path, _USER if is_root else -1, group)
+        os.chown(path, user if is_root else -1, group)
         path.chmod(0o700 if path.is_dir() else 0o600)
 
 

@@ -11,7 +11,7 @@ from tests.deploy.render import Manifest
 
 GROUPS = "LeaderWorkerSet"
 WORKLOAD_KINDS = ("Deployment", "StatefulSet", GROUPS)
-UNKNOWN_KINDS = ("RayService", "Job", "DaemonSet")
+UNKNOWN_KINDS = ("RayService", "DaemonSet")
 
 
 class NoSuchObject(Exception):
@@ -81,6 +81,9 @@ class Objects:
         self._by_key[(manifest["kind"], self.namespace_of(manifest), metadata["name"])] = manifest
         if manifest["kind"] == GROUPS:
             self.add(_service_of_groups(manifest))
+
+    def remove(self, manifest: Manifest) -> None:
+        del self._by_key[(manifest["kind"], self.namespace_of(manifest), manifest["metadata"]["name"])]
 
     def namespace_of(self, manifest: Manifest) -> str:
         return str(manifest["metadata"].get("namespace") or self.namespace)

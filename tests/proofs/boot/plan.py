@@ -15,8 +15,16 @@ class Plan:
     model: str
     values: Manifest = field(default_factory=dict)
     objects: tuple[Manifest, ...] = ()
+    # What an earlier chart rendered: it is deployed first, and upgraded to `values` under load.
+    before: tuple[Manifest, ...] = ()
+    ipv6: bool = False
+    # The user that an admission plugin gives to pods that name none, as OpenShift's restricted-v2 does; it
+    # refuses those that name one.
+    assigned_user: int | None = None
     # Pods find this machine's compiled kernels in their caches: a start costs seconds, not half a minute.
     warm: bool = True
+    # The Deployment in the namespace `hub` is gone before anything is rolled.
+    hub_outage: bool = False
     # What is rolled, by component, one after the other; and how often everything is done.
     rolls: tuple[str, ...] = ()
     rounds: int = 1

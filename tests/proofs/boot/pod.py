@@ -24,7 +24,6 @@ from tests.deploy.render import Manifest
 from tests.proofs.boot.containers import Container, Launch, security_of
 from tests.proofs.boot.environment import PodFacts, amount, command_of, environment_of
 from tests.proofs.boot.names import Served
-from tests.proofs.boot.network import NODE_IP
 from tests.proofs.boot.node import Node
 from tests.proofs.boot.objects import Objects, PodTemplate
 from tests.proofs.boot.policies import Endpoint
@@ -177,7 +176,7 @@ class Pod:
             template.namespace,
             str(uuid.uuid4()),
             self.ip,
-            NODE_IP,
+            node.family.node_ip,
             template.labels,
             template.annotations,
         )
@@ -190,6 +189,12 @@ class Pod:
         self._starts = itertools.count(1)
         self.restarts = self._fruitless = 0
         self.exit_status: int | None = None
+
+    @property
+    def user(self) -> int:
+        """Return the user of its first container."""
+        spec = self.template.containers[0]
+        return security_of(self.template.spec, spec, self._node.registry.image(spec["image"])).user
 
     @property
     def ready(self) -> bool:
@@ -292,7 +297,7 @@ class Pod:
             status = await kept.until_it_ends(self._ending)
             self.set_ready(name, ready=False)
             self._report("ended", container=name, status=status)
-            if self.ending or self.template.spec.get("restartPolicy", "Always") == "Never":
+            if self.ending or self._is_done(status):
                 self.exit_status = status
                 return
             if await self._ends_in_back_off(attempt):
@@ -301,6 +306,10 @@ class Pod:
             self._fruitless += 1
             if self._fruitless > _MOST_FRUITLESS:
                 raise PodFailed(f"{self.identity.name}: it ends again and again: {log_tail(self.log(name))}")
+
+    def _is_done(self, status: int) -> bool:
+        policy = self.template.spec.get("restartPolicy", "Always")
+        return policy == "Never" or (policy == "OnFailure" and status == 0)
 
     async def _ends_in_back_off(self, attempt: int) -> bool:
         with contextlib.suppress(TimeoutError):

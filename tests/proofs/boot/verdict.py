@@ -12,7 +12,7 @@ Record = Mapping[str, Any]
 
 _PROBED = {"SIGKILL": "ended", "SIGSTOP": "unready"}
 _OK = 200
-_REVERSE = ".in-addr.arpa"
+_REVERSE = (".in-addr.arpa", ".ip6.arpa")
 
 
 def lost_or_other_answers(record: Record) -> list[str]:
@@ -200,7 +200,8 @@ def missing_observations(record: Record) -> list[str]:
     never = [
         kind for kind in ("startup", "readiness", "liveness") if not record["probes"].get(f"{kind} passed")
     ]
-    return [*parts, *never]
+    # An upgrade that changes no pod proves nothing.
+    return [*parts, *never, *(["upgraded"] if record.get("upgraded") == [] else [])]
 
 
 CHECKS: tuple[Callable[[Record], list[str]], ...] = (

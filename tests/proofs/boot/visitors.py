@@ -14,6 +14,7 @@ from typing import Any
 from tests.deploy.render import Manifest
 from tests.proofs.boot.cluster import Cluster
 from tests.proofs.boot.names import target_port
+from tests.proofs.boot.network import at
 from tests.proofs.boot.objects import PodTemplate
 from tests.proofs.boot.pod import Identity, Pod
 from tests.proofs.boot.policies import INGRESS, Endpoint, Opening, labels_for, selects
@@ -76,7 +77,7 @@ _KNOCK = f"""
 import json, select, socket, sys, time
 trying, invited = {{}}, set()
 for ip, port, may in json.loads(sys.argv[1]):
-    s = socket.socket()
+    s = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
     s.setblocking(False)
     s.connect_ex((ip, port))
     trying[s] = [ip, port]
@@ -159,7 +160,8 @@ for url in json.loads(sys.argv[1]):
 
 
 async def scrape(cluster: Cluster) -> list[dict[str, Any]]:
-    expected = {f"http://{pod.ip}:{port}{path}": (pod, port) for pod, port, path in _scraped_pods(cluster)}
+    scraped = _scraped_pods(cluster)
+    expected = {f"http://{at(pod.ip, port)}{path}": (pod, port) for pod, port, path in scraped}
     results = []
     for place in {admitted_at(cluster, pod.end, port) for pod, port in expected.values()}:
         urls = [url for url, (pod, port) in expected.items() if admitted_at(cluster, pod.end, port) == place]

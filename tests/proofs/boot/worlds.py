@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.deploy.matrix import SWITCHES, laid_over
-from tests.deploy.render import Manifest
+from tests.deploy.render import ROOT, Manifest
 from tests.fakes.certificates import Authority, Certificate
 from tests.fakes.truncated_model import truncate_model
 from tests.proofs.boot.objects import secret
@@ -27,6 +27,8 @@ TWICE: Manifest = {"gateway": {"replicas": 2}, "target": {"replicas": 2}}
 _LAYERS = (0, 1, 28, 29)
 _CLIENT_TLS = "/etc/trial/tls"
 _COLLECTOR, _OBSERVABILITY = "collector", "observability"
+HUB, HUB_TOKEN = "hub", "hf_of_the_trial"
+HUB_STUB = ROOT / "tests" / "fakes" / "hub.py"
 
 
 def few_layers_of(model: Path, folder: Path) -> Path:
@@ -55,6 +57,8 @@ def plan(model: Path, folder: Path, values: Manifest, **options: Any) -> Plan:
     objects = [*_secrets(folder, key)]
     if values.get("otel", {}).get("endpoint"):
         objects += _collector()
+    if values.get("modelCache", {}).get("hubToken"):
+        objects += _gated_hub()
     return Plan(
         model=str(model),
         values=values,
@@ -81,6 +85,8 @@ def _secrets(folder: Path, key: str) -> Iterator[Manifest]:
     yield _pair("caller", callers.issue("caller"), ours.ca)
     yield secret("keys", NAMESPACE, {"keys.toml": keys.encode()})
     yield secret("test-key", NAMESPACE, {"api-key": key.encode()})
+    # For variables that a pod takes from a Secret (scenarios.py).
+    yield secret("further", NAMESPACE, {"LEVEL": b"info"})
     yield secret("ids", NAMESPACE, {"id-secret": secrets.token_hex(32).encode()})
 
 
@@ -94,24 +100,50 @@ def _pair(name: str, pair: Certificate, ca: Path) -> Manifest:
 
 def _collector() -> list[Manifest]:
     """Return a small collector at collector.observability:4317."""
-    labels = {"app.kubernetes.io/component": _COLLECTOR}
-    metadata = {"name": _COLLECTOR, "namespace": _OBSERVABILITY, "labels": labels}
-    command = ["python", "-m", "galley.trace", "--host", "0.0.0.0", "--port", "4317"]
+    command = ["python", "-m", "galley.trace", "--host", "::", "--port", "4317"]
     container = {
-        "name": _COLLECTOR,
         "image": "galley-gateway:trial",
         "command": [*command, "--file", "/tmp/traces.jsonl"],
-        "ports": [{"name": "otlp", "containerPort": 4317}],
         "readinessProbe": {"grpc": {"port": 4317}, "periodSeconds": 1},
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
-    spec = {"containers": [container], "volumes": [{"name": "tmp", "emptyDir": {}}]}
+    return _serving(_COLLECTOR, _OBSERVABILITY, 4317, container, {"name": "tmp", "emptyDir": {}})
+
+
+def _gated_hub() -> list[Manifest]:
+    """Return a hub at hub.hub:8080 that gives the model of the images to callers with the token."""
+    script = HUB_STUB.read_text()
+    files = {
+        "kind": "ConfigMap",
+        "metadata": {"name": HUB, "namespace": HUB},
+        "data": {HUB_STUB.name: script},
+    }
+    container = {
+        "image": "galley-target:trial",
+        "command": ["python", f"/stub/{HUB_STUB.name}", "/models/default", "8080", HUB_TOKEN],
+        "readinessProbe": {"tcpSocket": {"port": "serving"}, "periodSeconds": 1},
+        "volumeMounts": [{"name": "stub", "mountPath": "/stub"}],
+    }
+    volume = {"name": "stub", "configMap": {"name": HUB}}
+    return [
+        files,
+        secret(HUB, NAMESPACE, {"token": HUB_TOKEN.encode()}),
+        *_serving(HUB, HUB, 8080, container, volume),
+    ]
+
+
+def _serving(name: str, namespace: str, port: int, container: Manifest, volume: Manifest) -> list[Manifest]:
+    """Return a Service and a Deployment of one pod."""
+    labels = {"app.kubernetes.io/component": name}
+    metadata = {"name": name, "namespace": namespace, "labels": labels}
+    ports = [{"name": "serving", "containerPort": port}]
+    spec = {"containers": [{"name": name, "ports": ports, **container}], "volumes": [volume]}
     template = {"metadata": {"labels": labels}, "spec": spec}
     return [
         {
             "kind": "Service",
             "metadata": metadata,
-            "spec": {"selector": labels, "ports": [{"name": "otlp", "port": 4317, "targetPort": "otlp"}]},
+            "spec": {"selector": labels, "ports": [{"name": name, "port": port, "targetPort": "serving"}]},
         },
         {"kind": "Deployment", "metadata": metadata, "spec": {"replicas": 1, "template": template}},
     ]
