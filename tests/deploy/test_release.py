@@ -30,9 +30,10 @@ def lint(linter: tuple[str, ...], file: Path) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.parametrize("file", sorted(FILE.parent.glob("*.yml")), ids=lambda file: file.stem)
 @pytest.mark.parametrize("linter", LINTERS, ids=lambda linter: linter[0])
-def test_linters_find_nothing(linter: tuple[str, ...]) -> None:
-    done = lint(linter, FILE)
+def test_linters_find_nothing(linter: tuple[str, ...], file: Path) -> None:
+    done = lint(linter, file)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
