@@ -13,7 +13,7 @@ from rich.text import Text
 
 from galley.cli.flags import fail
 from galley.trace.read.build import stories_of
-from galley.trace.read.library import NotFound, Selection, find, index_of
+from galley.trace.read.library import WHEN, NotFound, Selection, find, index_of
 from galley.trace.read.model import Story
 from galley.trace.read.otlp_file import BadTraceFile, Lines, newest_file, trace_dir
 from galley.trace.show.html import page
@@ -75,7 +75,7 @@ def _choose(lines: Lines, *, slowest: bool) -> Selection:
     index = index_of(lines)
     entries = index.slowest() if slowest else index.latest(1)
     if not entries:
-        raise NotFound(f"{lines.path}: holds no request yet; one appears within half a second of its end")
+        raise NotFound(f"{lines.path}: holds no request yet; {WHEN}")
     return find(lines, entries[0].session_id or entries[0].trace_id, index)
 
 

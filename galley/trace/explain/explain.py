@@ -74,7 +74,9 @@ def _head(case: Case) -> str:
 
 
 def _without_rounds(story: Story) -> str:
-    """Name the slowest round by the figures on the requests' own spans."""
+    """Tell why the call was refused, or name the slowest round by the figures on the requests' own spans."""
+    if (refused := story.refusal) is not None:
+        return f"The call was refused with {_failure_of(refused)}, before it had a session."
     slowest = max(story.requests, key=lambda request: request.integer(names.SLOWEST_ROUND_NS))
     took_ns = slowest.integer(names.SLOWEST_ROUND_NS)
     if not took_ns:
@@ -113,10 +115,17 @@ def _ends(story: Story) -> Iterator[str]:
         which = f"Request {number} of {len(story.requests)}" if len(story.requests) > 1 else "It"
         if request.span is None:
             yield f"{which} has no span of its own: its gateway was killed, or it has not ended."
-        elif request.has_failed:
-            why = one_line(request.text(names.ERROR_TYPE)) or "an error"
-            problem = f" ({one_line(request.span.problem, 160)})" if request.span.problem else ""
-            yield f"{which} ended with {why}{problem}."
+        elif request.has_failed and request is not story.refusal:
+            yield f"{which} ended with {_failure_of(request)}."
+
+
+def _failure_of(request: Request) -> str:
+    """Return the status of a request that failed, with its message and the refused field."""
+    why = one_line(request.text(names.ERROR_TYPE)) or "an error"
+    field, problem = one_line(request.text(names.FIELD)), one_line(request.problem, 160)
+    details = [f"field {field}"] if field and not problem.startswith(field) else []
+    details += [problem] if problem else []
+    return f"{why} ({', '.join(details)})" if details else why
 
 
 def _spent(story: Story) -> Iterator[str]:

@@ -19,6 +19,11 @@ from galley.trace.read.spans import Span, SpanKey
 
 MAX_SPANS = 250_000
 _SHOWN_MATCHES = 5
+WHEN = (
+    "a request is there within half a second of its end with `galley up --trace`, else after the services' "
+    "OTEL_BSP_SCHEDULE_DELAY (5 s by default), and only if it was sampled or forced"
+)
+"""When a request can be found, for messages."""
 _TRACE_ID = re.compile(rb'"traceId":\s*"([0-9a-fA-F]{32})"')
 
 
@@ -28,7 +33,10 @@ class NotFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A request in the file; a rejected one has no session. `traces` include those that it continues."""
+    """A request in the file; a rejected one has no session. `traces` include those that it continues.
+
+    `error` is its status and the refused field.
+    """
 
     session_id: str
     trace_id: str
@@ -115,7 +123,7 @@ def _trace_by_prefix(lines: Lines, id_prefix: str) -> str:
             ids = (match.decode().lower() for match in _TRACE_ID.findall(line.raw))
             found |= {trace_id for trace_id in ids if trace_id.startswith(prefix)}
     if not found:
-        raise NotFound(f"no session or trace {id_prefix!r} in {lines.path}")
+        raise NotFound(f"no session or trace {id_prefix!r} in {lines.path}; {WHEN}")
     if len(found) > 1:
         raise _ambiguous(id_prefix, [f"trace {trace_id}" for trace_id in found])
     return found.pop()
@@ -189,7 +197,7 @@ def _entry(span: Span) -> Entry:
         duration_ns=span.duration_ns,
         output_tokens=span.integer(names.OUTPUT_TOKENS),
         slowest_round_ns=span.integer(names.SLOWEST_ROUND_NS),
-        error=span.text(names.ERROR_TYPE),
+        error=" ".join(text for key in (names.ERROR_TYPE, names.FIELD) if (text := span.text(key))),
         traces=(
             span.trace_id,
             *(link.trace_id for link in span.links if link.text(names.LINK) == names.LINK_CONTINUES),

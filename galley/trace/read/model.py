@@ -145,6 +145,10 @@ class Request:
         return self.span is not None and self.span.status == ERROR
 
     @property
+    def problem(self) -> str:
+        return self.span.problem if self.span else ""
+
+    @property
     def is_resumed(self) -> bool:
         return self.span is not None and self.span.attributes.get(names.RESUMED) is True
 
@@ -181,6 +185,12 @@ class Story:
     @property
     def rounds(self) -> tuple[Round, ...]:
         return tuple(one for request in self.requests for one in request.rounds)
+
+    @property
+    def refusal(self) -> Request | None:
+        """Return the call if it was refused before it had a session."""
+        first = self.requests[0]
+        return first if first.has_failed and not (first.session_id or first.rounds) else None
 
     @property
     def start_ns(self) -> int:

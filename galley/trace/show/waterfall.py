@@ -63,7 +63,8 @@ def _lines(story: Story, console: Console, limits: Limits) -> Iterator[Text]:
     yield from _header(story)
     explanation = explain(story)
     yield Text()
-    yield from _hanging(console, Text("Slowest  ", style="bold"), explanation.sentence)
+    lead = "Slowest  " if story.refusal is None else "Refused  "
+    yield from _hanging(console, Text(lead, style="bold"), explanation.sentence)
     for line in summary(story, explanation):
         yield from _hanging(console, Text(" " * 9), line)
     requests = story.requests[:_MAX_REQUESTS]

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from galley.cli.app import app
 from galley.core import names
+from galley.trace.read.library import WHEN
 from galley.trace.read.spans import Process, Span
 from tests.fakes import trace_scenes as scenes
 from tests.fakes.trace_builder import BEGAN_NS, SESSION, Scene, write
@@ -57,7 +58,8 @@ def test_an_unknown_id_a_missing_file_and_a_bad_line_are_one_line_each(tmp_path:
     path = write(scenes.resumed(), tmp_path / "t.jsonl")
     unknown = galley_trace("beef", "--file", str(path))
     assert unknown.exit_code == 1
-    assert unknown.stderr == f"error: no session or trace 'beef' in {path}\n"
+    assert unknown.stderr == f"error: no session or trace 'beef' in {path}; {WHEN}\n"
+    assert "within half a second of its end" in WHEN
     missing = galley_trace("beef", "--file", str(tmp_path / "none.jsonl"))
     assert (missing.exit_code, missing.stderr) == (1, f"error: {tmp_path / 'none.jsonl'}: no such file\n")
     path.write_bytes(b'{}\n"galley.session.id"\n')
@@ -80,7 +82,17 @@ def test_the_latest_request_and_the_one_with_the_slowest_round(own_traces: Path)
     (own_traces / "traces-1.jsonl").write_text("")
     empty = galley_trace("--last")
     assert empty.exit_code == 1
-    assert "traces-1.jsonl: holds no request yet; one appears within half a second of its end" in empty.stderr
+    assert f"traces-1.jsonl: holds no request yet; {WHEN}" in empty.stderr
+
+
+def test_a_refused_call_is_shown_with_status_field_and_message(own_traces: Path) -> None:
+    scene = Scene()
+    refused = scene.request(session="", attributes={names.ROUNDS: 0, names.FIELD: "max_tokens"})
+    refused.end(error="invalid_argument", problem="max_tokens: must be >= 1")
+    write(scene, own_traces / "traces-1.jsonl")
+    shown = " ".join(galley_trace("--last").stdout.split())
+    assert "Refused The call was refused with invalid_argument (max_tokens: must be >= 1)" in shown
+    assert "invalid_argument max_tokens" in galley_trace("--list").stdout
 
 
 def test_an_id_or_the_list_one_of_them() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from galley.core import names
+from galley.trace.explain.explain import explain
 from galley.trace.read import library
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import NotFound, find, index_of
@@ -74,14 +75,24 @@ def test_a_killed_gateways_trace_leads_to_the_session_that_went_on(tmp_path: Pat
 def test_a_request_that_was_refused_has_no_session_and_is_found_by_its_trace(tmp_path: Path) -> None:
     scene = Scene()
     for _ in range(2):
-        scene.request(session="", attributes={names.ROUNDS: 0}).end(error="resource_exhausted")
+        refused = scene.request(session="", attributes={names.ROUNDS: 0, names.FIELD: "max_tokens"})
+        refused.end(error="invalid_argument", problem="max_tokens: must be >= 1")
     lines = Lines(write(scene, tmp_path / "t.jsonl"))
     (latest, first) = index_of(lines).latest(2)
-    assert latest.error == first.error == "resource_exhausted"
+    assert latest.error == first.error == "invalid_argument max_tokens"
     result = find(lines, first.trace_id)
     assert len(result.spans) == 1
     (story,) = stories_of(result.spans, result.session_id)
-    assert "ended with resource_exhausted" in summarize(story)
+    reason = "invalid_argument (max_tokens: must be >= 1), before it had a session."
+    assert explain(story).sentence == f"The call was refused with {reason}"
+    assert "ended with" not in summarize(story)
+
+
+def test_the_field_is_named_if_the_message_does_not(tmp_path: Path) -> None:
+    scene = Scene()
+    refused = scene.request(session="", attributes={names.ROUNDS: 0, names.FIELD: "body"})
+    refused.end(error="invalid_argument", problem="must be JSON")
+    assert "invalid_argument (field body, must be JSON)" in explain(scene.story()).sentence
 
 
 def test_a_trace_of_several_sessions_is_all_of_them(tmp_path: Path) -> None:
