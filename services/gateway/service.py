@@ -231,7 +231,7 @@ async def _generation(
     if (registry := parts.metrics) is not None:
         peer_files = None if tls["target"] is None else tls["target"].files
         observe_expiry(registry, PEER_CERTIFICATE_EXPIRY, peer_files)
-        sessions = SessionMetrics(registry, model.name)
+        sessions = SessionMetrics(registry, model.name, names_principals=settings.usage_by_principal)
         observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
         registry.observe(catalogue.SESSIONS_LIMIT, lambda: [((), model.max_sessions)])
         registry.observe(catalogue.SESSIONS, lambda: _by_progress(streams.held, sessions.running))

@@ -271,6 +271,9 @@ class GatewaySettings(TokenSettings):
         "all", description="Rounds of a traced request that become spans (docs/observe/telemetry.md)."
     )
     trace_content: bool = Field(False, description="Include prompts, answers and stop strings in traces.")
+    usage_by_principal: bool = Field(
+        False, description="Name callers in the metric galley.usage.tokens; else it holds their kind."
+    )
     startup_timeout_s: float = Field(
         120.0, gt=0, description="Longest time to wait for a target and the store at start, in seconds."
     )

@@ -72,6 +72,15 @@ ACCEPTED_AT = _gateway_counter(
 VERIFIED_AT = _gateway_counter(
     "galley.verified_at", "{token}", "Verified draft tokens, by position in the round.", (of.POSITION,)
 )
+PROMPT_TOKENS = _gateway_counter(
+    "galley.prompt_tokens", "{token}", "Prompt tokens of new sessions.", (of.WORKLOAD,)
+)
+USAGE_TOKENS = _gateway_counter(
+    "galley.usage.tokens",
+    "{token}",
+    "Prompt tokens of new sessions and confirmed output tokens, by caller.",
+    (of.PRINCIPAL, of.DIRECTION),
+)
 CONFIRMED_TOKENS = _gateway_counter(
     "galley.confirmed_tokens", "{token}", "Confirmed output tokens, by origin.", (of.ORIGIN, of.WORKLOAD)
 )
@@ -294,6 +303,23 @@ SERVED_CERTIFICATE_EXPIRY = Metric(
     kind=Kind.GAUGE,
     services=SERVICES,
 )
+
+_process_gauge = partial(Metric, kind=Kind.GAUGE, services=SERVICES, initial=())
+PROCESS_CPU = Metric(
+    "process.cpu",
+    "s",
+    "CPU time of the process, user and system.",
+    initial=(),
+    kind=Kind.COUNTER,
+    services=SERVICES,
+)
+PROCESS_START = _process_gauge("process.start_time", "s", "Start of the process, in Unix time.")
+PROCESS_RESIDENT = _process_gauge("process.resident_memory", "By", "Memory of the process that is in RAM.")
+PROCESS_VIRTUAL = _process_gauge("process.virtual_memory", "By", "Address space of the process.")
+PROCESS_OPEN_FDS = _process_gauge(
+    "process.open_fds", "", "Open file descriptors; absent on Linux before 6.2."
+)
+PROCESS_MAX_FDS = _process_gauge("process.max_fds", "", "Most file descriptors that may be open.")
 
 METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() if isinstance(value, Metric))
 

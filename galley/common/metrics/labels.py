@@ -14,6 +14,14 @@ OK = "ok"
 NO_FAULT, CALLER_FAULT, SERVER_FAULT = "none", "caller", "server"
 
 WORKLOAD = Label("workload", f"`workload` of the request; `{NO_WORKLOAD}` if it has none", most=32)
+PRINCIPAL = Label(
+    "principal",
+    "kind of the caller: `anonymous`, `key` or `token`; with `--usage-by-principal` its name",
+    most=64,
+)
+DIRECTION = Label(
+    "direction", "`input`: prompt tokens; `output`: tokens of the answer", values=("input", "output")
+)
 STRATEGY = Label(
     "strategy",
     "strategy that proposed the tokens; `lookup`: by the gateway itself; `none`: no draft tokens",

@@ -11,7 +11,7 @@ OTHER = "other"
 """Label value that stands for all values beyond the label's bound."""
 
 LabelValues: TypeAlias = tuple[str, ...]
-_UNITS = {"s": "seconds"}
+_UNITS = {"s": "seconds", "By": "bytes"}
 
 
 class Kind(enum.Enum):

@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanContext
 
 from galley.common.metrics.catalogue import BUILD
 from galley.common.metrics.metric import OTHER, Kind, Label, LabelValues, Metric
+from galley.common.metrics.process import observe_process
 from galley.version import __version__
 
 SpanRef: TypeAlias = tuple[int, int]
@@ -140,6 +141,7 @@ class Registry:
         self._bounds: dict[Label, Bound] = {}
         self._flushes: list[Callable[[], None]] = []
         self.observe(BUILD, lambda: [((__version__, service), 1)])
+        observe_process(self.observe)
 
     @property
     def metrics(self) -> tuple[Metric, ...]:

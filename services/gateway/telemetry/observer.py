@@ -126,13 +126,16 @@ class RequestObserver:
         self, session: Session, stored: StoredSession, called_ns: int, index: int | None = None
     ) -> None:
         """Report a session created, or claimed to resume at `index`, by a store call made at `called_ns`."""
-        epoch = stored.ownership.epoch
+        is_new = index is None and stored.ownership.epoch == 1
         if self._start is not None:
             self._trace_opened(self._start, session, stored, called_ns, index)
         if self.sessions is not None:
-            self._counts = SessionCounts(self.sessions, session.spec.workload, self.context)
+            workload, principal = session.spec.workload, stored.principal
+            self._counts = SessionCounts(self.sessions, workload, principal, self.context)
+            if is_new:
+                self._counts.began(len(session.spec.prompt))
         if self._call is not None:
-            self._call.opened(session, stored, is_new=index is None and epoch == 1)
+            self._call.opened(session, stored, is_new=is_new)
 
     def sending(self, item: Chunk | NumericsChanged | ev.End) -> None:
         if self._call is not None:

@@ -13,8 +13,9 @@ from opentelemetry.trace import SpanContext
 
 from galley.common.metrics import catalogue
 from galley.common.metrics.labels import NO_WORKLOAD, OK, WORKLOAD
-from galley.common.metrics.registry import Registry, span_ref
+from galley.common.metrics.registry import Count, Registry, span_ref
 from galley.common.wire.status import error_type
+from galley.core.admission.admission import Principal
 from galley.core.errors import GalleyError
 from galley.core.session.events import RoundEnded
 from galley.core.session.round import plain_ns
@@ -26,8 +27,12 @@ _MAX_QUEUED = 512
 
 
 class SessionMetrics:
-    def __init__(self, registry: Registry, model: str) -> None:
+    def __init__(self, registry: Registry, model: str, *, names_principals: bool = False) -> None:
+        """Count usage by the kind of the principal; with `names_principals` by its name."""
         self.model = model
+        self._names_principals = names_principals
+        self.prompts = registry.count(catalogue.PROMPT_TOKENS)
+        self._usage = registry.count(catalogue.USAGE_TOKENS)
         self.running = 0
         """Sessions that have ended a round and have not stopped."""
         self.rounds = registry.count(catalogue.ROUNDS)
@@ -58,6 +63,9 @@ class SessionMetrics:
         self._workload = registry.bound(WORKLOAD)
         self._workloads: dict[str, WorkloadMetrics] = {}
         self.of_workload(NO_WORKLOAD)
+
+    def usage_of(self, principal: str, direction: str) -> Count:
+        return self._usage.at(principal if self._names_principals else Principal(principal).kind, direction)
 
     def queue(self, count: Callable[[], None]) -> None:
         """Run `count` before the next reading."""
@@ -109,7 +117,17 @@ class _StrategyMetrics:
 
 
 class WorkloadMetrics:
-    __slots__ = ("_all", "_name", "_strategies", "decode", "from_draft", "from_target", "k", "plain")
+    __slots__ = (
+        "_all",
+        "_name",
+        "_strategies",
+        "decode",
+        "from_draft",
+        "from_target",
+        "k",
+        "plain",
+        "prompts",
+    )
 
     def __init__(self, of: SessionMetrics, name: str) -> None:
         self._all = of
@@ -118,6 +136,7 @@ class WorkloadMetrics:
         self.from_draft = of.confirmed.at("draft", name)
         self.from_target = of.confirmed.at("target", name)
         self.k = of.k.at(name)
+        self.prompts = of.prompts.at(name)
         self.plain, self.decode = of.plain.at(name), of.decode.at(name)
 
     def count(self, done: RoundEnded) -> None:
@@ -139,11 +158,18 @@ class WorkloadMetrics:
 class SessionCounts:
     """Count one session; its exemplars name `span`."""
 
-    def __init__(self, of: SessionMetrics, workload: str, span: SpanContext) -> None:
+    def __init__(self, of: SessionMetrics, workload: str, principal: str, span: SpanContext) -> None:
         self._all = of
         self._workload = of.of_workload(workload)
+        self._principal = principal
+        self._output = of.usage_of(principal, "output")
         self._span = span_ref(span)
         self._is_running = False
+
+    def began(self, prompt_tokens: int) -> None:
+        """Count the prompt of a new session."""
+        self._workload.prompts.value += prompt_tokens
+        self._all.usage_of(self._principal, "input").value += prompt_tokens
 
     def round_ended(self, done: RoundEnded) -> None:
         if not self._is_running:
@@ -154,6 +180,7 @@ class SessionCounts:
     def _count_round(self, done: RoundEnded, at_s: float) -> None:
         of, verified = self._all, done.verdict.verified
         self._workload.count(done)
+        self._output.value += done.confirmed
         of.accepted_at.add(done.accepted)
         of.verified_at.add(verified)
         of.rejected.value += verified - done.accepted

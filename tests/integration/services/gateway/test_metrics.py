@@ -19,7 +19,18 @@ from galley.core.names import LOOKUP, MODEL
 from galley.core.routing.breaker import FAILURES
 from tests.fakes.readings import count, histogram, number, total
 from tests.fakes.spans import KeptSpans
-from tests.fakes.world import MAX_TOKENS, Gateway, World, any_credit, must_be_true, receive, refused
+from tests.fakes.world import (
+    MAX_TOKENS,
+    PROMPT_TOKENS,
+    Gateway,
+    Received,
+    World,
+    any_credit,
+    must_be_true,
+    receive,
+    refused,
+)
+from tests.integration.services.gateway.callers import ALICE, BOB, KeyFile, calling
 from tests.integration.services.gateway.test_drafts import internal
 
 FIXED = Speculation(k=4)
@@ -285,3 +296,35 @@ async def test_workloads_are_bounded(world: World) -> None:
     named = total(it.registry, catalogue.CONFIRMED_TOKENS)
     assert named == WORKLOAD.most + 3
     assert it.number(catalogue.CONFIRMED_TOKENS, "target", "other") == 4
+
+
+@pytest.mark.parametrize(("named", "principals"), [(False, ["key"]), (True, ["alice", "bob"])])
+async def test_tokens_are_counted_by_caller(world: World, named: bool, principals: list[str]) -> None:
+    keys = KeyFile().write(world)
+    it = await counted(world, api_keys_file=keys, usage_by_principal=named)
+    for key in (ALICE, BOB):
+        async with calling(it.gateway, key) as gateway:
+            must_be_true(await receive(gateway.generate(workload="w")))
+            await refused(receive(gateway.generate(max_tokens=0)))
+    await it.gateway.idle()
+    calls = 2 / len(principals)
+    for principal in principals:
+        assert it.number(catalogue.USAGE_TOKENS, principal, "input") == calls * len(PROMPT_TOKENS)
+        assert it.number(catalogue.USAGE_TOKENS, principal, "output") == calls * MAX_TOKENS
+    assert total(it.registry, catalogue.USAGE_TOKENS) == 2 * (len(PROMPT_TOKENS) + MAX_TOKENS)
+    assert it.number(catalogue.PROMPT_TOKENS, "w") == 2 * len(PROMPT_TOKENS)
+
+
+async def test_the_prompt_of_a_resumed_session_is_counted_once(world: World) -> None:
+    first, second = await counted(world), await counted(world)
+    stream = first.gateway.generate()
+    received = await Received().listen(stream, until=3)
+    stream.cancel()
+    await first.gateway.idle()
+    must_be_true(await received.listen(second.gateway.client.resume_stream(stream)))
+    await second.gateway.idle()
+    assert first.number(catalogue.USAGE_TOKENS, "anonymous", "input") == len(PROMPT_TOKENS)
+    assert total(second.registry, catalogue.PROMPT_TOKENS) == 0
+    outputs = [total(it.registry, catalogue.CONFIRMED_TOKENS) for it in (first, second)]
+    usages = [it.number(catalogue.USAGE_TOKENS, "anonymous", "output") for it in (first, second)]
+    assert usages == outputs

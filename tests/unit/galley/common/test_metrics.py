@@ -33,7 +33,7 @@ def span(*, sampled: bool = True) -> SpanContext:
 
 @pytest.mark.parametrize("metric", catalogue.METRICS, ids=lambda metric: metric.name)
 def test_each_metric_is_fit_for_both_worlds(metric: Metric) -> None:
-    assert re.fullmatch(r"(galley|gen_ai)(\.[a-z][a-z_]*)+", metric.name)
+    assert re.fullmatch(r"(galley|gen_ai|process)(\.[a-z][a-z_]*)+", metric.name)
     assert all(re.fullmatch(r"[a-z_][a-z0-9_]*", name) for name in metric.series)
     assert all(re.fullmatch(r"[a-z_][a-z0-9_]*", label.prometheus) for label in metric.labels)
     assert metric.description.endswith(".")

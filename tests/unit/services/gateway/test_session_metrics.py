@@ -54,7 +54,7 @@ def sessions(registry: Registry) -> SessionMetrics:
 
 @pytest.fixture
 def counts(sessions: SessionMetrics) -> SessionCounts:
-    return SessionCounts(sessions, "", INVALID_SPAN_CONTEXT)
+    return SessionCounts(sessions, "", "anonymous", INVALID_SPAN_CONTEXT)
 
 
 async def test_an_absent_store_is_counted(registry: Registry, sessions: SessionMetrics) -> None:
