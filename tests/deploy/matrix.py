@@ -58,6 +58,19 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     "models": {
         "of the images": {},
         "volume": {"model": "/models/volume/big", "modelVolume": {"existingClaim": "models"}},
+        "image": {
+            "model": "/models/volume/big",
+            "modelImage": "registry.example.com/big:1",
+            "gateway": {"modelImage": "registry.example.com/big-tokenizer:1"},
+        },
+        "hub, by job": {
+            "model": "example/big",
+            "modelSize": "90Gi",
+            "modelCache": {
+                "persistence": {"enabled": True},
+                "download": {"enabled": True, "mode": "job"},
+            },
+        },
         "hub, kept": {
             "model": "example/big",
             "draft": {"settings": {"model": "example/small"}},
@@ -153,7 +166,6 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
 
 IMPOSSIBLE: tuple[dict[str, str], ...] = (
     {"scaled": "keda", "seen": "not at all"},
-    {"models": "hub, kept", "draft": "lookup"},
     *({"edge": "pool", "tls": each} for each in SWITCHES["tls"] if each != "off"),
 )
 """Settings that the chart refuses together."""

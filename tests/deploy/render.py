@@ -114,6 +114,8 @@ def pod_templates(manifests: list[Manifest]) -> dict[str, Manifest]:
                 result["ray-head"] = cluster["headGroupSpec"]["template"]
                 (workers,) = cluster["workerGroupSpecs"]
                 result["target"] = workers["template"]
+            case "Job":
+                result[component(manifest)] = spec["template"]
             case "Pod":
                 result["test"] = manifest
     return result

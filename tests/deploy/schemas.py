@@ -25,7 +25,7 @@ NOT_HERE = "the schemas of custom resources are not here"
 VERSIONS = tuple(dict.fromkeys(utils.all_versions()))[-2:]
 """The two newest of Kubernetes that kubernetes-validate knows."""
 
-_BUILT_IN = frozenset({"v1", "apps/v1", "autoscaling/v2", "networking.k8s.io/v1", "policy/v1"})
+_BUILT_IN = frozenset({"v1", "apps/v1", "autoscaling/v2", "batch/v1", "networking.k8s.io/v1", "policy/v1"})
 _OPEN = "x-kubernetes-preserve-unknown-fields"
 _INT_OR_STRING = "x-kubernetes-int-or-string"
 # Cached, since they read megabytes of definitions and list a folder each time.

@@ -111,8 +111,6 @@ def test_default_objects(manifests: list[Manifest]) -> None:
         ({"keda": {**KEDA, "draft": {"minReplicas": 9}}}, "keda.draft.minReplicas: must be at most"),
         ({"gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "minReplicas: must be at most"),
         ({"gateway": {"podDisruptionBudget": {"minAvailable": 1}}}, "podDisruptionBudget"),
-        ({"model": "example/model"}, "draft.settings.model"),
-        ({"modelCache": {"download": {"enabled": True}}}, "nothing to download"),
         ({"redis": {"url": "redis://store"}}, "exactly one"),
         ({"redis": {"embedded": {"enabled": False}}}, "exactly one"),
         ({"redis": {"url": "http://store", "embedded": {"enabled": False}}}, "/redis/url"),
@@ -258,7 +256,7 @@ def test_the_trial_store_keeps_an_append_only_file(manifests: list[Manifest]) ->
     [
         ({"memory": "512Mi"}, str(384 * 2**20)),
         ({"memory": "2G"}, "1500000000"),
-        ({"memory": "0.5Gi"}, None),
+        ({"memory": "0.5Gi"}, str(384 * 2**20)),
         (None, None),
     ],
 )

@@ -15,6 +15,7 @@ Break = Callable[[list[Manifest]], None]
 ALL = laid_over(
     [
         SWITCHES["edge"]["ingress"],
+        SWITCHES["models"]["hub, by job"],
         SWITCHES["seen"]["services"],
         {"gateway": {"autoscaling": {"enabled": True}}, "target": {"replicas": 2}},
     ]
@@ -33,10 +34,6 @@ def _pod(manifests: list[Manifest], role: str = "gateway") -> Any:
 
 def _remove_budget(manifests: list[Manifest]) -> None:
     manifests.remove(of_kind(manifests, "PodDisruptionBudget")["galley-draft"])
-
-
-def _add_job(manifests: list[Manifest]) -> None:
-    manifests.append({"kind": "Job", "metadata": {"name": "again"}, "spec": {}})
 
 
 def _point_elsewhere(manifests: list[Manifest]) -> None:
@@ -70,7 +67,7 @@ BROKEN: dict[str, Break] = {
     "privileged-ports": lambda made: _pod(made)["containers"][0]["ports"][0].update(containerPort=443),
     "hpaMinAvailability": lambda made: _the("HorizontalPodAutoscaler")(made).update(minReplicas=9),
     "unset-ephemeral-storage": lambda made: _pod(made)["volumes"][0].update(emptyDir={}),
-    "job-ttl": _add_job,
+    "job-ttl": lambda made: _the("Job")(made).pop("ttlSecondsAfterFinished"),
 }
 
 

@@ -134,13 +134,24 @@ def test_without_http_nothing_of_it_is_open() -> None:
         ({"model": "/models/other"}, set()),
         ({"model": "example/big", "draft": {"enabled": False}}, {"gateway", "target"}),
         ({"draft": {"settings": {"model": "example/small"}}}, {"draft"}),
+        ({"model": "example/big"}, {"gateway", "draft", "target"}),
+        (
+            {
+                "model": "example/big",
+                "modelCache": {
+                    "persistence": {"enabled": True},
+                    "download": {"enabled": True, "mode": "job"},
+                },
+            },
+            {"download"},
+        ),
         ({"auth": {"jwt": JWT}}, {"gateway"}),
         ({"auth": {"jwt": {**JWT, "jwksConfigMap": {"name": "keys"}}}}, set()),
     ],
 )
 def test_only_downloading_roles_reach_https(values: Manifest, roles: set[str]) -> None:
     rendered = render(values)
-    there = {"gateway", "draft", "target"} & set(pods(rendered))
+    there = {"gateway", "draft", "target", "download"} & set(pods(rendered))
     assert {role for role in there if ("0.0.0.0/0", HTTPS) in openings(rendered, role, "egress")} == roles
 
 

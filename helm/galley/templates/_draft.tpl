@@ -1,8 +1,6 @@
 {{- define "galley.draftPod" -}}
 {{ include "galley.podHead" . }}
-{{- with .values.settings.model }}
-{{- include "galley.download" (merge (dict "model" .) $) | nindent 0 }}
-{{- end }}
+{{- include "galley.download" . | nindent 0 }}
 containers:
   - {{ include "galley.container" . | nindent 4 | trim }}
     ports:
@@ -17,9 +15,6 @@ containers:
       {{- if not .values.settings.model }}
       - name: GALLEY_DRAFT_TOKENIZER
         value: {{ .root.Values.model | default "/models/default" | quote }}
-      {{- end }}
-      {{- if include "galley.isHubId" .values.settings.model }}
-      {{- include "galley.hubTokenEnv" .root | nindent 6 }}
       {{- end }}
     {{- include "galley.probes" (dict "port" .values.healthPort "startupSeconds" .values.startupTimeoutSeconds) | nindent 4 }}
     {{- include "galley.lifecycle" . | nindent 4 }}

@@ -28,11 +28,7 @@
 - name: {{ $prefix }}{{ upper $key }}
   value: {{ include "galley.text" $value | quote }}
 {{- end }}
-{{- if and .root.Values.modelCache.download.enabled (ne .role "gateway") }}
-# The init container has downloaded the model.
-- name: HF_HUB_OFFLINE
-  value: "1"
-{{- end }}
+{{- include "galley.hubEnv" . }}
 {{- end -}}
 
 {{/* A replica registers in the store with its pod's address. */}}

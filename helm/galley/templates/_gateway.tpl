@@ -37,9 +37,6 @@
 {{- end }}
 {{- end }}
 {{- include "galley.jwtEnv" .Values.auth.jwt }}
-{{- if include "galley.isHubId" .Values.model }}
-{{- include "galley.hubTokenEnv" . }}
-{{- end }}
 {{- end -}}
 
 {{- define "galley.jwtEnv" -}}
@@ -68,6 +65,7 @@
 
 {{- define "galley.gatewayPod" -}}
 {{ include "galley.podHead" . }}
+{{- include "galley.download" . | nindent 0 }}
 containers:
   - {{ include "galley.container" . | nindent 4 | trim }}
     ports:

@@ -1,9 +1,22 @@
-{{/* Download of models, by the pod at its start or by an init container. */}}
+{{/*
+Models of the Hugging Face hub. Targets and drafts with a model of their own read all of it, the others the tokenizer's files. An
+init container of each pod downloads what it reads, or a Job downloads all models into the claim and the init containers wait.
+*/}}
 
-{{/* The hub token for a server that downloads; empty if init containers download. */}}
-{{- define "galley.hubTokenEnv" -}}
+{{/* The hub model that the pods of a role read; empty if it comes from a directory. */}}
+{{- define "galley.hubModel" -}}
+{{- $model := ternary (.values.settings.model | default .root.Values.model) .root.Values.model (eq .role "draft") -}}
+{{- if include "galley.isHubId" $model -}}{{- $model -}}{{- end -}}
+{{- end -}}
+
+{{/* True if a Job downloads the models. */}}
+{{- define "galley.hasDownloadJob" -}}
+{{- with .Values.modelCache.download -}}{{- if and .enabled (eq .mode "job") }}true{{ end -}}{{- end -}}
+{{- end -}}
+
+{{- define "galley.hubToken" -}}
 {{- with .Values.modelCache.hubToken }}
-{{- if and .secretName (not $.Values.modelCache.download.enabled) }}
+{{- if .secretName }}
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef: {name: {{ .secretName }}, key: {{ .key }}}
@@ -11,28 +24,71 @@
 {{- end }}
 {{- end -}}
 
-{{/* The init container that downloads the hub model `model` into the cache; empty unless modelCache.download is on. */}}
-{{- define "galley.download" -}}
-{{- $values := .root.Values -}}
-{{- if and $values.modelCache.download.enabled (include "galley.isHubId" .model) }}
-initContainers:
-  - name: download
-    image: {{ include "galley.image" . }}
-    imagePullPolicy: {{ $values.image.pullPolicy }}
-    command: [python, -m, galley.engine.load.resolve, {{ .model | quote }}]
-    securityContext:
-      {{- include "galley.containerSecurity" . | nindent 6 }}
-    resources:
-      {{- toYaml $values.modelCache.download.resources | nindent 6 }}
-    {{- $token := $values.modelCache.hubToken }}
-    {{- if $token.secretName }}
-    env:
-      - name: HF_TOKEN
-        valueFrom:
-          secretKeyRef: {name: {{ $token.secretName }}, key: {{ $token.key }}}
-    {{- end }}
-    volumeMounts:
-      - {name: tmp, mountPath: /tmp}
-      - {name: cache, mountPath: /var/cache/galley}
+{{/* The environment of a server that reads a hub model. */}}
+{{- define "galley.hubEnv" -}}
+{{- if include "galley.hubModel" . }}
+{{- if .root.Values.modelCache.download.enabled }}
+# The model is in the cache before the server starts.
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- else }}
+{{- include "galley.hubToken" .root }}
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The init container that downloads a pod's hub model into the cache, or waits for the Job. */}}
+{{- define "galley.download" -}}
+{{- $model := include "galley.hubModel" . -}}
+{{- if and .root.Values.modelCache.download.enabled $model }}
+{{- $waits := include "galley.hasDownloadJob" .root -}}
+{{- $whole := or (eq .role "target") (and (eq .role "draft") .values.settings.model) -}}
+{{- $flag := ternary "--wait" (ternary "" "--tokenizer" (not (not $whole))) (not (not $waits)) }}
+initContainers:
+  - {{ include "galley.downloader" (merge (dict "arguments" (compact (list $model $flag)) "waits" $waits) .) | nindent 4 | trim }}
+{{- end }}
+{{- end -}}
+
+{{/* A container named `download`; `waits` for one that only waits. */}}
+{{- define "galley.downloader" -}}
+{{- $download := .root.Values.modelCache.download -}}
+name: download
+image: {{ include "galley.image" . }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+command: {{ concat (list "python" "-m" "galley.common.models.download") .arguments | toJson }}
+securityContext:
+  {{- include "galley.containerSecurity" . | nindent 2 }}
+resources:
+  {{- toYaml $download.resources | nindent 2 }}
+{{- $env := ternary "" (include "galley.hubToken" .root) (not (not .waits)) }}
+{{- if .waits }}
+env:
+  - name: HF_HUB_OFFLINE
+    value: "1"
+{{- else if $env }}
+env:
+  {{- $env | nindent 2 }}
+{{- end }}
+volumeMounts:
+  - {name: tmp, mountPath: /tmp}
+  - {name: cache, mountPath: /var/cache/galley}
+{{- end -}}
+
+{{/* The pod of the Job. */}}
+{{- define "galley.downloadPod" -}}
+{{ include "galley.podCommon" . }}
+restartPolicy: OnFailure
+containers:
+  - {{ include "galley.downloader" . | nindent 4 | trim }}
+volumes:
+  {{- include "galley.cacheVolumes" . | nindent 2 }}
+{{- end -}}
+
+{{/* Every hub model of the release, as a JSON list. */}}
+{{- define "galley.hubModels" -}}
+{{- $models := list .Values.model -}}
+{{- if .Values.draft.enabled -}}{{- $models = append $models .Values.draft.settings.model -}}{{- end -}}
+{{- $found := list -}}
+{{- range compact $models -}}{{- if include "galley.isHubId" . -}}{{- $found = append $found . -}}{{- end -}}{{- end -}}
+{{- uniq $found | toJson -}}
 {{- end -}}

@@ -71,6 +71,17 @@ labels:
 {{- if and (kindIs "float64" .) (eq . (floor .)) -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
 {{- end -}}
 
+{{/* A quantity of bytes as a number; 0 if it is empty or below a byte. */}}
+{{- define "galley.bytes" -}}
+{{- $text := toString . -}}
+{{- $unit := regexFind "[A-Za-z]+$" $text -}}
+{{- $power := dict "k" 1 "K" 1 "M" 2 "G" 3 "T" 4 "P" 5 -}}
+{{- $factor := 1.0 -}}
+{{- $base := ternary 1024.0 1000.0 (hasSuffix "i" $unit) -}}
+{{- range until (get $power (trimSuffix "i" $unit) | default 0 | int) -}}{{- $factor = mulf $factor $base -}}{{- end -}}
+{{- if has $unit (list "m" "u" "n") -}}0{{- else -}}{{- mulf (trimSuffix $unit $text | default "0" | float64) $factor | int64 -}}{{- end -}}
+{{- end -}}
+
 {{/* True if gateways serve HTTP. */}}
 {{- define "galley.hasHttp" -}}
 {{- if gt (int .Values.gateway.httpPort) 0 }}true{{ end -}}

@@ -84,7 +84,7 @@ volumes:
 {{/* The pods of the replicas, one each. */}}
 {{- define "galley.rayWorkerPod" -}}
 {{ include "galley.podHead" . }}
-{{- include "galley.download" (merge (dict "model" .root.Values.model) .) | nindent 0 }}
+{{- include "galley.download" . | nindent 0 }}
 containers:
   - {{ include "galley.container" . | nindent 4 | trim }}
     ports:

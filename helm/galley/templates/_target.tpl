@@ -14,9 +14,6 @@
 - name: GALLEY_TARGET_DEVICE
   value: cuda
 {{- end }}
-{{- if include "galley.isHubId" $values.model }}
-{{- include "galley.hubTokenEnv" .root }}
-{{- end }}
 {{- if ne $target.kind "rayservice" }}
 {{- if gt (int $target.tensorParallel) 1 }}
 - name: GALLEY_TARGET_TENSOR_PARALLEL
@@ -43,7 +40,7 @@
 {{/* The pods of a StatefulSet, and the leaders of a LeaderWorkerSet. */}}
 {{- define "galley.targetPod" -}}
 {{ include "galley.podHead" . }}
-{{- include "galley.download" (merge (dict "model" .root.Values.model) .) | nindent 0 }}
+{{- include "galley.download" . | nindent 0 }}
 containers:
   - {{ include "galley.container" . | nindent 4 | trim }}
     ports:
@@ -62,7 +59,7 @@ volumes:
 {{/* The other pods of a group of a LeaderWorkerSet. */}}
 {{- define "galley.targetWorkerPod" -}}
 {{ include "galley.podHead" . }}
-{{- include "galley.download" (merge (dict "model" .root.Values.model) .) | nindent 0 }}
+{{- include "galley.download" . | nindent 0 }}
 containers:
   # Workers have no probes: a worker exits when one of its ranks does. The leader is probed,
   # and exits when a rank does not respond.

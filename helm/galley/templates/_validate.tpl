@@ -42,16 +42,6 @@ of bounds, and missing requirements of an enabled part.
 {{- end -}}
 {{- end -}}
 
-{{- define "galley.validateModels" -}}
-{{- $values := .Values -}}
-{{- if and $values.draft.enabled (not $values.draft.settings.model) (include "galley.isHubId" $values.model) -}}
-{{- fail "model: must be a directory, because a draft without a model takes the tokenizer from it; or set draft.settings.model or draft.enabled=false" -}}
-{{- end -}}
-{{- if and $values.modelCache.download.enabled (not (include "galley.isHubId" $values.model)) (not (include "galley.isHubId" $values.draft.settings.model)) -}}
-{{- fail "modelCache.download.enabled: must be false unless model or draft.settings.model is a hub id; there is nothing to download" -}}
-{{- end -}}
-{{- end -}}
-
 {{- define "galley.validateTarget" -}}
 {{- $target := .Values.target -}}
 {{- $nodes := int $target.nodes -}}

@@ -7,7 +7,7 @@
 {{- if include "galley.needsSharedMemory" . }}
 - {name: shared-memory, mountPath: /dev/shm}
 {{- end }}
-{{- if $values.modelVolume.existingClaim }}
+{{- if include "galley.modelVolume" . }}
 - {name: models, mountPath: {{ $values.modelVolume.mountPath }}, readOnly: true}
 {{- end }}
 {{- range include "galley.secretMounts" . | fromYamlArray }}
@@ -17,22 +17,14 @@
 
 {{- define "galley.volumes" -}}
 {{- $values := .root.Values -}}
-- name: tmp
-  emptyDir: {sizeLimit: {{ .scratch | default $values.scratchSizeLimit }}}
-- name: cache
-{{- if and $values.modelCache.persistence.enabled (ne .role "gateway") }}
-  persistentVolumeClaim:
-    claimName: {{ include "galley.cacheClaim" .root }}
-{{- else }}
-  emptyDir: {sizeLimit: {{ $values.modelCache.sizeLimit }}}
-{{- end }}
+{{ include "galley.cacheVolumes" . }}
 {{- if include "galley.needsSharedMemory" . }}
 - name: shared-memory
   emptyDir: {medium: Memory, sizeLimit: {{ $values.target.sharedMemory }}}
 {{- end }}
-{{- with $values.modelVolume.existingClaim }}
+{{- with include "galley.modelVolume" . }}
 - name: models
-  persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}
+  {{- . | nindent 2 }}
 {{- end }}
 {{- range include "galley.secretMounts" . | fromYamlArray }}
 - name: {{ .name }}
@@ -43,6 +35,33 @@
   secret: {secretName: {{ .secret }}, defaultMode: 0440}
   {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* The directories that pods write to. Gateways need the shared cache only for a tokenizer of the hub. */}}
+{{- define "galley.cacheVolumes" -}}
+{{- $cache := .root.Values.modelCache -}}
+- name: tmp
+  emptyDir: {sizeLimit: {{ .scratch | default .root.Values.scratchSizeLimit }}}
+- name: cache
+{{- if and $cache.persistence.enabled (or (ne .role "gateway") (include "galley.hubModel" .)) }}
+  persistentVolumeClaim:
+    claimName: {{ include "galley.cacheClaim" .root }}
+{{- else }}
+  emptyDir: {sizeLimit: {{ $cache.sizeLimit }}}
+{{- end }}
+{{- end -}}
+
+{{/* The source of the volume with a role's model; empty if there is none. */}}
+{{- define "galley.modelVolume" -}}
+{{- $volume := .root.Values.modelVolume -}}
+{{- $image := .values.modelImage | default .root.Values.modelImage -}}
+{{- if $image -}}
+image: {reference: {{ $image | quote }}, pullPolicy: {{ .root.Values.image.pullPolicy }}}
+{{- else if $volume.existingClaim -}}
+persistentVolumeClaim: {claimName: {{ $volume.existingClaim }}, readOnly: true}
+{{- else if $volume.hostPath -}}
+hostPath: {path: {{ $volume.hostPath }}, type: Directory}
+{{- end -}}
 {{- end -}}
 
 {{- define "galley.cacheClaim" -}}
