@@ -52,7 +52,7 @@ def notes(values: Manifest, *flags: str) -> str:
     return text.split("\nNOTES:\n")[1]
 
 
-@pytest.mark.parametrize("values", [{}, WITH_ALL], ids=["plain", "with TLS and keys"])
+@pytest.mark.parametrize("values", [{}, WITH_ALL, WITH_PUBLIC], ids=["plain", "with all", "public"])
 def test_helm_test_runs_a_valid_command(values: Manifest) -> None:
     container = only_container(pods(render(values))["test"])
     command, *args = container["args"]
