@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -144,8 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
 def serving(directory: Path, token: str = "") -> Iterator[Hub]:
     """Serve a hub on loopback; `token` gates the model."""
     hub = Hub(directory, token)
-    handler = type("Handler", (_Handler,), {"hub": hub})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with _server(hub, "127.0.0.1", 0) as server:
         hub.url = f"http://127.0.0.1:{server.server_port}"
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -154,3 +154,18 @@ def serving(directory: Path, token: str = "") -> Iterator[Hub]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def _server(hub: Hub, host: str, port: int) -> ThreadingHTTPServer:
+    return ThreadingHTTPServer((host, port), type("Handler", (_Handler,), {"hub": hub}))
+
+
+def main() -> None:
+    """Serve the model in a directory at a port of all addresses, to callers with a token."""
+    directory, port, token = sys.argv[1:]
+    with _server(Hub(Path(directory), token), "", int(port)) as server:
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,8 @@
 """Prove that the chart boots, rolls and heals: `make prove-boot`.
 
 An upgrade from the chart before its last change, under load. One replica, rolled while its streams wait. A
-cluster without IPv4; one that assigns users; pods with all that values can add to them.
+cluster without IPv4; one that assigns users; pods with all that values can add to them. A gated model, whose
+hub is gone when gateways and targets are rolled.
 With the whole default model: every role rolled twice under load; pods of every role killed, frozen until
 readiness fails, and hung until liveness restarts them; empty caches. With a few of its layers: targets of
 several ranks, in a pod and over pods, rolled and killed; TLS, callers, policies, drafts, traces, monitoring
@@ -32,6 +33,7 @@ from tests.proofs.boot.scenarios import (
     ASSIGNED_USER,
     BY_IPV6,
     EXTENDED,
+    GATED,
     ONE_REPLICA,
     UPGRADED,
 )
@@ -131,6 +133,9 @@ def _trials(folder: Path, rounds: int) -> dict[str, Plan]:
     )
     trials |= {
         "one replica, rolled": make("one", ONE_REPLICA, model=few, rolls=("target",)),
+        "gated model, rolled without its hub": make(
+            "gated", GATED, model=few, rolls=("gateway", "target"), hub_outage=True
+        ),
         "IPv6 alone": make("ipv6", SECURED, BY_IPV6, model=few, ipv6=True),
         "assigned users, extended pods": make(
             *("users", ANY_USER, EXTENDED), model=few, assigned_user=ASSIGNED_USER
