@@ -14,6 +14,7 @@ from tests.unit.galley.cli.test_plan import json_of, output_of, run
 EXAMPLE = Path(__file__).parents[4] / "docs" / "examples" / "capacity.toml"
 SCALING = EXAMPLE.parents[1] / "operate" / "scaling.md"
 CHARTS = EXAMPLE.parents[2] / "helm" / "galley" / "examples" / "values-llama70b-tp4.yaml"
+ONE_NODE = CHARTS.with_name("values-llama70b-one-node.yaml")
 
 PLAIN = """
 [load]
@@ -56,22 +57,28 @@ def test_documented_example_is_printed() -> None:
 
 
 def test_the_production_values_are_what_the_example_gives() -> None:
-    text = CHARTS.read_text()
-    example, chart = tomllib.loads(EXAMPLE.read_text()), yaml.safe_load(text)
-    needed, target = json_of(f"--capacity={EXAMPLE}"), chart["target"]
-    assert needed["targets"] == target["replicas"] == chart["keda"]["target"]["minReplicas"]
+    example, chart = tomllib.loads(EXAMPLE.read_text()), yaml.safe_load(CHARTS.read_text())
+    needed = json_of(f"--capacity={EXAMPLE}")
+    assert needed["targets"] == chart["target"]["replicas"] == chart["keda"]["target"]["minReplicas"]
     assert needed["drafts"] == chart["keda"]["draft"]["minReplicas"]
-    assert needed["gateways"] == chart["gateway"]["autoscaling"]["minReplicas"]
+    assert needed["gateways"] == chart["keda"]["gateway"]["minReplicas"]
+    memory = example["target"]["memory"]
+    each_gib = memory["weights_gib"] / memory["gpus"]
+    assert f"{memory['weights_gib']} GiB in the GPUs, {each_gib} GiB in each" in CHARTS.read_text()
+
+
+@pytest.mark.parametrize("file", [CHARTS, ONE_NODE], ids=lambda file: file.stem)
+def test_a_70b_target_has_the_size_of_the_example(file: Path) -> None:
+    example, chart = tomllib.loads(EXAMPLE.read_text()), yaml.safe_load(file.read_text())
+    target, gpus = chart["target"], example["target"]["memory"]["gpus"]
     assert example["spares"]["gateway_sessions"] == chart["gateway"]["settings"]["max_sessions"]
     for setting in ("max_sessions", "max_rows"):
         assert example["target"][setting] == target["settings"][setting]
-    memory = example["target"]["memory"]
-    assert memory["gpus"] == target["tensorParallel"] == target["gpus"]
-    pool_mb = int(str(needed["kv_blocks_a_target"])) * BLOCK_TOKENS * memory["kv_bytes_per_token"] // 2**20
-    assert pool_mb // memory["gpus"] == target["settings"]["kv_memory_mb"]
+    assert gpus == target["tensorParallel"] == target["gpus"]
+    blocks = int(str(json_of(f"--capacity={EXAMPLE}")["kv_blocks_a_target"]))
+    pool_mb = blocks * BLOCK_TOKENS * example["target"]["memory"]["kv_bytes_per_token"] // 2**20
+    assert pool_mb // gpus == target["settings"]["kv_memory_mb"]
     assert f"`kv_memory_mb: {target['settings']['kv_memory_mb']}`" in SCALING.read_text()
-    each_gib = memory["weights_gib"] / memory["gpus"]
-    assert f"{memory['weights_gib']} GiB in the GPUs, {each_gib} GiB in each" in text
 
 
 def test_gpus_are_counted_where_memory_is_given() -> None:
