@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "galley"
@@ -61,30 +62,42 @@ def check(registry: str, digests: Mapping[str, str]) -> None:
         raise ValueError(f"registry: must be lower case and without a scheme, got {registry}")
 
 
-def write(chart: Path, registry: str, repository: str, digests: Mapping[str, str]) -> None:
-    """Put registry, address and images into a copy of the chart."""
-    default = chart / "values.yaml"
-    default.write_text(_replaced(r'^  registry: ""$', f"  registry: {registry}", default.read_text()))
-    images = "".join(
-        f"    - {{name: {name}, image: {registry}/{name}:{version()}@{digests[name]}}}\n" for name in NAMES
-    )
-    header = (
-        f"home: {repository}\nsources: [{repository}]\nannotations:\n  artifacthub.io/images: |\n{images}"
-    )
-    metadata = chart / "Chart.yaml"
-    metadata.write_text(_replaced(r"^annotations:\n", header, metadata.read_text()))
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The registry, the repository and the images of a version; `schema` replaces that of the chart."""
 
+    registry: str
+    repository: str
+    digests: Mapping[str, str]
+    schema: Path | None = None
 
-def package(registry: str, repository: str, digests: Mapping[str, str], out: Path, helm: str) -> None:
-    """Write the chart's package and both files of values into `out`."""
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        chart = Path(scratch) / "galley"
-        shutil.copytree(CHART, chart)
-        write(chart, registry, repository, digests)
-        subprocess.run([helm, "package", str(chart), "--destination", str(out)], check=True)  # noqa: S603  # our words
-    for device in ("cpu", "cuda"):
-        (out / f"values-{device}-images.yaml").write_text(values(device, registry, digests))
+    def package(self, out: Path, helm: str) -> None:
+        """Write the chart's package and both files of values into `out`."""
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            chart = Path(scratch) / "galley"
+            shutil.copytree(CHART, chart)
+            self._write(chart)
+            command = [helm, "package", str(chart), "--destination", str(out)]
+            subprocess.run(command, check=True)  # noqa: S603  # our own words
+        for device in ("cpu", "cuda"):
+            text = values(device, self.registry, self.digests)
+            (out / f"values-{device}-images.yaml").write_text(text)
+
+    def _write(self, chart: Path) -> None:
+        """Put registry, address, images and schema into a copy of the chart."""
+        default = chart / "values.yaml"
+        text = _replaced(r'^  registry: ""$', f"  registry: {self.registry}", default.read_text())
+        default.write_text(text)
+        lines = [f"home: {self.repository}", f"sources: [{self.repository}]", "annotations:"]
+        lines.append("  artifacthub.io/images: |")
+        for name in NAMES:
+            image = f"{self.registry}/{name}:{version()}@{self.digests[name]}"
+            lines.append(f"    - {{name: {name}, image: {image}}}")
+        metadata = chart / "Chart.yaml"
+        metadata.write_text(_replaced(r"^annotations:$", "\n".join(lines), metadata.read_text()))
+        if self.schema is not None:
+            shutil.copy(self.schema, chart / "values.schema.json")
 
 
 def _only(pattern: str, text: str) -> re.Match[str]:
@@ -104,9 +117,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.release.chart")
     parser.add_argument("--registry", required=True, help="where the images are, for example ghcr.io/owner")
     parser.add_argument("--repository", required=True, help="address of the repository, for Artifact Hub")
-    parser.add_argument(
-        "--images", type=Path, required=True, help="JSON file: name of each image and its digest"
-    )
+    parser.add_argument("--images", type=Path, required=True, help="JSON: names of images and digests")
+    parser.add_argument("--schema", type=Path, help="replaces values.schema.json in the package")
     parser.add_argument("--out", type=Path, required=True, help="folder for the package and the values")
     parser.add_argument("--helm", default="helm", help="helm's path; default: %(default)s")
     given = parser.parse_args(argv)
@@ -115,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         check(given.registry, digests)
     except ValueError as error:
         parser.error(str(error))
-    package(given.registry, given.repository, digests, given.out, given.helm)
+    Release(given.registry, given.repository, digests, given.schema).package(given.out, given.helm)
     return 0
 
 

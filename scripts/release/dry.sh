@@ -45,8 +45,9 @@ from scripts.release.chart import NAMES, store_image
 
 print(json.dumps({name: "sha256:" + hashlib.sha256(name.encode()).hexdigest() for name in (*NAMES, store_image())}))
 PYTHON
+"$bin/python" -m scripts.release.schema "$out/values.schema.json"
 "$bin/python" -m scripts.release.chart --registry registry.example.com/galley --repository https://example.com/galley \
-  --images "$out/images.json" --out "$out/chart" --helm "$bin/helm"
+  --images "$out/images.json" --schema "$out/values.schema.json" --out "$out/chart" --helm "$bin/helm"
 "$bin/helm" lint --strict --quiet "$out"/chart/*.tgz
 "$bin/helm" show readme "$out"/chart/*.tgz | grep --quiet '^## Values$'
 for values in "$out"/chart/values-*-images.yaml; do

@@ -7,15 +7,17 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from scripts.release import chart, wheel
-from tests.deploy.render import LOCKS, ROLES, ROOT, Manifest, pods, tool
+from scripts.release import chart, schema, wheel
+from tests.deploy.render import CHART, LOCKS, ROLES, ROOT, Manifest, pods, tool
 
 FILE = ROOT / ".github" / "workflows" / "release.yml"
 WORKFLOW: dict[str, Any] = yaml.safe_load(FILE.read_text())
@@ -23,6 +25,7 @@ JOBS: dict[str, Any] = WORKFLOW["jobs"]
 LINTERS = (("actionlint",), ("zizmor", "--offline", "--quiet"))
 DIGESTS = {name: f"sha256:{number:064x}" for number, name in enumerate((*chart.NAMES, chart.store_image()))}
 REGISTRY = "registry.example.com/team"
+SCHEMA = (json.loads((CHART / "values.schema.json").read_text()), (CHART / "values.yaml").read_text())
 
 
 def lint(linter: tuple[str, ...], file: Path) -> subprocess.CompletedProcess[str]:
@@ -115,7 +118,9 @@ def test_everything_that_is_run_is_here() -> None:
 
 
 def packaged(out: Path) -> Path:
-    chart.package(REGISTRY, "https://example.com/galley", DIGESTS, out, tool("helm"))
+    titled = out / "schema.json"
+    titled.write_text(json.dumps(schema.described(*SCHEMA)))
+    chart.Release(REGISTRY, "https://example.com/galley", DIGESTS, titled).package(out, tool("helm"))
     (package,) = out.glob("*.tgz")
     return package
 
@@ -159,6 +164,38 @@ def test_artifact_hub_finds_images_and_repository(package: Path) -> None:
     assert {one["name"]: one["image"] for one in listed} == {
         name: f"{REGISTRY}/{name}:{chart.version()}@{DIGESTS[name]}" for name in chart.NAMES
     }
+
+
+def properties(node: object) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        yield from (one for one in node.get("properties", {}).values() if isinstance(one, dict))
+        node = list(node.values())
+    for inner in node if isinstance(node, list) else ():
+        yield from properties(inner)
+
+
+def test_the_packaged_schema_describes_the_values(package: Path) -> None:
+    with tarfile.open(package) as archive:
+        file = archive.extractfile("galley/values.schema.json")
+        assert file is not None
+        packaged = json.load(file)
+    assert all(one["title"] for one in properties(packaged))
+    drain = packaged["properties"]["gateway"]["properties"]["drainTimeoutSeconds"]
+    assert drain["title"] == "Drain timeout seconds"
+    assert drain["description"].startswith("Longest drain after SIGTERM, in seconds.")
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("httpPort", "HTTP port"),
+        ("targetCPUUtilizationPercentage", "Target CPU utilization percentage"),
+        ("kv_memory_mb", "Kv memory mb"),
+        ("jwksUrl", "JWKS URL"),
+    ],
+)
+def test_titles_are_keys_in_words(key: str, words: str) -> None:
+    assert schema.title(key) == words
 
 
 @pytest.mark.parametrize(
