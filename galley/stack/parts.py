@@ -29,7 +29,8 @@ from galley.trace.read.otlp_file import new_file, trace_dir
 NO_DRAFT_MODEL = "none"
 # All parts share the machine, and every stream waits for the steps of the target.
 _DRAFT_NICENESS = 10
-_PHOENIX = "arize-phoenix"
+_PHOENIX, _PHOENIX_PART = "arize-phoenix", "phoenix"
+_KINDS = "GALLEY_OPENINFERENCE"
 _EXPORT_DELAY = "OTEL_BSP_SCHEDULE_DELAY"
 
 
@@ -56,7 +57,9 @@ def traced(parts: Sequence[PartSpec], viewer: PartSpec) -> list[PartSpec]:
     """Return the viewer and `parts`, whose services start after it and send it their traces."""
 
     def environment(facts: Facts) -> Mapping[str, str]:
-        return export_to(facts[viewer.name]["address"])
+        # Phoenix shows spans of other kinds as unknown.
+        kinds = {_KINDS: os.environ.get(_KINDS, "true")} if viewer.name == _PHOENIX_PART else {}
+        return {**export_to(facts[viewer.name]["address"]), **kinds}
 
     traced_parts = [
         replace(part, after=(*part.after, viewer.name), environment=environment) if part.is_service else part
@@ -263,7 +266,7 @@ def _phoenix(directory: Path) -> Viewer:
         "PHOENIX_AGENTS_DISABLE_BASH": "true",
     }
     part = PartSpec(
-        "phoenix",
+        _PHOENIX_PART,
         lambda _: python_module("phoenix.server.main", "serve"),
         ports=(grpc_port, http_port),
         environment=lambda _: environment,

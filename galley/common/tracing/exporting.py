@@ -17,7 +17,7 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.exporter import OTLPExporterMixin
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import Event, ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.sdk.util import BoundedList
@@ -29,6 +29,7 @@ from galley.common.tls.channels import Material, channel_credentials
 from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import BadFile, NamedFile, WatchedFiles
 from galley.common.tracing.light_spans import MAX_EVENTS, SAMPLED, LightSpan, Named, SpanScope, unpacked
+from galley.common.tracing.openinference import CHAIN, KIND, is_openinference, openinference_of
 from galley.common.tracing.otlp import Signal, is_http, variable
 from galley.core import names
 from galley.version import __version__
@@ -55,8 +56,18 @@ def _instance_id() -> str:
 def provider_to(processor: SpanProcessor, service_name: str) -> TracerProvider:
     provider = TracerProvider(resource=resource_of(service_name), shutdown_on_exit=False)
     provider.sampler = GalleySampler(provider.sampler)  # before there is a tracer
+    if is_openinference():
+        provider.add_span_processor(_Kinds())
     provider.add_span_processor(processor)
     return provider
+
+
+class _Kinds(SpanProcessor):
+    """Give the SDK's own spans, which libraries make, OpenInference's kind."""
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        del parent_context
+        span.set_attribute(KIND, CHAIN)
 
 
 def scope_to(provider: TracerProvider, processor: SpanProcessor, name: str, schema_url: str) -> SpanScope:
@@ -191,7 +202,9 @@ def readable(span: LightSpan) -> ReadableSpan:
     completer, span.completer = span.completer, None
     if completer is not None:
         completer(span)
-    parent = None
+    attributes, parent = span.attributes, None
+    if is_openinference():
+        attributes |= openinference_of(attributes)
     if span.parent_id:
         parent = SpanContext(span.trace_id, span.parent_id, span.has_remote_parent, SAMPLED, span.trace_state)
     events = BoundedList.from_seq(MAX_EVENTS, (Event(*event) for event in span.events))
@@ -203,7 +216,7 @@ def readable(span: LightSpan) -> ReadableSpan:
         context=span.get_span_context(),
         parent=parent,
         resource=span.scope.provider.resource,
-        attributes=span.attributes,
+        attributes=attributes,
         events=events,
         links=links,
         kind=span.kind,

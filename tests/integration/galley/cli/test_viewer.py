@@ -131,6 +131,15 @@ def test_all_services_but_the_store_get_the_endpoint(tmp_path: Path) -> None:
     assert {part.name for part in parts if "traces" in part.after} == reported
 
 
+@pytest.mark.parametrize(("name", "kinds"), [("traces", None), ("phoenix", "true")])
+def test_phoenix_gets_kinds_that_it_knows(tmp_path: Path, name: str, kinds: str | None) -> None:
+    options = StackOptions(viewer=PartSpec(name, lambda _: []))
+    parts = stack_parts(options, StackDirs(tmp_path, tmp_path, tmp_path))
+    [gateway] = [part for part in parts if part.name == "gateway"]
+    environment = gateway.environment({name: {"address": "127.0.0.1:4711"}})
+    assert environment.get("GALLEY_OPENINFERENCE") == kinds
+
+
 def endpoint(
     environment: Callable[[dict[str, dict[str, str]]], object], facts: dict[str, dict[str, str]]
 ) -> str:

@@ -22,6 +22,7 @@ from galley.common.metrics.metering import flush_telemetry, start_metering
 from galley.common.server.server import Parts, start_server
 from galley.common.tracing.light_spans import LightSpan, packed
 from galley.common.tracing.telemetry import context_from, start_telemetry
+from galley.core import names
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.version import __version__
@@ -230,14 +231,14 @@ def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_services_load_the_sdk_only_where_something_is_exported() -> None:
-    names = (
+    modules = (
         "opentelemetry.sdk.trace",
         "opentelemetry.exporter",
         "prometheus_client",
     )
     script = (
         "import sys, services.draft.servicer, services.gateway.service, services.target.servicer\n"
-        f"print([name for name in {names} if name in sys.modules])"
+        f"print([name for name in {modules} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -247,6 +248,44 @@ def test_a_context_comes_back_from_its_traceparent() -> None:
     span = trace.get_current_span(context_from(PARENT)).get_span_context()
     assert trace.format_trace_id(span.trace_id) == PARENT.split("-")[1]
     assert not trace.get_current_span(context_from("")).get_span_context().is_valid
+
+
+def test_all_spans_have_an_openinference_kind_if_switched_on(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GALLEY_OPENINFERENCE", "true")
+    telemetry = start_telemetry("galley-test", as_global=False)
+    scope = telemetry.scope("light")
+    assert scope is not None
+    request = root(scope, "chat tiny")
+    request.attributes |= {
+        names.OPERATION: names.CHAT,
+        names.REQUEST_MODEL: "tiny",
+        names.INPUT_TOKENS: 5,
+        names.OUTPUT_TOKENS: 7,
+        names.TEMPERATURE: 0.5,
+    }
+    request.end(3)
+    root(scope, "round").end(2)
+    with telemetry.tracer("library").start_as_current_span("theirs"):
+        pass
+    telemetry.shutdown()
+    told = {sent.name: attributes_in(sent) for sent in collector.spans}
+    assert {name: of["openinference.span.kind"] for name, of in told.items()} == {
+        "chat tiny": "LLM",
+        "round": "CHAIN",
+        "theirs": "CHAIN",
+    }
+    chat = told["chat tiny"]
+    assert (chat["llm.model_name"], chat["llm.provider"]) == ("tiny", "galley")
+    counts = [chat[f"llm.token_count.{of}"] for of in ("prompt", "completion", "total")]
+    assert counts == [5, 7, 12]
+    assert json.loads(chat["llm.invocation_parameters"]) == {"temperature": 0.5}
+    assert not [name for name in chat if "messages" in name or "value" in name]
+
+
+def attributes_in(span: Any) -> dict[str, Any]:
+    return {entry.key: getattr(entry.value, entry.value.WhichOneof("value")) for entry in span.attributes}
 
 
 # ------------------------------------------------------------------------------------------- by HTTP --

@@ -215,6 +215,28 @@ async def test_traces_hold_content_if_enabled(world: World, kept: KeptSpans) -> 
     assert "".join(texts) == received.text
 
 
+@pytest.mark.parametrize("content", [False, True])
+async def test_openinference_tells_no_more_than_the_conventions(
+    world: World, kept: KeptSpans, monkeypatch: pytest.MonkeyPatch, content: bool
+) -> None:
+    monkeypatch.setenv("GALLEY_OPENINFERENCE", "true")
+    gateway = await world.gateway_of(kept.parts(), trace_content=content)
+    received = await receive(gateway.generate(CHAT, max_tokens=60))
+    [request] = await kept.requests()
+    facts = attributes_of(request)
+    assert facts["openinference.span.kind"] == "LLM"
+    assert facts["llm.token_count.total"] == facts[names.INPUT_TOKENS] + 60
+    assert {attributes_of(span)["openinference.span.kind"] for span in kept.below(request)} == {"CHAIN"}
+    told = {name: value for name, value in facts.items() if "message." in name or name.endswith(".value")}
+    if not content:
+        assert told == {}
+        return
+    assert told["output.value"] == told["llm.output_messages.0.message.content"] == received.text
+    for index, turn in enumerate(CHAT):
+        assert told[f"llm.input_messages.{index}.message.role"] == turn.role
+        assert told[f"llm.input_messages.{index}.message.content"] == turn.content
+
+
 @pytest.mark.parametrize(
     ("given", "every_round"),
     [
