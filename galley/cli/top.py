@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from functools import partial
+from socket import AF_INET, AF_INET6, SOCK_STREAM, getaddrinfo
 from typing import Annotated
 
 import typer
@@ -23,8 +24,9 @@ def top(
     metrics: Annotated[
         str | None,
         typer.Option(
-            help="Metrics addresses of services (--metrics-port), with commas. Default: those of the stack "
-            "that `galley up` runs on this machine, or none with --redis-url.",
+            help="Metrics addresses of services (--metrics-port), with commas; a name that has several "
+            "addresses, such as a headless Service's, stands for all. Default: those of the stack that "
+            "`galley up` runs on this machine, or none with --redis-url.",
             metavar="HOST:PORT,...",
         ),
     ] = None,
@@ -67,11 +69,22 @@ def top(
 def named_by_address(addresses: str) -> tuple[Service, ...]:
     """Return services at comma-separated addresses. Raises ValueError for a bad address or none."""
     unique = dict.fromkeys(address.strip() for address in addresses.split(",") if address.strip())
-    for address in unique:
-        host_and_port(address)
-    if not unique:
+    each = [one for address in unique for one in _each(address, *host_and_port(address))]
+    if not each:
         raise ValueError("must name at least one address")
-    return tuple(Service(address, address) for address in unique)
+    return tuple(Service(one, one) for one in dict.fromkeys(each))
+
+
+def _each(address: str, host: str, port: int) -> list[str]:
+    """Return the addresses that a name has in one family; the name itself if it has just one, or none yet."""
+    try:
+        found = {family: set[str]() for family in (AF_INET, AF_INET6)}
+        for family, *_, place in getaddrinfo(host, port, type=SOCK_STREAM):
+            found[family].add(str(place[0]))
+    except OSError:
+        return [address]
+    hosts = found[AF_INET] or {f"[{one}]" for one in found[AF_INET6]}
+    return [address] if len(hosts) == 1 else [f"{one}:{port}" for one in sorted(hosts)]
 
 
 async def _show(

@@ -10,12 +10,15 @@ from galley.common.metrics import catalogue
 from galley.common.metrics.labels import DRAFT, GATEWAY, SERVICE, TARGET
 from galley.core.routing.choice import DraftLease, TargetLease
 from galley.stack.endpoint import Service
-from galley.top.series import Samples, added, by, growth, rows_of
+from galley.top.series import Samples, added, by, growth, rows_of, total
 
 # Rates cover the last RATE_S seconds; ratios and quantiles need more events and cover WINDOW_S.
 RATE_S = 10.0
 WINDOW_S = 60.0
 _MAX_SPEEDS = 60
+_KEPT_STARTS = 16
+SEVERAL = "several processes answer here; name each"
+"""Why a service is not shown: its address is a load balancer's."""
 
 POOLS = (GATEWAY, TARGET, DRAFT)
 # The metric that identifies the pool of a service which does not name it.
@@ -63,14 +66,28 @@ class _History:
     last_s: float = 0.0
     away: str = "not scraped yet"
     steps: deque[tuple[float, Increase]] = field(default_factory=deque)
+    # When the processes began that answered, the last one at the end.
+    starts: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
+    is_shared: bool = False
 
     def add(self, at_s: float, samples: Samples) -> None:
+        if self._answers_for_several(total(samples, catalogue.PROCESS_START)):
+            self.steps.clear()
+            self.fail(at_s, SEVERAL)
+            return
         if self.last is not None and at_s > self.last_s:
             self.steps.append((at_s, Increase(growth(self.last, samples), at_s - self.last_s)))
         while self.steps and self.steps[0][0] <= at_s - WINDOW_S:
             self.steps.popleft()
         self.pool = _pool_of(samples) or self.pool
         self.last, self.last_s, self.away = samples, at_s, ""
+
+    def _answers_for_several(self, started: float | None) -> bool:
+        """Return True once a process answered again after another: a restart does not bring one back."""
+        if started is not None and (not self.starts or started != self.starts[-1]):
+            self.is_shared = self.is_shared or started in self.starts
+            self.starts.append(started)
+        return self.is_shared
 
     def fail(self, at_s: float, why: str) -> None:
         if not self.away:

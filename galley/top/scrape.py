@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from galley.common.metrics.catalogue import PROCESS_START
 from galley.common.printable import one_line
 from galley.common.sockets import host_and_port
 from galley.top.series import Labels, Samples
@@ -33,7 +34,7 @@ _REQUEST = (
 )
 _UNREADABLE = "unreadable response"
 # Series with other prefixes are skipped unread.
-_OURS = ("galley_", "gen_ai_server_")
+_OURS = ("galley_", "gen_ai_server_", PROCESS_START.prometheus)
 
 
 class Away(Exception):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from socket import AF_INET, AF_INET6
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -127,3 +129,26 @@ def test_addresses() -> None:
     assert [one.metrics for one in named_by_address("a:1, b:2,,a:1")] == ["a:1", "b:2"]
     with pytest.raises(ValueError, match="at least one address"):
         named_by_address(" , ")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (["10.0.0.2", "10.0.0.1", "fd00::1", "10.0.0.1"], ["10.0.0.1:9464", "10.0.0.2:9464"]),
+        (["fd00::2", "fd00::1"], ["[fd00::1]:9464", "[fd00::2]:9464"]),
+        (["127.0.0.1", "::1"], ["pods:9464"]),
+        (None, ["pods:9464"]),
+    ],
+)
+def test_a_name_of_several_pods_stands_for_each(
+    monkeypatch: pytest.MonkeyPatch, found: list[str] | None, expected: list[str]
+) -> None:
+    def look_up(host: str, port: int, **_: object) -> list[Any]:
+        assert (host, port) == ("pods", 9464)
+        if found is None:
+            raise OSError("no such name")
+        families = [AF_INET6 if ":" in one else AF_INET for one in found]
+        return [(family, 1, 6, "", (one, port)) for family, one in zip(families, found, strict=True)]
+
+    monkeypatch.setattr("galley.cli.top.getaddrinfo", look_up)
+    assert [one.metrics for one in named_by_address("pods:9464")] == expected
