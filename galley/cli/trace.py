@@ -1,4 +1,4 @@
-"""`galley trace`: where the time of a request went, from a local file of traces."""
+"""`galley trace`: where the time of a request went, from a file of traces or a back end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from galley.cli.flags import fail
+from galley.cli.flags import fail, usage_of
+from galley.trace.read.backend import Backend, backend_of
 from galley.trace.read.build import stories_of
 from galley.trace.read.library import WHEN, NotFound, Selection, find, index_of
 from galley.trace.read.model import Story
@@ -24,7 +25,7 @@ _LATEST = 20
 _MAX_STORIES = 20
 
 
-def trace(
+def trace(  # noqa: PLR0913  # one parameter a flag
     request_id: Annotated[
         str, typer.Argument(metavar="[SESSION_ID|TRACE_ID]", help="The id, or a prefix that only one has.")
     ] = "",
@@ -36,6 +37,16 @@ def trace(
             dir_okay=False,
         ),
     ] = None,
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            envvar="GALLEY_TRACE_FROM",
+            metavar="URL",
+            help="Back end to fetch from: tempo://HOST:PORT, jaeger://HOST:PORT, or the address of OTLP JSON "
+            "(http:// or https://). Default: none.",
+        ),
+    ] = "",
     html: Annotated[
         Path | None, typer.Option(help="HTML file to write instead. Default: none.", dir_okay=False)
     ] = None,
@@ -51,12 +62,19 @@ def trace(
         problem = "must be a session or trace id, or one of --last, --slowest and --list"
         raise typer.BadParameter(problem, param_hint="SESSION_ID")
     console = Console(highlight=False)
+    if source and file is not None:
+        raise typer.BadParameter("must not come with --file", param_hint="--from")
+    with usage_of("--from"):
+        backend = backend_of(source) if source else None
     try:
-        lines = Lines(file or _newest())
+        if backend is not None:
+            lines: Lines = backend.one(request_id) if request_id else backend.latest()
+        else:
+            lines = Lines(file or _newest())
         if latest:
             _list(lines, console)
         else:
-            found = find(lines, request_id) if request_id else _choose(lines, slowest=slowest)
+            found = find(lines, request_id) if request_id else _choose(lines, backend, slowest=slowest)
             _show(found, console, html, everything=everything)
     except (BadTraceFile, NotFound, OSError) as error:
         raise fail(error) from None
@@ -71,12 +89,15 @@ def _newest() -> Path:
     return path
 
 
-def _choose(lines: Lines, *, slowest: bool) -> Selection:
+def _choose(lines: Lines, backend: Backend | None, *, slowest: bool) -> Selection:
     index = index_of(lines)
     entries = index.slowest() if slowest else index.latest(1)
     if not entries:
-        raise NotFound(f"{lines.path}: holds no request yet; {WHEN}")
-    return find(lines, entries[0].session_id or entries[0].trace_id, index)
+        raise NotFound(f"{lines.name}: holds no request yet; {WHEN}")
+    chosen = entries[0].session_id or entries[0].trace_id
+    if backend is None:
+        return find(lines, chosen, index)
+    return find(backend.one(chosen), chosen)  # with the steps that it shared
 
 
 def _list(lines: Lines, console: Console) -> None:
@@ -84,7 +105,7 @@ def _list(lines: Lines, console: Console) -> None:
     for line in list_lines(index.latest(_LATEST)):
         console.print(line, soft_wrap=True)
     console.print(
-        Text(f"{count(len(index.entries), 'request')} in {lines.path}", style="dim"), soft_wrap=True
+        Text(f"{count(len(index.entries), 'request')} in {lines.name}", style="dim"), soft_wrap=True
     )
 
 

@@ -123,7 +123,7 @@ def _trace_by_prefix(lines: Lines, id_prefix: str) -> str:
             ids = (match.decode().lower() for match in _TRACE_ID.findall(line.raw))
             found |= {trace_id for trace_id in ids if trace_id.startswith(prefix)}
     if not found:
-        raise NotFound(f"no session or trace {id_prefix!r} in {lines.path}; {WHEN}")
+        raise NotFound(f"no session or trace {id_prefix!r} in {lines.name}; {WHEN}")
     if len(found) > 1:
         raise _ambiguous(id_prefix, [f"trace {trace_id}" for trace_id in found])
     return found.pop()

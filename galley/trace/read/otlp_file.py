@@ -34,7 +34,7 @@ DEFAULT_MAX_BYTES = 64 * 2**20
 _MODE = 0o600
 _KEPT_FILES = 4
 SERVICE_NAME, SERVICE_INSTANCE = "service.name", "service.instance.id"
-_IDS = ("traceId", "spanId", "parentSpanId")
+IDS = ("traceId", "spanId", "parentSpanId")
 _TRACE_DIGITS, _SPAN_DIGITS = 32, 16
 # Longer attribute values are not interned.
 _LONGEST_INTERNED = 64
@@ -147,16 +147,17 @@ def _document(flat: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]])
 
 
 class Lines:
-    """The lines of the previous file and of this one; may be iterated several times."""
+    """The lines of the previous file and of this one, to iterate several times; `name` is for messages."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise BadTraceFile(f"{path}: no such file")
-        self.path = path
+        self.name = str(path)
+        self._path = path
 
     def __iter__(self) -> Iterator[Line]:
         """Yield all lines. Raises OSError, and BadTraceFile for a line that is too long or not OTLP."""
-        for path in (rotated(self.path), self.path):
+        for path in (rotated(self._path), self._path):
             if path.is_file():
                 yield from _lines(path)
 
@@ -276,7 +277,7 @@ def document_of(request: ExportTraceServiceRequest) -> dict[str, Any]:
         for scope in resource.get("scopeSpans", ()):
             for span in scope.get("spans", ()):
                 for holder in (span, *span.get("links", ())):
-                    holder.update((name, b64decode(holder[name]).hex()) for name in _IDS if name in holder)
+                    holder.update((name, b64decode(holder[name]).hex()) for name in IDS if name in holder)
     return document
 
 
