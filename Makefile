@@ -242,7 +242,7 @@ checkov: helm ## run checkov on what the chart renders (makes an environment of 
 
 # --------------------------------------------------------------------------------- generated files --
 
-.PHONY: proto manifests chart-schema chart-readme metrics configuration monitoring trace-picture top-picture page-picture check-generated
+.PHONY: proto manifests chart-schema chart-readme metrics configuration monitoring trace-picture top-picture page-picture dashboard-pictures check-generated
 proto: setup ## write the stubs in galley/pb anew
 	@scripts/proto.sh .
 
@@ -260,6 +260,9 @@ trace-picture: setup ## draw docs/images/trace.png from the committed sample of 
 
 page-picture: setup ## draw docs/images/page.png anew: the page of a stack with the default model (needs chromium)
 	@$(BIN)/python -m tests.e2e.page_picture
+
+dashboard-pictures: setup ## draw docs/images/dashboard-*.png anew, from a stack and a Prometheus (2 minutes)
+	@$(BIN)/python -m tests.e2e.dashboard_pictures
 
 top-picture: setup ## draw docs/images/top.svg anew, from the sample in tests/unit/galley/top/recording
 	@$(BIN)/python -m tests.unit.galley.top.picture

@@ -45,6 +45,7 @@ _CHOSEN_BY = {
     "workload": f"galley_rounds_total{{{RELEASE}}}",
     "instance": f'galley_build_info{{{RELEASE}, job=~"$job"}}',
 }
+_HEIGHTS = {"stat": 4, "table": 5}
 _FORMATS = {"table": PromQueryFormat.TABLE, "heatmap": PromQueryFormat.HEATMAP}
 
 _Builder: TypeAlias = timeseries.Panel | stat.Panel | heatmap.Panel | table.Panel
@@ -154,7 +155,7 @@ def _panel(panel: Panel) -> Any:
     """Return a panel's builder; its base methods are the same for all kinds, but share no type."""
     built: Any = _of_kind(panel)
     built.title(panel.title).description(panel.description).unit(panel.unit).min(0)
-    built.datasource(_DATASOURCE).span(panel.width).height(4 if panel.kind == "stat" else 8)
+    built.datasource(_DATASOURCE).span(panel.width).height(_HEIGHTS.get(panel.kind, 8))
     if panel.max_value is not None:
         built.max(panel.max_value)
     for index, query in enumerate(panel.queries):
@@ -206,6 +207,9 @@ def _of_kind(panel: Panel) -> _Builder:
         .display_mode(LegendDisplayMode.TABLE)
         .placement(LegendPlacement.BOTTOM)
         .calcs(["mean", "lastNotNull"])
+        # Outcomes that never occurred come last.
+        .sort_by("Mean")
+        .sort_desc(True)  # the SDK's signature
     )
     style = GraphThresholdsStyleMode.OFF if panel.limits is None else GraphThresholdsStyleMode.DASHED
     stacking = StackingMode.NORMAL if panel.stacked else StackingMode.NONE

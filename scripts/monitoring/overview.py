@@ -195,6 +195,7 @@ OVERVIEW = Dashboard(
                     max_value=1,
                     runbooks=("GalleyTargetOutOfBlocks",),
                     limits=(0.85, 0.95),
+                    width=12,
                 ),
                 Panel(
                     "Certificates: time left",
@@ -206,6 +207,7 @@ OVERVIEW = Dashboard(
                     "s",
                     runbooks=("GalleyCertificateExpires",),
                     limits=(604800, 86400),
+                    width=12,
                 ),
             ),
         ),

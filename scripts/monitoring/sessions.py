@@ -5,7 +5,7 @@ from __future__ import annotations
 from galley.common.metrics import catalogue as of
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
 from scripts.monitoring.overview import quantiles
-from scripts.monitoring.queries import gauge, heatmap, quantile, rate
+from scripts.monitoring.queries import gauge, heatmap, quantile, rate, ratio
 
 SESSIONS = Dashboard(
     "sessions",
@@ -20,7 +20,22 @@ SESSIONS = Dashboard(
                     "Sessions that hold an admission slot, by gateway.",
                     (Query(gauge(of.SESSIONS_OPEN, "instance"), "{{instance}}"),),
                     unit="none",
-                    limits=(48, 64),
+                    width=6,
+                ),
+                Panel(
+                    "Slots in use",
+                    "Share of each gateway's admission slots that are in use; at 1 it rejects calls.",
+                    (
+                        Query(
+                            ratio(gauge(of.SESSIONS_OPEN, "instance"), gauge(of.SESSIONS_LIMIT, "instance")),
+                            "{{instance}}",
+                        ),
+                    ),
+                    "percentunit",
+                    width=6,
+                    max_value=1,
+                    limits=(0.8, 1),
+                    runbooks=("GalleyErrorBudgetBurn",),
                 ),
                 Panel(
                     "Finished calls",
@@ -29,6 +44,7 @@ SESSIONS = Dashboard(
                     stacked=True,
                     runbooks=("GalleyErrorBudgetBurn",),
                     unit="reqps",
+                    width=6,
                 ),
                 Panel(
                     "Rejected requests",
@@ -38,6 +54,7 @@ SESSIONS = Dashboard(
                     runbooks=("GalleyErrorBudgetBurn",),
                     unit="reqps",
                     limits=(0.1, 1),
+                    width=6,
                 ),
                 Panel(
                     "Call duration",
@@ -104,6 +121,7 @@ SESSIONS = Dashboard(
                     (Query(rate(of.COMMIT_DURATION, "outcome"), "{{outcome}}"),),
                     stacked=True,
                     unit="suffix: commits/s",
+                    width=12,
                 ),
                 Panel(
                     "Session store retries",
@@ -112,6 +130,7 @@ SESSIONS = Dashboard(
                     runbooks=("GalleyCommitSlow",),
                     unit="suffix: calls/s",
                     limits=(0.1, 1),
+                    width=12,
                 ),
             ),
         ),
@@ -124,6 +143,7 @@ SESSIONS = Dashboard(
                     (Query(rate(of.RESUMES, "outcome"), "{{outcome}}"),),
                     stacked=True,
                     unit="reqps",
+                    width=6,
                 ),
                 Panel(
                     "Failovers",
@@ -132,18 +152,21 @@ SESSIONS = Dashboard(
                     stacked=True,
                     runbooks=("GalleyFailoverRateHigh",),
                     unit="suffix: sessions/s",
+                    width=6,
                 ),
                 Panel(
                     "Cache misses",
                     "Requests per second to replicas that did not hold the expected tokens.",
                     (Query(rate(of.CACHE_MISSES, "pool"), "{{pool}}"),),
                     unit="reqps",
+                    width=6,
                 ),
                 Panel(
                     "Client stalls",
                     "Stalls per second: a client did not read its stream for a second or longer.",
                     (Query(rate(of.CLIENT_STALLS), "stalls"),),
                     unit="suffix: stalls/s",
+                    width=6,
                 ),
             ),
         ),

@@ -109,7 +109,7 @@ SPECULATION = Dashboard(
             (
                 Panel(
                     "Requested draft tokens",
-                    "Mean k of a round, by workload.",
+                    "Mean size of the last request for draft tokens in a round, larger if drafts work ahead.",
                     (Query(mean(of.K, "workload"), "{{workload}}"),),
                     unit="suffix: tokens",
                 ),

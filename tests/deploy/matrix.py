@@ -24,6 +24,11 @@ TLS: dict[str, Any] = {
 JWT: dict[str, Any] = {"enabled": True, "issuer": "https://issuer.example.com", "audience": "galley"}
 KEDA: dict[str, Any] = {"enabled": True, "prometheus": {"serverAddress": "http://prometheus:9090"}}
 ALL_MONITORING = {"rules": {"enabled": True}, "dashboards": {"enabled": True}}
+MONITORED_SERVICES: dict[str, Any] = {
+    "scrape": "serviceMonitor",
+    "labels": {"release": "prometheus"},
+    "releaseLabel": "deployment",
+}
 FROM_EDGE = {"clients": [{"namespaceSelector": {"matchLabels": {"name": "edge"}}}]}
 POLICY = {"enabled": True, "ca": {"name": "authority"}}
 
@@ -154,7 +159,7 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     "seen": {
         "annotations": {"otel": {"endpoint": "http://collector.observability:4317"}},
         "pods": {"monitoring": {"scrape": "podMonitor", **ALL_MONITORING}},
-        "services": {"monitoring": {"scrape": "serviceMonitor", "labels": {"release": "prometheus"}}},
+        "services": {"monitoring": MONITORED_SERVICES},
         "not at all": {"monitoring": {"scrape": "none"}},
     },
     "scaled": {

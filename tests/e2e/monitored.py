@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -20,11 +21,17 @@ from tests.fakes.tiny_model import CONTEXT, save_tiny_model
 # Greedy, a model of random weights soon repeats itself: lookup is right then.
 PROMPT = [5, 9, 2, 33, 5, 9, 2, 33, 5, 9]
 FIXED = Speculation(k=4)
+NO_FLAGS: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 @asynccontextmanager
-async def monitored_stack(folder: Path, files: Mounted, replicas: int = 1) -> AsyncIterator[Stack]:
-    """Run Valkey, targets of the tiny model (target-0, …), drafts that look up, and the gateway gateway-0."""
+async def monitored_stack(
+    folder: Path, files: Mounted, replicas: int = 1, flags: Mapping[str, Sequence[str]] = NO_FLAGS
+) -> AsyncIterator[Stack]:
+    """Run Valkey, targets of the tiny model (target-0, …), drafts that look up, and the gateway gateway-0.
+
+    `flags` are further ones of gateways and targets.
+    """
     model = str(save_tiny_model(folder / "tiny"))
     served = ("--metrics-port", "0", "--tls-cert-file", files.cert, "--tls-key-file", files.key)
     peers = ("--peer-ca-file", files.ca, "--peer-cert-file", files.cert, "--peer-key-file", files.key)
@@ -44,9 +51,12 @@ async def monitored_stack(folder: Path, files: Mounted, replicas: int = 1) -> As
                 *(word for pair in addresses.items() for word in pair),
                 *("--redis-url", f"unix://{facts['valkey']['address']}"),
                 *("--model", model, "--model-name", "tiny", *served, *peers),
+                *flags.get("gateway", ()),
             )
 
-        target = python_module("services.target", "--model", model, "--dtype", "float32", *served)
+        target = python_module(
+            "services.target", "--model", model, "--dtype", "float32", *served, *flags.get("target", ())
+        )
         draft = python_module("services.draft", "--tokenizer", model, *served)
         return [
             valkey,
@@ -59,11 +69,11 @@ async def monitored_stack(folder: Path, files: Mounted, replicas: int = 1) -> As
         yield stack
 
 
-async def traffic(client: AsyncClient, workload: str = "w") -> None:
+async def traffic(client: AsyncClient, workload: str = "w", prompt: Sequence[int] = PROMPT) -> None:
     """Request answers with and without drafts, resume one, and have a request refused."""
     # At other temperatures the tiny model may draw the token that poisons it.
-    greedy = partial(client.stream, PROMPT, temperature=0.0)
-    most = CONTEXT - len(PROMPT)
+    greedy = partial(client.stream, list(prompt), temperature=0.0)
+    most = CONTEXT - len(prompt)
     while True:
         await read(greedy(max_tokens=most, ignore_eos=True, workload=workload, speculation=FIXED))
         plain = greedy(max_tokens=8, ignore_eos=True, speculation=Speculation(off=True))
