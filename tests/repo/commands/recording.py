@@ -27,6 +27,7 @@ VARIABLES = {
     "SECRET_KEY": "s",
 }
 _BLOCK = re.compile(r"^( *)```(?:sh|bash)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+_SESSION = re.compile(r"^ *```\n *\$ (.*)$", re.MULTILINE)
 _INLINE = re.compile(r"`((?:\.venv/bin/)?(?:galley|helm|kubectl|make|docker|kind|python -m)(?: [^`]*)?)`")
 _RECORD = """\
 record() {
@@ -52,8 +53,9 @@ class Call:
 
 
 def blocks(page: str) -> list[str]:
-    """Return the shell blocks of a page, without their indentation."""
-    return [
+    """Return the shell blocks of a page, without their indentation, and what shown sessions type."""
+    typed = [match[1] for match in _SESSION.finditer(page)]
+    return typed + [
         "".join(line.removeprefix(match[1]) for line in match[2].splitlines(keepends=True))
         for match in _BLOCK.finditer(page)
     ]
