@@ -48,6 +48,8 @@ DECIDED = frozenset(_WIRING | _OWN_VALUES | _RANKS | _TLS | _PEERS | _CALLERS | 
 _OFFERED = {"draft": {"model"}}
 _KEPT_WORDS = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength")
 _WIDTH = 128
+_COMMON = frozenset({"enabled", "port", "healthPort", "metricsPort"})
+"""Values that all pools of drafts share."""
 
 
 def settings_of(role: str) -> type[ServiceSettings]:
@@ -85,6 +87,29 @@ def pods_of(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def draft_pool(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the properties of an entry of `drafts`: those of `draft` that pools may differ in."""
+    own = schema["properties"]["draft"]["properties"]
+    return {
+        "name": {"type": "string", "pattern": "^[a-z0-9]([a-z0-9-]{0,14}[a-z0-9])?$"},
+        **{name: _part_of(schema, one) for name, one in own.items() if name not in _COMMON},
+        "keda": _part_of(schema, schema["properties"]["keda"]["properties"]["draft"]),
+    }
+
+
+def _part_of(schema: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of what is laid over `value`: nothing is required, and null removes it."""
+    known: Any = value
+    if str(value.get("$ref", "")).startswith("#/definitions/"):
+        known = schema
+        for name in value["$ref"].removeprefix("#/").split("/"):
+            known = known[name]
+    if "properties" not in known:
+        return {"anyOf": [dict(value), {"type": "null"}]}
+    properties = {name: _part_of(schema, one) for name, one in known["properties"].items()}
+    return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}
+
+
 def text_of(value: Any, indent: int = 0, taken: int = 0) -> str:
     """Return JSON in which every value that fits into a line stands in one."""
     line = json.dumps(value, ensure_ascii=False)
@@ -114,6 +139,7 @@ def main() -> int:
             name: {"$ref": f"#/definitions/pod/properties/{name}"}
             for name in schema["definitions"]["pod"]["properties"]
         }
+    schema["properties"]["drafts"]["items"]["properties"] = draft_pool(schema)
     file.write_text(text_of(schema) + "\n", encoding="utf-8")
     return 0
 

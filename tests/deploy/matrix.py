@@ -36,10 +36,25 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     "target": {
         "one pod": {},
         "several gpus": {"target": {"tensorParallel": 4, "gpus": 4, "replicas": 2}},
+        "started first": {"target": {"kind": "deployment", "maxSurge": 1}},
         "several nodes": {
-            "target": {"kind": "leaderworkerset", "nodes": 2, "tensorParallel": 8, "gpus": 4, "replicas": 2}
+            "target": {
+                "kind": "leaderworkerset",
+                "nodes": 2,
+                "tensorParallel": 8,
+                "gpus": 4,
+                "replicas": 2,
+                "exclusiveTopology": "topology.example.com/rack",
+            }
         },
-        "ray": {"target": {"kind": "rayservice", "tensorParallel": 3, "replicas": 2}},
+        "ray": {
+            "target": {
+                "kind": "rayservice",
+                "tensorParallel": 3,
+                "replicas": 2,
+                "rayService": {"gcsFaultTolerance": {"redisAddress": "redis://ray-redis:6380"}},
+            }
+        },
     },
     "store": {
         "embedded": {},
@@ -59,6 +74,17 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
         "lookup": {},
         "none": {"draft": {"enabled": False}},
         "model": {"draft": {"gpus": 1, "settings": {"model": "/models/volume/small"}}},
+        "pools": {
+            "drafts": [
+                {"name": "lookup", "replicas": 2},
+                {
+                    "name": "small",
+                    "gpus": 1,
+                    "settings": {"model": "example/small"},
+                    "keda": {"maxReplicas": 2},
+                },
+            ]
+        },
     },
     "models": {
         "of the images": {},

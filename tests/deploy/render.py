@@ -94,8 +94,10 @@ def services(manifests: list[Manifest]) -> dict[str, Manifest]:
 
 
 def component(manifest: Manifest) -> str:
-    name: str = manifest["metadata"]["labels"]["app.kubernetes.io/component"]
-    return name
+    """Return the role of an object, followed by its pool if the role has several."""
+    labels: dict[str, str] = manifest["metadata"]["labels"]
+    pool = labels.get("galley-pool")
+    return labels["app.kubernetes.io/component"] + (f"-{pool}" if pool else "")
 
 
 def pod_templates(manifests: list[Manifest]) -> dict[str, Manifest]:

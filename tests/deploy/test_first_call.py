@@ -139,3 +139,24 @@ def test_notes_warn_of_open_access_and_trial_store() -> None:
     assert "Every caller" not in closed
     assert "trial server" not in closed
     assert "auth.idSecret" in notes({"gateway": {"replicas": 2}})
+
+
+@pytest.mark.parametrize(
+    ("target", "is_said"),
+    [
+        ({}, True),
+        ({"replicas": 2}, False),
+        ({"kind": "deployment"}, True),
+        ({"kind": "deployment", "maxSurge": 1}, False),
+        ({"kind": "rayservice"}, False),
+    ],
+)
+def test_notes_say_what_an_upgrade_of_one_replica_costs(target: Manifest, is_said: bool) -> None:
+    assert ("There is one target replica" in notes({"target": target})) is is_said
+
+
+def test_notes_follow_a_download() -> None:
+    cache = {"persistence": {"enabled": True}, "download": {"enabled": True, "mode": "job"}}
+    values = {"model": "example/big", "modelCache": cache}
+    assert "app.kubernetes.io/component=download" in notes(values)
+    assert "component=download" not in notes({})

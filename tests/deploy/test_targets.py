@@ -23,6 +23,7 @@ from tests.deploy.render import (
     pod_templates,
     pods,
     render,
+    render_refused,
 )
 from tests.deploy.settings_of import parse_env
 
@@ -205,3 +206,85 @@ def test_ray_needs_a_token() -> None:
 def test_the_version_of_ray_is_the_one_that_is_installed() -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
     assert default_values()["target"]["rayService"]["rayVersion"] == pins["ray"]
+
+
+def target_of(values: Manifest, kind: str) -> Manifest:
+    (one,) = (each for each in of_kind(render(values), kind).values() if component(each) == "target")
+    return one
+
+
+def test_a_deployment_can_start_new_replicas_first() -> None:
+    spec = target_of({"target": {"kind": "deployment", "maxSurge": 1}}, "Deployment")["spec"]
+    assert spec["strategy"] == {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
+    assert spec["progressDeadlineSeconds"] > default_values()["target"]["startupTimeoutSeconds"]
+    in_place = target_of({"target": {"kind": "deployment"}}, "Deployment")["spec"]
+    assert in_place["strategy"] == {"rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
+    ours = spec["template"]
+    assert ours == target_of({}, "StatefulSet")["spec"]["template"], "all else is as in a StatefulSet"
+
+
+def test_keda_scales_the_kind_that_there_is() -> None:
+    keda = {"enabled": True, "prometheus": {"serverAddress": "http://prometheus:9090"}}
+    scaler = of_kind(render({"target": {"kind": "deployment"}, "keda": keda}), "ScaledObject")[
+        "galley-target"
+    ]
+    assert scaler["spec"]["scaleTargetRef"] == {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "name": "galley-target",
+    }
+
+
+def test_a_group_may_have_a_rack_of_its_own() -> None:
+    rack = {"target": {**GROUP["target"], "exclusiveTopology": "topology.example.com/rack"}}
+    annotation = {"leaderworkerset.sigs.k8s.io/exclusive-topology": "topology.example.com/rack"}
+    assert target_of(rack, "LeaderWorkerSet")["metadata"]["annotations"] == annotation
+    assert "annotations" not in target_of(GROUP, "LeaderWorkerSet")["metadata"]
+
+
+def test_rays_head_may_keep_its_state_in_redis() -> None:
+    password = {"secretName": "ray-redis", "key": "password"}
+    store = {"redisAddress": "redis://ray-redis:6380", "redisPassword": password}
+    tolerant = {"target": {**RAY["target"], "rayService": {"gcsFaultTolerance": store}}}
+    rendered = render(tolerant)
+    (service,) = of_kind(rendered, "RayService").values()
+    assert service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"] == {
+        "redisAddress": "redis://ray-redis:6380",
+        "redisPassword": {"valueFrom": {"secretKeyRef": {"name": "ray-redis", "key": "password"}}},
+    }
+    egress = of_kind(rendered, "NetworkPolicy")["galley-ray-head"]["spec"]["egress"]
+    assert {"ports": [{"port": 6380, "protocol": "TCP"}]} in egress
+    (plain,) = of_kind(render(RAY), "RayService").values()
+    assert "gcsFaultToleranceOptions" not in plain["spec"]["rayClusterConfig"]
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ({"maxSurge": 1}, "target.maxSurge: must be 0 with target.kind statefulset, got 1"),
+        (
+            {"exclusiveTopology": "rack"},
+            "target.exclusiveTopology: must be empty with target.kind statefulset",
+        ),
+        (
+            {"gpus": 2, "tensorParallel": 2, "gpuResource": "nvidia.com/mig-3g.40gb"},
+            "target.tensorParallel: must be 1 with target.gpuResource nvidia.com/mig-3g.40gb, got 2",
+        ),
+    ],
+)
+def test_shapes_that_cannot_work_are_refused(target: Manifest, reason: str) -> None:
+    assert reason in render_refused({"target": target})
+
+
+def test_a_slice_of_a_gpu_is_one_rank() -> None:
+    target = {"gpus": 1, "gpuResource": "nvidia.com/mig-3g.40gb"}
+    limits = only_container(pods(render({"target": target}))["target"])["resources"]["limits"]
+    assert limits["nvidia.com/mig-3g.40gb"] == 1
+
+
+def test_a_device_may_come_by_a_claim() -> None:
+    target = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "gpu"}]}
+    rendered = render({"target": {**target, "settings": {"device": "cuda"}}})
+    container = only_container(pods(rendered)["target"])
+    assert container["resources"]["claims"] == [{"name": "gpu"}]
+    assert env_of(container)["GALLEY_TARGET_DEVICE"] == "cuda"

@@ -1,5 +1,5 @@
 {{/*
-Prometheus queries that scale a pool. Each takes (dict "root" $).
+Prometheus queries that scale a pool. Each takes (dict "root" $ "role" … "values" …).
 
 KEDA divides the result by the number of replicas before it compares it (AverageValue, the only metric type with a
 fallback). Queries for a mean or a share therefore multiply it by the number of replicas that export the gauge. The
@@ -11,6 +11,12 @@ after three in a row.
 {{- .root.Values.keda.prometheus.matchers | default (include "galley.releaseMatchers" .root) -}}
 {{- end -}}
 
+{{/* The same for one of several pools of drafts, by the names of its pods. */}}
+{{- define "galley.poolMatchers" -}}
+{{- include "galley.matchers" . -}}
+{{- if .values.name }}, pod=~"{{ include "galley.roleName" . }}-[a-z0-9]+-[a-z0-9]+"{{ end -}}
+{{- end -}}
+
 {{/* Open sessions over places. Every gateway exports both; one that drains still counts its own. */}}
 {{- define "galley.openSessionsQuery" -}}
 {{- $in := include "galley.matchers" . -}}
@@ -19,14 +25,14 @@ sum(galley_sessions_open{ {{- $in -}} }) / sum(galley_sessions_limit{ {{- $in -}
 
 {{/* 90th percentile of the histogram `metric` of queue times; every replica exports `gauge`. */}}
 {{- define "galley.queueAgeQuery" -}}
-{{- $in := include "galley.matchers" . -}}
+{{- $in := include "galley.poolMatchers" . -}}
 ((histogram_quantile(0.9, sum by (le) (rate({{ .metric }}_bucket{ {{- $in -}} }[2m]))) > 0) or 0 * sum(rate({{ .metric }}_count{ {{- $in -}} }[2m]))) * count({{ .gauge }}{ {{- $in -}} })
 {{- end -}}
 
 {{/* Share of round time spent waiting for a draft. */}}
 {{- define "galley.draftWaitQuery" -}}
 {{- $in := include "galley.matchers" . -}}
-(sum(rate(galley_verify_draft_wait_seconds_sum{ {{- $in -}} }[2m])) / (sum(rate(galley_round_duration_seconds_sum{ {{- $in -}} }[2m])) > 0) or 0 * sum(rate(galley_round_duration_seconds_sum{ {{- $in -}} }[2m]))) * count(galley_draft_queue_depth{ {{- $in -}} })
+(sum(rate(galley_verify_draft_wait_seconds_sum{ {{- $in -}} }[2m])) / (sum(rate(galley_round_duration_seconds_sum{ {{- $in -}} }[2m])) > 0) or 0 * sum(rate(galley_round_duration_seconds_sum{ {{- $in -}} }[2m]))) * count(galley_draft_queue_depth{ {{- include "galley.poolMatchers" . -}} })
 {{- end -}}
 
 {{/* Share of KV blocks held by live sessions; the others are free or cached. */}}
@@ -54,7 +60,7 @@ sum(galley_kv_blocks{ {{- $in -}} ,state="used"}) / sum(galley_kv_blocks{ {{- $i
 
 {{/* The common part of all ScaledObjects. */}}
 {{- define "galley.scaling" -}}
-{{- $scaling := index .root.Values.keda .role -}}
+{{- $scaling := include "galley.kedaOf" . | fromJson -}}
 pollingInterval: {{ .root.Values.keda.pollingIntervalSeconds }}
 minReplicaCount: {{ $scaling.minReplicas }}
 maxReplicaCount: {{ $scaling.maxReplicas }}

@@ -87,7 +87,7 @@ volumes:
 {{/* Every hub model of the release, as a JSON list. */}}
 {{- define "galley.hubModels" -}}
 {{- $models := list .Values.model -}}
-{{- if .Values.draft.enabled -}}{{- $models = append $models .Values.draft.settings.model -}}{{- end -}}
+{{- range include "galley.draftPools" . | fromJsonArray -}}{{- $models = append $models .values.settings.model -}}{{- end -}}
 {{- $found := list -}}
 {{- range compact $models -}}{{- if include "galley.isHubId" . -}}{{- $found = append $found . -}}{{- end -}}{{- end -}}
 {{- uniq $found | toJson -}}

@@ -13,7 +13,7 @@ Names, labels, images, addresses. Most helpers of this chart take (dict "root" $
 
 {{/* The name of a role's objects. */}}
 {{- define "galley.roleName" -}}
-{{- include "galley.name" .root }}-{{ .role -}}
+{{- include "galley.name" .root }}-{{ .role }}{{ with .values }}{{ with .name }}-{{ . }}{{ end }}{{ end -}}
 {{- end -}}
 
 {{/* Selector of every pod of the release. */}}
@@ -25,6 +25,11 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "galley.selector" -}}
 {{ include "galley.releaseSelector" .root }}
 app.kubernetes.io/component: {{ .role }}
+{{- with .values }}
+{{- with .name }}
+galley-pool: {{ . }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "galley.labels" -}}
@@ -90,7 +95,7 @@ labels:
 {{/* True if an autoscaler sets the number of a role's pods. */}}
 {{- define "galley.isScaled" -}}
 {{- $own := .values.autoscaling -}}
-{{- $keda := index .root.Values.keda .role | default dict -}}
+{{- $keda := include "galley.kedaOf" . | fromJson -}}
 {{- if or (and $own $own.enabled) (and .root.Values.keda.enabled $keda.enabled) }}true{{ end -}}
 {{- end -}}
 

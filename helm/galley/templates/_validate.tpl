@@ -6,6 +6,7 @@ of bounds, and missing requirements of an enabled part.
 {{- include "galley.validateStore" . -}}
 {{- include "galley.validateStoreUrl" . -}}
 {{- include "galley.validateModels" . -}}
+{{- include "galley.validatePools" . -}}
 {{- include "galley.validateTarget" . -}}
 {{- include "galley.validateDevices" . -}}
 {{- include "galley.validateScaling" . -}}
@@ -54,6 +55,12 @@ of bounds, and missing requirements of an enabled part.
 {{- if and (not $ofSeveral) (gt $nodes 1) -}}
 {{- fail (printf "target.nodes: must be 1, got %d; only target.kind leaderworkerset uses several nodes" $nodes) -}}
 {{- end -}}
+{{- if and $target.maxSurge (not (has $target.kind (list "deployment" "leaderworkerset"))) -}}
+{{- fail (printf "target.maxSurge: must be 0 with target.kind %s, got %v; set target.kind to deployment" $target.kind $target.maxSurge) -}}
+{{- end -}}
+{{- if and $target.exclusiveTopology (not $ofSeveral) -}}
+{{- fail (printf "target.exclusiveTopology: must be empty with target.kind %s, got %s; only target.kind leaderworkerset uses several nodes" $target.kind $target.exclusiveTopology) -}}
+{{- end -}}
 {{- if mod $ranks $nodes -}}
 {{- fail (printf "target.tensorParallel: must be a multiple of target.nodes (%d), got %d; every node runs the same number of ranks" $nodes $ranks) -}}
 {{- end -}}
@@ -70,28 +77,37 @@ of bounds, and missing requirements of an enabled part.
 {{- end -}}
 
 {{- define "galley.validateDevices" -}}
-{{- range $role := list "draft" "target" -}}
-{{- $one := index $.Values $role -}}
-{{- $gpus := int $one.gpus -}}
-{{- $device := $one.settings.device | default "" -}}
+{{- range include "galley.pools" . | fromJsonArray -}}
+{{- $path := .path -}}
+{{- $gpus := int .values.gpus -}}
+{{- $device := .values.settings.device | default "" -}}
 {{- if and $gpus (eq $device "cpu") -}}
-{{- fail (printf "%s.settings.device: must be cuda or unset with %s.gpus %d, got cpu" $role $role $gpus) -}}
+{{- fail (printf "%s.settings.device: must be cuda or unset with %s.gpus %d, got cpu" $path $path $gpus) -}}
 {{- end -}}
-{{- if and (not $gpus) (hasPrefix "cuda" $device) -}}
-{{- fail (printf "%s.gpus: must be 1 or more with %s.settings.device %s, got 0" $role $role $device) -}}
+{{- if and (not $gpus) (hasPrefix "cuda" $device) (not .values.resourceClaims) -}}
+{{- fail (printf "%s.gpus: must be 1 or more with %s.settings.device %s, got 0; or set %s.resourceClaims" $path $path $device $path) -}}
+{{- end -}}
+{{- if and (eq .role "draft") $gpus (not .values.settings.model) -}}
+{{- fail (printf "%s.gpus: must be 0 without %s.settings.model, got %d; only a draft model uses a GPU" $path $path $gpus) -}}
 {{- end -}}
 {{- end -}}
-{{- if and .Values.draft.enabled (int .Values.draft.gpus) (not .Values.draft.settings.model) -}}
-{{- fail (printf "draft.gpus: must be 0 without draft.settings.model, got %d; only a draft model uses a GPU" (int .Values.draft.gpus)) -}}
+{{- $target := .Values.target -}}
+{{- if and (contains "/mig-" $target.gpuResource) (gt (int $target.tensorParallel) 1) -}}
+{{- fail (printf "target.tensorParallel: must be 1 with target.gpuResource %s, got %v; ranks cannot exchange data between slices of a GPU" $target.gpuResource $target.tensorParallel) -}}
 {{- end -}}
 {{- end -}}
 
 {{- define "galley.validateScaling" -}}
 {{- $keda := .Values.keda -}}
 {{- if $keda.enabled -}}
-{{- range $role := list "gateway" "draft" -}}
-{{- if and (index $keda $role).enabled (index $.Values $role).autoscaling.enabled -}}
-{{- fail (printf "keda.%s.enabled: must be false with %s.autoscaling.enabled, because both scale the %s pool; disable one" $role $role $role) -}}
+{{- range include "galley.pools" . | fromJsonArray -}}
+{{- $scaling := include "galley.kedaOf" (merge (dict "root" $) .) | fromJson -}}
+{{- if and $scaling.enabled (dig "autoscaling" "enabled" false .values) -}}
+{{- fail (printf "keda.%s.enabled: must be false with %s.autoscaling.enabled, because both scale the %s pool; disable one" .role .path .role) -}}
+{{- end -}}
+{{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
+{{- $at := ternary (printf "%s.keda" .path) (printf "keda.%s" .role) (hasKey .values "keda") -}}
+{{- fail (printf "%s.minReplicas: must be at most %s.maxReplicas (%v), got %v" $at $at $scaling.maxReplicas $scaling.minReplicas) -}}
 {{- end -}}
 {{- end -}}
 {{- if eq .Values.monitoring.scrape "none" -}}
@@ -100,17 +116,11 @@ of bounds, and missing requirements of an enabled part.
 {{- if and $keda.target.enabled (eq .Values.target.kind "rayservice") -}}
 {{- fail "keda.target.enabled: must be false with target.kind rayservice, which has no scale subresource; set keda.target.enabled=false" -}}
 {{- end -}}
-{{- range $role := list "gateway" "draft" "target" -}}
-{{- $one := index $keda $role -}}
-{{- if gt (int $one.minReplicas) (int $one.maxReplicas) -}}
-{{- fail (printf "keda.%s.minReplicas: must be at most keda.%s.maxReplicas (%v), got %v" $role $role $one.maxReplicas $one.minReplicas) -}}
 {{- end -}}
-{{- end -}}
-{{- end -}}
-{{- range $role := list "gateway" "draft" -}}
-{{- $one := (index $.Values $role).autoscaling -}}
+{{- range include "galley.pools" . | fromJsonArray -}}
+{{- $one := .values.autoscaling | default dict -}}
 {{- if and $one.enabled (gt (int $one.minReplicas) (int $one.maxReplicas)) -}}
-{{- fail (printf "%s.autoscaling.minReplicas: must be at most %s.autoscaling.maxReplicas (%v), got %v" $role $role $one.maxReplicas $one.minReplicas) -}}
+{{- fail (printf "%s.autoscaling.minReplicas: must be at most %s.autoscaling.maxReplicas (%v), got %v" .path .path $one.maxReplicas $one.minReplicas) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -5,7 +5,9 @@
 {{- $cache := $values.modelCache -}}
 {{- $volume := $values.modelVolume -}}
 {{- $sources := list -}}
-{{- if or $values.modelImage $values.gateway.modelImage $values.draft.modelImage }}{{ $sources = append $sources "modelImage" }}{{ end -}}
+{{- $images := list $values.modelImage -}}
+{{- range include "galley.pools" . | fromJsonArray -}}{{- $images = append $images .values.modelImage -}}{{- end -}}
+{{- if compact $images }}{{ $sources = append $sources "modelImage" }}{{ end -}}
 {{- if $volume.existingClaim }}{{ $sources = append $sources "modelVolume.existingClaim" }}{{ end -}}
 {{- if $volume.hostPath }}{{ $sources = append $sources "modelVolume.hostPath" }}{{ end -}}
 {{- if gt (len $sources) 1 -}}
@@ -28,8 +30,8 @@
 {{- $cache := .Values.modelCache -}}
 {{- $sizes := dict -}}
 {{- if include "galley.isHubId" .Values.model -}}{{- $_ := set $sizes "modelSize" .Values.modelSize -}}{{- end -}}
-{{- if and .Values.draft.enabled (include "galley.isHubId" .Values.draft.settings.model) -}}
-{{- $_ := set $sizes "draft.modelSize" .Values.draft.modelSize -}}
+{{- range include "galley.draftPools" . | fromJsonArray -}}
+{{- if include "galley.isHubId" .values.settings.model -}}{{- $_ := set $sizes (printf "%s.modelSize" .path) .values.modelSize -}}{{- end -}}
 {{- end -}}
 {{- $total := 0 -}}
 {{- range $name, $size := $sizes -}}
