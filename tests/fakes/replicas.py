@@ -323,6 +323,7 @@ class FakeDraft(Replica, rpc.DraftServicer):
         super().__init__(directory, "draft")
         self.tokenizer_hash = tokenizer_hash
         self.spoil_rate = 0.0
+        self.model = "tiny-draft"
         self.strategies = STRATEGIES
         self.corrupt: Callable[[pb.ProposeItem, pb.ProposeAnswer], None] = lambda _item, _answer: None
         self.before_answering: Callable[[], Any] | None = None
@@ -335,7 +336,7 @@ class FakeDraft(Replica, rpc.DraftServicer):
 
     def info(self) -> pb.GetDraftInfoResponse:
         return pb.GetDraftInfoResponse(
-            model="tiny-draft",
+            model=self.model,
             tokenizer_hash=self.tokenizer_hash,
             strategies=self.strategies,
             default_strategy=self.strategies[0],

@@ -34,6 +34,27 @@ async def test_a_gateway_finds_its_drafts_in_the_registry(world: World, fleet: D
     assert not world.draft.calls
 
 
+async def test_drafts_of_several_models_serve_one_gateway(world: World) -> None:
+    """A session that names no strategy may go to any of them; a named one only to those that offer it."""
+    async with DraftFleet(world) as fleet:
+        small, lookup = (member.fake for member in fleet.members)
+        small.model, small.strategies = "small", ("hybrid", "ngram")
+        lookup.model, lookup.strategies = "", ("ngram",)
+        await fleet.register()
+        gateway = await world.gateway(draft="")
+        hybrid = Speculation(k=4, strategy="hybrid")
+        for _ in range(2):
+            received = await receive(gateway.generate(speculation=hybrid))
+            must_be_true(received)
+            assert any(received.from_draft)
+        assert small.calls
+        assert not lookup.calls
+        must_be_true(await receive(gateway.generate(speculation=FIXED)))
+        assert lookup.calls, "it has the fewest sessions"
+        await small.stop()
+        must_be_true(await receive(gateway.generate(speculation=hybrid)))
+
+
 async def test_a_gateway_uses_a_list_of_drafts(world: World) -> None:
     async with DraftFleet(world) as fleet:
         gateway = await world.gateway(draft=fleet.addresses)
