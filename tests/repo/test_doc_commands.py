@@ -77,7 +77,7 @@ def test_mistakes_are_found(wrong: str, words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["galley up --prt", "helm upgrade --sett", "kubectl drain --nod", "make testt"]
+    "wrong", ["galley up --prt", "galley serv x", "helm upgrade --sett", "kubectl drain --nod", "make testt"]
 )
 def test_mistakes_in_sentences_are_found(wrong: str, tmp_path: Path) -> None:
     assert len(problems(f"Run `{wrong}` first.", tmp_path)) == 1

@@ -45,14 +45,6 @@ UNPARSED = {
 
 _NOWHERE = "127.0.0.1:1"
 _NO_CLUSTER = re.compile(r"connection refused|cluster unreachable|was refused", re.IGNORECASE)
-_KUBECONFIG = {
-    "apiVersion": "v1",
-    "kind": "Config",
-    "clusters": [{"name": "none", "cluster": {"server": f"http://{_NOWHERE}"}}],
-    "contexts": [{"name": "none", "context": {"cluster": "none", "user": "none"}}],
-    "users": [{"name": "none"}],
-    "current-context": "none",
-}
 # For charts of others and for images in registries, which cannot be fetched, only the flags are read.
 _REMOTE = re.compile(r"^(oci|https?)://")
 
@@ -80,25 +72,25 @@ def mention_problem(call: Call, folder: Path) -> str:
 
 def _mentioned(words: Sequence[str]) -> str:
     group: Any = typer.main.get_command(app)
-    command = group.commands.get(words[0], group)
+    command = group if words[0].startswith("-") else group.commands.get(words[0])
+    if command is None:
+        return f"galley: no such command: {words[0]}"
     known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
-    unknown = [
-        word for word in words if word.startswith("-") and word != "-" and word not in known | {"--help"}
-    ]
+    unknown = [word for word in words if word.startswith("-") and word not in known | {"-", "--help"}]
     return f"galley: no such options: {', '.join(unknown)}" if unknown else ""
 
 
 def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    config = folder.parent / "kubeconfig"
-    config.write_text(json.dumps(_KUBECONFIG))
-    environment = {**os.environ, "KUBECONFIG": str(config), "HELM_CACHE_HOME": str(folder.parent / "helm")}
+    environment = {**os.environ, "KUBECONFIG": os.devnull, "HELM_KUBEAPISERVER": f"http://{_NOWHERE}"}
     return subprocess.run(
         command, cwd=folder, env=environment, input="", capture_output=True, text=True, check=False
     )
 
 
-def _needs_only_a_cluster(folder: Path, *command: str) -> str:
-    done = _run(folder, *command)
+@functools.cache
+def _needs_only_a_cluster(*command: str) -> str:
+    """Return why a command that reads no file fails, except for the missing cluster; empty otherwise."""
+    done = _run(ROOT, *command)
     return "" if done.returncode == 0 or _NO_CLUSTER.search(done.stderr) else done.stderr
 
 
@@ -111,16 +103,18 @@ def _helm(call: Call, folder: Path) -> str:
     verbs = [one for one in call.arguments if not one.startswith("-")]
     if any(_REMOTE.match(one) for one in call.arguments) or verbs[0] == "repo":
         return _succeeds(folder, tool("helm"), *call.arguments, "--help")
-    if verbs[0] == "install":
-        return _succeeds(folder, tool("helm"), *call.arguments, "--dry-run=client")
-    parsed = _needs_only_a_cluster(folder, tool("helm"), *call.arguments)
-    if parsed or verbs[0] != "upgrade":
-        return parsed
-    # An upgrade reads the release before it renders.
-    dropped = ("--install", "--reuse-values", "--reset-then-reuse-values")
-    kept = [one for one in call.arguments if one not in dropped]
-    kept[kept.index("upgrade")] = "template"
-    return _succeeds(folder, tool("helm"), *kept)
+    match verbs[0]:
+        case "install":
+            return _succeeds(folder, tool("helm"), *call.arguments, "--dry-run=client")
+        case "upgrade":
+            # It reads the release before it renders.
+            dropped = ("--install", "--reuse-values", "--reset-then-reuse-values")
+            kept = [one for one in call.arguments if one not in dropped]
+            kept[kept.index("upgrade")] = "template"
+            return _succeeds(folder, tool("helm"), *kept)
+        case "lint" | "package" | "show" | "template":
+            return _succeeds(folder, tool("helm"), *call.arguments)
+    return _needs_only_a_cluster(tool("helm"), *call.arguments)
 
 
 def _kubectl(call: Call, folder: Path) -> str:
@@ -136,7 +130,7 @@ def _kubectl(call: Call, folder: Path) -> str:
         return _succeeds(folder, tool("kubectl"), *call.arguments, "--dry-run=client")
     if source:
         return _succeeds(folder, tool("kubectl"), *call.arguments, "--help")
-    found = _needs_only_a_cluster(folder, tool("kubectl"), *call.arguments)
+    found = _needs_only_a_cluster(tool("kubectl"), "--server", f"http://{_NOWHERE}", *call.arguments)
     if inner and not found:
         # `env NAME=VALUE` stands before the program where the page gives it variables.
         words = [one for one in inner if not re.match(r"env$|\w+=", one)]
