@@ -212,6 +212,10 @@ def test_one_picker_makes_one_pool() -> None:
         ({"inferencePool": {"enabled": True}}, "inferencePool.http.endpointPicker.name"),
         ({"inferencePool": PICKERS, "tls": TLS}, "inferencePool.enabled: must be false with tls.enabled"),
         ({"inferencePool": PICKERS, "gateway": {"httpPort": -1}}, "closes the HTTP port"),
+        (
+            {"inferencePool": PICKERS, "networkPolicy": {"clients": []}},
+            "networkPolicy.clients: must name callers with inferencePool.enabled",
+        ),
         (ASKS, "test.clientCertSecretName: must be set"),
         ({"tls": {**TLS, "gateway": {"secretName": "g", "publicAuthority": True}}}, "tls.gateway.name: must"),
     ],

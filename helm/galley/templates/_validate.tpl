@@ -130,6 +130,7 @@ of bounds, and missing requirements of an enabled part.
 {{- $outside := list -}}
 {{- if $values.ingress.enabled }}{{ $outside = append $outside "ingress.enabled" }}{{ end -}}
 {{- if $values.gatewayApi.enabled }}{{ $outside = append $outside "gatewayApi.enabled" }}{{ end -}}
+{{- if $values.inferencePool.enabled }}{{ $outside = append $outside "inferencePool.enabled" }}{{ end -}}
 {{- if ne $values.gateway.service.type "ClusterIP" }}{{ $outside = append $outside (printf "gateway.service.type %s" $values.gateway.service.type) }}{{ end -}}
 {{- if and $outside $values.networkPolicy.enabled (not $values.networkPolicy.clients) -}}
 {{- fail (printf "networkPolicy.clients: must name callers with %s; empty admits this namespace only. Name the ingress controller's namespace or an ipBlock" (join " and " $outside)) -}}
