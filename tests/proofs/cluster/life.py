@@ -14,8 +14,7 @@ RELEASE = "galley"
 _LAPTOP = CHART / "examples" / "values-laptop.yaml"
 _WAIT = ("--wait", "--timeout", "15m")
 _TARGETS = "app.kubernetes.io/component=target"
-# What a StatefulSet leaves behind on purpose.
-_KEPT = ("persistentvolumeclaim/",)
+_TESTS = "app.kubernetes.io/component=test"
 Step = tuple[str, Callable[[], object]]
 
 
@@ -69,10 +68,12 @@ class Life:
 
     def _uninstall(self) -> None:
         self._commands.helm("uninstall", RELEASE, "--namespace", self._namespace, "--wait")
+        # The pod of the test is no part of the release, so that its log outlives it.
+        self._kubectl("delete", "pod", "--selector", _TESTS)
         left, _ = self._kubectl(
             "get", "all,networkpolicy,poddisruptionbudget,serviceaccount,configmap", "-o", "name"
         )
-        own = [line for line in left.split() if RELEASE in line and not line.startswith(_KEPT)]
+        own = [line for line in left.split() if RELEASE in line]
         if own:
             raise Failed(f"left behind: {', '.join(own)}")
 
