@@ -1,12 +1,12 @@
 """Prove that the chart boots, rolls and heals: `make prove-boot`.
 
-An upgrade from the chart before its last change, under load. One replica of a gated model, rolled while its
-streams wait and its hub is gone. A cluster without IPv4. Pods whose users the cluster assigns, with all that
-values can add to them.
-With the whole default model: every role rolled twice under load; pods of every role killed, frozen until
-readiness fails, and hung until liveness restarts them; empty caches. With a few of its layers: targets of
-several ranks, in a pod and over pods, rolled and killed; TLS, callers, policies, drafts, traces, monitoring
-and scaling in combinations. Writes bench/results/boot.json; exits 1 if a check fails or time runs out.
+An upgrade from the chart before its last change, under load. One replica of a gated model with two pools of
+drafts, rolled while its streams wait and the hub is gone. A cluster without IPv4. Pods whose users the
+cluster assigns, with all that values can add to them. With the whole default model: every role rolled twice
+under load; pods of every role killed, frozen until readiness fails, and hung until liveness restarts them;
+empty caches. With a few of its layers: targets of several ranks, in a pod and over pods, rolled and killed;
+TLS, callers, policies, drafts, traces, monitoring and scaling in combinations. Writes
+bench/results/boot.json; exits 1 if a check fails or time runs out.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tests.proofs.boot.scenarios import (
     EXTENDED,
     GATED,
     ONE_REPLICA,
+    TWO_POOLS,
     UPGRADED,
 )
 from tests.proofs.boot.upgrade import earlier_revision, rendered_at
@@ -132,8 +133,11 @@ def _trials(folder: Path, rounds: int) -> dict[str, Plan]:
         "upgrade", SECURED, TWICE, UPGRADED, model=few, brief=1, before=tuple(earlier)
     )
     trials |= {
-        "one replica, gated model, rolled without its hub": make(
-            *("one", ONE_REPLICA, GATED), model=few, rolls=("gateway", "target"), hub_outage=True
+        "one replica, gated model, two draft pools, rolled without the hub": make(
+            *("one", ONE_REPLICA, GATED, TWO_POOLS),
+            model=few,
+            rolls=("gateway", "draft", "target"),
+            hub_outage=True,
         ),
         "IPv6 alone": make("ipv6", SECURED, BY_IPV6, model=few, ipv6=True),
         "assigned users, extended pods": make(

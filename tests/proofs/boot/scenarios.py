@@ -102,3 +102,10 @@ GATED: Manifest = {
     },
 }
 """A gated model of a hub, which a Job downloads into a claim."""
+TWO_POOLS: Manifest = {
+    "drafts": [
+        {"name": "lookup"},
+        {"name": "model", "settings": {"model": GATED["model"], "default_strategy": "model"}},
+    ]
+}
+"""Drafts without a model, and with one."""

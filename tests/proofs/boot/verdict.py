@@ -68,6 +68,13 @@ def idle_openings(record: Record) -> list[str]:
     ]
 
 
+def unused_workloads(record: Record) -> list[str]:
+    """Workloads to which nobody connected, but for Prometheus and those who try every port."""
+    callers = (m for m in record["made"] if m["source"] != "prometheus" and not _knocks(record, m["source"]))
+    called = {record["owners"].get(made["destination"]) for made in callers}
+    return [name for name in record["workloads"] if name not in called]
+
+
 def failed_scrapes(record: Record) -> list[str]:
     """Pods whose metrics Prometheus could not fetch, or without metrics of ours."""
     return [
@@ -207,7 +214,14 @@ def missing_observations(record: Record) -> list[str]:
 CHECKS: tuple[Callable[[Record], list[str]], ...] = (
     *(lost_or_other_answers, cut_calls, forbidden_attempts, uncovered_connections, idle_openings),
     *(wrong_doors, cut_short, bad_ends, failed_hooks, without_a_ready_pod, unnoticed_faults, foreign_names),
-    *(failed_scrapes, needless_restarts, failed_clients, loose_containers, missing_observations),
+    *(
+        unused_workloads,
+        failed_scrapes,
+        needless_restarts,
+        failed_clients,
+        loose_containers,
+        missing_observations,
+    ),
 )
 """The checks of every trial."""
 
