@@ -42,6 +42,8 @@ async def record_of(cluster: Cluster) -> dict[str, Any]:
     ends = {cluster.node.dns.ip: cluster.node.dns} | {end.ip: end for end in cluster.seen}
     return {
         "began_s": cluster.began,
+        # From here on all pods are stopped.
+        "closed_at_s": cluster.now_s(),
         "workloads": {name: made.replicas for name, made in cluster.objects.workloads().items()},
         "owners": cluster.owners,
         "groups": cluster.groups,

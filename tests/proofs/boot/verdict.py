@@ -160,13 +160,13 @@ def failed_hooks(record: Record) -> list[str]:
 
 
 def without_a_ready_pod(record: Record) -> list[str]:
-    """Workloads of several replicas that had no ready pod at some time from the boot to the first fault."""
+    """Workloads of several replicas without a ready pod, from the boot to the first fault or the end."""
     ready: dict[str, set[str]] = defaultdict(set)
     up: set[str] = set()
     results = []
     for event in _of_workloads(record):
         owner = record["owners"][event["pod"]]
-        if event["what"] == "fault":
+        if event["what"] == "fault" or event["at_s"] >= record["closed_at_s"]:
             break
         if event["what"] == "ready":
             ready[owner].add(event["pod"])
