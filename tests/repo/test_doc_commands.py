@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.deploy.render import Manifest
+from tests.deploy.test_first_call import WITH_ALL, notes
 from tests.repo.commands.parsers import UNPARSED, mention_problem, problem
 from tests.repo.commands.recording import ROOT, Shell, blocks, inline
 
@@ -81,6 +85,15 @@ def test_mistakes_are_found(wrong: str, words: str, tmp_path: Path) -> None:
 )
 def test_mistakes_in_sentences_are_found(wrong: str, tmp_path: Path) -> None:
     assert len(problems(f"Run `{wrong}` first.", tmp_path)) == 1
+
+
+@pytest.mark.parametrize("values", [{}, WITH_ALL], ids=["plain", "with TLS and keys"])
+def test_commands_of_the_notes(values: Manifest, tmp_path: Path) -> None:
+    """What helm prints after an installation: commands stand two spaces in."""
+    scripts = re.findall(r"(?:^  \S.*\n(?:^    .*\n)*)+", notes(values), re.MULTILINE)
+    assert len(scripts) >= 2
+    found = problems("".join(f"```sh\n{textwrap.dedent(script)}```\n" for script in scripts), tmp_path)
+    assert not found, "\n".join(found)
 
 
 def test_programs_without_a_parser_are_used() -> None:
