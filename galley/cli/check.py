@@ -15,7 +15,8 @@ from rich.text import Text
 
 from galley.cli.flags import FAILED, fail, require, say
 from galley.common.models.files import DEFAULT_MODEL, hub_model, model_name, shipped_draft
-from galley.core.errors import GalleyError, UnsupportedModel
+from galley.common.models.hub import hub_directory, refused
+from galley.core.errors import GalleyError
 from galley.plan.pair import NUMBER_BYTES, Fit, Model, Tensor, judge, read_model
 
 _GIB = 2**30
@@ -88,37 +89,20 @@ def _model(spec: str) -> Model:
 def _hub_model(spec: str) -> Model:
     import httpx2  # noqa: PLC0415
     import huggingface_hub  # noqa: PLC0415  # slow to load
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        NotASafetensorsRepoError,
-        SafetensorsParsingError,
-    )
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError  # noqa: PLC0415
 
-    unreadable = (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        NotASafetensorsRepoError,
-        SafetensorsParsingError,
-        httpx2.HTTPError,
-    )
     name, revision = hub_model(spec)
+    directory = hub_directory(spec, _FILES)
     try:
-        directory = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(_FILES))
         headers = huggingface_hub.get_safetensors_metadata(name, revision=revision).files_metadata
-    except unreadable as error:
-        [reason, *_] = str(error).splitlines() or [type(error).__name__]
-        raise UnsupportedModel(
-            f"{spec}: must be a directory, a .gguf file or a safetensors model of the hub: {reason}"
-        ) from error
+    except (httpx2.HTTPError, OSError, NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise refused(spec, error) from error
     tensors = (
         Tensor(tensor, info.dtype, tuple(info.shape))
         for header in headers.values()
         for tensor, info in header.tensors.items()
     )
-    return read_model(name, Path(directory), tensors)
+    return read_model(name, directory, tensors)
 
 
 def _free_bytes() -> int:
