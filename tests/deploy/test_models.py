@@ -69,6 +69,15 @@ def test_a_draft_without_a_model_needs_the_tokenizer() -> None:
     assert env_of(only_container(draft))["GALLEY_DRAFT_TOKENIZER"] == "example/big"
 
 
+def test_a_trained_draft_needs_the_embeddings_of_its_target() -> None:
+    trained = {"draft": {"settings": {"model": "example/head", "target_model": "example/big@abc"}}}
+    draft = pods(render(laid_over([HUB, trained])))["draft"]
+    assert draft["initContainers"][0]["command"] == [*COMMAND, "example/head", "example/big@abc"]
+    (job,) = of_kind(render(laid_over([JOB, trained])), "Job").values()
+    command = only_container(job["spec"]["template"]["spec"])["command"]
+    assert command == [*COMMAND, "example/big", "example/head", "example/big@abc"]
+
+
 def test_servers_that_download_get_the_token() -> None:
     values = {"model": "example/big", "modelCache": {"hubToken": {"secretName": "hub"}}}
     rendered = pods(render(values))

@@ -217,7 +217,10 @@ def test_rays_head_and_workers_reach_one_another_and_kuberay_the_head() -> None:
     both = {("target", 0), ("ray-head", 0)}
     assert both <= openings(rendered, "target", "ingress") & openings(rendered, "target", "egress")
     assert openings(rendered, "ray-head", "ingress") == {*both, ("any", 8265)}
-    assert openings(rendered, "ray-head", "egress") == {*both, ("kube-dns", DNS)}
+    store = ("anywhere", 6380)
+    assert openings(rendered, "ray-head", "egress") == {*both, ("kube-dns", DNS), store}
+    forgetful = render({"target": {"kind": "rayservice"}})
+    assert openings(forgetful, "ray-head", "egress") == {*both, ("kube-dns", DNS)}
 
 
 def test_switched_off_there_are_none() -> None:

@@ -9,6 +9,15 @@ init container of each pod downloads what it reads, or a Job downloads all model
 {{- if include "galley.isHubId" $model -}}{{- $model -}}{{- end -}}
 {{- end -}}
 
+{{/* The hub models that the pods of a role download, as a JSON list: a trained draft also reads its target's embeddings. */}}
+{{- define "galley.hubModelsOf" -}}
+{{- $models := list (include "galley.hubModel" .) -}}
+{{- if eq .role "draft" -}}
+{{- with .values.settings.target_model -}}{{- if include "galley.isHubId" . -}}{{- $models = append $models . -}}{{- end -}}{{- end -}}
+{{- end -}}
+{{- compact $models | uniq | toJson -}}
+{{- end -}}
+
 {{/* True if a Job downloads the models. */}}
 {{- define "galley.hasDownloadJob" -}}
 {{- with .Values.modelCache.download -}}{{- if and .enabled (eq .mode "job") }}true{{ end -}}{{- end -}}
@@ -39,13 +48,13 @@ init container of each pod downloads what it reads, or a Job downloads all model
 
 {{/* The init container that downloads a pod's hub model into the cache, or waits for the Job. */}}
 {{- define "galley.download" -}}
-{{- $model := include "galley.hubModel" . -}}
-{{- if and .root.Values.modelCache.download.enabled $model }}
+{{- $models := include "galley.hubModelsOf" . | fromJsonArray -}}
+{{- if and .root.Values.modelCache.download.enabled $models }}
 {{- $waits := include "galley.hasDownloadJob" .root -}}
 {{- $whole := or (eq .role "target") (and (eq .role "draft") .values.settings.model) -}}
 {{- $flag := ternary "--wait" (ternary "" "--tokenizer" (not (not $whole))) (not (not $waits)) }}
 initContainers:
-  - {{ include "galley.downloader" (merge (dict "arguments" (compact (list $model $flag)) "waits" $waits) .) | nindent 4 | trim }}
+  - {{ include "galley.downloader" (merge (dict "arguments" (compact (append $models $flag)) "waits" $waits) .) | nindent 4 | trim }}
 {{- end }}
 {{- end -}}
 
@@ -86,9 +95,9 @@ volumes:
 
 {{/* Every hub model of the release, as a JSON list. */}}
 {{- define "galley.hubModels" -}}
-{{- $models := list .Values.model -}}
-{{- range include "galley.draftPools" . | fromJsonArray -}}{{- $models = append $models .values.settings.model -}}{{- end -}}
-{{- $found := list -}}
-{{- range compact $models -}}{{- if include "galley.isHubId" . -}}{{- $found = append $found . -}}{{- end -}}{{- end -}}
-{{- uniq $found | toJson -}}
+{{- $models := ternary (list .Values.model) list (eq (include "galley.isHubId" .Values.model) "true") -}}
+{{- range include "galley.draftPools" . | fromJsonArray -}}
+{{- $models = concat $models (include "galley.hubModelsOf" (merge (dict "root" $) .) | fromJsonArray) -}}
+{{- end -}}
+{{- uniq $models | toJson -}}
 {{- end -}}
