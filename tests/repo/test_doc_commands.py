@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from galley.version import __version__
 from tests.deploy.render import Manifest
 from tests.deploy.test_first_call import WITH_ALL, notes
 from tests.repo.commands.parsers import UNPARSED, mention_problem, problem
@@ -61,6 +62,8 @@ def test_commands_are_what_their_programs_take(page: Path, tmp_path: Path) -> No
             "kubectl apply -f - <<EOF\napiVersion: v1\nkind: Secret\nmetadata: {name: a}\nvalue: x\nEOF",
             "value",
         ),
+        ("kubectl port-forward service/galley-gateway 50052:50061", "no port 50061"),
+        ("galley top --metrics galley-target.galley:9464", "no port 9464"),
         ("galley generat hello", "no such command"),
         ("python -m services.target --tensor-paralel 2", "exit status 2"),
         ("python -m services.kitchen", "no module"),
@@ -94,6 +97,18 @@ def test_commands_of_the_notes(values: Manifest, tmp_path: Path) -> None:
     assert len(scripts) >= 2
     found = problems("".join(f"```sh\n{textwrap.dedent(script)}```\n" for script in scripts), tmp_path)
     assert not found, "\n".join(found)
+
+
+def test_commands_name_the_version_of_the_code() -> None:
+    named = r"(?:galley-[a-z-]+:|galley-|--version |tag v|origin v)(\d+\.\d+\.\d+)"
+    found = {
+        f"{name_of(page)}: {version}"
+        for page in PAGES
+        for block in blocks(page.read_text())
+        for version in re.findall(named, block)
+        if version != __version__
+    }
+    assert not found
 
 
 def test_programs_without_a_parser_are_used() -> None:

@@ -28,7 +28,7 @@ from galley.common.config.settings import parse_settings
 from galley.pb.galley.v1 import galley_pb2
 from scripts.chart_schema import ROLES, settings_of
 from tests.deploy import schemas
-from tests.deploy.render import tool
+from tests.deploy.render import default_values, tool
 from tests.repo.commands.recording import ROOT, Call
 
 UNPARSED = {
@@ -56,7 +56,25 @@ def problem(call: Call, folder: Path) -> str:
     parser = _PARSERS.get(call.program)
     if parser is None:
         return f"{call.program}: no parser knows it; add one, or a line to UNPARSED"
-    return parser(call, folder)
+    return _wrong_ports(call.arguments) or parser(call, folder)
+
+
+@functools.cache
+def _ports() -> frozenset[int]:
+    """Return the ports of the chart's roles."""
+    values = default_values()
+    of_roles = (values[role].items() for role in ROLES)
+    return frozenset(value for role in of_roles for name, value in role if name.lower().endswith("port"))
+
+
+def _wrong_ports(words: Sequence[str]) -> str:
+    """Return which ports of Galley's pods and Services, in arguments of a call, the chart does not have."""
+    text = " ".join(words)
+    named = re.findall(r"\bgalley-[\w.-]+:(\d{4,5})\b", text)
+    if "port-forward" in words and "/galley" in text:
+        named += [word.rpartition(":")[2] for word in words if re.fullmatch(r"(\d+:)?\d+", word)]
+    wrong = [port for port in named if int(port) not in _ports()]
+    return f"the chart has no port {', '.join(wrong)}" if wrong else ""
 
 
 def mention_problem(call: Call, folder: Path) -> str:
