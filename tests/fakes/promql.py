@@ -119,9 +119,16 @@ class Named:
     signs: frozenset[str]
 
 
+def _split_blocks(page: str) -> list[str]:
+    """Return the fenced blocks of a page, and at the end all that is outside of them."""
+    parts = page.split("```")
+    return [*parts[1::2], "".join(parts[::2])]
+
+
 def named_by(alert: str) -> Named:
-    words = re.findall(r"`([^`]+)`", (RUNBOOKS / f"{alert}.md").read_text())
-    series = {name for word in words for name, _ in _NAME.findall(word)}
+    *blocks, prose = _split_blocks((RUNBOOKS / f"{alert}.md").read_text())
+    words = re.findall(r"`([^`]+)`", prose)
+    series = {name for text in (*words, *blocks) for name, _ in _NAME.findall(text)}
     known = {**SERIES, **FAMILIES}
     return Named(
         frozenset(known[name] for name in series if name in known),
