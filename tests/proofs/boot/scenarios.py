@@ -12,7 +12,7 @@ UPGRADED: Manifest = {role: {"podAnnotations": {"galley.example.com/upgraded": "
 """Values that change the pods of every role, whatever else an upgrade changes."""
 
 ONE_REPLICA: Manifest = {
-    "gateway": {"settings": {"target_timeout_s": 120}},
+    "gateway": {"settings": {"target_timeout_s": 300}},
     "target": {"replicas": 1, "tensorParallel": 3},
 }
 """A target of several ranks without a second: its streams wait while it is replaced."""
