@@ -5,7 +5,7 @@ from __future__ import annotations
 from galley.common.metrics import catalogue as of
 from galley.common.metrics.metric import Metric
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
-from scripts.monitoring.queries import RELEASE, gauge, largest, left_s, quantile, rate, ratio
+from scripts.monitoring.queries import RELEASE, gauge, largest, left_s, process, quantile, rate, ratio
 
 _SERVED = 'fault!="caller"'
 _OURS = 'fault="server"'
@@ -212,8 +212,26 @@ OVERVIEW = Dashboard(
             ),
         ),
         Row(
-            "Versions",
+            "Processes",
             (
+                Panel(
+                    "CPU",
+                    "Cores that each process uses.",
+                    (Query(process(of.PROCESS_CPU, is_rate=True), "{{instance}}"),),
+                    "suffix: cores",
+                ),
+                Panel(
+                    "Memory",
+                    "Resident memory of each process.",
+                    (Query(process(of.PROCESS_RESIDENT), "{{instance}}"),),
+                    "bytes",
+                ),
+                Panel(
+                    "Time since start",
+                    "A line that falls to 0 is a restart.",
+                    (Query(f"time() - {process(of.PROCESS_START)}", "{{instance}}"),),
+                    "s",
+                ),
                 Panel(
                     "Builds",
                     "Running versions, by service.",

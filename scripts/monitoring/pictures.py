@@ -19,7 +19,7 @@ from PIL import Image
 _WIDTH_IN, _ROW_IN, _DPI = 12.0, 0.27, 88
 _COLUMNS, _COLORS = 24, 96
 _LEAST = 1e-6
-_STEPS = ((1e6, "M"), (1e3, "k"))
+_STEPS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 _THRESHOLDS = {"green": "#3a9a4c", "orange": "#e0912f", "red": "#d0353f"}
 
 
@@ -121,7 +121,9 @@ def figure_of(value: float, unit: str) -> str:
 
 
 def _suffix(unit: str) -> str:
-    return {"none": "", "s": "", "percentunit": "", "reqps": " req/s"}.get(unit, unit.removeprefix("suffix:"))
+    return {"none": "", "s": "", "percentunit": "", "reqps": " req/s", "bytes": "B"}.get(
+        unit, unit.removeprefix("suffix:")
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from galley.common.metrics.catalogue import BUILD
 from galley.common.metrics.metric import Kind, Metric
 
 WINDOW = "$__rate_interval"
@@ -47,6 +48,13 @@ def gauge(metric: Metric, *by: str, where: str = "") -> str:
     """Return the sum of a gauge over all replicas; for an info metric, the number of replicas."""
     _check(metric, *by)
     return _sum(_selected(metric, metric.series[0], where), by)
+
+
+def process(metric: Metric, *, is_rate: bool = False) -> str:
+    """Return a figure of each process; programs other than Galley's export these metrics too."""
+    series = _selected(metric, metric.series[0])
+    value = f"rate({series}[{WINDOW}])" if is_rate else series
+    return f"max by (instance) ({value} and on (namespace, instance) {_selected(BUILD, BUILD.series[0])})"
 
 
 def largest(metric: Metric, *by: str) -> str:

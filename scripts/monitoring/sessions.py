@@ -91,6 +91,26 @@ SESSIONS = Dashboard(
             ),
         ),
         Row(
+            "Usage",
+            (
+                Panel(
+                    "Prompt and output tokens",
+                    "Tokens per second: prompts of new sessions, and confirmed tokens.",
+                    (Query(rate(of.PROMPT_TOKENS), "prompt"), Query(rate(of.CONFIRMED_TOKENS), "output")),
+                    "suffix: tok/s",
+                    width=12,
+                ),
+                Panel(
+                    "Tokens by caller",
+                    "Prompt and output tokens per second; by name if gateways count by principal.",
+                    (Query(rate(of.USAGE_TOKENS, "principal", "direction"), "{{principal}} {{direction}}"),),
+                    "suffix: tok/s",
+                    width=12,
+                    stacked=True,
+                ),
+            ),
+        ),
+        Row(
             "Rounds and commits",
             (
                 Panel(

@@ -147,6 +147,18 @@ def test_bad_values_of_rules_are_refused_by_name(values: Manifest, named: str) -
     assert named in render_refused({"monitoring": {"rules": {"enabled": True, **values}}})
 
 
+def test_rules_need_metrics_of_the_release() -> None:
+    monitoring: Manifest = {"scrape": "none", "rules": {"enabled": True}}
+    assert "monitoring.scrape: must not be none" in render_refused({"monitoring": monitoring})
+    assert render({"monitoring": {**monitoring, "releaseLabel": "deployment"}})
+
+
+def test_the_windows_of_a_burn_rate_differ() -> None:
+    burn = {"burnRates": {"page": {"shortWindow": "1h"}}}
+    refused = render_refused({"monitoring": {"rules": {"enabled": True, **burn}}})
+    assert "monitoring.rules.burnRates.page.shortWindow" in refused
+
+
 def test_an_objective_is_a_bucket() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["monitoring"]["properties"]
     objectives = schema["rules"]["properties"]["objectives"]["properties"]

@@ -10,6 +10,7 @@ of bounds, and missing requirements of an enabled part.
 {{- include "galley.validateTarget" . -}}
 {{- include "galley.validateDevices" . -}}
 {{- include "galley.validateScaling" . -}}
+{{- include "galley.validateMonitoring" . -}}
 {{- include "galley.validateAccess" . -}}
 {{- include "galley.validateEdge" . -}}
 {{- end -}}
@@ -94,6 +95,18 @@ of bounds, and missing requirements of an enabled part.
 {{- $target := .Values.target -}}
 {{- if and (contains "/mig-" $target.gpuResource) (gt (int $target.tensorParallel) 1) -}}
 {{- fail (printf "target.tensorParallel: must be 1 with target.gpuResource %s, got %v; ranks cannot exchange data between slices of a GPU" $target.gpuResource $target.tensorParallel) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "galley.validateMonitoring" -}}
+{{- $monitoring := .Values.monitoring -}}
+{{- if and $monitoring.rules.enabled (eq $monitoring.scrape "none") (not $monitoring.releaseLabel) -}}
+{{- fail "monitoring.scrape: must not be none with monitoring.rules.enabled, because the alert on missing metrics would fire; or name the label that your own scrape sets in monitoring.releaseLabel" -}}
+{{- end -}}
+{{- range $severity, $burn := $monitoring.rules.burnRates -}}
+{{- if eq $burn.window $burn.shortWindow -}}
+{{- fail (printf "monitoring.rules.burnRates.%s.shortWindow: must be shorter than window, got %s for both" $severity $burn.window) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
