@@ -32,6 +32,39 @@ MONITORED_SERVICES: dict[str, Any] = {
 FROM_EDGE = {"clients": [{"namespaceSelector": {"matchLabels": {"name": "edge"}}}]}
 POLICY = {"enabled": True, "ca": {"name": "authority"}}
 
+CLOSED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+MOUNT = {"name": "scratch", "mountPath": "/scratch"}
+SIDECAR: dict[str, Any] = {
+    "image": "registry.example.com/sidecar:1",
+    "imagePullPolicy": "IfNotPresent",
+    "securityContext": CLOSED,
+    "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "16Mi"}},
+    "volumeMounts": [MOUNT],
+}
+EXTENDED: dict[str, Any] = {
+    "podLabels": {"team": "serving"},
+    "extraEnv": [{"name": "HF_ENDPOINT", "value": "https://mirror.example.com"}],
+    "envFrom": [{"configMapRef": {"name": "proxy", "optional": True}}],
+    "extraVolumes": [{"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}}],
+    "extraVolumeMounts": [MOUNT],
+    "extraContainers": [{"name": "sidecar", **SIDECAR}],
+    "initContainers": [{"name": "prepare", **SIDECAR}],
+    "runtimeClassName": "nvidia",
+    "resourceClaims": [{"name": "device", "resourceClaimTemplateName": "device"}],
+    "livenessProbe": {"failureThreshold": 10},
+    "podSpec": {"hostname": "galley", "terminationGracePeriodSeconds": 600},
+}
+DNS_OF_OPENSHIFT = [
+    {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "openshift-dns"}},
+        "podSelector": {"matchLabels": {"dns.operator.openshift.io/daemonset-dns": "default"}},
+    }
+]
+
 SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     "target": {
         "one pod": {},
@@ -187,6 +220,19 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
         "pods": {"monitoring": {"scrape": "podMonitor", **ALL_MONITORING}},
         "services": {"monitoring": MONITORED_SERVICES},
         "not at all": {"monitoring": {"scrape": "none"}},
+    },
+    "pods": {
+        "plain": {},
+        "extended": {
+            **dict.fromkeys(("gateway", "draft", "target", "test"), EXTENDED),
+            "redis": {"embedded": EXTENDED},
+            "ipFamilyPolicy": "PreferDualStack",
+            "ipFamilies": ["IPv6", "IPv4"],
+        },
+        "openshift": {
+            "podSecurityContext": dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup")),
+            "networkPolicy": {"dns": DNS_OF_OPENSHIFT, "dnsPorts": [5353]},
+        },
     },
     "scaled": {
         "by hand": {"gateway": {"replicas": 3}},

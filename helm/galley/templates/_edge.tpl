@@ -10,12 +10,12 @@
 {{- include "galley.roleName" . }}-{{ .way -}}
 {{- end -}}
 
-{{/* A backendRef: the InferencePool, or the Service. (dict "root" $ "role" "gateway" "way" "http" "port" 8000) */}}
+{{/* A backendRef: the InferencePool, or the Service. (dict "root" $ "role" "gateway" "way" "http") */}}
 {{- define "galley.backend" -}}
 {{- if include "galley.pickerOf" . -}}
 - {group: inference.networking.k8s.io, kind: InferencePool, name: {{ include "galley.poolName" . }}}
 {{- else -}}
-- {name: {{ include "galley.roleName" . }}, port: {{ .port }}}
+- {name: {{ include "galley.roleName" . }}, port: {{ include "galley.servicePort" . }}}
 {{- end -}}
 {{- end -}}
 

@@ -3,8 +3,9 @@
 {{- define "galley.env" -}}
 {{- $prefix := printf "GALLEY_%s_" (upper .role) -}}
 {{- $role := .values -}}
+# All addresses, of IPv4 and of IPv6.
 - name: {{ $prefix }}HOST
-  value: "0.0.0.0"
+  value: "::"
 - name: {{ $prefix }}PORT
   value: {{ $role.port | quote }}
 - name: {{ $prefix }}HEALTH_PORT
@@ -21,7 +22,7 @@
   {{- include "galley.redisUrl" . | nindent 2 }}
 # Releases may share a store: each uses its own replicas only. A namespace's name has no dot.
 - name: {{ $prefix }}POOL
-  value: {{ .root.Release.Namespace }}.{{ .root.Release.Name }}
+  value: {{ printf "%s.%s" .root.Release.Namespace .root.Release.Name | toYaml }}
 {{- include "galley.tlsEnv" . }}
 {{- include "galley.otelEnv" . }}
 {{- range $key, $value := $role.settings }}

@@ -3,12 +3,18 @@ Names, labels, images, addresses. Most helpers of this chart take (dict "root" $
 `values` are those of the role.
 */}}
 
+{{/*
+The prefix of all names: a DNS label of at most 40 characters that begins with a letter, as a Service's name must. A release name
+that is none, or is too long, becomes one with a hash of the whole name, so that two releases never share it.
+*/}}
 {{- define "galley.name" -}}
-{{- if contains .Chart.Name .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" -}}
+{{- $chart := .Values.nameOverride | default .Chart.Name -}}
+{{- $whole := ternary .Release.Name (printf "%s-%s" .Release.Name $chart) (contains $chart .Release.Name) -}}
+{{- $label := regexReplaceAll "^[0-9]" (replace "." "-" $whole) "g-${0}" -}}
+{{- if or (ne $label $whole) (gt (len $label) 40) -}}
+{{- $label = printf "%s-%s" ($label | trunc 31 | trimSuffix "-") (sha256sum $whole | trunc 8) -}}
 {{- end -}}
+{{- .Values.fullnameOverride | default $label -}}
 {{- end -}}
 
 {{/* The name of a role's objects. */}}
@@ -18,8 +24,8 @@ Names, labels, images, addresses. Most helpers of this chart take (dict "root" $
 
 {{/* Selector of every pod of the release. */}}
 {{- define "galley.releaseSelector" -}}
-app.kubernetes.io/name: galley
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ .Values.nameOverride | default "galley" }}
+app.kubernetes.io/instance: {{ toYaml .Release.Name }}
 {{- end -}}
 
 {{- define "galley.selector" -}}
@@ -49,7 +55,7 @@ app.kubernetes.io/part-of: galley
 {{/* Metadata of a role's object; `name` overrides the role's name. */}}
 {{- define "galley.metadata" -}}
 name: {{ .name | default (include "galley.roleName" .) }}
-namespace: {{ .root.Release.Namespace }}
+namespace: {{ toYaml .root.Release.Namespace }}
 labels:
   {{- include "galley.labels" . | nindent 2 }}
 {{- end -}}
@@ -57,7 +63,7 @@ labels:
 {{- define "galley.image" -}}
 {{- $image := .root.Values.image -}}
 {{- $own := .values.image -}}
-{{- with $image.registry }}{{ . }}/{{ end -}}
+{{- with (.root.Values.global).imageRegistry | default $image.registry }}{{ . }}/{{ end -}}
 {{- $own.repository }}:{{ $own.tag | default $image.tag | default .root.Chart.AppVersion -}}
 {{- end -}}
 

@@ -34,15 +34,21 @@ metadata:
 {{- regexFind ":[0-9]+$" $authority | trimPrefix ":" | default .default -}}
 {{- end -}}
 
+{{- define "galley.toDns" -}}
+- to:
+    {{- toYaml .Values.networkPolicy.dns | nindent 4 }}
+  ports:
+    {{- range .Values.networkPolicy.dnsPorts }}
+    - {port: {{ . }}, protocol: UDP}
+    - {port: {{ . }}, protocol: TCP}
+    {{- end }}
+{{- end -}}
+
 {{/* Egress to DNS, store and collector; with `https` (ports separated by blanks) also to the hub and the issuer. */}}
 {{- define "galley.egress" -}}
 {{- $values := .root.Values -}}
 {{- $policy := $values.networkPolicy -}}
-- to:
-    {{- toYaml $policy.dns | nindent 4 }}
-  ports:
-    - {port: 53, protocol: UDP}
-    - {port: 53, protocol: TCP}
+{{ include "galley.toDns" .root }}
 {{- if $values.redis.embedded.enabled }}
 - to:
     {{- include "galley.podsOf" (dict "root" .root "roles" (list "redis")) | nindent 4 }}

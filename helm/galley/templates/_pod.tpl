@@ -1,23 +1,42 @@
 {{/* The common parts of all pods. */}}
 
+{{/* Security contexts of all pods and containers; galley.extensions lays those of a role over them. */}}
 {{- define "galley.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
+{{ include "galley.over" (dict "text" "{}" "over" (list .root.Values.podSecurityContext)) }}
 {{- end -}}
 
 {{- define "galley.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+{{ include "galley.over" (dict "text" "{}" "over" (list .root.Values.securityContext)) }}
+{{- end -}}
+
+{{/* The roles that have a service account; Ray's head and `helm test` use that of another role, their `account`. */}}
+{{- define "galley.accountRoles" -}}
+- gateway
+{{- if .Values.draft.enabled }}
+- draft
+{{- end }}
+- target
+{{- if .Values.redis.embedded.enabled }}
+- redis
+{{- end }}
+{{- end -}}
+
+{{/* The role's values of its account. (dict "root" $ "role" "redis") */}}
+{{- define "galley.accountValues" -}}
+{{- $values := .root.Values -}}
+{{- $own := ternary $values.redis.embedded (index $values .role) (eq .role "redis") -}}
+{{- toYaml ($own.serviceAccount | default dict) -}}
+{{- end -}}
+
+{{- define "galley.createsAccount" -}}
+{{- $own := include "galley.accountValues" . | fromYaml -}}
+{{- if and .root.Values.serviceAccount.create (dig "create" true $own) }}true{{ end -}}
 {{- end -}}
 
 {{- define "galley.serviceAccountName" -}}
-{{- $role := .account | default .role -}}
-{{- if .root.Values.serviceAccount.create }}{{ include "galley.roleName" (dict "root" .root "role" $role) }}{{ else }}default{{ end -}}
+{{- $it := dict "root" .root "role" (.account | default .role) -}}
+{{- $name := (include "galley.accountValues" $it | fromYaml).name -}}
+{{- $name | default (ternary (include "galley.roleName" $it) "default" (eq "true" (include "galley.createsAccount" $it))) -}}
 {{- end -}}
 
 {{/*
@@ -38,7 +57,11 @@ automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
   {{- include "galley.podSecurity" . | nindent 2 }}
-{{- with .root.Values.imagePullSecrets }}
+{{- $secrets := list }}
+{{- range concat ((.root.Values.global).imagePullSecrets | default list) .root.Values.imagePullSecrets }}
+{{- $secrets = append $secrets (ternary . (dict "name" .) (kindIs "map" .)) }}
+{{- end }}
+{{- with $secrets | uniq }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}

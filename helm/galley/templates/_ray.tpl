@@ -3,7 +3,7 @@
 {{/* The Serve config (like deploy/ray/target.yaml). Replicas read other settings from their pod's environment. */}}
 {{- define "galley.serveConfig" -}}
 {{- $target := .Values.target -}}
-{{- $settings := dict "host" "0.0.0.0" "port" (int $target.port) "drain_timeout_s" (int $target.drainTimeoutSeconds) -}}
+{{- $settings := dict "host" "::" "port" (int $target.port) "drain_timeout_s" (int $target.drainTimeoutSeconds) -}}
 {{- $_ := set $settings "threads" (int ($target.settings.threads | default 1)) -}}
 {{- $_ := set $settings "device" ($target.settings.device | default (ternary "cuda" "cpu" (gt (int $target.gpus) 0))) -}}
 proxy_location: Disabled # requests do not pass through Ray

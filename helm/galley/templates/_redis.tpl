@@ -20,6 +20,15 @@ value: redis://{{ include "galley.name" .root }}-redis:{{ $redis.embedded.port }
 {{- end -}}
 {{- end -}}
 
+{{/* The trial store's image, with global.imageRegistry in the place of its registry. */}}
+{{- define "galley.storeImage" -}}
+{{- $image := .values.image -}}
+{{- with (.root.Values.global).imageRegistry -}}
+{{- $image = printf "%s/%s" . (regexReplaceAll "^([^/]*[.:][^/]*|localhost)/" $image "") -}}
+{{- end -}}
+{{- $image -}}
+{{- end -}}
+
 {{/* The trial store. */}}
 {{- define "galley.redisPod" -}}
 {{ include "galley.podCommon" . }}
@@ -27,7 +36,7 @@ terminationGracePeriodSeconds: 30
 {{- include "galley.placement" . }}
 containers:
   - name: redis
-    image: {{ .values.image }}
+    image: {{ include "galley.storeImage" . }}
     imagePullPolicy: {{ .root.Values.image.pullPolicy }}
     # With the append-only file the token log survives a restart.
     command: [valkey-server]

@@ -12,9 +12,28 @@ metadata:
     galley-headless: "true"
 spec:
   clusterIP: None
+  {{- include "galley.ipFamilies" .root | nindent 2 }}
   selector:
     {{- include "galley.selector" . | nindent 4 }}
   ports:
     - {name: grpc, port: {{ $role.port }}, targetPort: grpc, protocol: TCP}
     - {name: metrics, port: {{ $role.metricsPort }}, targetPort: metrics, protocol: TCP}
+{{- end -}}
+
+{{/* Families of addresses of every Service; empty leaves them to the cluster. */}}
+{{- define "galley.ipFamilies" -}}
+{{- with .Values.ipFamilyPolicy }}
+ipFamilyPolicy: {{ . }}
+{{- end }}
+{{- with .Values.ipFamilies }}
+ipFamilies:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* The port of the gateway's Service for one way in: the one named, or the pods'. (dict "root" $ "way" "http") */}}
+{{- define "galley.servicePort" -}}
+{{- $key := ternary "httpPort" "port" (eq .way "http") -}}
+{{- $gateway := .root.Values.gateway -}}
+{{- get $gateway.service $key | default (get $gateway $key) | int -}}
 {{- end -}}

@@ -13,6 +13,7 @@ of bounds, and missing requirements of an enabled part.
 {{- include "galley.validateMonitoring" . -}}
 {{- include "galley.validateAccess" . -}}
 {{- include "galley.validateEdge" . -}}
+{{- include "galley.validatePods" . -}}
 {{- end -}}
 
 {{- define "galley.validateStore" -}}

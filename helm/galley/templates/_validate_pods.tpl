@@ -1,0 +1,45 @@
+{{/* Refuse Services, accounts and security settings that Kubernetes would refuse. */}}
+{{- define "galley.validatePods" -}}
+{{- include "galley.validateService" . -}}
+{{- include "galley.validateAccounts" . -}}
+{{- if and (eq .Values.ipFamilyPolicy "SingleStack") (gt (len .Values.ipFamilies) 1) -}}
+{{- fail (printf "ipFamilies: must be one with ipFamilyPolicy SingleStack, got %s" (join ", " .Values.ipFamilies)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "galley.validateService" -}}
+{{- $service := .Values.gateway.service -}}
+{{- if eq $service.type "ClusterIP" -}}
+{{- range $key := list "nodePort" "httpNodePort" -}}
+{{- if get $service $key -}}
+{{- fail (printf "gateway.service.%s: must be 0 with gateway.service.type ClusterIP, got %v" $key (get $service $key)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if ne $service.type "LoadBalancer" -}}
+{{- range $key := list "loadBalancerClass" "loadBalancerSourceRanges" -}}
+{{- if get $service $key -}}
+{{- fail (printf "gateway.service.%s: must be empty with gateway.service.type %s; only LoadBalancer uses it" $key $service.type) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $grpc := include "galley.servicePort" (dict "root" . "way" "grpc") -}}
+{{- if and (include "galley.hasHttp" .) (eq $grpc (include "galley.servicePort" (dict "root" . "way" "http"))) -}}
+{{- fail (printf "gateway.service.httpPort: must differ from gateway.service.port, got %s" $grpc) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Accounts that two roles would create. */}}
+{{- define "galley.validateAccounts" -}}
+{{- $known := dict -}}
+{{- range $role := include "galley.accountRoles" . | fromYamlArray -}}
+{{- $it := dict "root" $ "role" $role -}}
+{{- if include "galley.createsAccount" $it -}}
+{{- $name := include "galley.serviceAccountName" $it -}}
+{{- with get $known $name -}}
+{{- fail (printf "%s.serviceAccount.create: must be false, because %s.serviceAccount creates one too that is called %s" $role . $name) -}}
+{{- end -}}
+{{- $_ := set $known $name $role -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
