@@ -48,7 +48,7 @@ DECIDED = frozenset(_WIRING | _OWN_VALUES | _RANKS | _TLS | _PEERS | _CALLERS | 
 _OFFERED = {"draft": {"model"}}
 _KEPT_WORDS = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength")
 _WIDTH = 128
-_COMMON = frozenset({"enabled", "port", "healthPort", "metricsPort"})
+_COMMON = frozenset({"enabled", "port", "healthPort", "metricsPort", "serviceAccount"})
 """Values that all pools of drafts share."""
 
 

@@ -35,6 +35,7 @@ def on_every_pod(extension: Manifest, target: Manifest) -> dict[str, Manifest]:
     head = {"head": extension}
     manifests = render(
         {
+            "networkPolicy": {"enabled": not extension.get("hostNetwork")},
             "gateway": extension,
             "draft": extension,
             "target": {**extension, **target, "rayService": head},
@@ -137,8 +138,23 @@ def test_every_pod_has_all_extension_points(target: Manifest) -> None:
 
 def test_pods_of_the_hosts_network_may_have_their_own_dns() -> None:
     dns = {"hostNetwork": True, "dnsPolicy": "None", "dnsConfig": {"nameservers": ["fd00::53"]}}
-    spec = pods(render({"draft": dns}))["draft"]
+    spec = pods(render({"draft": dns, "networkPolicy": {"enabled": False}}))["draft"]
     assert {name: spec[name] for name in dns} == dns
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"gateway": {"hostNetwork": True}}, "gateway"),
+        ({"target": {"podSpec": {"hostNetwork": True}}}, "target"),
+        ({"target": {"rayService": {"head": {"hostNetwork": True}}}}, "target.rayService.head"),
+        ({"redis": {"embedded": {"hostNetwork": True}}}, "redis.embedded"),
+        ({"drafts": [{"name": "big", "hostNetwork": True}]}, "drafts[big]"),
+    ],
+)
+def test_the_hosts_network_and_policies_exclude_each_other(values: Manifest, name: str) -> None:
+    refusal = render_refused(values)
+    assert f"networkPolicy.enabled: must be false with {name}.hostNetwork" in refusal
 
 
 def test_pod_annotations_replace_those_of_the_chart() -> None:

@@ -84,7 +84,10 @@ def settings_config(env_prefix: str) -> SettingsConfigDict:
 class ServiceSettings(BaseSettings):
     model_config = settings_config("GALLEY_")
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address to listen on. :: is every address of the machine, of IPv4 and IPv6.",
+    )
     port: int = Field(default=0, ge=0, le=65535, description="Port to listen on. 0 lets the system choose.")
     metrics_port: int = Field(
         default=-1,

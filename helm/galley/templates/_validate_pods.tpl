@@ -2,6 +2,7 @@
 {{- define "galley.validatePods" -}}
 {{- include "galley.validateService" . -}}
 {{- include "galley.validateAccounts" . -}}
+{{- include "galley.validateHostNetwork" . -}}
 {{- if and (eq .Values.ipFamilyPolicy "SingleStack") (gt (len .Values.ipFamilies) 1) -}}
 {{- fail (printf "ipFamilies: must be one with ipFamilyPolicy SingleStack, got %s" (join ", " .Values.ipFamilies)) -}}
 {{- end -}}
@@ -40,6 +41,21 @@
 {{- fail (printf "%s.serviceAccount.create: must be false, because %s.serviceAccount creates one too that is called %s" $role . $name) -}}
 {{- end -}}
 {{- $_ := set $known $name $role -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* NetworkPolicies neither select pods of the host's network nor admit them by their labels. */}}
+{{- define "galley.validateHostNetwork" -}}
+{{- $values := .Values -}}
+{{- $pods := dict "gateway" $values.gateway "draft" $values.draft "target" $values.target -}}
+{{- range $values.drafts -}}{{- $_ := set $pods (printf "drafts[%s]" .name) . -}}{{- end -}}
+{{- $pods = merge $pods (dict "target.rayService.head" $values.target.rayService.head "redis.embedded" $values.redis.embedded "test" $values.test) -}}
+{{- if $values.networkPolicy.enabled -}}
+{{- range $name, $pod := $pods -}}
+{{- if or $pod.hostNetwork ($pod.podSpec).hostNetwork -}}
+{{- fail (printf "networkPolicy.enabled: must be false with %s.hostNetwork, because policies do not know pods of the host's network" $name) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
