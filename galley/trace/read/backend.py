@@ -12,10 +12,11 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote, urlencode, urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from galley.core import names
 from galley.trace.read.fetched_json import by_trace, continued_traces, linked_traces, plain_otlp
@@ -113,18 +114,30 @@ class Backend:
 def backend_of(source: str) -> Backend:
     """Return the back end that `source` names. Raise ValueError, which says how."""
     parts = urlsplit(source)
+    if parts.username or parts.password:  # before the source is printed
+        raise ValueError(f"must have no user name or password; put headers into {HEADERS}")
     kind, _, transport = parts.scheme.partition("+")
     if parts.scheme in {"http", "https"}:
         kind, transport = OTLP, parts.scheme
-    if kind not in {TEMPO, JAEGER, OTLP} or transport not in {"", "http", "https"} or not parts.hostname:
+    if (
+        kind not in {TEMPO, JAEGER, OTLP}
+        or transport not in {"", "http", "https"}
+        or not parts.hostname
+        or parts.port == 0
+    ):
         raise ValueError(
             "must be tempo://HOST:PORT, jaeger://HOST:PORT (tempo+https://, jaeger+https:// over TLS) or the "
             f"http(s):// address of OTLP JSON, got {source!r}"
         )
-    if parts.username or parts.password:
-        raise ValueError(f"must have no user name or password; put headers into {HEADERS}")
     url = parts._replace(scheme=transport or "http").geturl()
     return Backend(kind, url if kind == OTLP else url.rstrip("/"), _get)
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Make a redirect an error: urllib would send the headers, and keys in them, to any other host."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
 
 
 def _get(url: str) -> list[Any] | None:
@@ -136,7 +149,8 @@ def _get(url: str) -> list[Any] | None:
     place = url.partition("?")[0]
     try:
         # The scheme is http or https: see backend_of.
-        with urlopen(Request(url, headers=headers), timeout=_TIMEOUT_S) as response:  # noqa: S310
+        request = Request(url, headers=headers)  # noqa: S310
+        with build_opener(_NoRedirects).open(request, timeout=_TIMEOUT_S) as response:
             body = response.read(_MOST_BYTES + 1)
     except HTTPError as error:
         with error:
@@ -145,7 +159,7 @@ def _get(url: str) -> list[Any] | None:
             raise BadTraceFile(
                 f"{place}: answered with status {error.code}; headers come from {HEADERS}"
             ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, HTTPException, ValueError) as error:
         raise BadTraceFile(f"{place}: cannot be read ({error})") from None
     if len(body) > _MOST_BYTES:
         raise BadTraceFile(f"{place}: must be at most {_MOST_BYTES // 2**20} MiB")

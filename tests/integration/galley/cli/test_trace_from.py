@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class Server:
     address: str = ""
     asked: list[tuple[str, dict[str, list[str]]]] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
+    moved_to: str = ""
 
     def answer(self, path: str, query: dict[str, list[str]]) -> Any:
         """Return the JSON for a path; None for 404."""
@@ -82,6 +84,11 @@ def server() -> Iterator[Server]:
             query = parse_qs(parts.query)
             state.asked.append((parts.path, query))
             state.headers = {name.lower(): value for name, value in self.headers.items()}
+            if state.moved_to:
+                self.send_response(302)
+                self.send_header("location", state.moved_to)
+                self.end_headers()
+                return
             found = state.answer(parts.path, query)
             body = json.dumps(found).encode()
             self.send_response(404 if found is None else 200)
@@ -148,6 +155,14 @@ def test_headers_of_the_environment_are_sent(server: Server) -> None:
     assert (server.headers["authorization"], server.headers["x-scope-orgid"]) == ("Basic YTpi=", "one")
 
 
+def test_headers_are_not_sent_where_a_back_end_redirects_to(server: Server) -> None:
+    server.moved_to = f"http://{server.address}/elsewhere"
+    failed = trace_from(f"tempo://{server.address}", SESSION, GALLEY_TRACE_HEADERS="Authorization=Bearer key")
+    assert failed.exit_code == 1
+    assert "answered with status 302" in failed.stderr
+    assert [path for path, _ in server.asked] == [f"/api/v2/traces/{SESSION}"]
+
+
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
@@ -155,6 +170,7 @@ def test_headers_of_the_environment_are_sent(server: Server) -> None:
         ("file:///etc/passwd", "--from: must be tempo://HOST:PORT"),
         ("tempo+ftp://host", "--from: must be tempo://HOST:PORT"),
         ("tempo://me:secret@host", "--from: must have no user name or password"),
+        ("zipkin://me:secret@host", "--from: must have no user name or password"),
     ],
 )
 def test_other_sources_are_refused(source: str, problem: str) -> None:
@@ -173,3 +189,26 @@ def test_a_back_end_that_is_away_or_empty_is_named(server: Server, path: str, pr
     assert failed.exit_code == 1
     assert problem in failed.stderr
     assert failed.stderr.startswith(f"error: http://{address}{path}")
+
+
+def test_an_answer_that_is_no_http_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"no HTTP\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        failed = trace_from(f"http://127.0.0.1:{listening.getsockname()[1]}/traces.json", "--last")
+        thread.join()
+    assert failed.exit_code == 1
+    assert "cannot be read" in failed.stderr
+
+
+def test_a_port_that_is_no_number_is_refused() -> None:
+    refused = trace_from("tempo://127.0.0.1:port", "--last")
+    assert refused.exit_code == 2
+    assert "--from: " in refused.stderr.replace("'", "")
