@@ -279,7 +279,9 @@ class ChatTemplate:
                     break
         except _REFUSALS as error:
             reason = str(error)[:_MAX_REASON_CHARS]
-            raise InvalidField("messages", f"the model's chat template refuses them: {reason}") from error
+            # Logs leave out what follows ", got": a template may quote a message.
+            problem = f"the model's chat template refuses them, got its error: {reason}"
+            raise InvalidField("messages", problem) from error
         if prompt.tell() > self._max_chars:
             raise InvalidField("messages", f"must come to at most {self._max_chars} characters as a prompt")
         return prompt.getvalue()

@@ -7,6 +7,7 @@ import json
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from galley.common.config.settings import ServerLimits
 from galley.common.metrics.registry import Registry
@@ -59,6 +60,15 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         "is not",
     ),
 ]
+
+
+async def test_what_a_chat_template_says_of_messages_is_not_logged(client: HttpClient) -> None:
+    with capture_logs() as lines:
+        response = await client.post(CHATS, CHAT | {"messages": [{"role": "system", "content": "x"}]})
+    assert "only users and assistants speak here" in response.json()["error"]["message"]
+    [line] = [line for line in lines if line["event"] == "call finished"]
+    assert (line["field"], line["status"]) == ("messages", "invalid_argument")
+    assert "only users" not in repr(lines)
 
 
 async def test_bad_parameters_name_themselves_and_their_bound(world: World, client: HttpClient) -> None:
