@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.deploy.matrix import laid_over
 from tests.deploy.render import ROLES, Manifest
 from tests.proofs.boot.worlds import HUB
 
@@ -17,11 +16,7 @@ ONE_REPLICA: Manifest = {
 }
 """A target of several ranks without a second: its streams wait while it is replaced."""
 
-_UNNAMED = {"podSecurityContext": dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"))}
-ANY_USER: Manifest = {
-    **dict.fromkeys((*ROLES, "test"), _UNNAMED),
-    "redis": {"embedded": _UNNAMED},
-}
+ANY_USER: Manifest = {"podSecurityContext": dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"))}
 """Pods that name no user, as OpenShift's restricted-v2 wants them."""
 ASSIGNED_USER = 1000680000
 
@@ -83,9 +78,7 @@ EXTENDED: Manifest = {
     }
 }
 """A gateway with a sidecar, an init container, a volume, variables of a Secret, and fields by podSpec."""
-BY_IPV6: Manifest = laid_over(
-    {role: {"extraEnv": [{"name": f"GALLEY_{role.upper()}_HOST", "value": "::"}]}} for role in ROLES
-)
+BY_IPV6: Manifest = {"ipFamilies": ["IPv6"]}
 """A cluster without IPv4."""
 
 GATED: Manifest = {
