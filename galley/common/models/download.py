@@ -37,14 +37,20 @@ class Download:
     """One hub model, of which the files that match `patterns` are wanted."""
 
     def __init__(self, spec: str, patterns: Sequence[str], report_every_s: float) -> None:
+        """Raise UnsupportedModel unless `spec` is a hub id."""
         # With its HTTP client it is slow to load.
         import huggingface_hub  # noqa: PLC0415
         from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415
         from huggingface_hub.file_download import repo_folder_name  # noqa: PLC0415
+        from huggingface_hub.utils._validators import validate_repo_id  # noqa: PLC0415
 
         self._hub = huggingface_hub
         self._spec = spec
         self._name, self._revision = hub_model(spec)
+        try:
+            validate_repo_id(self._name)
+        except ValueError as error:
+            raise refused(spec, error) from error
         self._patterns = list(patterns)
         self._report_every_s = report_every_s
         self._folder = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=self._name, repo_type="model")
@@ -221,11 +227,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     start_logging("download")
     patterns = TOKENIZER_FILES if arguments.tokenizer else MODEL_FILES
-    downloads = [Download(model, patterns, arguments.report_every_s) for model in arguments.models]
-    if arguments.wait:
-        _wait(downloads, arguments.report_every_s)
-        return 0
     try:
+        downloads = [Download(model, patterns, arguments.report_every_s) for model in arguments.models]
+        if arguments.wait:
+            _wait(downloads, arguments.report_every_s)
+            return 0
         for download in downloads:
             download.run()
     except GalleyError as error:

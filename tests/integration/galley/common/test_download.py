@@ -146,6 +146,14 @@ def test_a_gated_model_needs_a_token(model: Path, home: Path) -> None:
         assert resolved_offline(served, home).name == served.commit
 
 
+@pytest.mark.parametrize("flags", [(), ("--wait",)])
+def test_a_name_that_is_no_hub_id_is_refused(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    ended = python("-m", DOWNLOAD, "no hub id", *flags, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert ended.returncode == 1
+    [failed] = events(ended.stderr)
+    assert failed["reason"] == "model: must be a directory, a .gguf file or a hub id, got 'no hub id'"
+
+
 def test_gateways_and_drafts_need_the_hub_only_once(model: Path, home: Path) -> None:
     with hub.serving(model, token=TOKEN) as served:
         assert download(served, home, "--tokenizer", HF_TOKEN=TOKEN)[0] == 0
