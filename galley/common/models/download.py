@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -143,8 +143,9 @@ class Download:
     def _remove_stale(self) -> None:
         """Remove what killed downloads left: they are not continued, and would fill the volume."""
         for path in (self._folder / "blobs").glob("*.incomplete"):
-            if path.stat().st_mtime < time.time() - _STALE_S:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another download has just finished it
+                if path.stat().st_mtime < time.time() - _STALE_S:
+                    path.unlink()
 
     @contextmanager
     def _progress(self, files: list[Any], size: int) -> Iterator[None]:
