@@ -155,10 +155,11 @@ class SimClient:
         try:
             async for event in stream:
                 await self._linger()
+                if not self.done:
+                    self._take(event)
                 if self.done:
                     stream.cancel()
                     return
-                self._take(event)
         except GalleyRpcError as error:
             self.error = error
             ledger, name = self._world.ledger, self.process.name

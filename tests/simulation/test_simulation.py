@@ -22,6 +22,10 @@ THEMED = range(2)
 """The seeds with which each theme is run."""
 CROWDS = range(10)
 METERED = range(2)
+ALLOWED = {
+    "a client that has noticed a loss hears no more of the answer": 5_023_931,
+}
+"""Schedules that were once called violations, by what the rules have to allow in them."""
 MOST_SEEDS = 300
 """Every mutant must be detected within this many seeds."""
 
@@ -85,6 +89,11 @@ def test_no_schedule_breaks_a_rule() -> None:
     assert not part.violations
     missing = [what for what in COVERED if not part.met[what]]
     assert not missing, "these schedules do not cover everything"
+
+
+@pytest.mark.parametrize("seed", ALLOWED.values(), ids=ALLOWED)
+def test_a_rule_allows_what_the_product_may_do(seed: int) -> None:
+    assert run_schedule(schedule_of(seed)).violation is None
 
 
 def test_a_part_is_played_from_its_seeds() -> None:
