@@ -55,7 +55,8 @@ class _SessionRecord:
         self.acknowledged = 0
         """How many tokens the store has said to hold."""
         self.holder: Call | None = None
-        """The call by which the session has its owner."""
+        """The call by which the session has its owner; None if that is not known."""
+        self.held_since_s = 0.0
         self.excused: set[str] = set()
         """The clients whose stream an ended call has replaced, where no promise forbids that."""
         self.claimants: set[str] = set()
@@ -234,6 +235,7 @@ class Ledger:
     def _succeeds(self, session: _SessionRecord, call: Call) -> None:
         """Check that a stream that is read is not fenced for a call that ended before it began."""
         former, session.holder = session.holder, call
+        session.held_since_s = asyncio.get_running_loop().time()
         call.has_changed = True
         if call.waits:
             session.claimants.add(call.near.name)
@@ -245,6 +247,13 @@ class Ledger:
         excused = self.stepped_s > call.began_s or call.looks_newer
         if not excused and ended_s + LEEWAY_S < former.began_s:
             self.violate(f"{former.near.name} is fenced for a call that {call.near.name} had given up")
+
+    def fenced_s(self, session_id: str, call: Call | None) -> float:
+        """Return for how long another call than this one has held the session; 0 if none is known to."""
+        session = self._records[session_id]
+        if session.holder in {None, call}:
+            return 0.0
+        return asyncio.get_running_loop().time() - session.held_since_s
 
     def is_succeeded(self, session_id: str, client: str) -> bool:
         """Return True if another client owned the session while it waited for it, or its loss was excused."""

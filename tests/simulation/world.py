@@ -18,7 +18,7 @@ from tests.simulation.client import SimClient
 from tests.simulation.faults import Faults
 from tests.simulation.ledger import Ledger, Violation
 from tests.simulation.schedule import ID_SECRET, Fault, PlannedSession, Schedule
-from tests.simulation.system.call import Server
+from tests.simulation.system.call import Server, current_call
 from tests.simulation.system.copies import Copies
 from tests.simulation.system.gateway import SimGateway
 from tests.simulation.system.loop import Deadlock, Livelock, SimLoop, virtual_time
@@ -130,16 +130,14 @@ class World:
     def planned(self, client: str) -> PlannedSession:
         return next(planned for planned in self.schedule.sessions if planned.client == client)
 
-    def ended_unread(self, gateway: str, session_id: str, began_s: float) -> None:
-        """Check a stream, started at `began_s`, that a gateway ended because it was left unread."""
+    def ended_unread(self, gateway: str, session_id: str) -> None:
+        """Check a stream that a gateway ended because it was left unread."""
         kinds = {fault.kind for fault in self.schedule.faults}
         slowest_s = max(planned.pause_s for planned in self.schedule.sessions)
         if not kinds & _DELAY_READERS and slowest_s < self.unread_s:
             self.ledger.violate(f"{gateway} ended a stream that was read in time")
-        owned_s = self.ledger.owned_at[session_id]
-        fenced_s = asyncio.get_running_loop().time() - owned_s
-        is_known = fenced_s > self.schedule.timing.renew_s + _FENCED_S and not kinds & _DELAY_RENEWALS
-        if owned_s > began_s and is_known:
+        fenced_s = self.ledger.fenced_s(session_id, current_call())
+        if fenced_s > self.schedule.timing.renew_s + _FENCED_S and not kinds & _DELAY_RENEWALS:
             self.ledger.violate(f"{gateway} calls a stream unread that is fenced for {fenced_s:.1f} s")
 
     @property

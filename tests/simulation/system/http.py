@@ -112,7 +112,6 @@ class SentEvents(Sent):
     def check_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.session_id = session_id_of(message)
-            self.began_s = asyncio.get_running_loop().time()
             return
         for _, data in events_in(message["body"]):
             parts = data.get("choices", (data,))  # a response has but one

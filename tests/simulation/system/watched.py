@@ -135,13 +135,12 @@ class Watch(WrappingInterceptor):
             self._world.ledger.note(f"{self._process.name} sends {code.name}: {details}")
             if "left unread" in details:
                 self._world.ledger.met["client: Unread"] += 1
-                self._world.ended_unread(self._process.name, sent.session_id, sent.began_s)
+                self._world.ended_unread(self._process.name, sent.session_id)
 
 
 class Sent:
     def __init__(self, ledger: Ledger) -> None:
         self.session_id = ""
-        self.began_s = 0.0
         self.has_tokens = False
         self._ledger = ledger
         self._announced: int | None = None
@@ -150,7 +149,6 @@ class Sent:
         match event.WhichOneof("event"):
             case "started":
                 self.session_id = event.started.session_id
-                self.began_s = asyncio.get_running_loop().time()
             case "numerics_changed":
                 self._announced = event.numerics_changed.index
             case "chunk":
