@@ -7,7 +7,6 @@ whether the faults in force allow it. Some applications come back to their strea
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +66,10 @@ class SimClient:
         self.seen: list[int] = [] if before is None else list(before.seen)
         self.done = False
         self.left = False
-        self.refused = False
         self.stalled_until = 0.0
         self.heard_s = 0.0
         """When it last got tokens, or opened its stream."""
         self.opened_s = 0.0
-        self.broke_s: float = math.inf if before is None else before.broke_s
-        """When its stream ended by an error; nobody has owned the session since."""
         self.planned = planned
         self.error: GalleyRpcError | None = None
         """The error that ended its last stream."""
@@ -167,8 +163,6 @@ class SimClient:
             if self._finished is not None:
                 ledger.violate(f"{name}: {error.code.name} after the end of its answer")
             self._world.verdicts.raised(self, error)
-            self.broke_s = asyncio.get_running_loop().time()
-            self.refused |= error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             if error.code is grpc.StatusCode.NOT_FOUND:
                 self.stream = None
         else:

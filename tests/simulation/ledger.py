@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -86,6 +86,8 @@ class Ledger:
         self.drafted_at: dict[str, float] = {}
         self.grew_at: dict[str, float] = {}
         self.owned_at: dict[str, float] = {}
+        self.left_at: dict[str, float] = {}
+        """When its latest owner left a session, or took one that it does not run yet."""
         self.was_streamed: set[str] = set()
         self.rests_until_s = 0.0
         self.roll_backs = 0
@@ -226,6 +228,8 @@ class Ledger:
         if is_new and call is not None:
             self._succeeds(session, call)
         self.owned_at[owner.session_id] = asyncio.get_running_loop().time()
+        if is_new:
+            self.left_at[owner.session_id] = self.owned_at[owner.session_id]
         self.note(f"{by} owns {owner.session_id} epoch {owner.epoch} at {len(stored.tokens)}")
         session.latest = max(session.latest, owner.epoch)
         self._has_one_owner(owner)
@@ -254,6 +258,18 @@ class Ledger:
         if session.holder in {None, call}:
             return 0.0
         return asyncio.get_running_loop().time() - session.held_since_s
+
+    @contextmanager
+    def running(self, owner: Ownership) -> Iterator[None]:
+        """Note that an owner runs its session, and when it leaves it."""
+        session = self._records[owner.session_id]
+        if owner.epoch >= session.latest:
+            self.left_at.pop(owner.session_id, None)
+        try:
+            yield
+        finally:
+            if owner.epoch >= session.latest:
+                self.left_at[owner.session_id] = asyncio.get_running_loop().time()
 
     def is_succeeded(self, session_id: str, client: str) -> bool:
         """Return True if another client owned the session while it waited for it, or its loss was excused."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING
 
 import grpc
@@ -93,12 +94,10 @@ class Verdicts:
             ledger.violate(f"{client.process.name}: {what}")
 
     def _forgotten(self, client: SimClient) -> None:
-        """Check the loss of a session: one whose owner could renew it must not expire."""
-        world = self._world
-        owned = client.planned.within_s is None and not client.refused and not world.ledger.roll_backs
-        owned = owned and _now_s() - client.broke_s < 0.9 * world.schedule.timing.ttl_s
-        read = all(fault.kind != "stall" or fault.for_s < world.unread_s for fault in world.schedule.faults)
-        if owned and read and world.has_only(LEAVE_OWNERS):
+        """Check the loss of a session: one that its owner renews, or has just renewed, must not expire."""
+        world, timing = self._world, self._world.schedule.timing
+        left_s = world.ledger.left_at.get(client.spec.session_id, math.inf)
+        if _now_s() - left_s < 0.9 * (timing.ttl_s - timing.renew_s) and world.has_only(LEAVE_OWNERS):
             world.ledger.violate(f"{client.process.name}: its session has expired")
 
     def _deadline_passed(self, client: SimClient, error: GalleyRpcError) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetReplica
 from services.gateway.servicer import GenerationServicer
 from services.gateway.session.replay import Replays
+from services.gateway.session.runner import SessionRunner
 from services.gateway.session.streams import Streams
 from tests.simulation.ledger import Ledger
 from tests.simulation.system.call import current_call
@@ -213,6 +214,11 @@ class CountedStreams(Streams):
     def keep(self, work: asyncio.Task[None], slot: AdmissionSlot, used: Callable[[], int]) -> None:
         self._ledger.met["went on alone"] += 1
         super().keep(work, slot, used)
+
+    @contextmanager
+    def running(self, runner: SessionRunner) -> Iterator[None]:
+        with super().running(runner), self._ledger.running(runner.log.owner):
+            yield
 
     @property
     def left(self) -> int:
