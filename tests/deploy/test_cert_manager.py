@@ -51,7 +51,9 @@ def mounted(manifests: list[Manifest]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, PUBLIC, {"tls": {"mutual": False}}], ids=["own authority", "public", "servers alone"]
+    "more",
+    [{}, PUBLIC, {"tls": {"mutual": False}}, {"drafts": [{"name": "a"}, {"name": "b"}]}],
+    ids=["own authority", "public", "servers alone", "pools"],
 )
 def test_every_mounted_secret_is_made(more: Manifest) -> None:
     manifests = rendered(more)

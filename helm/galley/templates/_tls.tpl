@@ -1,7 +1,8 @@
 {{/* Secrets of certificates, and what cert-manager is asked to put into them. Helpers take (dict "root" $ "role" "gateway"). */}}
 
+{{/* Of the role, not of one of its pools: they have one certificate. */}}
 {{- define "galley.tlsSecret" -}}
-{{- (index .root.Values.tls .role).secretName | default (printf "%s-tls" (include "galley.roleName" .)) -}}
+{{- (index .root.Values.tls .role).secretName | default (printf "%s-tls" (include "galley.roleName" (pick . "root" "role"))) -}}
 {{- end -}}
 
 {{/* Secret that the gateway uses towards drafts and targets. */}}
