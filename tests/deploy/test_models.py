@@ -78,6 +78,16 @@ def test_a_trained_draft_needs_the_embeddings_of_its_target() -> None:
     assert command == [*COMMAND, "example/big", "example/head", "example/big@abc"]
 
 
+def test_a_draft_from_a_directory_needs_the_embeddings_too() -> None:
+    trained = {"draft": {"settings": {"model": "/models/volume/head", "target_model": "example/big"}}}
+    values = {**trained, "modelCache": {"download": {"enabled": True}}}
+    draft = pods(render(values))["draft"]
+    assert draft["initContainers"][0]["command"] == [*COMMAND, "example/big"]
+    _is_offline(draft)
+    token = {"modelCache": {"hubToken": {"secretName": "hub"}}}
+    assert "HF_TOKEN" in env_of(only_container(pods(render({**trained, **token}))["draft"]))
+
+
 def test_servers_that_download_get_the_token() -> None:
     values = {"model": "example/big", "modelCache": {"hubToken": {"secretName": "hub"}}}
     rendered = pods(render(values))
@@ -136,6 +146,22 @@ def test_downloads_get_proxy_settings() -> None:
     rendered = pods(render(values))
     actual = {role: set(env_of(rendered[role]["initContainers"][0])) for role in ("draft", "target")}
     assert actual == {"draft": {"HTTPS_PROXY"}, "target": {"HTTPS_PROXY", "HF_ENDPOINT"}}
+
+
+def test_the_job_trusts_what_the_targets_trust() -> None:
+    target: dict[str, Any] = {
+        "extraVolumes": [{"name": "authorities", "configMap": {"name": "company"}}],
+        "extraVolumeMounts": [{"name": "authorities", "mountPath": "/etc/ssl/company", "readOnly": True}],
+        "extraEnv": [{"name": "SSL_CERT_FILE", "value": "/etc/ssl/company/ca.crt"}],
+        "podSecurityContext": {"fsGroup": 2000},
+        "securityContext": {"runAsUser": 2001},
+    }
+    spec = pods(render(laid_over([JOB, {"target": target}])))["download"]
+    assert target["extraVolumes"][0] in spec["volumes"]
+    assert target["extraVolumeMounts"][0] in only_container(spec)["volumeMounts"]
+    assert env_of(only_container(spec))["SSL_CERT_FILE"] == "/etc/ssl/company/ca.crt"
+    assert spec["securityContext"]["fsGroup"] == 2000
+    assert only_container(spec)["securityContext"]["runAsUser"] == 2001
 
 
 def test_a_kept_cache_is_one_for_all_that_need_it() -> None:
@@ -202,6 +228,13 @@ def test_image_volumes_need_a_kubernetes_that_has_them() -> None:
 
 OWN_CLAIM = {"modelCache": {"persistence": {"existingClaim": "mine"}}}
 KEPT = {"persistence": {"enabled": True, "size": "20Gi"}}
+TRAINED = {"model": "example/head", "target_model": "example/big@abc"}
+TWO_OF_ONE = {
+    "modelSize": "9Gi",
+    "draft": {"modelSize": "10Gi"},
+    "drafts": [{"name": "a"}, {"name": "b"}],
+    "modelCache": KEPT,
+}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +265,27 @@ KEPT = {"persistence": {"enabled": True, "size": "20Gi"}}
             laid_over([HUB, {"modelSize": "19Gi", "draft": {"modelSize": "1.1Gi"}, "modelCache": KEPT}]),
             "modelCache.persistence.size: must be at least the sum of draft.modelSize and modelSize",
         ),
+        (
+            laid_over([HUB, {"modelSize": "3Gi", "draft": {"modelSize": "3Gi", "settings": TRAINED}}]),
+            "modelCache.sizeLimit: must be at least draft.modelSize and modelSize (6442450944 bytes)",
+        ),
+        (
+            {"modelImage": "big:1", "modelVolume": {"mountPath": "/tmp"}},
+            "modelVolume.mountPath: must not be /tmp",
+        ),
+        (
+            {"modelImage": "big:1", "modelVolume": {"mountPath": "/etc/galley/tls"}},
+            "modelVolume.mountPath: must not be /etc/galley/tls",
+        ),
+        ({"modelImage": "big:1", "model": "example/big"}, "modelImage: must be empty with hub ids"),
+        (
+            {"gateway": {"modelImage": "tokenizer:1"}, "model": "example/big"},
+            "gateway.modelImage: must be empty with the hub id example/big",
+        ),
+        (
+            {"draft": {"modelImage": "small:1", "settings": {"model": "example/small"}}},
+            "draft.modelImage: must be empty with the hub id example/small",
+        ),
     ],
 )
 def test_models_that_cannot_be_had_are_refused(values: Manifest, reason: str) -> None:
@@ -244,6 +298,12 @@ def test_models_that_cannot_be_had_are_refused(values: Manifest, reason: str) ->
         {"model": "example/1b", "modelSize": "4Gi"},
         {"model": "/models/volume/big", "modelSize": "141Gi", "modelVolume": {"existingClaim": "models"}},
         laid_over([HUB, {"modelSize": "19Gi", "draft": {"modelSize": "1Gi"}, "modelCache": KEPT}]),
+        laid_over([HUB, TWO_OF_ONE]),
+        {
+            "model": "example/big",
+            "modelImage": "small:1",
+            "draft": {"settings": {"model": "/models/volume/small"}},
+        },
         laid_over(
             [
                 HUB,

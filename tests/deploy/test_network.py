@@ -134,6 +134,7 @@ def test_without_http_nothing_of_it_is_open() -> None:
         ({"model": "/models/other"}, set()),
         ({"model": "example/big", "draft": {"enabled": False}}, {"gateway", "target"}),
         ({"draft": {"settings": {"model": "example/small"}}}, {"draft"}),
+        ({"draft": {"settings": {"model": "/models/d", "target_model": "example/big"}}}, {"draft"}),
         ({"model": "example/big"}, {"gateway", "draft", "target"}),
         (
             {

@@ -18,6 +18,10 @@ init container of each pod downloads what it reads, or a Job downloads all model
 {{- compact $models | uniq | toJson -}}
 {{- end -}}
 
+{{- define "galley.readsHub" -}}
+{{- if ne (include "galley.hubModelsOf" .) "[]" }}true{{ end -}}
+{{- end -}}
+
 {{/* True if a Job downloads the models. */}}
 {{- define "galley.hasDownloadJob" -}}
 {{- with .Values.modelCache.download -}}{{- if and .enabled (eq .mode "job") }}true{{ end -}}{{- end -}}
@@ -35,7 +39,7 @@ init container of each pod downloads what it reads, or a Job downloads all model
 
 {{/* The environment of a server that reads a hub model. */}}
 {{- define "galley.hubEnv" -}}
-{{- if include "galley.hubModel" . }}
+{{- if include "galley.readsHub" . }}
 {{- if .root.Values.modelCache.download.enabled }}
 # The model is in the cache before the server starts.
 - name: HF_HUB_OFFLINE

@@ -13,6 +13,9 @@
 {{- if gt (len $sources) 1 -}}
 {{- fail (printf "modelVolume: must have one source at %s, got %s" $volume.mountPath (join " and " $sources)) -}}
 {{- end -}}
+{{- if and $sources (or (has $volume.mountPath (list "/tmp" "/var/cache/galley" "/dev/shm")) (hasPrefix "/etc/galley" $volume.mountPath)) -}}
+{{- fail (printf "modelVolume.mountPath: must not be %s, where pods have another volume" $volume.mountPath) -}}
+{{- end -}}
 {{- if and (has "modelImage" $sources) (semverCompare "<1.33-0" .Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "modelImage: must be empty below Kubernetes 1.33, which mounts no images as volumes, got %s; use modelVolume.existingClaim" .Capabilities.KubeVersion.Version) -}}
 {{- end -}}
@@ -22,25 +25,74 @@
 {{- if and (include "galley.hasDownloadJob" .) (not $cache.persistence.enabled) -}}
 {{- fail "modelCache.download.mode: must be initContainer without modelCache.persistence.enabled; a Job needs a claim to fill" -}}
 {{- end -}}
+{{- include "galley.validateModelImages" . -}}
 {{- include "galley.validateModelSizes" . -}}
 {{- end -}}
 
-{{/* Refuse a cache that cannot hold the hub models whose size is told. */}}
+{{/* Refuse images whose model nobody reads. */}}
+{{- define "galley.validateModelImages" -}}
+{{- $paths := list -}}
+{{- range include "galley.pools" . | fromJsonArray -}}
+{{- $hub := include "galley.hubModel" (merge (dict "root" $) .) -}}
+{{- if and .values.modelImage $hub -}}
+{{- fail (printf "%s.modelImage: must be empty with the hub id %s; name the directory at %s" .path $hub $.Values.modelVolume.mountPath) -}}
+{{- end -}}
+{{- if not $hub -}}{{- $paths = append $paths .path -}}{{- end -}}
+{{- end -}}
+{{- if and .Values.modelImage (not $paths) -}}
+{{- fail (printf "modelImage: must be empty with hub ids as models, got %s; name the directory at %s in model" .Values.model .Values.modelVolume.mountPath) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A hub id without its revision. */}}
+{{- define "galley.unpinned" -}}
+{{- regexReplaceAll "@.*$" . "" -}}
+{{- end -}}
+
+{{/* The hub models whose size is told, as JSON: of each id its size in bytes, as text, and the value that tells it. */}}
+{{- define "galley.modelSizes" -}}
+{{- $told := list (dict "id" .Values.model "name" "modelSize" "size" .Values.modelSize) -}}
+{{- range include "galley.draftPools" . | fromJsonArray -}}
+{{- $told = append $told (dict "id" (.values.settings.model | default "") "name" (printf "%s.modelSize" .path) "size" .values.modelSize) -}}
+{{- end -}}
+{{- $sizes := dict -}}
+{{- range $told -}}
+{{- $id := include "galley.unpinned" .id -}}
+{{- $bytes := include "galley.bytes" .size | int64 -}}
+{{- if and (include "galley.isHubId" $id) (gt $bytes (dig $id "bytes" 0 $sizes | int64)) -}}
+{{- $_ := set $sizes $id (dict "name" .name "text" (include "galley.text" .size) "bytes" $bytes) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $sizes -}}
+{{- end -}}
+
+{{/* The sum of sizes, as JSON: bytes, and names for a person. */}}
+{{- define "galley.sumOfSizes" -}}
+{{- $bytes := 0 -}}
+{{- $names := list -}}
+{{- range . -}}{{- $bytes = add $bytes (int64 .bytes) -}}{{- $names = append $names .name -}}{{- end -}}
+{{- dict "bytes" $bytes "names" ($names | sortAlpha | join " and ") | toJson -}}
+{{- end -}}
+
+{{/* Refuse a cache that cannot hold the hub models whose size is told: a claim has those of all pods, a pod its own. */}}
 {{- define "galley.validateModelSizes" -}}
 {{- $cache := .Values.modelCache -}}
-{{- $sizes := dict -}}
-{{- if include "galley.isHubId" .Values.model -}}{{- $_ := set $sizes "modelSize" .Values.modelSize -}}{{- end -}}
-{{- range include "galley.draftPools" . | fromJsonArray -}}
-{{- if include "galley.isHubId" .values.settings.model -}}{{- $_ := set $sizes (printf "%s.modelSize" .path) .values.modelSize -}}{{- end -}}
+{{- $sizes := include "galley.modelSizes" . | fromJson -}}
+{{- $all := include "galley.sumOfSizes" (values $sizes) | fromJson -}}
+{{- if and $cache.persistence.enabled (not $cache.persistence.existingClaim) (gt (int64 $all.bytes) (include "galley.bytes" $cache.persistence.size | int64)) -}}
+{{- fail (printf "modelCache.persistence.size: must be at least the sum of %s (%d bytes), got %s" $all.names (int64 $all.bytes) (include "galley.text" $cache.persistence.size)) -}}
 {{- end -}}
-{{- $total := 0 -}}
-{{- range $name, $size := $sizes -}}
-{{- $total = add $total (include "galley.bytes" $size) -}}
-{{- if and (not $cache.persistence.enabled) (gt (include "galley.bytes" $size | int64) (include "galley.bytes" $cache.sizeLimit | int64)) -}}
-{{- fail (printf "modelCache.sizeLimit: must be at least %s (%s), got %s; or set modelCache.persistence.enabled" $name (include "galley.text" $size) (include "galley.text" $cache.sizeLimit)) -}}
+{{- range include "galley.pools" . | fromJsonArray -}}
+{{- $own := list -}}
+{{- if or (eq .role "target") (and (eq .role "draft") (or .values.settings.model .values.settings.target_model)) -}}
+{{- range include "galley.hubModelsOf" (merge (dict "root" $) .) | fromJsonArray -}}
+{{- with get $sizes (include "galley.unpinned" .) -}}{{- $own = append $own . -}}{{- end -}}
 {{- end -}}
 {{- end -}}
-{{- if and $cache.persistence.enabled (not $cache.persistence.existingClaim) (gt $total (include "galley.bytes" $cache.persistence.size | int64)) -}}
-{{- fail (printf "modelCache.persistence.size: must be at least the sum of %s (%d bytes), got %s" (keys $sizes | sortAlpha | join " and ") $total (include "galley.text" $cache.persistence.size)) -}}
+{{- $sum := include "galley.sumOfSizes" $own | fromJson -}}
+{{- if and (not $cache.persistence.enabled) (gt (int64 $sum.bytes) (include "galley.bytes" $cache.sizeLimit | int64)) -}}
+{{- $size := ternary (first $own | default dict).text (printf "%d bytes" (int64 $sum.bytes)) (eq (len $own) 1) -}}
+{{- fail (printf "modelCache.sizeLimit: must be at least %s (%s), got %s; or set modelCache.persistence.enabled" $sum.names $size (include "galley.text" $cache.sizeLimit)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
