@@ -217,7 +217,7 @@ def test_rays_head_and_workers_reach_one_another_and_kuberay_the_head() -> None:
     rendered = render(SWITCHES["target"]["ray"])
     both = {("target", 0), ("ray-head", 0)}
     assert both <= openings(rendered, "target", "ingress") & openings(rendered, "target", "egress")
-    assert openings(rendered, "ray-head", "ingress") == {*both, ("any", 8265)}
+    assert openings(rendered, "ray-head", "ingress") == {*both, ("kuberay-system", 8265)}
     store = ("anywhere", 6380)
     assert openings(rendered, "ray-head", "egress") == {*both, ("kube-dns", DNS), store}
     forgetful = render({"target": {"kind": "rayservice"}})
