@@ -17,6 +17,7 @@ from tests.deploy.render import (
     pods,
     render,
     render_refused,
+    workloads,
 )
 
 GROUP = {"kind": "leaderworkerset", "nodes": 2, "tensorParallel": 2}
@@ -140,6 +141,16 @@ def test_pods_of_the_hosts_network_may_have_their_own_dns() -> None:
     dns = {"hostNetwork": True, "dnsPolicy": "None", "dnsConfig": {"nameservers": ["fd00::53"]}}
     spec = pods(render({"draft": dns, "networkPolicy": {"enabled": False}}))["draft"]
     assert {name: spec[name] for name in dns} == dns
+
+
+@pytest.mark.parametrize("gateway", [{"hostNetwork": True}, {"podSpec": {"hostNetwork": True}}])
+def test_gateways_of_the_hosts_network_make_room_first(gateway: Manifest) -> None:
+    """On as many nodes as gateways, no node has free ports for one more."""
+    values = {"gateway": gateway, "networkPolicy": {"enabled": False}}
+    strategy = workloads(render(values))["gateway"]["spec"]["strategy"]
+    assert strategy == {"rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
+    usual = workloads(render())["gateway"]["spec"]["strategy"]
+    assert usual == {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
 
 
 @pytest.mark.parametrize(

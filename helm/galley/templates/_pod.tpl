@@ -95,6 +95,11 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{/* True if these values put a pod into its node's network. */}}
+{{- define "galley.onHostNetwork" -}}
+{{- if or .hostNetwork (.podSpec).hostNetwork }}true{{ end -}}
+{{- end -}}
+
 {{/* Metadata of a role's pods; `silent` for pods without metrics, `bare` also without a note for kubectl. */}}
 {{- define "galley.podMetadata" -}}
 labels:

@@ -53,7 +53,7 @@
 {{- $pods = merge $pods (dict "target.rayService.head" $values.target.rayService.head "redis.embedded" $values.redis.embedded "test" $values.test) -}}
 {{- if $values.networkPolicy.enabled -}}
 {{- range $name, $pod := $pods -}}
-{{- if or $pod.hostNetwork ($pod.podSpec).hostNetwork -}}
+{{- if include "galley.onHostNetwork" $pod -}}
 {{- fail (printf "networkPolicy.enabled: must be false with %s.hostNetwork, because policies do not know pods of the host's network" $name) -}}
 {{- end -}}
 {{- end -}}
