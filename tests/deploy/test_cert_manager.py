@@ -138,6 +138,10 @@ def test_without_drafts_they_need_no_certificate() -> None:
             "tls.gateway.dnsNames: must be empty",
         ),
         ({"tls": {"certManager": {"duration": "90d"}}}, "/tls/certManager/duration"),
+        (
+            {"tls": {"certManager": {"duration": "720h", "renewBefore": "720h"}}},
+            "tls.certManager.renewBefore: must be less than tls.certManager.duration (720h), got 720h",
+        ),
     ],
 )
 def test_certificates_that_cannot_be_are_refused(values: Manifest, message: str) -> None:

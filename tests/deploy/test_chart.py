@@ -64,6 +64,7 @@ def test_default_objects(manifests: list[Manifest]) -> None:
         ({"gatewy": {}}, "gatewy"),
         ({"gateway": {"replica": 2}}, "replica"),
         ({"gateway": {"settings": {"kk": 2}}}, "kk"),
+        *(({role: {"settings": None}}, f"/{role}'?: missing property 'settings'") for role in ROLES),
         ({"target": {"settings": {"tensor_parallel": 2}}}, "tensor_parallel"),
         ({"gateway": {"port": 80}}, "port"),
         ({"gateway": {"resources": {"request": {}}}}, "request"),

@@ -199,6 +199,14 @@ def test_one_picker_makes_one_pool() -> None:
     [
         ({"ingress": {"enabled": True}}, "/ingress/hosts"),
         ({"ingress": {"enabled": True, "hosts": ["g"]}}, "/ingress/tls"),
+        ({"ingress": {**INGRESS, "hosts": ["G.example.com"]}}, "/ingress/hosts/0"),
+        ({"ingress": {**INGRESS, "hosts": ["*.example.com", "a b"]}}, "/ingress/hosts/1"),
+        ({"ingress": {**INGRESS, "hosts": ["g.example.com", "g.example.com"]}}, "/ingress/hosts"),
+        ({"gatewayApi": {**ROUTES, "hostnames": ["https://g.example.com"]}}, "/gatewayApi/hostnames/0"),
+        (
+            {"gatewayApi": {**ROUTES, "hostnames": [], "http": {"hostnames": ["g.example.com"]}}},
+            "gatewayApi.hostnames: must name hosts with gatewayApi.http.hostnames",
+        ),
         ({"gatewayApi": {**ROUTES, "http": {"hostnames": ["g.example.com"]}}}, "cannot share a hostname"),
         (
             {"gatewayApi": {**ROUTES, "http": {"hostnames": ["h"]}}, "gateway": {"httpPort": -1}},

@@ -36,6 +36,7 @@ POOLS: dict[str, Any] = {
         {"name": "lookup", "settings": {"model": None, "default_strategy": "ngram"}},
     ],
 }
+BARE: dict[str, Any] = {"drafts": [{"name": "bare", "settings": None}]}
 
 
 def test_each_pool_has_its_own_model_and_hardware() -> None:
@@ -120,6 +121,11 @@ def test_a_pool_may_scale_by_cpu() -> None:
     (scaler,) = of_kind(rendered, "HorizontalPodAutoscaler").values()
     assert scaler["spec"]["scaleTargetRef"]["name"] == "galley-draft-small"
     assert scaler["spec"]["maxReplicas"] == 9
+
+
+def test_null_removes_the_settings_of_a_pool() -> None:
+    (pool,) = (it for it in workloads(render(laid_over([POOLS, BARE]))).values() if _is_draft(it))
+    assert "GALLEY_DRAFT_MODEL" not in env(pool)
 
 
 def test_a_job_downloads_the_models_of_all_pools() -> None:

@@ -153,8 +153,9 @@ def test_rules_need_metrics_of_the_release() -> None:
     assert render({"monitoring": {**monitoring, "releaseLabel": "deployment"}})
 
 
-def test_the_windows_of_a_burn_rate_differ() -> None:
-    burn = {"burnRates": {"page": {"shortWindow": "1h"}}}
+@pytest.mark.parametrize("short", ["1h", "60m", "1h1s", "1d"])
+def test_the_short_window_of_a_burn_rate_is_shorter(short: str) -> None:
+    burn = {"burnRates": {"page": {"shortWindow": short}}}
     refused = render_refused({"monitoring": {"rules": {"enabled": True, **burn}}})
     assert "monitoring.rules.burnRates.page.shortWindow" in refused
 

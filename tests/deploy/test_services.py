@@ -99,10 +99,14 @@ def test_node_ports_and_a_class_of_load_balancers() -> None:
         ({"httpPort": 50051}, "gateway.service.httpPort: must differ from"),
         ({"port": 65536}, "/gateway/service/port"),
         ({"nodePort": 80}, "/gateway/service/nodePort"),
+        (
+            {"type": "NodePort", "nodePort": 30051, "httpNodePort": 30051},
+            "gateway.service.httpNodePort: must differ from gateway.service.nodePort, got 30051",
+        ),
     ],
 )
 def test_a_service_that_cannot_be_is_refused(service: Manifest, message: str) -> None:
-    assert message in render_refused({"gateway": {"service": service}})
+    assert message in render_refused({"gateway": {"service": service}, "networkPolicy": FROM_EDGE})
 
 
 @pytest.mark.parametrize(
@@ -121,6 +125,9 @@ def test_families_that_contradict_are_refused() -> None:
     assert "ipFamilies: must be one with ipFamilyPolicy SingleStack, got IPv4, IPv6" in render_refused(
         {"ipFamilyPolicy": "SingleStack", "ipFamilies": ["IPv4", "IPv6"]}
     )
+    assert "ipFamilies: must be one without ipFamilyPolicy, got IPv4, IPv6" in render_refused(
+        {"ipFamilies": ["IPv4", "IPv6"]}
+    )
     assert "/ipFamilies" in render_refused({"ipFamilies": ["IPv6", "IPv6"]})
 
 
@@ -137,7 +144,9 @@ def test_pods_listen_at_all_addresses(target: Manifest) -> None:
 
 def test_rays_dashboard_listens_where_the_cluster_does() -> None:
     for families, host in (([], "0.0.0.0"), (["IPv4", "IPv6"], "0.0.0.0"), (["IPv6"], "::")):
-        (service,) = of_kind(render({**RAY, "ipFamilies": families}), "RayService").values()
+        policy = "PreferDualStack" if len(families) > 1 else ""
+        values = {**RAY, "ipFamilyPolicy": policy, "ipFamilies": families}
+        (service,) = of_kind(render(values), "RayService").values()
         head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
         assert head["rayStartParams"]["dashboard-host"] == host
 

@@ -261,6 +261,13 @@ def test_rays_head_may_keep_its_state_in_redis() -> None:
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
+        (
+            {
+                "kind": "rayservice",
+                "rayService": {"gcsFaultTolerance": {"redisAddress": "redis://u:pw@ray-redis:6379"}},
+            },
+            "target.rayService.gcsFaultTolerance.redisAddress: must hold no user or password",
+        ),
         ({"maxSurge": 1}, "target.maxSurge: must be 0 with target.kind statefulset, got 1"),
         (
             {"exclusiveTopology": "rack"},

@@ -93,6 +93,16 @@ labels:
 {{- if has $unit (list "m" "u" "n") -}}0{{- else -}}{{- mulf (trimSuffix $unit $text | default "0" | float64) $factor | int64 -}}{{- end -}}
 {{- end -}}
 
+{{/* A duration of Prometheus, such as 1h30m, in milliseconds. */}}
+{{- define "galley.milliseconds" -}}
+{{- $units := dict "ms" 1 "s" 1000 "m" 60000 "h" 3600000 "d" 86400000 "w" 604800000 -}}
+{{- $total := 0 -}}
+{{- range regexFindAll "[0-9]+[a-z]+" . -1 -}}
+{{- $total = add $total (mul (regexFind "[0-9]+" .) (get $units (regexFind "[a-z]+" .))) -}}
+{{- end -}}
+{{- $total -}}
+{{- end -}}
+
 {{/* True if gateways serve HTTP. */}}
 {{- define "galley.hasHttp" -}}
 {{- if gt (int .Values.gateway.httpPort) 0 }}true{{ end -}}

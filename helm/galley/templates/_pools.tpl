@@ -12,6 +12,7 @@ The pools of a release: gateways, drafts and targets. `draft` alone is one pool.
 {{- range .Values.drafts -}}
 {{- $values := deepCopy $.Values.draft -}}
 {{- include "galley.merge" (dict "into" $values "over" .) -}}
+{{- $_ := set $values "settings" ($values.settings | default dict) -}}
 {{- $pools = append $pools (dict "role" "draft" "path" (printf "drafts[%s]" .name) "values" $values) -}}
 {{- end -}}
 {{- end -}}

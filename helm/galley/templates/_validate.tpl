@@ -69,6 +69,9 @@ of bounds, and missing requirements of an enabled part.
 {{- if and $gpus (ne (mul $gpus $nodes) $ranks) -}}
 {{- fail (printf "target.gpus: must be %d (target.tensorParallel %d / target.nodes %d, one GPU for each rank of a pod), got %d" (div $ranks $nodes) $ranks $nodes $gpus) -}}
 {{- end -}}
+{{- if contains "@" (dig "redisAddress" "" ($target.rayService.gcsFaultTolerance | default dict)) -}}
+{{- fail "target.rayService.gcsFaultTolerance.redisAddress: must hold no user or password, because manifests show it; name the password's Secret in redisPassword" -}}
+{{- end -}}
 {{- if and (eq $target.kind "rayservice") (lt (int $target.replicas) 1) -}}
 {{- fail "target.replicas: must be 1 or more with target.kind rayservice, got 0" -}}
 {{- end -}}
@@ -105,8 +108,8 @@ of bounds, and missing requirements of an enabled part.
 {{- fail "monitoring.scrape: must not be none with monitoring.rules.enabled, because the alert on missing metrics would fire; or name the label that your own scrape sets in monitoring.releaseLabel" -}}
 {{- end -}}
 {{- range $severity, $burn := $monitoring.rules.burnRates -}}
-{{- if eq $burn.window $burn.shortWindow -}}
-{{- fail (printf "monitoring.rules.burnRates.%s.shortWindow: must be shorter than window, got %s for both" $severity $burn.window) -}}
+{{- if ge (include "galley.milliseconds" $burn.shortWindow | int64) (include "galley.milliseconds" $burn.window | int64) -}}
+{{- fail (printf "monitoring.rules.burnRates.%s.shortWindow: must be shorter than window (%s), got %s" $severity $burn.window $burn.shortWindow) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -13,6 +13,10 @@
 {{- if and $tls.certManager.enabled (not $tls.enabled) -}}
 {{- fail "tls.certManager.enabled: must be false without tls.enabled, because no certificate would be used" -}}
 {{- end -}}
+{{- $manager := $tls.certManager -}}
+{{- if ge (trimSuffix "h" $manager.renewBefore | int64) (trimSuffix "h" $manager.duration | int64) -}}
+{{- fail (printf "tls.certManager.renewBefore: must be less than tls.certManager.duration (%s), got %s" $manager.duration $manager.renewBefore) -}}
+{{- end -}}
 {{- if and $tls.gateway.dnsNames (not $tls.certManager.enabled) -}}
 {{- fail "tls.gateway.dnsNames: must be empty without tls.certManager.enabled, because the chart asks for no certificate" -}}
 {{- end -}}
@@ -36,6 +40,9 @@
 {{- if and (has $host $api.hostnames) (not (include "galley.pickerOf" (dict "root" $ "way" "grpc"))) -}}
 {{- fail (printf "gatewayApi.http.hostnames: must not contain %s of gatewayApi.hostnames; a GRPCRoute and an HTTPRoute cannot share a hostname" $host) -}}
 {{- end -}}
+{{- end -}}
+{{- if and $api.enabled $api.http.hostnames (not $api.hostnames) (not (include "galley.pickerOf" (dict "root" $ "way" "grpc"))) -}}
+{{- fail "gatewayApi.hostnames: must name hosts with gatewayApi.http.hostnames; a GRPCRoute without hostnames is for those of the HTTPRoute too" -}}
 {{- end -}}
 {{- if and $api.http.hostnames (not $hasHttp) -}}
 {{- fail "gatewayApi.http.hostnames: must be empty with gateway.httpPort -1, which closes the HTTP port" -}}

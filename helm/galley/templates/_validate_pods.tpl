@@ -3,8 +3,10 @@
 {{- include "galley.validateService" . -}}
 {{- include "galley.validateAccounts" . -}}
 {{- include "galley.validateHostNetwork" . -}}
-{{- if and (eq .Values.ipFamilyPolicy "SingleStack") (gt (len .Values.ipFamilies) 1) -}}
-{{- fail (printf "ipFamilies: must be one with ipFamilyPolicy SingleStack, got %s" (join ", " .Values.ipFamilies)) -}}
+{{- $policy := .Values.ipFamilyPolicy -}}
+{{- if and (has $policy (list "" "SingleStack")) (gt (len .Values.ipFamilies) 1) -}}
+{{- $with := ternary "with ipFamilyPolicy SingleStack" "without ipFamilyPolicy" (eq $policy "SingleStack") -}}
+{{- fail (printf "ipFamilies: must be one %s, got %s; or set ipFamilyPolicy to PreferDualStack" $with (join ", " .Values.ipFamilies)) -}}
 {{- end -}}
 {{- end -}}
 
@@ -16,6 +18,9 @@
 {{- fail (printf "gateway.service.%s: must be 0 with gateway.service.type ClusterIP, got %v" $key (get $service $key)) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- if and $service.nodePort (eq (int $service.nodePort) (int $service.httpNodePort)) -}}
+{{- fail (printf "gateway.service.httpNodePort: must differ from gateway.service.nodePort, got %v" $service.httpNodePort) -}}
 {{- end -}}
 {{- if ne $service.type "LoadBalancer" -}}
 {{- range $key := list "loadBalancerClass" "loadBalancerSourceRanges" -}}
