@@ -53,7 +53,7 @@ def replica(store: Server) -> dict[str, Any]:
 async def test_a_completion_over_ipv6(tiny: Path, shared_store: Server) -> None:
     engine = PagedEngine(load_tiny_model(tiny, kv_blocks=KV_BLOCKS), "f00d")
     target = TargetSettings.model_validate(replica(shared_store))
-    draft = DraftSettings.model_validate({**replica(shared_store), "tokenizer": tiny})
+    draft = DraftSettings.model_validate({**replica(shared_store), "tokenizer": str(tiny)})
 
     async def build_target(server: grpc.aio.Server, parts: Parts) -> Any:
         service = TargetService(engine, FLAT, parts.telemetry.scope("target"), Limits(), parts.metrics)
