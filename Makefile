@@ -253,7 +253,7 @@ chart-schema: setup ## write the services' settings into the chart's schema
 	@$(BIN)/python -m scripts.chart_schema helm/galley/values.schema.json
 
 chart-readme: setup ## write the table of the chart's values into its README anew
-	@$(BIN)/python scripts/chart_readme.py helm/galley/README.md
+	@$(BIN)/python -m scripts.chart_readme helm/galley/README.md
 
 trace-picture: setup ## draw docs/images/trace.png from the committed sample of a trace (needs chromium)
 	@$(BIN)/python -m tests.unit.galley.trace.picture
@@ -268,7 +268,7 @@ top-picture: setup ## draw docs/images/top.svg anew, from the sample in tests/un
 	@$(BIN)/python -m tests.unit.galley.top.picture
 
 metrics: setup ## write the tables of metrics into docs/observe/metrics.md anew
-	@$(BIN)/python scripts/metrics_table.py docs/observe/metrics.md
+	@$(BIN)/python -m scripts.metrics_table docs/observe/metrics.md
 
 configuration: setup ## write the tables of settings into docs/configuration.md anew
 	@$(BIN)/python -m scripts.configuration_page docs/configuration.md

@@ -1,4 +1,4 @@
-"""Write the table of the chart's values between FILE's markers: `python scripts/chart_readme.py FILE`.
+"""Write the table of the chart's values between FILE's markers: `python -m scripts.chart_readme FILE`.
 
 The rows are the keys of values.yaml beside FILE. A description is the comment above its key.
 """
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from scripts.between import write_between
 
 BEGIN, END = "<!-- values: begin; written by `make chart-readme` -->\n", "<!-- values: end -->\n"
 _RULER = re.compile(r"# -{3,} (.+?) -+")
@@ -100,13 +102,8 @@ def tables(values: list[Value]) -> Iterator[str]:
 def main() -> None:
     """Write the tables, or exit with 1 if FILE has no markers."""
     (file,) = (Path(name) for name in sys.argv[1:])
-    text = file.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise SystemExit(f"{file}: must contain the markers of the table")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
     values = values_of((file.parent / "values.yaml").read_text(encoding="utf-8"))
-    file.write_text(before + BEGIN + "\n".join(tables(values)) + "\n\n" + END + after, encoding="utf-8")
+    write_between(file, BEGIN, END, tables(values))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ cp helm/galley/values.schema.json "$fresh/values.schema.json"
 compare helm/galley/values.schema.json "$fresh/values.schema.json" chart-schema
 mkdir "$fresh/chart"
 cp helm/galley/README.md helm/galley/values.yaml "$fresh/chart"
-"${VENV:-.venv}/bin/python" scripts/chart_readme.py "$fresh/chart/README.md"
+"${VENV:-.venv}/bin/python" -m scripts.chart_readme "$fresh/chart/README.md"
 compare helm/galley/README.md "$fresh/chart/README.md" chart-readme
 cp docs/observe/metrics.md "$fresh/metrics.md"
-"${VENV:-.venv}/bin/python" scripts/metrics_table.py "$fresh/metrics.md"
+"${VENV:-.venv}/bin/python" -m scripts.metrics_table "$fresh/metrics.md"
 compare docs/observe/metrics.md "$fresh/metrics.md" metrics
 cp docs/configuration.md "$fresh/configuration.md"
 "${VENV:-.venv}/bin/python" -m scripts.configuration_page "$fresh/configuration.md"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from scripts.between import write_between
 from scripts.chart_schema import ROLES, settings_of
 
 BEGIN, END = "<!-- settings: begin; written by `make configuration` -->\n", "<!-- settings: end -->\n"
@@ -17,13 +18,7 @@ Field = Mapping[str, Any]
 
 def main() -> None:
     """Write the tables, or exit with 1 if FILE has no markers."""
-    file = Path(sys.argv[1])
-    text = file.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise SystemExit(f"{file}: must contain the markers of the tables")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    file.write_text(before + BEGIN + "\n".join(_tables()) + "\n\n" + END + after, encoding="utf-8")
+    write_between(Path(sys.argv[1]), BEGIN, END, _tables())
 
 
 def _tables() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Write the tables of metrics into FILE, between its markers: `python scripts/metrics_table.py FILE`."""
+"""Write the tables of metrics into FILE, between its markers: `python -m scripts.metrics_table FILE`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from galley.common.metrics.metric import Label, Metric
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from galley.common.metrics.catalogue import METRICS  # found by the line above
+from galley.common.metrics.catalogue import METRICS
 from galley.common.metrics.labels import SERVICES
+from galley.common.metrics.metric import Label, Metric
+from scripts.between import write_between
 
 BEGIN, END = "<!-- metrics: begin; written by `make metrics` -->\n", "<!-- metrics: end -->\n"
 _TITLES = {
@@ -25,12 +23,7 @@ _OF_ALL = [metric for metric in METRICS if metric.services == SERVICES]
 def main() -> None:
     """Replace the tables; exit 1 if FILE has no markers."""
     (file,) = (Path(name) for name in sys.argv[1:])
-    text = file.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise SystemExit(f"{file}: must contain the markers of the tables")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    file.write_text(before + BEGIN + "\n".join(_tables()) + "\n" + END + after, encoding="utf-8")
+    write_between(file, BEGIN, END, _tables())
 
 
 def _tables() -> Iterator[str]:
@@ -46,7 +39,6 @@ def _tables() -> Iterator[str]:
     for label, metrics in _labels().items():
         names = ", ".join(f"`{metric.name}`" for metric in metrics)
         yield f"| `{label.name}` | {names} | {label.bound} | {label.description} |"
-    yield ""
 
 
 def _table(metrics: list[Metric]) -> Iterator[str]:
