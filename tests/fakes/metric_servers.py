@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.fakes.http_server import serving_http
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -28,14 +29,8 @@ def serve_texts(*texts: str, status: int = 200) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving_http(Handler) as address:
+        yield address
 
 
 @contextlib.asynccontextmanager

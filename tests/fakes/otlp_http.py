@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from ssl import SSLContext
 from typing import Any
 
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as traces
 
+from tests.fakes.http_server import serving_http
 from tests.fakes.otlp_collector import METRICS, TRACES, Take
 
 _PATHS: dict[str, tuple[str, Any, Any]] = {
@@ -43,14 +43,5 @@ def collecting_http(take: Take, port: int = 0, tls: SSLContext | None = None) ->
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving_http(Handler, port, tls) as address:
+        yield address

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -19,6 +19,7 @@ from galley.cli.app import app
 from galley.core import names
 from galley.trace.read.otlp_file import document_of
 from galley.trace.read.spans import Span
+from tests.fakes.http_server import serving_http
 from tests.fakes.trace_builder import SESSION, Scene, otlp
 
 OTHER = "0123456789abcdef0123456789abcdef"
@@ -37,11 +38,11 @@ def shared_step() -> Scene:
 
 @dataclass
 class Server:
-    """What each path answers, by the spans of a scene; `asked` are the requests."""
+    """What each path answers, by the spans of a scene; `requests` are those it got."""
 
     spans: list[Span] = field(default_factory=list)
     address: str = ""
-    asked: list[tuple[str, dict[str, list[str]]]] = field(default_factory=list)
+    requests: list[tuple[str, dict[str, list[str]]]] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
     moved_to: str = ""
 
@@ -82,7 +83,7 @@ def server() -> Iterator[Server]:
         def do_GET(self) -> None:
             parts = urlsplit(self.path)
             query = parse_qs(parts.query)
-            state.asked.append((parts.path, query))
+            state.requests.append((parts.path, query))
             state.headers = {name.lower(): value for name, value in self.headers.items()}
             if state.moved_to:
                 self.send_response(302)
@@ -99,14 +100,8 @@ def server() -> Iterator[Server]:
         def log_message(self, *_: object) -> None:
             pass
 
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    state.address = f"127.0.0.1:{listening.server_port}"
-    yield state
-    listening.shutdown()
-    thread.join()
-    listening.server_close()
+    with serving_http(Handler) as state.address:
+        yield state
 
 
 def trace_from(source: str, *args: str, **env: str) -> Result:
@@ -137,7 +132,7 @@ def test_a_trace_is_found_by_its_own_id_and_the_latest_by_none(server: Server, s
 
 def test_the_beginning_of_a_session_will_do_for_tempo(server: Server) -> None:
     assert trace_from(f"tempo://{server.address}", SESSION[:6]).stdout.startswith(f"session {SESSION}")
-    (path, query) = server.asked[0]
+    (path, query) = server.requests[0]
     assert (path, query["q"]) == ("/api/search", ['{ span.galley.session.id =~ "5e55a0.*" }'])
 
 
@@ -160,7 +155,7 @@ def test_headers_are_not_sent_where_a_back_end_redirects_to(server: Server) -> N
     failed = trace_from(f"tempo://{server.address}", SESSION, GALLEY_TRACE_HEADERS="Authorization=Bearer key")
     assert failed.exit_code == 1
     assert "answered with status 302" in failed.stderr
-    assert [path for path, _ in server.asked] == [f"/api/v2/traces/{SESSION}"]
+    assert [path for path, _ in server.requests] == [f"/api/v2/traces/{SESSION}"]
 
 
 @pytest.mark.parametrize(
