@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from galley.core import names
-from galley.trace.read.otlp_file import IDS, BadTraceFile
+from galley.trace.read.otlp_file import IDS, BadTraceFile, alone, flat
 
 _HEX_DIGITS = {"traceId": 32, "spanId": 16, "parentSpanId": 16}
 _KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
@@ -18,11 +18,9 @@ def by_trace(documents: Iterable[Any]) -> dict[str, Any]:
     """Return the spans of documents by their traces, as OTLP's JSON."""
     traces: dict[str, Any] = {}
     for document in documents:
-        for resource in plain_otlp(document)["resourceSpans"]:
-            for scope in resource["scopeSpans"]:
-                for span in scope["spans"]:
-                    into = traces.setdefault(str(span.get("traceId")), {"resourceSpans": []})
-                    into["resourceSpans"].append({**resource, "scopeSpans": [{**scope, "spans": [span]}]})
+        for resource, scope, span in flat(plain_otlp(document)):
+            into = traces.setdefault(str(span.get("traceId")), {"resourceSpans": []})
+            into["resourceSpans"].append(alone(resource, scope, span))
     return traces
 
 
@@ -72,13 +70,11 @@ def _number(value: Any, known: tuple[str, ...]) -> int:
 
 def _links(document: Any) -> Iterator[tuple[str, str]]:
     """Yield the kind of each link of ours, and its trace."""
-    for resource in document["resourceSpans"]:
-        for scope in resource["scopeSpans"]:
-            for span in scope["spans"]:
-                for link in span["links"]:
-                    for pair in link.get("attributes") or ():
-                        if pair.get("key") == names.LINK:
-                            yield str((pair.get("value") or {}).get("stringValue")), str(link.get("traceId"))
+    for *_, span in flat(document):
+        for link in span["links"]:
+            for pair in link.get("attributes") or ():
+                if pair.get("key") == names.LINK:
+                    yield str((pair.get("value") or {}).get("stringValue")), str(link.get("traceId"))
 
 
 def linked_traces(document: Any) -> list[str]:

@@ -128,22 +128,23 @@ def _lines_of(request: ExportTraceServiceRequest) -> tuple[list[bytes], int]:
 
 
 def _halves(document: dict[str, Any]) -> list[dict[str, Any]]:
-    flat = [
-        (resource, scope, span)
-        for resource in document.get("resourceSpans", ())
-        for scope in resource.get("scopeSpans", ())
-        for span in scope.get("spans", ())
-    ]
-    middle = len(flat) // 2
-    return [_document(half) for half in (flat[:middle], flat[middle:])] if middle else []
+    spans = list(flat(document))
+    middle = len(spans) // 2
+    halves = (spans[:middle], spans[middle:]) if middle else ()
+    return [{"resourceSpans": [alone(*each) for each in half]} for half in halves]
 
 
-def _document(flat: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-    return {
-        "resourceSpans": [
-            {**resource, "scopeSpans": [{**scope, "spans": [span]}]} for resource, scope, span in flat
-        ]
-    }
+def flat(document: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Yield each span of OTLP's JSON, after its resource and its scope."""
+    for resource in document.get("resourceSpans", ()):
+        for scope in resource.get("scopeSpans", ()):
+            for span in scope.get("spans", ()):
+                yield resource, scope, span
+
+
+def alone(resource: dict[str, Any], scope: dict[str, Any], span: dict[str, Any]) -> dict[str, Any]:
+    """Return the resource with this span only."""
+    return {**resource, "scopeSpans": [{**scope, "spans": [span]}]}
 
 
 class Lines:
@@ -273,11 +274,9 @@ def document_of(request: ExportTraceServiceRequest) -> dict[str, Any]:
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415  # readers need no protobuf
 
     document: dict[str, Any] = MessageToDict(request, use_integers_for_enums=True)
-    for resource in document.get("resourceSpans", ()):
-        for scope in resource.get("scopeSpans", ()):
-            for span in scope.get("spans", ()):
-                for holder in (span, *span.get("links", ())):
-                    holder.update((name, b64decode(holder[name]).hex()) for name in IDS if name in holder)
+    for *_, span in flat(document):
+        for holder in (span, *span.get("links", ())):
+            holder.update((name, b64decode(holder[name]).hex()) for name in IDS if name in holder)
     return document
 
 
