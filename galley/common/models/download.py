@@ -42,18 +42,17 @@ class Download:
         import huggingface_hub  # noqa: PLC0415
         from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415
         from huggingface_hub.file_download import repo_folder_name  # noqa: PLC0415
-        from huggingface_hub.utils._validators import validate_repo_id  # noqa: PLC0415
 
         self._hub = huggingface_hub
         self._spec = spec
         self._name, self._revision = hub_model(spec)
         try:
-            validate_repo_id(self._name)
+            folder = repo_folder_name(repo_id=self._name, repo_type="model")
         except ValueError as error:
             raise refused(spec, error) from error
         self._patterns = list(patterns)
         self._report_every_s = report_every_s
-        self._folder = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=self._name, repo_type="model")
+        self._folder = Path(HF_HUB_CACHE) / folder
 
     def is_checked(self, revision: str | None = None) -> bool:
         """Return True if the cache holds all files of the revision and they were checked."""
