@@ -219,9 +219,6 @@ def failure_of(error: BaseException) -> Failure:
     )
 
 
-_UNTOLD = (Failure(grpc.StatusCode.CANCELLED), Failure())
-
-
 class _Line:
     """The line of a call in the log, unless the observer of its stream writes it."""
 
@@ -245,7 +242,11 @@ def logging_call(method: str, describe: Callable[[BaseException], Failure] = fai
         raise
     finally:
         if not line.is_taken:
-            end = describe(error) if isinstance(error, Exception) else _UNTOLD[error is None]
+            end = Failure(grpc.StatusCode.CANCELLED)
+            if error is None:
+                end = Failure()
+            elif isinstance(error, Exception):
+                end = describe(error)
             # An error that HTTP describes otherwise than as its own status is the caller's.
             cause = error if error is not None and code_of(error) is end.status else None
             _log_call(cause, end.status.name.lower(), time.monotonic_ns() - began_ns, end.facts)
