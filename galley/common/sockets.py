@@ -8,8 +8,6 @@ from socket import AF_INET, AF_INET6, IPPROTO_IPV6, IPV6_V6ONLY, SO_REUSEADDR, S
 
 ANY = "::"
 """Every address of the machine, of IPv4 and of IPv6; those of IPv4 if the kernel has no IPv6."""
-
-
 _MAX_PORT = 65535
 
 
