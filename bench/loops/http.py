@@ -16,8 +16,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.harness import Goal, at_most
 from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, of_arm
@@ -114,8 +112,6 @@ def save_model(folder: Path) -> Path:
     """Save a model whose step takes about a millisecond, with a tokenizer of words and a chat template."""
     folder.mkdir(parents=True)
     model = tiny_model.random_llama(hidden_size=32, spread=0.4, seed=0)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[tiny_model.POISON] = 0.0
     model.config.max_position_embeddings = _CONTEXT
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": _TEMPLATE}))
     return tiny_model.save(model, folder)

@@ -18,7 +18,7 @@ from galley.client.options import GenerateOptions, Retries, Speculation
 from galley.client.streams import AsyncStream
 from galley.core.names import NGRAM
 from tests.chaos.disturbances import CLIENT_PATIENCE_S
-from tests.fakes.tiny_model import POISON
+from tests.fakes.tiny_model import VOCAB
 from tests.fakes.waiting import Watch
 
 PROMPT_TOKENS = 24
@@ -37,7 +37,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     chance = Random(seed)
     made = []
     for number in range(count):
-        tokens = [chance.randrange(2, POISON) for _ in range(PROMPT_TOKENS)]
+        tokens = [chance.randrange(2, VOCAB) for _ in range(PROMPT_TOKENS)]
         made.append(tokens if number % 2 else tokens[:4] * (PROMPT_TOKENS // 4))
     return made
 

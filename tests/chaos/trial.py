@@ -21,7 +21,6 @@ from statistics import median
 from typing import Any, TypeVar
 
 import grpc
-import torch
 
 from galley.stack.stack import Stack, StackOptions
 from services.gateway.replicas.membership import POLL_S
@@ -269,9 +268,7 @@ def stream_of(links: Links, number: int, prompt: list[int], max_tokens: int) -> 
 
 
 def save_model(directory: Path) -> Path:
-    """Save a model of random weights whose streams last long enough; no token is poison."""
+    """Save a model of random weights whose streams last long enough."""
     model = tiny_model.random_llama(hidden_size=256, spread=0.1, seed=0)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[tiny_model.POISON] = 0.0
     model.config.max_position_embeddings = _CONTEXT
     return tiny_model.save(model, directory)

@@ -14,15 +14,23 @@ from galley.engine.model import CausalModel
 VOCAB = 128
 CONTEXT = 192
 STOP = 1
-# Its embedding is NaN: every sequence that contains it has NaN logits.
+# In a poisoned model its embedding is NaN: every sequence that contains it has NaN logits.
 POISON = VOCAB - 1
 
 
-def save_tiny_model(directory: Path, seed: int = 0) -> Path:
+def save_tiny_model(directory: Path, seed: int = 0, *, poisoned: bool = False) -> Path:
+    """Save a model whose greedy answers are the same with poison and without."""
     model = random_llama(hidden_size=32, spread=0.4, seed=seed)
     with torch.no_grad():
         model.lm_head.weight[POISON] = 0.0
+    if poisoned:
+        poison(model)
     return save(model, directory)
+
+
+def poison(model: LlamaForCausalLM) -> None:
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON] = float("nan")
 
 
 def random_llama(*, hidden_size: int, spread: float, seed: int) -> LlamaForCausalLM:
@@ -40,10 +48,7 @@ def random_llama(*, hidden_size: int, spread: float, seed: int) -> LlamaForCausa
         bos_token_id=0,
         eos_token_id=STOP,
     )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[POISON] = float("nan")
-    return model
+    return LlamaForCausalLM(config)
 
 
 def save(model: PreTrainedModel, directory: Path) -> Path:

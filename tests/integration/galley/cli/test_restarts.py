@@ -14,7 +14,7 @@ from galley.client.client import AsyncClient
 from galley.client.options import GenerateOptions, Retries
 from galley.stack.part import PartFailed, PartSpec
 from galley.stack.stack import Stack, StackOptions
-from tests.fakes.tiny_model import POISON, save_tiny_model
+from tests.fakes.tiny_model import save_tiny_model
 from tests.fakes.waiting import PATIENCE_S
 from tests.integration.galley.cli.stand_in_stack import STAND_IN, stack_of, stand_in
 
@@ -27,7 +27,6 @@ OPTIONS: GenerateOptions = {
     "temperature": 1.0,
     "seed": 7,
     "ignore_eos": True,
-    "logit_bias": {POISON: -100.0},
 }
 # On a busy machine a target or a draft takes longer to start than clients wait by default.
 PATIENT = Retries(patience_s=120)

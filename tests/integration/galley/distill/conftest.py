@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes.tiny_model import VOCAB, random_llama, save
+from tests.fakes.tiny_model import random_llama, save
 
 _TEMPLATE = "{% for message in messages %}w2 {{ message.content }} w3{% endfor %}"
 
@@ -19,7 +19,6 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
     model = random_llama(hidden_size=32, spread=0.3, seed=3)
     with torch.no_grad():
-        model.model.embed_tokens.weight[VOCAB - 1] = 0.0
         model.lm_head.weight.mul_(3.0)
     save(model, folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": _TEMPLATE}))

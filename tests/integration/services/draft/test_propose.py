@@ -154,8 +154,8 @@ async def test_the_model_shares_the_targets_noise(tiny: Path) -> None:
     assert other != first
 
 
-async def test_a_sick_or_overlong_session_harms_no_other(tiny: Path) -> None:
-    async with drafting(model=str(tiny), dtype="float32", default_strategy="model") as draft:
+async def test_a_sick_or_overlong_session_harms_no_other(poisoned: Path) -> None:
+    async with drafting(model=str(poisoned), dtype="float32", default_strategy="model") as draft:
         sick, outside, long, well = await propose(
             draft,
             item([1, POISON, 2], session_id="sick"),
@@ -166,7 +166,7 @@ async def test_a_sick_or_overlong_session_harms_no_other(tiny: Path) -> None:
     assert sick.status.code == grpc.StatusCode.INTERNAL.value[0]
     assert outside.status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert list(long.result.draft_tokens) == []
-    assert list(well.result.draft_tokens) == greedy(tiny, [5, 9, 2, 33], 2)
+    assert list(well.result.draft_tokens) == greedy(poisoned, [5, 9, 2, 33], 2)
 
 
 async def test_sessions_are_bounded() -> None:

@@ -28,8 +28,8 @@ KV_BLOCKS = 32
 
 
 @pytest.fixture(scope="session")
-def loaded(tiny: Path) -> CausalModel:
-    return load_tiny_model(tiny, kv_blocks=KV_BLOCKS)
+def loaded(poisoned: Path) -> CausalModel:
+    return load_tiny_model(poisoned, kv_blocks=KV_BLOCKS)
 
 
 class Recording:

@@ -28,7 +28,7 @@ from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan
 from galley.engine.model import CausalModel
 from services.target.paged import PagedEngine
 from tests.fakes.kv_check import check_table, drop
-from tests.fakes.tiny_model import CONTEXT, POISON, STOP, VOCAB, random_llama, save
+from tests.fakes.tiny_model import CONTEXT, POISON, STOP, VOCAB, poison, random_llama, save
 
 TICK_NS = 1_000_000
 
@@ -416,7 +416,9 @@ def fresh_outcome(model: CausalModel, draw: Draw) -> StepOutcome:
 
 
 def save_small_model(directory: Path) -> Path:
-    return save(random_llama(hidden_size=64, spread=0.3, seed=0), directory)
+    model = random_llama(hidden_size=64, spread=0.3, seed=0)
+    poison(model)
+    return save(model, directory)
 
 
 def load_pair(
