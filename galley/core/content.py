@@ -2,7 +2,7 @@
 
 A replica keeps token ids beside its KV. A request names the prefix that it builds on by a hash of the tokens.
 A cache of other tokens of the same length is then a miss, never a wrong answer. KV blocks that sessions may
-share are named by a chain of hashes that starts from the tenant's salt.
+share are named by a chain of hashes that starts from the salt of their tenant and LoRA adapter.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeAlias
 
-# (tenant_salt, session_id): caches never cross salts.
+# (cache salt, session_id): caches never cross salts.
 SessionKey: TypeAlias = tuple[bytes, str]
 
 HASH_BYTES = 16
 _PERSON = b"galley.v1"
 _BLOCK_PERSON = b"galley.kv.v1"
+_LORA_PERSON = b"galley.lora.v1"
 _MARK_TOKENS = 512
 
 
@@ -32,8 +33,15 @@ def prefix_hash_of_bytes(data: bytes) -> bytes:
     return blake2b(data, digest_size=HASH_BYTES, person=_PERSON).digest()
 
 
+def cache_salt(tenant_salt: bytes, lora: str) -> bytes:
+    """Return the salt that separates KV by tenant and LoRA adapter; without an adapter, the tenant's own."""
+    if not lora:
+        return tenant_salt
+    return blake2b(lora.encode(), key=tenant_salt, digest_size=HASH_BYTES, person=_LORA_PERSON).digest()
+
+
 def chain_start(salt: bytes) -> bytes:
-    """Return the hash that a tenant's first block is chained to, so that tenants never share block hashes."""
+    """Return the hash that the first block of a cache salt is chained to: salts never share block hashes."""
     return blake2b(salt, digest_size=HASH_BYTES, person=_BLOCK_PERSON).digest()
 
 

@@ -30,7 +30,8 @@ _GREEDY = SamplingParams(temperature=0.0)
 class EngineInfo:
     """Facts of a target. Each rank holds its shard of all `kv_blocks`.
 
-    `fingerprint` names its build, `weights_digest` the model's files; empty if unknown.
+    `fingerprint` names its build, `weights_digest` the model's files; empty if unknown. `lora_adapters` names
+    the LoRA adapters that a request may choose; the fingerprint covers their weights.
     """
 
     model: str
@@ -46,6 +47,7 @@ class EngineInfo:
     kv_block_tokens: int
     kv_blocks: int
     weights_digest: str = ""
+    lora_adapters: tuple[str, ...] = ()
 
 
 class TargetEngine(Protocol):

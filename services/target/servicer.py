@@ -21,8 +21,8 @@ from galley.common.server.process import in_passing_thread
 from galley.common.server.requests import answer_of, failure_status, respond_all, respond_stream
 from galley.common.server.server import Parts, Service
 from galley.common.tracing.light_spans import SpanScope
-from galley.common.wire.codec import check_token_ids, logprobs_message, read_slice
-from galley.core.content import HASH_BYTES
+from galley.common.wire.codec import check_lora, check_token_ids, logprobs_message, read_slice
+from galley.core.content import HASH_BYTES, cache_salt
 from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError, InvalidField, Unimplemented, check_length, check_range
 from galley.core.hints import MAX_HINT_TOKENS, Hint
@@ -206,8 +206,10 @@ def read_item(
     read = read_slice(item.slice, vocab_size=info.vocab_size, context_window=info.context_window)
     _check_draft("", item.draft_tokens, item.survival, info.vocab_size, max_draft_tokens)
     check_range("logprobs", item.logprobs, most=MAX_TOP_LOGPROBS)
+    check_lora(item.lora, info.lora_adapters)
+    tenant_salt, session_id = read.key
     return VerifyRequest(
-        key=read.key,
+        key=(cache_salt(tenant_salt, item.lora), session_id),
         start=read.start,
         tokens=read.tokens,
         prefix_hash=read.prefix_hash,
@@ -225,6 +227,7 @@ def read_item(
         arrival_ns=item.slice.arrival_ns or epoch_ns,
         priority=item.slice.priority,
         deadline_ns=now_ns + item.slice.remaining_ns if item.slice.remaining_ns else None,
+        lora=item.lora,
     )
 
 

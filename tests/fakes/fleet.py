@@ -79,6 +79,7 @@ class FleetTarget(Member[FakeTarget]):
     pool = TARGET_POOL
     free = 50
     cached: Sequence[int] = ()
+    salt = SALT
     context, block = 1 << 16, BLOCK
 
     def lease(self) -> TargetLease:
@@ -94,8 +95,9 @@ class FleetTarget(Member[FakeTarget]):
             kv_block_tokens=self.block,
             kv_blocks_free=self.free,
             kv_blocks_total=100,
+            lora_adapters=self.fake.lora_adapters,
         )
-        return target_lease(self.fake.address, info, block_hashes(SALT, self.cached, self.block))
+        return target_lease(self.fake.address, info, block_hashes(self.salt, self.cached, self.block))
 
 
 class FreezingDraft(FakeDraft):

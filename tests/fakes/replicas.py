@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from galley.common.server.requests import respond_stream
-from galley.common.wire.codec import check_token_ids, logprobs_message, read_slice
+from galley.common.wire.codec import check_lora, check_token_ids, logprobs_message, read_slice
 from galley.common.wire.status import item_status
 from galley.core.content import Miss, prefix_hash
 from galley.core.errors import InvalidField
@@ -141,6 +141,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.tokenizer_hash = tokenizer_hash
         self.model, self.weights_digest = MODEL, ""
         self.fingerprint = "build-1"
+        self.lora_adapters: Sequence[str] = ()
         self.row_costs: tuple[tuple[int, int], ...] = ()
         self.info_gate = Gate()
         self.item_failure: grpc.StatusCode | None = None
@@ -174,6 +175,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
             kv_blocks_total=self.kv_blocks_total,
             kv_blocks_free=self.kv_blocks_total // 4,
             row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in self.row_costs],
+            lora_adapters=self.lora_adapters,
         )
 
     async def Verify(self, request: Any, context: Any) -> pb.VerifyResponse:
@@ -207,6 +209,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
                 await self._pass_gate()
                 answer = pb.VerifyAnswer(session_id=item.slice.session_id, request_id=item.slice.request_id)
                 try:
+                    check_lora(item.lora, self.lora_adapters)
                     self._step(open_request, answer)
                 except InvalidField as error:
                     answer.status.CopyFrom(item_status(error))

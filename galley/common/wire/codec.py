@@ -18,6 +18,8 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 
 MAX_SESSION_ID_BYTES = 256
 MAX_SALT_BYTES = 16
+# Adapters that an error lists; characters of a wrong name that it quotes.
+_MOST_NAMED, _MOST_QUOTED = 16, 64
 # Where the proto tells an unset field from 0, unset means the core's default.
 OPTIONAL_SAMPLING = (
     "temperature",
@@ -89,6 +91,14 @@ def check_token_ids(field: str, tokens: Sequence[int], vocab_size: int, first: i
     if tokens and (max(tokens) >= vocab_size or min(tokens) < 0):
         index, token = next((i, t) for i, t in enumerate(tokens, first) if not 0 <= t < vocab_size)
         raise InvalidField(f"{field}[{index}]", f"token id must be in [0, {vocab_size}), got {token}")
+
+
+def check_lora(lora: str, offered: Sequence[str]) -> None:
+    """Raise InvalidField unless the LoRA adapter is offered; every target serves the model itself (empty)."""
+    if lora and lora not in offered:
+        known = ", ".join(offered[:_MOST_NAMED])
+        must = f"must be empty or one of {known}" if known else "must be empty: no LoRA adapter is offered"
+        raise InvalidField("lora", f"{must}, got {lora[:_MOST_QUOTED]!r}")
 
 
 def _check_identity(read: Slice) -> None:

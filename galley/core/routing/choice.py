@@ -53,6 +53,11 @@ class TargetLease(ReplicaLease):
     kv_blocks_total: int = 0
     cached_prefixes: frozenset[bytes] = frozenset()
     weights_digest: str = ""
+    lora_adapters: tuple[str, ...] = ()
+
+    def offers(self, lora: str) -> bool:
+        """Return True if it serves the LoRA adapter; every target serves the model itself (empty)."""
+        return not lora or lora in self.lora_adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +91,10 @@ class HashedTokens:
     Hashing 100,000 tokens takes 10 ms, so the caller does it beforehand, in steps.
     """
 
-    def __init__(self, tokens: Sequence[int], tenant_salt: bytes = b"") -> None:
-        """Take tokens, which may be replaced by more or fewer of the same session."""
+    def __init__(self, tokens: Sequence[int], salt: bytes = b"") -> None:
+        """Take tokens, which may be replaced by more or fewer of the same session, and its cache salt."""
         self.tokens = tokens
-        self._tenant_salt = tenant_salt
+        self._salt = salt
         self._blocks: dict[int, dict[bytes, int]] = {}
         """By the size of blocks: how many first blocks each hash stands for, in order."""
 
@@ -98,7 +103,7 @@ class HashedTokens:
         blocks = self._blocks.setdefault(block_tokens, {})
         count = len(self.tokens) // block_tokens
         end = count if most is None else min(count, len(blocks) + most)
-        last = next(reversed(blocks), None) or chain_start(self._tenant_salt)
+        last = next(reversed(blocks), None) or chain_start(self._salt)
         for index in range(len(blocks), end):
             last = next_block_hash(last, self.tokens[index * block_tokens : (index + 1) * block_tokens])
             blocks[last] = index + 1
@@ -116,13 +121,14 @@ class RoutingRequest:
     """A session that needs a target.
 
     `fingerprint` is the build that computed its `prefix`, empty for a new session. `cached_at` is where the
-    KV directory says that its KV is.
+    KV directory says that its KV is. `lora` names its LoRA adapter; empty: none.
     """
 
     prefix: HashedTokens
     max_position: int
     fingerprint: str = ""
     cached_at: CacheLocation | None = None
+    lora: str = ""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -175,6 +181,7 @@ def choose_target(
     load. An address in `avoid` is chosen only if there is no other.
     """
     able = [c for c in candidates if not c.lease.draining and c.lease.context_window >= request.max_position]
+    able = [c for c in able if c.lease.offers(request.lora)]
     able = [c for c in able if c.is_healthy] or able
     if request.fingerprint:
         able = [c for c in able if c.lease.fingerprint == request.fingerprint] or able

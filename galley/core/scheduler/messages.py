@@ -41,6 +41,7 @@ class VerifyRequest(Slice):
     hint is being drafted. At most `max_verified` draft tokens are verified in a step; 0 means as many as pay.
     `arrival_ns` (Unix epoch) and `priority` order sessions: the higher priority first, then the older.
     `deadline_ns` is on the scheduler's clock. `logprobs` is how many of the likeliest tokens to return.
+    `lora` names a LoRA adapter, which the salt in `key` covers.
     """
 
     draft_tokens: tuple[int, ...] = ()
@@ -52,6 +53,7 @@ class VerifyRequest(Slice):
     arrival_ns: int = 0
     priority: int = 0
     deadline_ns: int | None = None
+    lora: str = ""
 
     @property
     def limit(self) -> int:

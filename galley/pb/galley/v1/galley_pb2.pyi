@@ -542,8 +542,9 @@ class GenerateRequest(_message.Message):
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     CONTINUE_WITHOUT_CLIENT_FIELD_NUMBER: _builtins.int
     USE_DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Empty: the model that the gateway serves."""
+    """The model that the gateway serves, or a LoRA adapter of it: ADAPTER or MODEL:ADAPTER. Empty: the model."""
     text: _builtins.str
     """Continued as it is, without a chat template."""
     max_tokens: _builtins.int
@@ -570,6 +571,8 @@ class GenerateRequest(_message.Message):
     """
     use_default_sampling: _builtins.bool
     """Take the fields of `sampling` that are unset from default_sampling of GetModelInfo."""
+    lora: _builtins.str
+    """LoRA adapter, one of lora_adapters of GetModelInfo. Empty: the one that `model` names, if any."""
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
         """Rendered by the model's chat template."""
@@ -610,10 +613,11 @@ class GenerateRequest(_message.Message):
         structured_output: Global___StructuredOutput | None = ...,
         continue_without_client: _builtins.bool = ...,
         use_default_sampling: _builtins.bool = ...,
+        lora: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "n", b"n", "sampling", b"sampling", "speculation", b"speculation", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "continue_without_client", b"continue_without_client", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "priority", b"priority", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids", "use_default_sampling", b"use_default_sampling", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "continue_without_client", b"continue_without_client", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "lora", b"lora", "max_tokens", b"max_tokens", "messages", b"messages", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "priority", b"priority", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids", "use_default_sampling", b"use_default_sampling", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -673,6 +677,7 @@ class Started(_message.Message):
     seed: _builtins.int
     prompt_tokens: _builtins.int
     model: _builtins.str
+    """The LoRA adapter of the session, or the served model."""
     def __init__(
         self,
         *,
@@ -1035,7 +1040,7 @@ class GetModelInfoRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Empty: the model that the gateway serves."""
+    """As in GenerateRequest."""
     def __init__(
         self,
         *,
@@ -1065,6 +1070,7 @@ class GetModelInfoResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     MAX_SESSIONS_FIELD_NUMBER: _builtins.int
     DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
+    LORA_ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     context_window: _builtins.int
     vocab_size: _builtins.int
@@ -1085,6 +1091,10 @@ class GetModelInfoResponse(_message.Message):
     def default_sampling(self) -> Global___SamplingParams:
         """Sampling that the model's generation_config.json recommends; empty with the gateway's --generation-config none."""
 
+    @_builtins.property
+    def lora_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the LoRA adapters that targets offer."""
+
     def __init__(
         self,
         *,
@@ -1100,10 +1110,11 @@ class GetModelInfoResponse(_message.Message):
         device: _builtins.str = ...,
         max_sessions: _builtins.int = ...,
         default_sampling: Global___SamplingParams | None = ...,
+        lora_adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "default_sampling", b"default_sampling", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "max_draft_tokens", b"max_draft_tokens", "max_sessions", b"max_sessions", "model", b"model", "strategies", b"strategies", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "default_sampling", b"default_sampling", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "lora_adapters", b"lora_adapters", "max_draft_tokens", b"max_draft_tokens", "max_sessions", b"max_sessions", "model", b"model", "strategies", b"strategies", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1415,6 +1426,7 @@ class VerifyItem(_message.Message):
     SURVIVAL_FIELD_NUMBER: _builtins.int
     HINT_DUE_FIELD_NUMBER: _builtins.int
     MAX_VERIFIED_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     credit: _builtins.int
     """Credit: how many further tokens the target may confirm after the first result, without a new request. On a stream
     they arrive as further results, the last of which has `more` unset. Ignored in unary calls.
@@ -1427,6 +1439,10 @@ class VerifyItem(_message.Message):
     """True if a hint for this request is being drafted. The target may then linger."""
     max_verified: _builtins.int
     """Maximum number of draft tokens, hints included, verified in one step. 0: as many as pay."""
+    lora: _builtins.str
+    """LoRA adapter, one of lora_adapters of GetTargetInfo. Empty: the model itself. Caches are never shared across adapters.
+    Drafts do not get it: they propose for the model, and the target verifies with the adapter.
+    """
     @_builtins.property
     def slice(self) -> Global___SessionSlice: ...
     @_builtins.property
@@ -1451,10 +1467,11 @@ class VerifyItem(_message.Message):
         survival: _abc.Iterable[_builtins.float] | None = ...,
         hint_due: _builtins.bool = ...,
         max_verified: _builtins.int = ...,
+        lora: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "slice", b"slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "credit", b"credit", "draft_tokens", b"draft_tokens", "hint_due", b"hint_due", "logprobs", b"logprobs", "max_verified", b"max_verified", "parents", b"parents", "slice", b"slice", "survival", b"survival", "want_features", b"want_features"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "credit", b"credit", "draft_tokens", b"draft_tokens", "hint_due", b"hint_due", "logprobs", b"logprobs", "lora", b"lora", "max_verified", b"max_verified", "parents", b"parents", "slice", b"slice", "survival", b"survival", "want_features", b"want_features"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -1792,6 +1809,7 @@ class GetTargetInfoResponse(_message.Message):
     QUEUE_DEPTH_FIELD_NUMBER: _builtins.int
     ROW_COSTS_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    LORA_ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tokenizer_hash: _builtins.str
     context_window: _builtins.int
@@ -1820,6 +1838,10 @@ class GetTargetInfoResponse(_message.Message):
     def row_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowCost]:
         """Times of steps by their number of rows, measured at the start."""
 
+    @_builtins.property
+    def lora_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the LoRA adapters that a request may choose. The fingerprint covers their weights."""
+
     def __init__(
         self,
         *,
@@ -1841,10 +1863,11 @@ class GetTargetInfoResponse(_message.Message):
         queue_depth: _builtins.int = ...,
         row_costs: _abc.Iterable[Global___RowCost] | None = ...,
         weights_digest: _builtins.str = ...,
+        lora_adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "lora_adapters", b"lora_adapters", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -220,6 +220,7 @@ BAD: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("draft_tokens", "at most 8", {}, {"draft_tokens": [1] * 9}),
     ("draft_tokens[2]", f"[0, {VOCAB})", {}, {"draft_tokens": [1, 2, VOCAB]}),
     ("logprobs", "<= 128", {}, {"logprobs": 129}),
+    ("lora", "must be empty: no LoRA adapter is offered, got 'sql'", {}, {"lora": "sql"}),
     ("survival", "0 or 2 entries", {}, {"draft_tokens": [1, 2], "survival": [0.5]}),
     ("survival[1]", "[0, 1]", {}, {"draft_tokens": [1, 2], "survival": [0.5, float("nan")]}),
 ]

@@ -175,8 +175,16 @@ def test_a_replica_with_a_small_context_window_is_not_chosen() -> None:
     assert chosen(REQUEST, lease("small", context_window=63)) is None
 
 
+def test_only_replicas_that_offer_the_adapter_are_chosen() -> None:
+    request = replace(REQUEST, lora="sql", fingerprint="build-1")
+    other = lease("b", lora_adapters=("fr", "sql"), fingerprint="build-2", queue_depth=9)
+    assert chosen(request, caching("a", TOKENS), lease("c", lora_adapters=("fr",)), other) == "b"
+    assert chosen(request, caching("a", TOKENS), lease("c", lora_adapters=("fr",))) is None
+    assert chosen(REQUEST, caching("a", TOKENS), other) == "a", "all serve the model itself"
+
+
 leases = st.builds(
-    lambda address, queue, free, draining, window, cached, fingerprint: caching(
+    lambda address, queue, free, draining, window, cached, fingerprint, adapters: caching(
         address,
         TOKENS[:cached],
         queue_depth=queue,
@@ -184,6 +192,7 @@ leases = st.builds(
         draining=draining,
         context_window=window,
         fingerprint=fingerprint,
+        lora_adapters=adapters,
     ),
     st.text("abcdef", min_size=1, max_size=4),
     st.integers(0, 40),
@@ -192,6 +201,7 @@ leases = st.builds(
     st.sampled_from([32, 64, 1024]),
     st.integers(0, len(TOKENS)),
     st.sampled_from(["build-1", "build-2"]),
+    st.sampled_from([(), ("sql",)]),
 )
 candidates = st.lists(
     st.builds(TargetCandidate, leases, st.integers(0, 20), st.booleans()),
@@ -201,11 +211,19 @@ candidates = st.lists(
 
 
 @settings(max_examples=200)
-@given(candidates, st.sets(st.text("abcdef", min_size=1, max_size=4)), st.sampled_from(["", "build-1"]))
-def test_any_candidates(candidates: list[TargetCandidate], avoid: set[str], fingerprint: str) -> None:
-    request = replace(REQUEST, fingerprint=fingerprint)
+@given(
+    candidates,
+    st.sets(st.text("abcdef", min_size=1, max_size=4)),
+    st.sampled_from(["", "build-1"]),
+    st.sampled_from(["", "sql"]),
+)
+def test_any_candidates(
+    candidates: list[TargetCandidate], avoid: set[str], fingerprint: str, lora: str
+) -> None:
+    request = replace(REQUEST, fingerprint=fingerprint, lora=lora)
     picked = choose_target(request, candidates, avoid)
     able = [c for c in candidates if not c.lease.draining and c.lease.context_window >= request.max_position]
+    able = [c for c in able if lora in {"", *c.lease.lora_adapters}]
     assert (picked is None) == (not able), "nobody is refused who could be served"
     if picked is None:
         return
