@@ -343,6 +343,9 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
             help="Let the session run on if this command ends; `galley resume` shows it.",
         ),
     ] = False,
+    lora: Annotated[
+        str, typer.Option(metavar="NAME", help="LoRA adapter of the targets. Default: the model itself.")
+    ] = "",
     timeout: Timeout = None,
     force_trace: Annotated[
         bool, typer.Option("--force-trace", help="Trace this request, whatever the gateways sample.")

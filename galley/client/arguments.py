@@ -203,6 +203,7 @@ _UINT32 = _TOKEN_ID = _integer(0, 2**32 - 1)
 _UINT64 = _integer(0, 2**64 - 1)
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "model": _text,
+    "lora": _text,
     "max_tokens": _UINT32,
     "min_tokens": _UINT32,
     "temperature": _number,

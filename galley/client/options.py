@@ -63,12 +63,14 @@ class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `generate`, `stream` and `chat`; None leaves one to the gateway.
 
     Names and bounds are those of the proto. Sampling that is left out is the model's own, from its
-    generation_config.json; `model_info().default_sampling` shows it. `stop` is one text or several.
+    generation_config.json; `model_info().default_sampling` shows it. `stop` is one text or several. `lora` is
+    one of `model_info().lora_adapters`.
     `timeout_s` is the deadline of the whole answer, in seconds. `force_trace` makes the gateways trace this
     request whatever they sample.
     """
 
     model: str
+    lora: str
     max_tokens: int | None
     min_tokens: int
     temperature: float | None

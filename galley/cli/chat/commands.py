@@ -17,6 +17,7 @@ _PENALTIES = ("frequency_penalty", "presence_penalty")
 _NUMBERS = (*RECOMMENDED_SAMPLING, *_PENALTIES, "seed", "max_tokens", "min_tokens", "logprobs")
 # Options whose zero is not their default.
 _ZERO_COUNTS = {*RECOMMENDED_SAMPLING, "seed", "logprobs"}
+_TEXTS = ("stop", "workload", "lora")
 _SPECULATION = ("speculation", "k", "strategy")
 _SWITCHES = {"on": True, "off": False}
 
@@ -88,10 +89,10 @@ def _set(chat: Chat, argument: str) -> str:
         setattr(chat, name, _switch(name, value))
     elif name in _SPECULATION:
         chat.options["speculation"] = _checked("speculation", _speculation(chat, name, value))
-    elif name in _NUMBERS or name in {"stop", "workload"}:
+    elif name in _NUMBERS or name in _TEXTS:
         _set_option(chat, name, value)
     else:
-        known = ", ".join((*_NUMBERS, "stop", "workload", *_SPECULATION, "origins", "stats"))
+        known = ", ".join((*_NUMBERS, *_TEXTS, *_SPECULATION, "origins", "stats"))
         raise BadCommand(f"/set: must name one of {known}, got {name}")
     return f"{name}: {value or 'default'}"
 
@@ -142,7 +143,7 @@ def _settings(chat: Chat) -> str:
     given = {name: value for name, value in chat.options.items() if value is not None}
     defaults = chat.default_sampling()
     lines = []
-    for name in (*_NUMBERS, "stop", "workload"):
+    for name in (*_NUMBERS, *_TEXTS):
         value = given.get(name)
         if value or (value is not None and name in _ZERO_COUNTS):
             lines.append(f"{name}: {value:g}" if isinstance(value, float) else f"{name}: {value}")
