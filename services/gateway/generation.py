@@ -78,6 +78,7 @@ class ServedModel:
             self.info.context_window,
             self.info.vocab_size,
             self.drafts.strategies or STRATEGIES,
+            tuple(self.info.lora_adapters),
             tuple(self.info.eos_token_ids),
             self.default_k,
             self.default_strategy,
@@ -98,7 +99,12 @@ class ServedModel:
             device=self.info.device,
             max_sessions=self.max_sessions,
             default_sampling=self.default_sampling,
+            lora_adapters=self.info.lora_adapters,
         )
+
+    def name_of(self, spec: SessionSpec) -> str:
+        """Return the name of the model that answers a session: its adapter, or the served model."""
+        return spec.lora or self.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,7 @@ async def _generation(
         observe_gateway(registry, streams, targets, None if settings.draft == NO_DRAFT else drafts)
         registry.observe(catalogue.SESSIONS_LIMIT, lambda: [((), model.max_sessions)])
         registry.observe(catalogue.SESSIONS, lambda: _by_progress(streams.held, sessions.running))
-        observers = RequestObservers(_CLOCK, CallMetrics(registry, model.name), sessions)
+        observers = RequestObservers(_CLOCK, CallMetrics(registry), sessions)
     return Generation(streams, model, _CLOCK, _id_secret(settings), observers, parts.address)
 
 

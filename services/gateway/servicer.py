@@ -17,7 +17,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.client_call import client_call
 from services.gateway.generation import AnswerStream, Generation
-from services.gateway.request.validate import check_model
+from services.gateway.request.validate import adapter_of
 
 _REASONS = {
     Reason.STOP: pb.Finished.REASON_STOP,
@@ -60,11 +60,11 @@ class GenerationServicer(rpc.GenerationServicer):
         self, request: pb.GetModelInfoRequest, _context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetModelInfoResponse:
         model = self.generation.model
-        check_model(request.model, model.request_model())
+        adapter_of(request.model, model.request_model())
         return model.describe()
 
     async def _events(self, answer: AnswerStream) -> AsyncGenerator[pb.StreamEvent, None]:
-        yield _started(answer.session, self.generation.model.name)
+        yield _started(answer.session, self.generation.model.name_of(answer.session.spec))
         async for item in answer:
             yield _item(item)
         if answer.ending is None:

@@ -63,9 +63,15 @@ REFUSED = Label(
 OPERATION = Label("gen_ai.operation.name", "requested operation", values=(CHAT, TEXT_COMPLETION))
 PROVIDER = Label("gen_ai.provider.name", "always `galley`", values=(GALLEY,))
 REQUEST_MODEL = Label(
-    "gen_ai.request.model", "name of the served model, or `other` if another was requested", most=4
+    "gen_ai.request.model",
+    "name of the served model or the LoRA adapter, or `other` if another was requested",
+    most=32,
 )
-RESPONSE_MODEL = Label("gen_ai.response.model", "name of the served model, if a session was opened", most=4)
+RESPONSE_MODEL = Label(
+    "gen_ai.response.model",
+    "name of the served model or the LoRA adapter, if a session was opened",
+    most=32,
+)
 
 # Statuses of calls with their fault.
 ENDS: tuple[tuple[str, str], ...] = (

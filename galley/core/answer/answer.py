@@ -43,6 +43,7 @@ class SessionSpec:
     `max_position` bounds positions, prompt included (exclusive). `k` is the most draft tokens verified in a
     round; 0 turns speculation off. With `auto`, as many are drafted as pay, down to none. An empty `strategy`
     leaves the choice to the draft. With `continue_without_client`, work goes on after the client disconnects.
+    `lora` names a LoRA adapter; empty: the model itself.
     """
 
     session_id: str
@@ -62,6 +63,7 @@ class SessionSpec:
     priority: int = 0
     tenant_salt: bytes = b""
     continue_without_client: bool = False
+    lora: str = ""
 
 
 @dataclass(frozen=True, slots=True)

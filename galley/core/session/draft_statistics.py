@@ -109,17 +109,18 @@ class SharedStatistics:
         self.confirmed_per_step = 1.0
         self.latency_ns = 0.0
         self.message_ns = 0.0
-        self._drafts: LruCache[tuple[str, str | None], DraftStatistics] = LruCache(
-            DraftStatistics, _WORKLOADS
-        )
+        self._drafts: LruCache[tuple[str, ...], DraftStatistics] = LruCache(DraftStatistics, _WORKLOADS)
 
-    def for_workload(self, strategy: str, workload: str) -> DraftStatistics:
-        """Return the statistics of a workload, which start as a copy of its strategy's (an LRU cache)."""
+    def for_workload(self, strategy: str, workload: str, lora: str = "") -> DraftStatistics:
+        """Return the statistics of a workload, which start as a copy of its strategy's (an LRU cache).
+
+        Those of a LoRA adapter are its own: drafts propose for the model itself.
+        """
         overall = self.for_strategy(strategy)
-        return self._drafts.get((strategy, workload), lambda: replace(overall, tokens=0))
+        return self._drafts.get((strategy, workload, lora), lambda: replace(overall, tokens=0))
 
     def for_strategy(self, strategy: str) -> DraftStatistics:
-        return self._drafts.get((strategy, None))
+        return self._drafts.get((strategy,))
 
     def record_step(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
         """Record a step of `sessions` sessions. One got `confirmed` tokens; a draft row adds `row_ns`."""

@@ -47,7 +47,7 @@ class Speculation:
     def __init__(self, spec: SessionSpec, shared: SharedStatistics) -> None:
         self._k = spec.k
         self._auto = spec.auto
-        self._workload = shared.for_workload(spec.strategy, spec.workload)
+        self._workload = shared.for_workload(spec.strategy, spec.workload, spec.lora)
         self._parents = (self._workload, shared.for_strategy(spec.strategy))
         self.shared = shared
         self.statistics = replace(self._workload, tokens=0)

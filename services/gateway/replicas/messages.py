@@ -59,6 +59,7 @@ async def verify_item(
         hint_due=request.hint_due,
         max_verified=request.max_verified,
         logprobs=spec.logprobs,
+        lora=spec.lora,
     )
     await _add_tokens(item.slice, request.slice.tokens)
     return item

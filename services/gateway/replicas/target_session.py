@@ -18,6 +18,7 @@ import grpc
 from galley.common.wire.status import error_type
 from galley.core import names
 from galley.core.answer.answer import SessionSpec
+from galley.core.content import cache_salt
 from galley.core.errors import TokenizerMismatch, Unavailable
 from galley.core.names import MOVE_FAILED, MOVE_HEDGED, MOVE_LATE, MOVE_LEFT
 from galley.core.routing.choice import HashedTokens, RoutingRequest, cached_tokens
@@ -59,9 +60,11 @@ class TargetSession:
     def verify(self, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None) -> Verification:
         return TargetRequest(self, spec, request, remaining_ns)
 
-    @property
-    def problem(self) -> str:
-        return self._targets.problem
+    def problem(self, spec: SessionSpec) -> str:
+        """Return why no target serves the session."""
+        if any(lease.offers(spec.lora) for lease in self._targets.leases()) or not self._targets.leases():
+            return self._targets.problem
+        return f"no target offers the LoRA adapter {spec.lora!r}"
 
     # ------------------------------------------------------------------------------- placement --
 
@@ -72,7 +75,7 @@ class TargetSession:
         needs `find`.
         """
         at = self._at
-        if at is None or not at.is_accepted:
+        if at is None or not at.is_accepted or not at.candidate().lease.offers(spec.lora):
             if not self._hash_blocks(spec, request):
                 return None
             at = self._targets.choose(self._routing(spec, request), self._failed)
@@ -125,12 +128,13 @@ class TargetSession:
         return all(tokens.hash_blocks(size, _MOST_BLOCKS) for size in self._targets.block_sizes())
 
     def _routing(self, spec: SessionSpec, request: ev.Verify) -> RoutingRequest:
-        return RoutingRequest(self._tokens(spec, request), spec.max_position, self._fingerprint, self._held)
+        tokens = self._tokens(spec, request)
+        return RoutingRequest(tokens, spec.max_position, self._fingerprint, self._held, spec.lora)
 
     def _tokens(self, spec: SessionSpec, request: ev.Verify) -> HashedTokens:
         """Return the first tokens of the session, as far as the request has them; at least its prompt."""
         if self._hashed is None:
-            self._hashed = HashedTokens(spec.prompt, spec.tenant_salt)
+            self._hashed = HashedTokens(spec.prompt, cache_salt(spec.tenant_salt, spec.lora))
         self._hashed.tokens = request.slice.tokens if request.slice.start == 0 else spec.prompt
         return self._hashed
 
@@ -316,7 +320,7 @@ class TargetRequest:
         if attempt is None:
             target = await self._session.find(self._spec, self._request)
             if target is None:
-                yield ev.Failed(self._request.request_id, self._session.problem)
+                yield ev.Failed(self._request.request_id, self._session.problem(self._spec))
                 return
             attempt = self._start(target)
         try:

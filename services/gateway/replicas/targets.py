@@ -163,11 +163,12 @@ class TargetPool(ReplicaPool[TargetReplica]):
 
 
 def _merged(infos: Sequence[pb.GetTargetInfoResponse]) -> pb.GetTargetInfoResponse:
-    """Return the info of the build that most replicas run, with the limits that all of them keep."""
+    """Return the info of the build that most replicas run, with all limits and the adapters of any."""
     merged = pb.GetTargetInfoResponse()
     [(fingerprint, _)] = Counter(info.fingerprint for info in infos).most_common(1)
     merged.CopyFrom(next(info for info in infos if info.fingerprint == fingerprint))
     merged.context_window = min(info.context_window for info in infos)
     merged.max_draft_tokens = min(info.max_draft_tokens for info in infos)
     merged.deterministic = all(info.deterministic for info in infos)
+    merged.lora_adapters[:] = sorted({name for info in infos for name in info.lora_adapters})
     return merged

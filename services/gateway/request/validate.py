@@ -11,7 +11,7 @@ from hashlib import blake2b, sha256
 from typing import Protocol
 
 from galley.common.models.tokenizer import TooManyTokens
-from galley.common.wire.codec import MAX_SALT_BYTES, check_token_ids, sampling_from
+from galley.common.wire.codec import MAX_SALT_BYTES, check_lora, check_token_ids, sampling_from
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import HASH_BYTES
 from galley.core.errors import InvalidField, Unimplemented, UnknownSession, check_length, check_range
@@ -67,13 +67,14 @@ class Model:
     """The served model. Token ids lie in [0, vocab_size), positions in [0, context_window).
 
     `default_k` is the most draft tokens a round in mode AUTO. `default_sampling` holds for what a request
-    with `use_default_sampling` leaves unset.
+    with `use_default_sampling` leaves unset. `lora_adapters` are those that targets offer now.
     """
 
     name: str
     context_window: int
     vocab_size: int
     strategies: tuple[str, ...] = ()
+    lora_adapters: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     default_k: int = 0
     default_strategy: str = ""
@@ -102,7 +103,8 @@ def parse_generate(
     seed, in [0, 2**64), of a request that brings none. Raise InvalidField or Unimplemented, and
     PromptRefused once the prompt was tokenized.
     """
-    _check_fixed(request, model)
+    _check_fixed(request)
+    lora = _lora(request, model)
     sampling = _sampling(request, model, draw_seed)
     stop = _stop(request.stop, limits)
     _check_stop_token_ids(request.stop_token_ids, limits, model.vocab_size)
@@ -129,6 +131,7 @@ def parse_generate(
         workload=request.workload,
         priority=request.priority,
         continue_without_client=request.continue_without_client,
+        lora=lora,
     )
 
 
@@ -165,17 +168,32 @@ def check_priority(priority: int, most: int | None) -> None:
         raise InvalidField("priority", f"must be <= {most} for this caller, got {priority}")
 
 
-def check_model(name: str, model: Model) -> None:
-    if name not in {"", model.name}:
-        raise InvalidField("model", f"must be {model.name!r} or empty, got {_quoted(name)}")
+def adapter_of(name: str, model: Model) -> str:
+    """Return the LoRA adapter that a model's name means, empty for the served model. Raise InvalidField."""
+    if name in {"", model.name}:
+        return ""
+    for adapter in (name, name.removeprefix(f"{model.name}:")):
+        if adapter in model.lora_adapters:
+            return adapter
+    adapters = ", a LoRA adapter of it" if model.lora_adapters else ""
+    raise InvalidField("model", f"must be {model.name!r}{adapters} or empty, got {_quoted(name)}")
 
 
-def _check_fixed(request: pb.GenerateRequest, model: Model) -> None:
+def _lora(request: pb.GenerateRequest, model: Model) -> str:
+    """Return the request's adapter, by `lora` or else by `model`."""
+    named = adapter_of(request.model, model)
+    lora = request.lora or named
+    check_lora(lora, model.lora_adapters)
+    if named not in {"", lora}:
+        raise InvalidField("lora", f"must be {named!r} as in model, or empty, got {_quoted(lora)}")
+    return lora
+
+
+def _check_fixed(request: pb.GenerateRequest) -> None:
     if request.HasField("structured_output"):
         raise Unimplemented("structured_output")
     if request.HasField("n") and request.n != 1:
         raise InvalidField("n", f"must be 1, got {request.n}")
-    check_model(request.model, model)
 
 
 def _sampling(request: pb.GenerateRequest, model: Model, draw_seed: Callable[[], int]) -> SamplingParams:

@@ -51,7 +51,7 @@ def describe_request(
     requested, operation = model, operation_of(request)
     attributes: dict[str, AnyValue] = {}
     if isinstance(request, pb.GenerateRequest):
-        requested = request.model[:_MAX_MODEL_NAME] or model
+        requested = (request.lora or request.model)[:_MAX_MODEL_NAME] or model
         if content:
             attributes[names.INPUT_MESSAGES] = _input(request)
     attributes |= {names.OPERATION: operation, names.REQUEST_MODEL: requested}

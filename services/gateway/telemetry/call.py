@@ -42,8 +42,7 @@ _log = get_logger(__name__)
 
 
 class CallMetrics:
-    def __init__(self, registry: Registry, model: str) -> None:
-        self.model = model
+    def __init__(self, registry: Registry) -> None:
         self.durations = registry.distribute(catalogue.REQUEST_DURATION)
         self.first_tokens = registry.distribute(catalogue.TIME_TO_FIRST_TOKEN)
         self.later_tokens = registry.distribute(catalogue.TIME_PER_OUTPUT_TOKEN)
@@ -117,7 +116,7 @@ class Call:
                 return
             self._first_ns = self._last_ns
             if self._metrics is not None and self._is_new:
-                cell = self._metrics.first_tokens.at(*self._labels(self._metrics), self._metrics.model)
+                cell = self._metrics.first_tokens.at(*self._labels(), self._answering)
                 cell.observe((self._first_ns - self._started_ns) / SECOND, span_ref(self._span))
 
     def ended(self, error: BaseException | None) -> None:
@@ -131,7 +130,7 @@ class Call:
         outcome, fault = end_of(error)
         if self._metrics is not None:
             self._count(self._metrics, outcome, fault, duration_ns)
-        _log_call(error, outcome, duration_ns, {"model": self._served, **self._facts(error)})
+        _log_call(error, outcome, duration_ns, {"model": self._answering, **self._facts(error)})
         self._session = None  # cancelled timers keep their context, and so this object
 
     def _cause(self, error: BaseException | None, now: int) -> BaseException | None:
@@ -146,8 +145,8 @@ class Call:
         return error
 
     def _count(self, metrics: CallMetrics, outcome: str, fault: str, duration_ns: int) -> None:
-        labels, span = self._labels(metrics), span_ref(self._span)
-        served = metrics.model if self._session is not None else ""
+        labels, span = self._labels(), span_ref(self._span)
+        served = self._answering if self._session is not None else ""
         failure = "" if outcome == OK else outcome
         metrics.durations.at(*labels, served, failure).observe(duration_ns / SECOND, span)
         metrics.streams.at(outcome, fault).value += 1
@@ -155,12 +154,17 @@ class Call:
             metrics.resumes.at(outcome).value += 1
         if outcome == OK and self._is_new and self._later_tokens:
             later_ns = max(0, self._last_ns - self._first_ns - self.stalled_ns)
-            cell = metrics.later_tokens.at(*labels, metrics.model)
+            cell = metrics.later_tokens.at(*labels, served)
             cell.observe(later_ns / self._later_tokens / SECOND, span)
 
-    def _labels(self, metrics: CallMetrics) -> tuple[str, str, str]:
-        requested = metrics.model if self._model in {None, "", metrics.model} else OTHER
-        return self._operation, GALLEY, requested
+    @property
+    def _answering(self) -> str:
+        """Return the name of the session's LoRA adapter, or of the served model."""
+        return self._served if self._session is None else self._session.spec.lora or self._served
+
+    def _labels(self) -> tuple[str, str, str]:
+        is_served = self._session is not None or self._model in {None, "", self._served}
+        return self._operation, GALLEY, self._answering if is_served else OTHER
 
     def _facts(self, error: BaseException | None) -> dict[str, object]:
         session = self._session

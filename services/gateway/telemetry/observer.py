@@ -333,7 +333,8 @@ class RequestObserver:
         self._rounds = RoundSpans(request, start.options, session)
         resumed = index is not None or epoch > 1
         attributes = session_attributes(session.spec, content=start.options.content)
-        attributes[names.RESPONSE_MODEL] = start.attributes.get(names.REQUEST_MODEL, "")
+        requested = start.attributes.get(names.REQUEST_MODEL, "")
+        attributes[names.RESPONSE_MODEL] = session.spec.lora or requested
         request.span.set_attributes({**attributes, names.RESUMED: resumed, names.EPOCH: epoch})
         if resumed:
             request.event(names.SESSION_RESUMED, {names.EPOCH: epoch, names.INDEX: index or 0})

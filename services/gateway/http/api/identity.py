@@ -34,7 +34,7 @@ class Identity:
             "id": _PREFIXES[form.kind] + spec.session_id,
             "object": name,
             "created": spec.arrival_ns // _SECOND,
-            "model": model.name,
+            "model": model.name_of(spec),
             "system_fingerprint": build or session.answer.fingerprint or model.info.fingerprint,
             "seed": spec.sampling.seed,
         }

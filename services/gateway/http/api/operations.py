@@ -13,7 +13,7 @@ from galley.core.errors import InvalidField
 from galley.version import __version__
 from services.gateway.generation import Generation
 from services.gateway.http.transport.errors import Refused
-from services.gateway.request.validate import check_model
+from services.gateway.request.validate import adapter_of
 
 
 class Operations:
@@ -47,24 +47,25 @@ class Operations:
         return Response(body, media_type=kind)
 
     async def models(self) -> dict[str, Any]:
-        """Return the served model."""
-        return {"object": "list", "data": [self._model()]}
+        """Return the served model and its LoRA adapters."""
+        adapters = self._generation.model.info.lora_adapters
+        return {"object": "list", "data": [self._model(), *map(self._model, adapters)]}
 
     async def model(self, model: str) -> dict[str, Any]:
-        """Return the served model, if it has this name."""
+        """Return the served model, or the LoRA adapter, of this name."""
         served = self._generation.model.request_model()
         if not model:
             raise InvalidField("model", "must not be empty")
-        check_model(model, served)
-        return self._model()
+        return self._model(adapter_of(model, served))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, lora: str = "") -> dict[str, Any]:
         described = self._generation.model.describe()
         return {
-            "id": described.model,
+            "id": lora or described.model,
             "object": "model",
             "created": self._created_s,
             "owned_by": "galley",
+            "parent": described.model if lora else None,
             "max_model_len": described.context_window,
             "galley": MessageToDict(described, preserving_proto_field_name=True),
         }

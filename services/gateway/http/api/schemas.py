@@ -64,7 +64,7 @@ class ChatTurn(_Open):
 class Parameters(_Open):
     """The parameters that all requests for answers have in common."""
 
-    model: str | None = Field(None, description="Name of the served model. Unset: that model.")
+    model: str | None = Field(None, description="Served model, or a LoRA adapter of it. Unset: the model.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events.")
     seed: int | None = Field(
         None, ge=0, lt=1 << 64, description="Seed of the sampling. Unset: drawn, and returned as `seed`."

@@ -85,15 +85,16 @@ class Sessions:
 
     def _describe(self, choices: list[StoredSession]) -> dict[str, Any]:
         first = choices[0]
+        spec = stored_spec(first)
         described = [_choice(index, one) for index, one in enumerate(choices)]
         output = sum(one["completion_tokens"] for one in described)
         return {
             "id": first.ownership.session_id,
             "object": "galley.session",
             "created": first.created_ms // 1000,
-            "model": self._generation.model.name,
+            "model": self._generation.model.name_of(spec),
             "state": "finished" if all(one.state == "finished" for one in choices) else "live",
-            "seed": stored_spec(first).sampling.seed,
+            "seed": spec.sampling.seed,
             "choices": described,
             "usage": {
                 "prompt_tokens": first.prompt_len,

@@ -16,7 +16,7 @@ from services.gateway.generation import Generation
 from services.gateway.http.api.requests import content_of
 from services.gateway.http.api.schemas import ChatTurn, Few, Ids
 from services.gateway.http.transport.encoding import list_json, to_json
-from services.gateway.request.validate import PromptRefused, check_model, parse_prompt
+from services.gateway.request.validate import PromptRefused, adapter_of, parse_prompt
 
 _PIECE_IDS = 8192
 
@@ -57,7 +57,7 @@ class Tokens:
             ]
             request.messages.CopyFrom(pb.ChatMessages(messages=turns))
         model = self._generation.model
-        check_model(request.model, model.request_model())
+        adapter_of(request.model, model.request_model())
         with self._generation.streams.admit(caller()) as slot:
             try:
                 ids = await self._generation.prompt_threads.run(
@@ -80,7 +80,7 @@ class Tokens:
         """Return the text of token ids."""
         model = self._generation.model
         served = model.request_model()
-        check_model(body.model or "", served)
+        adapter_of(body.model or "", served)
         if len(body.tokens) > served.context_window:
             raise InvalidField(
                 "tokens", f"must have at most {served.context_window} entries, got {len(body.tokens)}"

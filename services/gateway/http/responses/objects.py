@@ -65,7 +65,7 @@ class ResponseObjects:
             "background": False,
             "error": error,
             "incomplete_details": _CUT if ending is not None and ending.reason is Reason.LENGTH else None,
-            "model": self.model.name,
+            "model": self.model.name_of(answer.spec),
             "parallel_tool_calls": False,
             "temperature": round(answer.spec.sampling.temperature, 6),
             "text": {"format": {"type": "text"}},

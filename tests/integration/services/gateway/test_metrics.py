@@ -66,6 +66,21 @@ async def test_every_metric_of_the_catalogue_is_exported(world: World) -> None:
     assert total(alone.registry, catalogue.REPLICAS) == 1
 
 
+async def test_an_adapter_is_counted_as_the_model_of_its_calls(world: World) -> None:
+    world.target.lora_adapters = ("sql",)
+    it = await counted(world)
+    for name in ("sql", "tiny:sql"):
+        await receive(it.gateway.generate(model=name))
+    await receive(it.gateway.generate(lora="sql"))
+    await receive(it.gateway.generate())
+    await refused(receive(it.gateway.generate(model="other")))
+    adapted = ("text_completion", "galley", "sql", "sql")
+    for metric, labels in ((catalogue.REQUEST_DURATION, ("",)), (catalogue.TIME_TO_FIRST_TOKEN, ())):
+        assert [count(it.registry, metric, *call, *labels) for call in (adapted, CALL)] == [3, 1]
+    failed = ("text_completion", "galley", "other", "", "invalid_argument")
+    assert count(it.registry, catalogue.REQUEST_DURATION, *failed) == 1
+
+
 @any_credit
 async def test_counted_tokens_are_those_of_the_stream(world: World) -> None:
     world.draft.spoil_rate = 0.3

@@ -12,6 +12,7 @@ import pytest
 
 from galley.common.registry.leases import target_lease
 from galley.core import names
+from galley.core.answer.answer import SessionSpec
 from galley.core.content import block_hashes, prefix_hash
 from galley.core.routing.choice import TargetLease
 from galley.core.session import events as ev
@@ -62,10 +63,16 @@ class Here:
         return ev.Verify(self._requests, ev.Slice(0, tuple(tokens), prefix_hash(())), (), credit=credit)
 
     async def ask(
-        self, target: TargetSession, tokens: list[int], *, credit: int = 0, until: int | None = None
+        self,
+        target: TargetSession,
+        tokens: list[int],
+        *,
+        credit: int = 0,
+        until: int | None = None,
+        spec: SessionSpec = SPEC,
     ) -> list[ev.Verified | ev.CacheMissed | ev.Failed]:
         answers: list[ev.Verified | ev.CacheMissed | ev.Failed] = []
-        item = target.verify(SPEC, self.request(tokens, credit), None)
+        item = target.verify(spec, self.request(tokens, credit), None)
         async with asyncio.timeout(PATIENCE_S):
             async for answer in item:
                 answers.append(answer)
@@ -124,6 +131,32 @@ async def test_a_session_outlives_the_lease_of_its_replica(here: Here) -> None:
     assert not other.calls
     await here.ask(TargetSession(here.targets), confirmed(0))
     assert len(other.calls) == 1, "a new session goes where a lease lives"
+
+
+async def test_a_session_leaves_a_replica_that_restarts_without_its_adapter(here: Here) -> None:
+    for fake in here.fakes:
+        fake.lora_adapters = ("sql",)
+        await here.publish(fake)
+    await here.targets.refresh()
+    target, spec = TargetSession(here.targets), replace(SPEC, lora="sql")
+    await here.ask(target, confirmed(0), spec=spec)
+    home, other = here.home()
+    await home.stop()
+    home.lora_adapters = ()
+    await home.start()
+    await here.publish(home)
+    await here.targets.refresh()
+    [answer] = await here.ask(target, confirmed(1), spec=spec)
+    assert isinstance(answer, ev.Verified)
+    assert (len(home.calls), len(other.calls)) == (1, 1)
+
+
+async def test_a_session_whose_adapter_no_target_offers_says_so(here: Here) -> None:
+    target = TargetSession(here.targets)
+    [failed] = await here.ask(target, confirmed(0), spec=replace(SPEC, lora="sql"))
+    assert isinstance(failed, ev.Failed)
+    assert failed.message == "no target offers the LoRA adapter 'sql'"
+    assert here.request_counts() == [0, 0]
 
 
 async def test_a_session_stays_after_a_finished_request(here: Here) -> None:

@@ -20,7 +20,16 @@ from galley.core.answer.answer import (
     encode_ending,
     encode_spec,
 )
-from galley.core.content import Hit, Miss, RunningHash, look_up, prefix_hash, token_bytes, tokens_from_bytes
+from galley.core.content import (
+    Hit,
+    Miss,
+    RunningHash,
+    cache_salt,
+    look_up,
+    prefix_hash,
+    token_bytes,
+    tokens_from_bytes,
+)
 from galley.core.records import PositionLogprobs, TokenRecord, decode_records, encode_records
 from galley.core.sampling_params import SamplingParams
 
@@ -78,6 +87,7 @@ def test_specs() -> None:
         k=4,
         strategy="ngram",
         tenant_salt=b"\x00\xff",
+        lora="sql",
     )
     assert decode_spec(encode_spec(spec), spec.session_id, (5, 6)) == spec
 
@@ -120,6 +130,7 @@ def test_what_a_stored_spec_leaves_out_keeps_its_meaning() -> None:
         priority=0,
         tenant_salt=b"",
         continue_without_client=False,
+        lora="",
     )
 
 
@@ -135,6 +146,14 @@ def test_a_cache_serves_the_agreeing_prefix(held: list[int], tokens: list[int], 
         assert isinstance(result, Miss)
         assert held[:start] != tokens[:start]
         assert prefix_hash(held[: result.have]) == result.prefix_hash
+
+
+def test_salts_of_caches_differ_by_tenant_and_by_adapter() -> None:
+    tenants, adapters = (b"", b"a", b"b", b"a" * 16), ("", "a", "b", "é")
+    salts = {cache_salt(tenant, lora) for tenant in tenants for lora in adapters}
+    assert len(salts) == len(tenants) * len(adapters)
+    assert max(map(len, salts)) <= 16, "a salt of the wire"
+    assert all(cache_salt(tenant, "") == tenant for tenant in tenants), "gateways of earlier versions"
 
 
 def test_other_tokens_at_the_same_length_are_a_miss() -> None:

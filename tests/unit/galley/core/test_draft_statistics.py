@@ -102,3 +102,6 @@ def test_a_workload_starts_with_the_means_of_its_strategy() -> None:
     workload.record_token(0.25, right=False)
     assert workload.alpha < overall.alpha
     assert shared.for_workload("model", "code") is workload
+    adapted = shared.for_workload("model", "code", "sql")
+    assert adapted.alpha == overall.alpha, "an adapter learns for itself"
+    assert shared.for_workload("model", "code", "sql") is adapted

@@ -196,6 +196,10 @@ async def test_a_session_without_client_keeps_its_place(
 class _Model:
     name = "tiny"
 
+    @staticmethod
+    def name_of(_spec: SessionSpec) -> str:
+        return "tiny"
+
 
 class Takeover:
     """A session that a rival owns, and a gateway that is called for it."""

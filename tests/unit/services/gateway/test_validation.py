@@ -23,8 +23,8 @@ from services.gateway.request.validate import (
     Model,
     PromptRefused,
     ResumeSpec,
+    adapter_of,
     body_hash,
-    check_model,
     parse_generate,
     parse_resume,
     parse_session_id,
@@ -368,10 +368,55 @@ def test_hashes_in_a_lease_tell_nothing_without_the_id_secret() -> None:
 
 
 def test_the_name_of_the_model() -> None:
-    check_model("", MODEL)
-    check_model("m", MODEL)
+    assert adapter_of("", MODEL) == adapter_of("m", MODEL) == ""
     with pytest.raises(InvalidField, match="must be 'm' or empty, got 'M'"):
-        check_model("M", MODEL)
+        adapter_of("M", MODEL)
+
+
+@pytest.mark.parametrize(
+    ("fields", "lora"),
+    [
+        ({}, ""),
+        ({"model": "m"}, ""),
+        ({"lora": "sql"}, "sql"),
+        ({"model": "m", "lora": "sql"}, "sql"),
+        ({"model": "sql"}, "sql"),
+        ({"model": "m:sql"}, "sql"),
+        ({"model": "m:sql", "lora": "sql"}, "sql"),
+        ({"model": "m:fr"}, "m:fr"),
+        ({"model": "m:m:fr"}, "m:fr"),
+    ],
+)
+def test_an_adapter_is_named_by_lora_or_as_a_model(fields: dict[str, str], lora: str) -> None:
+    offering = replace(MODEL, lora_adapters=("sql", "m:fr"))
+    spec = parse_generate(request(**fields), LIMITS, Bytes(), offering, lambda: SEED)
+    assert spec.lora == lora
+
+
+@pytest.mark.parametrize(
+    ("fields", "offered", "problem"),
+    [
+        ({"lora": "sql"}, (), "lora: must be empty: no LoRA adapter is offered, got 'sql'"),
+        ({"lora": "x" * 80}, ("sql", "fr"), f"lora: must be empty or one of sql, fr, got '{'x' * 64}'"),
+        ({"model": "x"}, ("sql",), "model: must be 'm', a LoRA adapter of it or empty, got 'x'"),
+        ({"model": "sql:m"}, ("sql",), "model: must be 'm', a LoRA adapter of it or empty, got 'sql:m'"),
+        (
+            {"model": "sql", "lora": "fr"},
+            ("sql", "fr"),
+            "lora: must be 'sql' as in model, or empty, got 'fr'",
+        ),
+    ],
+)
+def test_an_adapter_that_is_not_offered_is_refused_before_the_prompt(
+    fields: dict[str, str], offered: tuple[str, ...], problem: str
+) -> None:
+    tokenizer = Bytes()
+    with pytest.raises(InvalidField) as caught:
+        parse_generate(
+            request(**fields), LIMITS, tokenizer, replace(MODEL, lora_adapters=offered), lambda: SEED
+        )
+    assert str(caught.value) == problem
+    assert tokenizer.calls == 0
 
 
 @given(st.binary(max_size=60))
