@@ -1,0 +1,115 @@
+"""A pool of several builds: a session prefers the build that computed it, and says when it gets another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.fakes.fleet import Fleet, FleetTarget
+from tests.fakes.world import World, any_credit, must_be_true, receive
+
+STREAMS = 6
+PAGED, OTHER = "paged-build", "vllm-build"
+
+
+@pytest.fixture
+async def fleet(world: World) -> AsyncIterator[Fleet]:
+    """Yield two registered targets of one build, and one of another engine, with blocks of another size."""
+    async with Fleet(world, "abc") as fleet:
+        for target, build in zip(fleet.members, (PAGED, PAGED, OTHER), strict=True):
+            target.fake.fingerprint = build
+        fleet.members[2].block = 16
+        await fleet.register()
+        yield fleet
+
+
+def serving(fleet: Fleet) -> FleetTarget:
+    [target] = [target for target in fleet.members if target.fake.calls]
+    return target
+
+
+async def prefer(fleet: Fleet, *builds: str) -> None:
+    """Report free blocks so that new sessions go to these builds first."""
+    for target in fleet.members:
+        await target.publish(free=90 if target.fake.fingerprint in builds else 10)
+
+
+async def test_new_sessions_go_to_every_build(world: World, fleet: Fleet) -> None:
+    gateway = await world.gateway(target="")
+    fleet.hold_after(0)
+    streams = [gateway.generate() for _ in range(STREAMS)]
+    listening = [asyncio.ensure_future(receive(stream)) for stream in streams]
+    for target in fleet.members:
+        await target.fake.called(STREAMS // len(fleet.members))
+        target.fake.gate.open()
+    received = await asyncio.gather(*listening)
+    for one in received:
+        must_be_true(one)
+        assert one.changes == []
+    assert sorted(one.end.fingerprint for one in received) == sorted((PAGED, PAGED, OTHER) * 2)
+
+
+@any_credit
+async def test_a_session_moves_within_its_build_first(world: World, fleet: Fleet) -> None:
+    await prefer(fleet, PAGED)
+    gateway = await world.gateway(target="")
+    fleet.hold_after(1)
+    stream = gateway.generate()
+    received = await receive(stream, until=1)
+    doomed = serving(fleet)
+    assert doomed.fake.fingerprint == PAGED
+    await prefer(fleet, OTHER)
+    await doomed.fake.stop()
+    [twin] = [it for it in fleet.members if it is not doomed and it.fake.fingerprint == PAGED]
+    await twin.fake.called(1)
+    for target in fleet.members:
+        target.fake.gate.open()
+    must_be_true(await received.listen(stream))
+    assert received.changes == []
+    assert not fleet.members[2].fake.calls
+
+
+@any_credit
+async def test_a_session_tells_of_each_build_that_it_gets_and_stays_there(world: World, fleet: Fleet) -> None:
+    await prefer(fleet, OTHER)
+    gateway = await world.gateway(target="", draft="none")
+    fleet.hold_after(1)
+    stream = gateway.generate()
+    received = await receive(stream, until=1)
+    *paged, other = fleet.members
+    assert serving(fleet) is other
+    for target in paged:
+        target.fake.gate.close_after(2)
+    await other.fake.stop()
+    await received.listen(stream, until=3)
+    assert received.changes == [(1, PAGED)]
+    await other.fake.start()  # its old build is there again
+    await prefer(fleet, OTHER)
+    for target in fleet.members:
+        target.fake.gate.open()
+    must_be_true(await received.listen(stream))
+    assert received.changes == [(1, PAGED)]
+    assert received.end.fingerprint == PAGED
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["its build lives", "its build is lost"])
+async def test_a_resumed_session_prefers_its_build_too(world: World, fleet: Fleet, lost: bool) -> None:
+    await prefer(fleet, PAGED)
+    first, second = await world.gateway(target="", draft="none"), await world.gateway(target="", draft="none")
+    fleet.hold_after(2)
+    stream = first.generate()
+    received = await receive(stream, until=2)
+    stream.cancel()
+    await first.idle()
+    *paged, other = fleet.members
+    await prefer(fleet, OTHER)
+    for target in paged if lost else ():
+        await target.leave()
+    for target in fleet.members:
+        target.fake.calls.clear()
+        target.fake.gate.open()
+    must_be_true(await received.listen(second.client.resume_stream(stream)))
+    assert received.changes == ([(2, OTHER)] if lost else [])
+    assert bool(other.fake.calls) == lost
