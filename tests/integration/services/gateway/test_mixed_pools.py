@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from galley.common.metrics import catalogue
 from tests.fakes.fleet import Fleet, FleetTarget
 from tests.fakes.world import World, any_credit, must_be_true, receive
+from tests.integration.services.gateway.test_metrics import Counted, counted
 
 STREAMS = 6
 PAGED, OTHER = "paged-build", "vllm-build"
@@ -30,10 +32,14 @@ def serving(fleet: Fleet) -> FleetTarget:
     return target
 
 
-async def prefer(fleet: Fleet, *builds: str) -> None:
-    """Report free blocks so that new sessions go to these builds first."""
+async def prefer(fleet: Fleet, build: str, *gateways: Counted) -> None:
+    """Report free blocks so that new sessions go to this build first; return when the gateways know."""
     for target in fleet.members:
-        await target.publish(free=90 if target.fake.fingerprint in builds else 10)
+        await target.publish(free=90 if target.fake.fingerprint == build else 10)
+    used = 1 - sum(target.free for target in fleet.members) / (100 * len(fleet.members))
+    for it in gateways:
+        while it.number(catalogue.TARGETS_KV_USAGE) != pytest.approx(used):
+            await it.gateway.client.model_info()
 
 
 async def test_new_sessions_go_to_every_build(world: World, fleet: Fleet) -> None:
@@ -53,17 +59,15 @@ async def test_new_sessions_go_to_every_build(world: World, fleet: Fleet) -> Non
 
 @any_credit
 async def test_a_session_moves_within_its_build_first(world: World, fleet: Fleet) -> None:
-    await prefer(fleet, PAGED)
-    gateway = await world.gateway(target="")
+    it = await counted(world, target="")
+    await prefer(fleet, PAGED, it)
     fleet.hold_after(1)
-    stream = gateway.generate()
+    stream = it.gateway.generate()
     received = await receive(stream, until=1)
     doomed = serving(fleet)
     assert doomed.fake.fingerprint == PAGED
-    await prefer(fleet, OTHER)
+    await prefer(fleet, OTHER, it)
     await doomed.fake.stop()
-    [twin] = [it for it in fleet.members if it is not doomed and it.fake.fingerprint == PAGED]
-    await twin.fake.called(1)
     for target in fleet.members:
         target.fake.gate.open()
     must_be_true(await received.listen(stream))
@@ -72,11 +76,11 @@ async def test_a_session_moves_within_its_build_first(world: World, fleet: Fleet
 
 
 @any_credit
-async def test_a_session_tells_of_each_build_that_it_gets_and_stays_there(world: World, fleet: Fleet) -> None:
-    await prefer(fleet, OTHER)
-    gateway = await world.gateway(target="", draft="none")
+async def test_a_session_tells_of_the_build_that_it_gets_and_stays_there(world: World, fleet: Fleet) -> None:
+    it = await counted(world, target="", draft="none")
+    await prefer(fleet, OTHER, it)
     fleet.hold_after(1)
-    stream = gateway.generate()
+    stream = it.gateway.generate()
     received = await receive(stream, until=1)
     *paged, other = fleet.members
     assert serving(fleet) is other
@@ -85,8 +89,10 @@ async def test_a_session_tells_of_each_build_that_it_gets_and_stays_there(world:
     await other.fake.stop()
     await received.listen(stream, until=3)
     assert received.changes == [(1, PAGED)]
-    await other.fake.start()  # its old build is there again
-    await prefer(fleet, OTHER)
+    await other.fake.start()  # its first build is there again
+    await prefer(fleet, OTHER, it)
+    [home] = [target for target in paged if target.fake.calls]
+    await home.fake.stop()
     for target in fleet.members:
         target.fake.gate.open()
     must_be_true(await received.listen(stream))
@@ -96,20 +102,20 @@ async def test_a_session_tells_of_each_build_that_it_gets_and_stays_there(world:
 
 @pytest.mark.parametrize("lost", [False, True], ids=["its build lives", "its build is lost"])
 async def test_a_resumed_session_prefers_its_build_too(world: World, fleet: Fleet, lost: bool) -> None:
-    await prefer(fleet, PAGED)
-    first, second = await world.gateway(target="", draft="none"), await world.gateway(target="", draft="none")
+    first, second = [await counted(world, target="", draft="none") for _ in range(2)]
+    await prefer(fleet, PAGED, first)
     fleet.hold_after(2)
-    stream = first.generate()
+    stream = first.gateway.generate()
     received = await receive(stream, until=2)
     stream.cancel()
-    await first.idle()
+    await first.gateway.idle()
     *paged, other = fleet.members
-    await prefer(fleet, OTHER)
-    for target in paged if lost else ():
+    await prefer(fleet, OTHER, second)
+    for target in paged if lost else [serving(fleet)]:
         await target.leave()
     for target in fleet.members:
         target.fake.calls.clear()
         target.fake.gate.open()
-    must_be_true(await received.listen(second.client.resume_stream(stream)))
+    must_be_true(await received.listen(second.gateway.client.resume_stream(stream)))
     assert received.changes == ([(2, OTHER)] if lost else [])
     assert bool(other.fake.calls) == lost
