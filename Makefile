@@ -24,16 +24,19 @@ help: ## print this list
 
 # ------------------------------------------------------------------------------------- environment --
 
-.PHONY: setup setup-run
+.PHONY: setup setup-run venv-vllm
 setup: ## make .venv with all that development needs (a second run is instant)
 	@scripts/setup.sh dev
 
 setup-run: ## make .venv with what running Galley needs, and no more
 	@scripts/setup.sh all
 
+venv-vllm: setup ## make .venv-vllm, in which vLLM runs on the CPU (2.3 GB; a second run is instant)
+	@scripts/venv_vllm.sh
+
 .PHONY: clean
 clean: ## remove .venv and every cache
-	rm -rf $(VENV) .galley .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) .venv-vllm .galley .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --------------------------------------------------------------------------------------------- run --
@@ -185,24 +188,30 @@ release-dry: helm ## run all of a release that needs no registry: wheel, locks, 
 # How many processes run the tests; a file's tests stay together. Most integration tests wait a part of their time.
 TEST_WORKERS ?= 3
 
-.PHONY: test clients unit integration e2e
+.PHONY: test clients unit integration vllm e2e
 # Each of the processes would otherwise start as many threads as there are cores.
-unit integration e2e: export OMP_NUM_THREADS := 1
+unit integration vllm e2e: export OMP_NUM_THREADS := 1
 test: helm ## run all that CI runs
 	@$(MAKE) --jobs 2 --output-sync lint check-generated helm-lint unit
-	@$(MAKE) integration e2e
+	@$(MAKE) integration vllm e2e
 
 clients: setup ## install the clients of other people that tests call the HTTP API with (600 MB in .galley)
 	@scripts/clients.sh
 
 unit: setup ## run the tests in memory: no sockets, no model (under a minute)
 	@echo "== unit tests"
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) tests/unit
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not vllm" tests/unit
 
 integration: helm clients ## run the tests of real servers and processes with tiny models, and of chart and repository
 	@echo "== integration tests"
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not vllm" \
 		tests/integration tests/simulation tests/attack tests/deploy tests/repo
+
+vllm: setup ## run the tests that need vLLM, in .venv-vllm; without vLLM they are skipped
+	@echo "== tests with vLLM"
+	@python=.venv-vllm/bin/python; scripts/venv_vllm.sh || { python=$(BIN)/python; \
+		echo "vLLM could not be installed: tests that need it are skipped" >&2; }; \
+		"$$python" -m pytest -m vllm tests/integration/services/target
 
 e2e: setup ## run the tests of whole stacks, with the default model, and while their parts fail
 	@echo "== end-to-end tests"

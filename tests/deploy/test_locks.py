@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from tests.deploy.render import EXTRAS, LOCKS, ROOT, locked
 
 CUDA = re.compile(r"^(nvidia-|cuda-|triton$)")
-NAMES = ("build", "draft", "gateway", "model", "target", "torch-cpu", "torch-cuda")
+NAMES = ("build", "draft", "gateway", "model", "target", "torch-cpu", "torch-cuda", "vllm-cpu", "vllm-cuda")
 
 
 def entries(name: str) -> dict[str, str]:
@@ -31,8 +31,8 @@ def write_locks(folder: Path, *wheel: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def pinned() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()[1:]
+def pinned(file: str = "constraints.txt") -> dict[str, str]:
+    lines = (ROOT / file).read_text().splitlines()[1:]
     return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
 
 
@@ -46,12 +46,27 @@ def test_locks_hold_the_tested_pins_with_hashes(name: str) -> None:
     result = entries(name)
     assert "".join(f"{entry}\n" for entry in result.values()) == text
     versions = {package: entry.partition("==")[2].split()[0] for package, entry in result.items()}
+    pins = pinned() | (pinned("constraints-vllm.txt") if name.startswith("vllm-") else {})
     assert {package: version.partition("+")[0] for package, version in versions.items()} == {
-        package: pinned()[package] for package in versions
+        package: pins[package] for package in versions
     }
     for entry in result.values():
         digests = re.findall(r"--hash=sha256:([0-9a-f]{64})(?: \\)?$", entry, re.MULTILINE)
         assert len(digests) == entry.count("--hash=") > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_vllm_shares_the_layer_of_torch(device: str) -> None:
+    """vLLM pins the same version, and its lock adds to that layer only."""
+    assert not entries(f"vllm-{device}").keys() & entries(f"torch-{device}").keys()
+    assert not entries(f"vllm-{device}").keys() & {"torchaudio", "torchcodec", "torchvision"}
+
+
+def test_vllms_pins_are_those_that_differ() -> None:
+    ours, used = pinned(), entries("vllm-cpu").keys() | entries("vllm-cuda").keys()
+    vllms = pinned("constraints-vllm.txt")
+    assert vllms.keys() <= used
+    assert not [package for package, version in vllms.items() if ours.get(package) == version]
 
 
 @pytest.mark.parametrize("name", ["draft", "target"])

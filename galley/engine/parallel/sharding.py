@@ -20,8 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, TensorParallelLayer
+from transformers.distributed.tensor_parallel import (  # type: ignore[attr-defined]  # 5.19 has it here only
+    ALL_PARALLEL_STYLES,
+    ColwiseParallel,
+    RowwiseParallel,
+    TensorParallelLayer,
+)
 
 from galley.core.errors import UnsupportedModel
 from galley.engine.load.support import read_weights
