@@ -27,7 +27,7 @@ from galley.bench.summary import percentile
 from galley.core.kv.table import KvTable
 from galley.engine.cpu.kernels.compile import Kernels
 from galley.engine.model import MAX_ROWS, CausalModel
-from services.target.paged import PagedEngine
+from services.target.engine.paged.engine import PagedEngine
 
 SESSIONS = 16
 # Attention over more would be arithmetic again.

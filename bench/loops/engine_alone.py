@@ -14,7 +14,7 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Confirmed, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Scheduler
 from galley.core.step import StepPlan
-from services.target.engine import TargetEngine
+from services.target.engine.paged.target import StepEngine
 
 # The times matter only for draft tokens, and there are none here.
 _ANY_TIMES = StepTimes.measured([(1, 1_000_000)])
@@ -40,7 +40,7 @@ class PassTime:
 class EngineAlone:
     """Plain decoding of many sessions at once, each with credit to its end."""
 
-    def __init__(self, passes: TargetEngine, table: KvTable, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, passes: StepEngine, table: KvTable, eos_token_ids: Sequence[int]) -> None:
         self._passes = passes
         self._scheduler = Scheduler(table, _ANY_TIMES)
         self._eos = frozenset(eos_token_ids)

@@ -17,7 +17,7 @@ from bench.loops.engine_alone import EngineAlone, Heard
 from galley.core.kv.table import KvTable
 from galley.engine.model import CausalModel
 from galley.engine.sampling.draw import warm_up
-from services.target.paged import PagedEngine
+from services.target.engine.paged.engine import PagedEngine
 
 MAX_SESSIONS = 256
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from galley.core.content import SessionKey
 from galley.core.errors import GalleyError
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
@@ -38,7 +39,7 @@ class StepChunk:
 
     Its keys and values lie in `blocks`: position p in block blocks[p // block_tokens]. The blocks cover at
     least [0, start + len(tokens)) and hold the KV of [0, start). Logits are wanted of the last `want_logits`
-    rows: none, or len(draw.draft_tokens) + 1.
+    rows: none, or len(draw.draft_tokens) + 1. `key` names the session, for engines that keep its KV by name.
     """
 
     start: int
@@ -46,6 +47,7 @@ class StepChunk:
     blocks: Sequence[int]
     want_logits: int
     draw: Draw | None = None
+    key: SessionKey = (b"", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,17 @@ class Sampled:
     logprobs: tuple[PositionLogprobs, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The engine fed less of a chunk than planned, and drew nothing after it.
+
+    The session's first `kv_len` confirmed tokens have KV now: never all, and fewer than before if the engine
+    took the session's blocks for others.
+    """
+
+    kv_len: int
+
+
 @dataclass(slots=True)
 class StepTrace:
     """Measurements of a traced step; `span` is its span (trace id, span id).
@@ -85,4 +98,4 @@ class StepTrace:
 
 
 # One per chunk, in order: None where nothing was to be drawn. An error concerns its own chunk alone.
-StepOutcome: TypeAlias = "Sampled | GalleyError | None"
+StepOutcome: TypeAlias = "Sampled | Computed | GalleyError | None"

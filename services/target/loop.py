@@ -19,20 +19,20 @@ from galley.common.metrics import catalogue
 from galley.common.metrics.registry import Registry
 from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.core.errors import GalleyError, Unavailable
-from galley.core.kv.table import KvTable
-from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRequest
-from galley.core.scheduler.scheduler import Linger, Scheduler
+from galley.core.scheduler.memory import KvFacts
+from galley.core.scheduler.messages import BatchInfo, Confirmed, Extend, Response, VerifyRequest
+from galley.core.scheduler.scheduler import Linger
 from galley.core.step import StepOutcome, StepPlan
-from services.target.engine import TargetEngine
+from services.target.engine.protocol import TargetEngine
 from services.target.spans import Batch, BatchSpans
 
 _SECOND = 1e9
 
 
 class StepMeter:
-    """Count steps in a registry, which reads the scheduler's and the table's own counts when scraped."""
+    """Count steps in a registry, which reads the engine's own counts when scraped."""
 
-    def __init__(self, registry: Registry, scheduler: Scheduler, table: KvTable) -> None:
+    def __init__(self, registry: Registry, engine: TargetEngine) -> None:
         self._sessions = registry.distribute(catalogue.BATCH_SESSIONS).at()
         self._rows = registry.distribute(catalogue.BATCH_ROWS).at()
         self._tokens = registry.distribute(catalogue.BATCH_TOKENS).at()
@@ -40,35 +40,34 @@ class StepMeter:
         self._age = registry.distribute(catalogue.QUEUE_AGE).at()
         self._prefill_rows = registry.count(catalogue.BATCH_PREFILL_ROWS).at()
         self._draft_rows = registry.count(catalogue.BATCH_DRAFT_ROWS).at()
-        counts = scheduler.counts
+        counts, kv = engine.counts, engine.kv
         registry.observe(catalogue.LINGER, lambda: [((), counts.linger_ns / _SECOND)])
-        registry.observe(catalogue.QUEUE_DEPTH, lambda: [((), scheduler.queue_depth)])
-        registry.observe(catalogue.KV_BLOCKS, lambda: _blocks(table))
+        registry.observe(catalogue.QUEUE_DEPTH, lambda: [((), engine.queue_depth)])
+        registry.observe(catalogue.KV_BLOCKS, lambda: _blocks(kv))
         registry.observe(catalogue.KV_PROMPT_TOKENS, lambda: [((), counts.prompt_tokens)])
         registry.observe(catalogue.KV_REUSED_TOKENS, lambda: [((), counts.reused_tokens)])
         registry.observe(catalogue.KV_MISSES, lambda: [((), counts.missed)])
         registry.observe(catalogue.PREEMPTIONS, lambda: [((), counts.preempted)])
-        registry.observe(catalogue.EVICTIONS, lambda: [((), table.evicted_blocks)])
+        registry.observe(catalogue.EVICTIONS, lambda: [((), kv.evicted_blocks)])
         registry.observe(catalogue.OUT_OF_BLOCKS, lambda: [((), counts.out_of_blocks)])
 
-    def count(self, plan: StepPlan, confirmed: int, duration_ns: int, queue_times_ns: Sequence[int]) -> None:
+    def count(
+        self, batch: BatchInfo, duration_ns: int, confirmed: int, queue_times_ns: Sequence[int]
+    ) -> None:
         """Count a step; `queue_times_ns` are those of the requests that started in it."""
-        rows, logit_rows = plan.rows, sum(chunk.want_logits for chunk in plan.chunks)
-        sampled_chunks = sum(chunk.want_logits > 0 for chunk in plan.chunks)
-        self._sessions.observe(len(plan.chunks))
-        self._rows.observe(rows)
+        self._sessions.observe(len(batch.request_ids))
+        self._rows.observe(batch.rows)
         self._tokens.observe(confirmed)
         self._duration.observe(duration_ns / _SECOND)
-        # One logit row of each sampled chunk is the last confirmed token; the others are draft tokens.
-        self._draft_rows.value += logit_rows - sampled_chunks
-        self._prefill_rows.value += rows - logit_rows
+        self._draft_rows.value += batch.draft_rows
+        self._prefill_rows.value += batch.prefill_rows
         for queue_time_ns in queue_times_ns:
             self._age.observe(queue_time_ns / _SECOND)
 
 
-def _blocks(table: KvTable) -> list[tuple[tuple[str], float]]:
-    used, free = table.live_blocks, table.empty
-    return [(("used",), used), (("cached",), table.total - used - free), (("free",), free)]
+def _blocks(kv: KvFacts) -> list[tuple[tuple[str], float]]:
+    used, free = kv.live_blocks, kv.empty
+    return [(("used",), used), (("cached",), kv.total - used - free), (("free",), free)]
 
 
 class Ticket:
@@ -95,15 +94,8 @@ class Ticket:
 class StepLoop:
     """Run steps while there is work; create it within the running event loop."""
 
-    def __init__(
-        self,
-        engine: TargetEngine,
-        scheduler: Scheduler,
-        spans: SpanScope | None,
-        meter: StepMeter | None = None,
-    ) -> None:
+    def __init__(self, engine: TargetEngine, spans: SpanScope | None, meter: StepMeter | None = None) -> None:
         self._engine = engine
-        self._scheduler = scheduler
         self._batches = BatchSpans(spans)
         self._meter = meter
         self._tickets: dict[int, Ticket] = {}
@@ -126,7 +118,7 @@ class StepLoop:
             raise self._stopped
         if self.draining.is_set():
             raise Unavailable("the replica is draining")
-        ticket = Ticket(self._scheduler.submit(request, time.monotonic_ns()))
+        ticket = Ticket(self._engine.submit(request, time.monotonic_ns()))
         self._tickets[ticket.item] = ticket
         self._batches.joins(ticket.item, span)
         self._idle.clear()
@@ -137,7 +129,7 @@ class StepLoop:
 
     def extend(self, ticket: Ticket, extension: Extend) -> None:
         """Add credit or a hint; ignored if the request has ended."""
-        self._scheduler.extend(ticket.item, extension, time.monotonic_ns())
+        self._engine.extend(ticket.item, extension, time.monotonic_ns())
         self._changed.set()
 
     def refuse(self, ticket: Ticket, error: GalleyError) -> None:
@@ -148,7 +140,7 @@ class StepLoop:
     def cancel(self, ticket: Ticket) -> None:
         if self._tickets.pop(ticket.item, None) is not None:
             self._batches.leaves(ticket.item)
-            self._scheduler.cancel(ticket.item)
+            self._engine.cancel(ticket.item)
             self._changed.set()
 
     async def quiet(self, quiet_s: float) -> None:
@@ -167,7 +159,7 @@ class StepLoop:
     async def drain(self) -> None:
         """Refuse new requests; open ones end with their next result."""
         self.draining.set()
-        self._scheduler.drain()
+        self._engine.drain()
         self._changed.set()
         await self._idle.wait()
 
@@ -185,14 +177,14 @@ class StepLoop:
                 await self._step_once()
             except Exception as error:  # noqa: BLE001  # after a scheduler's fault no caller may hang
                 log_internal(error)
-                self._scheduler.abandon(Unavailable("the replica's scheduler has failed"))
+                self._engine.abandon(Unavailable("the replica's scheduler has failed"))
                 self._deliver()
 
     async def _step_once(self) -> None:
         self._changed.clear()
         now = time.monotonic_ns()
-        self._scheduler.expire(now)
-        step = self._scheduler.plan(now)
+        self._engine.expire(now)
+        step = self._engine.plan(now)
         self._deliver()
         if isinstance(step, StepPlan):
             await self._run_plan(step)
@@ -214,18 +206,18 @@ class StepLoop:
             timer.cancel()
 
     async def _run_plan(self, plan: StepPlan) -> None:
-        batch = self._batches.begin(self._scheduler)
+        batch = self._batches.begin(self._engine)
         try:
-            took_ns, queue_times_ns = await self._run_step(plan, batch), self._scheduler.queue_times_ns
+            done, queue_times_ns = await self._run_step(plan, batch), self._engine.queue_times_ns
             confirmed = self._deliver()
-            if took_ns is not None and self._meter is not None:
-                self._meter.count(plan, confirmed, took_ns, queue_times_ns)
+            if done is not None and self._meter is not None:
+                self._meter.count(*done, confirmed, queue_times_ns)
         finally:
             if batch is not None:
                 batch.end()
 
-    async def _run_step(self, plan: StepPlan, batch: Batch | None) -> int | None:
-        """Return how long the step took, in ns; None if it failed."""
+    async def _run_step(self, plan: StepPlan, batch: Batch | None) -> tuple[BatchInfo, int] | None:
+        """Return what the step was, and how long it took, in ns; None if it failed."""
         loop, began_ns = asyncio.get_running_loop(), time.monotonic_ns()
         try:
             outcomes = await loop.run_in_executor(self._worker, self._compute, plan, batch)
@@ -233,11 +225,13 @@ class StepLoop:
             failed = Unavailable("the step failed")
             with use_span(batch.failed(failed) if batch is not None else INVALID_SPAN):
                 log_internal(error)
-            self._scheduler.fail(plan, failed)
+            self._engine.fail(plan, failed)
             return None
         now = time.monotonic_ns()
-        self._scheduler.conclude(plan, outcomes, now, batch.packed if batch is not None else b"")
-        return now - began_ns
+        info = self._engine.conclude(plan, outcomes, now, batch.packed if batch is not None else b"")
+        if batch is not None:
+            batch.concluded(info)
+        return info, now - began_ns
 
     def _compute(self, plan: StepPlan, batch: Batch | None) -> Sequence[StepOutcome]:
         if batch is None:
@@ -249,7 +243,7 @@ class StepLoop:
     def _deliver(self) -> int:
         """Deliver the responses; return how many tokens they confirm."""
         confirmed = 0
-        for response in self._scheduler.take_responses():
+        for response in self._engine.take_responses():
             if isinstance(response.outcome, Confirmed):
                 confirmed += len(response.outcome.tokens)
             ticket = self._tickets.get(response.request_id)

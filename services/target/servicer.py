@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,19 +23,15 @@ from galley.common.server.server import Parts, Service
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.wire.codec import check_lora, check_token_ids, logprobs_message, read_slice
 from galley.core.content import HASH_BYTES, cache_salt
-from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError, InvalidField, Unimplemented, check_length, check_range
 from galley.core.hints import MAX_HINT_TOKENS, Hint
-from galley.core.kv.table import KvTable
 from galley.core.routing.choice import TargetLease
 from galley.core.scheduler.messages import Confirmed, Extend, VerifyRequest
-from galley.core.scheduler.scheduler import MAX_ROWS, Scheduler
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target.engine import EngineInfo, TargetEngine, measure
-from services.target.loading import memory_reported
+from services.target.engine.protocol import EngineInfo, Limits, LoadedEngine, TargetEngine
 from services.target.loop import StepLoop, StepMeter, Ticket
-from services.target.settings import TargetSettings
+from services.target.settings import TargetSettings, memory_reported
 from services.target.spans import VerifySpan
 
 _LOG = get_logger(__name__)
@@ -54,51 +50,27 @@ _MAX_LINGER_MS = 50.0
 _LEAVE_SHARE = 0.6
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_draft_tokens: int = 16
-    max_waiting: int = 1024
-    max_sessions: int = 64
-    max_rows: int = MAX_ROWS
-    max_linger_ms: float = 0.0
-
-
 class TargetService(rpc.TargetServicer):
     """Serve one engine; `incarnation` identifies this process, whose caches end with it."""
 
     grpc_services = ("galley.v1.Target",)
 
     def __init__(
-        self,
-        engine: TargetEngine,
-        times: StepTimes,
-        spans: SpanScope | None,
-        limits: Limits,
-        metrics: Registry | None = None,
+        self, engine: TargetEngine, spans: SpanScope | None, metrics: Registry | None = None
     ) -> None:
         """Make it within the running event loop; `spans` is None if traces are off."""
         info = engine.info
         self._engine = engine
         self._spans = spans
-        self._max_draft_tokens = limits.max_draft_tokens
         facts = asdict(info)
         self._about = pb.GetTargetInfoResponse(
             kv_blocks_total=facts.pop("kv_blocks"),
             **facts,
             incarnation=secrets.token_hex(8),
-            max_draft_tokens=limits.max_draft_tokens,
-            row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in times.points],
+            max_draft_tokens=engine.limits.max_draft_tokens,
+            row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in engine.times.points],
         )
-        self._table = KvTable(info.kv_blocks, info.kv_block_tokens, limits.max_sessions)
-        self._scheduler = Scheduler(
-            self._table,
-            times,
-            max_rows=limits.max_rows,
-            max_waiting=limits.max_waiting,
-            max_linger_ns=round(limits.max_linger_ms * 1e6),
-        )
-        meter = None if metrics is None else StepMeter(metrics, self._scheduler, self._table)
-        self._loop = StepLoop(engine, self._scheduler, spans, meter)
+        self._loop = StepLoop(engine, spans, None if metrics is None else StepMeter(metrics, engine))
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:  # noqa: ARG002
         """Respond once to each request of the message; credit is for streams."""
@@ -126,7 +98,7 @@ class TargetService(rpc.TargetServicer):
         return self.describe()
 
     def lease(self, address: str) -> TargetLease:
-        return target_lease(address, self.describe(), self._table.cached_prefixes(_MAX_CACHED_PREFIXES))
+        return target_lease(address, self.describe(), self._engine.kv.cached_prefixes(_MAX_CACHED_PREFIXES))
 
     async def quiet(self) -> None:
         await self._loop.quiet(_QUIET_S)
@@ -152,7 +124,7 @@ class TargetService(rpc.TargetServicer):
             request = read_item(
                 item,
                 self._engine.info,
-                self._max_draft_tokens,
+                self._engine.limits.max_draft_tokens,
                 now_ns=time.monotonic_ns(),
                 epoch_ns=time.time_ns(),
             )
@@ -190,8 +162,8 @@ class TargetService(rpc.TargetServicer):
     def describe(self) -> pb.GetTargetInfoResponse:
         about = pb.GetTargetInfoResponse()
         about.CopyFrom(self._about)
-        about.kv_blocks_free = self._table.free
-        about.queue_depth = self._scheduler.queue_depth
+        about.kv_blocks_free = self._engine.kv.free
+        about.queue_depth = self._engine.queue_depth
         return about
 
 
@@ -289,11 +261,11 @@ def _result_of(outcome: Confirmed, fingerprint: str) -> pb.VerifyResult:
 
 
 async def add_target(
-    server: grpc.aio.Server, parts: Parts, engine: TargetEngine, settings: TargetSettings
+    server: grpc.aio.Server, parts: Parts, engine: LoadedEngine, settings: TargetSettings
 ) -> TargetService:
     parts.readiness.stage("measuring steps")
     with memory_reported(settings):  # its steps are the largest
-        times = await in_passing_thread(measure, engine)
+        times = await in_passing_thread(engine.measure)
     # The names are those of the file that `galley plan --capacity` reads.
     _LOG.info(
         "model loaded",
@@ -313,7 +285,7 @@ async def add_target(
         max_rows=settings.max_rows,
         max_linger_ms=_MAX_LINGER_MS,
     )
-    service = TargetService(engine, times, parts.telemetry.scope(__name__), limits, parts.metrics)
+    service = TargetService(engine.serve(times, limits), parts.telemetry.scope(__name__), parts.metrics)
     rpc.add_TargetServicer_to_server(service, server)
     return service
 

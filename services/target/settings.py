@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -9,6 +10,7 @@ from pydantic import Field, model_validator
 from galley.common.config.settings import settings_config
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.registry.registration import ReplicaSettings
+from galley.common.server.process import report_memory
 from galley.common.sockets import host_and_port
 
 
@@ -67,3 +69,9 @@ class TargetSettings(ReplicaSettings):
             except ValueError as error:
                 raise ValueError(f"--ranks-address: with --hosts {self.hosts}: {error}") from None
         return self
+
+
+def memory_reported(settings: TargetSettings) -> AbstractContextManager[None]:
+    """Raise OutOfMemory, in one line with the remedy, if the model and its KV pool do not fit into memory."""
+    what = f"model: {settings.model} and a KV pool of {settings.kv_memory_mb} MiB"
+    return report_memory(what, "lower --kv-memory-mb, or serve a smaller model or --dtype bfloat16")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import add
 
 from opentelemetry import trace
@@ -19,9 +20,9 @@ from galley.common.wire.status import error_type
 from galley.core import names
 from galley.core.errors import GalleyError
 from galley.core.scheduler.messages import BatchInfo, Confirmed, Response
-from galley.core.scheduler.scheduler import Scheduler
 from galley.core.step import StepTrace
 from galley.pb.galley.v1 import galley_pb2 as pb
+from services.target.engine.protocol import TargetEngine
 
 # The counts of a request's results, in the order of their attributes.
 _COUNTS = (names.VERDICTS, names.CONFIRMED, names.VERIFIED, names.ACCEPTED, names.KV_REUSED)
@@ -72,11 +73,11 @@ class BatchSpans:
         if self._items:
             self._items.pop(item, None)
 
-    def begin(self, scheduler: Scheduler) -> Batch | None:
+    def begin(self, engine: TargetEngine) -> Batch | None:
         """Return the span of the planned step; None if no request in it is traced."""
         if self._spans is None or not self._items:
             return None
-        facts = scheduler.current_batch
+        facts = engine.current_batch
         items = [span for item in facts.request_ids if (span := self._items.get(item)) is not None]
         if not items:
             return None
@@ -100,6 +101,12 @@ class Batch:
         self._ended_ns = time.time_ns()
         self._rank_ns = self.watch.rank_ns()
 
+    def concluded(self, info: BatchInfo) -> None:
+        """Note the rows that the engine fed, which may be fewer than planned."""
+        self._facts = replace(
+            self._facts, rows=info.rows, draft_rows=info.draft_rows, prefill_rows=info.prefill_rows
+        )
+
     def failed(self, error: GalleyError) -> trace.Span:
         """Note that the step failed with the error that its sessions get; return the span, for the log."""
         fail(self._span, error_type(error))
@@ -114,7 +121,7 @@ class Batch:
             names.BATCH_ROWS: facts.rows,
             names.BATCH_DRAFT_ROWS: facts.draft_rows,
             names.BATCH_PREFILL_ROWS: facts.prefill_rows,
-            names.BATCH_PREFILL_SHARE: facts.prefill_rows / facts.rows,
+            names.BATCH_PREFILL_SHARE: facts.prefill_rows / max(1, facts.rows),
             names.FREE_BLOCKS: facts.free_blocks,
             names.QUEUE_DEPTH: facts.queue_depth,
         }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from galley.core.records import PositionLogprobs
-from galley.core.step import Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
-from services.target.engine import EngineInfo
+from galley.core.step import Computed, Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
+from services.target.engine.protocol import EngineInfo
 from tests.fakes.truth import IDS, STOP_ID, true_id
 
 _INFO = EngineInfo(
@@ -82,3 +83,25 @@ class StrictEngine(KnownEngine):
         assert chunk.want_logits == len(chunk.draw.draft_tokens) + 1
         assert seen == [*chunk.draw.history, *chunk.draw.draft_tokens]
         return super().draw(chunk, seen)
+
+
+class DividingEngine(StrictEngine):
+    """It divides prompts over steps by itself, takes KV away, and verifies less than planned."""
+
+    def __init__(self, rng: random.Random, **info: Any) -> None:
+        super().__init__(**info)
+        self._rng = rng
+
+    def _compute(self, chunk: StepChunk) -> StepOutcome:
+        confirmed = len(chunk.tokens) - max(0, chunk.want_logits - 1)
+        chance = self._rng.random()
+        if chance < 0.1:
+            return Computed(self._rng.randint(0, chunk.start))
+        if chance < 0.4:
+            part = self._rng.randrange(confirmed)
+            super()._compute(replace(chunk, tokens=chunk.tokens[:part], want_logits=0, draw=None))
+            return Computed(chunk.start + part)
+        outcome = super()._compute(chunk)
+        if chance < 0.6 and isinstance(outcome, Sampled):
+            return Sampled(outcome.tokens[: self._rng.randint(1, len(outcome.tokens))])
+        return outcome

@@ -15,7 +15,7 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Confirmed, Extend, Response, Superseded, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.step import StepPlan
-from tests.fakes.engine import StrictEngine
+from tests.fakes.engine import DividingEngine, StrictEngine
 from tests.fakes.kv_check import check_table
 from tests.fakes.truth import IDS, true_id, true_output
 
@@ -40,11 +40,21 @@ class Bench:
         max_rows: int = 64,
         max_waiting: int = 64,
         max_linger_ns: int = 0,
+        divides: random.Random | None = None,
     ) -> None:
         self.table = KvTable(blocks, block_tokens, max_sessions)
-        self.engine = StrictEngine(kv_block_tokens=block_tokens)
+        self.engine = (
+            StrictEngine(kv_block_tokens=block_tokens)
+            if divides is None
+            else DividingEngine(divides, kv_block_tokens=block_tokens)
+        )
         self.scheduler = Scheduler(
-            self.table, times, max_rows=max_rows, max_waiting=max_waiting, max_linger_ns=max_linger_ns
+            self.table,
+            times,
+            max_rows=max_rows,
+            max_waiting=max_waiting,
+            max_linger_ns=max_linger_ns,
+            divides_prompts=divides is not None,
         )
         self.times = times
         self.now = 0

@@ -36,6 +36,13 @@ def test_tokens_are_the_same_for_any_schedule(seed: int, times: object, linger: 
 
 
 @settings(max_examples=40)
+@given(seed=SEEDS, linger=st.sampled_from([0, 50 * MS]))
+def test_tokens_are_the_same_if_the_engine_divides_prompts_and_preempts(seed: int, linger: int) -> None:
+    bench = Bench(blocks=256, max_rows=16, max_linger_ns=linger, divides=random.Random(seed))
+    load(seed, bench, sessions=6, longest=30).run(faults=True)
+
+
+@settings(max_examples=40)
 @given(seed=SEEDS, blocks=st.integers(12, 20))
 def test_all_complete_in_a_pool_that_holds_one_of_them(seed: int, blocks: int) -> None:
     # 40 prompt and 20 output tokens need up to 15 blocks of 4, and one more if a shared block is copied.

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import structlog
 
@@ -26,6 +27,9 @@ from tests.simulation.system.network import Network
 from tests.simulation.system.redis import Sessions, SimRedis
 from tests.simulation.system.replicas import SimDraft, SimEngine, SimTarget
 from tests.simulation.verdicts import LEAVE_OWNERS, Verdicts
+
+if TYPE_CHECKING:
+    from galley.core.kv.table import KvTable
 
 FINISHED_TTL_S = 120.0
 _READY_S = 5.0
@@ -114,7 +118,7 @@ class World:
         await self._until(self._replicas_rest, _HEALED_S, "a replica works for nobody, or holds its blocks")
         await self._until(self._gateways_rest, _HEALED_S, "a gateway has streams that nobody uses")
         for target in self.targets.values():
-            check_table(target.service._table)
+            check_table(cast("KvTable", target.target.kv))
         for gateway in self.gateways:
             await gateway.check_leaks()
 
@@ -164,9 +168,9 @@ class World:
 
     def _replicas_rest(self) -> bool:
         """Return True if no replica has a request, and no target a KV block of a live session."""
-        targets = [target.service for target in self.targets.values()]
+        targets = [target.target for target in self.targets.values()]
         return not (
-            any(service._scheduler.queue_depth or service._table.live_blocks for service in targets)
+            any(target.queue_depth or target.kv.live_blocks for target in targets)
             or any(draft.service._loop.queue_depth for draft in self.drafts.values())
         )
 

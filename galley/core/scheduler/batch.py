@@ -5,14 +5,14 @@ Verification comes first, then prompts, the oldest request first, within a budge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from galley.core.content import SessionKey
 from galley.core.cost.model import LiveStepTimes, StepNs, rows_that_pay
 from galley.core.scheduler.messages import BatchInfo
 from galley.core.scheduler.request import ActiveRequest
-from galley.core.step import StepPlan
+from galley.core.step import Computed, StepOutcome, StepPlan
 
 # Prefill gets at least one in this many rows of the budget.
 _PREFILL_SHARE = 4
@@ -32,11 +32,14 @@ class Grant:
         return self.rows == self.request.uncomputed
 
 
-def grant_rows(requests: Sequence[ActiveRequest], step_ns: StepNs, max_rows: int) -> list[Grant]:
+def grant_rows(
+    requests: Sequence[ActiveRequest], step_ns: StepNs, max_rows: int, *, divides_prompts: bool = False
+) -> list[Grant]:
     """Return the grants of a step of about `max_rows` rows, in the order of `requests`, oldest first.
 
     Every request whose KV reaches its position gets one row, whatever the budget. Draft rows come next, as
-    many as pay by `step_ns`. Prefill takes what is left, but at least a quarter of the budget.
+    many as pay by `step_ns`. Prefill takes what is left, but at least a quarter of the budget; all of it if
+    the engine `divides_prompts` over steps itself.
     """
     verifying = sum(request.uncomputed == 1 for request in requests)
     demand = sum(request.uncomputed for request in requests if request.uncomputed > 1)
@@ -45,7 +48,7 @@ def grant_rows(requests: Sequence[ActiveRequest], step_ns: StepNs, max_rows: int
     offering = _reaching(requests, prefill)
     counts = _draft_counts(offering, verifying + prefill, max_rows - verifying - reserved, step_ns)
     used = verifying + sum(counts.values())
-    return _grants(requests, counts, max(max_rows - used, reserved))
+    return _grants(requests, counts, demand if divides_prompts else max(max_rows - used, reserved))
 
 
 def _reaching(requests: Sequence[ActiveRequest], prefill: int) -> list[ActiveRequest]:
@@ -102,10 +105,7 @@ class BatchTimes:
 
 
 class ActiveBatch:
-    """The batch of the step in progress; the i-th of `grants` belongs to chunk i of the plan.
-
-    A token is drawn after each of `drawn_rows` rows: `draft_rows`, and one for each grant that is final.
-    """
+    """The batch of the step in progress; the i-th of `grants` belongs to chunk i of the plan."""
 
     def __init__(
         self,
@@ -119,17 +119,31 @@ class ActiveBatch:
         self.plan = plan
         self.grants = grants
         self.started_ns = now
-        self.draft_rows = sum(len(grant.draft_tokens) for grant in grants.values())
-        self.drawn_rows = self.draft_rows + sum(grant.is_final for grant in grants.values())
         self._preempted = preempted
         self._evicted = evicted
+        self._count(grants.values())
+
+    def _count(self, grants: Iterable[Grant]) -> None:
+        """Count the rows of these grants.
+
+        A token is drawn after each of `_drawn_rows`: `_draft_rows`, and one for each grant that is final.
+        """
+        self._fed = [grant for grant in grants if grant.rows]
+        self._draft_rows = sum(len(grant.draft_tokens) for grant in self._fed)
+        self._drawn_rows = self._draft_rows + sum(grant.is_final for grant in self._fed)
+        self._rows = self._draft_rows + sum(grant.rows for grant in self._fed)
+
+    def settle(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Count the rows that were fed, where the engine fed fewer than planned."""
+        if any(isinstance(outcome, Computed) for outcome in outcomes):
+            self._count(map(_fed, self.grants.values(), outcomes))
 
     def info(self, free_blocks: int, queue_depth: int) -> BatchInfo:
         return BatchInfo(
-            request_ids=tuple(grant.request.id for grant in self.grants.values()),
-            rows=self.plan.rows,
-            draft_rows=self.draft_rows,
-            prefill_rows=self.plan.rows - self.drawn_rows,
+            request_ids=tuple(grant.request.id for grant in self._fed),
+            rows=self._rows,
+            draft_rows=self._draft_rows,
+            prefill_rows=self._rows - self._drawn_rows,
             free_blocks=free_blocks,
             queue_depth=queue_depth,
             preempted=self._preempted,
@@ -141,21 +155,27 @@ class ActiveBatch:
 
         Steps that read prompts are not recorded: prompt rows cost less, because nothing is drawn after them.
         """
-        drafts, drawn, sessions = self.draft_rows, self.drawn_rows, len(self.grants)
+        drafts, drawn, sessions = self._draft_rows, self._drawn_rows, len(self._fed)
         prefill_ns = 0
-        if drawn == self.plan.rows:
+        if 0 < drawn == self._rows:
             times.record(drawn, drafts, took_ns)
         else:
             prefill_ns = max(0, took_ns - times(drawn, drafts)) if drawn else took_ns
         drafts_ns = max(0, times(drawn, drafts) - times(drawn - drafts, 0)) if drafts else 0
         return BatchTimes(
             sessions=sessions,
-            rows=self.plan.rows,
-            row_ns=times.added_row_ns(sessions),
+            rows=self._rows,
+            row_ns=times.added_row_ns(max(1, sessions)),
             prefill_ns=prefill_ns,
             drafts_ns=min(drafts_ns, took_ns),
             span=batch_span,
         )
+
+
+def _fed(grant: Grant, outcome: StepOutcome) -> Grant:
+    if not isinstance(outcome, Computed):
+        return grant
+    return Grant(grant.request, max(0, outcome.kv_len - (grant.request.kv_len or 0)))
 
 
 @dataclass(slots=True)

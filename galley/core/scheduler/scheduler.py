@@ -27,9 +27,10 @@ from galley.core.acceptance import confirm
 from galley.core.content import Miss, SessionKey
 from galley.core.cost.model import LiveStepTimes, StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
-from galley.core.kv.table import KvTable, Reservation
+from galley.core.kv.table import Reservation
 from galley.core.scheduler.batch import ActiveBatch, BatchTimes, Grant, SchedulerCounts, grant_rows
 from galley.core.scheduler.linger import LingerPolicy
+from galley.core.scheduler.memory import KvMemory
 from galley.core.scheduler.messages import (
     BatchInfo,
     Confirmed,
@@ -40,7 +41,7 @@ from galley.core.scheduler.messages import (
     VerifyRequest,
 )
 from galley.core.scheduler.request import ActiveRequest, SessionStatistics
-from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan
+from galley.core.step import Computed, Draw, Sampled, StepChunk, StepOutcome, StepPlan
 
 MAX_ROWS = 256
 _RETRY_AFTER_S = 0.5
@@ -61,22 +62,26 @@ class Linger:
 class Scheduler:
     def __init__(
         self,
-        table: KvTable,
+        kv: KvMemory,
         times: StepTimes,
         *,
         max_rows: int = MAX_ROWS,
         max_waiting: int = 1024,
         max_linger_ns: int = 0,
+        divides_prompts: bool = False,
     ) -> None:
         """Let `max_waiting` requests wait for a first row; a `max_linger_ns` of 0 never waits for hints.
 
+        If the engine `divides_prompts` over steps itself, every active request is granted all its tokens, and
+        the engine says how many it fed (`Computed`).
         `queue_times_ns` are the queue times, in ns, of the requests that started in the last step.
         """
         self.counts = SchedulerCounts()
         self.queue_times_ns: Sequence[int] = ()
-        self._table = table
+        self.kv = kv
         self._times = LiveStepTimes(times)
         self._max_rows = max_rows
+        self._divides_prompts = divides_prompts
         self._max_waiting = max_waiting
         self._lingering = LingerPolicy(max_linger_ns, self._times)
         self._requests: dict[int, ActiveRequest] = {}
@@ -100,7 +105,7 @@ class Scheduler:
         now = self._batch
         if now is None:
             raise Broken("scheduler: no step is in progress")
-        return now.info(self._table.free, self.queue_depth)
+        return now.info(self.kv.free, self.queue_depth)
 
     def take_responses(self) -> list[Response]:
         answers, self._responses = self._responses, []
@@ -111,7 +116,7 @@ class Scheduler:
 
         Raises Overloaded if too many wait, InvalidField if the KV memory could never hold its tokens.
         """
-        capacity = self._table.total * self._table.block_tokens
+        capacity = self.kv.total * self.kv.block_tokens
         if message.position > capacity:
             raise InvalidField(
                 "slice.tokens",
@@ -178,19 +183,19 @@ class Scheduler:
         self._active.clear()
         self._arriving.clear()
         self._batch = None
-        self._table.clear()
+        self.kv.clear()
 
     def _admit(self, request: ActiveRequest) -> None:
         """Make the request active for its session, if the cache holds the prefix that it names."""
         if (before := self._active.get(request.key)) is not None:
             self._respond(before, Superseded(before.position, before.prefix_hash()))
         message = request.message
-        found = self._table.look_up(request.key, message.start, message.tokens, message.prefix_hash)
+        found = self.kv.look_up(request.key, message.start, message.tokens, message.prefix_hash)
         if isinstance(found, Miss):
             self.counts.missed += 1
             self._respond(request, found)
             return
-        request.tokens = [*self._table.tokens_of(request.key)[: message.start], *message.tokens]
+        request.tokens = [*self.kv.tokens_of(request.key)[: message.start], *message.tokens]
         self._active[request.key] = request
 
     def _memory(self, key: SessionKey) -> SessionStatistics:
@@ -216,7 +221,8 @@ class Scheduler:
             until_ns = self._lingering.until(requests, now)
             if until_ns is not None:
                 return Linger(until_ns)
-            grants, copies = self._reserve(grant_rows(requests, self._times, self._max_rows))
+            granted = grant_rows(requests, self._times, self._max_rows, divides_prompts=self._divides_prompts)
+            grants, copies = self._reserve(granted)
             if grants:
                 return self._begin(grants, copies, now)
         return None
@@ -244,8 +250,8 @@ class Scheduler:
 
     def _hold(self, request: ActiveRequest) -> None:
         """Allocate the session and find its cached tokens. Raises Overloaded."""
-        message, is_new = request.message, not self._table.has_blocks(request.key)
-        request.kv_len = request.kv_reused = self._table.open(
+        message, is_new = request.message, not self.kv.has_blocks(request.key)
+        request.kv_len = request.kv_reused = self.kv.open(
             request.key, message.arrival_ns, request.tokens, message.priority
         )
         if is_new:
@@ -279,9 +285,12 @@ class Scheduler:
 
     def _preempt(self, request: ActiveRequest) -> None:
         """End the request with a cache miss that says how much of its prefix is still cached."""
+        self._count_preempted(request)
+        self._respond(request, self.kv.cached_prefix(request.key), preempted=True)
+
+    def _count_preempted(self, request: ActiveRequest) -> None:
         self.counts.preempted += 1
         self._preempted.append(request.key[1])
-        self._respond(request, self._table.cached_prefix(request.key), preempted=True)
 
     def _reserve_for(self, grant: Grant, busy: frozenset[SessionKey]) -> tuple[Grant, Reservation]:
         """Reserve blocks, without the draft tokens if only these do not fit. Raises Overloaded."""
@@ -290,10 +299,10 @@ class Scheduler:
         if grant.draft_tokens:
             try:
                 whole = length + len(grant.draft_tokens)
-                return grant, self._table.reserve(request.key, whole, busy)
+                return grant, self.kv.reserve(request.key, whole, busy)
             except Overloaded:
                 grant = Grant(request, grant.rows)
-        return grant, self._table.reserve(request.key, length, busy)
+        return grant, self.kv.reserve(request.key, length, busy)
 
     def _begin(
         self, grants: dict[SessionKey, Grant], copies: Sequence[tuple[int, int]], now: int
@@ -304,26 +313,31 @@ class Scheduler:
         for request in requests:
             request.has_started = True
             request.linger_ns += self._lingering.waited_ns
-        chunks = tuple(_chunk(grant, self._table.blocks_of(key)) for key, grant in grants.items())
+        chunks = tuple(_chunk(grant, self.kv.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
-        preempted, evicted = tuple(self._preempted), self._table.take_evicted()
+        preempted, evicted = tuple(self._preempted), self.kv.take_evicted()
         self._batch = ActiveBatch(plan, grants, now, preempted, evicted)
         self._preempted.clear()
         return plan
 
     def conclude(
         self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int, batch_span: bytes = b""
-    ) -> None:
-        """End the step: confirm, cut and respond. Raise Broken unless `outcomes` fit the step in progress."""
+    ) -> BatchInfo:
+        """End the step: confirm, cut and respond. Return what it was, with the rows that the engine fed.
+
+        Raise Broken unless `outcomes` fit the step in progress.
+        """
         done = self._end(plan)
         if len(outcomes) != len(plan.chunks):
             raise Broken(f"scheduler: a step of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
+        done.settle(outcomes)
         took_ns = now - done.started_ns
         shared = done.record(self._times, took_ns, batch_span)
         for grant, outcome in zip(done.grants.values(), outcomes, strict=True):
             grant.request.compute_ns += took_ns
             self._settle(grant, outcome, shared, now)
         self._admit_arrived(done)
+        return done.info(self.kv.free, self.queue_depth)
 
     def fail(self, plan: StepPlan, error: GalleyError) -> None:
         """End a step that failed: its sessions get `error` and keep the KV that they had before it."""
@@ -349,21 +363,29 @@ class Scheduler:
         request = grant.request
         if grant.is_final and (outcome is None or (isinstance(outcome, Sampled) and not outcome.tokens)):
             outcome = Broken("the engine drew no token where the plan has one")
+        if isinstance(outcome, Computed) and not 0 <= outcome.kv_len < request.position:
+            outcome = Broken(
+                f"the engine computed {outcome.kv_len} of {request.position} tokens, drawing none"
+            )
         if isinstance(outcome, GalleyError):
             self._respond(request, outcome)
             return
-        start = request.kv_len or 0
         if isinstance(outcome, Sampled) and grant.is_final and not request.cancelled:
             self._confirm(grant, outcome, shared, now)
             return
         # Part of a prompt, or the tokens of a cancelled request: only their KV is kept.
-        self._computed(request, min(start + grant.rows, len(request.tokens)))
+        start = request.kv_len or 0
+        length = outcome.kv_len if isinstance(outcome, Computed) else start + grant.rows
+        if length < start:  # the engine preempted it, and goes on with it once there is room
+            self.counts.out_of_blocks += 1
+            self._count_preempted(request)
+        self._computed(request, length)
         if request.cancelled:
             self._close(request)
 
     def _computed(self, request: ActiveRequest, length: int) -> None:
-        self._table.append_computed(request.key, request.tokens[request.kv_len or 0 : length])
-        self._table.truncate(request.key, length)
+        self.kv.append_computed(request.key, request.tokens[request.kv_len or 0 : length])
+        self.kv.truncate(request.key, length)
         request.kv_len = length
 
     def _confirm(self, grant: Grant, sampled: Sampled, shared: BatchTimes, now: int) -> None:
@@ -418,7 +440,7 @@ class Scheduler:
             arriving.remove(request)
         if self._active.get(request.key) is request:
             del self._active[request.key]
-            self._table.make_idle(request.key)
+            self.kv.make_idle(request.key)
 
 
 def _verified(drafts: tuple[int, ...], tokens: tuple[int, ...]) -> int:
@@ -432,7 +454,7 @@ def _chunk(grant: Grant, blocks: Sequence[int]) -> StepChunk:
     start = request.kv_len or 0
     confirmed = request.tokens[start : start + grant.rows]
     if not grant.is_final:
-        return StepChunk(start, confirmed, blocks, want_logits=0)
+        return StepChunk(start, confirmed, blocks, want_logits=0, key=request.key)
     draw = Draw(
         params=message.sampling,
         history=request.tokens,
@@ -442,4 +464,5 @@ def _chunk(grant: Grant, blocks: Sequence[int]) -> StepChunk:
         draft_tokens=grant.draft_tokens,
         logprobs=message.logprobs,
     )
-    return StepChunk(start, [*confirmed, *grant.draft_tokens], blocks, 1 + len(grant.draft_tokens), draw)
+    tokens = [*confirmed, *grant.draft_tokens]
+    return StepChunk(start, tokens, blocks, 1 + len(grant.draft_tokens), draw, request.key)

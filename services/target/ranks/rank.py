@@ -18,7 +18,7 @@ from galley.common.logs import get_logger, start_logging
 from galley.common.server.process import die_with_parent, limit_threads
 from galley.common.tracing.telemetry import Telemetry, start_telemetry
 from galley.core.errors import GalleyError
-from services.target.loading import load_shard
+from services.target.engine.paged.loading import load_shard
 from services.target.settings import TargetSettings
 from services.target.spans import record_rank
 

@@ -29,8 +29,9 @@ from galley.common.server.process import in_passing_thread, limit_threads, run_u
 from galley.common.server.server import Parts, Service
 from galley.common.sockets import host_and_port
 from galley.core.errors import Unavailable
-from services.target.engine import TargetEngine
-from services.target.loading import kv_blocks, load_engine, refuse_model
+from services.target.engine.paged.loading import kv_blocks, refuse_model
+from services.target.engine.protocol import LoadedEngine
+from services.target.loading import load_engine
 from services.target.ranks.rank import STEP_TIMEOUT_S, device_environment, load_rank, start_followers
 from services.target.servicer import TargetService, add_target, registered_target
 from services.target.settings import TargetSettings
@@ -200,7 +201,7 @@ class RankZero:
         self._group: ProcessGroup | None = None
         self._model: ShardedModel | None = None
 
-    def load(self, store: Store | None) -> TargetEngine:
+    def load(self, store: Store | None) -> LoadedEngine:
         """Meet the other ranks at `store` and load with them; blocks. `store` is None with one rank.
 
         Raise RankLost if they do not come, UnsupportedModel where the model cannot be sharded so.
@@ -209,7 +210,7 @@ class RankZero:
             return load_engine(self._settings)
         # Late, so that --help needs no torch.
         from galley.engine.parallel.process_group import join  # noqa: PLC0415
-        from services.target.paged import PagedEngine  # noqa: PLC0415
+        from services.target.engine.paged.engine import PagedEngine  # noqa: PLC0415
         from services.target.ranks.sharded import ShardedModel, agree  # noqa: PLC0415
 
         settings, size = self._settings, self._settings.tensor_parallel

@@ -28,7 +28,7 @@ from galley.common.regular_file import read_regular
 from galley.common.server.process import Readiness, die_with_parent, run_unless
 from galley.core.errors import GalleyError, StoreUnavailable
 from galley.core.routing.choice import TargetLease
-from services.target.loading import refuse_model
+from services.target.engine.paged.loading import refuse_model
 from services.target.ray import cluster as ray_cluster
 from services.target.ray.autoscaling import POLICY
 from services.target.settings import TargetSettings

@@ -16,7 +16,9 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.loop import DraftLoop
 from services.draft.servicer import DraftService
 from services.draft.strategies.base import DraftJob, Proposal
-from services.target.servicer import Limits, TargetService
+from services.target.engine.paged.target import PagedTarget
+from services.target.engine.protocol import Limits
+from services.target.servicer import TargetService
 from tests.fakes.engine import KnownEngine
 from tests.simulation.ledger import BLOCK_TOKENS
 from tests.simulation.schedule import MOST_K
@@ -104,9 +106,9 @@ class SimTarget:
     def _start(self) -> None:
         world, process = self._world, self.process
         self.engine = world.kinds.engine(self._build)
-        self.service = _NotedTarget(
-            self.engine, PASS_TIMES, None, Limits(max_draft_tokens=MOST_DRAFT_TOKENS, max_linger_ms=5.0)
-        )
+        limits = Limits(max_draft_tokens=MOST_DRAFT_TOKENS, max_linger_ms=5.0)
+        self.target = PagedTarget(self.engine, PASS_TIMES, limits)
+        self.service = _NotedTarget(self.target, None)
         self.service.world, self.service.name = world, self.address
         registry: Any = SimRegistry(world.redis, process)
         lease = partial(self.service.lease, self.address)

@@ -36,8 +36,10 @@ from services.draft.strategies.base import DraftJob, Proposal
 from services.draft.strategies.model import ModelSteps, ModelStrategy
 from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings, Tuning
-from services.target.paged import PagedEngine
-from services.target.servicer import Limits, TargetService
+from services.target.engine.paged.engine import PagedEngine
+from services.target.engine.paged.target import PagedTarget
+from services.target.engine.protocol import Limits
+from services.target.servicer import TargetService
 from services.target.settings import TargetSettings
 from tests.fakes.readings import histogram, number
 from tests.fakes.spans import KeptSpans
@@ -162,7 +164,8 @@ class Real:
 
         async def build_target(server: grpc.aio.Server, parts: Parts) -> TargetService:
             spans = parts.telemetry.scope("target")
-            service = TargetService(engine, FLAT, spans, Limits(max_sessions=16), parts.metrics)
+            target = PagedTarget(engine, FLAT, Limits(max_sessions=16))
+            service = TargetService(target, spans, parts.metrics)
             rpc.add_TargetServicer_to_server(service, server)
             return service
 

@@ -23,8 +23,9 @@ from services.draft.__main__ import build as build_draft
 from services.draft.settings import DraftSettings
 from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings
-from services.target.paged import PagedEngine
-from services.target.servicer import Limits, TargetService, registered_target
+from services.target.engine.paged.engine import PagedEngine
+from services.target.engine.protocol import Limits
+from services.target.servicer import TargetService, registered_target
 from services.target.settings import TargetSettings
 from tests.fakes.redis_servers import Server
 from tests.fakes.tiny_model import load_tiny_model
@@ -51,12 +52,12 @@ def replica(store: Server) -> dict[str, Any]:
 
 
 async def test_a_completion_over_ipv6(tiny: Path, shared_store: Server) -> None:
-    engine = PagedEngine(load_tiny_model(tiny, kv_blocks=KV_BLOCKS), "f00d")
+    engine = PagedEngine(load_tiny_model(tiny, kv_blocks=KV_BLOCKS), "f00d").serve(FLAT, Limits())
     target = TargetSettings.model_validate(replica(shared_store))
     draft = DraftSettings.model_validate({**replica(shared_store), "tokenizer": str(tiny)})
 
     async def build_target(server: grpc.aio.Server, parts: Parts) -> Any:
-        service = TargetService(engine, FLAT, parts.telemetry.scope("target"), Limits(), parts.metrics)
+        service = TargetService(engine, parts.telemetry.scope("target"), parts.metrics)
         rpc.add_TargetServicer_to_server(service, server)
         return registered_target(service, target, parts.address)
 

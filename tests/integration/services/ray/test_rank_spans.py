@@ -19,9 +19,9 @@ from galley.core.step import StepChunk, StepTrace
 from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target.paged import PagedEngine
+from services.target.engine.paged.engine import PagedEngine
+from services.target.engine.protocol import Limits
 from services.target.ranks.sharded import ShardedModel, follow
-from services.target.servicer import Limits
 from services.target.spans import record_rank
 from tests.fakes.spans import KeptSpans, attributes_of, context_of, parent_of
 from tests.fakes.tiny_model import load_tiny_model

@@ -16,9 +16,10 @@ from galley.core.cost.model import StepTimes
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target.engine import EngineInfo, TargetEngine
-from services.target.paged import PagedEngine
-from services.target.servicer import Limits, TargetService
+from services.target.engine.paged.engine import PagedEngine
+from services.target.engine.paged.target import PagedTarget, StepEngine
+from services.target.engine.protocol import EngineInfo, Limits
+from services.target.servicer import TargetService
 from services.target.settings import TargetSettings
 from tests.fakes.tiny_model import load_tiny_model
 
@@ -97,7 +98,7 @@ async def service(
 class Served:
     def __init__(
         self,
-        engine: TargetEngine,
+        engine: StepEngine,
         limits: Limits,
         spans: SpanScope | None,
         registry: Registry | None = None,
@@ -109,7 +110,8 @@ class Served:
 
     async def start(self) -> None:
         async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
-            service = TargetService(self._engine, FLAT, self._spans, self._limits, parts.metrics)
+            engine = PagedTarget(self._engine, FLAT, self._limits)
+            service = TargetService(engine, self._spans, parts.metrics)
             rpc.add_TargetServicer_to_server(service, server)
             return service
 

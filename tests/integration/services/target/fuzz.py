@@ -26,7 +26,7 @@ from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRe
 from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan
 from galley.engine.model import CausalModel
-from services.target.paged import PagedEngine
+from services.target.engine.paged.engine import PagedEngine
 from tests.fakes.kv_check import check_table, drop
 from tests.fakes.tiny_model import CONTEXT, POISON, STOP, VOCAB, poison, random_llama, save
 

@@ -17,8 +17,9 @@ from galley.core.errors import OutOfMemory
 from galley.engine.kv_shape import kv_shape
 from galley.engine.load.module import load_config, parse_dtype
 from galley.engine.model import CausalModel
-from services.target.loading import kv_blocks, load_engine
-from services.target.paged import PagedEngine
+from services.target.engine.paged.engine import PagedEngine
+from services.target.engine.paged.loading import kv_blocks
+from services.target.loading import load_engine
 from services.target.ranks.rank import device_environment
 from services.target.servicer import add_target
 from services.target.settings import TargetSettings
@@ -73,7 +74,7 @@ def test_each_part_of_loading_may_meet_the_end_of_memory(
 
 async def test_steps_that_do_not_fit_into_memory_are_refused_at_the_start(tiny: Path) -> None:
     engine = Mock(info=KnownEngine().info)
-    engine.run.side_effect = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    engine.measure.side_effect = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     with pytest.raises(OutOfMemory, match="--kv-memory-mb"):
         await add_target(grpc.aio.server(), Parts(), engine, settings(tiny))
 

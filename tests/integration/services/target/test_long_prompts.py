@@ -9,7 +9,7 @@ import pytest
 
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target.servicer import Limits
+from services.target.engine.protocol import Limits
 from tests.fakes.tiny_model import VOCAB, greedy
 from tests.fakes.verify_items import slice_of, verify
 from tests.integration.services.target.conftest import Recording

@@ -12,7 +12,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from galley.common.tracing.light_spans import SpanScope
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target.servicer import Limits
+from services.target.engine.protocol import Limits
 from tests.fakes.spans import KeptSpans, NotedScope, attributes_of, context_of, events_of, links_of, parent_of
 from tests.fakes.verify_items import Stream, slice_of, stream_of, verify
 from tests.integration.services.target.conftest import KV_BLOCKS, Recording

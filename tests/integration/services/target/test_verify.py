@@ -13,7 +13,7 @@ from galley.core.content import prefix_hash
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
-from services.target.servicer import Limits
+from services.target.engine.protocol import Limits
 from tests.fakes.tiny_model import CONTEXT, POISON, VOCAB, greedy
 from tests.fakes.verify_items import generate, slice_of, verify
 from tests.integration.services.target.conftest import KV_BLOCKS, Recording

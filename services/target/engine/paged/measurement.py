@@ -1,20 +1,20 @@
-"""The interface of the target's engine, and the measurement of what a step costs on this machine.
+"""Measure what a step of the paged engine costs on this machine.
 
-The engine gets plans of plain values and returns outcomes. Steps are timed once at start; the scheduler
-decides by the curve. A step of R rows is timed as on a busy replica: several sessions with some context, each
-with a verify chunk of a few rows. The blocks that it writes are still free.
+Steps are timed once at start; the scheduler decides by the curve. A step of R rows is timed as on a busy
+replica: several sessions with some context, each with a verify chunk of a few rows. The blocks that it writes
+are still free.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 from galley.core.cost.model import StepTimes
 from galley.core.sampling_params import SamplingParams
-from galley.core.step import Draw, StepChunk, StepOutcome, StepPlan, StepTrace
+from galley.core.step import Draw, StepChunk, StepPlan
+from services.target.engine.paged.target import StepEngine
+from services.target.engine.protocol import EngineInfo
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXT = 128
@@ -26,45 +26,7 @@ _ENOUGH_NS = 6_000_000_000
 _GREEDY = SamplingParams(temperature=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """Facts of a target. Each rank holds its shard of all `kv_blocks`.
-
-    `fingerprint` names its build, `weights_digest` the model's files; empty if unknown. `lora_adapters` names
-    the LoRA adapters that a request may choose; the fingerprint covers their weights.
-    """
-
-    model: str
-    tokenizer_hash: str
-    context_window: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    fingerprint: str
-    deterministic: bool
-    dtype: str
-    device: str
-    ranks: int
-    kv_block_tokens: int
-    kv_blocks: int
-    weights_digest: str = ""
-    lora_adapters: tuple[str, ...] = ()
-
-
-class TargetEngine(Protocol):
-    """An engine; called from one thread, one plan at a time."""
-
-    @property
-    def info(self) -> EngineInfo:
-        """Return facts that never change."""
-
-    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
-        """Return the outcome of each chunk, in order. A `watch` gets the times.
-
-        Raise if the whole step failed; the KV that its chunks were to write is then undefined.
-        """
-
-
-def measure(engine: TargetEngine, clock: Callable[[], int] = time.perf_counter_ns) -> StepTimes:
+def measure(engine: StepEngine, clock: Callable[[], int] = time.perf_counter_ns) -> StepTimes:
     """Return the times of steps of ROWS rows, the best of three each; blocks, for about two seconds in all.
 
     Call it before anything else runs on the engine. On a slow machine later points are timed once or left
@@ -83,7 +45,7 @@ def measure(engine: TargetEngine, clock: Callable[[], int] = time.perf_counter_n
     return StepTimes.measured(points)
 
 
-def _best_ns(engine: TargetEngine, plan: StepPlan, clock: Callable[[], int], until: int) -> int:
+def _best_ns(engine: StepEngine, plan: StepPlan, clock: Callable[[], int], until: int) -> int:
     best = 0
     for _ in range(_REPEATS):
         since = clock()

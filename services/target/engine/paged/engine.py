@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from galley.core.cost.model import StepTimes
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.engine.sampler import draw_all
 from galley.engine.sampling.draw import warm_up
-from services.target.engine import EngineInfo
+from services.target.engine.paged.measurement import measure
+from services.target.engine.paged.target import PagedTarget
+from services.target.engine.protocol import EngineInfo, Limits
 
 if TYPE_CHECKING:
     from galley.engine.model import CausalModel
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PagedEngine:
-    """A `TargetEngine` over a model, which may be sharded over ranks."""
+    """A `LoadedEngine` over a model, which may be sharded over ranks."""
 
     def __init__(
         self, model: CausalModel | ShardedModel, fingerprint: str, weights_digest: str = "", *, ranks: int = 1
@@ -42,6 +45,12 @@ class PagedEngine:
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    def measure(self) -> StepTimes:
+        return measure(self)
+
+    def serve(self, times: StepTimes, limits: Limits) -> PagedTarget:
+        return PagedTarget(self, times, limits)
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         """Run one step; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""

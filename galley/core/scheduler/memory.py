@@ -1,0 +1,73 @@
+"""KV memory as the scheduler uses it: a table of blocks, or an engine that keeps its blocks to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from galley.core.content import Hit, Miss, SessionKey
+from galley.core.kv.table import Reservation
+
+
+class KvFacts(Protocol):
+    """The state of KV memory that leases, metrics and spans report."""
+
+    @property
+    def total(self) -> int:
+        """Return the number of blocks."""
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    @property
+    def live_blocks(self) -> int:
+        """Return the number of blocks that live sessions hold; shared ones count once."""
+
+    @property
+    def free(self) -> int:
+        """Return the number of blocks that no live session holds: empty, cached, or held by idle sessions."""
+
+    @property
+    def empty(self) -> int: ...
+
+    @property
+    def evicted_blocks(self) -> int:
+        """Return how many cached blocks were dropped for others so far."""
+
+    def cached_prefixes(self, limit: int) -> list[bytes]:
+        """Return the chained hashes of cached blocks (`content.block_hashes`), at most `limit`."""
+
+
+class KvMemory(KvFacts, Protocol):
+    """The KV of sessions, as the scheduler uses it; `KvTable` documents each call.
+
+    A memory whose engine divides its own blocks reserves nothing and has no block table.
+    """
+
+    def has_blocks(self, key: SessionKey) -> bool: ...
+
+    def tokens_of(self, key: SessionKey) -> Sequence[int]: ...
+
+    def blocks_of(self, key: SessionKey) -> Sequence[int]: ...
+
+    def look_up(
+        self, key: SessionKey, start: int, tokens: Sequence[int], prefix_hash: bytes
+    ) -> Hit | Miss: ...
+
+    def cached_prefix(self, key: SessionKey) -> Miss: ...
+
+    def open(self, key: SessionKey, arrival: int, tokens: Sequence[int], priority: int = 0) -> int: ...
+
+    def reserve(
+        self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()
+    ) -> Reservation: ...
+
+    def append_computed(self, key: SessionKey, tokens: Sequence[int]) -> None: ...
+
+    def truncate(self, key: SessionKey, length: int) -> None: ...
+
+    def make_idle(self, key: SessionKey) -> None: ...
+
+    def take_evicted(self) -> tuple[SessionKey, ...]: ...
+
+    def clear(self) -> None: ...

@@ -1,0 +1,46 @@
+"""A target over the paged engine: the scheduler decides on blocks of the engine's KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from galley.core.cost.model import StepTimes
+from galley.core.kv.table import KvTable
+from galley.core.scheduler.scheduler import Scheduler
+from galley.core.step import StepOutcome, StepPlan, StepTrace
+from services.target.engine.protocol import EngineInfo, Limits
+
+
+class StepEngine(Protocol):
+    """An engine that computes steps as planned, over numbered KV blocks; called from one thread."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Return facts that never change."""
+
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> Sequence[StepOutcome]:
+        """Return the outcome of each chunk, in order. A `watch` gets the times.
+
+        Raise if the whole step failed; the KV that its chunks were to write is then undefined.
+        """
+
+
+class PagedTarget(Scheduler):
+    """A `TargetEngine`: a scheduler with the engine that runs its steps."""
+
+    def __init__(self, engine: StepEngine, times: StepTimes, limits: Limits) -> None:
+        self.info = engine.info
+        super().__init__(
+            KvTable(self.info.kv_blocks, self.info.kv_block_tokens, limits.max_sessions),
+            times,
+            max_rows=limits.max_rows,
+            max_waiting=limits.max_waiting,
+            max_linger_ns=round(limits.max_linger_ms * 1e6),
+        )
+        self.limits = limits
+        self.times = times
+        self._engine = engine
+
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> Sequence[StepOutcome]:
+        return self._engine.run(plan, watch)

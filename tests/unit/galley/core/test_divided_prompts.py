@@ -1,0 +1,112 @@
+"""An engine that divides prompts over steps by itself, and takes KV away for others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from galley.core.errors import Broken
+from galley.core.step import Computed, Sampled
+from tests.fakes.kv_check import check_table
+from tests.fakes.scheduler_world import MS, Bench, request, result_of, true_answer
+from tests.fakes.truth import IDS
+
+PROMPT = [(i * i) % IDS for i in range(40)]
+ANSWER = true_answer(PROMPT, 20)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(max_rows=16, divides=random.Random(1))
+
+
+def test_every_prompt_is_granted_whole(bench: Bench) -> None:
+    bench.submit(request(PROMPT, session="long", arrival_ns=1, draft_tokens=tuple(ANSWER[:3])))
+    bench.submit(request(PROMPT[:30], session="other", arrival_ns=2))
+    bench.submit(request(PROMPT[:2], session="short", arrival_ns=3, draft_tokens=tuple(ANSWER[:3])))
+    plan = bench.begin()
+    assert [len(chunk.tokens) for chunk in plan.chunks] == [40, 30, 2], "no draft beyond the row budget"
+    assert [chunk.want_logits for chunk in plan.chunks] == [1, 1, 1]
+    assert [chunk.key for chunk in plan.chunks] == [(b"", "long"), (b"", "other"), (b"", "short")]
+
+
+def test_drafts_that_reach_the_position_are_verified(bench: Bench) -> None:
+    bench.submit(request(PROMPT[:2], draft_tokens=(1, 2, 3)))
+    (chunk,) = bench.begin().chunks
+    assert (len(chunk.tokens), chunk.want_logits) == (5, 4)
+
+
+def test_the_next_step_begins_where_the_engine_stopped(bench: Bench) -> None:
+    bench.submit(request(PROMPT))
+    bench.scheduler.conclude(bench.begin(), [Computed(25)], bench.now)
+    assert bench.scheduler.take_responses() == []
+    plan = bench.begin()
+    assert [(chunk.start, len(chunk.tokens)) for chunk in plan.chunks] == [(25, 15)]
+    bench.scheduler.conclude(plan, [Sampled((ANSWER[0],))], bench.now)
+    (answer,) = bench.scheduler.take_responses()
+    assert (result_of(answer).tokens, result_of(answer).kv_len) == ((ANSWER[0],), 40)
+    check_table(bench.table)
+
+
+def test_rows_count_as_fed_and_not_as_planned(bench: Bench) -> None:
+    drawing = bench.submit(request(PROMPT[:1], session="drawing", arrival_ns=1))
+    part = bench.submit(request(PROMPT, session="part", arrival_ns=2))
+    bench.submit(request(PROMPT, session="waiting", arrival_ns=3))
+    plan = bench.begin()
+    assert bench.scheduler.current_batch.rows == 81
+    bench.now += 10 * MS
+    batch = bench.scheduler.conclude(plan, [Sampled((7,)), Computed(9), Computed(0)], bench.now)
+    assert (batch.request_ids, batch.rows, batch.draft_rows, batch.prefill_rows) == (
+        (drawing, part),
+        10,
+        0,
+        9,
+    )
+    (answer,) = bench.scheduler.take_responses()
+    assert (result_of(answer).batch_rows, result_of(answer).batch_sessions) == (10, 2)
+
+
+def test_a_step_that_fed_nothing_teaches_nothing(bench: Bench) -> None:
+    bench.submit(request(PROMPT))
+    plan = bench.begin()
+    bench.now += 10 * MS
+    batch = bench.scheduler.conclude(plan, [Computed(0)], bench.now)
+    assert (batch.request_ids, batch.rows, batch.prefill_rows) == ((), 0, 0)
+    assert bench.scheduler.take_responses() == []
+
+
+def test_a_session_whose_kv_was_taken_goes_on_without_a_miss(bench: Bench) -> None:
+    bench.submit(request(PROMPT, session="taken", credit=1))
+    plan = bench.begin()
+    bench.scheduler.conclude(plan, [Sampled((ANSWER[0],))], bench.now)
+    bench.scheduler.take_responses()
+    bench.scheduler.conclude(bench.begin(), [Computed(0)], bench.now)
+    assert bench.scheduler.take_responses() == []
+    assert (bench.scheduler.counts.preempted, bench.scheduler.counts.missed) == (1, 0)
+    plan = bench.begin()
+    assert bench.scheduler.current_batch.preempted == ("taken",)
+    assert [(chunk.start, list(chunk.tokens)) for chunk in plan.chunks] == [(0, [*PROMPT, ANSWER[0]])]
+    bench.scheduler.conclude(plan, [Sampled((ANSWER[1],))], bench.now)
+    (answer,) = bench.scheduler.take_responses()
+    assert (result_of(answer).tokens, result_of(answer).kv_len) == ((ANSWER[1],), 41)
+    check_table(bench.table)
+
+
+def test_a_request_cancelled_meanwhile_leaves_the_computed_part(bench: Bench) -> None:
+    item = bench.submit(request(PROMPT))
+    plan = bench.begin()
+    bench.scheduler.cancel(item)
+    bench.scheduler.conclude(plan, [Computed(25)], bench.now)
+    assert bench.table.live_blocks == 0
+    bench.submit(request(PROMPT))
+    assert [chunk.start for chunk in bench.begin().chunks] == [25]
+
+
+@pytest.mark.parametrize("kv_len", [-1, len(PROMPT), len(PROMPT) + 1])
+def test_an_impossible_length_ends_the_request(bench: Bench, kv_len: int) -> None:
+    bench.submit(request(PROMPT))
+    bench.scheduler.conclude(bench.begin(), [Computed(kv_len)], bench.now)
+    (answer,) = bench.scheduler.take_responses()
+    assert isinstance(answer.outcome, Broken)
+    check_table(bench.table)
