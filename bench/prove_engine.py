@@ -29,9 +29,11 @@ from bench.harness import BENCH, commit, machine, result_path, write_record
 from galley.common.models.files import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
 from galley.engine.model import CausalModel
+from tests.fakes.fuzz_world import FuzzSize
+from tests.fakes.tiny_model import STOP
 from tests.integration.services.ray.program import Work
 from tests.integration.services.ray.ranks import run_ranks
-from tests.integration.services.target.fuzz import SMALL, FuzzSize, FuzzWorld, load_pair, save_small_model
+from tests.integration.services.target.fuzz import SMALL, PagedWorld, load_pair, save_small_model
 from tests.integration.services.target.invariance import InvarianceTrial
 
 STEPS_A_WORLD = 1000
@@ -97,7 +99,7 @@ def real_size(model_dir: Path) -> FuzzSize:
     import json  # noqa: PLC0415  # one use
 
     vocab = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    return FuzzSize(vocab, context=192, blocks=14, sessions=6, prompt_tokens=70, max_rows=64)
+    return FuzzSize(vocab, context=192, blocks=14, sessions=6, prompt_tokens=70, max_rows=64, stop=STOP)
 
 
 def fuzz(model_dir: Path, size: FuzzSize, dtype: torch.dtype, passes: int, seed: int) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def fuzz(model_dir: Path, size: FuzzSize, dtype: torch.dtype, passes: int, seed:
     pair = load_pair(model_dir, size, dtype)
     total: dict[str, Any] = {"held": True, "worlds": [], "passes": 0, "tokens_checked": 0, "failure": None}
     while total["passes"] < passes and total["held"]:
-        world = FuzzWorld(*pair, size, seed)
+        world = PagedWorld(*pair, size, seed)
         try:
             for step in range(STEPS_A_WORLD):
                 world.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from galley.core.content import Miss, prefix_hash
 from galley.core.cost.model import StepTimes
@@ -14,7 +15,7 @@ from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Confirmed, Extend, Response, Superseded, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
-from galley.core.step import StepPlan
+from galley.core.step import StepOutcome, StepPlan
 from tests.fakes.engine import DividingEngine, StrictEngine
 from tests.fakes.kv_check import check_table
 from tests.fakes.truth import IDS, true_id, true_output
@@ -27,6 +28,12 @@ RISING = StepTimes.measured([(1, 10 * MS), (64, 11 * MS)])
 
 def true_answer(prompt: Sequence[int], count: int) -> list[int]:
     return true_output(prompt, count, next_token=true_id)
+
+
+class Runner(Protocol):
+    """What computes the steps of a scheduler."""
+
+    def run(self, plan: StepPlan) -> Sequence[StepOutcome]: ...
 
 
 class Bench:
@@ -43,7 +50,7 @@ class Bench:
         divides: random.Random | None = None,
     ) -> None:
         self.table = KvTable(blocks, block_tokens, max_sessions)
-        self.engine = (
+        self.engine: Runner = (
             StrictEngine(kv_block_tokens=block_tokens)
             if divides is None
             else DividingEngine(divides, kv_block_tokens=block_tokens)
@@ -58,6 +65,10 @@ class Bench:
         )
         self.times = times
         self.now = 0
+
+    def check(self) -> None:
+        """Raise AssertionError if what is kept of sessions and blocks does not agree."""
+        check_table(self.table)
 
     def submit(self, request: VerifyRequest) -> int:
         return self.scheduler.submit(request, self.now)
@@ -76,7 +87,7 @@ class Bench:
     def finish_as(self, plan: StepPlan, batch_span: bytes) -> list[Response]:
         self.now += self.times(plan.rows)
         self.scheduler.conclude(plan, self.engine.run(plan), self.now, batch_span)
-        check_table(self.table)
+        self.check()
         return self.scheduler.take_responses()
 
     def step(self) -> list[Response]:
@@ -233,7 +244,7 @@ class Load:
         else:
             self.bench.scheduler.conclude(plan, self.bench.engine.run(plan), self.bench.now)
         self.deliver()
-        check_table(self.bench.table)
+        self.bench.check()
 
     def act(self, *, faults: bool) -> None:
         self.bench.now += self.rng.randrange(3 * MS)
@@ -271,6 +282,6 @@ class Load:
             self.leave(gateway)
         assert self.bench.scheduler.plan(self.bench.now) is None
         assert self.bench.scheduler.queue_depth == 0
-        assert self.bench.table.live_blocks == 0
-        assert self.bench.table.free == self.bench.table.total
-        check_table(self.bench.table)
+        assert self.bench.scheduler.kv.live_blocks == 0
+        assert self.bench.scheduler.kv.free == self.bench.scheduler.kv.total
+        self.bench.check()

@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from galley.core.cost.model import StepTimes
 from tests.fakes.scheduler_world import FLAT, MS, STEEP, Bench, Gateway, Load
 from tests.fakes.truth import IDS
+from tests.fakes.vllm_world import VllmBench
 
+# Over blocks of the scheduler's own, and over a stub of vLLM's engine core.
+BENCHES = [Bench, VllmBench]
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -28,10 +32,13 @@ def load(seed: int, bench: Bench, sessions: int, longest: int) -> Load:
     return Load(bench, gateways, seed)
 
 
+@pytest.mark.parametrize("bench_of", BENCHES)
 @settings(max_examples=40)
 @given(seed=SEEDS, times=st.sampled_from([FLAT, STEEP]), linger=st.sampled_from([0, 50 * MS]))
-def test_tokens_are_the_same_for_any_schedule(seed: int, times: object, linger: int) -> None:
-    bench = Bench(times=times, max_rows=16, max_linger_ns=linger)  # type: ignore[arg-type]  # sampled
+def test_tokens_are_the_same_for_any_schedule(
+    bench_of: type[Bench], seed: int, times: StepTimes, linger: int
+) -> None:
+    bench = bench_of(times=times, max_rows=16, max_linger_ns=linger)
     load(seed, bench, sessions=6, longest=30).run(faults=True)
 
 
@@ -42,14 +49,16 @@ def test_tokens_are_the_same_if_the_engine_divides_prompts_and_preempts(seed: in
     load(seed, bench, sessions=6, longest=30).run(faults=True)
 
 
+@pytest.mark.parametrize("bench_of", BENCHES)
 @settings(max_examples=40)
 @given(seed=SEEDS, blocks=st.integers(12, 20))
-def test_all_complete_in_a_pool_that_holds_one_of_them(seed: int, blocks: int) -> None:
+def test_all_complete_in_a_pool_that_holds_one_of_them(bench_of: type[Bench], seed: int, blocks: int) -> None:
     # 40 prompt and 20 output tokens need up to 15 blocks of 4, and one more if a shared block is copied.
-    bench = Bench(blocks=max(blocks, 16), max_rows=16)
+    bench = bench_of(blocks=max(blocks, 16), max_rows=16)
     load(seed, bench, sessions=6, longest=40).run(faults=True)
 
 
+@pytest.mark.parametrize("bench_of", BENCHES)
 @pytest.mark.parametrize("seed", range(5))
-def test_all_complete_with_fewer_slots_than_sessions(seed: int) -> None:
-    load(seed, Bench(max_sessions=2, max_waiting=4), sessions=6, longest=12).run(faults=True)
+def test_all_complete_with_fewer_slots_than_sessions(bench_of: type[Bench], seed: int) -> None:
+    load(seed, bench_of(max_sessions=2, max_waiting=4), sessions=6, longest=12).run(faults=True)

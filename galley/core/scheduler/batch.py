@@ -38,14 +38,14 @@ def grant_rows(
     """Return the grants of a step of about `max_rows` rows, in the order of `requests`, oldest first.
 
     Every request whose KV reaches its position gets one row, whatever the budget. Draft rows come next, as
-    many as pay by `step_ns`. Prefill takes what is left, but at least a quarter of the budget; all of it if
-    the engine `divides_prompts` over steps itself.
+    many as pay by `step_ns`. Prefill takes what is left, but at least a quarter of the budget. If the engine
+    `divides_prompts` over steps itself, it takes all, without draft tokens: they would follow in no step.
     """
     verifying = sum(request.uncomputed == 1 for request in requests)
     demand = sum(request.uncomputed for request in requests if request.uncomputed > 1)
     reserved = min(demand, max_rows // _PREFILL_SHARE)
     prefill = min(demand, max(max_rows - verifying, reserved))
-    offering = _reaching(requests, prefill)
+    offering = _reaching(requests, 0 if divides_prompts else prefill)
     counts = _draft_counts(offering, verifying + prefill, max_rows - verifying - reserved, step_ns)
     used = verifying + sum(counts.values())
     return _grants(requests, counts, demand if divides_prompts else max(max_rows - used, reserved))

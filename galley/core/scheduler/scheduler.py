@@ -172,6 +172,11 @@ class Scheduler:
         for request in late:
             self._respond(request, DeadlinePassed("the deadline passed before the work began"))
 
+    def record_reused(self, key: SessionKey, tokens: int) -> None:
+        """Count the cached tokens that the engine has found for a session of the step in progress."""
+        self._active[key].kv_reused += tokens
+        self.counts.reused_tokens += tokens
+
     def drain(self) -> None:
         """End every request with its next result from now on, whatever its credit."""
         self._draining = True

@@ -1,418 +1,62 @@
-"""A world that throws everything at scheduler, block table and engine, and checks every answer.
-
-Sessions come with prompts that share stems, go on from what was confirmed, are cut, rewritten, repeated,
-given up, told stale and false hints, and fight for a pool that cannot hold them all; passes fail, logits are
-NaN. Each confirmed token is compared with a fresh run: the whole sequence, alone, in one chunk, on another
-pool. All randomness comes from one seed.
-"""
+"""The fuzzed world over block table and engine: a fresh run is the sequence in one chunk on another pool."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from galley.core.content import Miss, SessionKey, prefix_hash
-from galley.core.cost.model import StepTimes
-from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded, ServerFault
-from galley.core.hints import Hint
+from galley.core.content import SessionKey
 from galley.core.kv.table import KvTable
-from galley.core.sampling_params import SamplingParams
-from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRequest
-from galley.core.scheduler.scheduler import Linger, Scheduler
-from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan
+from galley.core.scheduler.scheduler import Scheduler
+from galley.core.step import Draw, StepChunk, StepOutcome, StepPlan
 from galley.engine.model import CausalModel
 from services.target.engine.paged.engine import PagedEngine
+from tests.fakes.fuzz_world import TICK_NS, TIMES, FuzzSize, FuzzWorld
 from tests.fakes.kv_check import check_table, drop
 from tests.fakes.tiny_model import CONTEXT, POISON, STOP, VOCAB, poison, random_llama, save
 
-TICK_NS = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class FuzzSize:
-    vocab: int
-    context: int
-    blocks: int
-    sessions: int
-    prompt_tokens: int
-    max_rows: int
-    # A token whose logits are NaN; None: there is none.
-    poison: int | None = None
-
-
 SMALL = FuzzSize(
-    vocab=VOCAB, context=CONTEXT, blocks=14, sessions=8, prompt_tokens=70, max_rows=48, poison=POISON
+    vocab=VOCAB,
+    context=CONTEXT,
+    blocks=14,
+    sessions=8,
+    prompt_tokens=70,
+    max_rows=48,
+    stop=STOP,
+    poison=POISON,
 )
 
 
-@dataclass(slots=True)
-class _Session:
-    """`tokens` are confirmed; the target was last known to hold `held` of them."""
-
-    key: SessionKey
-    tokens: list[int]
-    prompt_len: int
-    arrival_ns: int
-    sampling: SamplingParams
-    held: int = 0
-    item: int | None = None
-    request: VerifyRequest | None = None
-
-
-@dataclass(slots=True)
-class FuzzCounts:
-    passes: int = 0
-    rows: int = 0
-    tokens_checked: int = 0
-    verified: int = 0
-    accepted: int = 0
-    happened: Counter[str] = field(default_factory=Counter)
-
-    def as_record(self) -> dict[str, object]:
-        return {
-            "passes": self.passes,
-            "rows": self.rows,
-            "tokens_checked": self.tokens_checked,
-            "verified": self.verified,
-            "accepted": self.accepted,
-            "happened": dict(self.happened),
-        }
-
-
-class FuzzWorld:
+class PagedWorld(FuzzWorld):
     def __init__(self, model: CausalModel, fresh: CausalModel, size: FuzzSize, seed: int) -> None:
-        self._model, self._fresh, self._size = model, fresh, size
-        self._random = random.Random(seed)
+        self._model, self._fresh = model, fresh
         self._table = KvTable(size.blocks, model.kv.block_tokens, 2 * size.sessions)
-        times = StepTimes.measured([(1, TICK_NS), (8, TICK_NS * 11 // 10), (64, TICK_NS * 3)])
-        self._scheduler = Scheduler(self._table, times, max_rows=size.max_rows, max_linger_ns=TICK_NS)
-        self._stems = [self._some(size.prompt_tokens) for _ in range(3)]
-        self._sessions: dict[SessionKey, _Session] = {}
-        self._by_item: dict[int, _Session] = {}
-        self._under_way: StepPlan | None = None
-        self._born = 0
-        self._now = 0
-        self.counts = FuzzCounts()
-
-    def step(self) -> None:
-        self._now += TICK_NS
-        ways = [
-            (self._begin, 4),
-            (self._go_on, 8),
-            (self._cut, 1),
-            (self._rewrite, 1),
-            (self._repeat, 1),
-            (self._give_up, 1),
-            (self._extend, 6),
-            (self._lie, 1),
-            (self._forget, 1),
-        ]
-        way = self._random.choices([w for w, _ in ways], [weight for _, weight in ways])[0]
-        way()
-        self._scheduler.expire(self._now)
-        self._take_answers()
-        if self._under_way is None:
-            self._plan()
-        if self._under_way is not None and self._random.random() < 0.8:
-            self._carry_out()
-        self._take_answers()
-
-    def finish(self) -> None:
-        while self._by_item or self._under_way is not None:
-            for item in list(self._by_item):
-                if self._random.random() < 0.1:
-                    self._cancel(item)
-            if self._under_way is None:
-                self._plan()
-            if self._under_way is not None:
-                self._carry_out()
-            self._now += TICK_NS
-            self._take_answers()
-        self.check()
-        if self._scheduler.queue_depth or self._table.live_blocks:
-            raise AssertionError("an item or a live session was left behind")
-        for session in self._sessions.values():
-            drop(self._table, session.key)
-        self.check()
-        if self._table.free != self._table.total:
-            raise AssertionError(f"{self._table.total - self._table.free} blocks are lost")
+        scheduler = Scheduler(self._table, TIMES, max_rows=size.max_rows, max_linger_ns=TICK_NS)
+        super().__init__(scheduler, size, seed)
 
     def check(self) -> None:
         check_table(self._table)
 
-    def _begin(self) -> None:
-        if len(self._sessions) >= self._size.sessions:
-            gone = self._random.choice(list(self._sessions.values()))
-            if gone.item is not None:
-                self._cancel(gone.item)
-            del self._sessions[gone.key]
-        self._born += 1
-        stem = self._random.choice(self._stems)
-        tokens = [*stem[: self._random.randint(1, len(stem))], *self._some(self._random.randint(0, 12))]
-        if self._size.poison is not None and self._random.random() < 0.02:
-            tokens[self._random.randrange(len(tokens))] = self._size.poison
-        session = _Session(
-            key=(self._random.choice((b"", b"salt")), f"s{self._born}"),
-            tokens=tokens,
-            prompt_len=len(tokens),
-            arrival_ns=self._now + self._random.randint(-5, 5) * TICK_NS,
-            sampling=self._sampling(),
-        )
-        self._sessions[session.key] = session
-        self._submit(session)
+    def check_empty(self, keys: Sequence[SessionKey]) -> None:
+        for key in keys:
+            drop(self._table, key)
+        self.check()
 
-    def _go_on(self) -> None:
-        session = self._pick(lambda s: s.item is None and len(s.tokens) < self._size.context - 2)
-        if session is not None:
-            self._submit(session)
-
-    def _cut(self) -> None:
-        session = self._pick(lambda s: s.item is None and len(s.tokens) > 2)
-        if session is not None:
-            self._shorten(session, self._random.randint(1, len(session.tokens) - 1))
-            self._submit(session)
-
-    def _rewrite(self) -> None:
-        session = self._pick(lambda s: len(s.tokens) > 2)
-        if session is not None:
-            self._shorten(session, self._random.randint(1, len(session.tokens) - 1))
-            session.tokens += self._some(self._random.randint(1, 40))
-            del session.tokens[self._size.context - 4 :]
-            session.prompt_len = len(session.tokens)
-            self._submit(session)
-
-    def _shorten(self, session: _Session, length: int) -> None:
-        del session.tokens[length:]
-        session.prompt_len = min(session.prompt_len, length)
-        session.held = min(session.held, length - 1)
-
-    def _repeat(self) -> None:
-        session = self._pick(lambda s: s.item is not None)
-        if session is not None:
-            self._submit(session)
-
-    def _lie(self) -> None:
-        session = self._pick(lambda s: len(s.tokens) > 3)
-        if session is not None:
-            self._submit(session, start=len(session.tokens) - 1, wrong_hash=self._random.random() < 0.5)
-
-    def _give_up(self) -> None:
-        session = self._pick(lambda s: s.item is not None)
-        if session is not None and session.item is not None:
-            self._cancel(session.item)
-
-    def _forget(self) -> None:
-        session = self._pick(lambda s: s.item is None)
-        if session is not None:
-            session.held = 0
-
-    def _extend(self) -> None:
-        session = self._pick(lambda s: s.item is not None)
-        if session is None or session.item is None:
-            return
-        position = len(session.tokens) + self._random.randint(-6, 3)
-        hint = None
-        if position > 0 and self._random.random() < 0.8:
-            prefix = session.tokens[:position]
-            digest = prefix_hash(prefix) if self._random.random() < 0.9 else prefix_hash([0, *prefix])
-            drafts = (*session.tokens[position:], *self._drafts(session.tokens))
-            hint = Hint(position, digest, drafts, self._survival(len(drafts)))
-        limit = len(session.tokens) + self._random.randint(0, 12)
-        extension = Extend(limit, hint, hint_due=self._random.random() < 0.3)
-        self._scheduler.extend(session.item, extension, self._now)
-        if session.request is not None:
-            self.counts.happened["extended"] += 1
-
-    def _submit(self, session: _Session, start: int | None = None, *, wrong_hash: bool = False) -> None:
-        begin = min(session.held, len(session.tokens) - 1) if start is None else start
-        drafts = self._drafts(session.tokens)
-        request = VerifyRequest(
-            key=session.key,
-            start=begin,
-            tokens=tuple(session.tokens[begin:]),
-            prefix_hash=prefix_hash([0] if wrong_hash else session.tokens[:begin]),
-            prompt_len=session.prompt_len,
-            max_position=min(self._size.context, len(session.tokens) + self._random.randint(1, 60)),
-            sampling=session.sampling,
-            stop_token_ids=frozenset({STOP}),
-            draft_tokens=drafts,
-            survival=self._survival(len(drafts)),
-            credit=self._random.choice((0, 0, 1, 8, 40)),
-            hint_due=self._random.random() < 0.2,
-            arrival_ns=session.arrival_ns,
-            priority=self._random.randint(0, 2),
-            deadline_ns=self._now + TICK_NS // 2 if self._random.random() < 0.02 else None,
-        )
-        try:
-            item = self._scheduler.submit(request, self._now)
-        except (Overloaded, InvalidField) as error:
-            self.counts.happened[f"refused: {type(error).__name__}"] += 1
-            return
-        session.item, session.request = item, request
-        self._by_item[item] = session
-
-    def _cancel(self, item: int) -> None:
-        session = self._by_item.pop(item)
-        self._scheduler.cancel(item)
-        self.counts.happened["cancelled"] += 1
-        if session.item == item:
-            session.item, session.request = None, None
-
-    def _plan(self) -> None:
-        planned = self._scheduler.plan(self._now)
-        if isinstance(planned, Linger):
-            self.counts.happened["lingered"] += 1
-        else:
-            self._under_way = planned
-
-    def _carry_out(self) -> None:
-        plan, self._under_way = self._under_way, None
-        if plan is None:
-            return
-        self.counts.passes += 1
-        self.counts.rows += plan.rows
-        self._now += TICK_NS
-        if self._random.random() < 0.01:
-            self.counts.happened["failed passes"] += 1
-            if self._random.random() < 0.5:
-                self._run(plan)
-            self._scheduler.fail(plan, ServerFault("a pass that came to nothing"))
-            return
-        self._scheduler.conclude(plan, self._run(plan), self._now)
-
-    def _run(self, plan: StepPlan) -> list[StepOutcome]:
+    def run(self, plan: StepPlan) -> Sequence[StepOutcome]:
         self.counts.happened["copied blocks"] += len(plan.copies)
-        return run_plan(self._model, plan)
+        return _run(self._model, plan)
 
-    def _take_answers(self) -> None:
-        for answer in self._scheduler.take_responses():
-            session = self._by_item.get(answer.request_id)
-            if session is not None:
-                self._check_answer(session, answer)
-
-    def _check_answer(self, session: _Session, answer: Response) -> None:
-        current = session.item == answer.request_id
-        if answer.is_last:
-            del self._by_item[answer.request_id]
-        outcome = answer.outcome
-        self.counts.happened[type(outcome).__name__] += 1
-        if isinstance(outcome, Confirmed):
-            self._check_confirmed(session, outcome, current=current)
-        elif isinstance(outcome, Miss):
-            agrees = outcome.prefix_hash == prefix_hash(session.tokens[: outcome.have])
-            session.held = min(outcome.have, len(session.tokens) - 1) if agrees else 0
-        elif isinstance(outcome, GalleyError) and current:
-            self._check_error(session, outcome)
-        if current and answer.is_last:
-            session.item, session.request = None, None
-
-    def _check_confirmed(self, session: _Session, confirmed: Confirmed, *, current: bool) -> None:
-        if not current:
-            return
-        if confirmed.position != len(session.tokens):
-            raise AssertionError(f"told of position {confirmed.position} at {len(session.tokens)}")
-        self._compare(session, confirmed)
-        session.tokens += confirmed.tokens
-        session.held = confirmed.kv_len
-        if confirmed.accepted == len(confirmed.tokens) and confirmed.tokens[-1] != STOP:
-            self.counts.happened["accepted, then nothing"] += 1
-            if not self._comes_to_nothing(session):
-                raise AssertionError("no token of its own after the accepted ones, but there is one")
-        self.counts.verified += confirmed.verified
-        self.counts.accepted += confirmed.accepted
-        if session.request is not None and len(session.tokens) > session.request.max_position:
-            raise AssertionError("confirmed beyond max_position")
-
-    def _check_error(self, session: _Session, error: GalleyError) -> None:
-        if not isinstance(error, Broken | Overloaded | DeadlinePassed) and type(error) is not ServerFault:
-            raise AssertionError(f"an error of another kind: {error!r}") from error
-        if isinstance(error, Broken):
-            if not self._comes_to_nothing(session):
-                raise AssertionError(f"a session that could go on is broken: {error}") from error
-            self._sessions.pop(session.key, None)
-            session.item, session.request = None, None
-
-    def _comes_to_nothing(self, session: _Session) -> bool:
-        draw = Draw(session.sampling, session.tokens, session.prompt_len, frozenset({STOP}), 0)
-        return isinstance(fresh_outcome(self._fresh, draw), Broken)
-
-    def _compare(self, session: _Session, confirmed: Confirmed) -> None:
-        tokens = list(confirmed.tokens)
-        draw = Draw(
-            params=session.sampling,
-            history=list(session.tokens),
-            prompt_len=session.prompt_len,
-            stop_token_ids=frozenset({STOP}),
-            min_tokens=0,
-            draft_tokens=tuple(tokens[:-1]),
-        )
-        expected = fresh_tokens(self._fresh, draw)
-        if expected != tokens:
-            problem = f"confirmed {tokens}, a fresh run says {expected}"
-            raise AssertionError(f"after {session.tokens}: {problem}")
-        self.counts.tokens_checked += len(tokens)
-
-    def _pick(self, fits: Callable[[_Session], bool]) -> _Session | None:
-        sessions = [session for session in self._sessions.values() if fits(session)]
-        return self._random.choice(sessions) if sessions else None
-
-    def _some(self, count: int) -> list[int]:
-        return [self._random.randrange(2, self._size.vocab - 1) for _ in range(count)]
-
-    def _sampling(self) -> SamplingParams:
-        temperature = self._random.choice((0.0, 0.0, 0.7, 1.0))
-        seed = self._random.randrange(2**64)
-        if self._random.random() < 0.3:
-            return SamplingParams(temperature, seed=seed, top_p=0.9, top_k=20, repetition_penalty=1.2)
-        return SamplingParams(temperature, seed=seed)
-
-    def _drafts(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        kind = self._random.random()
-        count = self._random.randint(1, 8)
-        if kind < 0.3 or len(tokens) + count >= self._size.context:
-            return ()
-        if kind < 0.5 or (self._size.poison is not None and self._size.poison in tokens):
-            return tuple(self._random.randrange(self._size.vocab) for _ in range(count))
-        known = self.earlier_tokens(tokens, count)
-        if known and kind < 0.65:
-            known[-1] = (known[-1] + 1) % self._size.vocab
-        return tuple(known)
-
-    def earlier_tokens(self, tokens: Sequence[int], count: int) -> list[int]:
-        known: list[int] = []
-        while len(known) < min(count, 3) and self._size.poison not in known:
-            draw = Draw(SamplingParams(0.0), [*tokens, *known], len(tokens), frozenset(), 0)
-            known += fresh_tokens(self._fresh, draw)
-        return known
-
-    def _survival(self, count: int) -> tuple[float, ...]:
-        if self._random.random() < 0.5:
-            return ()
-        return tuple(self._random.random() ** (0.2 * (i + 1)) for i in range(count))
+    def fresh(self, draw: Draw) -> StepOutcome:
+        tokens = [*draw.history, *draw.draft_tokens]
+        blocks = range(-(-len(tokens) // self._fresh.kv.block_tokens))
+        chunk = StepChunk(0, tokens, blocks, 1 + len(draw.draft_tokens), draw)
+        return _run(self._fresh, StepPlan((chunk,)))[0]
 
 
-def run_plan(model: CausalModel, plan: StepPlan) -> list[StepOutcome]:
+def _run(model: CausalModel, plan: StepPlan) -> list[StepOutcome]:
     return PagedEngine(model, "fuzz").run(plan)
-
-
-def fresh_tokens(model: CausalModel, draw: Draw) -> list[int]:
-    """Return the model's tokens after draw.history and draw.draft_tokens. Raises AssertionError for none."""
-    outcome = fresh_outcome(model, draw)
-    if isinstance(outcome, Sampled):
-        return list(outcome.tokens)
-    raise AssertionError(f"a fresh run came to nothing: {outcome}")
-
-
-def fresh_outcome(model: CausalModel, draw: Draw) -> StepOutcome:
-    tokens = [*draw.history, *draw.draft_tokens]
-    blocks = range(-(-len(tokens) // model.kv.block_tokens))
-    chunk = StepChunk(0, tokens, blocks, 1 + len(draw.draft_tokens), draw)
-    return run_plan(model, StepPlan((chunk,)))[0]
 
 
 def save_small_model(directory: Path) -> Path:

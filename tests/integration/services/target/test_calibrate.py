@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from galley.core.step import StepOutcome, StepPlan, StepTrace
+from services.target.engine.measurement import ROWS
 from services.target.engine.paged.engine import PagedEngine
-from services.target.engine.paged.measurement import ROWS, measure
+from services.target.engine.paged.measurement import measure
 from services.target.engine.protocol import EngineInfo
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 from galley.engine.model import CausalModel
 from tests.fakes.truncated_model import truncate_model
-from tests.integration.services.target.fuzz import SMALL, FuzzWorld, load_pair, save_small_model
+from tests.integration.services.target.fuzz import SMALL, PagedWorld, load_pair, save_small_model
 from tests.integration.services.target.invariance import InvarianceTrial
 
 STEPS = 400
@@ -24,7 +24,7 @@ def small_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalModel, C
 def test_every_response_equals_that_of_a_fresh_run(
     small_pair: tuple[CausalModel, CausalModel], seed: int
 ) -> None:
-    world = FuzzWorld(*small_pair, SMALL, seed)
+    world = PagedWorld(*small_pair, SMALL, seed)
     for step in range(STEPS):
         world.step()
         if step % 20 == 0:

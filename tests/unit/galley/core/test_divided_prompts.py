@@ -31,10 +31,23 @@ def test_every_prompt_is_granted_whole(bench: Bench) -> None:
     assert [chunk.key for chunk in plan.chunks] == [(b"", "long"), (b"", "other"), (b"", "short")]
 
 
-def test_drafts_that_reach_the_position_are_verified(bench: Bench) -> None:
-    bench.submit(request(PROMPT[:2], draft_tokens=(1, 2, 3)))
+@pytest.mark.parametrize(("prompt", "rows", "drawn"), [(2, 2, 1), (1, 4, 4)])
+def test_drafts_are_verified_unless_a_prompt_is_read(
+    bench: Bench, prompt: int, rows: int, drawn: int
+) -> None:
+    bench.submit(request(PROMPT[:prompt], draft_tokens=(1, 2, 3)))
     (chunk,) = bench.begin().chunks
-    assert (len(chunk.tokens), chunk.want_logits) == (5, 4)
+    assert (len(chunk.tokens), chunk.want_logits) == (rows, drawn)
+
+
+def test_tokens_that_the_engine_finds_cached_count_as_reused(bench: Bench) -> None:
+    item = bench.submit(request(PROMPT[:9]))
+    plan = bench.begin()
+    bench.scheduler.record_reused(plan.chunks[0].key, 8)
+    bench.scheduler.conclude(plan, [Sampled((7,))], bench.now)
+    (answer,) = bench.scheduler.take_responses()
+    assert (answer.request_id, result_of(answer).kv_reused) == (item, 8)
+    assert bench.scheduler.counts.reused_tokens == 8
 
 
 def test_the_next_step_begins_where_the_engine_stopped(bench: Bench) -> None:

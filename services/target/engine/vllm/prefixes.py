@@ -1,0 +1,71 @@
+"""The prefix cache of vLLM by Galley's own block hashes, which a lease publishes.
+
+vLLM names blocks by hashes that only it can compute. Its events say which tokens they stand for, so that the
+chained hash of `galley.core.content`, which gateways compute too, can stand beside each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from itertools import islice
+
+from galley.core.content import block_hashes, chain_start, next_block_hash
+from services.target.engine.vllm.protocol import DroppedBlocks, StoredBlocks
+
+
+class PrefixIndex:
+    """The blocks in the prefix cache. `dropped` counts those that it has dropped for others."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.dropped = 0
+        self._block_tokens = block_tokens
+        self._names: dict[Hashable, bytes] = {}
+        self._recent: OrderedDict[bytes, None] = OrderedDict()  # most recently used last
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def recent(self, limit: int) -> list[bytes]:
+        """Return up to `limit` hashes of cached blocks, most recently used first."""
+        return list(islice(reversed(self._recent), limit))
+
+    def record(self, events: Sequence[StoredBlocks | DroppedBlocks | None]) -> None:
+        for event in events:
+            if event is None:
+                self.clear()
+            elif isinstance(event, StoredBlocks):
+                self._store(event)
+            else:
+                self._drop(event)
+
+    def clear(self) -> None:
+        self._names.clear()
+        self._recent.clear()
+
+    def touch(self, salt: bytes, tokens: Sequence[int]) -> None:
+        """Count the cached blocks of `tokens` as used now."""
+        for name in block_hashes(salt, tokens, self._block_tokens):
+            if name in self._recent:
+                self._recent.move_to_end(name)
+
+    def _store(self, event: StoredBlocks) -> None:
+        if event.parent is None:
+            name = chain_start(bytes.fromhex(event.salt))
+        elif event.parent in self._names:
+            name = self._names[event.parent]
+        else:
+            return  # of a chain whose beginning is no longer cached, so that no request can find it
+        for index, block_hash in enumerate(event.hashes):
+            first = index * self._block_tokens
+            name = next_block_hash(name, event.tokens[first : first + self._block_tokens])
+            self._names[block_hash] = name
+            self._recent[name] = None
+            self._recent.move_to_end(name)
+
+    def _drop(self, event: DroppedBlocks) -> None:
+        for block_hash in event.hashes:
+            name = self._names.pop(block_hash, None)
+            if name is not None:
+                self.dropped += 1
+                self._recent.pop(name, None)
