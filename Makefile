@@ -97,7 +97,7 @@ MINUTES ?= 30
 MUTANTS ?= 300
 ONLY ?=
 
-.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-ray prove-ownership prove-attacks prove-http
+.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-vllm prove-ray prove-ownership prove-attacks prove-http
 .PHONY: prove-load-tools prove-boot prove-cluster prove-images simulate chaos soak mutate mutate-known
 prove-noise: setup ## prove that no noise value is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
@@ -110,6 +110,9 @@ prove-tokens: setup ## prove that tokens are those of transformers, whatever the
 
 prove-engine: setup ## prove that tokens and logits stay the same over 10^4 fuzzed steps of the engine
 	@$(BIN)/python -m bench.prove_engine
+
+prove-vllm: setup ## run 10,000 random schedules over a stub of vLLM's engine core; prove that every token is the model's own
+	@$(BIN)/python -m bench.prove_vllm
 
 prove-ray: setup ## prove that streams survive a killed rank and fewer replicas, and that no process outlives Ray's head
 	@$(BIN)/python -m bench.prove_ray

@@ -240,7 +240,7 @@ class FuzzWorld(ABC):
         begin = min(session.held, len(session.tokens) - 1) if start is None else start
         drafts = self._drafts(session)
         if self._random.random() < 0.05:
-            session.priority = self._random.randint(0, 2)
+            self._change(session)
         request = VerifyRequest(
             key=session.key,
             start=begin,
@@ -267,6 +267,13 @@ class FuzzWorld(ABC):
             return
         session.item, session.request = item, request
         self._by_item[item] = session
+
+    def _change(self, session: _Session) -> None:
+        """Let the next request sample otherwise."""
+        session.sampling = self._sampling()
+        session.min_tokens = self._random.choice((0, 6, 12))
+        session.logprobs = self._random.choice((None, 1))
+        session.priority = self._random.randint(0, 2)
 
     def _cancel(self, item: int) -> None:
         session = self._by_item.pop(item)

@@ -29,7 +29,7 @@ STUB = FuzzSize(
 STEPS = 60
 CHECK_EVERY = 10
 _BLOCK_TOKENS = 4
-_LIMITS = Limits(max_sessions=6, max_waiting=12, max_rows=STUB.max_rows, max_linger_ms=TICK_NS / 1e6)
+_LIMITS = Limits(max_sessions=8, max_waiting=12, max_rows=STUB.max_rows, max_linger_ms=TICK_NS / 1e6)
 
 
 def check_target(target: VllmTarget, core: StubCore) -> None:
@@ -52,6 +52,7 @@ class VllmWorld(FuzzWorld):
             blocks=STUB.blocks,
             block_tokens=_BLOCK_TOKENS,
             max_rows=STUB.max_rows,
+            max_sequences=_LIMITS.max_sessions - 2,
             max_draft_tokens=6,
             context_window=STUB.context,
         )
@@ -114,13 +115,14 @@ class VllmBench(Bench):
         max_waiting: int = 64,
         max_linger_ns: int = 0,
         max_draft_tokens: int = 8,
+        max_sequences: int | None = None,
         draw: Callable[[Draw], Sampled | Broken] | None = None,
     ) -> None:
         super().__init__(times=times)
         self.core = StubCore(
             blocks=blocks,
             max_rows=max_rows,
-            max_sequences=max_sessions,
+            max_sequences=max_sequences or max_sessions,
             max_draft_tokens=max_draft_tokens,
             draw=draw or _true_outcome,
         )

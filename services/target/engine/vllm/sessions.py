@@ -142,7 +142,7 @@ class VllmSessions:
         self._live[key] = session
         if session.record != list(tokens):
             self._begin(session, tokens)
-        return min(session.computed, len(tokens) - 1)
+        return session.computed
 
     def reserve(self, key: SessionKey, length: int, busy: frozenset[SessionKey] = frozenset()) -> Reservation:  # noqa: ARG002  # the protocol's
         """Return nothing, because vLLM reserves. Raise Overloaded if no memory could hold `length` tokens."""
@@ -159,7 +159,7 @@ class VllmSessions:
     def make_idle(self, key: SessionKey) -> None:
         session = self._live.pop(key, None)
         if session is not None:
-            session.message = None
+            session.message = None  # so that its tokens are not kept
             self._idle[key] = session
 
     def clear(self) -> None:
@@ -206,17 +206,16 @@ class VllmSessions:
             self._begin(self._live[key], self._live[key].record)
 
     def _continue(self, session: _Session, message: VerifyRequest, draw: Draw) -> NewSequence | None:
-        """Return a new sequence unless the session's goes on with these tokens and rules."""
-        goes_on = len(session.record) == len(draw.history)
-        if goes_on and session.message is message:
+        """Return a new sequence, or None if the session's goes on. Its record is `draw.history`."""
+        if session.message is message:
             return None
         rules = _rules(message)
-        if not goes_on or (session.rules and session.rules != rules):
-            self._begin(session, draw.history)
-        session.message = message
-        if session.rules:
+        goes_on = session.rules == rules
+        if session.rules and not goes_on:
+            self._begin(session, session.record)
+        session.message, session.rules = message, rules
+        if goes_on:
             return None
-        session.rules = rules
         tokens = tuple(draw.history)
         return NewSequence(
             session.id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -63,15 +64,25 @@ def test_a_session_that_was_cut_gets_a_new_sequence_with_the_blocks_that_are_sti
     assert bench.core.ids == {"2"}
 
 
-def test_other_sampling_gets_a_new_sequence() -> None:
-    bench = VllmBench(draw=stub_outcome)
-    greedy = request(PROMPT)
-    (first,) = answer(bench, greedy)
-    drawn = replace(greedy, sampling=SamplingParams(temperature=1.0, seed=5))
-    (second,) = answer(bench, drawn)
-    assert first.tokens != second.tokens
-    (again,) = answer(VllmBench(draw=stub_outcome), drawn)
-    assert again.tokens == second.tokens
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sampling": SamplingParams(temperature=1.0, seed=5)},
+        {"prompt_len": 2},
+        {"stop_token_ids": frozenset({7})},
+        {"min_tokens": 9},
+        {"logprobs": 1},
+        {"priority": 1},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_request_of_other_rules_gets_a_new_sequence(bench: VllmBench, changed: dict[str, Any]) -> None:
+    answer(bench, request(PROMPT))
+    known = [*PROMPT, TRUE[0]]
+    answer(bench, request(known, start=len(PROMPT)))
+    assert bench.core.ids == {"1"}
+    answer(bench, replace(request([*known, TRUE[1]], start=len(PROMPT)), **changed))
+    assert bench.core.ids == {"2"}
 
 
 def test_cached_prefixes_are_found_by_sessions_of_the_same_tenant_only(bench: VllmBench) -> None:
@@ -135,8 +146,9 @@ def test_a_late_hint_is_verified_where_it_still_fits(bench: VllmBench) -> None:
 def test_draft_tokens_that_memory_cannot_hold_are_not_verified() -> None:
     bench = VllmBench(blocks=3)
     answer(bench, request(PROMPT))
-    (result,) = answer(bench, request([*PROMPT, TRUE[0]], start=8, draft_tokens=tuple(TRUE[1:5])))
-    assert (result.tokens, result.verified) == ((TRUE[1],), 0)
+    bench.submit(request([*PROMPT, TRUE[0]], start=8, draft_tokens=tuple(TRUE[1:5])))
+    (only,) = bench.step()
+    assert (result_of(only).tokens, result_of(only).verified) == ((TRUE[1],), 0)
 
 
 def test_a_request_that_memory_can_never_hold_is_refused() -> None:
@@ -175,7 +187,7 @@ def test_the_youngest_gives_its_slot_to_an_older_session() -> None:
 
 
 def test_more_live_sessions_than_the_core_has_places_for_are_refused() -> None:
-    bench = VllmBench(max_sessions=1)
+    bench = VllmBench(max_sequences=1)
     bench.submit(request(PROMPT, session="old", arrival_ns=1, credit=5))
     item = bench.submit(request(PROMPT, session="young", arrival_ns=2))
     bench.begin()
