@@ -1,4 +1,4 @@
-"""What `VllmTarget` asks of the lowest layer, `VllmCore`, which drives vLLM's engine core in this process.
+"""The interface of vLLM's engine core as `VllmTarget` uses it: one step at a time.
 
 A *sequence* is a request of vLLM: a session's tokens, and how the next ones are drawn. Its *record* is the
 tokens that it was given and those that it has drawn since. All calls are made on the engine's thread.
@@ -38,7 +38,7 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class SequenceStep:
-    """What a step did for one sequence.
+    """The result of a step for one sequence.
 
     An `outcome` of None: nothing was drawn, since the prompt goes on, or the sequence waits or was preempted.
     After an error the sequence can only be ended. `computed` is the number of tokens of the record that have

@@ -33,7 +33,7 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a step does on the engine's thread: sequences to end, then to add, then those that take part."""
+    """The work of a step on the engine's thread: sequences to end, then to add, then those that take part."""
 
     ended: tuple[str, ...]
     added: tuple[NewSequence, ...]
@@ -224,6 +224,7 @@ class VllmSessions:
             salt=message.key[0].hex(),
             priority=message.priority,
             arrival_ns=message.arrival_ns,
+            lora=message.lora,
         )
 
     def _begin(self, session: _Session, tokens: Sequence[int]) -> None:
