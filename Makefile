@@ -49,9 +49,11 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 
 # The revision that `make bench-loops` compares this tree with.
 BASE ?=
+# LONG=1 has `make bench-engines` run 7 pairs in place of 3.
+LONG ?=
 
 .PHONY: bench-engine bench-loops bench-throughput bench-speculation bench-slow-links bench-sessions
-.PHONY: bench-telemetry bench-http bench-peers bench-coupling bench-gpu
+.PHONY: bench-telemetry bench-http bench-peers bench-engines bench-same-tokens bench-coupling bench-gpu
 bench-engine: setup ## measure a step of the target engine beside transformers and the roofline
 	@$(BIN)/python -m bench.engine
 
@@ -78,6 +80,12 @@ bench-http: setup ## measure HTTP beside gRPC at 1, 16 and 64 streams: the gatew
 
 bench-peers: setup ## measure Galley beside vLLM on the CPU (makes an environment of some GB for vLLM)
 	@$(BIN)/python -m bench.loops peers
+
+bench-engines: setup ## measure the engines, alone and behind the gateway, beside vLLM (makes an environment of some GB for vLLM)
+	@$(BIN)/python -m bench.loops engines $(if $(LONG),--pairs 7)
+
+bench-same-tokens: setup ## measure how often drafts and company change a token, beside vLLM's own rate
+	@$(BIN)/python -m bench.engines.same_tokens
 
 bench-coupling: setup ## compare the draft's acceptance at temperature 1 with the rate computed from its distributions
 	@$(BIN)/python -m bench.coupling

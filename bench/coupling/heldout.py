@@ -43,20 +43,39 @@ async def guesses(
     address: str, answers: Sequence[Answer], prompts: Sequence[Sequence[int]], seed: int
 ) -> list[list[int | None]]:
     """Return the draft's token for each output position of each answer; None where it proposed none."""
+    proposed = await proposals(
+        address, [answer.tokens for answer in answers], prompts, seed=seed, temperature=1.0, k=1
+    )
+    return [[next(iter(tokens), None) for tokens in of_answer] for of_answer in proposed]
+
+
+async def proposals(
+    address: str,
+    answers: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+    *,
+    seed: int,
+    temperature: float,
+    k: int,
+) -> list[list[Sequence[int]]]:
+    """Return up to `k` draft tokens of the model for each output position of each answer."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = rpc.DraftStub(channel)
         found = []
         for at, (answer, prompt) in enumerate(zip(answers, prompts, strict=True)):
-            tokens = [*prompt, *answer.tokens]
+            tokens = [*prompt, *answer]
+            sampling = pb.SamplingParams(temperature=temperature, seed=seed + at)
             items = [
-                _item(f"heldout-{at}", tokens[:end], len(prompt), seed + at)
+                _item(f"heldout-{at}", tokens[:end], len(prompt), sampling, k)
                 for end in range(len(prompt), len(tokens))
             ]
-            found.append([await _guess(stub, item) for item in items])
+            found.append([await _propose(stub, item) for item in items])
         return found
 
 
-def _item(session: str, tokens: Sequence[int], prompt_len: int, seed: int) -> pb.ProposeItem:
+def _item(
+    session: str, tokens: Sequence[int], prompt_len: int, sampling: pb.SamplingParams, k: int
+) -> pb.ProposeItem:
     return pb.ProposeItem(
         slice=pb.SessionSlice(
             session_id=session,
@@ -64,20 +83,20 @@ def _item(session: str, tokens: Sequence[int], prompt_len: int, seed: int) -> pb
             tokens=tokens,
             prefix_hash=prefix_hash([]),
             prompt_len=prompt_len,
-            max_position=len(tokens) + 2,
-            sampling=pb.SamplingParams(temperature=1.0, seed=seed),
+            max_position=len(tokens) + k + 1,
+            sampling=sampling,
         ),
-        k=1,
+        k=k,
         strategy=MODEL,
         workload="heldout",
     )
 
 
-async def _guess(stub: Any, item: pb.ProposeItem) -> int | None:
+async def _propose(stub: Any, item: pb.ProposeItem) -> Sequence[int]:
     (answer,) = (await stub.Propose(pb.ProposeRequest(items=[item]))).answers
     if not answer.HasField("result"):
         raise RuntimeError(f"the draft did not propose: {answer}")
-    return next(iter(answer.result.draft_tokens), None)
+    return tuple(answer.result.draft_tokens)
 
 
 async def scored(

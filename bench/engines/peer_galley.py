@@ -1,4 +1,8 @@
-"""Answer blocks of prompts by our engine alone, in the protocol of bench/loops/peer_vllm.py."""
+"""Answer blocks of prompts by our engine alone, in the protocol of bench/engines/peer_vllm.py.
+
+A block may also have "drafts": for each prompt and output position, the draft tokens from there on. Answers
+then have the numbers of "verified" and "accepted" draft tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
-from bench.loops.engine_alone import EngineAlone, Heard
+from bench.engines.engine_alone import EngineAlone, Heard
 from galley.core.kv.table import KvTable
 from galley.engine.model import CausalModel
 from galley.engine.sampling.draw import warm_up
@@ -26,21 +30,32 @@ def answer_block(engine: EngineAlone, block: dict[str, Any]) -> dict[str, Any]:
     """Answer every prompt of a block, `streams` at a time."""
     began_s = time.perf_counter()
     busy_s: float | None = None
-    waiting = list(zip(block["prompts"], block["max_tokens"], strict=True))
+    no_drafts = [()] * len(block["prompts"])
+    waiting = list(zip(block["prompts"], block["max_tokens"], block.get("drafts", no_drafts), strict=True))
     answers: list[Heard] = []
     while waiting or engine.running:
         while waiting and engine.running < block["streams"]:
-            prompt, max_tokens = waiting.pop(0)
+            prompt, max_tokens, drafts = waiting.pop(0)
             seed = block["seed"] + len(answers)
-            answers.append(engine.add(prompt, max_tokens, block["temperature"], seed))
+            answers.append(engine.add(prompt, max_tokens, block["temperature"], seed, drafts))
         if not waiting and engine.running < block["streams"] and busy_s is None:
             busy_s = time.perf_counter() - began_s
         engine.step()
     wall_s = time.perf_counter() - began_s
     return {
-        "answers": [{"tokens": a.tokens, "at_s": a.at_s, "began_s": a.began_s - began_s} for a in answers],
+        "answers": [_report(answer, began_s) for answer in answers],
         "wall_s": wall_s,
         "busy_s": wall_s if busy_s is None else busy_s,
+    }
+
+
+def _report(answer: Heard, began_s: float) -> dict[str, Any]:
+    return {
+        "tokens": answer.tokens,
+        "at_s": answer.at_s,
+        "began_s": answer.began_s - began_s,
+        "verified": answer.verified,
+        "accepted": answer.accepted,
     }
 
 
@@ -48,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Load the model, print a line when it is ready, and answer blocks until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--engine", choices=("paged",), default="paged")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-blocks", type=int, default=1456, help="default: 1 GiB of the default model")

@@ -9,24 +9,38 @@ from dataclasses import dataclass, field
 from galley.core.content import prefix_hash
 from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken
+from galley.core.hints import Hint
 from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
-from galley.core.scheduler.messages import Confirmed, Response, VerifyRequest
+from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRequest
 from galley.core.scheduler.scheduler import Scheduler
 from galley.core.step import StepPlan
 from services.target.engine.paged.target import StepEngine
 
-# The times matter only for draft tokens, and there are none here.
-_ANY_TIMES = StepTimes.measured([(1, 1_000_000)])
+# A row costs nothing by these, so that every draft token is verified.
+_FREE_ROWS = StepTimes.measured([(1, 1_000_000)])
 
 
 @dataclass(slots=True)
 class Heard:
-    """An answer as it comes: tokens, and when each came, in seconds from its request."""
+    """An answer as it comes: tokens, and when each came, in seconds from its request.
+
+    `drafts[i]` are the draft tokens for output position i and those after it. So far `accepted` of `verified`
+    were accepted.
+    """
 
     began_s: float
+    prompt: Sequence[int] = ()
+    drafts: Sequence[Sequence[int]] = ()
     tokens: list[int] = field(default_factory=list)
     at_s: list[float] = field(default_factory=list)
+    verified: int = 0
+    accepted: int = 0
+
+    @property
+    def next_draft(self) -> tuple[int, ...]:
+        at = len(self.tokens)
+        return tuple(self.drafts[at]) if at < len(self.drafts) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +52,11 @@ class PassTime:
 
 
 class EngineAlone:
-    """Plain decoding of many sessions at once, each with credit to its end."""
+    """Decode many sessions at once, each with credit to its end, and with draft tokens known beforehand."""
 
     def __init__(self, passes: StepEngine, table: KvTable, eos_token_ids: Sequence[int]) -> None:
         self._passes = passes
-        self._scheduler = Scheduler(table, _ANY_TIMES)
+        self._scheduler = Scheduler(table, _FREE_ROWS)
         self._eos = frozenset(eos_token_ids)
         self._heard: dict[int, Heard] = {}
         self._count = 0
@@ -57,9 +71,17 @@ class EngineAlone:
         """Return the number of unfinished sessions without a token."""
         return sum(not heard.tokens for heard in self._heard.values())
 
-    def add(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> Heard:
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        drafts: Sequence[Sequence[int]] = (),
+    ) -> Heard:
         """Add a session; return its answer, which grows from step to step."""
         self._count += 1
+        heard = Heard(time.perf_counter(), prompt, drafts)
         request = VerifyRequest(
             key=(b"", str(self._count)),
             start=0,
@@ -69,10 +91,11 @@ class EngineAlone:
             max_position=len(prompt) + max_tokens,
             sampling=SamplingParams(temperature=temperature, seed=seed),
             stop_token_ids=self._eos,
+            draft_tokens=heard.next_draft,
+            survival=(1.0,) * len(heard.next_draft),
             credit=max_tokens,
             arrival_ns=time.time_ns(),
         )
-        heard = Heard(time.perf_counter())
         self._heard[self._scheduler.submit(request, time.perf_counter_ns())] = heard
         return heard
 
@@ -96,9 +119,18 @@ class EngineAlone:
         if isinstance(outcome, Confirmed):
             heard.tokens += outcome.tokens
             heard.at_s += [time.perf_counter() - heard.began_s] * len(outcome.tokens)
+            heard.verified += outcome.verified
+            heard.accepted += outcome.accepted
         elif isinstance(outcome, Exception):
             raise outcome
         else:
             raise Broken(f"a session lost its place: {outcome}")
         if answer.is_last:
             del self._heard[answer.request_id]
+        elif heard.drafts:
+            self._hint(answer.request_id, heard)
+
+    def _hint(self, request_id: int, heard: Heard) -> None:
+        tokens, draft = [*heard.prompt, *heard.tokens], heard.next_draft
+        hint = Hint(len(tokens), prefix_hash(tokens), draft, (1.0,) * len(draft))
+        self._scheduler.extend(request_id, Extend(hint=hint), time.perf_counter_ns())
