@@ -87,4 +87,4 @@ def _command_of(arm: str, run: Run) -> Command | None:
 def _stack_of(engine: str, run: Run) -> StackOptions:
     if engine != PAGED:
         raise ValueError(f"--arms: the engine must be {PAGED}, got {engine!r}")
-    return StackOptions(model=str(run.model_dir), dtype=run.options.dtype, threads=run.options.threads)
+    return StackOptions(model=run.options.model, dtype=run.options.dtype, threads=run.options.threads)

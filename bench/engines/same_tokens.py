@@ -172,7 +172,7 @@ async def measure(arguments: argparse.Namespace, model_dir: Path, folder: Path) 
     texts = [prompt.text for prompt in mixed_workload().prompts[: arguments.prompts]]
     prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
     needed = {"model", "draft-model", "draft"} if MODEL in arguments.drafts else set()
-    given = StackOptions(model=str(model_dir), dtype="bfloat16")
+    given = StackOptions(model=arguments.model, dtype="bfloat16")
     only_draft = Stack(given, parts=lambda *of: [part for part in stack_parts(*of) if part.name in needed])
     async with only_draft as stack:
         draft = stack.address("draft") if needed else ""
