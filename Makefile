@@ -78,13 +78,13 @@ bench-telemetry: setup ## measure what traces and metrics cost at 16 streams: th
 bench-http: setup ## measure HTTP beside gRPC at 1, 16 and 64 streams: the gateway's CPU a token, time to first token
 	@$(BIN)/python -m bench.loops http
 
-bench-peers: setup ## measure Galley beside vLLM on the CPU (makes an environment of some GB for vLLM)
+bench-peers: setup venv-vllm ## measure Galley beside vLLM on the CPU
 	@$(BIN)/python -m bench.loops peers
 
-bench-engines: setup ## measure the engines, alone and behind the gateway, beside vLLM (makes an environment of some GB for vLLM)
+bench-engines: setup venv-vllm ## measure the engines, alone and behind the gateway, beside vLLM
 	@$(BIN)/python -m bench.loops engines $(if $(LONG),--pairs 7)
 
-bench-same-tokens: setup ## measure how often drafts and company change a token, beside vLLM's own rate
+bench-same-tokens: setup venv-vllm ## measure how often drafts and company change a token, beside vLLM's own rate
 	@$(BIN)/python -m bench.engines.same_tokens
 
 bench-coupling: setup ## compare the draft's acceptance at temperature 1 with the rate computed from its distributions

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.engines.engine_alone import EngineAlone
+from bench.engines.engine_alone import FREE_ROWS, EngineAlone
 from galley.bench.summary import percentile
-from galley.core.kv.table import KvTable
 from galley.engine.cpu.kernels.compile import Kernels
 from galley.engine.model import MAX_ROWS, CausalModel
 from services.target.engine.paged.engine import PagedEngine
+from services.target.engine.protocol import Limits
 
 SESSIONS = 16
 # Attention over more would be arithmetic again.
@@ -53,9 +53,8 @@ def _passes(model: CausalModel, runs: int) -> tuple[list[float], list[float]]:
     """Return the seconds of a step, whole and outside the engine: the median of each run."""
     whole, outside = [], []
     for run in range(runs):
-        engine = EngineAlone(
-            PagedEngine(model, "bench"), KvTable(model.kv.blocks, model.kv.block_tokens, 2 * SESSIONS), ()
-        )
+        limits = Limits(max_sessions=2 * SESSIONS)
+        engine = EngineAlone(PagedEngine(model, "bench").serve(FREE_ROWS, limits), ())
         for session in range(SESSIONS):
             prompt = [(7 * session + 3 * at + run) % (_VOCAB - 2) + 2 for at in range(CONTEXT)]
             engine.add(prompt, 4 * _PASSES, 0.0, 0)

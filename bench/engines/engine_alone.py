@@ -1,4 +1,4 @@
-"""The target's scheduler, block table and engine in one process: no gateway, no gRPC, no Redis."""
+"""A target's engine in one process: no gateway, no gRPC, no Redis."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from galley.core.content import prefix_hash
 from galley.core.cost.model import StepTimes
 from galley.core.errors import Broken
 from galley.core.hints import Hint
-from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Confirmed, Extend, Response, VerifyRequest
-from galley.core.scheduler.scheduler import Scheduler
 from galley.core.step import StepPlan
-from services.target.engine.paged.target import StepEngine
+from services.target.engine.protocol import TargetEngine
 
 # A row costs nothing by these, so that every draft token is verified.
-_FREE_ROWS = StepTimes.measured([(1, 1_000_000)])
+FREE_ROWS = StepTimes.measured([(1, 1_000_000)])
 
 
 @dataclass(slots=True)
@@ -54,10 +52,10 @@ class PassTime:
 class EngineAlone:
     """Decode many sessions at once, each with credit to its end, and with draft tokens known beforehand."""
 
-    def __init__(self, passes: StepEngine, table: KvTable, eos_token_ids: Sequence[int]) -> None:
-        self._passes = passes
-        self._scheduler = Scheduler(table, _FREE_ROWS)
-        self._eos = frozenset(eos_token_ids)
+    def __init__(self, engine: TargetEngine, eos_token_ids: Sequence[int] | None = None) -> None:
+        """Decode with `engine`; answers end at the model's own end tokens if none are given."""
+        self._engine = engine
+        self._eos = frozenset(engine.info.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._heard: dict[int, Heard] = {}
         self._count = 0
 
@@ -96,20 +94,20 @@ class EngineAlone:
             credit=max_tokens,
             arrival_ns=time.time_ns(),
         )
-        self._heard[self._scheduler.submit(request, time.perf_counter_ns())] = heard
+        self._heard[self._engine.submit(request, time.perf_counter_ns())] = heard
         return heard
 
     def step(self) -> PassTime:
         """Run one step over all sessions. Raises the error with which a session ended."""
         began_s = time.perf_counter()
-        plan = self._scheduler.plan(time.perf_counter_ns())
+        plan = self._engine.plan(time.perf_counter_ns())
         engine_s = 0.0
         if isinstance(plan, StepPlan):
             before_s = time.perf_counter()
-            outcomes = self._passes.run(plan)
+            outcomes = self._engine.run(plan)
             engine_s = time.perf_counter() - before_s
-            self._scheduler.conclude(plan, outcomes, time.perf_counter_ns())
-        for answer in self._scheduler.take_responses():
+            self._engine.conclude(plan, outcomes, time.perf_counter_ns())
+        for answer in self._engine.take_responses():
             self._note(answer)
         return PassTime(time.perf_counter() - began_s, engine_s)
 
@@ -133,4 +131,4 @@ class EngineAlone:
     def _hint(self, request_id: int, heard: Heard) -> None:
         tokens, draft = [*heard.prompt, *heard.tokens], heard.next_draft
         hint = Hint(len(tokens), prefix_hash(tokens), draft, (1.0,) * len(draft))
-        self._scheduler.extend(request_id, Extend(hint=hint), time.perf_counter_ns())
+        self._engine.extend(request_id, Extend(hint=hint), time.perf_counter_ns())

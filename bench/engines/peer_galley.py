@@ -1,29 +1,24 @@
-"""Answer blocks of prompts by our engine alone, in the protocol of bench/engines/peer_vllm.py.
+"""Answer blocks of prompts by a target's engine alone, in the protocol of bench/engines/peer_vllm.py.
 
-A block may also have "drafts": for each prompt and output position, the draft tokens from there on. Answers
-then have the numbers of "verified" and "accepted" draft tokens.
+Its flags are those of a target. A block may also have "drafts": for each prompt and output
+position, the draft tokens from there on. Answers then have the numbers of "verified" and "accepted" draft
+tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-
-from bench.engines.engine_alone import EngineAlone, Heard
-from galley.core.kv.table import KvTable
-from galley.engine.model import CausalModel
-from galley.engine.sampling.draw import warm_up
-from services.target.engine.paged.engine import PagedEngine
-
-MAX_SESSIONS = 256
+from bench.engines.engine_alone import FREE_ROWS, EngineAlone, Heard
+from galley.common.config.settings import parse_settings
+from services.target.engine.protocol import Limits
+from services.target.loading import load_engine
+from services.target.settings import TargetSettings
 
 
 def answer_block(engine: EngineAlone, block: dict[str, Any]) -> dict[str, Any]:
@@ -61,25 +56,12 @@ def _report(answer: Heard, began_s: float) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load the model, print a line when it is ready, and answer blocks until standard input ends."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--engine", choices=("paged",), default="paged")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kv-blocks", type=int, default=1456, help="default: 1 GiB of the default model")
-    options = parser.parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    settings = parse_settings(TargetSettings, given, "peer_galley", "A target's engine without its service.")
     answers = _keep_standard_output()
-    model = CausalModel.load(
-        options.model,
-        dtype=getattr(torch, options.dtype),
-        device="cpu",
-        threads=options.threads,
-        kv_blocks=options.kv_blocks,
-    )
-    warm_up()
-    table = KvTable(model.kv.blocks, model.kv.block_tokens, MAX_SESSIONS)
-    engine = EngineAlone(PagedEngine(model, "bench"), table, sorted(model.info.eos_token_ids))
-    print(json.dumps({"ready": model.info.name}), file=answers, flush=True)
+    limits = Limits(max_draft_tokens=settings.max_draft_tokens, max_sessions=settings.max_sessions)
+    engine = EngineAlone(load_engine(settings).serve(FREE_ROWS, limits))
+    print(json.dumps({"ready": settings.model}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer_block(engine, json.loads(line))), file=answers, flush=True)
     return 0

