@@ -46,7 +46,7 @@ class Cluster:
 
     def __init__(self, node: Node, objects: Objects, assigned_user: int | None = None) -> None:
         self.node, self.objects, self._assigned_user = node, objects, assigned_user
-        names = (*NAMESPACES, objects.namespace)
+        names = sorted({*NAMESPACES, objects.namespace, *objects.namespaces()})
         self._spaces: dict[str, dict[str, str]] = {name: {_NAME_LABEL: name} for name in names}
         self._services: dict[tuple[str, str], Service] = {}
         self._pods: dict[str, Pod] = {}

@@ -88,6 +88,9 @@ class Objects:
     def namespace_of(self, manifest: Manifest) -> str:
         return str(manifest["metadata"].get("namespace") or self.namespace)
 
+    def namespaces(self) -> set[str]:
+        return {namespace for _, namespace, _ in self._by_key}
+
     def of(self, kind: str) -> Iterator[Manifest]:
         """Yield the installed objects of a kind, without hooks."""
         for (result, _, _), manifest in list(self._by_key.items()):
