@@ -105,7 +105,10 @@ class BatchTimes:
 
 
 class ActiveBatch:
-    """The batch of the step in progress; the i-th of `grants` belongs to chunk i of the plan."""
+    """The batch of the step in progress; the i-th of `grants` belongs to chunk i of the plan.
+
+    `reused` is the number of tokens that the engine need not feed, since it found their KV in its cache.
+    """
 
     def __init__(
         self,
@@ -121,6 +124,7 @@ class ActiveBatch:
         self.started_ns = now
         self._preempted = preempted
         self._evicted = evicted
+        self.reused = 0
         self._count(grants.values())
 
     def _count(self, grants: Iterable[Grant]) -> None:
@@ -131,11 +135,12 @@ class ActiveBatch:
         self._fed = [grant for grant in grants if grant.rows]
         self._draft_rows = sum(len(grant.draft_tokens) for grant in self._fed)
         self._drawn_rows = self._draft_rows + sum(grant.is_final for grant in self._fed)
-        self._rows = self._draft_rows + sum(grant.rows for grant in self._fed)
+        planned = self._draft_rows + sum(grant.rows for grant in self._fed)
+        self._rows = max(self._drawn_rows, planned - self.reused)
 
     def settle(self, outcomes: Sequence[StepOutcome]) -> None:
         """Count the rows that were fed, where the engine fed fewer than planned."""
-        if any(isinstance(outcome, Computed) for outcome in outcomes):
+        if self.reused or any(isinstance(outcome, Computed) for outcome in outcomes):
             self._count(map(_fed, self.grants.values(), outcomes))
 
     def info(self, free_blocks: int, queue_depth: int) -> BatchInfo:

@@ -176,6 +176,8 @@ class Scheduler:
         """Count the cached tokens that the engine has found for a session of the step in progress."""
         self._active[key].kv_reused += tokens
         self.counts.reused_tokens += tokens
+        if self._batch is not None:
+            self._batch.reused += tokens
 
     def drain(self) -> None:
         """End every request with its next result from now on, whatever its credit."""

@@ -84,7 +84,9 @@ class VllmTarget(Scheduler):
             self._is_lost = True
             raise
         if watch is not None:
-            watch.forward_ns = time.perf_counter_ns() - began_ns
+            watch.forward_ns = forward_ns = time.perf_counter_ns() - began_ns
+            if self.info.ranks == 1:
+                watch.rank_ns = lambda: (forward_ns,)
         done = [steps[name] for name in orders.drafts]
         self._done = done, facts
         return [_outcome(step) for step in done]

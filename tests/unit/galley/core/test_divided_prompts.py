@@ -80,6 +80,16 @@ def test_rows_count_as_fed_and_not_as_planned(bench: Bench) -> None:
     assert (result_of(answer).batch_rows, result_of(answer).batch_sessions) == (10, 2)
 
 
+def test_rows_that_the_engine_found_in_its_cache_are_not_fed(bench: Bench) -> None:
+    item = bench.submit(request(PROMPT, session="cached"))
+    plan = bench.begin()
+    bench.scheduler.record_reused((b"", "cached"), 32)
+    batch = bench.scheduler.conclude(plan, [Sampled((ANSWER[0],))], bench.now)
+    assert (batch.request_ids, batch.rows, batch.prefill_rows) == ((item,), 8, 7)
+    (answer,) = bench.scheduler.take_responses()
+    assert (result_of(answer).batch_rows, result_of(answer).kv_reused) == (8, 32)
+
+
 def test_a_step_that_fed_nothing_teaches_nothing(bench: Bench) -> None:
     bench.submit(request(PROMPT))
     plan = bench.begin()
