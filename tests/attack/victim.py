@@ -41,7 +41,6 @@ from services.draft.__main__ import build as build_draft
 from services.draft.settings import DraftSettings
 from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings
-from services.target.engine.paged.target import PagedTarget
 from services.target.engine.protocol import Limits
 from services.target.servicer import TargetService
 from services.target.settings import TargetSettings
@@ -160,9 +159,8 @@ class Victim:
     async def _build_target(self, server: grpc.aio.Server, parts: Parts) -> TargetService:
         tokenizer = tokenizer_hash(self._tokenizer)
         engine = Engine(tokenizer_hash=tokenizer, vocab_size=VOCAB, eos_token_ids=(END,))
-        target = TargetService(
-            PagedTarget(engine, _TIMES, Limits()), parts.telemetry.scope("target"), parts.metrics
-        )
+        served = engine.serve(_TIMES, Limits())
+        target = TargetService(served, parts.telemetry.scope("target"), parts.metrics)
         rpc.add_TargetServicer_to_server(target, server)
         return target
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from galley.core.cost.model import StepTimes
 from galley.core.records import PositionLogprobs
 from galley.core.step import Computed, Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
-from services.target.engine.protocol import EngineInfo
+from services.target.engine.paged.target import PagedTarget
+from services.target.engine.protocol import EngineInfo, Limits
 from tests.fakes.truth import IDS, STOP_ID, true_id
 
 _INFO = EngineInfo(
@@ -35,6 +37,9 @@ class KnownEngine:
         self.info = replace(_INFO, **info)
         self.passes = 0
         self._kv: dict[int, list[int]] = {}
+
+    def serve(self, times: StepTimes, limits: Limits) -> PagedTarget:
+        return PagedTarget(self, times, limits)
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         self.passes += 1

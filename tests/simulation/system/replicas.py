@@ -16,7 +16,6 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.loop import DraftLoop
 from services.draft.servicer import DraftService
 from services.draft.strategies.base import DraftJob, Proposal
-from services.target.engine.paged.target import PagedTarget
 from services.target.engine.protocol import Limits
 from services.target.servicer import TargetService
 from tests.fakes.engine import KnownEngine
@@ -107,7 +106,7 @@ class SimTarget:
         world, process = self._world, self.process
         self.engine = world.kinds.engine(self._build)
         limits = Limits(max_draft_tokens=MOST_DRAFT_TOKENS, max_linger_ms=5.0)
-        self.target = PagedTarget(self.engine, PASS_TIMES, limits)
+        self.target = self.engine.serve(PASS_TIMES, limits)
         self.service = _NotedTarget(self.target, None)
         self.service.world, self.service.name = world, self.address
         registry: Any = SimRegistry(world.redis, process)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any, Protocol, cast
 
 import grpc
 import pytest
@@ -13,14 +14,16 @@ from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts, start_server
 from galley.common.tracing.light_spans import SpanScope
 from galley.core.cost.model import StepTimes
-from galley.core.step import StepOutcome, StepPlan, StepTrace
+from galley.core.errors import Broken
+from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
 from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.paged.engine import PagedEngine
-from services.target.engine.paged.target import PagedTarget, StepEngine
-from services.target.engine.protocol import EngineInfo, Limits
+from services.target.engine.protocol import Limits, TargetEngine
+from services.target.engine.vllm.target import VllmTarget
 from services.target.servicer import TargetService
 from services.target.settings import TargetSettings
+from tests.fakes.stepped_core import StubCore
 from tests.fakes.tiny_model import load_tiny_model
 
 # A step costs the same however many rows it has, so that drafts always pay.
@@ -33,11 +36,23 @@ def loaded(poisoned: Path) -> CausalModel:
     return load_tiny_model(poisoned, kv_blocks=KV_BLOCKS)
 
 
-class Recording:
-    """Record passes and wait for `gate` before each; raise `failure` and omit `missing` outcomes once."""
+# For tests of blocks or row budgets that the scheduler divides, which other engines do themselves.
+pages = pytest.mark.parametrize("engine", ["paged"], indirect=True)
 
-    def __init__(self, engine: PagedEngine) -> None:
-        self.engine = engine
+
+class Servable(Protocol):
+    def serve(self, times: StepTimes, limits: Limits) -> TargetEngine: ...
+
+
+class Recording:
+    """An engine, and the target that it serves.
+
+    Record passes and wait for `gate` before each; raise `failure` and omit `missing` outcomes once.
+    """
+
+    def __init__(self, engine: Servable) -> None:
+        self._engine = engine
+        self._target: TargetEngine
         self.passes: list[StepPlan] = []
         self.started = threading.Semaphore(0)
         self.gate = threading.Event()
@@ -45,15 +60,18 @@ class Recording:
         self.failure: Exception | None = None
         self.missing = 0
 
-    @property
-    def info(self) -> EngineInfo:
-        return self.engine.info
+    def serve(self, times: StepTimes, limits: Limits) -> TargetEngine:
+        self._target = self._engine.serve(times, limits)
+        return cast("TargetEngine", self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
 
     @property
     def sessions(self) -> list[int]:
         return [len(plan.chunks) for plan in self.passes]
 
-    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> Sequence[StepOutcome]:
         self.passes.append(plan)
         self.started.release()
         if not self.gate.wait(10):
@@ -62,12 +80,39 @@ class Recording:
             failure, self.failure = self.failure, None
             raise failure
         missing, self.missing = self.missing, 0
-        return self.engine.run(plan, watch)[missing:]
+        return self._target.run(plan, watch)[missing:]
 
 
-@pytest.fixture
-def engine(loaded: CausalModel) -> Recording:
-    return Recording(PagedEngine(loaded, "f00d"))
+class StubVllm:
+    """A target over a stub of vLLM's core, which draws what the model draws in one fresh pass."""
+
+    def __init__(self, model: CausalModel, fingerprint: str = "f00d") -> None:
+        self._engine = PagedEngine(model, fingerprint)
+
+    def serve(self, times: StepTimes, limits: Limits) -> TargetEngine:
+        info = self._engine.info
+        core = StubCore(
+            blocks=info.kv_blocks,
+            block_tokens=info.kv_block_tokens,
+            context_window=info.context_window,
+            max_rows=limits.max_rows,
+            draw=self._draw,
+        )
+        core.info = info
+        return VllmTarget(core, times, limits)
+
+    def _draw(self, draw: Draw) -> Sampled | Broken:
+        tokens = [*draw.history, *draw.draft_tokens]
+        blocks = range(-(-len(tokens) // self._engine.info.kv_block_tokens))
+        chunk = StepChunk(0, tokens, blocks, 1 + len(draw.draft_tokens), draw)
+        (outcome,) = self._engine.run(StepPlan((chunk,)))
+        assert isinstance(outcome, Sampled | Broken)
+        return outcome
+
+
+@pytest.fixture(params=["paged", "vllm stub"])
+def engine(request: pytest.FixtureRequest, loaded: CausalModel) -> Recording:
+    return Recording(PagedEngine(loaded, "f00d") if request.param == "paged" else StubVllm(loaded))
 
 
 @pytest.fixture
@@ -98,7 +143,7 @@ async def service(
 class Served:
     def __init__(
         self,
-        engine: StepEngine,
+        engine: Servable,
         limits: Limits,
         spans: SpanScope | None,
         registry: Registry | None = None,
@@ -110,7 +155,7 @@ class Served:
 
     async def start(self) -> None:
         async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
-            engine = PagedTarget(self._engine, FLAT, self._limits)
+            engine = self._engine.serve(FLAT, self._limits)
             service = TargetService(engine, self._spans, parts.metrics)
             rpc.add_TargetServicer_to_server(service, server)
             return service

@@ -15,7 +15,7 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import Limits
 from tests.fakes.spans import KeptSpans, NotedScope, attributes_of, context_of, events_of, links_of, parent_of
 from tests.fakes.verify_items import Stream, slice_of, stream_of, verify
-from tests.integration.services.target.conftest import KV_BLOCKS, Recording
+from tests.integration.services.target.conftest import KV_BLOCKS, Recording, pages
 
 TRACE = 0xABC
 PROMPT = [5, 9, 2, 33]
@@ -80,6 +80,7 @@ async def test_a_request_has_a_span_and_its_steps_link_to_it(
         assert item.start_time <= batch.start_time < batch.end_time <= item.end_time
 
 
+@pages
 async def test_the_span_of_a_step_has_its_size_and_times(
     target: rpc.TargetAsyncStub, kept: KeptSpans
 ) -> None:
@@ -204,6 +205,7 @@ async def until(stream: Stream, session_id: str) -> list[pb.VerifyAnswer]:
     return seen
 
 
+@pages
 @pytest.mark.parametrize("limits", [Limits(max_sessions=10, max_rows=2048)])
 async def test_evicted_sessions_are_recorded(target: rpc.TargetAsyncStub, kept: KeptSpans) -> None:
     # 32 blocks of 32 tokens hold 6 sessions of 150.
