@@ -6,7 +6,7 @@ What they tell is kept: their traces as `galley trace` would find them in a file
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from galley.common.models.files import tokenizer_hash
 from galley.common.server.server import Parts, RunningServer, start_server
 from galley.core.names import MODEL
 from galley.core.step import StepOutcome, StepPlan, StepTrace
+from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.trace.read.build import stories_of
@@ -37,7 +38,6 @@ from services.draft.strategies.model import ModelSteps, ModelStrategy
 from services.gateway.service import prepare
 from services.gateway.settings import GatewaySettings, Tuning
 from services.target.engine.paged.engine import PagedEngine
-from services.target.engine.paged.target import PagedTarget
 from services.target.engine.protocol import Limits
 from services.target.servicer import TargetService
 from services.target.settings import TargetSettings
@@ -45,15 +45,19 @@ from tests.fakes.readings import histogram, number
 from tests.fakes.spans import KeptSpans
 from tests.fakes.tiny_model import VOCAB, load_tiny_model
 from tests.fakes.world import Gateway
-from tests.integration.services.target.conftest import FLAT, KV_BLOCKS, Recording
+from tests.integration.services.target.conftest import FLAT, KV_BLOCKS, Recording, Servable
 
 _DRAIN_S = 5
+
+
+def paged(model: CausalModel) -> Servable:
+    return PagedEngine(model, "f00d")
 
 
 class Priced(Recording):
     pass_s = row_s = company_s = 0.0
 
-    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
+    def run(self, plan: StepPlan, watch: StepTrace | None = None) -> Sequence[StepOutcome]:
         time.sleep(self.pass_s + self.row_s * plan.rows + self.company_s * (len(plan.chunks) - 1))
         return super().run(plan, watch)
 
@@ -95,17 +99,17 @@ class Real:
         tiny: Path,
         store: str,
         *,
-        targets: int = 1,
+        engines: Sequence[Callable[[CausalModel], Servable]] = (paged,),
         drafts: bool = False,
         **given: Any,
     ) -> None:
         self._tiny = tiny
         self._store = store
         self._given = given
-        self._target_count = targets
+        self._engines = engines
         self._file = directory / "traces.jsonl"
         self._registries = {name: [Registry(name)] for name in (GATEWAY, DRAFT)}
-        self._registries[TARGET] = [Registry(TARGET) for _ in range(targets)]
+        self._registries[TARGET] = [Registry(TARGET) for _ in engines]
         self.kept = KeptSpans()
         self.targets: list[RealTarget] = []
         self.strategy = Stumbling(ModelStrategy(ModelSteps(load_tiny_model(tiny, kv_blocks=64))))
@@ -133,8 +137,8 @@ class Real:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
-            for registry in self._registries[TARGET]:
-                self.targets.append(await self._target(registry))
+            for registry, engine in zip(self._registries[TARGET], self._engines, strict=True):
+                self.targets.append(await self._target(registry, engine))
                 opened.push_async_callback(self.targets[-1].running.stop)
                 opened.callback(self.targets[-1].engine.gate.set)
             if not self.draft_address:
@@ -159,12 +163,12 @@ class Real:
     def _parts(self, service: str) -> Parts:
         return self.kept.parts(service, self._registries[service][0])
 
-    async def _target(self, registry: Registry) -> RealTarget:
-        engine = Priced(PagedEngine(load_tiny_model(self._tiny, kv_blocks=KV_BLOCKS), "f00d"))
+    async def _target(self, registry: Registry, make: Callable[[CausalModel], Servable]) -> RealTarget:
+        engine = Priced(make(load_tiny_model(self._tiny, kv_blocks=KV_BLOCKS)))
 
         async def build_target(server: grpc.aio.Server, parts: Parts) -> TargetService:
             spans = parts.telemetry.scope("target")
-            target = PagedTarget(engine, FLAT, Limits(max_sessions=16))
+            target = engine.serve(FLAT, Limits(max_sessions=16))
             service = TargetService(target, spans, parts.metrics)
             rpc.add_TargetServicer_to_server(service, server)
             return service

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from galley.common.metrics import catalogue
+from galley.engine.model import CausalModel
 from tests.fakes.fleet import Fleet, FleetTarget
+from tests.fakes.redis_servers import Server
+from tests.fakes.tiny_model import greedy
 from tests.fakes.world import World, any_credit, must_be_true, receive
+from tests.integration.services.gateway.real import Real, paged
 from tests.integration.services.gateway.test_metrics import Counted, counted
+from tests.integration.services.target.conftest import Servable, StubVllm
 
 STREAMS = 6
 PAGED, OTHER = "paged-build", "vllm-build"
@@ -119,3 +125,28 @@ async def test_a_resumed_session_prefers_its_build_too(world: World, fleet: Flee
     must_be_true(await received.listen(second.gateway.client.resume_stream(stream)))
     assert received.changes == ([(2, OTHER)] if lost else [])
     assert bool(other.fake.calls) == lost
+
+
+def vllm(model: CausalModel) -> Servable:
+    return StubVllm(model, OTHER)
+
+
+async def test_a_session_goes_on_at_an_engine_of_another_kind(
+    tmp_path: Path, tiny: Path, shared_store: Server
+) -> None:
+    """The two engines draw alike here, so that the answer shows that no token is lost or repeated."""
+    prompt, count = [5, 9, 2, 33], 100
+    async with Real(tmp_path, tiny, shared_store.url, engines=[paged, vllm]) as it:
+        for target in it.targets:
+            target.engine.pass_s = 0.005
+        stream = it.generate(prompt, max_tokens=count)
+        received = await receive(stream, until=10)
+        doomed, other = sorted(it.targets, key=lambda target: not target.engine.passes)
+        doomed.engine.gate.clear()
+        await doomed.die()
+        await received.listen(stream)
+        assert received.tokens == greedy(tiny, prompt, count)
+        [(index, fingerprint)] = received.changes
+        assert 10 <= index < count
+        assert fingerprint == other.engine.info.fingerprint == received.end.fingerprint
+        assert {target.engine.info.fingerprint for target in it.targets} == {"f00d", OTHER}

@@ -27,7 +27,7 @@ from tests.fakes.promql import named_by
 from tests.fakes.redis_servers import VALKEY, Server, running
 from tests.fakes.tiny_model import CONTEXT
 from tests.fakes.world import receive
-from tests.integration.services.gateway.real import Real
+from tests.integration.services.gateway.real import Real, paged
 
 HELD_S = 0.4
 """How long whatever is slow takes, for what takes some milliseconds else."""
@@ -156,7 +156,7 @@ async def test_the_cold_cache(real: Callable[..., Real]) -> None:
 
 
 async def test_the_moved_session(real: Callable[..., Real]) -> None:
-    async with real(targets=2) as it:
+    async with real(engines=[paged, paged]) as it:
         for target in it.targets:
             target.engine.pass_s = 0.005
         stream = it.generate(PROMPT, max_tokens=LONG, speculation=PLAIN)
