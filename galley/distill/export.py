@@ -17,11 +17,11 @@ from galley.common.models.files import DRAFT_SECTION, tokenizer_hash
 from galley.core.errors import InvalidField
 from galley.distill.training.models import Llama, Target
 from galley.distill.work import replacing, write_json
+from galley.engine.cpu.int8 import quantized
 from galley.engine.load.draft_directory import FORMAT, HEAD_TOKENS, SCALE, TARGET, WEIGHTS
 
 SHARPENING = 1.25
 NORM = "model.norm.weight"
-_LARGEST = 127
 # Weights of a layer whose results are added to the residual.
 _OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 _COPIED = (
@@ -29,12 +29,6 @@ _COPIED = (
     "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads",
     "num_key_value_heads", "pad_token_id", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
 )  # fmt: skip
-
-
-def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 rows and float32 scales [rows]; symmetric, each row's largest number becomes 127."""
-    scale = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / _LARGEST
-    return (weight / scale[:, None]).round().to(torch.int8), scale.float()
 
 
 def sharpened(student: Llama) -> Llama:

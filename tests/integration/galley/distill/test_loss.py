@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import log_softmax
 
 from galley.distill.data.corpus import epoch_groups
-from galley.distill.export import quantized
 from galley.distill.training.training import Labels, distilled
+from galley.engine.cpu.int8 import quantized
 
 _FEW = settings(derandomize=True, max_examples=20)
 

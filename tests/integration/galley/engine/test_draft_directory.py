@@ -20,6 +20,7 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cpu import int8
 from galley.engine.cpu.int8 import Int8Linear, int8_product
+from galley.engine.cpu.kernels.int8 import AVX2, GROUP, VNNI, Instructions
 from galley.engine.cpu.packing import MIN_ROWS, Linears
 from galley.engine.load import draft_directory
 from galley.engine.load.draft_directory import embeddings_sha256
@@ -34,6 +35,9 @@ from tests.integration.galley.engine.drafts import (
     load_draft,
     save_target,
 )
+
+# VNNI's processors have AVX2 too.
+RUNNABLE = {VNNI: [VNNI, AVX2], AVX2: [AVX2], None: []}[int8.instructions()]
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +72,16 @@ def reference(directory: Path, target: Path, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.02), (torch.bfloat16, 0.05)])
-@pytest.mark.parametrize("has_int8", [False] if not int8.is_supported() else [True, False])
+@pytest.mark.parametrize("by", [*RUNNABLE, None])
 def test_a_draft_equals_the_reference_of_its_weights(
     directory: Path,
     target: Path,
     dtype: torch.dtype,
     tolerance: float,
-    has_int8: bool,
+    by: Instructions | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(int8, "is_supported", lambda: has_int8)
+    monkeypatch.setattr(int8, "instructions", lambda: by)
     model = load_draft(directory, target, dtype)
     tokens = tokens_of(random.Random(1), 50)
     ours, theirs = whole(model, tokens), reference(directory, target, tokens)
@@ -281,7 +285,7 @@ def test_an_int8_product_is_that_of_its_parts_and_keeps_rows_apart(dtype: torch.
     generator = torch.Generator().manual_seed(2)
     layers = [_int8_layer(outputs, 192, generator) for outputs in (64, 32)]
     product = int8_product(layers, dtype)
-    assert (product is not None) == int8.is_supported()
+    assert (product is not None) == bool(RUNNABLE)
     if product is None:
         return
     rows = torch.randn(70, 192, generator=generator).to(dtype)
@@ -312,9 +316,36 @@ def _int8_layer(outputs: int, inputs: int, generator: torch.Generator) -> Int8Li
     return Int8Linear(stored.float() * scales[:, None], stored, scales)
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (64, 96)])
-def test_shapes_that_the_kernel_does_not_take_are_left_to_others(outputs: int, inputs: int) -> None:
-    assert int8_product([_int8_layer(outputs, inputs, torch.Generator())], torch.float32) is None
+def test_inputs_that_the_kernel_does_not_take_are_left_to_others() -> None:
+    assert int8_product([_int8_layer(64, 96, torch.Generator())], torch.float32) is None
+
+
+@pytest.mark.parametrize("by", RUNNABLE)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 64), (48, 192), (97, 128)])
+def test_all_instructions_give_the_bits_of_the_definition(
+    outputs: int, inputs: int, by: Instructions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int8, "instructions", lambda: by)
+    generator = torch.Generator().manual_seed(4)
+    layer = _int8_layer(outputs, inputs, generator)
+    layer.bias = torch.nn.Parameter(torch.randn(outputs, generator=generator))
+    rows = torch.randn(19, inputs, generator=generator)
+    product = int8_product([layer], torch.float32)
+    assert product is not None
+    assert torch.equal(product(rows), _defined(rows, layer))
+
+
+def _defined(rows: torch.Tensor, layer: Int8Linear) -> torch.Tensor:
+    """Return the product as docs/cpu-kernels.md defines it: float64 holds what a fused operation rounds."""
+    weights, scales = layer.stored
+    total = torch.zeros(len(rows), len(scales))
+    for group in range(0, rows.shape[1], GROUP):
+        part = rows[:, group : group + GROUP]
+        largest = part.abs().amax(1, keepdim=True)
+        numbers = (part * (127 / largest)).round().double()
+        dots = numbers @ weights[:, group : group + GROUP].double().T
+        total = (dots * (largest / 127).double() + total.double()).float()
+    return total * scales + layer.bias.detach()
 
 
 def test_extremes_of_int8_are_exact() -> None:
