@@ -11,6 +11,8 @@ from pathlib import Path
 from galley.core.errors import Overloaded
 from galley.core.kv.blocks import BLOCK_TOKENS
 
+NONE, INT8 = "none", "int8"
+
 _RETRY_AFTER_S = 1.0
 
 
@@ -18,6 +20,7 @@ _RETRY_AFTER_S = 1.0
 class ModelInfo:
     """Facts of a loaded model; `dtype` and `device` are torch's names.
 
+    `quantization` is that of the weights: NONE or INT8.
     `deterministic`: the logits of a probe prompt kept their bits in other batches and prefill splits.
     `ranks` is the number of ranks that share the weights.
     """
@@ -32,6 +35,12 @@ class ModelInfo:
     tokenizer_hash: str
     deterministic: bool
     ranks: int = 1
+    quantization: str = NONE
+
+    @property
+    def number_types(self) -> str:
+        """Return what people read: the dtype, and the type of quantized weights."""
+        return self.dtype if self.quantization == NONE else f"{self.dtype}+{self.quantization}"
 
 
 class FreeBlocks:

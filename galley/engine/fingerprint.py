@@ -13,6 +13,7 @@ import numba
 import torch
 import transformers
 
+from galley.engine.batch import NONE
 from galley.engine.cpu import packing
 from galley.engine.load.support import file_digest
 from galley.engine.model import CausalModel, probe_logits
@@ -62,6 +63,8 @@ def _fingerprint(model: CausalModel, weights: Mapping[str, str]) -> str:
         "device": _device_kind(model.info.device),
         "tensor_parallel": model.info.ranks,
         **_cuda(model),
+        # Left out without: replicas of earlier versions compute the same bits.
+        **({} if model.info.quantization == NONE else {"quantization": model.info.quantization}),
     }
     digest = blake2b(json.dumps(build, sort_keys=True).encode(), digest_size=_DIGEST_BYTES)
     digest.update(probe_logits(model).cpu().contiguous().numpy().tobytes())

@@ -23,8 +23,8 @@ from galley.core.errors import Broken, UnsupportedModel
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.step import StepChunk, StepTrace
 from galley.engine import attention
-from galley.engine.batch import FreeBlocks, ModelInfo, Rows, SessionCache
-from galley.engine.cpu import llama
+from galley.engine.batch import INT8, NONE, FreeBlocks, ModelInfo, Rows, SessionCache
+from galley.engine.cpu import int8, llama
 from galley.engine.cuda.device import DeviceOptions
 from galley.engine.forward import Forward, forward_of
 from galley.engine.kv_shape import kv_shape
@@ -84,21 +84,26 @@ class CausalModel:
         ranks: Ranks = ALONE,
         target: Path | None = None,
         options: DeviceOptions = _DEFAULT_OPTIONS,
+        quantization: str = NONE,
     ) -> CausalModel:
         """Load the model in `directory` and check it against its own eager attention.
 
         `threads` sets torch's threads for the whole process. `name` defaults to the directory's name. Each
         rank calls this with its own `ranks`. `target` is the directory whose embeddings a trained draft uses.
-        Raises UnsupportedModel.
+        `quantization` is NONE or INT8. Raises UnsupportedModel.
         """
         if threads is not None:
             torch.set_num_threads(threads)
         config = loading.load_config(directory)
+        if quantization == INT8:
+            llama.refuse_int8(config, dtype, device, ranks)
         shape = kv_shape(config, dtype, ranks)
         loaded = loading.load_module(
             directory, config, dtype=dtype, device=device, ranks=ranks, target=target
         )
         module = loaded.module
+        if quantization == INT8:
+            int8.quantize_linears(module)
         info = ModelInfo(
             name=name or directory.name,
             directory=directory,
@@ -110,9 +115,14 @@ class CausalModel:
             tokenizer_hash=loaded.tokenizer_hash,
             deterministic=False,
             ranks=ranks.size,
+            quantization=quantization,
         )
         pool = pool_for(shape, max(kv_blocks, PROBE_BLOCKS), torch.device(device), options)
         own = llama.can_serve(module, pool)
+        if quantization == INT8 and not own:
+            raise UnsupportedModel(
+                f"quantization: must be none for {config.model_type} with heads that are rotated in part"
+            )
         # Our own forward takes the module apart, so its reference comes first. Otherwise our attention comes
         # first, since its refusals are clearer.
         theirs = eager_logits(module, prompt_of(info)) if own else None
@@ -124,7 +134,7 @@ class CausalModel:
         if theirs is None:
             theirs = eager_logits(module, prompt_of(info))
         # Products of int8 weights also round their inputs, whatever the dtype.
-        precision = dtype if loaded.head is None else torch.bfloat16
+        precision = dtype if loaded.head is None and quantization == NONE else torch.bfloat16
         refuse_other_attention(config.model_type, ours, theirs, precision)
         model.info = replace(info, deterministic=keeps_bits(model, logits))
         return model
@@ -330,11 +340,13 @@ def load_model(  # noqa: PLR0913
     ranks: Ranks = ALONE,
     target_model: str | None = None,
     invariant: bool = False,
+    quantization: str = NONE,
 ) -> CausalModel:
     """Resolve and load the model that `spec` names. Raises UnsupportedModel.
 
     Blocks, for long if a model must be downloaded or converted. `target_model` names the model whose
     embeddings a trained draft uses. `invariant` asks a CUDA device for the same bits in any step.
+    `quantization` is NONE or INT8.
     """
     directory = resolve_model(spec)
     target = resolve_model(target_model) if target_model and takes_embeddings(directory) else None
@@ -348,6 +360,7 @@ def load_model(  # noqa: PLR0913
         ranks=ranks,
         target=target,
         options=DeviceOptions(invariant=invariant),
+        quantization=quantization,
     )
     hand_back_free_memory()
     return model

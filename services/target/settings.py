@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -34,6 +34,11 @@ class TargetSettings(ReplicaSettings):
         le=65536,
         description="Most rows of a step, approximately. Longer prompts take several steps.",
     )
+    quantization: Literal["none", "int8"] = Field(
+        default="none",
+        description="Type of the weights of linear layers. int8: rounded at the start, on the CPU; "
+        "none: as --dtype says.",
+    )
     invariant: bool = Field(
         default=False,
         description="Give a token the same bits in any batch on CUDA too, which costs speed.",
@@ -54,6 +59,12 @@ class TargetSettings(ReplicaSettings):
         gt=0,
         description="Longest wait for other hosts, and for ranks that load, at the start, in seconds.",
     )
+
+    @model_validator(mode="after")
+    def _int8_is_for_the_cpu(self) -> Self:
+        if self.quantization == "int8" and not self.device.startswith("cpu"):
+            raise ValueError(f"--quantization: must be none with --device {self.device}, got int8")
+        return self
 
     @model_validator(mode="after")
     def _hosts_share_ranks(self) -> Self:

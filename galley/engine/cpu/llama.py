@@ -16,9 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from galley.engine.cpu.int8 import Int8Product, int8_product
+from galley.core.errors import UnsupportedModel
+from galley.engine.cpu.int8 import Int8Product, instructions, int8_product
 from galley.engine.cpu.kernels import openmp
 from galley.engine.cpu.kernels.compile import compiled
+from galley.engine.cpu.kernels.int8 import GROUP
 from galley.engine.cpu.packing import MIN_ROWS, Linears, rows_of_product
 from galley.engine.paged import CompiledAttention, as_array
 from galley.engine.pages import KvPool, Pages, Shape
@@ -31,18 +33,42 @@ Linear = Callable[[Tensor], Tensor]
 # Approximate time of one number of a row in each loop.
 _NORMALIZE_NS, _ROTATE_NS, _GATE_NS = 0.7, 3.0, 0.6
 
-_FAMILY = {"llama", "mistral", "qwen2", "qwen3"}
+_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def can_serve(module: Any, pool: KvPool) -> bool:
-    """Return True if `LlamaForward` can run `module`: family, CPU, dtype, activation and head sizes fit."""
-    config = module.config
-    if config.model_type not in _FAMILY or pool.keys.device.type != "cpu":
-        return False
-    if pool.shape.dtype not in {torch.float32, torch.bfloat16} or config.hidden_act != "silu":
+    """Return True if `LlamaForward` can run `module`: `fits`, and the sizes of its heads too."""
+    if not fits(module.config, pool.shape.dtype, pool.keys.device.type):
         return False
     rotary = module.model.rotary_emb
     return 2 * len(rotary.inv_freq) == pool.shape.key_dim == pool.shape.value_dim
+
+
+def fits(config: Any, dtype: torch.dtype, device: str) -> bool:
+    """Return True if family, activation, dtype and device are those of `LlamaForward`."""
+    computed = dtype in {torch.float32, torch.bfloat16} and torch.device(device).type == "cpu"
+    return computed and config.model_type in _FAMILY and config.hidden_act == "silu"
+
+
+def refuse_int8(config: Any, dtype: torch.dtype, device: str, ranks: Ranks) -> None:
+    """Raise UnsupportedModel unless `LlamaForward` can run such a model with int8 weights on this CPU."""
+    name = f"quantization: must be none for {config.model_type}"
+    if not fits(config, dtype, device):
+        raise UnsupportedModel(
+            f"{name} in {str(dtype).removeprefix('torch.')} on {device}; int8 is for {', '.join(_FAMILY)} in "
+            "bfloat16 or float32 on a CPU"
+        )
+    if instructions() is None:
+        raise UnsupportedModel("quantization: must be none on this CPU; int8 needs AVX2 or AVX-512 VNNI")
+    head_dim = _declared(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "heads": config.num_attention_heads * head_dim // ranks.size,
+        "intermediate_size": config.intermediate_size // ranks.size,
+    }
+    for size, value in sizes.items():
+        if value % GROUP:
+            raise UnsupportedModel(f"{name}: {size} of a rank must be a multiple of {GROUP}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +145,7 @@ class LlamaForward:
         bias = layer.bias
         if self._ranks.size == 1:
             return _fused(linears, plain)
-        run, add = linears.make(plain.weight.detach(), None), self._ranks.add
+        run, add = _fused(linears, plain), self._ranks.add
 
         def added(rows: Tensor) -> Tensor:
             total = add(run(rows))
@@ -130,10 +156,8 @@ class LlamaForward:
     def _head_of(self, module: Any, linears: Linears) -> Linear:
         head = module.get_output_embeddings()
         plain = head.part if isinstance(head, JoinedLinear) else head
-        if plain is head:
-            return int8_product([head], torch.float32) or _fused(linears, head)
-        run = linears.make(plain.weight.detach(), _detached(plain.bias))
-        return lambda rows: self._ranks.join_columns(run(rows))
+        run = int8_product([plain], torch.float32) or _fused(linears, plain)
+        return run if plain is head else lambda rows: self._ranks.join_columns(run(rows))
 
     def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
         rows = pages.rows

@@ -35,7 +35,7 @@ class PagedEngine:
             fingerprint=fingerprint,
             weights_digest=weights_digest,
             deterministic=info.deterministic,
-            dtype=info.dtype,
+            dtype=info.number_types,
             device=info.device,
             ranks=ranks,
             kv_block_tokens=kv.block_tokens,

@@ -56,6 +56,7 @@ def load_shard(settings: TargetSettings, blocks: int, ranks: Ranks = ALONE) -> t
             kv_blocks=blocks,
             ranks=ranks,
             invariant=settings.invariant,
+            quantization=settings.quantization,
         )
         return model, build_of(model)
 

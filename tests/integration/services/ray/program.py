@@ -18,6 +18,7 @@ import torch
 
 from galley.common.server.process import die_with_parent
 from galley.core.step import StepChunk
+from galley.engine.batch import NONE
 from galley.engine.model import CausalModel
 from galley.engine.parallel.process_group import Meeting, join
 from galley.engine.parallel.ranks import Ranks
@@ -35,6 +36,7 @@ class Work:
     longest: int = 60
     passes: int = 10
     seeds: tuple[int, ...] = (1,)
+    quantization: str = NONE
 
 
 def main() -> None:
@@ -72,6 +74,7 @@ def run(work: Work, ranks: Ranks) -> dict[str, Any]:
         threads=1,
         kv_blocks=needed,
         ranks=ranks,
+        quantization=work.quantization,
     )
     trials = [InvarianceTrial(model, SEQUENCES, work.longest, seed).run(work.passes) for seed in work.seeds]
     return {

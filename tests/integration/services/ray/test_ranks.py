@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, GPT2Config, LlamaConfig, Phi3Config
 
 from galley.core.errors import UnsupportedModel
+from galley.engine.batch import INT8
 from galley.engine.parallel.ranks import ALONE
 from galley.engine.parallel.sharding import refuse_ranks
 from tests.fakes.model_configs import CONFIGS, save_random
@@ -53,6 +54,19 @@ def test_two_ranks_agree_with_one(four_heads: Path, biased: Path, tmp_path: Path
         agree(two, alone)
         keeps_bits(two)
         assert 2 * two["kv_bytes"] == alone["kv_bytes"]
+
+
+def test_ranks_with_int8_weights_keep_their_bits_and_stay_near_one(tmp_path: Path) -> None:
+    """Each rank has scales of its own for the inputs that it holds, so the logits are not those of one."""
+    config = LlamaConfig(
+        **CONFIGS["llama"]().to_diff_dict()
+        | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "vocab_size": 98}
+    )
+    work = Work(str(save_random(config, tmp_path / "wide")), quantization=INT8)
+    (two,) = run_ranks(2, [work], tmp_path / "two")
+    keeps_bits(two)
+    alone = run(work, ALONE)["logits"]
+    assert 0 < float((two["logits"] - alone).norm() / alone.norm()) < 0.1
 
 
 def test_three_ranks_agree_with_one_and_keep_their_bits(nine_heads: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from services.target.ranks.rank import device_environment
 from services.target.servicer import add_target
 from services.target.settings import TargetSettings
 from tests.fakes.engine import KnownEngine
-from tests.fakes.tiny_model import CONTEXT
+from tests.fakes.tiny_model import CONTEXT, random_llama, save
 
 
 def settings(tiny: Path, **given: Any) -> TargetSettings:
@@ -105,6 +105,26 @@ def test_the_context_window_is_what_the_pool_holds(loaded: CausalModel) -> None:
 def test_hosts_that_cannot_share_the_ranks_are_refused(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         TargetSettings(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"quantization": "int4"}, "quantization"),
+        ({"quantization": "int8", "device": "cuda:0"}, "--quantization: must be none with --device cuda:0"),
+    ],
+)
+def test_weights_that_cannot_be_quantized_are_refused(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        TargetSettings(**values)
+
+
+def test_int8_weights_are_reported_and_are_a_build_of_their_own(tmp_path: Path) -> None:
+    wide = save(random_llama(hidden_size=64, spread=0.4, seed=0), tmp_path / "wide")
+    plain, int8 = load_engine(settings(wide)), load_engine(settings(wide, quantization="int8"))
+    assert (plain.info.dtype, int8.info.dtype) == ("float32", "float32+int8")
+    assert int8.info.deterministic
+    assert int8.info.fingerprint != plain.info.fingerprint
 
 
 @pytest.mark.parametrize(
