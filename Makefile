@@ -53,7 +53,8 @@ BASE ?=
 LONG ?=
 
 .PHONY: bench-engine bench-loops bench-throughput bench-speculation bench-slow-links bench-sessions
-.PHONY: bench-telemetry bench-http bench-peers bench-engines bench-same-tokens bench-coupling bench-gpu
+.PHONY: bench-telemetry bench-http bench-peers bench-engines bench-same-tokens bench-coupling
+.PHONY: bench-quantization bench-gpu
 bench-engine: setup ## measure a step of the target engine beside transformers and the roofline
 	@$(BIN)/python -m bench.engine
 
@@ -89,6 +90,9 @@ bench-same-tokens: setup venv-vllm ## measure how often drafts and company chang
 
 bench-coupling: setup ## compare the draft's acceptance at temperature 1 with the rate computed from its distributions
 	@$(BIN)/python -m bench.coupling
+
+bench-quantization: setup ## measure what int8 weights cost in perplexity and greedy tokens, and gain in time
+	@$(BIN)/python -m bench.quantization
 
 bench-gpu: setup ## measure a step on a CUDA device, and how often a batch changes a token there
 	@$(BIN)/python -m bench.gpu
