@@ -100,7 +100,7 @@ def _keep_standard_output() -> TextIO:
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, Any, str]:
-    import vllm  # type: ignore[import-not-found]  # noqa: PLC0415  # only in the peer's own environment
+    import vllm  # noqa: PLC0415  # only in the peer's own environment
 
     speculation = {
         "method": "ngram",

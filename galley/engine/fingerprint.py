@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Mapping
 from hashlib import blake2b
+from pathlib import Path
 from typing import NamedTuple
 
 import llvmlite.binding
@@ -34,17 +35,24 @@ class Build(NamedTuple):
 
 def build_of(model: CausalModel) -> Build:
     """Return the build of a model; runs one step. Digests of the files are kept in the cache directory."""
-    directory = model.info.directory
+    probe = probe_logits(model).cpu().contiguous().numpy().tobytes()
+    return hash_build(_facts(model), model.info.directory, probe)
+
+
+def hash_build(facts: Mapping[str, object], directory: Path, probe: bytes) -> Build:
+    """Return the build of the model in `directory` by `facts` of its engine and what a probe computed."""
     files = sorted(path for pattern in _BUILD_FILES for path in directory.glob(pattern))
     weights = {path.name: file_digest(path) for path in files}
     listed = json.dumps(weights, sort_keys=True).encode()
-    return Build(_fingerprint(model, weights), blake2b(listed, digest_size=_WEIGHTS_DIGEST_BYTES).hexdigest())
+    build = json.dumps({"weights": weights, **facts}, sort_keys=True).encode()
+    fingerprint = blake2b(build, digest_size=_DIGEST_BYTES)
+    fingerprint.update(probe)
+    return Build(fingerprint.hexdigest(), blake2b(listed, digest_size=_WEIGHTS_DIGEST_BYTES).hexdigest())
 
 
-def _fingerprint(model: CausalModel, weights: Mapping[str, str]) -> str:
-    """Return a hash of everything the bits depend on, and of the logits of a fixed probe prompt."""
-    build = {
-        "weights": weights,
+def _facts(model: CausalModel) -> dict[str, object]:
+    """Return everything the bits depend on, besides the weights."""
+    return {
         "dtype": model.info.dtype,
         "engine_revision": ENGINE_REVISION,
         "attention": model.attention_kind,
@@ -58,20 +66,17 @@ def _fingerprint(model: CausalModel, weights: Mapping[str, str]) -> str:
         "numba": numba.__version__,
         "llvm": ".".join(map(str, llvmlite.binding.llvm_version_info)),
         "llvmlite": llvmlite.__version__,
-        "cpu": _instruction_sets(),
+        "cpu": instruction_sets(),
         "libc": platform.libc_ver(),  # the kernels call its cosines and exponentials
-        "device": _device_kind(model.info.device),
+        "device": device_kind(model.info.device),
         "tensor_parallel": model.info.ranks,
         **_cuda(model),
         # Left out without: replicas of earlier versions compute the same bits.
         **({} if model.info.quantization == NONE else {"quantization": model.info.quantization}),
     }
-    digest = blake2b(json.dumps(build, sort_keys=True).encode(), digest_size=_DIGEST_BYTES)
-    digest.update(probe_logits(model).cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
-def _instruction_sets() -> list[str]:
+def instruction_sets() -> list[str]:
     """Return the instruction sets by which oneDNN and torch choose kernels."""
     flags = torch.cpu.get_capabilities().items()
     return [torch.backends.cpu.get_cpu_capability(), *sorted(name for name, there in flags if there is True)]
@@ -84,6 +89,6 @@ def _cuda(model: CausalModel) -> dict[str, object]:
     return {"cuda": torch.version.cuda, "rows_of_pass": model.max_rows}
 
 
-def _device_kind(device: str) -> str:
+def device_kind(device: str) -> str:
     kind = torch.device(device).type
     return torch.cuda.get_device_name(device) if kind == "cuda" else kind

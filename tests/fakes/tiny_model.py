@@ -16,11 +16,16 @@ CONTEXT = 192
 STOP = 1
 # In a poisoned model its embedding is NaN: every sequence that contains it has NaN logits.
 POISON = VOCAB - 1
+VLLM_HEAD_SIZE = 32
+_HEADS = 4
 
 
-def save_tiny_model(directory: Path, seed: int = 0, *, poisoned: bool = False) -> Path:
-    """Save a model whose greedy answers are the same with poison and without."""
-    model = random_llama(hidden_size=32, spread=0.4, seed=seed)
+def save_tiny_model(directory: Path, seed: int = 0, *, poisoned: bool = False, head_size: int = 8) -> Path:
+    """Save a model whose greedy answers are the same with poison and without.
+
+    vLLM's attention on the CPU needs a `head_size` of VLLM_HEAD_SIZE.
+    """
+    model = random_llama(hidden_size=_HEADS * head_size, spread=0.4, seed=seed)
     with torch.no_grad():
         model.lm_head.weight[POISON] = 0.0
     if poisoned:
@@ -40,7 +45,7 @@ def random_llama(*, hidden_size: int, spread: float, seed: int) -> LlamaForCausa
         hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=_HEADS,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
         initializer_range=spread,

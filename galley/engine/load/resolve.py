@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,25 +34,25 @@ _DIGEST_DIGITS = 16
 _DEFAULT_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 
-def resolve_model(spec: str) -> Path:
+def resolve_model(spec: str, refuse_config: Callable[[dict[str, Any]], None] = refuse_raw_config) -> Path:
     """Return the directory of the model `spec`, with config.json, safetensors weights and tokenizer.json.
 
     `spec` is the default model's name, a directory, a .gguf file (converted once into the cache directory),
     or a hub id, with `@revision` or without (downloaded, or with HF_HUB_OFFLINE=1 found in the hub's cache).
-    Raises UnsupportedModel.
+    `refuse_config` raises for a config.json that the engine does not serve. Raises UnsupportedModel.
     """
     if spec == DEFAULT_MODEL:
         return _with_sampling(_converted(_default_gguf(), spec))
     path = Path(spec).expanduser()
     if path.is_dir():
-        return _checked(path.resolve())
+        return _checked(path.resolve(), refuse_config)
     if is_pickled(path):
         raise UnsupportedModel(f"{spec}: must be safetensors; a pickle can run code, so it is never opened")
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UnsupportedModel(f"{spec}: no such file")
         return _converted(path.resolve(), path.stem.lower())
-    return _checked(hub_directory(spec, MODEL_FILES))
+    return _checked(hub_directory(spec, MODEL_FILES), refuse_config)
 
 
 def _with_sampling(directory: Path) -> Path:
@@ -69,9 +69,9 @@ def _with_sampling(directory: Path) -> Path:
     return directory
 
 
-def _checked(directory: Path) -> Path:
+def _checked(directory: Path, refuse_config: Callable[[dict[str, Any]], None]) -> Path:
     refuse_files(directory)
-    refuse_raw_config(_read_config(directory / "config.json"))
+    refuse_config(_read_config(directory / "config.json"))
     return directory
 
 
