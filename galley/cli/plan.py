@@ -409,7 +409,7 @@ def _read_case(tables: dict[str, Any]) -> _CapacityCase:
         raise InvalidField("target", "must have either kv_tokens or [target.memory]")
     if "memory" in target:
         memory = _read_as(KvMemory, target.pop("memory"), "target.memory")
-        target["kv_tokens"] = memory.tokens()
+        target["kv_tokens"] = memory.tokens(_block_tokens(target))
     if "row_costs" in target:
         target["row_costs"] = RowCostCurve.parse(str(target["row_costs"]))
     return _CapacityCase(
@@ -419,6 +419,12 @@ def _read_case(tables: dict[str, Any]) -> _CapacityCase:
         _read_as(Spares, tables.get("spares", {}), "spares"),
         memory.gpus if memory is not None else None,
     )
+
+
+def _block_tokens(target: Mapping[str, Any]) -> int:
+    """Return the tokens of a KV block; a value that is no integer is refused with the other keys."""
+    given = target.get("block_tokens", BLOCK_TOKENS)
+    return given if isinstance(given, int) and not isinstance(given, bool) else BLOCK_TOKENS
 
 
 def _read_as(what: type[T], table: object, name: str) -> T:
@@ -432,13 +438,13 @@ def _read_as(what: type[T], table: object, name: str) -> T:
 
 
 def _capacity_as_dict(found: Capacity, case: _CapacityCase) -> dict[str, Any]:
-    whole = asdict(found) | {"kv_blocks_a_target": case.target.kv_tokens // BLOCK_TOKENS}
+    whole = asdict(found) | {"kv_blocks_a_target": case.target.kv_tokens // case.target.block_tokens}
     return whole if case.gpus is None else whole | {"target_gpus": case.gpus * found.targets}
 
 
 def _print_capacity(found: Capacity, case: _CapacityCase) -> None:
     spares, gpus = case.spares, case.gpus
-    blocks = case.target.kv_tokens // BLOCK_TOKENS
+    blocks = case.target.kv_tokens // case.target.block_tokens
     at, spare = found.at, f"{spares.replicas} of them spare" if spares.replicas else ""
     table = Table(title="What the load needs", title_justify="left", show_header=False)
     table.add_column()

@@ -46,6 +46,7 @@ class TargetSize:
     row_costs: RowCostCurve = FLAT
     max_sessions: int = 64
     max_rows: int = MAX_ROWS
+    block_tokens: int = BLOCK_TOKENS
 
     def rows_ms(self, rows: float) -> float:
         """Return the mean time of `rows` rows, in as many steps as they need."""
@@ -68,20 +69,21 @@ class KvMemory:
     kv_bytes_per_token: int
     share: float = 0.9
 
-    def tokens(self) -> int:
+    def tokens(self, block_tokens: int = BLOCK_TOKENS) -> int:
         """Return the tokens that fit, in whole blocks. Raises InvalidField if not one block fits."""
         for name, value in (("gpus", self.gpus), ("gpu_memory_gib", self.gpu_memory_gib)):
             check_range(name, value, above=0)
+        check_range("block_tokens", block_tokens, least=1)
         check_range("kv_bytes_per_token", self.kv_bytes_per_token, least=1)
         check_range("weights_gib", self.weights_gib, least=0)
         check_range("share", self.share, above=0, most=1)
         usable = self.gpus * self.gpu_memory_gib * self.share
-        blocks = int((usable - self.weights_gib) * 2**30 // (self.kv_bytes_per_token * BLOCK_TOKENS))
+        blocks = int((usable - self.weights_gib) * 2**30 // (self.kv_bytes_per_token * block_tokens))
         if blocks < 1:
             raise InvalidField(
                 "weights_gib", f"must leave room for a KV block in {usable:g}, got {self.weights_gib:g}"
             )
-        return blocks * BLOCK_TOKENS
+        return blocks * block_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +175,10 @@ def _with_k(load: Load, target: TargetSize, draft: DraftSize, sessions: int, k: 
 
 def _fullest(load: Load, target: TargetSize, draft: DraftSize) -> tuple[Point, str]:
     """Return a replica with the most sessions that fit, and the limit that it meets."""
-    blocks = math.ceil((load.prompt_tokens + load.output_tokens) / BLOCK_TOKENS)
-    by_kv = target.kv_tokens // BLOCK_TOKENS // blocks
+    blocks = math.ceil((load.prompt_tokens + load.output_tokens) / target.block_tokens)
+    by_kv = target.kv_tokens // target.block_tokens // blocks
     if by_kv < 1:
-        needed = blocks * BLOCK_TOKENS
+        needed = blocks * target.block_tokens
         raise InvalidField(
             "kv_tokens", f"must be >= {needed}, what one session takes, got {target.kv_tokens}"
         )
@@ -210,6 +212,7 @@ def _check_all(load: Load, target: TargetSize, draft: DraftSize, spares: Spares)
         raise InvalidField("time_per_output_token_ms", f"must be > 0, got {load.time_per_output_token_ms:g}")
     check_range("step_ms", target.step_ms, above=0)
     check_range("kv_tokens", target.kv_tokens, least=1)
+    check_range("block_tokens", target.block_tokens, least=1)
     check_range("max_sessions", target.max_sessions, least=1, most=_MOST_SESSIONS)
     check_range("max_rows", target.max_rows, least=1)
     if not draft.cost_ratio > 0:  # infinity: drafts are free

@@ -278,6 +278,7 @@ async def add_target(
         step_ms=round(times.one_row_ns / 1e6, 3),
         row_costs=str(times.curve),
         kv_tokens=engine.info.kv_blocks * engine.info.kv_block_tokens,
+        block_tokens=engine.info.kv_block_tokens,
     )
     limits = Limits(
         max_draft_tokens=settings.max_draft_tokens,

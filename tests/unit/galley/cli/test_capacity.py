@@ -44,6 +44,20 @@ def test_the_numbers_of_a_file(tmp_path: Path) -> None:
     assert "target_gpus" not in result
 
 
+def test_an_engine_with_smaller_blocks_holds_more_sessions(tmp_path: Path) -> None:
+    """A session of 100 tokens takes 4 blocks of 32 tokens, or 7 of 16."""
+    text = PLAIN.replace("kv_tokens = 512", "kv_tokens = 448")
+    assert "A full target: 3 sessions" in output_of(written(tmp_path, text))
+    text = text.replace("[spares]", "block_tokens = 16\n[spares]")
+    assert "A full target: 4 sessions" in output_of(written(tmp_path, text))
+    assert json_of(written(tmp_path, text))["kv_blocks_a_target"] == 28
+    # A pool of 41 blocks of 16 tokens, or of 20 of 32.
+    memory = "[target.memory]\ngpus = 1\ngpu_memory_gib = 1\nshare = 1\nweights_gib = 0\n"
+    memory += "kv_bytes_per_token = 1600000\n"
+    text = text.replace("kv_tokens = 448\n", "").replace("[spares]", f"{memory}[spares]")
+    assert json_of(written(tmp_path, text))["kv_blocks_a_target"] == 41
+
+
 def test_it_says_what_bounds_a_replica(tmp_path: Path) -> None:
     output = output_of(written(tmp_path, PLAIN))
     assert "A full target: 4 sessions at k=0 (bound by KV blocks)," in output
@@ -97,6 +111,8 @@ def test_gpus_are_counted_where_memory_is_given() -> None:
         (PLAIN.replace("kv_tokens = 512", "kv_tokens = 127"), "kv_tokens: must be >= 128"),
         (PLAIN.replace("kv_tokens = 512", ""), "must have either kv_tokens or [target.memory]"),
         (PLAIN.replace("kv_tokens = 512", 'kv_tokens = 512\nrow_costs = "5:1"'), "start with 1:1"),
+        (PLAIN.replace("kv_tokens = 512", "kv_tokens = 512\nblock_tokens = 0"), "block_tokens: must be >= 1"),
+        (PLAIN.replace("kv_tokens = 512", 'kv_tokens = 512\nblock_tokens = "x"'), "target.block_tokens"),
         (PLAIN.replace("busy = 1", "busy = 1\nbored = 1"), "spares.bored"),
     ],
 )
