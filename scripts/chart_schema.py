@@ -34,6 +34,7 @@ _OWN_VALUES = {
     *("drain_timeout_s", "health_port", "http_port", "log_level", "metrics_port", "model"),
     "startup_timeout_s",
 }
+_ENGINE = {"engine", "vllm_args"}
 _RANKS = {"host_index", "hosts", "ranks_address", "ranks_timeout_s", "tensor_parallel"}
 _TLS = {"tls_cert_file", "tls_client_ca_file", "tls_key_file"}
 _PEERS = {"draft_tls_name", "peer_ca_file", "peer_cert_file", "peer_key_file", "target_tls_name"}
@@ -42,7 +43,7 @@ _CALLERS = {
     *("jwt_algorithms", "jwt_audience", "jwt_ca_file", "jwt_issuer", "jwt_jwks_file", "jwt_jwks_url"),
     "jwt_principal_claim",
 }
-DECIDED = frozenset(_WIRING | _OWN_VALUES | _RANKS | _TLS | _PEERS | _CALLERS | {"tokenizer"})
+DECIDED = frozenset(_WIRING | _OWN_VALUES | _ENGINE | _RANKS | _TLS | _PEERS | _CALLERS | {"tokenizer"})
 """Settings that the chart derives from other values."""
 # The chart's `model` is the target's, so the draft's model is offered among its settings.
 _OFFERED = {"draft": {"model"}}

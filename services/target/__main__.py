@@ -29,6 +29,11 @@ def build(settings: TargetSettings) -> Callable[[grpc.aio.Server, Parts], Awaita
     refuse_bad_files(settings.redis_url)
 
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:
+        if settings.engine == "vllm":
+            # Late: only vLLM's environment has what it imports.
+            from services.target.engine.vllm.service import start_vllm_target  # noqa: PLC0415
+
+            return await start_vllm_target(settings, server, parts)
         if settings.tensor_parallel > 1:
             return await start_ranked_target(settings, server, parts)
         parts.readiness.stage("loading model", detail=settings.model)

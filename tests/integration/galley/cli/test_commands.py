@@ -343,6 +343,10 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
         (["demo", "--strategy=foo"], "--strategy: must be one of"),
         (["up", "--redis-url=http://x"], "--redis-url: "),
         (["up", "--redis-url=redis://x", "--pool=a/b"], "--pool: must be 1 to 128 letters"),
+        (["up", "--engine=sglang"], "--engine: must be one of paged, vllm, got 'sglang'"),
+        (["up", "--vllm-args={}"], "--vllm-args: must come with --engine vllm, got {}"),
+        (["up", "--engine=vllm", "--vllm-args=1"], "--vllm-args: must be a JSON object, got 1"),
+        (["up", "--engine=vllm", "--target-python=/no"], "--target-python: must be a Python interpreter"),
         (["up", "--pool=blue"], "--pool: must come with --redis-url"),
         (
             ["bench", "--strategies=foo"],

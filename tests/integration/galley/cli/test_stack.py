@@ -368,6 +368,23 @@ def test_each_service_accepts_its_command(k: int | None, replicas: int) -> None:
     assert gateway.k == (16 if k is None else k)
 
 
+def test_targets_with_vllm_run_in_its_environment() -> None:
+    options = StackOptions(
+        model="tiny", engine="vllm", vllm_args='{"seed": 1}', tensor_parallel=2, target_python="/vllm/python"
+    )
+    parts = parts_of(options)
+    target = parts["target"].command(FACTS)
+    assert target[:4] == ["/vllm/python", "-P", "-m", "services.target"]
+    settings = parse_settings(TargetSettings, target[4:], "target", "")
+    assert (settings.engine, settings.tensor_parallel) == ("vllm", 2)
+    assert settings.vllm_arguments == {"seed": 1}
+    # The interpreter has this tree's packages, but not the tree.
+    source = Path(parts["target"].environment(FACTS)["PYTHONPATH"])
+    assert (source / "services" / "target" / "settings.py").exists()
+    assert not parts["draft"].environment(FACTS)
+    assert parts["draft"].command(FACTS)[0] == sys.executable
+
+
 @pytest.mark.parametrize(
     ("options", "model", "strategy"),
     [
