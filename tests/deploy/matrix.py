@@ -70,6 +70,15 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
         "one pod": {},
         "several gpus": {"target": {"tensorParallel": 4, "gpus": 4, "replicas": 2}},
         "started first": {"target": {"kind": "deployment", "maxSurge": 1}},
+        "vllm": {
+            "target": {
+                "engine": "vllm",
+                "image": {"repository": "galley-target-vllm-cuda"},
+                "vllmArgs": {"pipeline_parallel_size": 2, "quantization": "fp8"},
+                "tensorParallel": 2,
+                "gpus": 4,
+            }
+        },
         "several nodes": {
             "target": {
                 "kind": "leaderworkerset",

@@ -28,6 +28,7 @@ from tests.deploy.render import (
 from tests.deploy.settings_of import parse_env
 
 GROUP = {"target": {"kind": "leaderworkerset", "nodes": 2, "tensorParallel": 8, "gpus": 4, "replicas": 3}}
+VLLM: dict[str, Any] = {"engine": "vllm", "image": {"repository": "galley-target-vllm-cuda"}}
 RAY = {"target": {"kind": "rayservice", "tensorParallel": 4, "gpus": 4, "replicas": 2}}
 
 
@@ -41,6 +42,25 @@ def test_a_pod_with_several_gpus_runs_a_rank_on_each() -> None:
     volumes = {volume["name"]: volume for volume in pods(rendered)["target"]["volumes"]}
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
     assert {"name": "shared-memory", "mountPath": "/dev/shm"} in container["volumeMounts"]
+
+
+def test_vllm_gets_its_arguments_as_json() -> None:
+    target = {
+        **VLLM,
+        "kind": "deployment",
+        "gpus": 2,
+        "vllmArgs": {"pipeline_parallel_size": 2, "max_num_partial_prefills": 1000000, "quantization": "fp8"},
+    }
+    container = only_container(pods(render({"target": target}))["target"])
+    settings = parse_env("target", {**env_of(container), "POD_IP": "10.0.0.1"})
+    assert isinstance(settings, TargetSettings)
+    assert (settings.engine, settings.device, settings.tensor_parallel) == ("vllm", "cuda", 1)
+    assert settings.vllm_arguments == target["vllmArgs"]
+    assert isinstance(settings.vllm_arguments["max_num_partial_prefills"], int)
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+    # Ranks of any kind exchange data there.
+    assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert "GALLEY_TARGET_ENGINE" not in env_of(only_container(pods(render())["target"]))
 
 
 def test_gpu_resource_name() -> None:
@@ -267,6 +287,33 @@ def test_rays_head_may_keep_its_state_in_redis() -> None:
                 "rayService": {"gcsFaultTolerance": {"redisAddress": "redis://u:pw@ray-redis:6379"}},
             },
             "target.rayService.gcsFaultTolerance.redisAddress: must hold no user or password",
+        ),
+        (
+            {"engine": "vllm"},
+            "must be an image with vLLM with target.engine vllm, such as galley-target-vllm, got galley-t",
+        ),
+        (
+            {"engine": "vllm", "image": {"repository": "example/galley-target-cuda"}},
+            "such as galley-target-vllm-cuda, got galley-target-cuda",
+        ),
+        (
+            {"image": {"repository": "galley-target-vllm"}},
+            "target.engine: must be vllm with target.image.repository galley-target-vllm, got paged",
+        ),
+        ({"vllmArgs": {"seed": 1}}, "target.vllmArgs: must be empty with target.engine paged"),
+        (
+            {**VLLM, "kind": "rayservice"},
+            "target.kind: must be statefulset or deployment with target.engine vllm",
+        ),
+        ({**VLLM, "settings": {"quantization": "int8"}}, "target.settings.quantization: must be none"),
+        ({**VLLM, "settings": {"invariant": True}}, "target.settings.invariant: must be false"),
+        (
+            {**VLLM, "vllmArgs": {"tensor_parallel_size": 2}},
+            "target.vllmArgs.tensor_parallel_size: must not be set; set target.tensorParallel",
+        ),
+        (
+            {**VLLM, "gpus": 2, "tensorParallel": 2, "vllmArgs": {"pipeline_parallel_size": 2}},
+            "target.gpus: must be 4 (target.tensorParallel 2 x pipeline_parallel_size 2, one GPU for each",
         ),
         ({"maxSurge": 1}, "target.maxSurge: must be 0 with target.kind statefulset, got 1"),
         (

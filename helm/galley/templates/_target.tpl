@@ -1,5 +1,10 @@
 {{/* The common parts of the three kinds of target. */}}
 
+{{/* Ranks of a replica: vLLM may also cut a model into stages. */}}
+{{- define "galley.ranks" -}}
+{{- mul .tensorParallel (.vllmArgs.pipeline_parallel_size | default 1) -}}
+{{- end -}}
+
 {{/* Environment of every target process. (dict "root" $ "role" "target") */}}
 {{- define "galley.targetEnv" -}}
 {{- $values := .root.Values -}}
@@ -13,6 +18,14 @@
 {{- if and $target.gpus (not $target.settings.device) }}
 - name: GALLEY_TARGET_DEVICE
   value: cuda
+{{- end }}
+{{- if eq $target.engine "vllm" }}
+- name: GALLEY_TARGET_ENGINE
+  value: vllm
+{{- with $target.vllmArgs }}
+- name: GALLEY_TARGET_VLLM_ARGS
+  value: {{ toJson . | quote }}
+{{- end }}
 {{- end }}
 {{- if ne $target.kind "rayservice" }}
 {{- if gt (int $target.tensorParallel) 1 }}

@@ -8,6 +8,7 @@ of bounds, and missing requirements of an enabled part.
 {{- include "galley.validateModels" . -}}
 {{- include "galley.validatePools" . -}}
 {{- include "galley.validateTarget" . -}}
+{{- include "galley.validateEngine" . -}}
 {{- include "galley.validateDevices" . -}}
 {{- include "galley.validateScaling" . -}}
 {{- include "galley.validateMonitoring" . -}}
@@ -48,7 +49,7 @@ of bounds, and missing requirements of an enabled part.
 {{- define "galley.validateTarget" -}}
 {{- $target := .Values.target -}}
 {{- $nodes := int $target.nodes -}}
-{{- $ranks := int $target.tensorParallel -}}
+{{- $ranks := include "galley.ranks" $target | int -}}
 {{- $gpus := int $target.gpus -}}
 {{- $ofSeveral := eq $target.kind "leaderworkerset" -}}
 {{- if and $ofSeveral (lt $nodes 2) -}}
@@ -67,7 +68,8 @@ of bounds, and missing requirements of an enabled part.
 {{- fail (printf "target.tensorParallel: must be a multiple of target.nodes (%d), got %d; every node runs the same number of ranks" $nodes $ranks) -}}
 {{- end -}}
 {{- if and $gpus (ne (mul $gpus $nodes) $ranks) -}}
-{{- fail (printf "target.gpus: must be %d (target.tensorParallel %d / target.nodes %d, one GPU for each rank of a pod), got %d" (div $ranks $nodes) $ranks $nodes $gpus) -}}
+{{- $what := ternary (printf "target.tensorParallel %v / target.nodes %d" $target.tensorParallel $nodes) (printf "target.tensorParallel %v x pipeline_parallel_size %v" $target.tensorParallel $target.vllmArgs.pipeline_parallel_size) (eq $ranks (int $target.tensorParallel)) -}}
+{{- fail (printf "target.gpus: must be %d (%s, one GPU for each rank of a pod), got %d" (div $ranks $nodes) $what $gpus) -}}
 {{- end -}}
 {{- if contains "@" (dig "redisAddress" "" ($target.rayService.gcsFaultTolerance | default dict)) -}}
 {{- fail "target.rayService.gcsFaultTolerance.redisAddress: must hold no user or password, because manifests show it; name the password's Secret in redisPassword" -}}
@@ -78,6 +80,37 @@ of bounds, and missing requirements of an enabled part.
 {{- $budget := $target.podDisruptionBudget -}}
 {{- if and (eq $target.kind "rayservice") (kindIs "string" ($budget.minAvailable | default $budget.maxUnavailable)) -}}
 {{- fail (printf "target.podDisruptionBudget: must be a number of pods with target.kind rayservice, got %s; Kubernetes does not know their total" ($budget.minAvailable | default $budget.maxUnavailable)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "galley.validateEngine" -}}
+{{- $target := .Values.target -}}
+{{- $name := regexReplaceAll "^.*/" $target.image.repository "" -}}
+{{- if eq $target.engine "paged" -}}
+{{- if $target.vllmArgs -}}
+{{- fail "target.vllmArgs: must be empty with target.engine paged; set target.engine to vllm" -}}
+{{- end -}}
+{{- if hasPrefix "galley-target-vllm" $name -}}
+{{- fail (printf "target.engine: must be vllm with target.image.repository %s, got paged" $name) -}}
+{{- end -}}
+{{- else -}}
+{{- if not (has $target.kind (list "statefulset" "deployment")) -}}
+{{- fail (printf "target.kind: must be statefulset or deployment with target.engine vllm, got %s" $target.kind) -}}
+{{- end -}}
+{{- if has $name (list "galley-target" "galley-target-cuda") -}}
+{{- fail (printf "target.image.repository: must be an image with vLLM with target.engine vllm, such as galley-target-vllm%s, got %s" (trimPrefix "galley-target" $name) $name) -}}
+{{- end -}}
+{{- if ne ($target.settings.quantization | default "none") "none" -}}
+{{- fail (printf "target.settings.quantization: must be none with target.engine vllm, got %s; name that of vLLM in target.vllmArgs" $target.settings.quantization) -}}
+{{- end -}}
+{{- if $target.settings.invariant -}}
+{{- fail "target.settings.invariant: must be false with target.engine vllm; set VLLM_BATCH_INVARIANT=1 in target.extraEnv" -}}
+{{- end -}}
+{{- range $argument, $value := dict "tensor_parallel_size" "target.tensorParallel" "max_num_seqs" "target.settings.max_sessions" "kv_cache_memory_bytes" "target.settings.kv_memory_mb" -}}
+{{- if hasKey $target.vllmArgs $argument -}}
+{{- fail (printf "target.vllmArgs.%s: must not be set; set %s" $argument $value) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
