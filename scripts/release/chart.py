@@ -1,7 +1,7 @@
 """Package the chart of a release: `python -m scripts.release.chart --help`.
 
 It reads the digest of each image by its name, the trial store's included. The package has the registry, and
-lists the images for Artifact Hub. Beside it, two files of values name every image by digest: CPU and CUDA.
+lists the images for Artifact Hub. Beside it, a file of values for each variant names its images by digest.
 
 It needs nothing but the standard library and helm, so that the job that signs the chart installs no packages.
 """
@@ -21,8 +21,14 @@ from pathlib import Path
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "galley"
 ROLES = ("gateway", "draft", "target")
-NAMES = ("galley-gateway", "galley-draft", "galley-target", "galley-draft-cuda", "galley-target-cuda")
-"""The images of a release: a gateway needs no GPU, so it has no build for CUDA."""
+VARIANTS = {
+    "cpu": ("galley-gateway", "galley-draft", "galley-target"),
+    "cuda": ("galley-gateway", "galley-draft-cuda", "galley-target-cuda"),
+    "vllm-cuda": ("galley-gateway", "galley-draft-cuda", "galley-target-vllm-cuda"),
+}
+"""The images of gateway, draft and target; a gateway needs no GPU, so it has no build for CUDA."""
+NAMES = tuple(dict.fromkeys(name for names in VARIANTS.values() for name in names))
+"""The images of a release."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -36,16 +42,16 @@ def store_image() -> str:
     return _only(r"^    image: (\S*valkey\S+)$", (CHART / "values.yaml").read_text())[1]
 
 
-def values(device: str, registry: str, digests: Mapping[str, str]) -> str:
-    """Return values that name each image by digest, for `device` cpu or cuda."""
+def values(variant: str, registry: str, digests: Mapping[str, str]) -> str:
+    """Return values that name each image of a variant by digest, and the target's engine."""
     store = store_image()
     lines = [
-        f"# The images of Galley {version()} by digest, for {device.upper()}: pass this file with --values.",
+        f"# The images of Galley {version()} by digest, for {variant}: pass this file with --values.",
         f"image: {{registry: {registry}}}",
     ]
-    for role in ROLES:
-        name = f"galley-{role}" + ("-cuda" if device == "cuda" and role != "gateway" else "")
-        lines.append(f'{role}: {{image: {{repository: {name}, tag: "{version()}@{digests[name]}"}}}}')
+    for role, name in zip(ROLES, VARIANTS[variant], strict=True):
+        engine = f"engine: {'vllm' if '-vllm' in name else 'paged'}, " if role == "target" else ""
+        lines.append(f'{role}: {{{engine}image: {{repository: {name}, tag: "{version()}@{digests[name]}"}}}}')
     lines.append(f'redis: {{embedded: {{image: "{store}@{digests[store]}"}}}}')
     return "\n".join(lines) + "\n"
 
@@ -72,7 +78,7 @@ class Release:
     schema: Path | None = None
 
     def package(self, out: Path, helm: str) -> None:
-        """Write the chart's package and both files of values into `out`."""
+        """Write the chart's package and the files of values into `out`."""
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
             chart = Path(scratch) / "galley"
@@ -80,9 +86,9 @@ class Release:
             self._write(chart)
             command = [helm, "package", str(chart), "--destination", str(out)]
             subprocess.run(command, check=True)  # noqa: S603  # our own words
-        for device in ("cpu", "cuda"):
-            text = values(device, self.registry, self.digests)
-            (out / f"values-{device}-images.yaml").write_text(text)
+        for variant in VARIANTS:
+            text = values(variant, self.registry, self.digests)
+            (out / f"values-{variant}-images.yaml").write_text(text)
 
     def _write(self, chart: Path) -> None:
         """Put registry, address, images and schema into a copy of the chart."""

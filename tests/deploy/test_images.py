@@ -6,17 +6,21 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from asyncio.subprocess import PIPE
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from galley.common.server.server import start_server
 from galley.version import __version__
-from tests.deploy.render import LOCKS, ROLES, ROOT, container, default_values, pod, render, workloads
+from tests.deploy.render import LOCKS, ROLES, ROOT, container, default_values, locked, pod, render, workloads
 from tests.deploy.settings_of import variables_of
 from tests.fakes.certificates import Authority, mounted
 from tests.fakes.echo_service import EchoService, building, settings
@@ -84,7 +88,7 @@ def test_installed_packages_are_locked(role: str) -> None:
     assert own in installed
     assert all("--require-hashes" in words for words in installed if words != own)
     expected = {"gateway": {"gateway"}, "draft": {"torch-${DEVICE}", "draft"}}
-    expected["target"] = {"torch-${DEVICE}", "target", "model"}
+    expected["target"] = {"torch-${DEVICE}", "target", "model"}  # for ENGINE=vllm, vLLM's lock has that name
     assert set(re.findall(r"-r \"?locks/(\S+?)\.txt", text)) == expected[role] | {"build"}
     assert re.search(r"\b(pip|apt-get|gcc|strip)\b", last_stage(role)) is None
 
@@ -98,12 +102,49 @@ def test_each_device_has_a_lock(role: str) -> None:
 
 @pytest.mark.parametrize(("model", "status"), [("none", 0), ("smollm2-135m-instruct", 0), ("llama", 1)])
 def test_image_accepts_only_its_model(model: str, status: int) -> None:
-    (script,) = re.findall(r"^RUN (case .* esac)$", dockerfile("target"), re.MULTILINE)
+    (script,) = re.findall(r"^RUN (case \"\$\{MODEL.* esac)$", dockerfile("target"), re.MULTILINE)
     done = subprocess.run(
         ["sh", "-c", script], env={"MODEL": model}, capture_output=True, text=True, check=False
     )
     assert done.returncode == status
     assert ("MODEL: must be none or" in done.stderr) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "status", "lock"),
+    [
+        ("paged", "cpu", 0, "ray"),
+        ("vllm", "cpu", 0, "vllm-cpu"),
+        ("vllm", "cuda", 0, "vllm"),
+        ("sglang", "cpu", 1, ""),
+    ],
+)
+def test_each_engine_has_a_lock(engine: str, device: str, status: int, lock: str, tmp_path: Path) -> None:
+    """The image installs what its engine's extra asks for."""
+    (script,) = re.findall(r"^RUN (case \"\$\{ENGINE\}\".* esac)$", dockerfile("target"), re.MULTILINE)
+    shutil.copytree(LOCKS, tmp_path / "locks")
+    environment = {"ENGINE": engine, "DEVICE": device, "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status
+    assert ("ENGINE: must be paged or vllm, got sglang" in done.stderr) == bool(status)
+    if lock:
+        installed = locked((tmp_path / "locks" / "target.txt").read_text())
+        asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][lock]
+        assert {canonicalize_name(Requirement(one).name) for one in asked} - {"galley"} <= installed.keys()
+
+
+def test_only_packages_for_images_and_sound_may_be_missing(tmp_path: Path) -> None:
+    """The packages that vLLM asks for and its locks leave out."""
+    (pattern,) = re.findall(r"grep -vE '([^']*)' broken", dockerfile("target"))
+    wanted = [
+        f"vllm 0 requires {name}, which is not installed."
+        for name in ("torchaudio", "torchcodec", "torchvision")
+    ]
+    assert all(re.search(pattern, line) for line in wanted)
+    assert not re.search(pattern, "vllm 0 requires numba, which is not installed.")
+    assert not re.search(pattern, "vllm 0 has requirement numba==1, but you have numba 2.")
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -114,7 +155,7 @@ def test_copied_files_are_in_the_context(role: str) -> None:
     ]
     for words in re.findall(r"^COPY (?!--from)(.*)$", dockerfile(role), re.MULTILINE):
         for source in words.split()[:-1]:
-            path = source.replace("${DEVICE}", "cpu").rstrip("/")
+            path = source.replace("${DEVICE}", "cuda").rstrip("/")
             assert (ROOT / path).exists(), path
             assert any(path == name or path.startswith(f"{name}/") for name in admitted), path
 

@@ -97,10 +97,11 @@ def test_images_are_built_with_arguments_that_exist(step: dict[str, Any]) -> Non
 
 def test_every_role_has_an_image_for_both_platforms_and_for_cuda() -> None:
     variants = JOBS["build"]["strategy"]["matrix"]["include"]
-    assert {one["variant"] for one in variants} == {"cpu-amd64", "cpu-arm64", "cuda-amd64"}
+    assert {one["variant"] for one in variants} == {"cpu-amd64", "cpu-arm64", "cuda-amd64", "vllm-cuda-amd64"}
     for one in variants:
         assert (LOCKS / f"torch-{one['device']}.txt").exists()
-        assert one["suffix"] == ("-cuda" if one["device"] == "cuda" else "")
+        engine = "-vllm" if one["engine"] == "vllm" else ""
+        assert one["suffix"] == engine + ("-cuda" if one["device"] == "cuda" else "")
         assert ("arm" in one["runner"]) is one["variant"].endswith("arm64")
     assert {step["id"] for step in steps_with("build-push-action")} == set(ROLES)
     joined = JOBS["images"]["strategy"]["matrix"]["include"]
@@ -140,13 +141,11 @@ def images(manifests: list[Manifest]) -> set[str]:
     return {one["image"] for spec in specs for one in (*spec["containers"], *spec.get("initContainers", []))}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_values_name_each_image_by_digest(device: str, package: Path) -> None:
-    file = package.parent / f"values-{device}-images.yaml"
+@pytest.mark.parametrize("variant", chart.VARIANTS)
+def test_values_name_each_image_by_digest(variant: str, package: Path) -> None:
+    file = package.parent / f"values-{variant}-images.yaml"
     text = helm("template", "galley", package, "--values", file)
-    suffix = "-cuda" if device == "cuda" else ""
-    names = ["galley-gateway", f"galley-draft{suffix}", f"galley-target{suffix}"]
-    own = {f"{REGISTRY}/{name}:{chart.version()}@{DIGESTS[name]}" for name in names}
+    own = {f"{REGISTRY}/{name}:{chart.version()}@{DIGESTS[name]}" for name in chart.VARIANTS[variant]}
     store = f"{chart.store_image()}@{DIGESTS[chart.store_image()]}"
     assert images([one for one in yaml.safe_load_all(text) if one]) == {*own, store}
 
