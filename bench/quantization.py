@@ -247,7 +247,7 @@ def main() -> int:
     if "speed" in options.parts:
         times = _measure_speed(options)
         record["steps"] = {str(case): found for case, found in times.items()}
-        record["goals"] = goals_of(times, options.dtype)
+        record["goals"] = goals_of(times, str(parse_dtype(options.dtype, "cpu")).removeprefix("torch."))
         print("goal | what | measured | bound | met", *record["goals"], sep="\n")
     write_record(result_path("quantization", options.results), record)
     return 0

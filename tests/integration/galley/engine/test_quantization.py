@@ -13,6 +13,7 @@ import torch
 from galley.core.errors import UnsupportedModel
 from galley.engine.batch import INT8, NONE
 from galley.engine.cpu import int8, llama
+from galley.engine.cpu.kernels import openmp
 from galley.engine.fingerprint import build_of
 from galley.engine.model import CausalModel
 from tests.fakes.model_configs import CONFIGS, tokens_of, whole
@@ -65,6 +66,14 @@ def test_logits_are_near_those_of_float_weights_and_keep_their_bits(
     counts = trial.run(30)
     assert counts.differing == 0, counts.first_difference
     assert min(counts.rows, counts.evictions, counts.copied_blocks, counts.drafts_fed) > 0
+
+
+def test_more_threads_change_no_bit(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, tokens = make_model(config_of("qwen2")), tokens_of(random.Random(2), 90)
+    expected = whole(load(directory, torch.bfloat16), tokens)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(openmp, "_WORTH_NS", 0)
+    assert torch.equal(whole(load(directory, torch.bfloat16), tokens), expected)
 
 
 def test_the_weights_in_float_are_not_kept(make_model: MakeModel) -> None:
