@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -229,28 +230,36 @@ def _measure_speed(options: argparse.Namespace) -> dict[Case, dict[str, tuple[fl
     return found
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 0 even if a goal is missed, which is a finding and no error."""
-    options = parse_options()
-    record: dict[str, Any] = {
-        "name": "quantization",
+    options = parse_options(argv)
+    path = result_path("quantization", options.results)
+    record: dict[str, Any] = {"name": "quantization", **_kept(path, options.parts)}
+    run = {
         "commit": commit(),
         "options": {name: value for name, value in vars(options).items() if name != "results"},
         "machine": machine(),
-        "prompt_sha256": {name: fixed_workload(name).sha256 for name in PROMPT_SETS},
     }
     if "quality" in options.parts:
-        record["quality"] = {
+        found = {
             name: dataclasses.asdict(one) | {"perplexity": one.perplexity, "agreement": one.agreement}
             for name, one in _measure_quality(options).items()
         }
+        hashes = {name: fixed_workload(name).sha256 for name in PROMPT_SETS}
+        record["quality"] = {**run, "prompt_sha256": hashes, "arms": found}
     if "speed" in options.parts:
         times = _measure_speed(options)
-        record["steps"] = {str(case): found for case, found in times.items()}
-        record["goals"] = goals_of(times, str(parse_dtype(options.dtype, "cpu")).removeprefix("torch."))
-        print("goal | what | measured | bound | met", *record["goals"], sep="\n")
-    write_record(result_path("quantization", options.results), record)
+        goals = goals_of(times, str(parse_dtype(options.dtype, "cpu")).removeprefix("torch."))
+        record["speed"] = {**run, "steps": {str(case): one for case, one in times.items()}, "goals": goals}
+        print("goal | what | measured | bound | met", *goals, sep="\n")
+    write_record(path, record)
     return 0
+
+
+def _kept(path: Path, parts: Sequence[str]) -> dict[str, Any]:
+    """Return the parts of an earlier record that this run does not measure."""
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {part: earlier[part] for part in PARTS if part in earlier and part not in parts}
 
 
 if __name__ == "__main__":

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from bench import quantization
 from bench.engine.sides import Case
-from bench.quantization import CONTEXT, Text, answered, goals_of, parse_options, quality
+from bench.quantization import CONTEXT, Quality, Text, answered, goals_of, parse_options, quality
 
 VOCAB, END = 5, 4
 
@@ -57,6 +60,18 @@ def test_a_goal_is_met_by_the_time_without_over_the_time_with() -> None:
     missed, met = goals_of(found, "bfloat16")
     assert (missed.measured, missed.bound, missed.met) == ("1.40 [1.40, 1.40]x", ">= 1.5x", False)
     assert met.met
+
+
+def test_a_part_measured_later_keeps_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Quality(loss=1.0, tokens=2, agreed=3, positions=4, whole=1, answers=1)
+    times = {Case(1, 1, CONTEXT): {"plain": (2.0,) * 7, "int8": (1.0,) * 7}}
+    monkeypatch.setattr(quantization, "_measure_quality", lambda options: {"float32": found})
+    monkeypatch.setattr(quantization, "_measure_speed", lambda options: times)
+    for part in ("quality", "speed"):
+        assert quantization.main(["--parts", part, "--results", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "quantization.json").read_text())
+    assert record["quality"]["arms"]["float32"]["agreement"] == 0.75
+    assert record["speed"]["goals"][0]["met"]
 
 
 @pytest.mark.parametrize("given", [["--parts", "size"], ["--arms", "int4"], ["--pairs", "3"]])
