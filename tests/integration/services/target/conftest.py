@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import grpc
 import pytest
@@ -24,7 +25,11 @@ from services.target.engine.vllm.target import VllmTarget
 from services.target.servicer import TargetService
 from services.target.settings import TargetSettings
 from tests.fakes.stepped_core import StubCore
-from tests.fakes.tiny_model import load_tiny_model
+from tests.fakes.tiny_model import VLLM_HEAD_SIZE, load_tiny_model, save_tiny_model
+from tests.integration.services.target.vllm.conftest import MARKS, started_core
+
+if TYPE_CHECKING:
+    from services.target.engine.vllm.core import VllmCore
 
 # A step costs the same however many rows it has, so that drafts always pay.
 FLAT = StepTimes.measured([(1, 1_000_000), (1024, 1_000_001)])
@@ -32,12 +37,19 @@ KV_BLOCKS = 32
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, as vLLM can serve it."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"), head_size=VLLM_HEAD_SIZE)
+
+
+@pytest.fixture(scope="session")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("poisoned"), poisoned=True, head_size=VLLM_HEAD_SIZE)
+
+
+@pytest.fixture(scope="session")
 def loaded(poisoned: Path) -> CausalModel:
     return load_tiny_model(poisoned, kv_blocks=KV_BLOCKS)
-
-
-# For tests of blocks or row budgets that the scheduler divides, which other engines do themselves.
-pages = pytest.mark.parametrize("engine", ["paged"], indirect=True)
 
 
 class Servable(Protocol):
@@ -110,9 +122,48 @@ class StubVllm:
         return outcome
 
 
-@pytest.fixture(params=["paged", "vllm stub"])
-def engine(request: pytest.FixtureRequest, loaded: CausalModel) -> Recording:
-    return Recording(PagedEngine(loaded, "f00d") if request.param == "paged" else StubVllm(loaded))
+class RealVllm:
+    """A target over vLLM's core, which serves all tests of a module, one after another."""
+
+    def __init__(self, core: VllmCore) -> None:
+        self._core = core
+
+    def serve(self, times: StepTimes, limits: Limits) -> TargetEngine:
+        return VllmTarget(self._core, times, limits)
+
+
+@pytest.fixture(scope="module")
+def vllm_core(poisoned: Path) -> Iterator[VllmCore]:
+    with started_core(poisoned, num_gpu_blocks_override=KV_BLOCKS + 1) as core:  # one is vLLM's own
+        core.info = replace(core.info, fingerprint="f00d", deterministic=True)
+        yield core
+
+
+def paged(request: pytest.FixtureRequest) -> Iterator[Servable]:
+    yield PagedEngine(request.getfixturevalue("loaded"), "f00d")
+
+
+def vllm_stub(request: pytest.FixtureRequest) -> Iterator[Servable]:
+    yield StubVllm(request.getfixturevalue("loaded"))
+
+
+def vllm(request: pytest.FixtureRequest) -> Iterator[Servable]:
+    core: VllmCore = request.getfixturevalue("vllm_core")
+    yield RealVllm(core)
+    core.end(list(core._requests))
+    core.reset_prefix_cache()
+    core.facts()
+
+
+# For tests of blocks or row budgets that the scheduler divides, which other engines do themselves.
+pages = pytest.mark.parametrize("engine", [paged], indirect=True)
+# For tests of long prompts: the limits bound the rows of a step, which those of vLLM's core do not.
+limited = pytest.mark.parametrize("engine", [paged, vllm_stub], indirect=True)
+
+
+@pytest.fixture(params=[paged, vllm_stub, pytest.param(vllm, marks=MARKS)])
+def engine(request: pytest.FixtureRequest) -> Iterator[Recording]:
+    yield from map(Recording, request.param(request))
 
 
 @pytest.fixture

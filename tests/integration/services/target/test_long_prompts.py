@@ -12,7 +12,7 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import Limits
 from tests.fakes.tiny_model import VOCAB, greedy
 from tests.fakes.verify_items import slice_of, verify
-from tests.integration.services.target.conftest import Recording, pages
+from tests.integration.services.target.conftest import Recording, limited, pages
 
 LONG = [1 + (7 * i) % (VOCAB - 2) for i in range(180)]
 OTHER = [1 + (5 * i) % (VOCAB - 2) for i in range(170)]
@@ -59,6 +59,7 @@ async def test_the_others_go_on_beside_it(target: rpc.TargetAsyncStub, engine: R
     assert len(passes) == -(-(len(LONG) + len(OTHER) + 3) // ROWS), "no row of the budget is wasted"
 
 
+@limited
 async def test_a_prompt_given_up_midway_is_taken_up_where_it_stands(
     target: rpc.TargetAsyncStub, engine: Recording, tiny: Path
 ) -> None:
