@@ -1,22 +1,24 @@
 """Compare engines with one another, with and without the stack around them.
 
-An engine alone is one process that decodes without a gateway: `paged` is Galley's own; `vllm` and
+An engine alone is one process that decodes without a gateway. `engine` is that of a target; `vllm` and
 `vllm-ngram` are vLLM without Galley, plain and with prompt lookup. It gets token ids and is stepped in its
 process without a server, which favours it. All other arms, such as `off`, `auto` and `ngram-4`, go through
 client, gateway, draft, target and Valkey; the gateway gets text, tokenizes, detokenizes, logs and streams.
-All arms have the same weights, the same prompts but for a tag, and the same number of tokens, and the
-processes of each side share the same cores.
+`:int8` and `:vllm` after an arm's name say that the target has int8 weights or runs vLLM: `off:vllm`,
+`engine:int8`. All arms have the same weights, the same prompts but for a tag, and the same number of tokens,
+and the processes of each side share the same cores.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
-from bench.engines.processes import Command, galley_command, peer_command
+from bench.engines.processes import Command, galley_command, peer_command, vllm_python
 from bench.loops.run import Run
 from bench.loops.sides import Cpu, process_loop, stack_pids
 from galley.bench.closed_loop import GatewayLoop, LoopSide
@@ -24,12 +26,10 @@ from galley.client.client import AsyncClient
 from galley.common.models.tokenizer import Tokenizer
 from galley.stack.stack import Stack, StackOptions
 
-PAGED, VLLM, VLLM_NGRAM = "paged", "vllm", "vllm-ngram"
-
-
-def behind_gateway(speculation: str, engine: str = PAGED) -> str:
-    """Return the name of an arm that goes through a gateway."""
-    return speculation if engine == PAGED else f"{speculation}:{engine}"
+ENGINE, VLLM, VLLM_NGRAM = "engine", "vllm", "vllm-ngram"
+PAGED, INT8, ON_VLLM = "", ":int8", ":vllm"
+_TARGETS = {PAGED: (), INT8: ("--quantization", "int8"), ON_VLLM: ("--engine", "vllm")}
+"""The flags of the target, by the end of an arm's name."""
 
 
 def encoder(model_dir: Path) -> Callable[[str], list[int]]:
@@ -48,43 +48,48 @@ async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
                 log = run.folder / f"{arm}.log"
                 side = await held.enter_async_context(process_loop(*command, log, encoder(run.model_dir)))
                 sides[arm], run.facts[arm] = side, side.ready
-        gateways = [arm for arm in run.options.arms if arm not in sides]
-        for engine in _engines(gateways):
-            stack = await held.enter_async_context(Stack(_stack_of(engine, run)))
+        behind = [arm for arm in run.options.arms if arm not in sides]
+        for target in dict.fromkeys(split(arm)[1] for arm in behind):
+            stack = await held.enter_async_context(Stack(_stack_of(target, run)))
             client = await held.enter_async_context(AsyncClient(stack.gateways[0]))
             cpu = Cpu(list(stack_pids(stack).values()), children=True)
-            for arm in gateways:
-                if _engine_of(arm) == engine:
-                    sides[arm] = GatewayLoop(client, cpu.seconds, arm.partition(":")[0])
-            target = psutil.Process(stack.pid("target"))
-            run.facts[f"{engine}_target_rss_idle"] = target.memory_info().rss
-            held.callback(_note_memory, run, engine, target)
+            for runs, its_target in map(split, behind):
+                if its_target == target:
+                    sides[runs + target] = GatewayLoop(client, cpu.seconds, runs)
+            process = psutil.Process(stack.pid("target"))
+            _note_memory(run, f"target{target}_rss_idle", process)
+            held.callback(_note_memory, run, f"target{target}_rss_after", process)
         yield sides
 
 
-def _engine_of(arm: str) -> str:
-    return arm.partition(":")[2] or PAGED
-
-
-def _engines(arms: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(map(_engine_of, arms)))
-
-
-def _note_memory(run: Run, engine: str, target: psutil.Process) -> None:
-    run.facts[f"{engine}_target_rss_after"] = target.memory_info().rss
+def split(arm: str) -> tuple[str, str]:
+    """Return what the arm runs, and the end of its name. Raises ValueError if that is unknown."""
+    runs, colon, rest = arm.partition(":")
+    if colon + rest not in _TARGETS:
+        raise ValueError(
+            f"--arms: must end with one of {', '.join(filter(None, _TARGETS))} or none, got {arm}"
+        )
+    return runs, colon + rest
 
 
 def _command_of(arm: str, run: Run) -> Command | None:
     """Return the command of an arm that is one process, None for those behind a gateway."""
     options, most = run.options, max(run.options.streams)
-    if arm == PAGED:
-        return galley_command("paged", run.model_dir, options.dtype, options.threads)
-    if arm in {VLLM, VLLM_NGRAM}:
-        return peer_command(run.model_dir, options.dtype, most, ngram=arm == VLLM_NGRAM)
+    runs, target = split(arm)
+    if runs == ENGINE:
+        return galley_command(run.model_dir, options.dtype, options.threads, *_TARGETS[target])
+    if runs in {VLLM, VLLM_NGRAM}:
+        return peer_command(run.model_dir, options.dtype, most, ngram=runs == VLLM_NGRAM)
     return None
 
 
-def _stack_of(engine: str, run: Run) -> StackOptions:
-    if engine != PAGED:
-        raise ValueError(f"--arms: the engine must be {PAGED}, got {engine!r}")
-    return StackOptions(model=run.options.model, dtype=run.options.dtype, threads=run.options.threads)
+def _stack_of(target: str, run: Run) -> StackOptions:
+    options = run.options
+    given = StackOptions(model=options.model, dtype=options.dtype, threads=options.threads)
+    if target == ON_VLLM:
+        return replace(given, engine="vllm", target_python=str(vllm_python()))
+    return replace(given, extra_args={"target": _TARGETS[target]})
+
+
+def _note_memory(run: Run, fact: str, process: psutil.Process) -> None:
+    run.facts[fact] = process.memory_info().rss

@@ -17,25 +17,25 @@ Command = tuple[list[str], Mapping[str, str]]
 """A command and its environment."""
 
 NGRAM_TOKENS = 4
-_KV_MB, _MAX_SESSIONS = 1024, 256
+_KV_MB, MAX_SESSIONS = 1024, 64
 
 
-def galley_command(engine: str, model_dir: Path, dtype: str, threads: int, *flags: str) -> Command:
-    """Return the command of a Galley engine, `paged` or `vllm`."""
-    given = ["--dtype", dtype, "--threads", str(threads), "--kv-memory-mb", str(_KV_MB), *flags]
-    given += ["--max-sessions", str(_MAX_SESSIONS)]
-    python = str(vllm_python()) if engine == "vllm" else sys.executable
+def galley_command(model_dir: Path, dtype: str, threads: int, *flags: str) -> Command:
+    """Return the command of a target's engine alone; `flags` are further flags of a target."""
+    on_vllm = "vllm" in flags
+    given = ["--model", str(model_dir), "--dtype", dtype, "--threads", str(threads), *flags]
+    given += ["--kv-memory-mb", str(_KV_MB), "--max-sessions", str(MAX_SESSIONS)]
     paths = os.pathsep.join(filter(None, (str(BENCH.parent), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, **thread_environment(threads), "PYTHONPATH": paths}
-    own = {**vllm_environment(), "PYTHONPATH": paths} if engine == "vllm" else env
-    return [python, "-m", "bench.engines.peer_galley", "--model", str(model_dir), *given], own
+    python = str(vllm_python()) if on_vllm else sys.executable
+    return [python, "-m", "bench.engines.peer_galley", *given], env
 
 
 def peer_command(model_dir: Path, dtype: str, streams: int, *, ngram: bool = False) -> Command:
     """Return the command of vLLM alone, with its n-gram drafts or without drafts."""
     command = [str(vllm_python()), str(BENCH / "engines" / "peer_vllm.py"), str(model_dir)]
     command += ["--dtype", dtype, "--max-streams", str(streams)]
-    return command + (["--ngram", str(NGRAM_TOKENS)] if ngram else []), vllm_environment()
+    return command + (["--ngram", str(NGRAM_TOKENS)] if ngram else []), _vllm_environment()
 
 
 def vllm_python() -> Path:
@@ -49,7 +49,7 @@ def vllm_python() -> Path:
     return python
 
 
-def vllm_environment() -> dict[str, str]:
+def _vllm_environment() -> dict[str, str]:
     """Return an environment bound to our cores, with 1 GiB of KV, that fetches and reports nothing."""
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("OMP_")},

@@ -97,7 +97,8 @@ class Measurement:
     async def run(self, cells: Sequence[Cell]) -> None:
         """Measure all cells of one dtype, engine after engine."""
         dtype = cells[0].dtype
-        command = galley_command(self._arguments.engine, self._model_dir, dtype, self._arguments.threads)
+        flags = ("--engine", "vllm") if self._arguments.engine == "vllm" else ()
+        command = galley_command(self._model_dir, dtype, self._arguments.threads, *flags)
         async with self._started(command) as side:
             for cell in cells:
                 await self._measure(side, cell)

@@ -106,3 +106,15 @@ def test_a_bound_may_differ_by_the_number_of_streams() -> None:
         ("mine / base", ">= 1.5x", False),
         ("mine / base", ">= 1.25x", True),
     ]
+
+
+@pytest.mark.parametrize("arm", ["off:int4", "engine:", "auto:vllm:int8"])
+def test_an_arm_of_an_unknown_engine_is_refused(arm: str) -> None:
+    options = replace(scenarios.ENGINES.defaults, arms=("vllm", arm))
+    assert arm in scenarios.ENGINES.check(options)
+
+
+def test_every_arm_of_a_bound_is_measured_by_default() -> None:
+    bounds = {arm for bound in scenarios.ENGINE_BOUNDS for arm in (bound.arm, bound.base)}
+    assert bounds <= set(scenarios.ENGINES.defaults.arms)
+    assert not scenarios.ENGINES.check(scenarios.ENGINES.defaults)
