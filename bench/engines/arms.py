@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.engines.processes import Command, galley_command, peer_command, vllm_python
+from bench.engines.processes import VLLM_ARGS, Command, galley_command, peer_command, vllm_python
 from bench.loops.run import Run
 from bench.loops.sides import Cpu, process_loop, stack_pids
 from galley.bench.closed_loop import GatewayLoop, LoopSide
@@ -28,7 +28,11 @@ from galley.stack.stack import Stack, StackOptions
 
 ENGINE, VLLM, VLLM_NGRAM = "engine", "vllm", "vllm-ngram"
 PAGED, INT8, ON_VLLM = "", ":int8", ":vllm"
-_TARGETS = {PAGED: (), INT8: ("--quantization", "int8"), ON_VLLM: ("--engine", "vllm")}
+_TARGETS = {
+    PAGED: (),
+    INT8: ("--quantization", "int8"),
+    ON_VLLM: ("--engine", "vllm", "--vllm-args", VLLM_ARGS),
+}
 """The flags of the target, by the end of an arm's name."""
 
 
@@ -87,7 +91,7 @@ def _stack_of(target: str, run: Run) -> StackOptions:
     options = run.options
     given = StackOptions(model=options.model, dtype=options.dtype, threads=options.threads)
     if target == ON_VLLM:
-        return replace(given, engine="vllm", target_python=str(vllm_python()))
+        return replace(given, engine="vllm", vllm_args=VLLM_ARGS, target_python=str(vllm_python()))
     return replace(given, extra_args={"target": _TARGETS[target]})
 
 

@@ -17,6 +17,8 @@ Command = tuple[list[str], Mapping[str, str]]
 """A command and its environment."""
 
 NGRAM_TOKENS = 4
+# vLLM compiles its forward passes if there is a compiler; within Galley it does so only if told to.
+VLLM_ARGS = '{"enforce_eager": false}'
 _KV_MB, MAX_SESSIONS = 1024, 64
 
 

@@ -29,7 +29,7 @@ from bench.coupling.heldout import proposals
 from bench.engines.differences import Row, Tie, count, first_difference, goals, table
 from bench.engines.drafts import MAKERS, MAX_K, Drafts, lengths
 from bench.engines.near_ties import Scores
-from bench.engines.processes import Command, galley_command, peer_command
+from bench.engines.processes import VLLM_ARGS, Command, galley_command, peer_command
 from bench.harness import RESULTS, commit, machine, result_path, write_record
 from bench.loops.options import names, numbers
 from bench.loops.run import keep_to_cores
@@ -97,7 +97,7 @@ class Measurement:
     async def run(self, cells: Sequence[Cell]) -> None:
         """Measure all cells of one dtype, engine after engine."""
         dtype = cells[0].dtype
-        flags = ("--engine", "vllm") if self._arguments.engine == "vllm" else ()
+        flags = ("--engine", "vllm", "--vllm-args", VLLM_ARGS) if self._arguments.engine == "vllm" else ()
         command = galley_command(self._model_dir, dtype, self._arguments.threads, *flags)
         async with self._started(command) as side:
             for cell in cells:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.tiny_model import VOCAB, random_llama, save
+from tests.fakes.tiny_model import VLLM_HEAD_SIZE, VOCAB, random_llama, save
 from tests.integration.galley.engine.test_distribution import (
     DRAFT,
     TARGET,
@@ -35,7 +35,7 @@ _PROMPT = [20, 30, 40]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model to which all tokens are one: its hidden states, and so its logits, never change."""
-    llama = random_llama(hidden_size=32, spread=0.4, seed=0)
+    llama = random_llama(hidden_size=4 * VLLM_HEAD_SIZE, spread=0.4, seed=0)
     llama.config.eos_token_id = llama.generation_config.eos_token_id = VOCAB - 1
     with torch.inference_mode():
         llama.model.embed_tokens.weight[:] = llama.model.embed_tokens.weight[0].clone()
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(llama, tmp_path_factory.mktemp("constant"))
 
 
-@pytest.fixture(scope="module", params=["paged"])
+@pytest.fixture(scope="module", params=["paged", pytest.param("vllm", marks=pytest.mark.vllm)])
 def draws(request: pytest.FixtureRequest, model: Path) -> Draws:
     """Return the tokens of many seeds, each with another number of draft tokens a step."""
     drafts = [
@@ -74,9 +74,10 @@ def _draft(seed: int, at: int, k: int) -> list[int]:
 
 def _answers(engine: str, model: Path, block: dict[str, Any]) -> list[dict[str, Any]]:
     """Answer a block of prompts by an engine in a process of its own; vLLM's can be made once in each."""
-    module = ("-m", "bench.engines.peer_galley", "--model", str(model), "--dtype", "float32")
+    flags = ("--model", str(model), "--engine", engine, "--dtype", "float32", "--kv-memory-mb", "64")
+    command = (sys.executable, "-m", "bench.engines.peer_galley", *flags)
     done = subprocess.run(
-        (sys.executable, *module), input=json.dumps(block) + "\n", check=True, capture_output=True, text=True
+        command, input=json.dumps(block) + "\n", check=True, stdout=subprocess.PIPE, text=True
     )
     answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["answers"]
     return answers
