@@ -229,10 +229,11 @@ class RankZero:
 
 
 class LossExit:
-    """Exit this process with code 1, after `withdraw`, if a rank is lost; create it in the event loop."""
+    """Exit this process with code 1, after `withdraw`, once it cannot serve; create it in the event loop."""
 
-    def __init__(self, withdraw: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, withdraw: Callable[[], Awaitable[None]], reason: str = "rank lost") -> None:
         self._withdraw = withdraw
+        self._reason = reason
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self.disarmed = False
@@ -250,7 +251,7 @@ class LossExit:
             self._task = asyncio.create_task(self._exit())
 
     async def _exit(self) -> None:
-        _LOG.error("replica exiting", reason="rank lost")
+        _LOG.error("replica exiting", reason=self._reason)
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_EXIT_S):

@@ -22,13 +22,14 @@ class _ServedCore:
 
     def __init__(self, core: VllmCore) -> None:
         self._core = core
+        self._target: TargetService | None = None
         self._service: Service | None = None
-        self._exit = LossExit(self._withdraw)
+        self._exit = LossExit(self._withdraw, "engine core lost")
         core.on_loss = self._exit.begin
 
     async def serve(self, server: grpc.aio.Server, parts: Parts, settings: TargetSettings) -> None:
-        service = await add_target(server, parts, VllmEngine(self._core), settings)
-        self._service = registered_target(service, settings, parts.address)
+        self._target = await add_target(server, parts, VllmEngine(self._core), settings)
+        self._service = registered_target(self._target, settings, parts.address)
 
     async def drain(self) -> None:
         if self._service is not None:
@@ -43,6 +44,8 @@ class _ServedCore:
     async def _withdraw(self) -> None:
         if isinstance(self._service, Registered):
             await self._service.withdraw()
+        if self._target is not None:
+            await self._target.quiet()  # open requests get their status
 
 
 async def start_vllm_target(settings: TargetSettings, server: grpc.aio.Server, parts: Parts) -> Service:
