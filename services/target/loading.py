@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 def load_engine(settings: TargetSettings) -> LoadedEngine:
     """Load the model, and probe it; blocks. Raise UnsupportedModel, OutOfMemory, or ValueError."""
     limit_threads(settings.threads)  # before torch is imported
+    if settings.engine == "vllm":
+        from services.target.engine.vllm.loading import load_core  # noqa: PLC0415  # only vLLM's environment
+        from services.target.engine.vllm.target import VllmEngine  # noqa: PLC0415  # has what these import
+
+        return VllmEngine(load_core(settings, settings.vllm_arguments))
     from services.target.engine.paged.loading import load_paged_engine  # noqa: PLC0415
 
     return load_paged_engine(settings)
