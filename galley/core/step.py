@@ -5,9 +5,9 @@ The scheduler knows tokens, blocks and costs; the engine knows tensors. Only the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 from galley.core.content import SessionKey
 from galley.core.errors import GalleyError
@@ -31,6 +31,28 @@ class Draw:
     min_tokens: int
     draft_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
+
+
+class TokenRange(Sequence[int]):
+    """Tokens [start, stop) of a list that only grows, and `more` after them; they are copied when read."""
+
+    __slots__ = ("_more", "_start", "_stop", "_tokens")
+
+    def __init__(self, tokens: Sequence[int], start: int, stop: int, more: Sequence[int] = ()) -> None:
+        self._tokens, self._start, self._stop, self._more = tokens, start, stop, more
+
+    def __len__(self) -> int:
+        return self._stop - self._start + len(self._more)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return [*self._tokens[self._start : self._stop], *self._more][index]
 
 
 @dataclass(frozen=True, slots=True)

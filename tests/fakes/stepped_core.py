@@ -256,7 +256,7 @@ class StubCore:
         self._register(sequence)
         if len(sequence.record) >= self.info.context_window:  # vLLM ends it
             self.end([sequence.given.id])
-        return SequenceStep(outcome, sequence.computed, share.cached)
+        return SequenceStep(outcome, sequence.computed, share.cached, share.rows, len(share.drafts))
 
     def _register(self, sequence: _Sequence) -> None:
         size, names = self.info.kv_block_tokens, sequence.names

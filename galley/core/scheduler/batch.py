@@ -107,7 +107,7 @@ class BatchTimes:
 class ActiveBatch:
     """The batch of the step in progress; the i-th of `grants` belongs to chunk i of the plan.
 
-    `reused` is the number of tokens that the engine need not feed, since it found their KV in its cache.
+    `is_corrected`: the engine fed other rows than planned.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ActiveBatch:
         self.started_ns = now
         self._preempted = preempted
         self._evicted = evicted
-        self.reused = 0
+        self.is_corrected = False
         self._count(grants.values())
 
     def _count(self, grants: Iterable[Grant]) -> None:
@@ -135,12 +135,17 @@ class ActiveBatch:
         self._fed = [grant for grant in grants if grant.rows]
         self._draft_rows = sum(len(grant.draft_tokens) for grant in self._fed)
         self._drawn_rows = self._draft_rows + sum(grant.is_final for grant in self._fed)
-        planned = self._draft_rows + sum(grant.rows for grant in self._fed)
-        self._rows = max(self._drawn_rows, planned - self.reused)
+        self._rows = self._draft_rows + sum(grant.rows for grant in self._fed)
+
+    def correct(self, key: SessionKey, drafts: int) -> None:
+        """Grant the session all that it now lacks, and only this many of its draft tokens."""
+        self.is_corrected = True
+        grant = self.grants[key]
+        self.grants[key] = Grant(grant.request, grant.request.uncomputed, grant.draft_tokens[:drafts])
 
     def settle(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Count the rows that were fed, where the engine fed fewer than planned."""
-        if self.reused or any(isinstance(outcome, Computed) for outcome in outcomes):
+        """Count the rows that were fed, where they are not those of the plan."""
+        if self.is_corrected or any(isinstance(outcome, Computed) for outcome in outcomes):
             self._count(map(_fed, self.grants.values(), outcomes))
 
     def info(self, free_blocks: int, queue_depth: int) -> BatchInfo:

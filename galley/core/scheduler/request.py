@@ -77,6 +77,7 @@ class ActiveRequest:
     """An active request. `tokens` are all confirmed tokens from absolute position 0; [0, kv_len) have KV.
 
     `kv_len` is None until KV blocks are allocated. The first result reports `kv_reused`, and resets it to 0.
+    `is_new`: its session had no blocks before.
     `tail` is what the hint offers as of the last `update_hint`.
     """
 
@@ -96,6 +97,7 @@ class ActiveRequest:
         self.compute_ns = 0
         self.linger_ns = 0
         self.kv_reused = 0
+        self.is_new = False
         self._since_ns = now
         self._awaits_hint = not message.draft_tokens
         self._hasher = PrefixHasher()

@@ -41,7 +41,7 @@ from galley.core.scheduler.messages import (
     VerifyRequest,
 )
 from galley.core.scheduler.request import ActiveRequest, SessionStatistics
-from galley.core.step import Computed, Draw, Sampled, StepChunk, StepOutcome, StepPlan
+from galley.core.step import Computed, Draw, Sampled, StepChunk, StepOutcome, StepPlan, TokenRange
 
 MAX_ROWS = 256
 _RETRY_AFTER_S = 0.5
@@ -172,12 +172,19 @@ class Scheduler:
         for request in late:
             self._respond(request, DeadlinePassed("the deadline passed before the work began"))
 
-    def record_reused(self, key: SessionKey, tokens: int) -> None:
-        """Count the cached tokens that the engine has found for a session of the step in progress."""
-        self._active[key].kv_reused += tokens
-        self.counts.reused_tokens += tokens
+    def record_fed(self, key: SessionKey, kv_len: int, drafts: int) -> None:
+        """Note what the engine fed for a session of the step in progress, where it decides that itself.
+
+        It began after `kv_len` tokens: it may have found more in its cache than planned, or have lost KV that
+        was planned with. It verified `drafts` draft tokens. Call it before `conclude`.
+        """
+        request = self._active[key]
+        found, request.kv_len = kv_len - (request.kv_len or 0), kv_len
+        if request.position == request.message.position:  # no result yet
+            request.kv_reused += found
+            self.counts.reused_tokens += found if request.is_new else 0
         if self._batch is not None:
-            self._batch.reused += tokens
+            self._batch.correct(key, drafts)
 
     def drain(self) -> None:
         """End every request with its next result from now on, whatever its credit."""
@@ -261,6 +268,7 @@ class Scheduler:
         request.kv_len = request.kv_reused = self.kv.open(
             request.key, message.arrival_ns, request.tokens, message.priority
         )
+        request.is_new = is_new
         if is_new:
             self.counts.prompt_tokens += len(request.tokens)
             self.counts.reused_tokens += request.kv_reused
@@ -320,12 +328,32 @@ class Scheduler:
         for request in requests:
             request.has_started = True
             request.linger_ns += self._lingering.waited_ns
-        chunks = tuple(_chunk(grant, self.kv.blocks_of(key)) for key, grant in grants.items())
+        chunks = tuple(self._chunk(grant, self.kv.blocks_of(key)) for key, grant in grants.items())
         plan = StepPlan(chunks, tuple(copies))
         preempted, evicted = tuple(self._preempted), self.kv.take_evicted()
         self._batch = ActiveBatch(plan, grants, now, preempted, evicted)
         self._preempted.clear()
         return plan
+
+    def _chunk(self, grant: Grant, blocks: Sequence[int]) -> StepChunk:
+        """Return the chunk of the granted rows, which draws after the last if they reach the position."""
+        request, message, drafts = grant.request, grant.request.message, grant.draft_tokens
+        start = request.kv_len or 0
+        tokens: Sequence[int] = TokenRange(request.tokens, start, start + grant.rows, drafts)
+        if not self._divides_prompts:  # else whole prompts would be copied in each step
+            tokens = tokens[:]
+        if not grant.is_final:
+            return StepChunk(start, tokens, blocks, want_logits=0, key=request.key)
+        draw = Draw(
+            params=message.sampling,
+            history=request.tokens,
+            prompt_len=message.prompt_len,
+            stop_token_ids=message.stop_token_ids,
+            min_tokens=message.min_tokens,
+            draft_tokens=drafts,
+            logprobs=message.logprobs,
+        )
+        return StepChunk(start, tokens, blocks, 1 + len(drafts), draw, request.key)
 
     def conclude(
         self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int, batch_span: bytes = b""
@@ -453,23 +481,3 @@ class Scheduler:
 def _verified(drafts: tuple[int, ...], tokens: tuple[int, ...]) -> int:
     """Return how many draft tokens were verified: all, or those before the first bad logits."""
     return len(tokens) if tokens == drafts[: len(tokens)] else len(drafts)
-
-
-def _chunk(grant: Grant, blocks: Sequence[int]) -> StepChunk:
-    """Return the chunk that feeds the granted rows, and draws after the last if they reach the position."""
-    request, message = grant.request, grant.request.message
-    start = request.kv_len or 0
-    confirmed = request.tokens[start : start + grant.rows]
-    if not grant.is_final:
-        return StepChunk(start, confirmed, blocks, want_logits=0, key=request.key)
-    draw = Draw(
-        params=message.sampling,
-        history=request.tokens,
-        prompt_len=message.prompt_len,
-        stop_token_ids=message.stop_token_ids,
-        min_tokens=message.min_tokens,
-        draft_tokens=grant.draft_tokens,
-        logprobs=message.logprobs,
-    )
-    tokens = [*confirmed, *grant.draft_tokens]
-    return StepChunk(start, tokens, blocks, 1 + len(grant.draft_tokens), draw, request.key)

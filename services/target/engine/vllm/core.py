@@ -103,10 +103,13 @@ class VllmCore:
 
     def _step_of(self, name: str, output: Any) -> SequenceStep:
         request = self._requests[name]
+        verified = len(self._scheduler.verified.get(name, ()))
         return SequenceStep(
             outcome=self._outcome(name, request, output),
             computed=min(request.num_computed_tokens, request.num_tokens - 1),
             cached=self._scheduler.cached.get(name, 0),
+            rows=self._scheduler.scheduled.get(name, 0) - verified,
+            verified=verified,
         )
 
     def _outcome(self, name: str, request: Any, output: Any) -> Sampled | GalleyError | None:

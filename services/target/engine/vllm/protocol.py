@@ -43,12 +43,15 @@ class SequenceStep:
     An `outcome` of None: nothing was drawn, since the prompt goes on, or the sequence waits or was preempted.
     After an error the sequence can only be ended. `computed` is the number of tokens of the record that have
     KV: all but the last after a draw. `cached` is how many were found in the prefix cache; only the first
-    step that the sequence takes part in reports it.
+    step that the sequence takes part in reports it. The step fed `rows` tokens of the record, none to a
+    sequence that did not take part, and verified `verified` draft tokens.
     """
 
     outcome: Sampled | GalleyError | None
     computed: int
     cached: int = 0
+    rows: int = 0
+    verified: int = 0
 
 
 @dataclass(frozen=True, slots=True)

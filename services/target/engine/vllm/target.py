@@ -14,7 +14,7 @@ from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError, Unavailable
 from galley.core.scheduler.messages import BatchInfo, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
-from galley.core.step import Computed, StepOutcome, StepPlan, StepTrace
+from galley.core.step import Computed, Sampled, StepOutcome, StepPlan, StepTrace
 from services.target.engine.protocol import Limits
 from services.target.engine.vllm.measurement import measure
 from services.target.engine.vllm.protocol import CoreFacts, CoreLost, SequenceStep, SteppedCore
@@ -97,8 +97,9 @@ class VllmTarget(Scheduler):
         steps, facts = self._done or ([], CoreFacts(0))
         for chunk, step in zip(plan.chunks, steps, strict=True):
             self._sessions.record(chunk.key, step)
-            if step.cached:
-                self.record_reused(chunk.key, step.cached)
+            if step.rows and chunk.draw is not None:
+                reached = len(chunk.draw.history) if isinstance(step.outcome, Sampled) else step.computed
+                self.record_fed(chunk.key, max(0, reached - step.rows), step.verified)
         self._sessions.note(facts)
         return super().conclude(plan, outcomes, now, batch_span)
 

@@ -43,7 +43,7 @@ def test_drafts_are_verified_unless_a_prompt_is_read(
 def test_tokens_that_the_engine_finds_cached_count_as_reused(bench: Bench) -> None:
     item = bench.submit(request(PROMPT[:9]))
     plan = bench.begin()
-    bench.scheduler.record_reused(plan.chunks[0].key, 8)
+    bench.scheduler.record_fed(plan.chunks[0].key, 8, 0)
     bench.scheduler.conclude(plan, [Sampled((7,))], bench.now)
     (answer,) = bench.scheduler.take_responses()
     assert (answer.request_id, result_of(answer).kv_reused) == (item, 8)
@@ -83,7 +83,7 @@ def test_rows_count_as_fed_and_not_as_planned(bench: Bench) -> None:
 def test_rows_that_the_engine_found_in_its_cache_are_not_fed(bench: Bench) -> None:
     item = bench.submit(request(PROMPT, session="cached"))
     plan = bench.begin()
-    bench.scheduler.record_reused((b"", "cached"), 32)
+    bench.scheduler.record_fed((b"", "cached"), 32, 0)
     batch = bench.scheduler.conclude(plan, [Sampled((ANSWER[0],))], bench.now)
     assert (batch.request_ids, batch.rows, batch.prefill_rows) == ((item,), 8, 7)
     (answer,) = bench.scheduler.take_responses()

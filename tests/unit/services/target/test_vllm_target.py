@@ -106,9 +106,26 @@ def test_a_session_that_vllm_has_preempted_is_no_cache_miss() -> None:
     bench = VllmBench(blocks=4)
     answer(bench, request(PROMPT, session="a"))
     answer(bench, request(PROMPT[::-1], session="b"))  # takes the blocks of the paused one
-    (result,) = answer(bench, request([*PROMPT, TRUE[0]], start=len(PROMPT), session="a"))
+    known, drafts = [*PROMPT, TRUE[0]], tuple(TRUE[1:4])
+    (result,) = answer(bench, request(known, start=len(PROMPT), session="a", draft_tokens=drafts))
     assert result.tokens == (TRUE[1],)
     assert bench.target.counts.missed == 0
+    # All but one block is read again, and no draft token is verified beside it.
+    assert (result.batch_rows, result.kv_reused) == (len(known) - 4, 4)
+    assert (result.accepted, result.verified) == (0, 0)
+
+
+def test_a_sequence_that_samples_otherwise_reads_its_tokens_again(bench: VllmBench) -> None:
+    answer(bench, request(PROMPT))
+    known, sampling = PROMPT, SamplingParams(temperature=0.5, seed=3)
+    for i in range(3):
+        known = [*known, TRUE[i]]
+        message = request(known, start=8, sampling=replace(sampling, seed=i), draft_tokens=(1, 2))
+        (result,) = answer(bench, message)
+        cached = (len(known) - 1) // 4 * 4  # in whole blocks
+        assert (result.verified, result.kv_reused, result.batch_rows) == (0, cached, len(known) - cached)
+    counts = bench.target.counts
+    assert (counts.prompt_tokens, counts.reused_tokens) == (len(PROMPT), 0)
 
 
 def test_a_long_prompt_is_divided_over_steps_and_draws_once() -> None:
