@@ -18,7 +18,14 @@ from pathlib import Path
 
 import psutil
 
-from bench.engines.processes import VLLM_ARGS, Command, galley_command, peer_command, vllm_python
+from bench.engines.processes import (
+    VLLM_ARGS,
+    Command,
+    check_engine,
+    galley_command,
+    peer_command,
+    vllm_python,
+)
 from bench.loops.run import Run
 from bench.loops.sides import Cpu, process_loop, stack_pids
 from galley.bench.closed_loop import GatewayLoop, LoopSide
@@ -52,6 +59,9 @@ async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
                 log = run.folder / f"{arm}.log"
                 side = await held.enter_async_context(process_loop(*command, log, encoder(run.model_dir)))
                 sides[arm], run.facts[arm] = side, side.ready
+                runs, target = split(arm)
+                if runs == ENGINE:
+                    check_engine(side.ready, *_TARGETS[target])
         behind = [arm for arm in run.options.arms if arm not in sides]
         for target in dict.fromkeys(split(arm)[1] for arm in behind):
             stack = await held.enter_async_context(Stack(_stack_of(target, run)))

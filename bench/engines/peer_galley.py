@@ -72,8 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parse_settings(TargetSettings, given, "peer_galley", "A target's engine without its service.")
     answers = _keep_standard_output()
     limits = Limits(max_draft_tokens=settings.max_draft_tokens, max_sessions=settings.max_sessions)
-    engine = EngineAlone(_load(settings).serve(FREE_ROWS, limits))
-    print(json.dumps({"ready": settings.model}), file=answers, flush=True)
+    loaded = _load(settings)
+    engine = EngineAlone(loaded.serve(FREE_ROWS, limits))
+    ready = {
+        "engine": type(loaded).__name__,
+        "fingerprint": loaded.info.fingerprint,
+        "dtype": loaded.info.dtype,
+    }
+    print(json.dumps({"ready": ready}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer_block(engine, json.loads(line))), file=answers, flush=True)
     return 0

@@ -33,6 +33,13 @@ def galley_command(model_dir: Path, dtype: str, threads: int, *flags: str) -> Co
     return [python, "-m", "bench.engines.peer_galley", *given], env
 
 
+def check_engine(ready: Mapping[str, str], *flags: str) -> None:
+    """Raise RuntimeError unless the engine that `galley_command` started is the one that its flags name."""
+    expected = "VllmEngine" if "vllm" in flags else "PagedEngine"
+    if ready["engine"] != expected:
+        raise RuntimeError(f"the process must run a {expected}, got a {ready['engine']}")
+
+
 def peer_command(model_dir: Path, dtype: str, streams: int, *, ngram: bool = False) -> Command:
     """Return the command of vLLM alone, with its n-gram drafts or without drafts."""
     command = [str(vllm_python()), str(BENCH / "engines" / "peer_vllm.py"), str(model_dir)]

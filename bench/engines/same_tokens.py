@@ -29,7 +29,7 @@ from bench.coupling.heldout import proposals
 from bench.engines.differences import Row, Tie, count, first_difference, goals, table
 from bench.engines.drafts import MAKERS, MAX_K, Drafts, lengths
 from bench.engines.near_ties import Scores
-from bench.engines.processes import VLLM_ARGS, Command, galley_command, peer_command
+from bench.engines.processes import VLLM_ARGS, Command, check_engine, galley_command, peer_command
 from bench.harness import RESULTS, commit, machine, result_path, write_record
 from bench.loops.options import names, numbers
 from bench.loops.run import keep_to_cores
@@ -87,6 +87,7 @@ class Cell:
 class Measurement:
     def __init__(self, arguments: argparse.Namespace, model_dir: Path, folder: Path, draft: str) -> None:
         self.ours = f"galley-{arguments.engine}"
+        self.builds: dict[str, Any] = {}
         self.rows: list[Row] = []
         self.ties: list[Tie] = []
         self._arguments = arguments
@@ -100,6 +101,8 @@ class Measurement:
         flags = ("--engine", "vllm", "--vllm-args", VLLM_ARGS) if self._arguments.engine == "vllm" else ()
         command = galley_command(self._model_dir, dtype, self._arguments.threads, *flags)
         async with self._started(command) as side:
+            check_engine(side.ready, *flags)
+            self.builds[dtype] = side.ready
             for cell in cells:
                 await self._measure(side, cell)
         if not self._arguments.peer:
@@ -232,6 +235,7 @@ def report(found: Measurement, arguments: argparse.Namespace) -> None:
         "commit": commit(),
         "machine": machine(),
         "options": of,
+        "builds": found.builds,
         "rows": found.rows,
         "ties": found.ties,
         "goals": judged,

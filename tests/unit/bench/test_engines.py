@@ -9,6 +9,7 @@ import pytest
 
 from bench.engines import drafts, scenarios
 from bench.engines.differences import Row, Tie, count, first_difference, goals
+from bench.engines.processes import check_engine
 from bench.loops.run import Run
 from tests.unit.galley.bench.blocks import block
 
@@ -112,6 +113,15 @@ def test_a_bound_may_differ_by_the_number_of_streams() -> None:
 def test_an_arm_of_an_unknown_engine_is_refused(arm: str) -> None:
     options = replace(scenarios.ENGINES.defaults, arms=("vllm", arm))
     assert arm in scenarios.ENGINES.check(options)
+
+
+def test_figures_of_another_engine_than_the_named_one_are_refused() -> None:
+    paged, vllm = {"engine": "PagedEngine"}, {"engine": "VllmEngine"}
+    check_engine(paged, "--quantization", "int8")
+    check_engine(vllm, "--engine", "vllm")
+    for ready, flags in ((paged, ("--engine", "vllm")), (vllm, ())):
+        with pytest.raises(RuntimeError, match=r"must run a (Vllm|Paged)Engine"):
+            check_engine(ready, *flags)
 
 
 def test_every_arm_of_a_bound_is_measured_by_default() -> None:
