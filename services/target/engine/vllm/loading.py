@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,7 @@ def _name_build(core: VllmCore, directory: Path, given: Mapping[str, object], fo
         "cpu": instruction_sets(),
         "device": device_kind(core.info.device),
         "ranks": core.info.ranks,
+        "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", ""),
     }
     build = hash_build(facts, directory, found.bits)
     core.info = replace(

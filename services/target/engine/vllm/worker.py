@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -75,10 +76,13 @@ def _is_last_stage() -> bool:
 
 class SharedNoiseSampler:
     def __init__(self, runner: Any) -> None:
-        from galley.engine.sampler import draw_all  # noqa: PLC0415  # numba must come after vLLM's start
+        # numba must come after vLLM's start.
+        from galley.engine.sampler import draw_all  # noqa: PLC0415
+        from galley.engine.sampling.layout import has_penalties  # noqa: PLC0415
 
         self._runner = runner
         self._draw_all = draw_all
+        self._has_penalties = has_penalties
 
     def __call__(self, metadata: Any, _probs: object, logits: Tensor, _metadata: object) -> SamplerOutput:
         """Draw each sequence's rows of `logits` [sum of (draft tokens + 1), vocab]."""
@@ -105,14 +109,12 @@ class SharedNoiseSampler:
 
     def _draw(self, index: int) -> Draw:
         """Return the draw of a sequence, whose history is this rank's own record of its tokens."""
-        from galley.engine.sampling.layout import has_penalties  # noqa: PLC0415
-
         batch = self._runner.input_batch
         template: Draw = self._runner.requests[batch.req_ids[index]].sampling_params.extra_args[DRAW]
         length = int(batch.num_tokens_no_spec[index])
         # Only penalties read the tokens; all else needs their number.
         history: Sequence[int] = (
-            batch.token_ids_cpu[index, :length].tolist() if has_penalties(template) else range(length)
+            batch.token_ids_cpu[index, :length].tolist() if self._has_penalties(template) else range(length)
         )
         return replace(template, history=history, draft_tokens=tuple(batch.spec_token_ids[index]))
 
@@ -122,12 +124,12 @@ def _output(count: int, sampled: dict[int, Sampled], device: torch.device) -> Sa
     # vLLM takes a column of one as tokens that were all drawn.
     width = max((len(drawn.tokens) for drawn in sampled.values()), default=1)
     width = max(width, 1 if len(sampled) == count else 2)
-    tokens = torch.full((count, width), _NO_TOKEN, dtype=torch.int32)
-    for index, drawn in sampled.items():
-        tokens[index, : len(drawn.tokens)] = torch.tensor(drawn.tokens, dtype=torch.int32)
-    return SamplerOutput(
-        sampled_token_ids=tokens.to(device), logprobs_tensors=_logprobs(count, width, sampled, device)
-    )
+    padding = (_NO_TOKEN,) * width
+    lists = [
+        (*sampled[index].tokens, *padding)[:width] if index in sampled else padding for index in range(count)
+    ]
+    tokens = torch.tensor(lists, dtype=torch.int32, device=device)
+    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=_logprobs(count, width, sampled, device))
 
 
 def _logprobs(
@@ -142,11 +144,11 @@ def _logprobs(
     if not entries:
         return None
     top = max(len(position.top) for position in entries.values())
-    ids = torch.zeros((count * width, 1 + top), dtype=torch.int32)
-    values = torch.zeros((count * width, 1 + top), dtype=torch.float32)
+    ids = np.zeros((count * width, 1 + top), dtype=np.int32)
+    values = np.zeros((count * width, 1 + top), dtype=np.float32)
     for row, position in entries.items():
-        values[row, 0] = position.logprob
-        for column, (token, logprob) in enumerate(position.top, 1):
-            ids[row, column], values[row, column] = token, logprob
-    ranks = torch.zeros(count * width, dtype=torch.int32)
-    return LogprobsTensors(ids.to(device), values.to(device), ranks.to(device))
+        end = 1 + len(position.top)
+        ids[row, 1:end] = [token for token, _ in position.top]
+        values[row, :end] = [position.logprob, *(logprob for _, logprob in position.top)]
+    ranks = np.zeros(count * width, dtype=np.int32)
+    return LogprobsTensors(*(torch.from_numpy(array).to(device) for array in (ids, values, ranks)))
