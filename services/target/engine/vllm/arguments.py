@@ -74,6 +74,10 @@ def engine_arguments(
         raise ValueError(
             "vllm_args.data_parallel_size: must be 1; start one target replica for each rank of data instead"
         )
+    if given.get("pipeline_parallel_size", 1) != 1:
+        raise ValueError(
+            "vllm_args.pipeline_parallel_size: must be 1; vLLM's runner verifies no draft tokens over stages"
+        )
     overrides = given.get("hf_overrides", {})
     if not isinstance(overrides, dict):
         raise ValueError(f"vllm_args.hf_overrides: must be an object, got {overrides!r}")  # noqa: TRY004

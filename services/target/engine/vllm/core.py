@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from galley.common.logs import get_logger
@@ -36,6 +37,7 @@ from services.target.engine.vllm.protocol import (
 from services.target.settings import TargetSettings
 
 _LOG = get_logger(__name__)
+_LOST = "the engine core of vLLM has failed"
 _USED = {
     "core": ("step", "preprocess_add_request", "add_request", "abort_requests", "collective_rpc", "shutdown"),
     "scheduler": ("requests", "running", "waiting", "kv_holding_waiting", "max_num_running_reqs"),
@@ -56,7 +58,7 @@ class VllmCore:
         self._scheduler = core.scheduler
         self._requests: dict[str, Any] = {}
         self._draws: dict[str, Draw] = {}
-        self._lost: CoreLost | None = None
+        self._is_lost = Lock()  # held for good once the core has failed
         self._stored, self._removed = kv_events.BlockStored, kv_events.BlockRemoved
 
     @property
@@ -84,22 +86,22 @@ class VllmCore:
 
     def step(self, drafts: Mapping[str, tuple[int, ...]]) -> dict[str, SequenceStep]:
         """Run one step. Raise CoreLost if it fails, and then always: vLLM's state is undefined after that."""
-        if self._lost is not None:
-            raise self._lost
+        if self._is_lost.locked():
+            raise CoreLost(_LOST)
         self._scheduler.drafts = drafts
         try:
             outputs, _ = self._core.step()
         except Exception as error:
-            raise self.lose() from error
+            self.lose(error)
+            raise CoreLost(_LOST) from error
         drawn = {output.request_id: output for output in outputs[0].outputs} if 0 in outputs else {}
         return {name: self._step_of(name, drawn.get(name)) for name in drafts}
 
-    def lose(self) -> CoreLost:
-        """Make every further step raise the returned error."""
-        if self._lost is None:
-            self._lost = CoreLost("the engine core of vLLM has failed")
+    def lose(self, cause: BaseException | None = None) -> None:
+        """Make every further step raise CoreLost; `cause` is None if a rank was lost."""
+        if self._is_lost.acquire(blocking=False):
+            _LOG.error("engine core failed", error="a rank was lost" if cause is None else repr(cause))
             self.on_loss()
-        return self._lost
 
     def _step_of(self, name: str, output: Any) -> SequenceStep:
         request = self._requests[name]
@@ -227,16 +229,16 @@ def start(settings: TargetSettings, directory: Path, given: Mapping[str, object]
 
     check_version(vllm.__version__)
     refuse_unknown(given, frozenset(field.name for field in fields(EngineArgs)))
-    kind = settings.device.partition(":")[0]
-    if kind != current_platform.device_type:
-        raise ValueError(
-            f"device: must be {current_platform.device_type} with this build of vLLM, got {settings.device}"
-        )
+    kind = current_platform.device_type
+    if settings.device != kind:
+        hint = "; choose the GPU by CUDA_VISIBLE_DEVICES" if settings.device.startswith(kind) else ""
+        raise ValueError(f"device: must be {kind} with this build of vLLM, got {settings.device}{hint}")
     arguments = {"dtype": _dtype(settings)} | engine_arguments(settings, directory, given)
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     lost: list[Callable[[], object]] = []
     with _without_llvmlite():
         config = EngineArgs(**arguments, kv_events_config=events).create_engine_config()
+        _refuse_recurrent(config.model_config)
         core = EngineCore(
             config,
             Executor.get_class(config),
@@ -253,6 +255,15 @@ def start(settings: TargetSettings, directory: Path, given: Mapping[str, object]
         raise
     lost.append(made.lose)
     return made
+
+
+def _refuse_recurrent(model: Any) -> None:
+    """Raise UnsupportedModel for a recurrent state: in a pause vLLM forgets the draft tokens in it."""
+    if model.is_hybrid or model.is_attention_free:
+        raise UnsupportedModel(
+            f"{model.hf_config.model_type}: must keep no recurrent state (Mamba, linear attention); after "
+            "accepted draft tokens vLLM loses its place when a sequence pauses"
+        )
 
 
 def _dtype(settings: TargetSettings) -> str:

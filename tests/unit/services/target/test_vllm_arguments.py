@@ -44,6 +44,7 @@ def test_what_galley_sets_is_refused_by_name(name: str) -> None:
     ("given", "message"),
     [
         ({"data_parallel_size": 2}, r"^vllm_args\.data_parallel_size: must be 1"),
+        ({"pipeline_parallel_size": 2}, r"^vllm_args\.pipeline_parallel_size: must be 1"),
         ({"hf_overrides": "float32"}, r"^vllm_args\.hf_overrides: must be an object, got 'float32'$"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import pytest
@@ -16,8 +16,17 @@ from services.target.engine.vllm.probe import probe
 from services.target.engine.vllm.protocol import CoreFacts, NewSequence, SequenceStep
 
 Defect = Literal[
-    "", "accepts none", "accepts all", "goes on", "rounds by rows", "rounds by company", "no logits"
+    "",
+    "accepts none",
+    "accepts all",
+    "goes on",
+    "rounds by rows",
+    "rounds by company",
+    "no logits",
+    "near tie",
+    "forgets in a pause",
 ]
+NEAR_TIE = 42  # the position at which draft rows change the token
 INFO = EngineInfo(
     model="m",
     tokenizer_hash="",
@@ -54,6 +63,9 @@ class FakeCore:
             del self.records[name]
 
     def step(self, drafts: Mapping[str, tuple[int, ...]]) -> dict[str, SequenceStep]:
+        if not drafts and self.defect == "forgets in a pause":
+            for record in self.records.values():
+                record.pop()
         return {name: self._step(name, tokens, len(drafts)) for name, tokens in drafts.items()}
 
     def _step(self, name: str, drafts: tuple[int, ...], company: int) -> SequenceStep:
@@ -74,6 +86,8 @@ class FakeCore:
         for index in range(len(drafts) + 1):
             known = [*record, *drawn]
             drawn.append((sum(known) * 31 + len(known)) % self.info.vocab_size)
+            if self.defect == "near tie" and drafts and len(known) == NEAR_TIE:
+                drawn[-1] ^= 1
             if index == len(drafts) or self.defect == "accepts none":
                 break
             if drawn[-1] != drafts[index] and self.defect != "goes on":
@@ -95,6 +109,17 @@ def test_a_right_core_is_deterministic_and_nothing_is_left() -> None:
     assert probe(core).bits == probe(FakeCore()).bits
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 128])
+@pytest.mark.parametrize("window", [16, 40, 56, 60, 128])
+def test_neither_the_most_draft_tokens_nor_the_window_changes_what_is_found(most: int, window: int) -> None:
+    assert probe(FakeCore(info=replace(INFO, context_window=window), max_draft_tokens=most)).deterministic
+
+
+def test_a_near_tie_keeps_no_replica_from_serving() -> None:
+    for most in (1, 2, 3):
+        assert probe(FakeCore("near tie", max_draft_tokens=most)).bits == probe(FakeCore()).bits
+
+
 @pytest.mark.parametrize("defect", ["rounds by rows", "rounds by company"])
 def test_bits_that_depend_on_a_step_are_reported(defect: Defect) -> None:
     assert not probe(FakeCore(defect)).deterministic
@@ -106,6 +131,7 @@ def test_bits_that_depend_on_a_step_are_reported(defect: Defect) -> None:
         ("accepts none", "must accept draft tokens that it would draw itself"),
         ("accepts all", "must refuse draft tokens that it would not draw itself"),
         ("goes on", "must end a draw at the first draft token that differs"),
+        ("forgets in a pause", "must draw the same after a pause"),
         ("no logits", "must give logits for the probe's prompt"),
     ],
 )

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from services.target.engine.vllm.core import VllmCore
 
 # vLLM and what it imports warn of their own affairs, such as torch's deprecations.
-MARKS = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+# A start takes minutes on a busy machine, in which each rank imports vLLM.
+MARKS = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 BLOCK_TOKENS = 32
 StartCore: TypeAlias = "Callable[..., VllmCore]"
 

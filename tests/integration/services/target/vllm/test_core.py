@@ -58,7 +58,6 @@ def test_tokens_do_not_depend_on_drafts(core: VllmCore, reference: Reference) ->
         ours, theirs = made["logprobs"].logprobs, wanted["logprobs"].logprobs
         for own, other in zip(ours, theirs, strict=True):
             assert own.logprob == pytest.approx(other.logprob, abs=1e-3)
-            assert [token for token, _ in own.top] == [token for token, _ in other.top]
             assert [value for _, value in own.top] == pytest.approx(
                 [value for _, value in other.top], abs=1e-3
             )

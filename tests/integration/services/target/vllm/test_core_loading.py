@@ -52,6 +52,7 @@ def test_a_loaded_core_is_probed_and_names_its_build(poisoned_dir: Path) -> None
         ({"dtpye": "float32"}, {}, r"^vllm_args\.dtpye: must be an argument of vLLM's engine"),
         ({"speculative_config": {}}, {}, r"^vllm_args\.speculative_config: must not be set"),
         ({}, {"device": "cuda:0"}, r"^device: must be cpu with this build of vLLM, got cuda:0$"),
+        ({}, {"device": "cpu:1"}, r"^device: must be cpu .*, got cpu:1; choose the GPU by CUDA_VISIBLE"),
     ],
 )
 def test_what_vllm_could_not_serve_is_refused_before_it_starts(
