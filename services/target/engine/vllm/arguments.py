@@ -29,6 +29,7 @@ _OWN = {
     "async_scheduling": "Galley's drafts, which may arrive until a step begins",
     "kv_events_config": "the report of cached prefixes",
     "runner": "a causal language model",
+    "generation_config": "the sampling parameters of each request",
     "skip_tokenizer_init": "the gateway, which alone tokenizes",
 }
 # Read by vLLM when it is imported.

@@ -118,7 +118,8 @@ class VllmCore:
         if output is not None and output.new_token_ids:
             return Sampled(tuple(output.new_token_ids), self._logprobs(name, output.new_logprobs))
         if request.is_finished():
-            return Broken(f"sequence: must have fewer than {self.info.context_window} tokens")
+            most = self.info.context_window - 1
+            return Broken(f"sequence: must have at most {most} tokens, got {request.num_tokens}")
         if name not in self._scheduler.scheduled or request.is_prefill_chunk:
             return None
         return self._without_maximum(name, request)

@@ -29,10 +29,10 @@ def load_core(settings: TargetSettings, given: Mapping[str, object]) -> VllmCore
     directory = resolve_model(settings.model, _refuse_code)
     core = start(settings, directory, given)
     try:
-        found = probe(core)
+        result = probe(core)
         core.reset_prefix_cache()
         core.facts()  # drops the probe's events
-        _name_build(core, directory, given, found)
+        _name_build(core, directory, given, result)
     except BaseException:
         core.close()
         raise
@@ -46,7 +46,7 @@ def _refuse_code(config: dict[str, Any]) -> None:
         raise UnsupportedModel(f"{config.get('model_type') or 'the model'}: {reason}")
 
 
-def _name_build(core: VllmCore, directory: Path, given: Mapping[str, object], found: Probe) -> None:
+def _name_build(core: VllmCore, directory: Path, given: Mapping[str, object], result: Probe) -> None:
     import torch  # noqa: PLC0415
     import vllm  # noqa: PLC0415
 
@@ -62,10 +62,10 @@ def _name_build(core: VllmCore, directory: Path, given: Mapping[str, object], fo
         "ranks": core.info.ranks,
         "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", ""),
     }
-    build = hash_build(facts, directory, found.bits)
+    build = hash_build(facts, directory, result.bits)
     core.info = replace(
         core.info,
         fingerprint=build.fingerprint,
         weights_digest=build.weights_digest,
-        deterministic=found.deterministic,
+        deterministic=result.deterministic,
     )

@@ -34,7 +34,10 @@ def test_the_head_is_float32_unless_another_is_given() -> None:
     assert arguments(hf_overrides={"head_dtype": "model"})["hf_overrides"] == {"head_dtype": "model"}
 
 
-@pytest.mark.parametrize("name", ["model", "scheduler_cls", "speculative_config", "worker_extension_cls"])
+@pytest.mark.parametrize(
+    "name",
+    ["generation_config", "model", "runner", "scheduler_cls", "speculative_config", "worker_extension_cls"],
+)
 def test_what_galley_sets_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^vllm_args\.{name}: must not be set"):
         arguments(**{name: "other"})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from galley.core.sampling_params import SamplingParams
 from galley.core.step import Sampled
 from tests.fakes.core_runs import Reference, continue_all, right_tokens, sequence_of, spoiled_tokens
 from tests.fakes.tiny_model import POISON
@@ -43,8 +44,9 @@ def test_the_blocks_are_those_that_sequences_can_hold(small: VllmCore) -> None:
 
 
 def test_preempted_sequences_get_the_same_tokens(small: VllmCore, reference: Reference) -> None:
-    """Four sequences of up to four blocks each share eight."""
-    sequences = [replace(sequence_of(str(i), prompt(50 + i, i)), arrival_ns=i) for i in range(4)]
+    """Four sequences of up to four blocks each share eight; penalties read a worker's own record."""
+    penalized = SamplingParams(0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.4)
+    sequences = [replace(sequence_of(str(i), prompt(50 + i, i), penalized), arrival_ns=i) for i in range(4)]
     truths = {one.id: reference.continue_(one.draw, 70).tokens for one in sequences}
     made = continue_all(small, sequences, 70, spoiled_tokens, truths)
     assert {name: run.tokens for name, run in made.items()} == truths
