@@ -19,11 +19,13 @@ from galley.engine.load.module import load_config, parse_dtype
 from galley.engine.model import CausalModel
 from services.target.engine.paged.engine import PagedEngine
 from services.target.engine.paged.loading import kv_blocks
+from services.target.engine.vllm import loading as vllm_loading
 from services.target.loading import load_engine
 from services.target.ranks.rank import device_environment
 from services.target.servicer import add_target
 from services.target.settings import TargetSettings
 from tests.fakes.engine import KnownEngine
+from tests.fakes.stepped_core import StubCore
 from tests.fakes.tiny_model import CONTEXT, random_llama, save
 
 
@@ -77,6 +79,14 @@ async def test_steps_that_do_not_fit_into_memory_are_refused_at_the_start(tiny: 
     engine.measure.side_effect = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     with pytest.raises(OutOfMemory, match="--kv-memory-mb"):
         await add_target(grpc.aio.server(), Parts(), engine, settings(tiny))
+
+
+def test_the_engine_is_the_one_that_the_settings_name(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = StubCore()
+    monkeypatch.setattr(vllm_loading, "load_core", lambda _, given: core if given == {"seed": 1} else None)
+    engine = load_engine(settings(tiny, engine="vllm", vllm_args='{"seed": 1}'))
+    assert engine.info is core.info
+    assert load_engine(settings(tiny)).info.fingerprint != core.info.fingerprint
 
 
 def test_other_errors_of_loading_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 
@@ -48,6 +49,21 @@ def test_tokens_that_the_engine_finds_cached_count_as_reused(bench: Bench) -> No
     (answer,) = bench.scheduler.take_responses()
     assert (answer.request_id, result_of(answer).kv_reused) == (item, 8)
     assert bench.scheduler.counts.reused_tokens == 8
+
+
+def test_a_plan_refers_to_a_long_prompt_instead_of_copying_it() -> None:
+    long = [i % IDS for i in range(100_000)]
+    bench = Bench(blocks=64, block_tokens=4096, divides=random.Random(1))
+    bench.submit(request(long, max_position=len(long) + 9))
+    bench.scheduler.conclude(bench.begin(), [Computed(50_000)], bench.now)
+    tracemalloc.start()
+    try:
+        (chunk,) = bench.begin().chunks
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 50_000, "a copy takes 8 bytes a token"
+    assert (len(chunk.tokens), list(chunk.tokens)) == (50_000, long[50_000:])
 
 
 def test_the_next_step_begins_where_the_engine_stopped(bench: Bench) -> None:
