@@ -282,6 +282,10 @@ class FuzzWorld(ABC):
         if session.item == item:
             session.item, session.request = None, None
 
+    def fed_rows(self, plan: StepPlan) -> int:
+        """Return how many rows the engine fed in the step that it has just run."""
+        return plan.rows
+
     def _plan(self) -> None:
         planned = self._scheduler.plan(self._now)
         if isinstance(planned, Linger):
@@ -302,7 +306,8 @@ class FuzzWorld(ABC):
                 self.run(plan)
             self._scheduler.fail(plan, ServerFault("a pass that came to nothing"))
             return
-        self._scheduler.conclude(plan, self.run(plan), self._now)
+        done = self._scheduler.conclude(plan, self.run(plan), self._now)
+        assert done.rows == self.fed_rows(plan)
 
     def _take_answers(self) -> None:
         for answer in self._scheduler.take_responses():

@@ -85,7 +85,11 @@ class VllmWorld(FuzzWorld):
         )
 
     def run(self, plan: StepPlan) -> Sequence[StepOutcome]:
+        self._rows_before = self.core.rows
         return self.target.run(plan)
+
+    def fed_rows(self, plan: StepPlan) -> int:  # vLLM plans itself
+        return self.core.rows - self._rows_before
 
     def fresh(self, draw: Draw) -> StepOutcome:
         return stub_outcome(draw)

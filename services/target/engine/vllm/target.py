@@ -55,7 +55,7 @@ class VllmTarget(Scheduler):
         self.times = times
         self._core = core
         self._is_lost = False
-        self._orders: Orders  # of the step in progress
+        self._orders = Orders((), (), {})  # of the step in progress, or of the last one
         self._done: tuple[list[SequenceStep], CoreFacts] | None = None  # what it has done, chunk by chunk
 
     def submit(self, message: VerifyRequest, now: int) -> int:
@@ -111,6 +111,11 @@ class VllmTarget(Scheduler):
         super().fail(plan, error)
         if self._is_lost:
             self.abandon(Unavailable("the engine core has failed"))
+
+    def abandon(self, error: GalleyError) -> None:
+        """End all requests, with their sequences; those too that a step was to end that has never run."""
+        self._sessions.undo(self._orders, ())
+        super().abandon(error)
 
 
 def _outcome(step: SequenceStep) -> StepOutcome:

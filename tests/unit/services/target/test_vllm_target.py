@@ -128,6 +128,16 @@ def test_a_sequence_that_samples_otherwise_reads_its_tokens_again(bench: VllmBen
     assert (counts.prompt_tokens, counts.reused_tokens) == (len(PROMPT), 0)
 
 
+def test_a_plan_that_never_runs_leaves_no_sequence_behind(bench: VllmBench) -> None:
+    answer(bench, request(PROMPT))
+    bench.submit(request([*PROMPT, TRUE[0]], start=8, min_tokens=5))
+    bench.begin()  # it is to end the sequence
+    bench.target.abandon(Unavailable("a fault before the step"))
+    bench.target.take_responses()
+    answer(bench, request(PROMPT[::-1], session="other"))
+    assert len(bench.core.ids) == 1
+
+
 def test_a_long_prompt_is_divided_over_steps_and_draws_once() -> None:
     bench = VllmBench(max_rows=4)
     item = bench.submit(request(PROMPT, draft_tokens=tuple(TRUE[:2])))
