@@ -78,6 +78,15 @@ class DeploySettings(TargetSettings):
         return self
 
     @model_validator(mode="after")
+    def _serves_paged(self) -> Self:
+        if self.engine != "paged":
+            raise ValueError(
+                f"--engine: must be paged on Ray Serve, got {self.engine}; `galley target` places ranks of "
+                'vLLM on Ray with --vllm-args \'{"distributed_executor_backend": "ray"}\''
+            )
+        return self
+
+    @model_validator(mode="after")
     def _scales_up(self) -> Self:
         if 0 < self.max_replicas < self.replicas:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
 
 from services.target.ray.replica import TargetReplica
@@ -29,6 +29,13 @@ class AppArgs(BaseModel):
     settings: dict[str, Any] = Field(
         default_factory=dict, description="Fields of services.target.settings.TargetSettings."
     )
+
+    @field_validator("settings")
+    @classmethod
+    def _engine_is_paged(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        if (engine := settings.get("engine", "paged")) != "paged":
+            raise ValueError(f"engine: must be paged on Ray Serve, got {engine}")
+        return settings
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:

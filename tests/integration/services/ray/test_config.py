@@ -60,6 +60,13 @@ def test_an_unknown_argument_is_refused_without_its_value() -> None:
     assert "secret" not in str(refused.value)
 
 
+def test_an_engine_with_ranks_of_its_own_is_refused() -> None:
+    with pytest.raises(ValidationError, match="engine: must be paged on Ray Serve, got vllm"):
+        ray_app.AppArgs.model_validate({"settings": {"engine": "vllm"}})
+    with pytest.raises(ValidationError, match="--engine: must be paged on Ray Serve, got vllm"):
+        DeploySettings(redis_url=SecretStr("unix:///nowhere"), engine="vllm")
+
+
 @pytest.mark.parametrize("drain", [0, 30, 600])
 def test_the_charts_pods_drain_as_long_as_serve_lets_a_replica_go(drain: int) -> None:
     variable = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
