@@ -43,9 +43,10 @@ class Orders:
 class _Session:
     """A session and its sequence `id`; [0, computed) of the sequence's `record` have KV as far as known."""
 
-    __slots__ = ("computed", "id", "message", "prefix", "record", "rules")
+    __slots__ = ("computed", "expected", "id", "prefix", "record", "rules")
 
     def __init__(self) -> None:
+        self.expected: tuple[object, ...] = ()  # the rules of its next request
         self.begin("", ())
 
     def begin(self, name: str, tokens: Sequence[int]) -> None:
@@ -55,7 +56,6 @@ class _Session:
         self.computed = 0
         self.prefix = PrefixHasher()
         self.rules: tuple[object, ...] = ()  # empty: vLLM does not know the sequence
-        self.message: VerifyRequest | None = None  # the one that `rules` were last compared with
 
 
 def _rules(message: VerifyRequest) -> tuple[object, ...]:
@@ -129,18 +129,24 @@ class VllmSessions:
         session = self._session(key) or _Session()
         return look_up(session.record, start, tokens, prefix_hash, session.prefix)
 
+    def expect(self, message: VerifyRequest) -> None:
+        """Note the rules of a session's next request, which `open` compares."""
+        session = self._session(message.key)
+        if session is not None:
+            session.expected = _rules(message)
+
     def open(self, key: SessionKey, arrival: int, tokens: Sequence[int], priority: int = 0) -> int:  # noqa: ARG002  # each request brings the same
         """Make the session live for these confirmed tokens; return how many have KV. Raise Overloaded.
 
-        A sequence with another record is replaced. What the prefix cache has for it is known only once vLLM
-        has begun it.
+        A sequence with another record or other rules is replaced. What the prefix cache has for the new one
+        is known only once vLLM has begun it.
         """
         session = self._idle.pop(key, None) or self._live.get(key)
         if session is None:
             self._make_place()
             session = _Session()
         self._live[key] = session
-        if session.record != list(tokens):
+        if session.record != list(tokens) or session.rules != session.expected:
             self._begin(session, tokens)
         return session.computed
 
@@ -159,7 +165,6 @@ class VllmSessions:
     def make_idle(self, key: SessionKey) -> None:
         session = self._live.pop(key, None)
         if session is not None:
-            session.message = None  # so that its tokens are not kept
             self._idle[key] = session
 
     def clear(self) -> None:
@@ -207,15 +212,9 @@ class VllmSessions:
 
     def _continue(self, session: _Session, message: VerifyRequest, draw: Draw) -> NewSequence | None:
         """Return a new sequence, or None if the session's goes on. Its record is `draw.history`."""
-        if session.message is message:
+        if session.rules:
             return None
-        rules = _rules(message)
-        goes_on = session.rules == rules
-        if session.rules and not goes_on:
-            self._begin(session, session.record)
-        session.message, session.rules = message, rules
-        if goes_on:
-            return None
+        session.rules = _rules(message)
         tokens = tuple(draw.history)
         return NewSequence(
             session.id,

@@ -59,6 +59,7 @@ class VllmTarget(Scheduler):
         self._done: tuple[list[SequenceStep], CoreFacts] | None = None  # what it has done, chunk by chunk
 
     def submit(self, message: VerifyRequest, now: int) -> int:
+        self._sessions.expect(message)
         most = self._core.max_draft_tokens
         return super().submit(replace(message, max_verified=min(message.max_verified or most, most)), now)
 

@@ -81,8 +81,12 @@ def test_a_request_of_other_rules_gets_a_new_sequence(bench: VllmBench, changed:
     known = [*PROMPT, TRUE[0]]
     answer(bench, request(known, start=len(PROMPT)))
     assert bench.core.ids == {"1"}
-    answer(bench, replace(request([*known, TRUE[1]], start=len(PROMPT)), **changed))
+    known.append(TRUE[1])
+    drafted = request(known, start=len(PROMPT), draft_tokens=tuple(TRUE[2:5]))
+    (result,) = answer(bench, replace(drafted, **changed))
     assert bench.core.ids == {"2"}
+    # It reads its prompt again, beside which vLLM verifies nothing; full blocks are cached.
+    assert (result.verified, result.kv_reused) == (0, 8)
 
 
 def test_cached_prefixes_are_found_by_sessions_of_the_same_tenant_only(bench: VllmBench) -> None:
