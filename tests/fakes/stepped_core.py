@@ -81,6 +81,7 @@ class _Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
+    copies: list[bytes] = field(default_factory=list)  # of its blocks, those that others have cached too
     has_begun: bool = False
     is_over: bool = False
 
@@ -148,7 +149,8 @@ class StubCore:
     @property
     def cached_prefixes(self) -> set[bytes]:
         """Return the blocks in the prefix cache, as `content.block_hashes` names them."""
-        return {self._chains[name] for name in self._pool.recent_hashes(self._pool.total)}
+        copies = [name for sequence in self._sequences.values() for name in sequence.copies]
+        return {self._chains[name] for name in (*self._pool.recent_hashes(self._pool.total), *copies)}
 
     def add(self, sequence: NewSequence) -> None:
         assert sequence.id not in self._sequences
@@ -263,8 +265,9 @@ class StubCore:
         for index in range(len(names), sequence.computed // size):
             parent, tokens = names[-1] if names else None, sequence.record[index * size : (index + 1) * size]
             name = next_block_hash(parent or _chain_start(sequence), tokens)
-            if self._pool.find(name) is None:
-                self._pool.events.append(StoredBlocks((name,), parent, tokens, sequence.given.salt))
+            self._pool.events.append(StoredBlocks((name,), parent, tokens, sequence.given.salt))
+            if self._pool.find(name) is not None:
+                sequence.copies.append(name)
             self._pool.register(name, sequence.blocks[index])
             prefix = sequence.record[: (index + 1) * size]
             self._chains[name] = block_hashes(bytes.fromhex(sequence.given.salt), prefix, size)[-1]
@@ -274,6 +277,8 @@ class StubCore:
         while sequence.blocks:
             self._pool.release(sequence.blocks.pop())
         sequence.names.clear()
+        self._pool.events += [DroppedBlocks((name,)) for name in sequence.copies]
+        sequence.copies.clear()
         sequence.computed = 0
 
 

@@ -41,7 +41,7 @@ def check_target(target: VllmTarget, core: StubCore) -> None:
     assert len(known) <= min(target.limits.max_sessions, core.max_sequences)
     assert kv.live_blocks + kv.free == kv.total
     assert 0 <= kv.empty <= kv.total
-    assert set(kv.cached_prefixes(kv.total)) <= core.cached_prefixes
+    assert set(kv.cached_prefixes(kv.total)) == core.cached_prefixes
 
 
 class VllmWorld(FuzzWorld):

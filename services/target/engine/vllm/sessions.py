@@ -95,7 +95,7 @@ class VllmSessions:
     @property
     def empty(self) -> int:
         """Return about how many blocks hold nothing. A sequence's last block is not in the prefix cache."""
-        cached = len(self._prefixes)
+        cached = self._prefixes.blocks
         return self.total - min(self.total, max(self._used_blocks, cached + len(self._live)))
 
     @property
@@ -168,12 +168,11 @@ class VllmSessions:
             self._idle[key] = session
 
     def clear(self) -> None:
-        """Forget all sessions; the next step ends their sequences."""
+        """Forget all sessions; the next step ends their sequences. vLLM keeps its prefix cache."""
         for session in (*self._live.values(), *self._idle.values()):
             self._end(session)
         self._live.clear()
         self._idle.clear()
-        self._prefixes.clear()
 
     def orders(self, messages: Sequence[tuple[VerifyRequest, Draw]]) -> Orders:
         """Return the orders of a step of these requests, whose sessions are live."""
@@ -205,7 +204,7 @@ class VllmSessions:
         self._prefixes.record(facts.events)
 
     def undo(self, orders: Orders, keys: Sequence[SessionKey]) -> None:
-        """Let these live sessions begin anew, because a step with these orders failed at an unknown point."""
+        """Let these live sessions begin anew, because a step with these orders failed, or never ran."""
         self._ended += orders.ended
         for key in keys:
             self._begin(self._live[key], self._live[key].record)

@@ -30,7 +30,20 @@ def test_stored_blocks_have_the_hashes_that_gateways_compute(index: PrefixIndex)
 def test_dropped_blocks_are_named_no_more_and_count_once(index: PrefixIndex) -> None:
     index.record([DroppedBlocks(("c", "unknown")), DroppedBlocks(("c",))])
     assert index.recent(9) == [NAMES[1], NAMES[0]]
-    assert (len(index), index.dropped) == (2, 1)
+    assert (index.blocks, index.dropped) == (2, 1)
+
+
+def test_a_block_is_named_until_its_last_copy_is_dropped(index: PrefixIndex) -> None:
+    index.record([StoredBlocks(("b",), "a", TOKENS[4:8], ""), DroppedBlocks(("b",))])
+    assert set(index.recent(9)) == set(NAMES)
+    assert (index.blocks, index.dropped) == (3, 1)
+    index.record([DroppedBlocks(("b",))])
+    assert set(index.recent(9)) == {NAMES[0], NAMES[2]}
+
+
+def test_blocks_of_another_size_are_not_named(index: PrefixIndex) -> None:
+    index.record([StoredBlocks(("part",), "c", TOKENS[:2], "")])
+    assert index.recent(9) == NAMES[::-1]
 
 
 def test_a_chain_goes_on_only_from_a_block_that_is_cached(index: PrefixIndex) -> None:
@@ -49,4 +62,4 @@ def test_blocks_that_are_used_again_come_first(index: PrefixIndex) -> None:
 
 def test_a_cleared_cache_names_nothing(index: PrefixIndex) -> None:
     index.record([None])
-    assert (index.recent(9), len(index)) == ([], 0)
+    assert (index.recent(9), index.blocks) == ([], 0)

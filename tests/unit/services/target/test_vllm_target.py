@@ -281,6 +281,16 @@ def test_a_drained_target_ends_each_request_with_its_next_result(bench: VllmBenc
     assert bench.target.queue_depth == 0
 
 
+def test_a_step_that_never_ran_leaves_no_sequence_behind(bench: VllmBench) -> None:
+    answer(bench, request(PROMPT, session="cut", credit=5))
+    bench.submit(request([*PROMPT, TRUE[0]], session="cut"))
+    bench.begin()
+    bench.target.abandon(Unavailable("the scheduler has failed"))
+    bench.target.take_responses()
+    answer(bench, request(PROMPT, session="other"))
+    assert len(bench.core.ids) == 1
+
+
 def test_an_abandoned_target_forgets_its_sessions_and_goes_on(bench: VllmBench) -> None:
     item = bench.submit(request(PROMPT, credit=9))
     bench.step()
