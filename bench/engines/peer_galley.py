@@ -16,8 +16,7 @@ from typing import Any, TextIO
 
 from bench.engines.engine_alone import FREE_ROWS, EngineAlone, Heard
 from galley.common.config.settings import parse_settings
-from galley.common.server.process import limit_threads
-from services.target.engine.protocol import Limits, LoadedEngine
+from services.target.engine.protocol import Limits
 from services.target.loading import load_engine
 from services.target.settings import TargetSettings
 
@@ -45,17 +44,6 @@ def answer_block(engine: EngineAlone, block: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _load(settings: TargetSettings) -> LoadedEngine:
-    if settings.engine == "paged":
-        return load_engine(settings)
-    # Late: only vLLM's environment has what these import.
-    from services.target.engine.vllm.loading import load_core  # noqa: PLC0415
-    from services.target.engine.vllm.target import VllmEngine  # noqa: PLC0415
-
-    limit_threads(settings.threads)  # before torch is imported
-    return VllmEngine(load_core(settings, settings.vllm_arguments))
-
-
 def _report(answer: Heard, began_s: float) -> dict[str, Any]:
     return {
         "tokens": answer.tokens,
@@ -72,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parse_settings(TargetSettings, given, "peer_galley", "A target's engine without its service.")
     answers = _keep_standard_output()
     limits = Limits(max_draft_tokens=settings.max_draft_tokens, max_sessions=settings.max_sessions)
-    loaded = _load(settings)
+    loaded = load_engine(settings)
     engine = EngineAlone(loaded.serve(FREE_ROWS, limits))
     ready = {
         "engine": type(loaded).__name__,
