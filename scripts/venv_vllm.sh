@@ -11,8 +11,9 @@ mkdir -p "$cache"
 exec 9>"$venv.lock"
 flock 9
 
+# Compiled at once, since each start of vLLM imports thousands of modules and CI may keep Python from writing what it compiled.
 pip() { # PYTHON ARGS... Without dependencies: the locks name all that is needed. vLLM also asks for packages for images and sound.
-  PIP_DISABLE_PIP_VERSION_CHECK=1 "$1" -m pip install --quiet --no-compile --no-deps \
+  PIP_DISABLE_PIP_VERSION_CHECK=1 "$1" -m pip install --quiet --no-deps \
     ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "${@:2}"
 }
 
