@@ -97,7 +97,8 @@ class TargetSettings(ReplicaSettings):
                     "vLLM in --vllm-args"
                 )
         elif self.vllm_args:
-            raise ValueError(f"--vllm-args: must be empty with --engine {self.engine}")
+            given = self.vllm_args
+            raise ValueError(f"--vllm-args: must be empty with --engine {self.engine}, got {given:.40}")
         return self
 
     @model_validator(mode="after")

@@ -9,12 +9,12 @@ from typing import Any
 def parse_json_object(text: str) -> dict[str, Any]:
     """Return the object; an empty one for empty text. Raise ValueError, which names no flag."""
     try:
-        found = json.loads(text or "{}", object_pairs_hook=_distinct, parse_constant=_refuse_constant)
+        given = json.loads(text or "{}", object_pairs_hook=_distinct, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise ValueError(f"must be a JSON object: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(given, dict):
         raise ValueError(f"must be a JSON object, got {text:.40}")  # noqa: TRY004  # a value of a user
-    return found
+    return given
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -44,12 +44,12 @@ class Replica:
     followers: list[int]
     target: rpc.TargetAsyncStub
 
-    async def ended(self) -> int:
-        return await ended(self.process)
+    async def ended(self, soon_s: float = SOON_S) -> int:
+        return await ended(self.process, soon_s)
 
 
-async def ended(process: asyncio.subprocess.Process) -> int:
-    async with asyncio.timeout(SOON_S):
+async def ended(process: asyncio.subprocess.Process, soon_s: float = SOON_S) -> int:
+    async with asyncio.timeout(soon_s):
         return await process.wait()
 
 
