@@ -52,4 +52,3 @@ async def test_answers_are_the_same_with_and_without_speculation(vllm_python: st
             assert len(off.tokens) == COUNT
             if not temperature:
                 assert list(off.tokens) == greedy(model, PROMPT, COUNT)
-                assert drafted.speculation.accepted > 0
