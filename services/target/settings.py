@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,6 +15,9 @@ from galley.common.models.files import DEFAULT_MODEL
 from galley.common.registry.registration import ReplicaSettings
 from galley.common.server.process import report_memory
 from galley.common.sockets import host_and_port
+
+MAX_ADAPTERS = 64
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 
 
 class TargetSettings(ReplicaSettings):
@@ -29,6 +34,11 @@ class TargetSettings(ReplicaSettings):
         default="",
         description="With --engine vllm: arguments of vLLM's engine, as a JSON object such as "
         '{"quantization": "fp8"}.',
+    )
+    lora_adapters: str = Field(
+        default="",
+        description="With --engine vllm: LoRA adapters that requests may choose, NAME=DIRECTORY, "
+        "comma-separated. Empty: none.",
     )
     max_sessions: int = Field(
         default=64, ge=1, le=65536, description="Most sessions whose KV is kept; idle ones are evicted first."
@@ -75,13 +85,22 @@ class TargetSettings(ReplicaSettings):
         """Return the object of `vllm_args`."""
         return parse_json_object(self.vllm_args)
 
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Return the directories of `lora_adapters` by name."""
+        return parse_adapters(self.lora_adapters)
+
     @model_validator(mode="after")
     def _engine_has_what_is_set(self) -> Self:
         if self.engine == "vllm":
-            try:
-                parse_json_object(self.vllm_args)
-            except ValueError as error:
-                raise ValueError(f"--vllm-args: {error}") from None
+            for flag, given, parse in (
+                ("--vllm-args", self.vllm_args, parse_json_object),
+                ("--lora-adapters", self.lora_adapters, parse_adapters),
+            ):
+                try:
+                    parse(given)
+                except ValueError as error:
+                    raise ValueError(f"{flag}: {error}") from None
             if self.hosts > 1:
                 raise ValueError(
                     f"--hosts: must be 1 with --engine vllm, got {self.hosts}; for several hosts, let vLLM "
@@ -96,9 +115,10 @@ class TargetSettings(ReplicaSettings):
                     f"--quantization: must be none with --engine vllm, got {self.quantization}; name that of "
                     "vLLM in --vllm-args"
                 )
-        elif self.vllm_args:
-            given = self.vllm_args
-            raise ValueError(f"--vllm-args: must be empty with --engine {self.engine}, got {given:.40}")
+        else:
+            for flag, given in (("--vllm-args", self.vllm_args), ("--lora-adapters", self.lora_adapters)):
+                if given:
+                    raise ValueError(f"{flag}: must be empty with --engine {self.engine}, got {given:.40}")
         return self
 
     @model_validator(mode="after")
@@ -127,3 +147,20 @@ def memory_reported(settings: TargetSettings) -> AbstractContextManager[None]:
     """Raise OutOfMemory, in one line with the remedy, if the model and its KV pool do not fit into memory."""
     what = f"model: {settings.model} and a KV pool of {settings.kv_memory_mb} MiB"
     return report_memory(what, "lower --kv-memory-mb, or serve a smaller model or --dtype bfloat16")
+
+
+def parse_adapters(text: str) -> dict[str, Path]:
+    """Return the directories of `NAME=DIRECTORY, ...` by name. Raise ValueError."""
+    found: dict[str, Path] = {}
+    for entry in filter(None, map(str.strip, text.split(","))):
+        name, is_given, directory = entry.partition("=")
+        if not is_given or not directory:
+            raise ValueError(f"must be NAME=DIRECTORY, got {entry!r}")
+        if not _ADAPTER_NAME.fullmatch(name):
+            raise ValueError(f"names must be 1 to 128 letters, digits and _ . / -, got {name!r}")
+        if name in found:
+            raise ValueError(f"names must differ, got {name!r} twice")
+        found[name] = Path(directory)
+    if len(found) > MAX_ADAPTERS:
+        raise ValueError(f"must have at most {MAX_ADAPTERS} entries, got {len(found)}")
+    return found

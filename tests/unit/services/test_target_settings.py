@@ -17,6 +17,8 @@ def parse(*argv: str) -> TargetSettings:
     [
         (["--engine=sglang"], "GALLEY_TARGET_ENGINE): Input should be 'paged' or 'vllm'"),
         (["--vllm-args={}"], "--vllm-args: must be empty with --engine paged"),
+        (["--lora-adapters=sql=/a"], "--lora-adapters: must be empty with --engine paged, got sql=/a"),
+        (["--engine=vllm", "--lora-adapters=sql"], "--lora-adapters: must be NAME=DIRECTORY, got 'sql'"),
         (["--engine=vllm", "--vllm-args={"], "--vllm-args: must be a JSON object: Expecting property name"),
         (["--engine=vllm", "--vllm-args=[1]"], "--vllm-args: must be a JSON object, got [1]"),
         (["--engine=vllm", '--vllm-args={"seed": NaN}'], "of finite numbers, got NaN"),

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from galley.core.errors import UnsupportedModel
+from services.target.engine.vllm.adapters import NO_ADAPTERS, Adapters
 from services.target.settings import TargetSettings
 
 _PACKAGE = "services.target.engine.vllm"
@@ -30,6 +31,9 @@ _OWN = {
     "kv_events_config": "the report of cached prefixes",
     "runner": "a causal language model",
     "generation_config": "the sampling parameters of each request",
+    "enable_lora": "--lora-adapters",
+    "max_loras": "--lora-adapters",
+    "max_lora_rank": "--lora-adapters",
     "skip_tokenizer_init": "the gateway, which alone tokenizes",
 }
 # Read by vLLM when it is imported.
@@ -65,7 +69,7 @@ def _range() -> str:
 
 
 def engine_arguments(
-    settings: TargetSettings, directory: Path, given: Mapping[str, object]
+    settings: TargetSettings, directory: Path, given: Mapping[str, object], adapters: Adapters = NO_ADAPTERS
 ) -> dict[str, object]:
     """Return the arguments of vLLM's `EngineArgs`. Raise ValueError for one that Galley must set itself."""
     for name in given:
@@ -83,20 +87,23 @@ def engine_arguments(
     if not isinstance(overrides, dict):
         raise ValueError(f"vllm_args.hf_overrides: must be an object, got {overrides!r}")  # noqa: TRY004
     return {
-        **_from_settings(settings),
+        **_from_settings(settings, adapters),
         **given,
         # Most of what a bfloat16 token depends on the rows beside it comes from the head.
         "hf_overrides": {"head_dtype": "float32", **overrides},
         **_galleys_own(settings, directory),
+        **adapters.arguments(),
     }
 
 
-def _from_settings(settings: TargetSettings) -> dict[str, object]:
+def _from_settings(settings: TargetSettings, adapters: Adapters) -> dict[str, object]:
+    # With adapters vLLM demands that all sequences can draw in one step, with all draft tokens.
+    rows = 1 + _draft_tokens(settings) if adapters.directories else 1
     return {
         "kv_cache_memory_bytes": settings.kv_memory_mb * 2**20,
         "max_model_len": -1,  # reduced to what the KV pool holds
         "max_num_seqs": settings.max_sessions,
-        "max_num_batched_tokens": max(settings.max_rows, settings.max_sessions),
+        "max_num_batched_tokens": max(settings.max_rows, settings.max_sessions * rows),
         "tensor_parallel_size": settings.tensor_parallel,
         "load_format": "safetensors",  # a pickle can run code
         # torch.compile needs a compiler on the CPU, which images do not have.
@@ -106,7 +113,7 @@ def _from_settings(settings: TargetSettings) -> dict[str, object]:
 
 
 def _galleys_own(settings: TargetSettings, directory: Path) -> dict[str, object]:
-    drafts = min(max(1, settings.max_draft_tokens), _MAX_DRAFT_TOKENS)
+    drafts = _draft_tokens(settings)
     return {
         "model": str(directory),
         "tokenizer": str(directory),
@@ -125,6 +132,10 @@ def _galleys_own(settings: TargetSettings, directory: Path) -> dict[str, object]
             "num_speculative_tokens_per_batch_size": [(1, 1, drafts)],
         },
     }
+
+
+def _draft_tokens(settings: TargetSettings) -> int:
+    return min(max(1, settings.max_draft_tokens), _MAX_DRAFT_TOKENS)
 
 
 def refuse_unknown(given: Mapping[str, object], known: frozenset[str]) -> None:

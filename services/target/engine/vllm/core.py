@@ -20,6 +20,7 @@ from galley.core.errors import Broken, GalleyError, UnsupportedModel
 from galley.core.records import PositionLogprobs
 from galley.core.step import Draw, Sampled
 from services.target.engine.protocol import EngineInfo
+from services.target.engine.vllm.adapters import NO_ADAPTERS, Adapters
 from services.target.engine.vllm.arguments import (
     check_version,
     engine_arguments,
@@ -48,7 +49,10 @@ _USED = {
 class VllmCore:
     """A `SteppedCore`. `on_loss` is called once, from any thread, when the core or a rank has failed."""
 
-    def __init__(self, core: Any, info: EngineInfo, max_draft_tokens: int) -> None:
+    def __init__(
+        self, core: Any, info: EngineInfo, max_draft_tokens: int, adapters: Mapping[str, Any]
+    ) -> None:
+        """Take vLLM's core, and what it calls the adapters by name."""
         from vllm.distributed import kv_events  # noqa: PLC0415  # vLLM is optional, and slow to import
 
         self.info = info
@@ -59,6 +63,7 @@ class VllmCore:
         self._requests: dict[str, Any] = {}
         self._draws: dict[str, Draw] = {}
         self._is_lost = Lock()  # held for good once the core has failed
+        self._adapters = adapters
         self._stored, self._removed = kv_events.BlockStored, kv_events.BlockRemoved
 
     @property
@@ -72,7 +77,9 @@ class VllmCore:
 
     def add(self, sequence: NewSequence) -> None:
         """Add a sequence; it takes part in the steps that name it."""
-        request, wave = self._core.preprocess_add_request(_vllm_request(sequence, self.info.context_window))
+        adapter = self._adapters[sequence.lora] if sequence.lora else None
+        made = _vllm_request(sequence, self.info.context_window, adapter)
+        request, wave = self._core.preprocess_add_request(made)
         self._core.add_request(request, wave)
         self._requests[sequence.id] = request
         self._draws[sequence.id] = sequence.draw
@@ -178,7 +185,7 @@ def _salt(event: Any) -> str:
     return str(keys[-1]) if len(keys) > (event.lora_name is not None) else ""
 
 
-def _vllm_request(sequence: NewSequence, max_tokens: int) -> Any:
+def _vllm_request(sequence: NewSequence, max_tokens: int, adapter: Any) -> Any:
     from vllm import SamplingParams  # noqa: PLC0415
     from vllm.v1.engine import EngineCoreRequest  # noqa: PLC0415
 
@@ -207,14 +214,19 @@ def _vllm_request(sequence: NewSequence, max_tokens: int) -> Any:
         ),
         pooling_params=None,
         arrival_time=float(sequence.arrival_ns),
-        lora_request=None,
+        lora_request=adapter,
         cache_salt=sequence.salt or None,
         data_parallel_rank=None,
         priority=-sequence.priority,
     )
 
 
-def start(settings: TargetSettings, directory: Path, given: Mapping[str, object]) -> VllmCore:
+def start(
+    settings: TargetSettings,
+    directory: Path,
+    given: Mapping[str, object],
+    adapters: Adapters = NO_ADAPTERS,
+) -> VllmCore:
     """Start vLLM with the model in `directory`, not yet probed; blocks for seconds to minutes.
 
     `given` are the arguments of `--vllm-args`. Raise UnsupportedModel for a version or a model that cannot be
@@ -234,7 +246,7 @@ def start(settings: TargetSettings, directory: Path, given: Mapping[str, object]
     if settings.device != kind:
         hint = "; choose the GPU by CUDA_VISIBLE_DEVICES" if settings.device.startswith(kind) else ""
         raise ValueError(f"device: must be {kind} with this build of vLLM, got {settings.device}{hint}")
-    arguments = {"dtype": _dtype(settings)} | engine_arguments(settings, directory, given)
+    arguments = {"dtype": _dtype(settings)} | engine_arguments(settings, directory, given, adapters)
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     lost: list[Callable[[], object]] = []
     with _without_llvmlite():
@@ -248,9 +260,9 @@ def start(settings: TargetSettings, directory: Path, given: Mapping[str, object]
         )
     try:
         _install(core)
-        made = VllmCore(
-            core, _info(core, directory, settings), config.speculative_config.num_speculative_tokens
-        )
+        info = replace(_info(core, directory, settings), lora_adapters=tuple(adapters.directories))
+        drafts = config.speculative_config.num_speculative_tokens
+        made = VllmCore(core, info, drafts, _load_adapters(core, adapters))
     except BaseException:
         core.shutdown()
         raise
@@ -299,6 +311,23 @@ def _install(core: Any) -> None:
         missing = sorted({name for names in core.collective_rpc("galley_install") for name in names})
     if missing:
         raise UnsupportedModel(f"vllm: must have {', '.join(missing)}, which this version or model lacks")
+
+
+def _load_adapters(core: Any, adapters: Adapters) -> dict[str, Any]:
+    """Load the adapters into every rank, since vLLM would do so in a step; return its name of each.
+
+    Raise UnsupportedModel.
+    """
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
+
+    loaded: dict[str, Any] = {}
+    for number, (name, directory) in enumerate(adapters.directories.items(), 1):
+        loaded[name] = LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(directory))
+        try:
+            core.add_lora(loaded[name])
+        except Exception as error:
+            raise UnsupportedModel(f"lora_adapters: {name}: {error}") from error
+    return loaded
 
 
 def _info(core: Any, directory: Path, settings: TargetSettings) -> EngineInfo:

@@ -12,6 +12,7 @@ from galley.common.logs import get_logger
 from galley.common.models.files import code_asked_for
 from galley.core.errors import UnsupportedModel
 from galley.engine.load.resolve import resolve_model
+from services.target.engine.vllm.adapters import Adapters, read_adapters
 from services.target.engine.vllm.core import VllmCore, start
 from services.target.engine.vllm.probe import Probe, probe
 from services.target.settings import TargetSettings
@@ -27,12 +28,13 @@ def load_core(settings: TargetSettings, given: Mapping[str, object]) -> VllmCore
     Raise UnsupportedModel, ValueError for an argument that cannot be used, or what vLLM raises.
     """
     directory = resolve_model(settings.model, _refuse_code)
-    core = start(settings, directory, given)
+    adapters = read_adapters(settings.adapters)
+    core = start(settings, directory, given, adapters)
     try:
         result = probe(core)
         core.reset_prefix_cache()
         core.facts()  # drops the probe's events
-        _name_build(core, directory, given, result)
+        _name_build(core, directory, given, adapters, result)
     except BaseException:
         core.close()
         raise
@@ -46,7 +48,13 @@ def _refuse_code(config: dict[str, Any]) -> None:
         raise UnsupportedModel(f"{config.get('model_type') or 'the model'}: {reason}")
 
 
-def _name_build(core: VllmCore, directory: Path, given: Mapping[str, object], result: Probe) -> None:
+def _name_build(
+    core: VllmCore,
+    directory: Path,
+    given: Mapping[str, object],
+    adapters: Adapters,
+    result: Probe,
+) -> None:
     import torch  # noqa: PLC0415
     import vllm  # noqa: PLC0415
 
@@ -61,11 +69,12 @@ def _name_build(core: VllmCore, directory: Path, given: Mapping[str, object], re
         "device": device_kind(core.info.device),
         "ranks": core.info.ranks,
         "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT", ""),
+        "adapters": adapters.digest,
     }
     build = hash_build(facts, directory, result.bits)
     core.info = replace(
         core.info,
         fingerprint=build.fingerprint,
         weights_digest=build.weights_digest,
-        deterministic=result.deterministic,
+        deterministic=result.deterministic and not adapters.directories,  # the probe uses none
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from galley.core.errors import UnsupportedModel
+from services.target.engine.vllm.adapters import Adapters
 from services.target.engine.vllm.arguments import check_version, engine_arguments, refuse_unknown
 from services.target.settings import TargetSettings
 
@@ -36,7 +37,15 @@ def test_the_head_is_float32_unless_another_is_given() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["generation_config", "model", "runner", "scheduler_cls", "speculative_config", "worker_extension_cls"],
+    [
+        "max_loras",
+        "generation_config",
+        "model",
+        "runner",
+        "scheduler_cls",
+        "speculative_config",
+        "worker_extension_cls",
+    ],
 )
 def test_what_galley_sets_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^vllm_args\.{name}: must not be set"):
@@ -54,6 +63,14 @@ def test_what_galley_sets_is_refused_by_name(name: str) -> None:
 def test_bad_values_are_refused_by_name(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         arguments(**given)
+
+
+def test_all_sequences_with_all_drafts_fit_into_a_step_with_adapters() -> None:
+    settings = TargetSettings(max_sessions=40, max_rows=256, max_draft_tokens=7)
+    adapted = engine_arguments(settings, DIRECTORY, {}, Adapters({"sql": DIRECTORY}, rank=8))
+    plain = engine_arguments(settings, DIRECTORY, {})
+    assert (plain["max_num_batched_tokens"], adapted["max_num_batched_tokens"]) == (256, 40 * 8)
+    assert (adapted["enable_lora"], adapted["max_loras"], adapted["max_lora_rank"]) == (True, 2, 8)
 
 
 def test_unknown_names_are_refused() -> None:

@@ -97,6 +97,12 @@ def test_cached_prefixes_are_found_by_sessions_of_the_same_tenant_only(bench: Vl
     assert bench.target.counts.reused_tokens == 8
 
 
+def test_vllm_gets_the_adapter_and_the_salt_of_a_request(bench: VllmBench) -> None:
+    answer(bench, request(PROMPT, salt=SALT, lora="sql"))
+    [sequence] = bench.core._sequences.values()
+    assert (sequence.given.lora, bytes.fromhex(sequence.given.salt)) == ("sql", SALT)
+
+
 def test_a_lease_names_cached_prefixes_as_gateways_do(bench: VllmBench) -> None:
     answer(bench, request(PROMPT, session="a", salt=SALT))
     answer(bench, request(PROMPT[::-1], session="b", salt=b"other"))
