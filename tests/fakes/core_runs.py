@@ -12,7 +12,7 @@ import torch
 
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
-from galley.core.step import Draw, Sampled
+from galley.core.step import Draw, Sampled, StepOutcome
 from services.target.engine.vllm.protocol import NewSequence, SequenceStep, SteppedCore
 
 MOST_DRAFT_TOKENS = 16
@@ -105,6 +105,15 @@ class Reference:
         from transformers import AutoModelForCausalLM  # noqa: PLC0415  # seconds, and not for every test
 
         self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+
+    def outcome(self, draw: Draw) -> StepOutcome:
+        """Return what one pass over the history and the draft tokens draws."""
+        from galley.engine.sampler import draw_all  # noqa: PLC0415  # numba must come after vLLM's start
+
+        tokens = torch.tensor([[*draw.history, *draw.draft_tokens]])
+        with torch.inference_mode():
+            logits = self._model(tokens).logits[0, -1 - len(draw.draft_tokens) :]
+        return draw_all(logits.float(), [draw])[0]
 
     def continue_(self, draw: Draw, count: int) -> Continued:
         """Return the next `count` tokens after `draw.history`."""
