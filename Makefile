@@ -123,7 +123,8 @@ prove-tokens: setup ## prove that tokens are those of transformers, whatever the
 prove-engine: setup ## prove that tokens and logits stay the same over 10^4 fuzzed steps of the engine
 	@$(BIN)/python -m bench.prove_engine
 
-prove-vllm: setup ## run 10,000 random schedules over a stub of vLLM's engine core; prove that every token is the model's own
+prove-vllm: setup venv-vllm ## prove that tokens on vLLM are the model's own: several ranks, the default model, 10,000 random schedules
+	@.venv-vllm/bin/python -m pytest -m "vllm and proof" tests/integration/services/target
 	@$(BIN)/python -m bench.prove_vllm
 
 prove-ray: setup ## prove that streams survive a killed rank and fewer replicas, and that no process outlives Ray's head
@@ -225,7 +226,7 @@ integration: helm clients ## run the tests of real servers and processes with ti
 vllm: setup ## run the tests that need vLLM, in .venv-vllm; they are skipped where its packages cannot be had
 	@echo "== tests with vLLM"
 	@python=.venv-vllm/bin/python; scripts/venv_vllm.sh || { [[ $$? == 3 ]] || exit 1; python=$(BIN)/python; }; \
-		"$$python" -m pytest -m vllm tests/integration/services/target
+		"$$python" -m pytest -m "vllm and not proof" tests/integration/services/target
 
 e2e: setup ## run the tests of whole stacks, with the default model, and while their parts fail
 	@echo "== end-to-end tests"

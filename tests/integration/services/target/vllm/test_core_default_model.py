@@ -11,7 +11,7 @@ from galley.core.sampling_params import SamplingParams
 from tests.fakes.core_runs import PROPOSALS, Reference, continue_all, sequence_of
 from tests.integration.services.target.vllm.conftest import MARKS, started_core
 
-pytestmark = [*MARKS, pytest.mark.model]
+pytestmark = [*MARKS, pytest.mark.model, pytest.mark.proof]
 
 COUNT = 12
 PROMPT_TOKENS = (504, 3575, 282, 4649, 314, 253, 1789, 351, 260, 2090, 28)

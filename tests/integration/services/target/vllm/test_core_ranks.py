@@ -20,7 +20,7 @@ from tests.integration.services.target.vllm.conftest import MARKS, started_core
 if TYPE_CHECKING:
     from services.target.engine.vllm.core import VllmCore
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.proof]
 
 
 @pytest.fixture(scope="module")

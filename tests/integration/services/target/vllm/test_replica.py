@@ -15,7 +15,7 @@ from tests.fakes.verify_items import generate
 from tests.integration.services.ray.test_replica import COUNT, LOST, PROMPT, SIZE, running
 from tests.integration.services.target.vllm.conftest import MARKS
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.proof]
 # vLLM waits for its other processes before it reports one that has ended.
 SOON_S = 240.0
 
