@@ -84,7 +84,7 @@ async def test_every_query_has_a_value(stack: Stack, files: Mounted, tmp_path: P
         with pytest.raises(asyncio.CancelledError):  # and nothing else
             await working
         assert not await prometheus.problems_of_rules()
-        there = await prometheus.query('{__name__=~"galley_.+|gen_ai_.+"}')
+        there = await prometheus.query('{__name__=~"galley_.+|gen_ai_.+|process_.+"}')
         assert not set(SERIES) - {series["metric"]["__name__"] for series in there}
         services = {series["metric"]["service"] for series in await prometheus.query("galley_build_info")}
         assert services == set(SERVICES)
