@@ -132,6 +132,13 @@ class FuzzWorld(ABC):
             self._carry_out()
         self._take_answers()
 
+    def play(self, steps: int, *, check_every: int = 20) -> None:
+        for step in range(steps):
+            self.step()
+            if step % check_every == 0:
+                self.check()
+        self.finish()
+
     def finish(self) -> None:
         while self._by_item or self._under_way is not None:
             for item in list(self._by_item):

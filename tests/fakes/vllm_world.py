@@ -44,6 +44,15 @@ def check_target(target: VllmTarget, core: StubCore) -> None:
     assert set(kv.cached_prefixes(kv.total)) == core.cached_prefixes
 
 
+def forget_all(target: VllmTarget, now: int) -> None:
+    """Forget all sessions and serve one more: vLLM then has its sequence alone."""
+    target.abandon(Unavailable("the end"))
+    target.submit(request([2, 3]), now)
+    plan = target.plan(now)
+    assert isinstance(plan, StepPlan)
+    target.conclude(plan, target.run(plan), now)
+
+
 class VllmWorld(FuzzWorld):
     cuts_drafts = True
 
@@ -63,12 +72,7 @@ class VllmWorld(FuzzWorld):
         check_target(self.target, self.core)
 
     def check_empty(self, keys: Sequence[SessionKey]) -> None:  # all sessions are dropped
-        """Forget all sessions and serve one more: vLLM then has its sequence alone."""
-        self.target.abandon(Unavailable("the end"))
-        self.target.submit(request([2, 3]), self._now)
-        plan = self.target.plan(self._now)
-        assert isinstance(plan, StepPlan)
-        self.target.conclude(plan, self.target.run(plan), self._now)
+        forget_all(self.target, self._now)
         assert len(self.core.ids) == 1
         self.check()
 
@@ -98,11 +102,7 @@ class VllmWorld(FuzzWorld):
 def run_schedule(seed: int) -> VllmWorld:
     """Run a random schedule to its end; raise AssertionError if an answer is wrong or anything is left."""
     world = VllmWorld(seed)
-    for step in range(STEPS):
-        world.step()
-        if step % CHECK_EVERY == 0:
-            world.check()
-    world.finish()
+    world.play(STEPS, check_every=CHECK_EVERY)
     return world
 
 

@@ -95,6 +95,18 @@ def ready_address(read_fd: int) -> str:
     raise RuntimeError("the replica did not start")
 
 
+async def serves(target: rpc.TargetAsyncStub, expected: list[int]) -> None:
+    """Verify right draft tokens, three at a time."""
+
+    def draft(tokens: list[int]) -> list[int]:
+        done = len(tokens) - len(PROMPT)
+        return expected[done : done + 3]
+
+    tokens, accepted = await generate(target, PROMPT, COUNT, draft)
+    assert tokens == expected
+    assert max(accepted) > 0
+
+
 async def test_two_ranks_serve_as_one_process_and_end_together(tiny: Path) -> None:
     expected = greedy(tiny, PROMPT, COUNT)
     async with running(tiny) as replica:
@@ -102,14 +114,7 @@ async def test_two_ranks_serve_as_one_process_and_end_together(tiny: Path) -> No
         assert info.ranks == SIZE
         assert info.deterministic
 
-        def draft(tokens: list[int]) -> list[int]:
-            done = len(tokens) - len(PROMPT)
-            return expected[done : done + 3]
-
-        tokens, accepted = await generate(replica.target, PROMPT, COUNT, draft)
-        assert tokens == expected
-        assert max(accepted) > 0
-
+        await serves(replica.target, expected)
         os.kill(replica.followers[0], signal.SIGKILL)
         # The replica ends once it notices; an earlier request gets a status.
         with suppress(grpc.aio.AioRpcError):

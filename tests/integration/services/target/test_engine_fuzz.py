@@ -25,11 +25,7 @@ def test_every_response_equals_that_of_a_fresh_run(
     small_pair: tuple[CausalModel, CausalModel], seed: int
 ) -> None:
     world = PagedWorld(*small_pair, SMALL, seed)
-    for step in range(STEPS):
-        world.step()
-        if step % 20 == 0:
-            world.check()
-    world.finish()
+    world.play(STEPS)
     counts = world.counts
     assert counts.passes > STEPS / 3
     assert counts.tokens_checked > STEPS / 2

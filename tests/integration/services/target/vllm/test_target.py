@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from galley.core.content import SessionKey, block_hashes
-from galley.core.errors import Unavailable
 from galley.core.step import Draw, StepOutcome, StepPlan
 from services.target.engine.protocol import Limits
 from services.target.engine.vllm.target import VllmEngine, VllmTarget
@@ -17,6 +16,7 @@ from tests.fakes.core_runs import Reference
 from tests.fakes.fuzz_world import TIMES, FuzzSize, FuzzWorld
 from tests.fakes.scheduler_world import request, result_of
 from tests.fakes.tiny_model import CONTEXT, POISON, STOP
+from tests.fakes.vllm_world import forget_all
 from tests.integration.services.target.vllm.conftest import BLOCK_TOKENS, MARKS, started_core
 
 if TYPE_CHECKING:
@@ -56,12 +56,7 @@ class CoreWorld(FuzzWorld):
         assert len(self.core._requests) <= self.core.max_sequences
 
     def check_empty(self, keys: Sequence[SessionKey]) -> None:  # all sessions are dropped
-        """Forget all sessions and serve one more: vLLM then has its sequence alone."""
-        self.target.abandon(Unavailable("the end"))
-        self.target.submit(request([2, 3]), self._now)
-        plan = self.target.plan(self._now)
-        assert isinstance(plan, StepPlan)
-        self.target.conclude(plan, self.target.run(plan), self._now)
+        forget_all(self.target, self._now)
         assert len(self.core._requests) == 1
         assert self.core.facts().used_blocks == 1
 
@@ -88,11 +83,7 @@ def test_every_response_of_a_random_schedule_is_the_models_own(
     emptied: VllmCore, reference: Reference, seed: int
 ) -> None:
     world = CoreWorld(emptied, reference, seed)
-    for step in range(STEPS):
-        world.step()
-        if step % 20 == 0:
-            world.check()
-    world.finish()
+    world.play(STEPS)
     counts = world.counts
     assert counts.tokens_checked > STEPS / 2
     assert counts.accepted > 0
