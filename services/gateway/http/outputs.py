@@ -171,7 +171,7 @@ class ServedModel(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
-    parent: str | None = Field(description="Of a LoRA adapter: the served model.")
+    parent: str | None = Field(description="Name of the served model, if this is a LoRA adapter.")
     max_model_len: int
     galley: dict[str, Any] = Field(description="GetModelInfo of the gRPC API.")
 
