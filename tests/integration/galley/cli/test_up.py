@@ -56,12 +56,12 @@ def _until_up(up: subprocess.Popen[str]) -> tuple[list[str], Path, list[str]]:
     raise AssertionError("".join(lines))
 
 
-def _until_traced(path: Path, services: set[str], session_id: str) -> None:
+def _until_traced(path: Path, services: set[str], session_id: str, requests: int) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         spans = [span for line in Lines(path) for span in spans_in(line.document())]
-        requests = [span for span in spans if span.is_request and span.text(names.SESSION_ID) == session_id]
-        if services <= {span.process.service for span in spans} and len(requests) == 2:
+        traced = [span for span in spans if span.is_request and span.text(names.SESSION_ID) == session_id]
+        if services <= {span.process.service for span in spans} and len(traced) == requests:
             return
         time.sleep(0.05)
     raise AssertionError(path.read_text())
@@ -90,7 +90,7 @@ def test_stack_serves_resumes_and_leaves_no_process(
     events = httpx2.get(f"{urls[1]}/sessions/{session_id}/events", timeout=60).text
     assert events.endswith("data: [DONE]\n\n")
 
-    _until_traced(traces, {"galley-gateway", "galley-target", "galley-draft"}, session_id)
+    _until_traced(traces, {"galley-gateway", "galley-target", "galley-draft"}, session_id, requests=3)
     listed = _galley(env, "trace", "--list")
     assert listed.returncode == 0, listed.stderr
     assert session_id[:8] in listed.stdout
