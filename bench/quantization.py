@@ -28,8 +28,9 @@ from bench.engine.sides import Case, OurStep
 from bench.harness import MIN_PAIRS, RESULTS, Goal, at_least, commit, machine, result_path, write_record
 from bench.loops.options import names
 from bench.paired import alternate
-from galley.bench.answers import PROMPT_SETS, fixed_workload, loop_start, mixed_workload
+from galley.bench.answers import loop_start
 from galley.bench.summary import ratio_interval
+from galley.bench.workloads import PROMPT_SETS, fixed_workload, mixed_workload
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.models.tokenizer import Tokenizer
 from galley.engine.batch import INT8, NONE

@@ -23,8 +23,8 @@ from bench.coupling.full_head import load_assistant
 from bench.coupling.heldout import answers_at_one, guesses, scored
 from bench.engines.arms import encoder
 from bench.harness import RESULTS, Goal, commit, machine, result_path, write_record
-from galley.bench.answers import PROMPT_SETS, fixed_workload, mixed_workload
 from galley.bench.closed_loop import GatewayLoop
+from galley.bench.workloads import PROMPT_SETS, fixed_workload, mixed_workload
 from galley.client.client import AsyncClient
 from galley.common.models.files import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
@@ -36,7 +36,7 @@ async def measure(arguments: argparse.Namespace, model_dir: Path) -> Agreement:
     """Answer the prompts, request a draft token at every position, and compare them with the closed form."""
     prompts = mixed_workload().prompts[: arguments.prompts]
     encode = encoder(model_dir)
-    encoded = [encode(prompt.text) for prompt in prompts]
+    encoded = [encode(prompt.messages) for prompt in prompts]
     options = StackOptions(model=arguments.model, threads=arguments.threads, dtype="bfloat16")
     async with Stack(options) as stack, AsyncClient(stack.gateways[0]) as client:
         answers = await answers_at_one(GatewayLoop(client), prompts, arguments.max_tokens, arguments.seed)

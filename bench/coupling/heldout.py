@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from bench.coupling.closed_form import Heldout, match_chance, optimal_chance
-from galley.bench.answers import Answer, Prompt
+from galley.bench.answers import Answer
 from galley.bench.closed_loop import AUTO, GatewayLoop
+from galley.bench.workloads import Prompt
 from galley.core.content import prefix_hash
 from galley.core.names import MODEL
 from galley.pb.galley.v1 import galley_pb2 as pb

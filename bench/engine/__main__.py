@@ -35,7 +35,7 @@ from bench.engine import tables as engine_tables
 from bench.engine.run import PARTS, SPLITS
 from bench.harness import BENCH, MIN_PAIRS, Goal, commit, machine, result_path, write_record
 from bench.loops.options import integers, names
-from galley.bench.answers import fixed_workload
+from galley.bench.workloads import fixed_workload
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.server.process import thread_environment
 from galley.engine.load.resolve import resolve_model

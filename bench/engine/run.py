@@ -24,7 +24,7 @@ from bench.engine import parts as engine_parts
 from bench.engine.host import host_time
 from bench.engine.sides import Case, OurStep, TransformersModel
 from bench.paired import alternate, fastest
-from galley.bench.answers import fixed_workload
+from galley.bench.workloads import fixed_workload
 from galley.common.models.tokenizer import Tokenizer
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.engine.model import CausalModel

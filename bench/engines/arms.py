@@ -11,7 +11,7 @@ and the processes of each side share the same cores.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from bench.engines.processes import (
     vllm_python,
 )
 from bench.loops.run import Run
-from bench.loops.sides import Cpu, process_loop, stack_pids
+from bench.loops.sides import Cpu, Encode, process_loop, stack_pids
 from galley.bench.closed_loop import GatewayLoop, LoopSide
 from galley.client.client import AsyncClient
 from galley.common.models.tokenizer import Tokenizer
@@ -43,10 +43,9 @@ _TARGETS = {
 """The flags of the target, by the end of an arm's name."""
 
 
-def encoder(model_dir: Path) -> Callable[[str], list[int]]:
-    """Return a function from a user turn to the token ids that the gateway makes of it."""
-    tokenizer = Tokenizer.load(str(model_dir))
-    return lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])
+def encoder(model_dir: Path) -> Encode:
+    """Return a function from messages to the token ids that the gateway makes of them."""
+    return Tokenizer.load(str(model_dir)).encode_chat
 
 
 @asynccontextmanager

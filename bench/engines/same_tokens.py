@@ -34,7 +34,7 @@ from bench.harness import RESULTS, commit, machine, result_path, write_record
 from bench.loops.options import names, numbers
 from bench.loops.run import keep_to_cores
 from bench.loops.sides import ProcessLoop, process_loop
-from galley.bench.answers import mixed_workload
+from galley.bench.workloads import mixed_workload
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.models.tokenizer import Tokenizer
 from galley.engine.load.resolve import resolve_model

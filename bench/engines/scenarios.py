@@ -77,6 +77,7 @@ THROUGHPUT = Scenario(
     start,
     throughput_goals,
     tag_of=own_tag,
+    only_first_turns=True,
     required=frozenset({OFF}),
     check=check,
 )
@@ -88,6 +89,7 @@ PEERS = Scenario(
     start,
     partial(goals, bounds=PEER_BOUNDS),
     tag_of=own_tag,
+    only_first_turns=True,
     required=frozenset({VLLM}),
     check=check,
 )
@@ -100,6 +102,7 @@ ENGINES = Scenario(
     start,
     partial(goals, bounds=ENGINE_BOUNDS),
     tag_of=own_tag,
+    only_first_turns=True,
     required=frozenset({VLLM}),
     check=check,
 )

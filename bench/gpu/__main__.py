@@ -26,7 +26,7 @@ from rich.table import Table
 from bench.engine.sides import Case, OurStep
 from bench.harness import BENCH, MIN_PAIRS, commit, machine, result_path, write_record
 from bench.paired import alternate
-from galley.bench.answers import fixed_workload
+from galley.bench.workloads import fixed_workload
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.models.tokenizer import Tokenizer
 from galley.core.kv.blocks import BLOCK_TOKENS

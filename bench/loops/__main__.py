@@ -28,8 +28,8 @@ from bench.loops.slow_links import SLOW_LINKS
 from bench.loops.speculation import SPECULATION
 from bench.loops.telemetry import TELEMETRY
 from galley.bench import plots
-from galley.bench.answers import PROMPT_SETS, fixed_workload
 from galley.bench.report import acceptance_table, as_dict, report_of, speed_table
+from galley.bench.workloads import FIXED_SETS, fixed_workload, own_workload
 from galley.engine.load.resolve import resolve_model
 
 SCENARIOS = {
@@ -65,7 +65,10 @@ def report(
             "commit": commit(),
             "machine": machine(),
             "options": dataclasses.asdict(options),
-            "prompt_sha256": {name: fixed_workload(name).sha256 for name in PROMPT_SETS},
+            "prompt_sha256": {
+                **{name: fixed_workload(name).sha256 for name in FIXED_SETS},
+                **{path: own_workload(Path(path)).sha256 for path in options.prompts},
+            },
             "facts": run.facts,
             **as_dict(found),
             "goals": [dataclasses.asdict(goal) for goal in goals],

@@ -20,9 +20,10 @@ from bench.harness import Goal, at_most
 from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, of_arm
 from bench.loops.sides import Cpu
-from galley.bench.answers import Answer, Prompt
+from galley.bench.answers import Answer
 from galley.bench.closed_loop import OFF, GatewayLoop, Load, LoopBlock, LoopSide, run_load
 from galley.bench.summary import Interval, median_interval, percentile, ratio_interval
+from galley.bench.workloads import Prompt
 from galley.client.client import AsyncClient
 from galley.stack.stack import Stack, StackOptions
 from tests.fakes import tiny_model
@@ -85,7 +86,7 @@ class HttpLoop:
 
     async def _answer(self, load: Load, prompt: Prompt, seed: int) -> Answer:
         body = {
-            "messages": [{"role": "user", "content": prompt.text}],
+            "messages": prompt.messages,
             "max_tokens": prompt.max_tokens or load.max_tokens,
             "temperature": load.temperature,
             "seed": seed,
@@ -188,7 +189,7 @@ def goals(run: Run) -> list[Goal]:
 BESIDE_GRPC = Scenario(
     "http",
     "HTTP beside gRPC: the gateway's CPU a token, time to first token",
-    Options(ARMS, streams=(1, 16, 64), temperatures=(0.7,), pairs=7, prompts=16, turns=1),
+    Options(ARMS, streams=(1, 16, 64), temperatures=(0.7,), pairs=7, prompts_per_block=16, turns=1),
     GRPC,
     start,
     goals,

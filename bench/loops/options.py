@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness import MIN_PAIRS, RESULTS
-from galley.bench.answers import PROMPT_SETS
+from galley.bench.workloads import FIXED_SETS, Workload, fixed_workload, mixed_workload, own_workload
 from galley.common.models.files import DEFAULT_MODEL
 
 # All prompt sets in turn, as one workload.
 MIXED = "mixed"
+WORKLOADS = (MIXED, *FIXED_SETS)
 _QUICK_STREAMS, _QUICK_TOKENS = 2, 12
 
 
@@ -22,7 +23,8 @@ class Options:
     """The options of a loop benchmark.
 
     A life starts all processes anew and runs `pairs` pairs; a pair is every workload, number of streams and
-    temperature, answered by every arm. At one stream a block has `prompts` prompts, at more `turns` a stream.
+    temperature, answered by every arm. At one stream a block has `prompts_per_block` prompts, at more `turns`
+    a stream. Files of `prompts` take the place of `workloads`.
     """
 
     arms: tuple[str, ...]
@@ -31,7 +33,9 @@ class Options:
     workloads: tuple[str, ...] = (MIXED,)
     lives: int = 1
     pairs: int = MIN_PAIRS
-    prompts: int = 3
+    prompts: tuple[str, ...] = ()
+    by_category: bool = False
+    prompts_per_block: int = 3
     turns: int = 2
     max_tokens: int = 32
     threads: int = 1
@@ -45,9 +49,18 @@ class Options:
     quick: bool = False
 
 
+def workloads_of(options: Options) -> list[Workload]:
+    """Return the workloads; those of a file or a set by category if asked for. Raises ValueError, OSError."""
+    if options.prompts:
+        found = [own_workload(Path(path)) for path in options.prompts]
+    else:
+        found = [mixed_workload() if name == MIXED else fixed_workload(name) for name in options.workloads]
+    return [part for one in found for part in (one.by_category() if options.by_category else [one])]
+
+
 def names(text: str) -> tuple[str, ...]:
     """Split comma-separated names."""
-    return tuple(text.split(","))
+    return tuple(filter(None, text.split(",")))
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -62,15 +75,22 @@ def numbers(text: str) -> tuple[float, ...]:
 
 def add_flags(parser: argparse.ArgumentParser, default: Options) -> None:
     """Add the flags of every loop benchmark, with this benchmark's defaults."""
-    kinds = {"arms": names, "workloads": names, "streams": integers, "temperatures": numbers}
+    kinds = {
+        "arms": names,
+        "workloads": names,
+        "prompts": names,
+        "streams": integers,
+        "temperatures": numbers,
+    }
     helps = {
         "arms": "what is compared, comma-separated",
         "streams": "numbers of streams, comma-separated",
         "temperatures": "sampling temperatures, comma-separated",
-        "workloads": f"of {', '.join((MIXED, *PROMPT_SETS))}, comma-separated",
+        "workloads": f"of {', '.join(WORKLOADS)}, comma-separated",
+        "prompts": "files of prompts in place of --workloads, comma-separated",
         "lives": "starts of all processes",
         "pairs": f"pairs of each life; {MIN_PAIRS} in all for figures to rely on",
-        "prompts": "prompts of a block at one stream",
+        "prompts_per_block": "prompts of a block at one stream",
         "turns": "prompts a stream of a block at more streams",
         "max_tokens": "tokens of an answer, in the mean",
         "threads": "threads of each service",
@@ -90,6 +110,7 @@ def add_flags(parser: argparse.ArgumentParser, default: Options) -> None:
         kind = kinds.get(field.name) or (type(value) if value is not None else str)
         flag = f"--{field.name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, default=value, help=f"{helps[field.name]} (default: {text})")
+    parser.add_argument("--by-category", action="store_true", help="make each category a workload of its own")
     parser.add_argument("--quick", action="store_true", help="one short pair; no record, no goals")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
 
@@ -115,9 +136,13 @@ def parse(
 def _problem(options: Options, baselines: frozenset[str]) -> str:
     if missing := baselines - set(options.arms):
         return f"--arms: must include {', '.join(sorted(missing))}, with which the others are compared"
-    if unknown := set(options.workloads) - {MIXED, *PROMPT_SETS}:
-        return f"--workloads: must be of {', '.join((MIXED, *PROMPT_SETS))}, got {', '.join(sorted(unknown))}"
-    for name in ("lives", "pairs", "prompts", "turns", "max_tokens", "threads", "cores"):
+    if unknown := set(options.workloads) - set(WORKLOADS):
+        return f"--workloads: must be of {', '.join(WORKLOADS)}, got {', '.join(sorted(unknown))}"
+    try:
+        workloads_of(options)
+    except (OSError, ValueError) as error:
+        return f"--prompts: {error}"
+    for name in ("lives", "pairs", "prompts_per_block", "turns", "max_tokens", "threads", "cores"):
         if getattr(options, name) < 1:
             return f"--{name.replace('_', '-')}: must be at least 1, got {getattr(options, name)}"
     if min(options.streams) < 1:
@@ -134,9 +159,10 @@ def _quick(options: Options) -> Options:
         lives=1,
         pairs=1,
         turns=1,
-        prompts=1,
+        prompts_per_block=1,
         streams=few or (_QUICK_STREAMS,),
         temperatures=options.temperatures[:1],
         workloads=options.workloads[:1],
+        prompts=options.prompts[:1],
         max_tokens=min(_QUICK_TOKENS, options.max_tokens),
     )

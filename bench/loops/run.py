@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import Goal
-from bench.loops.options import MIXED, Options
-from galley.bench.answers import Workload, fixed_workload, mixed_workload
+from bench.loops.options import Options, workloads_of
 from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, run_all
 from galley.bench.tuning import Cell, Sizes, pair_loads, priming
 
@@ -53,6 +52,7 @@ class Scenario:
     `start` yields a side for each arm, for one life. Arms of a pair with the same `tag_of` answer the same
     texts; a tag makes texts differ, so that no arm finds those of another tag in its prefix cache.
     `primed_by` names the arm whose block, which does not count, puts untagged texts into the cache before.
+    `only_first_turns` leaves the later turns of prompts out, for arms that are no gateway.
     `check` returns the error of an option, or "".
     """
 
@@ -64,21 +64,25 @@ class Scenario:
     goals: Callable[[Run], list[Goal]]
     tag_of: Callable[[str], str] = lambda _: ""
     primed_by: str = ""
+    only_first_turns: bool = False
     required: frozenset[str] = frozenset()
     check: Callable[[Options], str] = lambda _: ""
 
 
-def workloads_of(options: Options) -> list[Workload]:
-    """Return the workloads by name; `mixed` takes the prompt sets in turn."""
-    return [mixed_workload() if name == MIXED else fixed_workload(name) for name in options.workloads]
-
-
 def loads(scenario: Scenario, options: Options, life: int) -> Iterator[Load]:
     """Yield the blocks of one life: a short warm-up of every arm, then the pairs."""
-    sizes = Sizes(options.prompts, options.max_tokens, options.seed, nonce=f"{life}", turns=options.turns)
+    sizes = Sizes(
+        options.prompts_per_block, options.max_tokens, options.seed, nonce=f"{life}", turns=options.turns
+    )
     short = replace(sizes, max_tokens=min(_WARM_UP_TOKENS, options.max_tokens), turns=1)
     cells = [
-        Cell(workload, streams, temperature, options.arms, index)
+        Cell(
+            workload.first_turns() if scenario.only_first_turns else workload,
+            streams,
+            temperature,
+            options.arms,
+            index,
+        )
         for streams in options.streams
         for index, workload in enumerate(workloads_of(options))
         for temperature in options.temperatures

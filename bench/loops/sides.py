@@ -22,6 +22,9 @@ SERVERS = ("valkey", "target", "draft", "gateway")
 _MAX_LINE_BYTES = 64 * 2**20
 _STOP_S = 20
 
+Encode = Callable[[Sequence[Mapping[str, str]]], list[int]]
+"""A function from the messages of a request to token ids."""
+
 
 class Cpu:
     """The CPU time of processes, user and system, all threads. With `children`, theirs counts too."""
@@ -84,7 +87,7 @@ class CountedLoop:
 class ProcessLoop:
     """A process that answers blocks of token ids, a JSON line each (see bench/engines/peer_vllm.py)."""
 
-    def __init__(self, process: asyncio.subprocess.Process, encode: Callable[[str], list[int]]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, encode: Encode) -> None:
         self._process = process
         self._encode = encode
         self._cpu = Cpu([process.pid], children=True)
@@ -96,7 +99,7 @@ class ProcessLoop:
 
     async def run(self, load: Load) -> LoopBlock:
         """Send the load and read the answers. Raises RuntimeError if the process ends."""
-        prompts = [self._encode(prompt.text) for prompt in load.prompts]
+        prompts = [self._encode(prompt.messages) for prompt in load.prompts]
         work = {
             "streams": load.streams,
             "prompts": prompts,
@@ -141,7 +144,7 @@ class ProcessLoop:
 
 @asynccontextmanager
 async def process_loop(
-    command: Sequence[str], env: Mapping[str, str], log: Path, encode: Callable[[str], list[int]]
+    command: Sequence[str], env: Mapping[str, str], log: Path, encode: Encode
 ) -> AsyncIterator[ProcessLoop]:
     """Start `command`, wait until it is ready, and end it with the context. Its standard error is `log`."""
     with log.open("wb") as errors:

@@ -40,8 +40,8 @@ from bench.soak.memory import Sample
 from bench.soak.options import SoakOptions, parse_options
 from bench.soak.outcome import Outcome, Span, rate
 from bench.soak.run import measure
-from galley.bench.answers import PROMPT_SETS, fixed_workload
 from galley.bench.summary import percentile
+from galley.bench.workloads import PROMPT_SETS, fixed_workload
 
 _FILE_WIDTH = 150
 _PLOTTED_S = 10.0

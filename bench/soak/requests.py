@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from galley.bench.answers import mixed_workload
+from galley.bench.workloads import mixed_workload
 from galley.client.options import GenerateOptions, Message, Speculation
 from galley.core.names import HYBRID, NGRAM
 

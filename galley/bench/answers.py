@@ -1,4 +1,4 @@
-"""The prompts of a benchmark (of Galley, or of a file), and the answers as it sees them.
+"""The answers of a benchmark, as their clients see them.
 
 An answer counts up to its first loop (`loop_start`): a small greedy model that repeats itself would favour
 drafts that copy. The share that was cut is reported.
@@ -6,28 +6,13 @@ drafts that copy. The share that was cut is reported.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 
-PROMPT_SETS = ("chat", "code", "support", "rewrite")
-_PROMPTS = Path(__file__).parent / "prompts"
 LOOP_GRAM = 8
 LOOP_TIMES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One user turn. `label` is its workload at the gateway; `max_tokens` 0 takes the bound of the load."""
-
-    id: str
-    text: str
-    label: str = ""
-    max_tokens: int = 0
 
 
 def loop_start(tokens: Sequence[int]) -> int:
@@ -99,6 +84,7 @@ class Answer:
     at_s: tuple[float, ...]
     wall_s: float
     rounds: Rounds | None = None
+    text: str = ""
 
     @property
     def counted(self) -> int:
@@ -108,47 +94,3 @@ class Answer:
     def counted_s(self) -> float:
         """Return the seconds from the request to the last counted token."""
         return self.at_s[self.counted - 1] if self.counted else self.wall_s
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    name: str
-    prompts: tuple[Prompt, ...]
-    sha256: str
-
-
-def fixed_workload(name: str) -> Workload:
-    """Return one of PROMPT_SETS. Raises ValueError for another name."""
-    if name not in PROMPT_SETS:
-        raise ValueError(f"must be one of {', '.join(PROMPT_SETS)}, got {name!r}")
-    return own_workload(_PROMPTS / f"{name}.jsonl")
-
-
-def mixed_workload() -> Workload:
-    """Return the prompts of all PROMPT_SETS, one of each set in turn, as one workload."""
-    sets = [fixed_workload(name).prompts for name in PROMPT_SETS]
-    return Workload("mixed", tuple(prompt for group in zip(*sets, strict=True) for prompt in group), "")
-
-
-def own_workload(path: Path) -> Workload:
-    """Return the prompts of a file: a line each, in `.jsonl` {"prompt": ...}. Raises ValueError, OSError."""
-    content = path.read_bytes()
-    # Not splitlines: JSON may hold U+2028 and other separators as they are.
-    lines = [line.removesuffix("\r") for line in content.decode("utf-8").split("\n") if line.strip()]
-    prompts = tuple(_prompt(path, number, line) for number, line in enumerate(lines, 1))
-    if not prompts:
-        raise ValueError(f"{path}: must hold at least one prompt")
-    return Workload(path.stem, prompts, hashlib.sha256(content).hexdigest())
-
-
-def _prompt(path: Path, number: int, line: str) -> Prompt:
-    if path.suffix != ".jsonl":
-        return Prompt(f"{path.stem}-{number}", line)
-    try:
-        entry = json.loads(line)
-        text = entry["prompt"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f'{path}, line {number}: must be an object {{"prompt": ...}}') from error
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f'{path}, line {number}: "prompt": must be text')
-    return Prompt(str(entry.get("id", f"{path.stem}-{number}")), text)

@@ -16,9 +16,11 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
-from galley.bench.answers import Answer, Prompt, Rounds
+from galley.bench.answers import Answer, Rounds
+from galley.bench.workloads import Prompt
 from galley.client.client import AsyncClient
 from galley.client.options import Message, Speculation
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -45,7 +47,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoopBlock:
-    """The answers to a load; `cpu_s` is the CPU time of all processes of its side over the whole block.
+    """The answers to a load, one a turn; `cpu_s` is the CPU time of all processes of its side over the block.
 
     `requested_s` are the times of the requests, `busy_s` the time until which all streams had work, both in
     seconds since the start of the block; without them the whole block is measured.
@@ -148,17 +150,23 @@ def no_clock() -> float:
 async def run_load(
     load: Load, answer: Callable[[Prompt, int], Awaitable[Answer]], cpu_s: Callable[[], float] = no_clock
 ) -> LoopBlock:
-    """Answer the prompts in order, `load.streams` at a time. The first error cancels the rest."""
+    """Answer the prompts in order, `load.streams` at a time. The first error cancels the rest.
+
+    A stream asks the later turns of a prompt, each after the answer before, and only then its next prompt.
+    """
     waiting = iter(enumerate(load.prompts))
-    answers: list[Answer | None] = [None] * len(load.prompts)
-    requested_s = [0.0] * len(load.prompts)
+    answers: list[list[Answer]] = [[] for _ in load.prompts]
+    requested_s: list[list[float]] = [[] for _ in load.prompts]
     idle_s: list[float] = []
     cpu_before, began_s = cpu_s(), time.perf_counter()
 
     async def stream() -> None:
         for at, prompt in waiting:
-            requested_s[at] = time.perf_counter() - began_s
-            answers[at] = await answer(prompt, load.seed + at)
+            turn: Prompt | None = prompt
+            while turn is not None:
+                requested_s[at].append(time.perf_counter() - began_s)
+                answers[at].append(await answer(turn, load.seed + at))
+                turn = turn.next_turn(answers[at][-1].text)
         idle_s.append(time.perf_counter() - began_s)
 
     try:
@@ -169,9 +177,9 @@ async def run_load(
         raise failures.exceptions[0] from failures
     wall_s = time.perf_counter() - began_s
     in_turns = len(load.prompts) > load.streams
-    given = tuple(given for given in answers if given is not None)
     busy_s = idle_s[0] if in_turns else None
-    return LoopBlock(load, given, wall_s, cpu_s() - cpu_before, tuple(requested_s), busy_s)
+    given, requested = tuple(chain.from_iterable(answers)), tuple(chain.from_iterable(requested_s))
+    return LoopBlock(load, given, wall_s, cpu_s() - cpu_before, requested, busy_s)
 
 
 def speculation_of(arm: str) -> Speculation:
@@ -215,9 +223,10 @@ class GatewayLoop:
     ) -> Answer:
         """Return one streamed answer. Raises GalleyRpcError."""
         at_s: list[float] = []
+        texts: list[str] = []
         began_s = time.perf_counter()
         stream = self._client.stream(
-            [Message("user", prompt.text)],
+            [Message(**message) for message in prompt.messages],
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=1.0,  # the whole distribution, also of a model that recommends less
@@ -227,10 +236,12 @@ class GatewayLoop:
         )
         async for event in stream:
             at_s += [time.perf_counter() - began_s] * len(event.chunk.token_ids)
+            texts.append(event.chunk.text)
         wall_s = time.perf_counter() - began_s
         if stream.finished is None:
             raise RuntimeError(f"{arm}: {prompt.id} ended without a reason")
-        return Answer(tuple(stream.tokens), tuple(at_s), wall_s, _rounds(stream.finished.speculation))
+        rounds = _rounds(stream.finished.speculation)
+        return Answer(tuple(stream.tokens), tuple(at_s), wall_s, rounds, "".join(texts))
 
 
 def _rounds(stats: pb.SpeculationStats) -> Rounds:

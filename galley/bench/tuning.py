@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from galley.bench.answers import Prompt, Workload
 from galley.bench.closed_loop import AUTO, OFF, WARM_UP, GatewayLoop, Load, LoopBlock, run_all, tagged
+from galley.bench.workloads import Prompt, Workload
 from galley.client.client import AsyncClient
 
 _SEEDS_A_PAIR = 1000
@@ -67,7 +67,7 @@ def pair_loads(
 def priming(cell: Cell, pair: int, sizes: Sizes) -> Load:
     """Return the block that puts the prompts of a pair into the target's cache, and does not count."""
     load = _load(cell, pair, _PRIMING, sizes)
-    prompts = tuple(replace(prompt, max_tokens=1) for prompt in load.prompts)
+    prompts = tuple(replace(prompt, max_tokens=1, later_turns=()) for prompt in load.prompts)
     return replace(load, pair=WARM_UP, arm=OFF, max_tokens=1, prompts=prompts)
 
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
-from galley.bench.answers import Workload
+from galley.bench.workloads import Workload
 from galley.cli.flags import (
     INTERRUPTED,
     check_plot,
@@ -81,15 +81,22 @@ def bench(  # noqa: PLR0913  # one parameter a flag
         ),
     ] = None,
     workloads: Annotated[
-        str, _requests(help="chat, code, support or rewrite, with commas. Default: all; none with --prompts.")
+        str,
+        _requests(
+            help="chat, code, support, rewrite or tasks, with commas. Default: the first four; "
+            "none with --prompts."
+        ),
     ] = "",
     prompts: Annotated[
         list[Path] | None,
         _requests(
-            help='File of your own prompts: .jsonl of {"prompt": ...}, or text with a prompt a line. '
-            "Repeatable; each file is a workload. Default: none."
+            help='File of your own prompts: .jsonl of {"prompt": ...} or {"turns": [...]}, or text with a '
+            "prompt a line. Repeatable; each file is a workload. Default: none."
         ),
     ] = None,
+    by_category: Annotated[
+        bool, _requests("--by-category", help="Make each category of questions a workload of its own.")
+    ] = False,
     concurrency: Annotated[str, _requests(help="Numbers of concurrent streams, with commas.")] = "1,8,16",
     prompts_per_workload: Annotated[
         int, _requests(min=1, help="Prompts a block; at least two a stream if there are several.")
@@ -127,7 +134,7 @@ def bench(  # noqa: PLR0913  # one parameter a flag
             if name not in _STRATEGIES:
                 raise ValueError(f"must be one of {', '.join(_STRATEGIES)}, got {name!r}")
     tuning = Tuning(
-        workloads=_workloads(workloads, prompts or []),
+        workloads=_workloads(workloads, prompts or [], by_category=by_category),
         streams=_numbers(concurrency, int, "--concurrency", least=1),
         strategies=named,
         k=_numbers(k, int, "--k", least=1),
@@ -171,8 +178,8 @@ def _numbers(text: str, kind: Callable[[str], T], flag: str, *, least: float) ->
     return numbers
 
 
-def _workloads(named: str, files: list[Path]) -> tuple[Workload, ...]:
-    from galley.bench.answers import PROMPT_SETS, fixed_workload, own_workload  # noqa: PLC0415
+def _workloads(named: str, files: list[Path], *, by_category: bool) -> tuple[Workload, ...]:
+    from galley.bench.workloads import PROMPT_SETS, fixed_workload, own_workload  # noqa: PLC0415
 
     fixed = _names(named) or (() if files else PROMPT_SETS)
     with usage_of("--workloads"):
@@ -184,7 +191,7 @@ def _workloads(named: str, files: list[Path]) -> tuple[Workload, ...]:
             raise ValueError(f"cannot read {error.filename}: {error.strerror}") from None
         if len({workload.name for workload in workloads}) < len(workloads):
             raise ValueError(f"must have different names, got {[workload.name for workload in workloads]}")
-    return tuple(workloads)
+    return tuple(part for one in workloads for part in (one.by_category() if by_category else [one]))
 
 
 async def _measure_own(tuning: Tuning, options: StackOptions) -> Measured:

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.harness import at_least, at_most
-from galley.bench.answers import LOOP_GRAM, PROMPT_SETS, Answer, fixed_workload, loop_start
+from galley.bench.answers import LOOP_GRAM, Answer, loop_start
 from galley.bench.summary import Interval
+from galley.bench.workloads import FIXED_SETS, fixed_workload
 
 
-@pytest.mark.parametrize("name", PROMPT_SETS)
+@pytest.mark.parametrize("name", FIXED_SETS)
 def test_a_set_has_enough_prompts_all_different(name: str) -> None:
     prompts = fixed_workload(name).prompts
     assert len(prompts) >= 24
@@ -26,7 +27,7 @@ def test_a_set_has_enough_prompts_all_different(name: str) -> None:
 def test_the_prompts_are_those_that_the_readme_names() -> None:
     readme = (files("galley.bench") / "prompts" / "README.md").read_text(encoding="utf-8")
     named = dict(re.findall(r"`(\w+)\.jsonl` \| `([0-9a-f]{64})`", readme))
-    assert named == {name: fixed_workload(name).sha256 for name in PROMPT_SETS}
+    assert named == {name: fixed_workload(name).sha256 for name in FIXED_SETS}
 
 
 def test_an_answer_without_a_loop_counts_whole() -> None:

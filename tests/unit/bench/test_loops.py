@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.loops import base, http, sessions, speculation, telemetry
-from bench.loops.__main__ import SCENARIOS
+from bench.loops.__main__ import SCENARIOS, parse_arguments
 from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, loads
 from bench.loops.sides import Spent
@@ -90,6 +90,53 @@ def test_a_loss_in_one_cell_misses_never_a_loss_and_names_the_cell() -> None:
     assert "worst code at 0, 1 of 2 missed" in missed.what
     assert goals["alone", False].met
     assert goals["exposed", False].met
+
+
+def test_prompts_that_no_tuning_has_read_are_judged_alone() -> None:
+    blocks = _pairs({OFF: 1.0, AUTO: 0.5}, workload="tasks") + _pairs({OFF: 1.0, AUTO: 1.0}, workload="code")
+    blocks += _pairs({OFF: 1.0, AUTO: 0.8}, workload="tasks", streams=8)
+    blocks += _pairs({OFF: 1.0, AUTO: 1.0}, workload="code", streams=8)
+    goals = {g.name: g for g in speculation.goals(_run(speculation.SPECULATION.defaults, blocks))}
+    assert goals["unread"].met
+    assert goals["unread"].measured.startswith("2.00")
+    assert not goals["alone"].met
+    assert goals["at-eight"].measured.startswith("1.12")
+    assert not goals["at-eight"].met
+
+
+def test_a_cell_whose_interval_reaches_below_the_least_is_a_loss() -> None:
+    met = {}
+    for low in (0.952, 0.948):
+        blocks = [
+            block(arm, seconds, pair=pair, rounds=_ROUNDS)
+            for pair in range(7)
+            for arm, seconds in ((OFF, 1.0), (AUTO, 1 / low if pair < 3 else 1.0))
+        ]
+        goals = speculation.goals(_run(speculation.SPECULATION.defaults, blocks))
+        met[low] = next(goal.met for goal in goals if goal.name == "never-a-loss")
+    assert met == {0.952: True, 0.948: False}
+
+
+def test_files_take_the_place_of_workloads_and_process_arms_get_first_turns(tmp_path: Path) -> None:
+    path = tmp_path / "list.jsonl"
+    path.write_text(
+        '{"category": "qa", "turns": ["One?", "Two?"]}\n{"category": "rag", "turns": ["Three?", "Four?"]}\n',
+        encoding="utf-8",
+    )
+    for name in ("speculation", "peers"):
+        scenario, options, _ = parse_arguments([name, "--prompts", str(path), "--by-category"])
+        found = list(loads(scenario, replace(options, streams=(1,)), life=0))
+        assert {load.workload for load in found} == {"list.qa", "list.rag"}
+        turns = {prompt.later_turns for load in found if load.max_tokens > 1 for prompt in load.prompts}
+        assert turns == ({()} if name == "peers" else {("Two?",), ("Four?",)})
+
+
+def test_a_file_without_prompts_ends_the_benchmark_before_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["speculation", "--prompts", str(tmp_path / "none.jsonl")])
+    assert "--prompts:" in capsys.readouterr().err
 
 
 def test_a_missed_fixed_choice_is_not_hidden_by_a_met_one() -> None:

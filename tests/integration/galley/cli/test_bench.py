@@ -84,10 +84,36 @@ def test_the_user_s_own_prompts_are_asked(tmp_path: Path) -> None:
     assert all(request.workload.startswith("mine/") for request in requests_of(gateway))
 
 
+def test_a_question_list_is_asked_by_category_with_the_answers_before_each_turn(tmp_path: Path) -> None:
+    questions = tmp_path / "question.jsonl"
+    questions.write_text(
+        '{"question_id": 1, "category": "qa", "turns": ["Where is the harbour?", "And the station?"]}\n'
+        '{"question_id": 2, "category": "math", "turns": ["What is two and two?"]}\n',
+        encoding="utf-8",
+    )
+    gateway = FakeGateway()
+    flags = ["--concurrency=1", "--repeats=1", "--strategies=off", "--prompts-per-workload=1"]
+    with serving(gateway) as address:
+        result = run("--endpoint", address, f"--prompts={questions}", "--by-category", *flags)
+    assert result.exit_code == 0, result.output
+    conversations = [
+        (
+            request.workload.partition("/")[0],
+            [(turn.role, turn.content) for turn in request.messages.messages],
+        )
+        for request in requests_of(gateway)
+    ]
+    assert {workload for workload, _ in conversations} == {"question.qa", "question.math"}
+    longest = max((turns for _, turns in conversations), key=len)
+    assert [role for role, _ in longest] == ["user", "assistant", "user"]
+    assert longest[1][1], "the answer to the first turn"
+    assert longest[2][1] == "And the station?"
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--workloads=poems"], "must be one of chat, code, support, rewrite, got 'poems'"),
+        (["--workloads=poems"], "must be one of chat, code, support, rewrite, tasks, got 'poems'"),
         (["--concurrency=0"], "must be numbers >= 1"),
         (["--concurrency=x"], "must be numbers >= 1"),
         (["--temperature=nan"], "must be numbers >= 0"),

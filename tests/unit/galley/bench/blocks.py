@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from galley.bench.answers import Answer, Prompt, Rounds
+from galley.bench.answers import Answer, Rounds
 from galley.bench.closed_loop import Load, LoopBlock
+from galley.bench.workloads import Prompt
 
 
 def block(

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
-
-from galley.bench.answers import PROMPT_SETS, Prompt, Workload, fixed_workload, own_workload
 from galley.bench.closed_loop import WARM_UP, Load
 from galley.bench.tuning import Cell, Sizes, loads, pair_loads
+from galley.bench.workloads import Prompt, Workload
 
 WORKLOAD = Workload("my workload", tuple(Prompt(f"p{at}", f"Prompt {at}?") for at in range(6)), "0")
 ARMS = ("off", "auto", "ngram-4")
@@ -48,6 +45,14 @@ def test_all_arms_of_a_pair_answer_the_same_texts_after_a_block_that_caches_them
         assert (first.pair, first.arm, first.max_tokens) == (WARM_UP, "off", 1)
         assert all(texts(load) == texts(first) for load in group)
         assert not {p.label for p in first.prompts} & {p.label for load in group for p in load.prompts}
+
+
+def test_the_block_that_caches_prompts_asks_no_later_turn() -> None:
+    asked = tuple(replace(prompt, later_turns=("And?",)) for prompt in WORKLOAD.prompts)
+    work = list(loads([replace(CELLS[0], workload=replace(WORKLOAD, prompts=asked))], 1, SIZES))
+    (priming,) = [load for load in work if load.max_tokens == 1]
+    assert not any(prompt.later_turns for prompt in priming.prompts)
+    assert all(prompt.later_turns for load in work if load is not priming for prompt in load.prompts)
 
 
 def test_no_text_of_a_pair_comes_in_another() -> None:
@@ -93,40 +98,3 @@ def test_more_streams_than_prompts_ask_some_again_under_another_label() -> None:
     (load,) = pair_loads(Cell(WORKLOAD, 8, 0.7, ("off",)), 0, SIZES)
     assert len(load.prompts) == 8 * SIZES.turns
     assert len({(prompt.id, prompt.label) for prompt in load.prompts}) == len(load.prompts)
-
-
-@pytest.mark.parametrize("name", PROMPT_SETS)
-def test_the_fixed_workloads_come_with_the_package(name: str) -> None:
-    assert len(fixed_workload(name).prompts) >= 24
-
-
-def test_a_file_of_the_user_s_is_a_workload(tmp_path: Path) -> None:
-    lines = tmp_path / "mine.txt"
-    lines.write_text("First?\n\nSecond?\n", encoding="utf-8")
-    assert [prompt.text for prompt in own_workload(lines).prompts] == ["First?", "Second?"]
-    objects = tmp_path / "theirs.jsonl"
-    objects.write_text('{"prompt": "One?", "id": "a"}\n{"prompt": "Two?"}\n', encoding="utf-8")
-    result = own_workload(objects)
-    assert (result.name, [prompt.id for prompt in result.prompts]) == ("theirs", ["a", "theirs-2"])
-
-
-def test_a_line_separator_within_a_prompt_ends_no_line(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_bytes('{"prompt": "one\u2028two"}\r\n{"prompt": "three"}\r\n'.encode())
-    assert [prompt.text for prompt in own_workload(path).prompts] == ["one\u2028two", "three"]
-    lines = tmp_path / "lines.txt"
-    lines.write_bytes("one\u2028two\r\nthree\r\n".encode())
-    assert [prompt.text for prompt in own_workload(lines).prompts] == ["one\u2028two", "three"]
-
-
-@pytest.mark.parametrize("content", ["", "\n", "[]\n", '{"text": "x"}\n', '{"prompt": 3}\n', "{\n"])
-def test_a_file_that_holds_no_prompts_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"bad\.jsonl"):
-        own_workload(path)
-
-
-def test_an_unknown_workload_is_refused() -> None:
-    with pytest.raises(ValueError, match="got 'poems'"):
-        fixed_workload("poems")
