@@ -64,8 +64,8 @@ bench-loops: setup ## compare this tree with an earlier revision: speed, CPU a t
 bench-throughput: setup ## measure 1 to 64 streams through the gateway, and the engine alone
 	@$(BIN)/python -m bench.loops throughput
 
-bench-speculation: setup ## measure what speculation gains and costs, 1 to 32 streams, and its acceptance
-	@$(BIN)/python -m bench.loops speculation
+bench-speculation: setup ## measure what speculation gains and costs, 1 to 64 streams, and its acceptance (PROMPTS=FILE)
+	@$(BIN)/python -m bench.loops speculation $(if $(PROMPTS),--prompts "$(PROMPTS)")
 
 bench-slow-links: setup ## measure speculation with 20 ms each way before target and draft
 	@$(BIN)/python -m bench.loops slow-links

@@ -5,7 +5,7 @@ The rules of every benchmark:
 - Two things are compared in alternating blocks of the same run, at least MIN_PAIRS pairs after a warm-up. The
   median of the pairs' ratios and its bootstrap interval are reported, never a ratio of two runs.
 - An answer counts up to its first loop (galley/bench/answers.py); the share that was cut is reported.
-- The prompts are fixed (galley/bench/answers.py), and every result holds their hashes.
+- The prompts are fixed (galley/bench/workloads.py), and every result holds their hashes.
 - A goal is met if the median reaches its bound and the interval comes within SLACK of it.
 - A run leaves its record as JSON, with machine, versions and seeds; the latest replaces the one before.
 """
@@ -62,9 +62,11 @@ class Goal:
         return " | ".join((self.name, self.what, self.measured, self.bound, outcome))
 
 
-def at_least(name: str, what: str, measured: Interval, bound: float, unit: str = "") -> Goal:
-    """Return a goal, met if the median reaches `bound` and the interval's lower end is within SLACK of it."""
-    met = measured.median >= bound and measured.low >= bound * (1 - SLACK)
+def at_least(
+    name: str, what: str, measured: Interval, bound: float, unit: str = "", *, slack: float = SLACK
+) -> Goal:
+    """Return a goal, met if the median reaches `bound` with the interval's lower end within `slack` of it."""
+    met = measured.median >= bound and measured.low >= bound * (1 - slack)
     return Goal(name, what, f"{measured}{unit}", f">= {bound:g}{unit}", met)
 
 
