@@ -7,7 +7,8 @@ The rules of every benchmark:
 - An answer counts up to its first loop (galley/bench/answers.py); the share that was cut is reported.
 - The prompts are fixed (galley/bench/workloads.py), and every result holds their hashes.
 - A goal is met if the median reaches its bound and the interval comes within SLACK of it.
-- A run leaves its record as JSON, with machine, versions and seeds; the latest replaces the one before.
+- A run leaves its record as JSON, with machine, versions and seeds; the latest replaces the one before. It
+  says how quiet the machine was (bench/quiet.py).
 """
 
 from __future__ import annotations
@@ -18,19 +19,24 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.console import Console
 
+from bench.quiet import Usage
 from galley.bench.summary import Interval
+from galley.bench.workloads import FIXED_SETS, fixed_workload, own_workload
 
 BENCH = Path(__file__).parent
 RESULTS = BENCH / "results"
 MIN_PAIRS = 7
 SLACK = 0.04
+_AT_START = Usage.now()
 _PACKAGES = (
     "torch",
     "transformers",
@@ -76,16 +82,33 @@ def at_most(name: str, what: str, measured: Interval, bound: float, unit: str = 
     return Goal(name, what, f"{measured}{unit}", f"<= {bound:g}{unit}", met)
 
 
+def goal_lines(goals: Sequence[Goal]) -> list[str]:
+    """Return the last lines of a benchmark: a heading and a line for each goal."""
+    return ["goal | what | measured | bound | met", *map(str, goals)]
+
+
+def show_goals(console: Console, goals: Sequence[Goal], lines: Sequence[str] = ()) -> None:
+    """Print `lines` and then the goals, unwrapped."""
+    for line in (*lines, *goal_lines(goals)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def prompt_hashes(*files: str) -> dict[str, str]:
+    """Return the hashes of all fixed prompt sets, and of `files` of prompts."""
+    found = {name: fixed_workload(name).sha256 for name in FIXED_SETS}
+    return found | {file: own_workload(Path(file)).sha256 for file in files}
+
+
 # ------------------------------------------------------------------------------------------ record --
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and the versions on which a run was made."""
+    """Return the machine and the versions of a run, and the share of its cores that others used meanwhile."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "load_before": round(os.getloadavg()[0], 2),
+        "others_share": round(Usage.now().others_since(_AT_START), 3),
         "os": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
@@ -125,10 +148,11 @@ def result_path(name: str, root: Path = RESULTS) -> Path:
     return root / f"{name}.json"
 
 
-def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write `record` as JSON, one line a key, with the time of writing."""
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write `record` as JSON, one line a key, with time, name, commit and machine, unless it has its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    stamped = {"written": datetime.now(UTC).isoformat(timespec="seconds"), **record}
+    written = datetime.now(UTC).isoformat(timespec="seconds")
+    stamped = {"written": written, "name": path.stem, "commit": commit(), "machine": machine(), **record}
     lines = (
         f"{json.dumps(key)}: {json.dumps(value, default=dataclasses.asdict)}"
         for key, value in stamped.items()

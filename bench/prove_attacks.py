@@ -26,7 +26,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.harness import BENCH, Goal, commit, machine, result_path, write_record
+from bench.harness import BENCH, Goal, goal_lines, result_path, write_record
 from galley.trace.read.otlp_file import Lines, spans_in
 from tests.attack import floods, storms
 from tests.attack.bystander import PROTOCOLS, BystanderProcess, bystander_process
@@ -79,9 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     goals = proof.goals(given.messages)
     held = not proof.faults and all(goal.met for goal in goals)
     record = {
-        "name": "attacks",
-        "commit": commit(),
-        "machine": machine(),
         "seed": given.seed,
         "protocol": given.protocol,
         "attackers": _step_aside.__doc__,
@@ -92,8 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     path = result_path("attacks", given.results)
     write_record(path, record)
-    print("goal | what | measured | bound | met")
-    for line in (*goals, *(f"fault: {fault}" for fault in proof.faults), f"record: {path}"):
+    for line in (*goal_lines(goals), *(f"fault: {fault}" for fault in proof.faults), f"record: {path}"):
         print(line)
     return 0 if held else 1
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from bench.harness import commit, result_path, write_record
+from bench.harness import result_path, write_record
 from galley.core.cost.model import StepTimes
 from tests.fakes.pool_world import MS, Pool, Scenario
 
@@ -51,7 +51,6 @@ def main() -> int:
     results = [compare(*cell, seeds=arguments.seeds) for cell in cells]
     missed = [result for result in results if not result["met"]]
     report = {
-        "commit": commit(),
         "bound": BOUND,
         "fixed": FIXED,
         "seeds": arguments.seeds,

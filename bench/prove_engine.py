@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import BENCH, commit, machine, result_path, write_record
+from bench.harness import BENCH, result_path, write_record
 from galley.common.models.files import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
 from galley.engine.model import CausalModel
@@ -79,9 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 model_dir, name, given.ranks, given.trials, given.seed
             )
     record = {
-        "name": "engine_proof",
-        "commit": commit(),
-        "machine": machine(),
         "options": {name: str(value) for name, value in vars(given).items() if name != "results"},
         "seconds": round(time.monotonic() - began_s, 1),
         **found,

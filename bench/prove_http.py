@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.harness import BENCH, commit, machine, result_path, write_record
+from bench.harness import BENCH, result_path, write_record
 from galley.common.metrics.labels import GATEWAY
 from galley.common.metrics.registry import Registry
 from galley.common.server.server import Parts
@@ -39,9 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     tally = asyncio.run(cases(given.examples, given.seed))
     held = not tally.faults and tally.cases >= LEAST_CASES
     record = {
-        "name": "http_proof",
-        "commit": commit(),
-        "machine": machine(),
         "seed": given.seed,
         "checks": list(CHECK_NAMES),
         "cases": tally.cases,

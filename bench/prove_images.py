@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.harness import BENCH, commit, machine, result_path, write_record
+from bench.harness import BENCH, result_path, write_record
 from bench.image_stack import serve
 from scripts.images.build import FOLDER, ORDER, Workshop, image, revision
 from scripts.images.container import Container
@@ -50,9 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         served, wrong = serve(containers)
     faults = [*faults_of(held_by, allowed), *wrong]
     record = {
-        "name": "images",
-        "commit": commit(),
-        "machine": machine(),
         "build_s": built_s,
         "images": held_by,
         "privileges": allowed,

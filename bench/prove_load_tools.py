@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness import BENCH, Goal, commit, machine, result_path, write_record
+from bench.harness import BENCH, Goal, goal_lines, result_path, write_record
 from bench.loops.http import save_model
 from galley.common.models.files import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
@@ -220,14 +220,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     judged = goals(findings, given.requests)
     path = result_path("load-tools", given.results)
     record = {
-        "name": "load-tools",
-        "commit": commit(),
-        "machine": machine(),
         "runs": findings,
         "goals": judged,
     }
     write_record(path, record)
-    print(f"record: {path}", "goal | what | measured | bound | met", *judged, sep="\n")
+    print(f"record: {path}", *goal_lines(judged), sep="\n")
     return 0 if all(goal.met for goal in judged) else 1
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from bench.harness import commit, result_path, write_record
+from bench.harness import result_path, write_record
 from galley.core.noise import GUMBEL_MAX, GUMBEL_MIN, LANES, block_words, gumbel
 
 CHUNK = 2**18  # words a draw: a vocabulary's worth, several times over
@@ -52,8 +51,6 @@ def main() -> int:
     drawn = draw(arguments.words, began + arguments.limit_s)
     ends = check(np.concatenate((np.arange(ENDS), 2**32 - ENDS + np.arange(ENDS))).astype(np.uint32))
     report = {
-        "commit": commit(),
-        "machine": f"{platform.machine()}, numpy {np.__version__}",
         "seeds": list(SEEDS),
         "positions_from": 0,
         "asked": arguments.words,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.harness import BENCH, commit, machine, result_path, write_record
+from bench.harness import BENCH, result_path, write_record
 from tests.fakes import tokenizer_files
 from tests.fakes.redis_servers import VALKEY, running
 from tests.fakes.world import World
@@ -35,9 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     tally = asyncio.run(contests(given.rounds))
     held = not tally.faults and tally.rounds >= given.rounds
     record = {
-        "name": "ownership",
-        "commit": commit(),
-        "machine": machine(),
         "asked": given.rounds,
         "rounds": tally.rounds,
         "tokens_an_answer": LENGTH,
@@ -49,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     path = result_path("ownership", given.results)
     write_record(path, record)
-    print({name: value for name, value in record.items() if name != "machine"})
+    print(record)
     print(f"record: {path}")
     return 0 if held else 1
 

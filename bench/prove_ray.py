@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness import BENCH, commit, machine, result_path, write_record
+from bench.harness import BENCH, result_path, write_record
 from galley.common.models.files import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
 from tests.e2e.ray_trial import RANKS, REPLICAS, Trial
@@ -45,9 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"autoscaling: {autoscaling}")
     held = all(trial["held"] for trial in [*trials, autoscaling])
     record = {
-        "name": "ray",
-        "commit": commit(),
-        "machine": machine(),
         "options": {name: str(value) for name, value in vars(given).items() if name != "results"},
         "replicas": REPLICAS,
         "ranks": RANKS,

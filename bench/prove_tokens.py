@@ -28,7 +28,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.harness import commit, machine, result_path, write_record
+from bench.harness import result_path, write_record
 from galley.client.options import GenerateOptions
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.models.tokenizer import Tokenizer
@@ -84,7 +84,6 @@ async def _prove(folder: Path, arguments: argparse.Namespace) -> Proof:
     prompt_tokens = encode(Tokenizer.load(str(model)), prompts)
     draft = truncate_model(model, list(DRAFT_LAYERS), folder / "draft")
     about = {
-        "machine": machine(),
         "prompts": len(prompts),
         "max_tokens": arguments.max_tokens,
         "sampled_tokens": arguments.sampled_tokens,
@@ -126,7 +125,7 @@ class Proof:
         self.complete = False
         self.differences: list[str] = []
         self._began = time.monotonic()
-        self._about = {"commit": commit(), **about}
+        self._about = about
         self._path = result_path("tokens")
         self._reference = reference
         self._prompts = prompts

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from bench.harness import BENCH, commit, machine, result_path, write_record
+from bench.harness import BENCH, result_path, write_record
 from tests.fakes.vllm_world import run_schedule
 
 _BATCH = 100
@@ -47,9 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             failures += failed
             print(f"seeds {seeds[0]} to {seeds[-1]}: {len(failed)} failed", flush=True)
     record = {
-        "name": "vllm_proof",
-        "commit": commit(),
-        "machine": machine(),
         "seconds": round(time.monotonic() - began_s, 1),
         "first_seed": given.seed,
         "schedules": given.schedules,

@@ -25,12 +25,23 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from bench.engine.sides import Case, OurStep
-from bench.harness import MIN_PAIRS, RESULTS, Goal, at_least, commit, machine, result_path, write_record
+from bench.harness import (
+    MIN_PAIRS,
+    RESULTS,
+    Goal,
+    at_least,
+    commit,
+    goal_lines,
+    machine,
+    prompt_hashes,
+    result_path,
+    write_record,
+)
 from bench.loops.options import names
 from bench.paired import alternate
 from galley.bench.answers import loop_start
 from galley.bench.summary import ratio_interval
-from galley.bench.workloads import PROMPT_SETS, fixed_workload, mixed_workload
+from galley.bench.workloads import mixed_workload
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.models.tokenizer import Tokenizer
 from galley.engine.batch import INT8, NONE
@@ -238,21 +249,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     record: dict[str, Any] = {"name": "quantization", **_kept(path, options.parts)}
     run = {
         "commit": commit(),
-        "options": {name: value for name, value in vars(options).items() if name != "results"},
         "machine": machine(),
+        "options": {name: value for name, value in vars(options).items() if name != "results"},
     }
     if "quality" in options.parts:
         found = {
             name: dataclasses.asdict(one) | {"perplexity": one.perplexity, "agreement": one.agreement}
             for name, one in _measure_quality(options).items()
         }
-        hashes = {name: fixed_workload(name).sha256 for name in PROMPT_SETS}
-        record["quality"] = {**run, "prompt_sha256": hashes, "arms": found}
+        record["quality"] = {**run, "prompt_sha256": prompt_hashes(), "arms": found}
     if "speed" in options.parts:
         times = _measure_speed(options)
         goals = goals_of(times, str(parse_dtype(options.dtype, "cpu")).removeprefix("torch."))
         record["speed"] = {**run, "steps": {str(case): one for case, one in times.items()}, "goals": goals}
-        print("goal | what | measured | bound | met", *goals, sep="\n")
+        print(*goal_lines(goals), sep="\n")
     write_record(path, record)
     return 0
 

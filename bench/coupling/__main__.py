@@ -22,9 +22,9 @@ from bench.coupling.closed_form import Agreement, agreement
 from bench.coupling.full_head import load_assistant
 from bench.coupling.heldout import answers_at_one, guesses, scored
 from bench.engines.arms import encoder
-from bench.harness import RESULTS, Goal, commit, machine, result_path, write_record
+from bench.harness import RESULTS, Goal, goal_lines, prompt_hashes, result_path, write_record
 from galley.bench.closed_loop import GatewayLoop
-from galley.bench.workloads import PROMPT_SETS, fixed_workload, mixed_workload
+from galley.bench.workloads import mixed_workload
 from galley.client.client import AsyncClient
 from galley.common.models.files import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
@@ -77,16 +77,12 @@ def main() -> int:
     found = asyncio.run(measure(arguments, resolve_model(arguments.model)))
     goal = goal_of(found)
     record = {
-        "name": "coupling",
-        "commit": commit(),
-        "machine": machine(),
-        "prompt_sha256": {name: fixed_workload(name).sha256 for name in PROMPT_SETS},
+        "prompt_sha256": prompt_hashes(),
         "agreement": dataclasses.asdict(found),
         "goals": [dataclasses.asdict(goal)],
     }
     write_record(result_path("coupling", arguments.results), record)
-    print("goal | what | measured | bound | met")
-    print(goal)
+    print(*goal_lines([goal]), sep="\n")
     return 0
 
 

@@ -33,9 +33,16 @@ from rich.console import Console
 from bench.engine import summary as engine_summary
 from bench.engine import tables as engine_tables
 from bench.engine.run import PARTS, SPLITS
-from bench.harness import BENCH, MIN_PAIRS, Goal, commit, machine, result_path, write_record
+from bench.harness import (
+    BENCH,
+    MIN_PAIRS,
+    Goal,
+    prompt_hashes,
+    result_path,
+    show_goals,
+    write_record,
+)
 from bench.loops.options import integers, names
-from galley.bench.workloads import fixed_workload
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.server.process import thread_environment
 from galley.engine.load.resolve import resolve_model
@@ -100,11 +107,8 @@ def report(
         console.print(f"row costs, {name}: {curve}", highlight=False, soft_wrap=True)
     if record is not None:
         found = {
-            "name": "engine",
-            "commit": commit(),
             "options": dataclasses.asdict(options),
-            "machine": machine(),
-            "prompt_sha256": {"rewrite": fixed_workload("rewrite").sha256},
+            "prompt_sha256": prompt_hashes(),
             "row_costs": curves,
             "steps": [dataclasses.asdict(row) | {"rows": row.rows} for row in rows],
             "goals": [dataclasses.asdict(goal) for goal in reached],
@@ -113,9 +117,7 @@ def report(
         write_record(record, found)
         engine_tables.draw(record.with_suffix(".png"), rows, measured)
         console.print(f"record: {record}")
-    console.print("goal | what | measured | bound | met", markup=False, highlight=False, soft_wrap=True)
-    for goal in reached:
-        console.print(str(goal), markup=False, highlight=False, soft_wrap=True)
+    show_goals(console, reached)
     return reached
 
 

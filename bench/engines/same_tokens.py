@@ -30,7 +30,7 @@ from bench.engines.differences import Row, Tie, count, first_difference, goals, 
 from bench.engines.drafts import MAKERS, MAX_K, Drafts, lengths
 from bench.engines.near_ties import Scores
 from bench.engines.processes import VLLM_ARGS, Command, check_engine, galley_command, peer_command
-from bench.harness import RESULTS, commit, machine, result_path, write_record
+from bench.harness import RESULTS, result_path, show_goals, write_record
 from bench.loops.options import names, numbers
 from bench.loops.run import keep_to_cores
 from bench.loops.sides import ProcessLoop, process_loop
@@ -227,13 +227,9 @@ def report(found: Measurement, arguments: argparse.Namespace) -> None:
     console = Console(width=150)
     console.print(table(found.rows))
     judged = goals(found.rows, found.ties, found.ours, _PEER)
-    for line in (*map(str, found.ties), "goal | what | measured | bound | met", *map(str, judged)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    show_goals(console, judged, [*map(str, found.ties)])
     of = {name: getattr(arguments, name) for name in ("prompts", "max_tokens", "threads", "model", "seed")}
     record = {
-        "name": "same-tokens",
-        "commit": commit(),
-        "machine": machine(),
         "options": of,
         "builds": found.builds,
         "rows": found.rows,

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.engine.sides import Case, OurStep
-from bench.harness import BENCH, MIN_PAIRS, commit, machine, result_path, write_record
+from bench.harness import BENCH, MIN_PAIRS, result_path, write_record
 from bench.paired import alternate
 from galley.bench.workloads import fixed_workload
 from galley.common.models.files import DEFAULT_MODEL
@@ -223,11 +223,8 @@ def _record(
     rates: Mapping[str, Sequence[Differing]],
 ) -> dict[str, Any]:
     return {
-        "name": "gpu",
-        "commit": commit(),
         "model": options.model,
-        "machine": machine()
-        | {"gpu": torch.cuda.get_device_name(options.device), "cuda": torch.version.cuda},
+        "gpu": {"name": torch.cuda.get_device_name(options.device), "cuda": torch.version.cuda},
         "sides": {
             name: {"attention": model.attention_kind, "deterministic": model.info.deterministic}
             for name, model in models.items()

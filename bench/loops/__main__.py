@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.engines.scenarios import ENGINES, PEERS, THROUGHPUT
-from bench.harness import Goal, commit, machine, result_path, write_record
+from bench.harness import Goal, prompt_hashes, result_path, show_goals, write_record
 from bench.loops.base import LOOPS
 from bench.loops.http import BESIDE_GRPC
 from bench.loops.options import Options, parse
@@ -29,7 +29,6 @@ from bench.loops.speculation import SPECULATION
 from bench.loops.telemetry import TELEMETRY
 from galley.bench import plots
 from galley.bench.report import acceptance_table, as_dict, report_of, speed_table
-from galley.bench.workloads import FIXED_SETS, fixed_workload, own_workload
 from galley.engine.load.resolve import resolve_model
 
 SCENARIOS = {
@@ -61,14 +60,8 @@ def report(
     lines = [f"{key}: {value}" for key, value in run.facts.items()]
     if record is not None:
         figures: dict[str, Any] = {
-            "name": scenario.name,
-            "commit": commit(),
-            "machine": machine(),
             "options": dataclasses.asdict(options),
-            "prompt_sha256": {
-                **{name: fixed_workload(name).sha256 for name in FIXED_SETS},
-                **{path: own_workload(Path(path)).sha256 for path in options.prompts},
-            },
+            "prompt_sha256": prompt_hashes(*options.prompts),
             "facts": run.facts,
             **as_dict(found),
             "goals": [dataclasses.asdict(goal) for goal in goals],
@@ -76,8 +69,7 @@ def report(
         write_record(record, figures)
         plots.draw(record.with_suffix(".png"), found)
         lines.append(f"record: {record}")
-    for line in (*lines, "goal | what | measured | bound | met", *map(str, goals)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    show_goals(console, goals, lines)
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[Scenario, Options, Path | None]:

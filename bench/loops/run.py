@@ -18,8 +18,10 @@ from typing import Any
 
 from bench.harness import Goal
 from bench.loops.options import Options, workloads_of
+from bench.quiet import Watch
 from galley.bench.closed_loop import WARM_UP, Load, LoopBlock, LoopSide, run_all
 from galley.bench.tuning import Cell, Sizes, pair_loads, priming
+from galley.bench.workloads import Workload
 
 _WARM_UP_TOKENS = 12
 
@@ -65,6 +67,7 @@ class Scenario:
     tag_of: Callable[[str], str] = lambda _: ""
     primed_by: str = ""
     only_first_turns: bool = False
+    workloads: Callable[[Options], list[Workload]] = workloads_of
     required: frozenset[str] = frozenset()
     check: Callable[[Options], str] = lambda _: ""
 
@@ -84,8 +87,9 @@ def loads(scenario: Scenario, options: Options, life: int) -> Iterator[Load]:
             index,
         )
         for streams in options.streams
-        for index, workload in enumerate(workloads_of(options))
+        for index, workload in enumerate(scenario.workloads(options))
         for temperature in options.temperatures
+        if workload.suits(streams)
     ]
     widest = max(cells, key=lambda cell: cell.streams)
     for arm in options.arms:
@@ -106,12 +110,23 @@ async def measure(
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="galley-bench-") as folder:
         run = Run(options, model_dir, Path(folder), report)
+        watch = Watch()
         for run.life in range(options.lives):
             report(f"life {run.life + 1} of {options.lives}: starting {', '.join(options.arms)}")
             async with scenario.start(run) as sides:
-                run.blocks += await run_all(list(loads(scenario, options, run.life)), sides, report)
+                watch.begin()
+                every = list(loads(scenario, options, run.life))
+                run.blocks += await run_all(
+                    every, sides, report, lambda block: watch.note(cell_of(block.load))
+                )
+    run.facts["others_share"] = watch.report()
     run.facts["took_s"] = round(time.perf_counter() - began_s)
     return run
+
+
+def cell_of(load: Load) -> str:
+    """Return the name of a load's cell, for reports."""
+    return f"{load.workload}, {load.streams} streams at {load.temperature:g}"
 
 
 def keep_to_cores(count: int) -> list[int]:

@@ -32,7 +32,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.harness import Goal, commit, machine, result_path, write_record
+from bench.harness import Goal, prompt_hashes, result_path, show_goals, write_record
 from bench.soak import plot as soak_plot
 from bench.soak.clients import Arrival
 from bench.soak.goals import goals_of, growths
@@ -41,7 +41,6 @@ from bench.soak.options import SoakOptions, parse_options
 from bench.soak.outcome import Outcome, Span, rate
 from bench.soak.run import measure
 from galley.bench.summary import percentile
-from galley.bench.workloads import PROMPT_SETS, fixed_workload
 
 _FILE_WIDTH = 150
 _PLOTTED_S = 10.0
@@ -56,11 +55,8 @@ def report(
         console.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
     if record is not None:
         found = {
-            "name": "soak",
-            "commit": commit(),
             "options": dataclasses.asdict(options),
-            "machine": machine(),
-            "prompt_sha256": {prompt_set: fixed_workload(prompt_set).sha256 for prompt_set in PROMPT_SETS},
+            "prompt_sha256": prompt_hashes(),
             "facts": facts,
             "goals": [dataclasses.asdict(goal) for goal in goals],
             "samples": [_plain(sample, outcome.samples[0].at_s) for sample in outcome.samples],
@@ -69,8 +65,7 @@ def report(
         rates = [_rate_around(arrivals_of(outcome), sample.at_s) for sample in outcome.samples]
         soak_plot.draw(record.with_suffix(".png"), outcome.samples, spans_of(outcome), rates)
         console.print(f"record: {record}")
-    for line in ("goal | what | measured | bound | met", *map(str, goals)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    show_goals(console, goals)
 
 
 def facts_of(outcome: Outcome) -> dict[str, Any]:

@@ -162,6 +162,7 @@ async def run_load(
 
     async def stream() -> None:
         for at, prompt in waiting:
+            await asyncio.sleep(max(0.0, began_s + prompt.arrives_s - time.perf_counter()))
             turn: Prompt | None = prompt
             while turn is not None:
                 requested_s[at].append(time.perf_counter() - began_s)

@@ -92,7 +92,7 @@ def _prompts(cell: Cell, pair: int, arm: str, sizes: Sizes) -> tuple[Prompt, ...
         prompt = given[((pair + 1) * count + at) % len(given)]
         copy = at // len(given)
         label = _label(cell, f"{arm}/{pair + 1}.{copy}", sizes.nonce)
-        labelled = replace(prompt, label=label, max_tokens=_length(at, cell, sizes))
+        labelled = replace(prompt, label=label, max_tokens=prompt.max_tokens or _length(at, cell, sizes))
         picked.append(tagged(labelled, f"{sizes.nonce}.{pair + 1:02}.{copy}"))
     return tuple(picked)
 

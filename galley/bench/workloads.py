@@ -35,13 +35,15 @@ _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 class Prompt:
     """A user turn, the turns before it with their answers (`history`), and those after it.
 
-    `label` is its workload at the gateway; `max_tokens` 0 takes the bound of the load.
+    `label` is its workload at the gateway; `max_tokens` 0 takes the bound of the load. It is asked no earlier
+    than `arrives_s` after the beginning of its block.
     """
 
     id: str
     text: str
     label: str = ""
     max_tokens: int = 0
+    arrives_s: float = 0.0
     category: str = ""
     history: tuple[tuple[str, str], ...] = ()
     later_turns: tuple[str, ...] = ()
@@ -63,9 +65,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
+    """Prompts of one kind; `streams` are the only numbers of streams that suit them, empty for any."""
+
     name: str
     prompts: tuple[Prompt, ...]
     sha256: str
+    streams: tuple[int, ...] = ()
+
+    def suits(self, streams: int) -> bool:
+        return not self.streams or streams in self.streams
 
     def by_category(self) -> list[Workload]:
         """Return a workload for each category; this one if it has none."""

@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Goal, commit, result_path, write_record
+from bench.harness import Goal, result_path, write_record
 from tests.mutation.child import Collected, collect, run_mutant
 from tests.mutation.coverage import Coverage, Tree, digest, record
 from tests.mutation.operators import Mutant, mutants_of
@@ -77,7 +77,7 @@ def main() -> int:
     goal = _goal(outcomes, report["unexplained"])
     _print(str(goal))
     if path := options.record or (None if options.only else result_path("mutation")):
-        write_record(path, {"commit": commit(), "seed": options.seed, **report})
+        write_record(path, {"seed": options.seed, **report})
     return 0 if goal.met else 1
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import TypeVar
 
-from bench.harness import commit, result_path, write_record
+from bench.harness import result_path, write_record
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.schedule import Schedule
 from tests.simulation.schedules.seeds import schedule_of
@@ -200,7 +200,6 @@ def _report(
     for part in parts:
         met.update(part.met)
     return {
-        "commit": commit(),
         "schedules": len(seeds),
         "first_seed": seeds[0],
         "last_seed": seeds[-1],

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness import BENCH, commit, machine, result_path, write_record
+from bench.harness import BENCH, commit, result_path, write_record
 from galley.common.models.files import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
 from tests.deploy.matrix import SWITCHES, laid_over
@@ -92,8 +92,6 @@ def _merged(before: dict[str, Any], outcomes: dict[str, Any], names: Sequence[st
     known |= outcomes
     trials = {name: known[name] for name in names if name in known}
     return {
-        "name": "boot",
-        "machine": machine(),
         "trials": trials,
         "not_run": [name for name in names if name not in known],
         "held": all(not trial["problems"] for trial in trials.values()),

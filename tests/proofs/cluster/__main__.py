@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from bench.harness import BENCH, commit, machine, result_path, write_record
+from bench.harness import BENCH, result_path, write_record
 from tests.deploy.render import CHART, Manifest
 from tests.proofs.cluster import acceptance
 from tests.proofs.cluster.commands import Failed
@@ -63,9 +63,6 @@ def prove(found: Server, registry: str, all_values: dict[str, Manifest]) -> dict
         _remove(found, namespace)
     held = not refused and not any(step["problem"] for step in steps)
     return {
-        "name": "cluster",
-        "commit": commit(),
-        "machine": machine(),
         "server": found.name,
         "version": commands.kubectl("version", "--output=yaml")[0],
         "refused": refused,
