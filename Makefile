@@ -53,7 +53,7 @@ BASE ?=
 LONG ?=
 
 .PHONY: bench-engine bench-loops bench-throughput bench-speculation bench-slow-links bench-sessions
-.PHONY: bench-telemetry bench-http bench-peers bench-engines bench-same-tokens bench-coupling
+.PHONY: bench-telemetry bench-http bench-latency bench-peers bench-engines bench-same-tokens bench-coupling
 .PHONY: bench-quantization bench-gpu
 bench-engine: setup ## measure a step of the target engine beside transformers and the roofline
 	@$(BIN)/python -m bench.engine
@@ -78,6 +78,9 @@ bench-telemetry: setup ## measure what traces and metrics cost at 16 streams: th
 
 bench-http: setup ## measure HTTP beside gRPC at 1, 16 and 64 streams: the gateway's CPU a token, time to first token
 	@$(BIN)/python -m bench.loops http
+
+bench-latency: setup ## measure time to first token and between tokens, beside vLLM if make venv-vllm was run
+	@$(BIN)/python -m bench.loops latency
 
 bench-peers: setup venv-vllm ## measure Galley beside vLLM on the CPU
 	@$(BIN)/python -m bench.loops peers

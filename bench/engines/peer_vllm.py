@@ -3,7 +3,8 @@
 Run by bench/engines/processes.py with the interpreter of vLLM; it imports nothing of Galley. A first
 line {"ready": ...} says that the model is loaded. Blocks come as JSON lines on standard input: {"streams",
 "prompts", "max_tokens", "temperature", "seed"}, with prompts as token ids and one `max_tokens` a prompt. With
-"seeded", the seed of each request is `seed` and its place in the block; else requests have no seed.
+"seeded", the seed of each request is `seed` and its place in the block; else requests have no seed. With
+"arrives_s", each waits for its arrival, in seconds from the beginning of the block.
 Each is answered by one JSON line: {"answers": [{"tokens", "at_s", "began_s"}], "wall_s", "busy_s"}. `at_s`
 counts from the request, `began_s` and `busy_s` from the beginning of the block. Until `busy_s` every stream
 had work. What vLLM itself prints goes to standard error.
@@ -32,14 +33,20 @@ class ClosedLoop:
         self._began_s = 0.0
         self._busy_s: float | None = None
         self._next = 0
+        self._running = 0
+        self._count = len(block["prompts"])
+        self._arrives_s = block.get("arrives_s") or [0.0] * self._count
         self.answers: list[dict[str, Any]] = [{"tokens": [], "at_s": []} for _ in block["prompts"]]
 
     def run(self) -> dict[str, Any]:
         """Answer every prompt of the block."""
         self._began_s = time.perf_counter()
-        while self._next < min(self._block["streams"], len(self._block["prompts"])):
-            self._add()
-        while self._engine.has_unfinished_requests():
+        while self._running or self._next < self._count:
+            while self._may_add():
+                self._add()
+            if not self._running:
+                time.sleep(max(0.0, self._arrives_s[self._next] - self._now_s()))
+                continue
             for output in self._engine.step():
                 self._note(output)
         wall_s = self._now_s()
@@ -48,10 +55,19 @@ class ClosedLoop:
     def _now_s(self) -> float:
         return time.perf_counter() - self._began_s
 
+    def _may_add(self) -> bool:
+        return (
+            self._next < self._count
+            and self._running < self._block["streams"]
+            and self._arrives_s[self._next] <= self._now_s()
+        )
+
     def _add(self) -> None:
         at = self._next
         self._next += 1
-        self.answers[at]["began_s"] = self._now_s()
+        self._running += 1
+        # A request that arrived during a step has waited since then.
+        self.answers[at]["began_s"] = self._arrives_s[at] or self._now_s()
         seed = self._block["seed"] + at if self._block.get("seeded") else None
         params = self._make_params({**self._block, "max_tokens": self._block["max_tokens"][at], "seed": seed})
         self._engine.add_request(str(at), {"prompt_token_ids": self._block["prompts"][at]}, params)
@@ -65,9 +81,8 @@ class ClosedLoop:
         answer["at_s"] += [now_s] * (len(tokens) - len(answer["tokens"]))
         answer["tokens"] = tokens
         if output.finished:
-            if self._next < len(self._block["prompts"]):
-                self._add()
-            elif self._busy_s is None:
+            self._running -= 1
+            if self._next == self._count and self._busy_s is None:
                 self._busy_s = self._now_s()
 
 

@@ -21,6 +21,7 @@ from bench.engines.scenarios import ENGINES, PEERS, THROUGHPUT
 from bench.harness import Goal, prompt_hashes, result_path, show_goals, write_record
 from bench.loops.base import LOOPS
 from bench.loops.http import BESIDE_GRPC
+from bench.loops.latency import LATENCY
 from bench.loops.options import Options, parse
 from bench.loops.run import Run, Scenario, keep_to_cores, measure
 from bench.loops.sessions import SESSIONS
@@ -43,6 +44,7 @@ SCENARIOS = {
         PEERS,
         ENGINES,
         BESIDE_GRPC,
+        LATENCY,
     )
 }
 _FILE_WIDTH = 150

@@ -106,6 +106,7 @@ class ProcessLoop:
             "max_tokens": [prompt.max_tokens or load.max_tokens for prompt in load.prompts],
             "temperature": load.temperature,
             "seed": load.seed,
+            "arrives_s": [prompt.arrives_s for prompt in load.prompts],
         }
         cpu_before = self._cpu.seconds()
         response = await self.answer(work)
