@@ -89,7 +89,7 @@ bench-engines: setup venv-vllm ## measure the engines, alone and behind the gate
 	@$(BIN)/python -m bench.loops engines $(if $(LONG),--pairs 7)
 
 bench-same-tokens: setup venv-vllm ## measure how often drafts and company change a token, beside vLLM's own rate
-	@$(BIN)/python -m bench.engines.same_tokens
+	@$(BIN)/python -m bench.peers.same_tokens
 
 bench-coupling: setup ## compare the draft's acceptance at temperature 1 with the rate computed from its distributions
 	@$(BIN)/python -m bench.coupling

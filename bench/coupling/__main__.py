@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from bench.coupling.closed_form import Agreement, agreement
 from bench.coupling.full_head import load_assistant
 from bench.coupling.heldout import answers_at_one, guesses, scored
-from bench.engines.arms import encoder
 from bench.harness import RESULTS, Goal, goal_lines, prompt_hashes, result_path, write_record
+from bench.peers.arms import encoder
 from galley.bench.closed_loop import GatewayLoop
 from galley.bench.workloads import mixed_workload
 from galley.client.client import AsyncClient

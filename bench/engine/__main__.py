@@ -16,7 +16,6 @@ mean nothing, and its goals are not judged. A missed goal is no error.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -30,6 +29,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench import command
 from bench.engine import summary as engine_summary
 from bench.engine import tables as engine_tables
 from bench.engine.run import PARTS, SPLITS
@@ -47,7 +47,6 @@ from galley.common.models.files import DEFAULT_MODEL
 from galley.common.server.process import thread_environment
 from galley.engine.load.resolve import resolve_model
 
-_FILE_WIDTH = 150
 _QUICK_SPLITS = ((1, 1), (8, 1), (8, 5))
 
 
@@ -124,11 +123,7 @@ def report(
 def parse_options(argv: Sequence[str]) -> tuple[EngineOptions, Path | None]:
     """Read the command line; exits 2 with a message if a value is wrong. The path is None for no record."""
     default = EngineOptions()
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.engine",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser_of("bench.engine", __doc__)
     parser.add_argument("--threads", type=integers, default=default.threads, help="comma-separated")
     parser.add_argument("--contexts", type=integers, default=default.contexts, help="tokens, comma-separated")
     parser.add_argument(
@@ -140,8 +135,6 @@ def parse_options(argv: Sequence[str]) -> tuple[EngineOptions, Path | None]:
     )
     parser.add_argument("--model", default=default.model, help="hub id or directory (default: %(default)s)")
     parser.add_argument("--dtype", default=default.dtype)
-    parser.add_argument("--quick", action="store_true", help="few cases, two pairs, no record, no goals")
-    parser.add_argument("--results", type=Path, default=BENCH / "results")
     given = vars(parser.parse_args(argv))
     root: Path | None = given.pop("results")
     options = EngineOptions(**given)
@@ -163,9 +156,7 @@ def _splits(text: str) -> tuple[tuple[int, int], ...]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 0 even if a goal is missed, which is a finding and no error."""
     options, root = parse_options(sys.argv[1:] if argv is None else argv)
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console = command.console()
     record = None if root is None else result_path("engine", root)
     with tempfile.TemporaryDirectory(prefix="galley-bench-") as scratch:
         profiles = (record or Path(scratch) / "profile").with_suffix("")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.engines.engine_alone import FREE_ROWS, EngineAlone
+from bench.peers.engine_alone import FREE_ROWS, EngineAlone
 from galley.bench.summary import percentile
 from galley.engine.cpu.kernels.compile import Kernels
 from galley.engine.model import MAX_ROWS, CausalModel

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.engines.scenarios import ENGINES, PEERS, THROUGHPUT
+from bench import command
 from bench.harness import Goal, prompt_hashes, result_path, show_goals, write_record
 from bench.loops.base import LOOPS
 from bench.loops.http import BESIDE_GRPC
@@ -28,6 +28,7 @@ from bench.loops.sessions import SESSIONS
 from bench.loops.slow_links import SLOW_LINKS
 from bench.loops.speculation import SPECULATION
 from bench.loops.telemetry import TELEMETRY
+from bench.peers.scenarios import ENGINES, PEERS, THROUGHPUT
 from galley.bench import plots
 from galley.bench.report import acceptance_table, as_dict, report_of, speed_table
 from galley.engine.load.resolve import resolve_model
@@ -47,7 +48,6 @@ SCENARIOS = {
         LATENCY,
     )
 }
-_FILE_WIDTH = 150
 
 
 def report(
@@ -84,11 +84,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Scenario, Options, Path | None
     )
     usage.add_argument("scenario", choices=SCENARIOS)
     scenario = SCENARIOS[usage.parse_args(argv[:1]).scenario]
-    parser = argparse.ArgumentParser(
-        prog=f"python -m bench.loops {scenario.name}",
-        description=sys.modules[scenario.start.__module__].__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = sys.modules[scenario.start.__module__].__doc__
+    parser = command.parser_of(f"bench.loops {scenario.name}", about)
     options, root = parse(parser, argv[1:], scenario.defaults, scenario.required)
     if problem := scenario.check(options):
         parser.error(problem)
@@ -98,9 +95,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Scenario, Options, Path | None
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 0 even if a goal is missed, which is a finding and no error."""
     scenario, options, root = parse_arguments(sys.argv[1:] if argv is None else argv)
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console = command.console()
     cores = keep_to_cores(options.cores)
     model_dir = resolve_model(options.model)
     run = asyncio.run(measure(scenario, options, model_dir, lambda line: console.print(line, style="dim")))

@@ -13,12 +13,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import chain, pairwise
 from statistics import mean, median
 
-from bench.engines.arms import VLLM, encoder
-from bench.engines.processes import peer_command, vllm_python
 from bench.harness import Goal, at_most
 from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, of_arm, own_tag
 from bench.loops.sides import Cpu, process_loop, stack_pids
+from bench.peers.arms import VLLM, encoder
+from bench.peers.processes import peer_command, vllm_python
 from galley.bench.closed_loop import AUTO, OFF, GatewayLoop, LoopBlock, LoopSide
 from galley.bench.summary import MS, Interval, median_interval, percentile, ratio_interval
 from galley.bench.workloads import FIXED_SETS, Prompt, Workload, fixed_workload

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.harness import MIN_PAIRS, RESULTS
+from bench.harness import MIN_PAIRS
 from galley.bench.workloads import FIXED_SETS, Workload, fixed_workload, mixed_workload, own_workload
 from galley.common.models.files import DEFAULT_MODEL
 
@@ -111,8 +111,6 @@ def add_flags(parser: argparse.ArgumentParser, default: Options) -> None:
         flag = f"--{field.name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, default=value, help=f"{helps[field.name]} (default: {text})")
     parser.add_argument("--by-category", action="store_true", help="make each category a workload of its own")
-    parser.add_argument("--quick", action="store_true", help="one short pair; no record, no goals")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
 
 
 def parse(

@@ -85,7 +85,7 @@ class CountedLoop:
 
 
 class ProcessLoop:
-    """A process that answers blocks of token ids, a JSON line each (see bench/engines/peer_vllm.py)."""
+    """A process that answers blocks of token ids, a JSON line each (see bench/peers/peer_vllm.py)."""
 
     def __init__(self, process: asyncio.subprocess.Process, encode: Encode) -> None:
         self._process = process

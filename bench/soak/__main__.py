@@ -32,6 +32,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench import command
 from bench.harness import Goal, prompt_hashes, result_path, show_goals, write_record
 from bench.soak import plot as soak_plot
 from bench.soak.clients import Arrival
@@ -42,7 +43,6 @@ from bench.soak.outcome import Outcome, Span, rate
 from bench.soak.run import measure
 from galley.bench.summary import percentile
 
-_FILE_WIDTH = 150
 _PLOTTED_S = 10.0
 
 
@@ -140,9 +140,7 @@ def _plain(sample: Sample, begin_s: float) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the soak; return 0 even if a goal is missed, which is a finding and no error."""
     options, root = parse_options(sys.argv[1:] if argv is None else argv, __doc__)
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console = command.console()
     record = None if root is None else result_path("soak", root)
     began_s = time.monotonic()
 

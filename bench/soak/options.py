@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.harness import BENCH, MIN_PAIRS
+from bench import command
+from bench.harness import MIN_PAIRS
 from galley.common.models.files import DEFAULT_MODEL
 
 _LEAST_MINUTES = 5.0
@@ -62,11 +62,7 @@ _QUICK = {
 def parse_options(argv: Sequence[str], description: str | None) -> tuple[SoakOptions, Path | None]:
     """Return the options and the folder of the record (None: no record); exit 2 for a wrong value."""
     default = SoakOptions()
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.soak",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser_of("bench.soak", description)
     add = parser.add_argument
     add("--minutes", type=float, default=default.minutes, help=f"of the soak; at least {_LEAST_MINUTES:g}")
     add("--warm-up-s", type=float, default=default.warm_up_s, help="load before the soak, in seconds")
@@ -77,8 +73,6 @@ def parse_options(argv: Sequence[str], description: str | None) -> tuple[SoakOpt
     add("--dtype", default=default.dtype)
     add("--model", default=default.model, help="hub id or directory (default: %(default)s)")
     add("--seed", type=int, default=default.seed)
-    add("--quick", action="store_true", help="some minutes in all, no record, no goals")
-    add("--results", type=Path, default=BENCH / "results")
     given = vars(parser.parse_args(argv))
     root: Path | None = given.pop("results")
     options = SoakOptions(**given)

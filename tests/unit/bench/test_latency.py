@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from bench.engines import peer_vllm
-from bench.engines.arms import VLLM
 from bench.loops import latency
 from bench.loops.run import Run, loads
+from bench.peers import peer_vllm
+from bench.peers.arms import VLLM
 from galley.bench.answers import Answer
 from galley.bench.closed_loop import Load, LoopBlock, run_load
 from galley.bench.workloads import Prompt

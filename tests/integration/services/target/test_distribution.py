@@ -75,7 +75,7 @@ def _draft(seed: int, at: int, k: int) -> list[int]:
 def _answers(engine: str, model: Path, block: dict[str, Any]) -> list[dict[str, Any]]:
     """Answer a block of prompts by an engine in a process of its own; vLLM's can be made once in each."""
     flags = ("--model", str(model), "--engine", engine, "--dtype", "float32", "--kv-memory-mb", "64")
-    command = (sys.executable, "-m", "bench.engines.peer_galley", *flags)
+    command = (sys.executable, "-m", "bench.peers.peer_galley", *flags)
     done = subprocess.run(
         command, input=json.dumps(block) + "\n", check=True, stdout=subprocess.PIPE, text=True
     )

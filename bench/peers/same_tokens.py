@@ -26,14 +26,14 @@ from typing import Any
 from rich.console import Console
 
 from bench.coupling.heldout import proposals
-from bench.engines.differences import Row, Tie, count, first_difference, goals, table
-from bench.engines.drafts import MAKERS, MAX_K, Drafts, lengths
-from bench.engines.near_ties import Scores
-from bench.engines.processes import VLLM_ARGS, Command, check_engine, galley_command, peer_command
 from bench.harness import RESULTS, result_path, show_goals, write_record
 from bench.loops.options import names, numbers
 from bench.loops.run import keep_to_cores
 from bench.loops.sides import ProcessLoop, process_loop
+from bench.peers.differences import Row, Tie, count, first_difference, goals, table
+from bench.peers.drafts import MAKERS, MAX_K, Drafts, lengths
+from bench.peers.near_ties import Scores
+from bench.peers.processes import VLLM_ARGS, Command, check_engine, galley_command, peer_command
 from galley.bench.workloads import mixed_workload
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.models.tokenizer import Tokenizer
@@ -194,7 +194,7 @@ async def measure(arguments: argparse.Namespace, model_dir: Path, folder: Path) 
 def main() -> int:
     """Run the benchmark; return 0 even if a goal is missed."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.engines.same_tokens",
+        prog="python -m bench.peers.same_tokens",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from bench.engine import kv_memory
-from bench.engines.arms import ENGINE, INT8, ON_VLLM, VLLM, VLLM_NGRAM, split, start
 from bench.harness import Goal, at_least
 from bench.loops.options import Options
 from bench.loops.run import Run, Scenario, of_arm, own_tag
+from bench.peers.arms import ENGINE, INT8, ON_VLLM, VLLM, VLLM_NGRAM, split, start
 from galley.bench.closed_loop import AUTO, OFF
 from galley.bench.summary import speed_ratio
 

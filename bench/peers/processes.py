@@ -30,7 +30,7 @@ def galley_command(model_dir: Path, dtype: str, threads: int, *flags: str) -> Co
     paths = os.pathsep.join(filter(None, (str(BENCH.parent), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, **thread_environment(threads), "PYTHONPATH": paths}
     python = str(vllm_python()) if on_vllm else sys.executable
-    return [python, "-m", "bench.engines.peer_galley", *given], env
+    return [python, "-m", "bench.peers.peer_galley", *given], env
 
 
 def check_engine(ready: Mapping[str, str], *flags: str) -> None:
@@ -42,7 +42,7 @@ def check_engine(ready: Mapping[str, str], *flags: str) -> None:
 
 def peer_command(model_dir: Path, dtype: str, streams: int, *, ngram: bool = False) -> Command:
     """Return the command of vLLM alone, with its n-gram drafts or without drafts."""
-    command = [str(vllm_python()), str(BENCH / "engines" / "peer_vllm.py"), str(model_dir)]
+    command = [str(vllm_python()), str(BENCH / "peers" / "peer_vllm.py"), str(model_dir)]
     command += ["--dtype", dtype, "--max-streams", str(streams)]
     return command + (["--ngram", str(NGRAM_TOKENS)] if ngram else []), _vllm_environment()
 

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from bench.engines.processes import (
+from bench.loops.run import Run
+from bench.loops.sides import Cpu, Encode, process_loop, stack_pids
+from bench.peers.processes import (
     VLLM_ARGS,
     Command,
     check_engine,
@@ -26,8 +28,6 @@ from bench.engines.processes import (
     peer_command,
     vllm_python,
 )
-from bench.loops.run import Run
-from bench.loops.sides import Cpu, Encode, process_loop, stack_pids
 from galley.bench.closed_loop import GatewayLoop, LoopSide
 from galley.client.client import AsyncClient
 from galley.common.models.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """vLLM on the CPU as a peer: a process of its own environment that answers blocks of prompts.
 
-Run by bench/engines/processes.py with the interpreter of vLLM; it imports nothing of Galley. A first
+Run by bench/peers/processes.py with the interpreter of vLLM; it imports nothing of Galley. A first
 line {"ready": ...} says that the model is loaded. Blocks come as JSON lines on standard input: {"streams",
 "prompts", "max_tokens", "temperature", "seed"}, with prompts as token ids and one `max_tokens` a prompt. With
 "seeded", the seed of each request is `seed` and its place in the block; else requests have no seed. With

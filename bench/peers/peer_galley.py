@@ -1,4 +1,4 @@
-"""Answer blocks of prompts by a target's engine alone, in the protocol of bench/engines/peer_vllm.py.
+"""Answer blocks of prompts by a target's engine alone, in the protocol of bench/peers/peer_vllm.py.
 
 Its flags are those of a target. A block may also have "drafts": for each prompt and output
 position, the draft tokens from there on. Answers then have the numbers of "verified" and "accepted" draft
@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from bench.engines.engine_alone import FREE_ROWS, EngineAlone, Heard
+from bench.peers.engine_alone import FREE_ROWS, EngineAlone, Heard
 from galley.common.config.settings import parse_settings
 from services.target.engine.protocol import Limits
 from services.target.loading import load_engine

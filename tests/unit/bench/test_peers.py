@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.engines import drafts, scenarios
-from bench.engines.differences import Row, Tie, count, first_difference, goals
-from bench.engines.processes import check_engine
 from bench.loops.run import Run
+from bench.peers import drafts, scenarios
+from bench.peers.differences import Row, Tie, count, first_difference, goals
+from bench.peers.processes import check_engine
 from tests.unit.galley.bench.blocks import block
 
 PROMPT = [5, 6, 7, 8]
