@@ -1,4 +1,4 @@
-"""Measure parts of a step: invariant attention, sampling, the KV pool's size, a prompt's prefill."""
+"""Measure parts of a step: attention, sampling, the pool's size, eight rows, the prefill of a prompt."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ INVARIANCE_CASES = (Case(1, 1, 1024), Case(8, 5, 256), Case(16, 5, 256), Case(16
 POOL_CASE = Case(16, 1, 256)
 POOL_FACTOR = 8
 CONTEXTS = (64, 256, 512, 1024, 1536)
+# One session without draft tokens, and with seven.
+ONE_ROW, EIGHT_ROWS = Case(1, 1, 256), Case(1, 8, 256)
 
 
 # ------------------------------------------------------------------------------------ invariance --
@@ -194,6 +196,15 @@ def pools(small: CausalModel, large: CausalModel, pairs: int) -> dict[str, Any]:
         "large_blocks": large.kv.blocks,
         **{name: list(timed.wall_s) for name, timed in times.items()},
     }
+
+
+# ---------------------------------------------------------------------------------- a small step --
+
+
+def small(model: CausalModel, pairs: int) -> dict[str, Any]:
+    """Return the seconds of a step of one row and of eight, of one session."""
+    times = alternate({"one": OurStep(model, ONE_ROW), "eight": OurStep(model, EIGHT_ROWS)}, pairs)
+    return {name: list(timed.wall_s) for name, timed in times.items()}
 
 
 # --------------------------------------------------------------------------------------- prefill --

@@ -12,7 +12,7 @@ import json
 import os
 import pstats
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,10 @@ SPLITS = (
     (64, 5),
     (1, 320),
 )
-PARTS = ("steps", "invariance", "sampling", "host", "contexts", "pools", "prefill", "bandwidth", "profile")
+PARTS = (
+    *("steps", "small", "invariance", "sampling", "host", "contexts", "pools", "prefill", "bandwidth"),
+    "profile",
+)
 PROFILED = Case(16, 5, 256)
 _PROFILED_STEPS = 5
 
@@ -73,22 +76,18 @@ def measure(task: Task) -> dict[str, Any]:
         "kv_block_bytes": model.kv.block_bytes,
         "kv_blocks": model.kv.blocks,
     }
-    if "bandwidth" in task.parts:
-        found["bandwidth"] = engine_parts.bandwidth()
-    if "steps" in task.parts:
-        found["steps"] = [_step(model, peer, case, task.pairs) for case in cases]
-    if "prefill" in task.parts:
-        found["prefill"] = engine_parts.prefill(model, peer, task.pairs)
-    if "invariance" in task.parts:
-        found["invariance"] = engine_parts.invariance(model, peer.config, task.pairs)
-    if "sampling" in task.parts:
-        found["sampling"] = engine_parts.sampling(model, _text(task.model_dir), task.pairs)
-    if "contexts" in task.parts:
-        found["contexts"] = engine_parts.contexts(model, task.pairs)
-    if "pools" in task.parts:
-        found["pools"] = _pools(task)
-    if "host" in task.parts:
-        found["host"] = host_time(peer.config.num_hidden_layers, task.pairs)
+    parts: dict[str, Callable[[], Any]] = {
+        "bandwidth": engine_parts.bandwidth,
+        "steps": lambda: [_step(model, peer, case, task.pairs) for case in cases],
+        "small": lambda: engine_parts.small(model, task.pairs),
+        "prefill": lambda: engine_parts.prefill(model, peer, task.pairs),
+        "invariance": lambda: engine_parts.invariance(model, peer.config, task.pairs),
+        "sampling": lambda: engine_parts.sampling(model, _text(task.model_dir), task.pairs),
+        "contexts": lambda: engine_parts.contexts(model, task.pairs),
+        "pools": lambda: _pools(task),
+        "host": lambda: host_time(peer.config.num_hidden_layers, task.pairs),
+    }
+    found |= {name: part() for name, part in parts.items() if name in task.parts}
     if "profile" in task.parts:
         task.profile.write_text(_profile(OurStep(model, PROFILED)), encoding="utf-8")
     return found

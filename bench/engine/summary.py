@@ -16,6 +16,8 @@ INVARIANCE_BOUND = 0.10
 SAMPLING_BOUND = 0.10
 HOST_BOUND_MS = 3.0
 PREFILL_BOUND = 1.0
+# Of the time of one row: eight rows of one session, which verify seven draft tokens.
+SMALL_BOUND = 1.2
 # A pool eight times as large may not slow a step; the bound leaves room for the pages that it lies on.
 POOL_BOUND = 1.05
 
@@ -178,6 +180,10 @@ def _part_goals(measured: Measured, at: str) -> list[Goal]:
         times = part["large_blocks"] / part["small_blocks"]
         what = f"step in a pool {times:.0f} times as large, same context, {at}"
         found.append(at_most("pool", what, ratio_interval(part["large"], part["small"]), POOL_BOUND, "x"))
+    if "small" in measured:
+        part = measured["small"]
+        what = f"eight rows of one session against one row, {at}"
+        found.append(at_most("small", what, ratio_interval(part["eight"], part["one"]), SMALL_BOUND, "x"))
     if "prefill" in measured:
         part = measured["prefill"]
         what = f"prefill of 182 tokens against transformers, {at}"

@@ -79,7 +79,7 @@ def _part_table(threads: int, measured: Mapping[str, Any]) -> Table:
         table.add_row(f"roofline: weights once at {gb:.1f} GB/s", f"{floor:.2f}")
     for context, seconds in measured.get("contexts", {}).items():
         table.add_row(f"step 16x1, context {context}", f"{median_interval(seconds).median * MS:.2f}")
-    for part in ("pools", "prefill", "sampling", "host"):
+    for part in ("small", "pools", "prefill", "sampling", "host"):
         for name, seconds in measured.get(part, {}).items():
             if isinstance(seconds, list):
                 table.add_row(f"{part}: {name}", f"{median_interval(seconds).median * MS:.2f}")

@@ -1,6 +1,7 @@
 """Measure what the session store costs: a gateway over Redis beside one whose store answers at once.
 
-Each arm has a gateway of its own over one target. A gateway records the duration of each commit, which the
+Arms are `instant` and `redis`, and with `:2` the same over a target of two threads. Each arm has a gateway of
+its own; those of a number of threads share a target. A gateway records the duration of each commit, which the
 log adds to a token's latency: a token is emitted only once it is committed. At the end the memory that each
 session takes in the store is read. Speculation is off.
 """
@@ -29,9 +30,11 @@ from galley.stack.parts import python_module
 from galley.stack.stack import Stack, StackOptions
 
 REDIS, INSTANT = "redis", "instant"
-ARMS = (INSTANT, REDIS)
+ARMS = (INSTANT, REDIS, f"{INSTANT}:2", f"{REDIS}:2")
 JUDGED_STREAMS = 16
-LEAST_SPEED, MOST_ADDED_MS, MOST_BYTES = 0.98, 0.5, 1000.0
+LEAST_SPEED, MOST_BYTES = 0.98, 1000.0
+# By the number of streams from which on a bound holds.
+MOST_ADDED_MS = {1: 0.5, 16: 1.0}
 TOKEN_BYTES = 4
 _SHARED_PARTS = ("valkey", "target")
 
@@ -85,29 +88,48 @@ class TimedLoop:
 
 @asynccontextmanager
 async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
-    """Start a stack, and a gateway for each arm over its target; read the store at the end."""
-    options = run.options
-    given = StackOptions(
-        model=str(run.model_dir), strategies=("ngram",), dtype=options.dtype, threads=options.threads
-    )
+    """Start a stack for each number of threads, and a gateway for each arm; read the stores at the end."""
+    stored: list[StoredBytes] = []
+    sides: dict[str, TimedLoop] = {}
     async with AsyncExitStack() as held:
-        stack = await held.enter_async_context(Stack(given))
-        url = f"unix://{stack.address('valkey')}"
-        specs = [_part(arm, stack, run, url) for arm in options.arms]
-        gateways = await held.enter_async_context(
-            Stack(StackOptions(threads=1), parts=lambda _options, _dirs: specs)
-        )
-        sides = {}
-        for arm in options.arms:
-            client = await held.enter_async_context(AsyncClient(gateways.address(arm)))
-            cpu = Cpu([gateways.pid(arm), *(stack.pid(part) for part in _SHARED_PARTS)])
-            sides[arm] = TimedLoop(GatewayLoop(client, cpu.seconds, OFF), _times(run, arm))
+        urls = []
+        for threads in dict.fromkeys(map(threads_of, run.options.arms)):
+            arms = [arm for arm in run.options.arms if threads_of(arm) == threads]
+            stack = await held.enter_async_context(Stack(_stack_options(run, threads)))
+            urls.append(f"unix://{stack.address('valkey')}")
+            sides |= await _gateways(held, stack, run, arms, urls[-1])
         yield sides
         run.facts["commits"] = [
             dataclasses.asdict(one) for side in sides.values() for one in side.blocks if one.pair >= 0
         ]
-        stored = await stored_sessions(url)
+        for url in urls:
+            stored += await stored_sessions(url)
     run.facts["beside_tokens_bytes"] = [one.beside_tokens for one in stored]
+
+
+def threads_of(arm: str) -> int:
+    """Return the number of threads of an arm's target."""
+    return int(arm.partition(":")[2] or 1)
+
+
+def _stack_options(run: Run, threads: int) -> StackOptions:
+    model, dtype = str(run.model_dir), run.options.dtype
+    return StackOptions(model=model, strategies=("ngram",), dtype=dtype, threads=threads)
+
+
+async def _gateways(
+    held: AsyncExitStack, stack: Stack, run: Run, arms: Sequence[str], url: str
+) -> dict[str, TimedLoop]:
+    specs = [_part(arm, stack, run, url) for arm in arms]
+    gateways = await held.enter_async_context(
+        Stack(StackOptions(threads=1), parts=lambda _options, _dirs: specs)
+    )
+    sides = {}
+    for arm in arms:
+        client = await held.enter_async_context(AsyncClient(gateways.address(arm)))
+        cpu = Cpu([gateways.pid(arm), *(stack.pid(part) for part in _SHARED_PARTS)])
+        sides[arm] = TimedLoop(GatewayLoop(client, cpu.seconds, OFF), _times(run, arm))
+    return sides
 
 
 def _times(run: Run, arm: str) -> Path:
@@ -117,7 +139,14 @@ def _times(run: Run, arm: str) -> Path:
 def _part(arm: str, stack: Stack, run: Run, url: str) -> PartSpec:
     command = python_module(
         "bench.loops.session_gateway",
-        *("--bench-store", arm, "--bench-timings", str(_times(run, arm)), "--model", str(run.model_dir)),
+        *(
+            "--bench-store",
+            arm.partition(":")[0],
+            "--bench-timings",
+            str(_times(run, arm)),
+            "--model",
+            str(run.model_dir),
+        ),
         *("--redis-url", url, "--target", stack.address("target"), "--draft", "none"),
     )
     return PartSpec(arm, lambda _: command)
@@ -135,33 +164,53 @@ async def _stored(client: redis_asyncio.Redis, key: bytes) -> StoredBytes:
     return StoredBytes(sum(size or 0 for size in sizes), await client.strlen(key + b":log") // TOKEN_BYTES)
 
 
-def added_ms(commits: Sequence[Mapping[str, Any]], streams: int) -> Interval:
+def added_ms(commits: Sequence[Mapping[str, Any]], streams: int, arm: str = REDIS) -> Interval:
     """Return what Redis adds to a commit: the median of the pairs' differences of medians, in ms."""
     medians = {
         (one["arm"], one["pair"], one["temperature"]): one["median_ms"]
         for one in commits
         if one["streams"] == streams
     }
-    pairs = [(pair, temperature) for arm, pair, temperature in medians if arm == REDIS]
-    return median_interval([medians[REDIS, *pair] - medians[INSTANT, *pair] for pair in pairs])
+    pairs = [(pair, temperature) for name, pair, temperature in medians if name == arm]
+    base = arm.replace(REDIS, INSTANT)
+    return median_interval([medians[arm, *pair] - medians[base, *pair] for pair in pairs])
 
 
 def goals(run: Run) -> list[Goal]:
     """Bound what the store costs in speed, in time a commit, and in memory."""
     found = []
-    if JUDGED_STREAMS in run.options.streams:
+    for arm in run.options.arms:
+        if not arm.startswith(REDIS):
+            continue
+        threads = f"{threads_of(arm)} thread{'s' if threads_of(arm) > 1 else ''}"
         for temperature in run.options.temperatures:
             of = (JUDGED_STREAMS, temperature)
-            ratio = speed_ratio(of_arm(run.blocks, REDIS, *of), of_arm(run.blocks, INSTANT, *of))
-            what = f"tokens/s at {JUDGED_STREAMS} streams, temperature {temperature:g}, against no log"
+            base = of_arm(run.blocks, arm.replace(REDIS, INSTANT), *of)
+            ratio = speed_ratio(of_arm(run.blocks, arm, *of), base)
+            what = f"tokens/s at {JUDGED_STREAMS} streams at {temperature:g}, {threads}, against no log"
             if ratio is not None:
                 found.append(at_least("throughput", what, ratio, LEAST_SPEED, "x"))
-    for streams in run.options.streams:
-        what = f"time that the log adds to a token at {streams} streams, median"
-        found.append(at_most("commit", what, added_ms(run.facts["commits"], streams), MOST_ADDED_MS, " ms"))
+        for streams in run.options.streams:
+            what = f"time that the log adds to a token at {streams} streams, {threads}, median"
+            bound = MOST_ADDED_MS[max(least for least in MOST_ADDED_MS if least <= streams)]
+            added = added_ms(run.facts["commits"], streams, arm)
+            found.append(at_most("commit", what, added, bound, " ms"))
     sizes = median_interval([float(size) for size in run.facts["beside_tokens_bytes"]])
     found.append(at_most("memory", "bytes of a session beside its tokens", sizes, MOST_BYTES, " B"))
     return found
+
+
+def check(options: Options) -> str:
+    """Return what is wrong with the arms, or an empty string."""
+    for arm in options.arms:
+        store, colon, threads = arm.partition(":")
+        if store not in {INSTANT, REDIS} or (colon and not (threads.isdigit() and int(threads))):
+            return (
+                f"--arms: must be of {INSTANT}, {REDIS}, {INSTANT}:<threads> and {REDIS}:<threads>, got {arm}"
+            )
+        if store == REDIS and arm.replace(REDIS, INSTANT) not in options.arms:
+            return f"--arms: must include {arm.replace(REDIS, INSTANT)}, with which {arm} is compared"
+    return ""
 
 
 SESSIONS = Scenario(
@@ -172,5 +221,6 @@ SESSIONS = Scenario(
     start,
     goals,
     tag_of=own_tag,
-    required=frozenset(ARMS),
+    required=frozenset({INSTANT, REDIS}),
+    check=check,
 )

@@ -27,7 +27,7 @@ class Bound:
         return dict(self.at).get(streams, self.least)
 
 
-PEER_BOUNDS = (Bound(OFF, VLLM, 0.8), Bound(ENGINE, VLLM, 1.0))
+PEER_BOUNDS = (Bound(OFF, VLLM, 1.0), Bound(ENGINE, VLLM, 1.0))
 ENGINE_BOUNDS = (
     Bound(ENGINE + INT8, ENGINE, 1.25, at=((1, 1.5), (64, 1.0))),
     Bound(ENGINE + ON_VLLM, VLLM, 0.98),

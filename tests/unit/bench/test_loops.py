@@ -211,3 +211,28 @@ def test_http_is_compared_with_grpc_pair_by_pair() -> None:
         run.blocks[0] = replace(blocks[0], answers=(replace(blocks[0].answers[0], tokens=(1,)),) * 16)
         http.goals(run)
         assert run.facts["differing_answers"] == 16
+
+
+def test_the_log_is_judged_on_each_number_of_threads_and_may_add_more_at_many_streams() -> None:
+    options = replace(sessions.SESSIONS.defaults, temperatures=(0.0,))
+    times = {"instant": 1.0, "redis": 1.0, "instant:2": 1.0, "redis:2": 1.1}
+    run = _run(options, _pairs(times) + _pairs(times, streams=16))
+    run.facts["commits"] = [
+        {"arm": arm, "pair": pair, "temperature": 0.0, "streams": streams, "median_ms": median_ms}
+        for pair in range(7)
+        for streams in (1, 16)
+        for arm, median_ms in (("instant", 0.1), ("redis", 0.9), ("instant:2", 0.1), ("redis:2", 0.5))
+    ]
+    run.facts["beside_tokens_bytes"] = [808] * 7
+    met = [(goal.name, goal.met) for goal in sessions.goals(run)]
+    assert met[:3] == [("throughput", True), ("commit", False), ("commit", True)]
+    assert met[3:] == [("throughput", False), ("commit", True), ("commit", True), ("memory", True)]
+
+
+@pytest.mark.parametrize(
+    "arms", ["instant,redis,redis:2", "instant,redis,redis:x,instant:x", "instant,redis,none"]
+)
+def test_an_arm_of_the_store_needs_its_counterpart(arms: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["sessions", "--arms", arms])
+    assert "--arms:" in capsys.readouterr().err
