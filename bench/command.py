@@ -1,4 +1,4 @@
-"""What the command lines of all benchmarks share."""
+"""Make the parsers and consoles of all benchmarks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from bench.loops.options import MIXED, Options
 from bench.loops.run import Run, Scenario, of_arm
 from bench.loops.sides import stack_loop
 from galley.bench.closed_loop import AUTO, OFF, LoopBlock, LoopSide
-from galley.bench.summary import Interval, mean_ratio, median_interval, speculated, speed_ratio
+from galley.bench.summary import Interval, mean_ratio, median_interval, pass_times, speculated, speed_ratio
 from galley.bench.workloads import FIXED_SETS, PROMPT_SETS
 from galley.client.client import AsyncClient
 from galley.stack.stack import Stack, StackOptions
@@ -27,6 +27,8 @@ NEVER_A_LOSS_BOUND, BEST_FIXED_BOUND = 0.98, 0.95
 # The interval of a cell that is no loss reaches down to 0.95 at most.
 NEVER_A_LOSS_SLACK = 1 - 0.95 / NEVER_A_LOSS_BOUND
 EXPOSED_BOUND_PERCENT = 15.0
+# Of the time of one row: what another costs on a GPU that is bound by bandwidth.
+CHEAP_ROW = 0.004
 
 # Workload, streams and temperature.
 CellKey = tuple[str, int, float]
@@ -51,11 +53,39 @@ async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
         yield dict.fromkeys(options.arms, stack_loop(stack, client))
 
 
+def limits(blocks: Sequence[LoopBlock], cells: Mapping[CellKey, list[LoopBlock]]) -> dict[str, list[str]]:
+    """Return by cell the most that a fixed k could gain with drafts that cost nothing.
+
+    That is max over k of E(k) T(n) / T(n (1 + k)), with the expected tokens E by the acceptance of the cell's
+    fixed arms, T the times of this run's steps by rows, and n streams. The second figure has rows that cost
+    CHEAP_ROW of one row each. Where the first is below a goal, no choice of k can meet the goal here.
+    """
+    times = pass_times(blocks)
+    found = {}
+    for (workload, streams, temperature), mine in sorted(cells.items()):
+        of = speculated(block for block in mine if block.load.arm not in {OFF, AUTO})
+        if times is None or not of.verified:
+            continue
+        expected = [1 + sum(of.by_position[:k]) for k in range(len(of.by_position) + 1)]
+        found[f"{workload}, {streams} streams at {temperature:g}"] = [
+            _best_gain(expected, streams, times),
+            _best_gain(expected, streams, lambda rows: 1 + CHEAP_ROW * (rows - 1)),
+        ]
+    return found
+
+
+def _best_gain(expected: Sequence[float], streams: int, time_of: Callable[[int], float]) -> str:
+    gains = [tokens * time_of(streams) / time_of(streams * (1 + k)) for k, tokens in enumerate(expected)]
+    best = max(range(len(gains)), key=lambda k: gains[k])
+    return f"{gains[best]:.2f}x with k = {best}"
+
+
 def goals(run: Run) -> list[Goal]:
     """Return every goal for which there are blocks."""
     cells: dict[CellKey, list[LoopBlock]] = defaultdict(list)
     for block in run.blocks:
         cells[block.load.workload, block.load.streams, block.load.temperature].append(block)
+    run.facts["limits"] = limits(run.blocks, cells)
     return [
         *_mean("alone", ALONE_BOUND, run.blocks, 1),
         *_mean("unread", ALONE_BOUND, [b for b in run.blocks if b.load.workload not in _READ], 1, (0.0,)),

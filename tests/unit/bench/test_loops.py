@@ -104,6 +104,21 @@ def test_prompts_that_no_tuning_has_read_are_judged_alone() -> None:
     assert not goals["at-eight"].met
 
 
+def test_the_most_that_drafts_can_gain_follows_from_acceptance_and_the_cost_of_rows() -> None:
+    accepted, verified = (5, 2), (10, 10)  # E(1) = 1.5, E(2) = 1.7
+    counts = replace(_ROUNDS, verified=20, accepted=7, accepted_at=accepted, verified_at=verified)
+    plain = replace(_ROUNDS, target_compute_ns=10 * 20_000_000)
+    drafted = replace(counts, target_compute_ns=10 * 30_000_000)  # three rows cost 1.5 times one
+    blocks = [
+        block(arm, 1.0, workload="code", rounds=rounds)
+        for arm, rounds in ((OFF, plain), (AUTO, plain), ("ngram-2", drafted))
+    ]
+    run = _run(speculation.SPECULATION.defaults, blocks)
+    speculation.goals(run)
+    # k = 1: 1.5 / 1.25; k = 2: 1.7 / 1.5.
+    assert run.facts["limits"] == {"code, 1 streams at 0": ["1.20x with k = 1", "1.69x with k = 2"]}
+
+
 def test_a_cell_whose_interval_reaches_below_the_least_is_a_loss() -> None:
     met = {}
     for low in (0.952, 0.948):
