@@ -90,6 +90,11 @@ class LoopBlock:
         return speed_of([self])
 
     @property
+    def whole_tokens_per_s(self) -> float:
+        """Return all tokens per second from the first request until the last answer."""
+        return self.given / self.wall_s
+
+    @property
     def cpu_per_token(self) -> float:
         """CPU seconds per token, of all tokens: those in loops cost as much as the rest."""
         return self.cpu_s / max(1, self.given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise, zip_longest
 from statistics import fmean
@@ -75,8 +75,9 @@ def _sum(counts: Sequence[Any]) -> Any:
 class Row:
     """The speed of one arm on one workload, at one number of streams and one temperature.
 
-    `ratio` is against the baseline; times are the 50th, 90th and 99th percentiles in milliseconds. The
-    tokens of one message are 0 ms apart.
+    `ratio` is against the baseline. So is `whole_ratio`, of all tokens from the first request until the last
+    answer, when fewer streams run. Times are the 50th, 90th and 99th percentiles in ms. Tokens of one
+    message are 0 ms apart.
     """
 
     workload: str
@@ -85,6 +86,7 @@ class Row:
     arm: str
     tokens_per_s: float
     ratio: Interval | None
+    whole_ratio: Interval | None
     first_token_ms: tuple[float, ...]
     inter_token_ms: tuple[float, ...]
     cpu_ms_per_token: float
@@ -116,6 +118,7 @@ def _row(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> Row:
         arm=load.arm,
         tokens_per_s=speed_of(mine),
         ratio=speed_ratio(mine, base),
+        whole_ratio=_interval(_ratios(mine, base, lambda block: block.whole_tokens_per_s)),
         first_token_ms=_percentiles([at_s[0] for at_s in times]),
         inter_token_ms=_percentiles([after - before for at_s in times for before, after in pairwise(at_s)]),
         cpu_ms_per_token=MS * sum(block.cpu_s for block in mine) / max(1, given),
@@ -126,7 +129,10 @@ def _row(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> Row:
 
 def speed_ratio(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> Interval | None:
     """Return the median of the pairs' ratios of tokens per second; None if no pair can be compared."""
-    ratios = _ratios(mine, base)
+    return _interval(_ratios(mine, base))
+
+
+def _interval(ratios: Mapping[int, float]) -> Interval | None:
     return median_interval(list(ratios.values())) if ratios else None
 
 
@@ -148,10 +154,14 @@ def mean_ratio(
     return median_interval(means) if means else None
 
 
-def _ratios(mine: Sequence[LoopBlock], base: Sequence[LoopBlock]) -> dict[int, float]:
-    of_base = {block.load.pair: block.tokens_per_s for block in base}
+def _ratios(
+    mine: Sequence[LoopBlock],
+    base: Sequence[LoopBlock],
+    speed: Callable[[LoopBlock], float] = lambda block: block.tokens_per_s,
+) -> dict[int, float]:
+    of_base = {block.load.pair: speed(block) for block in base}
     return {
-        block.load.pair: block.tokens_per_s / of_base[block.load.pair]
+        block.load.pair: speed(block) / of_base[block.load.pair]
         for block in mine
         if of_base.get(block.load.pair)
     }

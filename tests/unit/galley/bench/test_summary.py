@@ -36,6 +36,15 @@ def a_run(gain_at_8: float = 0.9) -> list[LoopBlock]:
     return results
 
 
+def test_a_row_has_the_ratio_until_the_last_answer_beside_that_while_all_streams_ran() -> None:
+    slow, fast = (replace(block(arm, 0.1, streams=4), busy_s=2.0) for arm in ("off", "auto"))
+    requested = replace(slow, requested_s=(0.0,) * 4), replace(fast, requested_s=(0.0,) * 4, wall_s=2.0)
+    row = next(row for row in rows_of(requested, "off") if row.arm == "auto")
+    assert row.ratio is not None
+    assert row.whole_ratio is not None
+    assert (row.ratio.median, row.whole_ratio.median) == pytest.approx((1.0, 2.0))
+
+
 def test_rows_are_ratios_of_pairs_and_the_baseline_stands_first() -> None:
     rows = rows_of(a_run(), "off")
     assert [(row.workload, row.streams, row.arm) for row in rows[:2]] == [
