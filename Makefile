@@ -51,6 +51,9 @@ demo: setup-run ## start the four processes, answer a prompt (PROMPT="..."), sto
 BASE ?=
 # LONG=1 has `make bench-engines` run 7 pairs in place of 3.
 LONG ?=
+# Files of prompts in place of the fixed sets, with commas: of throughput, speculation, peers and engines.
+PROMPTS ?=
+PROMPT_FLAGS = $(if $(PROMPTS),--prompts "$(PROMPTS)")
 
 .PHONY: bench-engine bench-loops bench-throughput bench-speculation bench-slow-links bench-sessions
 .PHONY: bench-telemetry bench-http bench-latency bench-peers bench-engines bench-same-tokens bench-coupling
@@ -62,10 +65,10 @@ bench-loops: setup ## compare this tree with an earlier revision: speed, CPU a t
 	@$(BIN)/python -m bench.loops base --base "$(BASE)"
 
 bench-throughput: setup ## measure 1 to 64 streams through the gateway, and the engine alone
-	@$(BIN)/python -m bench.loops throughput
+	@$(BIN)/python -m bench.loops throughput $(PROMPT_FLAGS)
 
-bench-speculation: setup ## measure what speculation gains and costs, 1 to 64 streams, and its acceptance (PROMPTS=FILE)
-	@$(BIN)/python -m bench.loops speculation $(if $(PROMPTS),--prompts "$(PROMPTS)")
+bench-speculation: setup ## measure what speculation gains and costs, 1 to 64 streams, and its acceptance
+	@$(BIN)/python -m bench.loops speculation $(PROMPT_FLAGS)
 
 bench-slow-links: setup ## measure speculation with 20 ms each way before target and draft
 	@$(BIN)/python -m bench.loops slow-links
@@ -83,10 +86,10 @@ bench-latency: setup ## measure time to first token and between tokens, beside v
 	@$(BIN)/python -m bench.loops latency
 
 bench-peers: setup venv-vllm ## measure Galley beside vLLM on the CPU
-	@$(BIN)/python -m bench.loops peers
+	@$(BIN)/python -m bench.loops peers $(PROMPT_FLAGS)
 
 bench-engines: setup venv-vllm ## measure the engines, alone and behind the gateway, beside vLLM
-	@$(BIN)/python -m bench.loops engines $(if $(LONG),--pairs 7)
+	@$(BIN)/python -m bench.loops engines $(if $(LONG),--pairs 7) $(PROMPT_FLAGS)
 
 bench-same-tokens: setup venv-vllm ## measure how often drafts and company change a token, beside vLLM's own rate
 	@$(BIN)/python -m bench.peers.same_tokens
