@@ -21,7 +21,7 @@ from bench.peers.arms import VLLM, encoder
 from bench.peers.processes import peer_command, vllm_python
 from galley.bench.closed_loop import AUTO, OFF, GatewayLoop, LoopBlock, LoopSide
 from galley.bench.summary import MS, Interval, median_interval, percentile, ratio_interval
-from galley.bench.workloads import FIXED_SETS, Prompt, Workload, fixed_workload
+from galley.bench.workloads import TASKS, Prompt, Workload, fixed_workload
 from galley.client.client import AsyncClient
 from galley.stack.stack import Stack, StackOptions
 
@@ -31,7 +31,9 @@ OTHERS = 8
 ALONE, AT_ONCE = 1, 16
 MOST_AGAINST_VLLM, MOST_BETWEEN_MS = 1.0, 150.0
 # About 100 and 1,500 tokens of the default model.
-_WORDS = {SHORT: 75, LONG: 1120}
+_WORDS = {SHORT: 56, LONG: 1195}
+# Sets without programs, whose words are more tokens.
+_SETS = ("chat", "support", TASKS)
 _TEXTS = 24
 # The others have begun to decode when the long prompt arrives, and have not ended when it is read.
 _ARRIVES_S, _OTHERS_TOKENS, _LATE_TOKENS = 1.5, 160, 4
@@ -39,8 +41,8 @@ _KV_MB = 1024
 
 
 def texts(kind: str, count: int) -> list[str]:
-    """Return texts of as many words as prompts of this kind have, each from another place of all prompts."""
-    every = [prompt.text for name in FIXED_SETS for prompt in fixed_workload(name).prompts]
+    """Return texts of as many words as prompts of this kind have, each from another place of the sets."""
+    every = [prompt.text for name in _SETS for prompt in fixed_workload(name).prompts]
     words = " ".join(every).split()
     starts = [at * len(words) // count for at in range(count)]
     return [" ".join((words + words)[start : start + _WORDS[kind]]) for start in starts]

@@ -92,7 +92,13 @@ def _command_of(arm: str, run: Run) -> Command | None:
     if runs == ENGINE:
         return galley_command(run.model_dir, options.dtype, options.threads, *_TARGETS[target])
     if runs in {VLLM, VLLM_NGRAM}:
-        return peer_command(run.model_dir, options.dtype, most, ngram=runs == VLLM_NGRAM)
+        return peer_command(
+            run.model_dir,
+            options.dtype,
+            most,
+            ngram=runs == VLLM_NGRAM,
+            whole_context=bool(options.prompts),
+        )
     return None
 
 

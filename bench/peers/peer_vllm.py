@@ -91,7 +91,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--max-streams", type=int, default=64)
-    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument(
+        "--max-model-len", type=int, default=2048, help="tokens of a session; 0: the model's most"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--ngram", type=int, default=0, help="draft tokens by prompt lookup; 0: none")
     options = parser.parse_args()
@@ -127,7 +129,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, str]:
         options.model,
         dtype=options.dtype,
         max_num_seqs=options.max_streams,
-        max_model_len=options.max_model_len,
+        max_model_len=options.max_model_len or None,
         speculative_config=speculation if options.ngram else None,
     )
 

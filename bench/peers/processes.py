@@ -40,10 +40,13 @@ def check_engine(ready: Mapping[str, str], *flags: str) -> None:
         raise RuntimeError(f"the process must run a {expected}, got a {ready['engine']}")
 
 
-def peer_command(model_dir: Path, dtype: str, streams: int, *, ngram: bool = False) -> Command:
-    """Return the command of vLLM alone, with its n-gram drafts or without drafts."""
+def peer_command(
+    model_dir: Path, dtype: str, streams: int, *, ngram: bool = False, whole_context: bool = False
+) -> Command:
+    """Return the command of vLLM alone; without `whole_context` its sessions have 2,048 tokens at most."""
     command = [str(vllm_python()), str(BENCH / "peers" / "peer_vllm.py"), str(model_dir)]
     command += ["--dtype", dtype, "--max-streams", str(streams)]
+    command += ["--max-model-len", "0"] if whole_context else []
     return command + (["--ngram", str(NGRAM_TOKENS)] if ngram else []), _vllm_environment()
 
 
