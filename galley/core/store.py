@@ -18,7 +18,7 @@ repeated as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal, NamedTuple, Protocol
@@ -229,7 +229,7 @@ class SessionStore(Protocol):
         since it was read.
         """
 
-    async def commit(
+    def commit(
         self,
         owner: Ownership,
         expected_len: int,
@@ -237,10 +237,10 @@ class SessionStore(Protocol):
         meta: bytes,
         hashes: LogHashes,
         directory: KvDirectory = UNCHANGED,
-    ) -> int:
+    ) -> Awaitable[int]:
         """Append `tokens` and `meta` to a log of `expected_len` tokens; return its new length.
 
-        `hashes` are those of the log as the owner knows it.
+        `hashes` are those of the log as the owner knows it. The call itself raises nothing.
 
         Raises Fenced, ClaimLost, SessionEnded, UnknownSession (expired), LogBehind (can be repaired) or
         LogLost.

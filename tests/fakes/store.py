@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 
 from galley.core.content import prefix_hash
-from galley.core.errors import Fenced, KeyReused, LogLost, StoreUnavailable, UnknownSession
+from galley.core.errors import Fenced, GalleyError, KeyReused, LogLost, StoreUnavailable, UnknownSession
 from galley.core.store import (
     FINISHED_TTL_S,
     LARGEST_CLOCK_STEP_S,
@@ -133,7 +134,7 @@ class MemoryStore(SessionStore):
         self._touch(record)
         return _stored(former.session_id, record)
 
-    async def commit(
+    def commit(
         self,
         owner: Ownership,
         expected_len: int,
@@ -141,7 +142,24 @@ class MemoryStore(SessionStore):
         meta: bytes,
         hashes: LogHashes,
         directory: KvDirectory = UNCHANGED,
+    ) -> asyncio.Future[int]:
+        length: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        try:
+            length.set_result(self.append(owner, expected_len, tokens, meta, hashes, directory))
+        except GalleyError as error:
+            length.set_exception(error)
+        return length
+
+    def append(
+        self,
+        owner: Ownership,
+        expected_len: int,
+        tokens: Sequence[int],
+        meta: bytes,
+        hashes: LogHashes,
+        directory: KvDirectory,
     ) -> int:
+        """Carry out a commit."""
         record = self._owned(owner)
         have = len(record.tokens)
         if have < expected_len:

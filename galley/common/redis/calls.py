@@ -1,25 +1,28 @@
 """Call Redis 7.0 or Valkey, and run server-side scripts by their hash.
 
-Calls of the same moment are sent together (`Batches`). A cancelled caller never leaves a connection with
-an unread reply: each command runs in a shielded task that ends when the reply is read or times out.
+Calls of the same moment are sent together (`Line`). A cancelled caller never leaves a connection with an
+unread reply: commands on a connection of their own run in a shielded task until the reply is read.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha1
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from redis import exceptions as redis_errors
 
 from galley.common.redis.connections import Connector
-from galley.common.redis.nodes import Command, Node, nodes_of
+from galley.common.redis.line import Command
+from galley.common.redis.nodes import Node, nodes_of
 from galley.common.redis.url import parse_redis_url
-from galley.core.errors import Broken, StoreUnavailable
+from galley.core.errors import Broken, GalleyError, StoreUnavailable
 
 T = TypeVar("T")
+Argument: TypeAlias = bytes | str | int
 
 DEFAULT_CALL_TIMEOUT_S = 2.0
 
@@ -41,6 +44,8 @@ _PASSING_ERRORS = (
     redis_errors.OutOfMemoryError,
     OSError,
 )
+# Replies to a script that the server does not have, or whose keys another node has: nothing was executed.
+_NOT_EXECUTED = (redis_errors.NoScriptError, redis_errors.AskError)
 # What uvloop says, as RuntimeError, where the connection ended after it was taken from the pool.
 _CLOSED = "the handler is closed"
 
@@ -58,6 +63,24 @@ def script_of(text: str) -> Script:
 
 
 @dataclass(frozen=True, slots=True)
+class _Evaluation(Generic[T]):
+    """A call of a script; `decode` returns what its caller gets for the reply."""
+
+    script: Script
+    keys: Sequence[str]
+    args: Sequence[Argument]
+    decode: Callable[[object], T]
+
+    @property
+    def by_hash(self) -> Command:
+        return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.args)
+
+    @property
+    def by_text(self) -> Command:
+        return ("EVAL", self.script.text, len(self.keys), *self.keys, *self.args)
+
+
+@dataclass(frozen=True, slots=True)
 class Copies:
     """The number of replicas that must have a change, and the longest wait for them."""
 
@@ -69,8 +92,8 @@ class RedisCalls:
     """Calls of the Redis at `url` (`galley.common.redis.url`).
 
     Every call is one attempt, bounded by about twice `call_timeout_s` (connecting, then the reply) for each
-    server that is called: one, except for sentinels and clusters after a failure. `max_connections` is
-    for each server; more callers queue.
+    server that is called: one, except for sentinels and clusters after a failure. Single commands share one
+    connection for each server. `max_connections` bounds those for commands that belong together; more queue.
     """
 
     def __init__(
@@ -94,37 +117,67 @@ class RedisCalls:
 
     async def command(self, *command: bytes | str | int, key: str | None = None) -> object:
         """Return the reply of `key`'s node, or any. Raise Broken, or StoreUnavailable if a retry may help."""
-        [reply] = await self._shielded(self._attempt(key, [command]))
+        [reply] = await self._start(self._attempt(key, [command]))
         return reply
 
-    async def run(self, script: Script, keys: Sequence[str], *args: bytes | str | int) -> object:
+    async def run(self, script: Script, keys: Sequence[str], *args: Argument) -> object:
         """Run `script` on the node of its first key; return its reply. Raise as `command` does."""
-        [reply] = await self._shielded(self._evaluate(script, keys, args))
-        return reply
+        return await self._run(_Evaluation(script, keys, args, _as_it_is))
 
-    async def run_copied(
-        self, script: Script, keys: Sequence[str], *args: bytes | str | int
-    ) -> tuple[object, bool]:
-        """Return the reply, and whether enough replicas have what the script and earlier calls wrote."""
+    def change(
+        self, script: Script, keys: Sequence[str], args: Sequence[Argument], decode: Callable[[object], T]
+    ) -> asyncio.Future[T]:
+        """Run a script that writes; the future gets `decode(reply)`, or what that or the call raises.
+
+        With `copies`, it raises StoreUnavailable unless enough replicas have this and earlier changes.
+        """
+        evaluation = _Evaluation(script, keys, args, decode)
         if self._copies is None:
-            return await self.run(script, keys, *args), True
-        wait = ("WAIT", self._copies.replicas, max(1, int(self._copies.timeout_s * 1000)))
-        reply, have = await self._shielded(self._evaluate(script, keys, args, wait))
-        return reply, cast("int", have) >= self._copies.replicas
+            return self._run(evaluation)
+        return self._start(self._copied(evaluation, self._copies))
 
     async def close(self) -> None:
         while self._running:
             await asyncio.wait(self._running)
         await self._nodes.close()
 
-    async def _evaluate(
-        self, script: Script, keys: Sequence[str], args: Sequence[bytes | str | int], *then: Command
-    ) -> list[object]:
-        rest = (len(keys), *keys, *args)
+    def _run(self, evaluation: _Evaluation[T]) -> asyncio.Future[T]:
+        """Run a script without a task, unless the server is to be found or does not have the script."""
+        node = self._nodes.known(evaluation.keys[0])
+        if node is None:
+            return self._start(self._searched(evaluation))
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def done(reply: object) -> None:
+            if result.done():
+                return
+            if isinstance(reply, _NOT_EXECUTED):
+                self._start(self._searched(evaluation)).add_done_callback(partial(_pass_on, result))
+            elif isinstance(reply, Exception):
+                result.set_exception(self._failure(node, reply))
+            else:
+                _decode(evaluation, reply, result)
+
+        node.line.send(evaluation.by_hash, done)
+        return result
+
+    async def _searched(self, evaluation: _Evaluation[T]) -> T:
+        [reply] = await self._evaluate(evaluation)
+        return evaluation.decode(reply)
+
+    async def _copied(self, evaluation: _Evaluation[T], copies: Copies) -> T:
+        wait = ("WAIT", copies.replicas, max(1, int(copies.timeout_s * 1000)))
+        reply, have = await self._evaluate(evaluation, wait)
+        result = evaluation.decode(reply)
+        if cast("int", have) < copies.replicas:
+            raise StoreUnavailable("the session store's replicas do not have the change yet")
+        return result
+
+    async def _evaluate(self, evaluation: _Evaluation[T], *then: Command) -> list[object]:
         try:
-            return await self._attempt(keys[0], [("EVALSHA", script.sha, *rest), *then])
+            return await self._attempt(evaluation.keys[0], [evaluation.by_hash, *then])
         except redis_errors.NoScriptError:
-            return await self._attempt(keys[0], [("EVAL", script.text, *rest), *then])
+            return await self._attempt(evaluation.keys[0], [evaluation.by_text, *then])
 
     async def _attempt(self, key: str | None, commands: Sequence[Command]) -> list[object]:
         node: Node | None = None
@@ -134,11 +187,14 @@ class RedisCalls:
         except redis_errors.NoScriptError:
             raise
         except (redis_errors.RedisError, OSError) as error:
-            if not _is_passing(error):
-                raise Broken(f"the session store refused a command: {error}") from error
-            if node is not None:
-                self._nodes.lost(node)
-            raise StoreUnavailable("the session store is unavailable", str(error)) from error
+            raise self._failure(node, error) from error
+
+    def _failure(self, node: Node | None, error: Exception) -> GalleyError:
+        if not _is_passing(error):
+            return Broken(f"the session store refused a command: {error}")
+        if node is not None:
+            self._nodes.lost(node)
+        return StoreUnavailable("the session store is unavailable", str(error))
 
     async def _redirected(self, node: Node, commands: Sequence[Command]) -> list[object]:
         asking = False
@@ -153,11 +209,12 @@ class RedisCalls:
                     self._nodes.moved(error.slot_id, node)
         raise redis_errors.ClusterError("the nodes of the cluster redirect in a circle")
 
-    async def _shielded(self, attempt: Awaitable[T]) -> T:
-        task = asyncio.ensure_future(attempt)
+    def _start(self, attempt: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """Return the result of an attempt that goes on to its end even if the result is cancelled."""
+        task = asyncio.create_task(attempt)
         self._running.add(task)
         task.add_done_callback(self._forget)
-        return await asyncio.shield(task)
+        return asyncio.shield(task)
 
     def _forget(self, task: asyncio.Future[Any]) -> None:
         self._running.discard(cast("asyncio.Task[Any]", task))
@@ -168,19 +225,38 @@ class RedisCalls:
 async def _send(node: Node, commands: Sequence[Command], *, asking: bool) -> list[object]:
     """Return the replies; a connection that is closed when written to raises ConnectionError."""
     whole = [("ASKING",), *commands] if asking else commands
-    node.busy += 1
     try:
-        replies = await node.batches.execute(whole)
+        replies = await node.execute(whole)
     except RuntimeError as error:
         if _CLOSED not in str(error):
             raise
         raise redis_errors.ConnectionError("the connection ended before it was written to") from error
-    finally:
-        node.busy -= 1
     for reply in replies:
         if isinstance(reply, Exception):
             raise reply
     return replies[1:] if asking else replies
+
+
+def _as_it_is(reply: object) -> object:
+    return reply
+
+
+def _decode(evaluation: _Evaluation[T], reply: object, result: asyncio.Future[T]) -> None:
+    try:
+        result.set_result(evaluation.decode(reply))
+    except Exception as error:  # noqa: BLE001  # the caller gets it
+        result.set_exception(error)
+
+
+def _pass_on(result: asyncio.Future[T], source: asyncio.Future[T]) -> None:
+    if result.done():
+        return
+    if source.cancelled():
+        result.cancel()
+    elif (error := source.exception()) is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(source.result())
 
 
 def _is_passing(error: Exception) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from hiredis import pack_command
@@ -20,118 +19,73 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.crc import key_slot
 
 from galley.common.redis.connections import Connector
+from galley.common.redis.line import Command, Line
 
 Address = tuple[str, int]
 T = TypeVar("T")
 
 SLOTS = 16384
 
-Command = tuple[bytes | str | int, ...]
 Replies = list[object]
-
-_MOST = 64
-"""Most commands of a batch; further ones use another connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    commands: Sequence[Command]
-    replies: asyncio.Future[Replies]
-
-
-class Batches:
-    """Batches of commands of the same moment to the server of `pool`, in one write; for one event loop.
-
-    A step of the target confirms tokens of many sessions at once, and each is then committed. One at a time,
-    a connection and a wait cost several times the work of the server; together, little more than one.
-
-    A batch owns a connection from its write until its last reply is read, even if callers are cancelled, so a
-    connection with an unread reply never returns to the pool.
-    """
-
-    def __init__(self, pool: ConnectionPool) -> None:
-        self._pool = pool
-        self._waiting: list[_Call] = []
-        self._running: set[asyncio.Task[None]] = set()
-
-    async def execute(self, commands: Sequence[Command]) -> Replies:
-        """Return the replies to commands on one connection, in order, error replies included.
-
-        Several commands form a batch of their own: one may be a WAIT, which would delay all after it. Raise
-        redis-py's errors or OSError where the connection fails.
-        """
-        loop = asyncio.get_running_loop()
-        call = _Call(commands, loop.create_future())
-        if len(commands) > 1:
-            self._start([call])
-        else:
-            if not self._waiting:
-                loop.call_soon(self._begin)
-            self._waiting.append(call)
-        return await call.replies
-
-    def _begin(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for at in range(0, len(waiting), _MOST):
-            self._start(waiting[at : at + _MOST])
-
-    def _start(self, batch: Sequence[_Call]) -> None:
-        task = asyncio.create_task(self._run(batch))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    async def _run(self, batch: Sequence[_Call]) -> None:
-        left = [call for call in batch if not call.replies.done()]
-        try:
-            replies = await self._replies([command for call in left for command in call.commands])
-        except asyncio.CancelledError:
-            for call in left:
-                call.replies.cancel()
-            raise
-        except Exception as error:  # noqa: BLE001  # each caller gets it; none may hang
-            for call in left:
-                if not call.replies.done():
-                    call.replies.set_exception(error)
-        else:
-            at = 0
-            for call in left:
-                end = at + len(call.commands)
-                if not call.replies.done():
-                    call.replies.set_result(replies[at:end])
-                at = end
-
-    async def _replies(self, commands: Sequence[Command]) -> Replies:
-        if not commands:
-            return []
-        connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]  # is untyped
-        try:
-            # Joining them is faster than writing them one by one.
-            packed = b"".join([pack_command(cast("Any", command)) for command in commands])
-            await connection.send_packed_command(packed, check_health=False)
-            return [await _reply(connection) for _ in commands]
-        except BaseException:
-            # Replies may still arrive, and belong to nobody.
-            await connection.disconnect(nowait=True)
-            raise
-        finally:
-            await self._pool.release(connection)
-
-
-async def _reply(connection: Any) -> object:  # redis-py's connections have no common public type
-    try:
-        return await connection.read_response()
-    except redis_errors.ResponseError as error:
-        return error
 
 
 class Node:
-    """A server and its connections, which stay open while calls are in progress; `busy` counts these."""
+    """A server and its connections, which stay open while calls are in progress.
+
+    Single commands share a line. Commands that belong together take a connection of the pool: one may be a
+    WAIT, which would delay all after it.
+    """
 
     def __init__(self, address: Address, client: Redis) -> None:
         self.address = address
         self.client = client
-        self.batches = Batches(client.connection_pool)
+        self.line = Line(client.connection_pool)
         self.busy = 0
+        """How many calls are in progress beside the line's."""
+
+    @property
+    def is_busy(self) -> bool:
+        return self.busy > 0 or not self.line.is_idle
+
+    async def execute(self, commands: Sequence[Command]) -> Replies:
+        """Return the replies to commands on one connection, in order, error replies included.
+
+        Raise redis-py's errors or OSError where the connection fails. Cancelled, it leaves no connection with
+        an unread reply in the pool.
+        """
+        if len(commands) == 1:
+            return [await self.line.reply(commands[0])]
+        self.busy += 1
+        try:
+            return await _exchange(self.client.connection_pool, commands)
+        finally:
+            self.busy -= 1
+
+    async def close(self) -> None:
+        await self.line.close()
+        await self.client.aclose(close_connection_pool=True)
+
+
+async def _exchange(pool: ConnectionPool, commands: Sequence[Command]) -> Replies:
+    connection = await pool.get_connection()  # type: ignore[no-untyped-call]  # is untyped
+    try:
+        # Joining them is faster than writing them one by one.
+        packed = b"".join([pack_command(cast("Any", command)) for command in commands])
+        await connection.send_packed_command(packed, check_health=False)
+        return [await _read_reply(connection) for _ in commands]
+    except BaseException:
+        # Replies may still arrive, and belong to nobody.
+        await connection.disconnect(nowait=True)
+        raise
+    finally:
+        await pool.release(connection)
+
+
+async def _read_reply(connection: Any) -> object:  # redis-py's connections have no common public type
+    try:
+        return await connection.read_response()
+    except redis_errors.ResponseError as error:
+        return error
 
 
 class _Shared(Generic[T]):
@@ -159,10 +113,17 @@ class Nodes:
         self._open: dict[Address, Node] = {}
         self._leaving: list[Node] = []
 
-    async def of(self, key: str | None) -> Node:  # noqa: ARG002  # all are there
-        """Return the node of `key`; without a key, any node."""
+    def known(self, key: str | None) -> Node | None:  # noqa: ARG002  # all are there
+        """Return the node of `key`, or any without a key; None where it has to be looked up."""
         hosts = self._connector.url.hosts
         return self.at(*(hosts[0] if hosts else ("", 0)))
+
+    async def of(self, key: str | None) -> Node:
+        """Return the node of `key`; without a key, any node."""
+        return self.known(key) or await self._find(key)
+
+    async def _find(self, key: str | None) -> Node:
+        raise NotImplementedError
 
     def lost(self, node: Node) -> None:
         """Look the node up again before the next call, because a call to it failed."""
@@ -178,20 +139,16 @@ class Nodes:
     async def close(self) -> None:
         await self._keep_only(())
         for node in self._leaving:
-            await _close(node)
+            await node.close()
 
     async def _keep_only(self, addresses: Sequence[Address]) -> None:
         """Close the connections to all other nodes, those in use once they are free."""
         for address in self._open.keys() - set(addresses):
             self._leaving.append(self._open.pop(address))
-        idle = [node for node in self._leaving if not node.busy]
-        self._leaving = [node for node in self._leaving if node.busy]
+        idle = [node for node in self._leaving if not node.is_busy]
+        self._leaving = [node for node in self._leaving if node.is_busy]
         for node in idle:
-            await _close(node)
-
-
-async def _close(node: Node) -> None:
-    await node.client.aclose(close_connection_pool=True)
+            await node.close()
 
 
 class SentinelMaster(Nodes):
@@ -203,8 +160,11 @@ class SentinelMaster(Nodes):
         self._master: Node | None = None
         self._look = _Shared(self._discover)
 
-    async def of(self, key: str | None) -> Node:  # noqa: ARG002  # all are there
-        return self._master or await self._look.done()
+    def known(self, key: str | None) -> Node | None:  # noqa: ARG002  # all are there
+        return self._master
+
+    async def _find(self, key: str | None) -> Node:  # noqa: ARG002  # all are there
+        return await self._look.done()
 
     async def _discover(self) -> Node:
         host, port = await self._sentinel.discover_master(self._connector.url.service)
@@ -232,14 +192,16 @@ class ClusterNodes(Nodes):
         self._stale = True
         self._look = _Shared(self._refresh)
 
-    async def of(self, key: str | None) -> Node:
+    def known(self, key: str | None) -> Node | None:
+        return None if self._stale else self._owners[_slot(key)]
+
+    async def _find(self, key: str | None) -> Node:
         if self._stale:
             await self._look.done()
-        slot = 0 if key is None else key_slot(key.encode())
-        node = self._owners[slot]
+        node = self._owners[_slot(key)]
         if node is None:
             self._stale = True
-            raise redis_errors.ConnectionError(f"no node of the cluster serves slot {slot}")
+            raise redis_errors.ConnectionError(f"no node of the cluster serves slot {_slot(key)}")
         return node
 
     def moved(self, slot: int, node: Node) -> None:
@@ -282,6 +244,10 @@ class ClusterNodes(Nodes):
             finally:
                 node.busy -= 1
         raise redis_errors.ConnectionError(f"no node of the cluster responds: {problem}")
+
+
+def _slot(key: str | None) -> int:
+    return 0 if key is None else key_slot(key.encode())
 
 
 def nodes_of(connector: Connector) -> Nodes:

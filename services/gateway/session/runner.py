@@ -92,7 +92,7 @@ class SessionRunner:
                 case ev.Propose() | ev.CancelPropose() | ev.Verify() | ev.ExtendVerify() | ev.CancelVerify():
                     self._call_pool(effect)
                 case ev.Commit():
-                    self._spawn(self._tell_result(partial(self.log.commit, effect, self._directory(effect))))
+                    self.log.commit(effect, self._directory(effect), self.post)
                 case ev.StoreFinish():
                     if self._renewal is not None:
                         self._renewal.cancel()  # it would be refused once the session has ended
@@ -222,6 +222,7 @@ class SessionRunner:
             task.cancel()
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.log.close()
             if self._verification is not None:
                 await self._verification.aclose()  # its task may have been cancelled before it began
         finally:

@@ -139,7 +139,7 @@ class RedisStore(SessionStore):
         reply = await self._run(self._claim, former.session_id, *args, self._ttl_ms, self._finished_ttl_ms)
         return await _stored(former.session_id, *reply)
 
-    async def commit(
+    def commit(
         self,
         owner: Ownership,
         expected_len: int,
@@ -147,18 +147,15 @@ class RedisStore(SessionStore):
         meta: bytes,
         hashes: LogHashes,
         directory: KvDirectory = UNCHANGED,
-    ) -> int:
-        reply = await self._run_owned(
+    ) -> asyncio.Future[int]:
+        of = (owner.epoch, owner.nonce, expected_len)
+        args = (*of, token_bytes(tokens), meta, *hashes, self._ttl_ms, *_directory_fields(directory))
+        return self._calls.change(
             self._commit,
-            owner,
-            expected_len,
-            token_bytes(tokens),
-            meta,
-            *hashes,
-            self._ttl_ms,
-            *_directory_fields(directory),
+            self._keys(owner.session_id),
+            args,
+            lambda reply: int(_result(owner.session_id, reply, owner.epoch)[0]),
         )
-        return int(reply[0])
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes, log_hash: bytes) -> None:
         args = (expected_len, finish, log_hash, self._finished_ttl_ms)
@@ -201,11 +198,7 @@ class RedisStore(SessionStore):
         # The others can follow a slot that is being moved.
         if script in {self._create, self._abort, self._delete, self._recreate}:
             keys = (*keys, f"{keys[0]}:aborted")
-        reply, copied = await self._calls.run_copied(script, keys, *args)
-        result = _result(session_id, reply, epoch)
-        if not copied:
-            raise StoreUnavailable("the session store's replicas do not have the change yet")
-        return result
+        return await self._calls.change(script, keys, args, lambda reply: _result(session_id, reply, epoch))
 
     def _keys(self, session_id: str) -> tuple[str, ...]:
         key = f"{self._prefix}{{{session_id}}}"

@@ -262,9 +262,15 @@ class RequestObserver:
         span = request.child(name, now_ns, parent_id=parent_id, kind=kind, attributes=attributes)
         return CallSpan(request.child_traceparent(span), span, request)
 
-    def store_call(self, operation: str) -> StoreCall:
+    def store_call(self, operation: str, ago_ns: int = 0) -> StoreCall:
+        """Return the span of a call of the session store that began `ago_ns` ago."""
         request = self._request
-        return StoreCall(request, operation, 0 if request is None else request.now_ns())
+        return StoreCall(request, operation, 0 if request is None else request.now_ns() - ago_ns)
+
+    def store_called(self, operation: str, took_ns: int, error: GalleyError | None) -> None:
+        """Report a call of the session store that has ended."""
+        if self._request is not None:
+            self.store_call(operation, took_ns).end(error)
 
     def store_retried(self, call: StoreCall, error: StoreUnavailable) -> None:
         call.retried(error)

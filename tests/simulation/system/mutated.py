@@ -9,7 +9,6 @@ from unittest import mock
 
 from galley.core.errors import LogLost, UnknownSession
 from galley.core.store import (
-    UNCHANGED,
     KvDirectory,
     LogHashes,
     NewSession,
@@ -51,28 +50,28 @@ class Unconditional(Sessions):
 class AppendsTwice(Sessions):
     """Append the tokens of a repeated commit again."""
 
-    async def commit(
+    def append(
         self,
         owner: Ownership,
         expected_len: int,
         tokens: Sequence[int],
         meta: bytes,
         hashes: LogHashes,
-        directory: KvDirectory = UNCHANGED,
+        directory: KvDirectory,
     ) -> int:
         log = self._owned(owner).tokens
         if len(log) > expected_len:
             expected_len, hashes = len(log), hashes_of(log, tokens)
-        return await super().commit(owner, expected_len, tokens, meta, hashes, directory)
+        return super().append(owner, expected_len, tokens, meta, hashes, directory)
 
 
 class RefusesRepeats(Sessions):
     """Refuse a repeated commit as if the log were another."""
 
-    async def commit(self, owner: Ownership, expected_len: int, *rest: Any, **named: Any) -> int:
+    def append(self, owner: Ownership, expected_len: int, *rest: Any) -> int:
         if len(self._owned(owner).tokens) > expected_len:
             raise LogLost(REFUSED)
-        return await super().commit(owner, expected_len, *rest, **named)
+        return super().append(owner, expected_len, *rest)
 
 
 class LateAborts(Sessions):

@@ -339,7 +339,7 @@ class SimStore(SessionStore):
         directory: KvDirectory = UNCHANGED,
     ) -> int:
         def commit() -> int:
-            length = at_once(self._sessions.commit(owner, expected_len, tokens, meta, hashes, directory))
+            length = self._sessions.append(owner, expected_len, tokens, meta, hashes, directory)
             self._ledger.committed(owner, *self._sessions.held(owner.session_id))
             return length
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from galley.core.errors import Fenced, StoreUnavailable, UnknownSession
 from galley.core.records import TokenRecord, encode_records
 from galley.core.session import events as ev
 from galley.core.store import UNCHANGED, LogBehind, NewSession, SessionEnded
-from services.gateway.clock import SECOND, Timeouts
+from services.gateway.clock import SECOND, MonotonicClock, Timeouts
 from services.gateway.store import session_log
 from services.gateway.store.session_log import LONGEST_PAUSE_S, SessionLog, StoreTime, retry
 from tests.fakes.owners import abort, claim, create, hashes_of
@@ -43,19 +45,26 @@ def commit(length: int, *tokens: int) -> ev.Commit:
     return ev.Commit(length, tokens, records, hashes_of(LOG[:length], tokens))
 
 
+async def committed(log: SessionLog, effect: ev.Commit) -> ev.Committed | ev.StoreFailed:
+    reported: asyncio.Future[ev.Committed | ev.StoreFailed] = asyncio.get_running_loop().create_future()
+    log.commit(effect, UNCHANGED, reported.set_result)
+    assert not reported.done(), "the session machine is still busy with the event before"
+    return await reported
+
+
 async def test_a_recently_held_session_is_recreated() -> None:
     world = World()
     log = await world.own()
     for length in range(3, 6):
         world.clock.now += TRUSTED_S * SECOND
-        assert await log.commit(commit(length, length), UNCHANGED) == ev.Committed(length + 1)
+        assert await committed(log, commit(length, length)) == ev.Committed(length + 1)
     world.clock.now += TRUSTED_S * SECOND
     world.store.forget()
     behind = await log.finish(ev.StoreFinish(END, 6, prefix_hash(LOG)))
     assert isinstance(behind, ev.StoreFailed)
     assert isinstance(behind.error, LogBehind)
     assert behind.error.have == 3
-    assert await log.commit(commit(3, 3, 4, 5), UNCHANGED) == ev.Committed(6)
+    assert await committed(log, commit(3, 3, 4, 5)) == ev.Committed(6)
     assert await log.finish(ev.StoreFinish(END, 6, prefix_hash(LOG))) == ev.FinishStored()
     result = await claim(world.store, "s", "me")
     assert (result.tokens, result.fields) == ([1, 2, 3, 3, 4, 5], {"f": b"v"})
@@ -87,10 +96,10 @@ async def test_an_idle_session_is_recreated_by_a_renewal() -> None:
 async def test_a_log_that_lost_its_tail_is_behind_and_held() -> None:
     world = World()
     log = await world.own()
-    await log.commit(commit(3, 3, 4), UNCHANGED)
+    await committed(log, commit(3, 3, 4))
     world.store.roll_back("s", 4, encode_records([TokenRecord()]))
     world.clock.now += TRUSTED_S * SECOND
-    behind = await log.commit(commit(5, 5), UNCHANGED)
+    behind = await committed(log, commit(5, 5))
     assert isinstance(behind, ev.StoreFailed)
     assert isinstance(behind.error, LogBehind)
     assert (behind.error.have, behind.error.log_hash) == (4, prefix_hash(LOG[:4]))
@@ -105,7 +114,7 @@ async def test_a_session_that_may_have_ended_is_not_recreated() -> None:
     await abort(world.store, "s", "me", b"aborted")
     world.clock.now += (int(TTL_S) + 1) * SECOND
     for _ in range(2):
-        failed = await log.commit(commit(3, 7), UNCHANGED)
+        failed = await committed(log, commit(3, 7))
         assert isinstance(failed, ev.StoreFailed)
         assert isinstance(failed.error, UnknownSession)
     with pytest.raises(UnknownSession):
@@ -117,7 +126,7 @@ async def test_a_session_aborted_before_a_step_of_the_stores_clock_is_not_recrea
     log = await world.own()
     await abort(world.store, "s", "me", b"aborted")
     world.store.step_s += TTL_S + 1
-    failed = await log.commit(commit(3, 7), UNCHANGED)
+    failed = await committed(log, commit(3, 7))
     assert isinstance(failed, ev.StoreFailed)
     assert isinstance(failed.error, SessionEnded)
     with pytest.raises(UnknownSession):
@@ -128,7 +137,7 @@ async def test_a_live_session_is_recreated_after_a_step_of_the_stores_clock() ->
     world = World()
     log = await world.own()
     world.store.step_s += TTL_S + 1
-    assert await log.commit(commit(3, 7), UNCHANGED) == ev.Committed(4)
+    assert await committed(log, commit(3, 7)) == ev.Committed(4)
 
 
 class Away:
@@ -187,3 +196,96 @@ async def test_a_refusal_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(Fenced):
         await retry("commit", fenced, SECOND, Away(0, monkeypatch))
     assert calls == 1
+
+
+async def test_a_commit_that_succeeds_takes_no_task() -> None:
+    world = World()
+    log = await world.own()
+    started = count_tasks()
+    for length in range(3, 6):
+        assert await committed(log, commit(length, LOG[length])) == ev.Committed(length + 1)
+    assert started() == 0
+
+
+def count_tasks() -> Callable[[], int]:
+    """Return how to read the number of tasks that the event loop has started since."""
+    loop, tasks = asyncio.get_running_loop(), 0
+
+    def make(of: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        nonlocal tasks
+        tasks += 1
+        return asyncio.Task(work, loop=of, **options)
+
+    loop.set_task_factory(make)
+    return lambda: tasks
+
+
+async def test_a_commit_is_repeated_until_the_store_responds() -> None:
+    world = World()
+    log = await world.own()
+    world.store.failures = 2
+    assert await committed(log, commit(3, 3)) == ev.Committed(4)
+    assert world.store.log("s") == [1, 2, 3, 3]
+
+
+async def test_a_refused_commit_is_not_repeated() -> None:
+    world = World()
+    log = await world.own()
+    await claim(world.store, "s", "me")
+    started = count_tasks()
+    failed = await committed(log, commit(3, 3))
+    assert isinstance(failed, ev.StoreFailed)
+    assert isinstance(failed.error, Fenced)
+    assert started() == 0
+    assert world.store.log("s") == [1, 2, 3]
+
+
+class Silent(FaultyStore):
+    """A store that responds to no commit until `silent` is False."""
+
+    silent = True
+
+    def commit(self, *args: Any, **named: Any) -> asyncio.Future[int]:
+        if self.silent:
+            return asyncio.get_running_loop().create_future()
+        return super().commit(*args, **named)
+
+
+async def own_silent(store: Silent, store_ns: int) -> SessionLog:
+    stored = await create(store, NewSession("s", "me", b"body", {}, (1, 2, 3)))
+    clock = MonotonicClock()
+    return SessionLog(store, stored, clock, Timeouts(store_ns=store_ns), clock.now_ns())
+
+
+async def test_a_store_that_does_not_respond_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_log, "LAST_CALL_S", 0.05)
+    store = Silent()
+    log = await own_silent(store, SECOND // 20)
+    store.silent = False
+    assert await committed(log, commit(3, 3)) == ev.Committed(4)
+    store.silent = True
+    for _ in range(2):
+        began_ns = MonotonicClock.now_ns()
+        failed = await asyncio.wait_for(committed(log, commit(4, 4)), 5)
+        assert isinstance(failed, ev.StoreFailed)
+        assert isinstance(failed.error, StoreUnavailable)
+        assert MonotonicClock.now_ns() - began_ns >= SECOND // 10
+    store.silent = False
+    assert await committed(log, commit(4, 4)) == ev.Committed(5)
+    await log.close()
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+async def test_a_closed_log_reports_nothing(failures: int) -> None:
+    """Neither what a first attempt returns nor what its repeats do."""
+    world, reported = World(), list[object]()
+    log = await world.own()
+    world.store.failures = failures
+    log.commit(commit(3, 3), UNCHANGED, reported.append)
+    for _ in range(failures * 2):
+        await asyncio.sleep(0)
+    await log.close()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not reported
+    assert asyncio.all_tasks() == {asyncio.current_task()}

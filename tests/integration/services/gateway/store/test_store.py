@@ -721,7 +721,7 @@ async def test_a_cancelled_commit_happens_whole_or_not_at_all(shared_server: Ser
         log = [1]
         for _ in range(200):
             length, hashes = len(log), hashes_of(log, [len(log)] * 2)
-            task = asyncio.create_task(store.commit(owner, length, [length] * 2, b"..", hashes))
+            task = asyncio.ensure_future(store.commit(owner, length, [length] * 2, b"..", hashes))
             for _ in range(dice.randrange(10)):
                 await asyncio.sleep(0)
             task.cancel()
