@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import struct
 import time
@@ -73,7 +74,7 @@ class InstantStore(SessionStore):
         read = await self.read(former.session_id, principal)
         return replace(read, ownership=replace(read.ownership, nonce=nonce))
 
-    async def commit(
+    def commit(
         self,
         owner: Ownership,
         expected_len: int,  # noqa: ARG002  # nobody else writes
@@ -81,12 +82,14 @@ class InstantStore(SessionStore):
         meta: bytes,
         hashes: LogHashes,  # noqa: ARG002
         directory: KvDirectory = UNCHANGED,  # noqa: ARG002  # nobody resumes
-    ) -> int:
+    ) -> asyncio.Future[int]:
         """Append to the log in memory."""
         log = self._logs[owner.session_id]
         log.tokens += tokens
         log.meta += meta
-        return len(log.tokens)
+        length: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        length.set_result(len(log.tokens))
+        return length
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes, log_hash: bytes) -> None:  # noqa: ARG002
         """Drop the session's log."""
@@ -147,7 +150,7 @@ class TimedStore(SessionStore):
     async def claim(self, former: Ownership, principal: str, nonce: bytes, latest_ms: int) -> StoredSession:
         return await self._store.claim(former, principal, nonce, latest_ms)
 
-    async def commit(
+    def commit(
         self,
         owner: Ownership,
         expected_len: int,
@@ -155,11 +158,15 @@ class TimedStore(SessionStore):
         meta: bytes,
         hashes: LogHashes,
         directory: KvDirectory = UNCHANGED,
-    ) -> int:
-        """Call the timed store and write the time of the call."""
+    ) -> asyncio.Future[int]:
+        """Call the timed store and write the time until its response."""
         began_ns = time.perf_counter_ns()
-        length = await self._store.commit(owner, expected_len, tokens, meta, hashes, directory)
-        os.write(self._out, _DURATION.pack(time.perf_counter_ns() - began_ns))
+        length = asyncio.ensure_future(
+            self._store.commit(owner, expected_len, tokens, meta, hashes, directory)
+        )
+        length.add_done_callback(
+            lambda _: os.write(self._out, _DURATION.pack(time.perf_counter_ns() - began_ns))
+        )
         return length
 
     async def finish(self, owner: Ownership, expected_len: int, finish: bytes, log_hash: bytes) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha1
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from redis import exceptions as redis_errors
 
@@ -62,8 +62,7 @@ def script_of(text: str) -> Script:
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-@dataclass(frozen=True, slots=True)
-class _Evaluation(Generic[T]):
+class _Evaluation(NamedTuple, Generic[T]):
     """A call of a script; `decode` returns what its caller gets for the reply."""
 
     script: Script

@@ -49,7 +49,7 @@ class Failed:
     until_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Commit:
     """A commit in progress; `attempt` is the first, and `length` that of the log after it."""
 

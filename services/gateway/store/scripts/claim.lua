@@ -6,9 +6,9 @@ local ttl_ms, finished_ttl_ms = ARGV[6], ARGV[7]
 
 if is_late(latest_ms) then return {'late'} end
 
-local held = redis.call('HMGET', SESSION, 'principal', 'epoch', 'nonce', 'state')
+local held = redis.call('HMGET', SESSION, 'principal', 'epoch', 'nonce', 'state', 'prompt_len')
 if held[1] ~= principal then return {'unknown'} end
-if not whole() then return {'lost'} end
+if not whole(held[5]) then return {'lost'} end
 -- A call with the same nonce repeats a claim whose response was lost.
 if held[3] ~= nonce then
   if held[2] ~= epoch or held[3] ~= former then return {'changed'} end

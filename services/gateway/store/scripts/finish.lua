@@ -3,7 +3,7 @@
 
 local epoch, nonce, finish, log_hash, finished_ttl_ms = ARGV[1], ARGV[2], ARGV[4], ARGV[5], ARGV[6]
 
-local held = redis.call('HMGET', SESSION, 'epoch', 'nonce', 'state', 'finish', 'log_hash')
+local held = redis.call('HMGET', SESSION, 'epoch', 'nonce', 'state', 'finish')
 local mine = held[1] == epoch and held[2] == nonce
 -- This repeats a finish whose response was lost. It writes, so that WAIT waits for the first call's writes.
 if mine and held[3] == 'finished' and held[4] == finish then
@@ -11,13 +11,12 @@ if mine and held[3] == 'finished' and held[4] == finish then
   return {'ok'}
 end
 
-local refused = refusal(epoch, nonce)
+local refused, have, held_hash = refusal(epoch, nonce)
 if refused then return refused end
 
-local have = redis.call('STRLEN', LOG)
 local want = tonumber(ARGV[3]) * TOKEN_BYTES
-if have < want then return {'behind', have / TOKEN_BYTES, held[5]} end
-if have > want or held[5] ~= log_hash then return {'lost'} end
+if have < want then return {'behind', have / TOKEN_BYTES, held_hash} end
+if have > want or held_hash ~= log_hash then return {'lost'} end
 
 redis.call('HSET', SESSION, 'state', 'finished', 'finish', finish)
 trim()

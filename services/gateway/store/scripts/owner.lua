@@ -14,13 +14,14 @@ local function trim()
   for _, key in ipairs({LOG, META}) do redis.call('SET', key, redis.call('GET', key)) end
 end
 
--- Return true if the log holds the prompt and whole tokens, and the meta exists. All keys change together, so
--- only eviction, corruption or another client can cause anything else.
-local function whole()
-  local prompt_len = tonumber(redis.call('HGET', SESSION, 'prompt_len'))
+-- Return the length of the log in bytes if it holds the prompt and whole tokens, and the meta exists; else nil.
+-- All keys change together, so only eviction, corruption or another client can cause anything else.
+local function whole(prompt_len)
+  prompt_len = tonumber(prompt_len)
   local bytes = redis.call('STRLEN', LOG)
-  if prompt_len == nil or bytes < prompt_len * TOKEN_BYTES or bytes % TOKEN_BYTES ~= 0 then return false end
-  return redis.call('EXISTS', META) == 1
+  if prompt_len == nil or bytes < prompt_len * TOKEN_BYTES or bytes % TOKEN_BYTES ~= 0 then return nil end
+  if redis.call('EXISTS', META) ~= 1 then return nil end
+  return bytes
 end
 
 -- Return the time of this server in ms.
@@ -51,14 +52,15 @@ local function with_session()
   return {'ok', redis.call('HGETALL', SESSION), redis.call('GET', LOG), redis.call('GET', META)}
 end
 
--- Return nil if (epoch, nonce) is the owner and may change the session, else the refusal; 'fenced' comes with
--- the current epoch.
+-- Return nil, the length of the log in bytes and its hash if (epoch, nonce) is the owner and may change the
+-- session, else the refusal; 'fenced' comes with the current epoch.
 local function refusal(epoch, nonce)
-  local held = redis.call('HMGET', SESSION, 'epoch', 'nonce', 'state')
+  local held = redis.call('HMGET', SESSION, 'epoch', 'nonce', 'state', 'prompt_len', 'log_hash')
   if not held[1] then return {'unknown'} end
   -- Checked before 'ended', from which only the last owner may conclude how the session ended.
   if held[1] ~= epoch or held[2] ~= nonce then return {'fenced', held[1]} end
   if held[3] == 'finished' then return {'ended'} end
-  if not whole() then return {'lost'} end
-  return nil
+  local bytes = whole(held[4])
+  if not bytes then return {'lost'} end
+  return nil, bytes, held[5]
 end

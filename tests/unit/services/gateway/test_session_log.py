@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from services.gateway.store import session_log
 from services.gateway.store.session_log import LONGEST_PAUSE_S, SessionLog, StoreTime, retry
 from tests.fakes.owners import abort, claim, create, hashes_of
 from tests.fakes.session_ports import FaultyStore, ManualClock
+from tests.fakes.tasks import count_tasks
 
 TTL_S, TRUSTED_S = 90.0, 60
 TIMEOUTS = Timeouts(renew_ns=TRUSTED_S * SECOND // 2)
@@ -205,19 +205,6 @@ async def test_a_commit_that_succeeds_takes_no_task() -> None:
     for length in range(3, 6):
         assert await committed(log, commit(length, LOG[length])) == ev.Committed(length + 1)
     assert started() == 0
-
-
-def count_tasks() -> Callable[[], int]:
-    """Return how to read the number of tasks that the event loop has started since."""
-    loop, tasks = asyncio.get_running_loop(), 0
-
-    def make(of: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-        nonlocal tasks
-        tasks += 1
-        return asyncio.Task(work, loop=of, **options)
-
-    loop.set_task_factory(make)
-    return lambda: tasks
 
 
 async def test_a_commit_is_repeated_until_the_store_responds() -> None:

@@ -45,6 +45,7 @@ from tests.fakes.owners import abort, claim, commit, create, delete, finish, has
 from tests.fakes.redis_clusters import Cluster, ReplicaSet
 from tests.fakes.redis_servers import Server
 from tests.fakes.store import MemoryStore
+from tests.fakes.tasks import count_tasks
 
 PROMPT = [11, 0, 2**32 - 1]
 ALICE, BOB = "alice", "bob"
@@ -712,6 +713,43 @@ async def test_replies_match_requests_after_many_cancellations(shared_server: Se
             assert {type(result) for result in results} <= {type(None), asyncio.CancelledError}
         for index in range(8):
             await check(index)
+
+
+async def test_commits_take_no_task(store: RedisStore) -> None:
+    owners = [(await create(store, a_session())).ownership for _ in range(8)]
+    for owner in owners:
+        await commit(store, owner, 3, [7], b".")
+    started, hashes = count_tasks(), hashes_of([*PROMPT, 7], [8])
+    commits = [store.commit(owner, 4, [8], b".", hashes) for owner in owners]
+    assert [await each for each in commits] == [5] * 8
+    assert started() == 0
+
+
+async def test_frequent_commits_postpone_the_expiry_now_and_then(
+    store: RedisStore, raw: redis_asyncio.Redis
+) -> None:
+    owner = (await create(store, a_session())).ownership
+    key, ttl_ms = key_of(owner.session_id), round(1000 * SESSION_TTL_S)
+    for length, (left_ms, is_postponed) in enumerate([(ttl_ms - 50, False), (ttl_ms - 150, True)], 3):
+        expires_ms = await _expires_in(raw, key, left_ms)
+        await commit(store, owner, length, [7], b".")
+        assert (await raw.pexpiretime(key) > expires_ms) is is_postponed
+
+
+async def _expires_in(raw: redis_asyncio.Redis, key: str, left_ms: int) -> int:
+    """Have a key expire, and return at what time."""
+    await raw.pexpire(key, left_ms)
+    return int(await raw.pexpiretime(key))
+
+
+async def test_a_repeated_commit_writes(store: RedisStore, raw: redis_asyncio.Redis) -> None:
+    """WAIT waits only for what its own connection has written."""
+    owner = (await create(store, a_session())).ownership
+    hashes = hashes_of(PROMPT, [7])
+    assert await store.commit(owner, 3, [7], b".", hashes) == 4
+    expires_ms = await _expires_in(raw, key_of(owner.session_id), round(1000 * SESSION_TTL_S) - 50)
+    assert await store.commit(owner, 3, [7], b".", hashes) == 4
+    assert await raw.pexpiretime(key_of(owner.session_id)) > expires_ms
 
 
 async def test_a_cancelled_commit_happens_whole_or_not_at_all(shared_server: Server | Cluster) -> None:
