@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 from redis import exceptions as redis_errors
 
 from galley.common.redis.connections import Connector
-from galley.common.redis.line import Command
+from galley.common.redis.line import Command, Done
 from galley.common.redis.nodes import Node, nodes_of
 from galley.common.redis.url import parse_redis_url
 from galley.core.errors import Broken, GalleyError, StoreUnavailable
@@ -46,8 +46,6 @@ _PASSING_ERRORS = (
 )
 # Replies to a script that the server does not have, or whose keys another node has: nothing was executed.
 _NOT_EXECUTED = (redis_errors.NoScriptError, redis_errors.AskError)
-# What uvloop says, as RuntimeError, where the connection ended after it was taken from the pool.
-_CLOSED = "the handler is closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,13 @@ def script_of(text: str) -> Script:
     return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
+@dataclass(frozen=True, slots=True)
+class _Uncopied:
+    """The reply to a change that too few replicas have."""
+
+    reply: object
+
+
 class _Evaluation(NamedTuple, Generic[T]):
     """A call of a script; `decode` returns what its caller gets for the reply."""
 
@@ -69,6 +74,13 @@ class _Evaluation(NamedTuple, Generic[T]):
     keys: Sequence[str]
     args: Sequence[Argument]
     decode: Callable[[object], T]
+
+    def result(self, reply: object) -> T:
+        """Return what the caller gets. Raise StoreUnavailable for a change that was not copied in time."""
+        if not isinstance(reply, _Uncopied):
+            return self.decode(reply)
+        self.decode(reply.reply)  # a refusal has changed nothing
+        raise StoreUnavailable("the session store's replicas do not have the change yet")
 
     @property
     def by_hash(self) -> Command:
@@ -85,6 +97,15 @@ class Copies:
 
     replicas: int
     timeout_s: float = 1.0
+
+    @property
+    def wait(self) -> Command:
+        return ("WAIT", self.replicas, max(1, int(self.timeout_s * 1000)))
+
+    def checked(self, reply: object, have: object) -> object:
+        """Return the reply to a change, or _Uncopied unless `have`, the reply to `wait`, is enough."""
+        is_copied = isinstance(have, int) and have >= self.replicas
+        return reply if is_copied or isinstance(reply, Exception) else _Uncopied(reply)
 
 
 class RedisCalls:
@@ -113,6 +134,7 @@ class RedisCalls:
             )
         )
         self._running: set[asyncio.Task[Any]] = set()
+        self._turns: dict[Node, list[tuple[Command, Done]]] = {}
 
     async def command(self, *command: bytes | str | int, key: str | None = None) -> object:
         """Return the reply of `key`'s node, or any. Raise Broken, or StoreUnavailable if a retry may help."""
@@ -130,47 +152,60 @@ class RedisCalls:
 
         With `copies`, it raises StoreUnavailable unless enough replicas have this and earlier changes.
         """
-        evaluation = _Evaluation(script, keys, args, decode)
-        if self._copies is None:
-            return self._run(evaluation)
-        return self._start(self._copied(evaluation, self._copies))
+        return self._run(_Evaluation(script, keys, args, decode), self._copies)
 
     async def close(self) -> None:
         while self._running:
             await asyncio.wait(self._running)
         await self._nodes.close()
 
-    def _run(self, evaluation: _Evaluation[T]) -> asyncio.Future[T]:
+    def _run(self, evaluation: _Evaluation[T], copies: Copies | None = None) -> asyncio.Future[T]:
         """Run a script without a task, unless the server is to be found or does not have the script."""
         node = self._nodes.known(evaluation.keys[0])
         if node is None:
-            return self._start(self._searched(evaluation))
+            return self._start(self._searched(evaluation, copies))
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def done(reply: object) -> None:
             if result.done():
                 return
             if isinstance(reply, _NOT_EXECUTED):
-                self._start(self._searched(evaluation)).add_done_callback(partial(_pass_on, result))
+                again = self._start(self._searched(evaluation, copies))
+                again.add_done_callback(partial(_pass_on, result))
             elif isinstance(reply, Exception):
                 result.set_exception(self._failure(node, reply))
             else:
                 _decode(evaluation, reply, result)
 
-        node.line.send(evaluation.by_hash, done)
+        if copies is None:
+            node.line.send(evaluation.by_hash, done)
+        else:
+            self._send_copied(node, copies, evaluation.by_hash, done)
         return result
 
-    async def _searched(self, evaluation: _Evaluation[T]) -> T:
-        [reply] = await self._evaluate(evaluation)
-        return evaluation.decode(reply)
+    async def _searched(self, evaluation: _Evaluation[T], copies: Copies | None) -> T:
+        if copies is None:
+            [reply] = await self._evaluate(evaluation)
+        else:
+            reply = copies.checked(*await self._evaluate(evaluation, copies.wait))
+        return evaluation.result(reply)
 
-    async def _copied(self, evaluation: _Evaluation[T], copies: Copies) -> T:
-        wait = ("WAIT", copies.replicas, max(1, int(copies.timeout_s * 1000)))
-        reply, have = await self._evaluate(evaluation, wait)
-        result = evaluation.decode(reply)
-        if cast("int", have) < copies.replicas:
-            raise StoreUnavailable("the session store's replicas do not have the change yet")
-        return result
+    def _send_copied(self, node: Node, copies: Copies, command: Command, done: Done) -> None:
+        """Send a change with the others of this turn of the event loop, followed by one WAIT for all."""
+        if node not in self._turns:
+            self._turns[node] = []
+            self._start(self._send_turn(node, copies))
+        self._turns[node].append((command, done))
+
+    async def _send_turn(self, node: Node, copies: Copies) -> None:
+        turn = self._turns.pop(node)
+        try:
+            commands = [command for command, _ in turn]
+            *replies, have = await node.execute([*commands, copies.wait])
+        except Exception as error:  # noqa: BLE001  # each caller gets it; none may hang
+            replies, have = [error] * len(turn), copies.replicas
+        for (_, done), reply in zip(turn, replies, strict=True):
+            done(copies.checked(reply, have))
 
     async def _evaluate(self, evaluation: _Evaluation[T], *then: Command) -> list[object]:
         try:
@@ -222,14 +257,8 @@ class RedisCalls:
 
 
 async def _send(node: Node, commands: Sequence[Command], *, asking: bool) -> list[object]:
-    """Return the replies; a connection that is closed when written to raises ConnectionError."""
-    whole = [("ASKING",), *commands] if asking else commands
-    try:
-        replies = await node.execute(whole)
-    except RuntimeError as error:
-        if _CLOSED not in str(error):
-            raise
-        raise redis_errors.ConnectionError("the connection ended before it was written to") from error
+    """Return the replies; raise the first that is an error."""
+    replies = await node.execute([("ASKING",), *commands] if asking else commands)
     for reply in replies:
         if isinstance(reply, Exception):
             raise reply
@@ -242,7 +271,7 @@ def _as_it_is(reply: object) -> object:
 
 def _decode(evaluation: _Evaluation[T], reply: object, result: asyncio.Future[T]) -> None:
     try:
-        result.set_result(evaluation.decode(reply))
+        result.set_result(evaluation.result(reply))
     except Exception as error:  # noqa: BLE001  # the caller gets it
         result.set_exception(error)
 

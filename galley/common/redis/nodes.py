@@ -28,6 +28,9 @@ SLOTS = 16384
 
 Replies = list[object]
 
+# What uvloop says, as RuntimeError, where the connection ended after it was taken from the pool.
+_CLOSED = "the handler is closed"
+
 
 class Node:
     """A server and its connections, which stay open while calls are in progress.
@@ -73,9 +76,11 @@ async def _exchange(pool: ConnectionPool, commands: Sequence[Command]) -> Replie
         packed = b"".join([pack_command(cast("Any", command)) for command in commands])
         await connection.send_packed_command(packed, check_health=False)
         return [await _read_reply(connection) for _ in commands]
-    except BaseException:
+    except BaseException as error:
         # Replies may still arrive, and belong to nobody.
         await connection.disconnect(nowait=True)
+        if _CLOSED in str(error):
+            raise redis_errors.ConnectionError("the connection ended before it was written to") from error
         raise
     finally:
         await pool.release(connection)

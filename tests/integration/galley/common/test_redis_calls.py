@@ -69,18 +69,48 @@ async def test_concurrent_calls_share_a_connection(
     assert await connections_made(calls) - before <= 1 + MANY // 64
 
 
-async def test_waiting_for_replicas_blocks_no_other() -> None:
+@pytest.fixture
+async def copied() -> AsyncIterator[RedisCalls]:
+    """Calls that wait 50 ms for a replica, which the server does not have."""
     with running(VALKEY) as server:
         copies = Copies(replicas=1, timeout_s=0.05)
-        calls = RedisCalls(server.url, call_timeout_s=5.0, max_connections=CALLERS, copies=copies)
-        script = script_of("return redis.call('INCR', KEYS[1])")
-        await calls.run(script, ["before"])
-        before = await connections_made(calls)
-        changes = [calls.change(script, [f"k{n}"], (), int_of) for n in range(CALLERS)]
-        failures = await asyncio.gather(*changes, return_exceptions=True)
-        assert [type(failure) for failure in failures] == [StoreUnavailable] * CALLERS
-        assert await connections_made(calls) - before == CALLERS, "one connection each"
-        await calls.close()
+        here = RedisCalls(server.url, call_timeout_s=5.0, max_connections=CALLERS, copies=copies)
+        yield here
+        await here.close()
+
+
+async def test_changes_of_one_turn_wait_for_replicas_together(copied: RedisCalls) -> None:
+    """Those of a later turn do not wait for them, and what changes nothing waits for no replica."""
+    script = script_of("return redis.call('INCR', KEYS[1])")
+    await copied.run(script, ["before"])
+    before = await connections_made(copied)
+    changes = [copied.change(script, [f"k{n}"], (), int_of) for n in range(CALLERS)]
+    await asyncio.sleep(0)
+    changes += [copied.change(script, [f"k{n}"], (), int_of) for n in range(CALLERS)]
+    assert await copied.run(script, ["also"]) == 1
+    assert not any(change.done() for change in changes)
+    failures = await asyncio.gather(*changes, return_exceptions=True)
+    assert [type(failure) for failure in failures] == [StoreUnavailable] * 2 * CALLERS
+    assert [await copied.command("GET", f"k{n}") for n in range(CALLERS)] == [b"2"] * CALLERS
+    assert await connections_made(copied) - before == 2, "one for each turn"
+
+
+async def test_a_change_that_is_refused_is_not_late(copied: RedisCalls) -> None:
+    def refuse(reply: object) -> int:
+        raise Broken(f"refused: {reply!r}")
+
+    await copied.command("SCRIPT", "FLUSH")
+    failed = await asyncio.gather(
+        copied.change(script_of("return 'no'"), ["k"], (), refuse),
+        copied.change(script_of("return redis.error_reply('OOM no memory')"), ["k"], (), refuse),
+        copied.change(script_of("return 1"), ["k"], (), int_of),
+        return_exceptions=True,
+    )
+    assert [str(error).split(":")[0] for error in failed] == [
+        "refused",
+        "the session store is unavailable",
+        "the session store's replicas do not have the change yet",
+    ]
 
 
 async def test_one_replica_does_not_count_for_two() -> None:
