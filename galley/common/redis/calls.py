@@ -1,7 +1,7 @@
 """Call Redis 7.0 or Valkey, and run server-side scripts by their hash.
 
 Calls of the same moment are sent together (`Line`). A cancelled caller never leaves a connection with an
-unread reply: commands on a connection of their own run in a shielded task until the reply is read.
+unread reply: the line takes it, and a connection of the pool is closed.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ class RedisCalls:
         self._running: set[asyncio.Task[Any]] = set()
         self._turns: dict[Node, list[tuple[Command, Done]]] = {}
 
-    async def command(self, *command: bytes | str | int, key: str | None = None) -> object:
+    async def command(self, *command: Argument, key: str | None = None) -> object:
         """Return the reply of `key`'s node, or any. Raise Broken, or StoreUnavailable if a retry may help."""
-        [reply] = await self._start(self._attempt(key, [command]))
+        [reply] = await self._attempt(key, [command])
         return reply
 
     async def run(self, script: Script, keys: Sequence[str], *args: Argument) -> object:
