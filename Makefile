@@ -56,7 +56,7 @@ PROMPTS ?=
 PROMPT_FLAGS = $(if $(PROMPTS),--prompts "$(PROMPTS)")
 
 .PHONY: bench-engine bench-loops bench-throughput bench-speculation bench-slow-links bench-sessions
-.PHONY: bench-telemetry bench-http bench-latency bench-peers bench-engines bench-same-tokens bench-coupling
+.PHONY: bench-gateway bench-telemetry bench-http bench-latency bench-peers bench-engines bench-same-tokens bench-coupling
 .PHONY: bench-quantization bench-gpu
 bench-engine: setup ## measure a step of the target engine beside transformers and the roofline
 	@$(BIN)/python -m bench.engine
@@ -78,6 +78,9 @@ bench-sessions: setup ## measure what the session store costs: throughput, laten
 
 bench-telemetry: setup ## measure what traces and metrics cost at 16 streams: throughput, CPU a token
 	@$(BIN)/python -m bench.loops telemetry
+
+bench-gateway: setup ## measure the gateway alone: CPU a token at 10 to 2,000 streams, overload, telemetry, several gateways
+	@$(BIN)/python -m bench.gateway
 
 bench-http: setup ## measure HTTP beside gRPC at 1, 16 and 64 streams: the gateway's CPU a token, time to first token
 	@$(BIN)/python -m bench.loops http

@@ -7,8 +7,6 @@ a `Measured` as JSON.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
 import sys
 import time
 from collections import Counter
@@ -20,7 +18,7 @@ import grpc
 import numpy as np
 import uvloop
 
-from bench.gateway.load import Load, Measured
+from bench.gateway.load import LOAD, MEASURED, Load, Measured
 from bench.loops.sides import Cpu
 from galley.client.errors import rpc_error
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -205,9 +203,8 @@ async def run(load: Load) -> Measured:
 
 def main() -> None:
     """Measure the load of the first argument; print the result."""
-    given = json.loads(sys.argv[1])
-    load = Load(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
-    sys.stdout.write(json.dumps(dataclasses.asdict(uvloop.run(run(load)))) + "\n")
+    measured = uvloop.run(run(LOAD.validate_json(sys.argv[1])))
+    sys.stdout.write(MEASURED.dump_json(measured).decode() + "\n")
 
 
 if __name__ == "__main__":

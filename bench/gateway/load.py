@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic import TypeAdapter
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -59,3 +61,6 @@ class Measured:
     @property
     def tokens_per_message(self) -> float:
         return self.tokens / max(1, self.messages)
+
+
+LOAD, MEASURED = TypeAdapter(Load), TypeAdapter(Measured)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_PY_SPY = Path(sys.executable).with_name("py-spy")
 _RATE_HZ = 200
 _MOST = 15
 _FRAME = re.compile(r"(?P<name>[^;]+) \((?P<file>[^;:)]+)(?::\d+)?\)")
@@ -36,14 +37,7 @@ async def record_profile(pid: int, seconds: float, load: Coroutine[Any, Any, obj
             # The load starts its streams in this time.
             await asyncio.sleep(seconds / 2)
             process = await asyncio.create_subprocess_exec(
-                *(
-                    str(Path(sys.executable).with_name("py-spy")),
-                    "record",
-                    "--format",
-                    "raw",
-                    "--rate",
-                    str(_RATE_HZ),
-                ),
+                *(str(_PY_SPY), "record", "--format", "raw", "--rate", str(_RATE_HZ)),
                 *("--duration", str(max(1, round(seconds / 2))), "--output", str(path), "--pid", str(pid)),
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,

@@ -95,7 +95,7 @@ def _request_of(item: pb.VerifyItem) -> _Request:
 
 
 @dataclass(slots=True)
-class _Stream:
+class VerdictQueue:
     """The open requests of one stream: those of the next steps, in turn, and those that wait for a hint."""
 
     text: Text
@@ -107,17 +107,21 @@ class _Stream:
 
     async def read(self, messages: AsyncIterator[pb.VerifyStreamRequest]) -> None:
         async for message in messages:
-            for item in message.items:
-                request = self.open[item.slice.request_id] = _request_of(item)
-                self._queue(request)
-            for extension in message.extensions:
-                if (extended := self.open.get(extension.request_id)) is not None:
-                    extended.extend(extension)
-                    if self.lingering.pop(extension.request_id, None) is not None:
-                        self._queue(extended)
-            for ref in message.cancelled:
-                self.open.pop(ref.request_id, None)
-                self.lingering.pop(ref.request_id, None)
+            self.receive(message)
+
+    def receive(self, message: pb.VerifyStreamRequest) -> None:
+        """Open, extend and cancel requests."""
+        for item in message.items:
+            request = self.open[item.slice.request_id] = _request_of(item)
+            self._queue(request)
+        for extension in message.extensions:
+            if (extended := self.open.get(extension.request_id)) is not None:
+                extended.extend(extension)
+                if self.lingering.pop(extension.request_id, None) is not None:
+                    self._queue(extended)
+        for ref in message.cancelled:
+            self.open.pop(ref.request_id, None)
+            self.lingering.pop(ref.request_id, None)
 
     def _queue(self, request: _Request) -> None:
         if request.lingers:
@@ -177,12 +181,18 @@ class InstantReplica(rpc.TargetServicer, rpc.DraftServicer):
         self._batch = batch
         self._rate = rate
         self._held: dict[str, list[int]] = {}
-        self._streams: list[_Stream] = []
+        self._streams: list[VerdictQueue] = []
+
+    async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
+        raise NotImplementedError
+
+    async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
+        raise NotImplementedError
 
     async def GetTargetInfo(
         self,
-        request: pb.GetTargetInfoRequest,  # noqa: ARG002
-        context: Any,  # noqa: ARG002
+        request: pb.GetTargetInfoRequest,
+        context: Any,
     ) -> pb.GetTargetInfoResponse:
         return pb.GetTargetInfoResponse(
             model=MODEL,
@@ -199,9 +209,9 @@ class InstantReplica(rpc.TargetServicer, rpc.DraftServicer):
     async def VerifyStream(
         self,
         request_iterator: AsyncIterator[pb.VerifyStreamRequest],
-        context: Any,  # noqa: ARG002
+        context: Any,
     ) -> AsyncIterator[pb.VerifyStreamResponse]:
-        stream = _Stream(self._text, self._batch)
+        stream = VerdictQueue(self._text, self._batch)
         self._streams.append(stream)
         reader = asyncio.create_task(stream.read(request_iterator))
         loop = asyncio.get_running_loop()
@@ -221,8 +231,8 @@ class InstantReplica(rpc.TargetServicer, rpc.DraftServicer):
 
     async def GetDraftInfo(
         self,
-        request: pb.GetDraftInfoRequest,  # noqa: ARG002
-        context: Any,  # noqa: ARG002
+        request: pb.GetDraftInfoRequest,
+        context: Any,
     ) -> pb.GetDraftInfoResponse:
         return pb.GetDraftInfoResponse(
             model=MODEL,
@@ -237,7 +247,7 @@ class InstantReplica(rpc.TargetServicer, rpc.DraftServicer):
     async def ProposeStream(
         self,
         request_iterator: AsyncIterator[pb.ProposeStreamRequest],
-        context: Any,  # noqa: ARG002
+        context: Any,
     ) -> AsyncIterator[pb.ProposeStreamResponse]:
         async for message in request_iterator:
             if message.items:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.gateway.load import Load, Measured
+from bench.gateway.load import LOAD, MEASURED, Load, Measured
 from bench.gateway.parts import TRACED, Cluster
 from bench.gateway.profile import Profile, record_profile
 from galley.stack.stack import Stack
@@ -159,7 +157,7 @@ def _at(load: Load, stack: Stack, gateways: Sequence[str]) -> Load:
 async def measure(load: Load) -> Measured:
     """Run a process of clients. Raise RuntimeError if it fails."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "bench.gateway.clients", json.dumps(dataclasses.asdict(load))),
+        *(sys.executable, "-P", "-m", "bench.gateway.clients", LOAD.dump_json(load).decode()),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -171,12 +169,7 @@ async def measure(load: Load) -> Measured:
             await process.wait()
     if process.returncode:
         raise RuntimeError(f"the clients failed: {errors.decode(errors='replace')[-2000:]}")
-    return Measured(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in json.loads(out.rpartition(b"\n")[0].rpartition(b"\n")[2]).items()
-        }
-    )
+    return MEASURED.validate_json(out.splitlines()[-1])
 
 
 def overload_arm(slots: int) -> str:
