@@ -8,8 +8,10 @@ where the fewest sessions are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TypeVar
 
 from galley.core.content import chain_start, next_block_hash
 from galley.core.session.events import Replica
@@ -17,6 +19,8 @@ from galley.core.store import CacheLocation
 
 LOAD_TOKENS = 64
 """Cost of each session at a target, in tokens of prefill."""
+_FEW, _DRAWN = 4, 2
+"""Most candidates that are all compared; how many of more are drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +89,9 @@ class TargetCandidate:
         return max(self.lease.queue_depth, self.sessions)
 
 
+CandidateT = TypeVar("CandidateT", bound="TargetCandidate | DraftCandidate")
+
+
 class HashedTokens:
     """A session's tokens so far, as far as known; each of its blocks is hashed once, for all replicas.
 
@@ -121,7 +128,8 @@ class RoutingRequest:
     """A session that needs a target.
 
     `fingerprint` is the build that computed its `prefix`, empty for a new session. `cached_at` is where the
-    KV directory says that its KV is. `lora` names its LoRA adapter; empty: none.
+    KV directory says that its KV is. `lora` names its LoRA adapter; empty: none. `session_id` decides which
+    of many replicas are compared.
     """
 
     prefix: HashedTokens
@@ -129,6 +137,7 @@ class RoutingRequest:
     fingerprint: str = ""
     cached_at: CacheLocation | None = None
     lora: str = ""
+    session_id: str = ""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -148,16 +157,37 @@ class DraftCandidate:
         )
 
 
+def _compared(
+    candidates: Sequence[CandidateT], session_id: str, rank: Callable[[CandidateT], int] = lambda _: 0
+) -> Sequence[CandidateT]:
+    """Return the candidates among which a session chooses: all if they are few, else two at random.
+
+    A lease is up to a second old. If all gateways chose the least busy of many replicas by it, all sessions
+    of that second would go there. The lesser of two random ones is nearly as good, and is another one for
+    each session (Mitzenmacher 2000, "How useful is old information?"). Two of the lowest rank come first.
+    """
+    if len(candidates) <= _FEW:
+        return candidates
+    drawn = sorted(candidates, key=lambda c: _drawn(session_id, c.lease.address))
+    return [*drawn[:_DRAWN], *sorted(drawn, key=rank)[:_DRAWN]]
+
+
+def _drawn(session_id: str, address: str) -> bytes:
+    # A checksum would not do: it draws neighbours together.
+    return blake2b(f"{session_id} {address}".encode(), digest_size=8).digest()
+
+
 def choose_draft(
     strategy: str,
     candidates: Sequence[DraftCandidate],
     home: Replica | None = None,
     avoid: Collection[str] = (),
+    session_id: str = "",
 ) -> DraftCandidate | None:
     """Return the draft for a session that requests `strategy` (empty: any) and whose tokens `home` has.
 
-    Return None if none offers it. A draining one keeps its sessions while there is no other. An address in
-    `avoid` is chosen only if there is no other.
+    `session_id` decides which of many are compared. Return None if none offers it. A draining one keeps its
+    sessions while there is no other. An address in `avoid` is chosen only if there is no other.
     """
     able = [c for c in candidates if strategy in {"", *c.lease.strategies}]
     able = [c for c in able if not c.lease.draining or c.is_home(home)]
@@ -166,7 +196,7 @@ def choose_draft(
     at_home = [c for c in able if c.is_home(home)]
     # The fewest sessions, then the shortest queue; the address makes the order total.
     return min(
-        at_home or able,
+        at_home or _compared(able, session_id),
         key=lambda c: (max(c.lease.sessions, c.sessions), c.lease.queue_depth, c.lease.address),
         default=None,
     )
@@ -188,8 +218,9 @@ def choose_target(
     able = [c for c in able if c.lease.address not in avoid] or able
     if len(able) < 2:  # no need to hash for a single replica
         return able[0] if able else None
+    compared = _compared(able, request.session_id, lambda c: -cached_tokens(request, c.lease))
     # The best score, then less load, then more free blocks; the address makes the order total.
-    return max(able, key=lambda c: (_score(request, c), -c.load, c.lease.kv_blocks_free, c.lease.address))
+    return max(compared, key=lambda c: (_score(request, c), -c.load, c.lease.kv_blocks_free, c.lease.address))
 
 
 def cached_tokens(request: RoutingRequest, lease: TargetLease) -> int:

@@ -71,14 +71,14 @@ class DraftSession:
     async def propose(self, spec: SessionSpec, request: ev.Propose, remaining_ns: int | None) -> ProposeEvent:
         """Return draft tokens, a cache miss or a failure; retry once at another draft."""
         started_ns = self._drafts.now_ns()
-        draft = self._place(request.strategy)
+        draft = self._place(spec, request.strategy)
         if draft is None:
             failed = ev.Failed(request.request_id, self._drafts.problem)
             return self._report(request, self._look_up(spec, request, failed), _UNAVAILABLE)
         response = await self._try(draft, spec, request, remaining_ns)
         if not isinstance(response, ev.Failed) or not response.retryable:
             return self._report(request, response)
-        other = self._place(request.strategy)
+        other = self._place(spec, request.strategy)
         if other is None or other.address in self._failed:
             return self._report(request, self._look_up(spec, request, response))
         left_ns = None if remaining_ns is None else remaining_ns - (self._drafts.now_ns() - started_ns)
@@ -87,12 +87,13 @@ class DraftSession:
         request_observer().retried(ev.Pool.DRAFT, response.message)
         return self._report(request, await self._try(other, spec, request, left_ns))
 
-    def _place(self, strategy: str) -> DraftReplica | None:
+    def _place(self, spec: SessionSpec, strategy: str) -> DraftReplica | None:
         """Return the session's draft or None; set `_strategy`. Leave a draft by lookup for a better one."""
         now = self._drafts.now_ns()
         if self._at is None or self._strategy != strategy or not self._at.is_serving(now):
             for offered in (strategy, NGRAM) if strategy in _MODEL_STRATEGIES else (strategy,):
-                self._at, self._strategy = self._drafts.choose(offered, self._home, self._failed), offered
+                self._at = self._drafts.choose(offered, self._home, self._failed, spec.session_id)
+                self._strategy = offered
                 if self._at is not None:
                     break
         return self._at

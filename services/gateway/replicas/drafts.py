@@ -93,11 +93,13 @@ class DraftPool(ReplicaPool[DraftReplica]):
         now = self._clock.now_ns()
         return [(it.address, it.breaker.state(now)) for it in self._replicas.values() if it.is_accepted]
 
-    def choose(self, strategy: str, home: Replica | None, avoid: Collection[str]) -> DraftReplica | None:
+    def choose(
+        self, strategy: str, home: Replica | None, avoid: Collection[str], session_id: str
+    ) -> DraftReplica | None:
         """Return the best draft for a session whose tokens `home` caches, None if none is available."""
         now = self._clock.now_ns()
         available = [it for it in self._replicas.values() if it.is_available(now)]
-        chosen = choose_draft(strategy, [it.candidate(now) for it in available], home, avoid)
+        chosen = choose_draft(strategy, [it.candidate(now) for it in available], home, avoid, session_id)
         return None if chosen is None else self._replicas[chosen.lease.address]
 
     def now_ns(self) -> int:

@@ -129,7 +129,9 @@ class TargetSession:
 
     def _routing(self, spec: SessionSpec, request: ev.Verify) -> RoutingRequest:
         tokens = self._tokens(spec, request)
-        return RoutingRequest(tokens, spec.max_position, self._fingerprint, self._held, spec.lora)
+        return RoutingRequest(
+            tokens, spec.max_position, self._fingerprint, self._held, spec.lora, spec.session_id
+        )
 
     def _tokens(self, spec: SessionSpec, request: ev.Verify) -> HashedTokens:
         """Return the first tokens of the session, as far as the request has them; at least its prompt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -74,3 +75,15 @@ def test_another_incarnation_at_its_address_is_not_its_home() -> None:
 
 def test_of_two_with_as_many_sessions_the_one_with_the_shorter_queue() -> None:
     assert choose_draft("", [candidate("a", queue_depth=2), candidate("b")]) == candidate("b")
+
+
+def test_sessions_that_start_while_leases_are_old_go_to_many_drafts() -> None:
+    many = [candidate(f"d{i:02}", sessions=i) for i in range(10)]
+    went: Counter[str] = Counter()
+    for number in range(200):
+        found = choose_draft("model", many, session_id=f"session-{number}")
+        assert found is not None
+        went[found.lease.address] += 1
+    assert max(went.values()) < 200 * 3 / len(many)
+    home = Replica("d09", "life")
+    assert all(choose_draft("model", many, home, session_id=str(i)) == many[9] for i in range(20))

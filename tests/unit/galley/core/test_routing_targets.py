@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -239,3 +240,29 @@ def test_any_candidates(
         and c.lease.kv_blocks_free > picked.lease.kv_blocks_free
         for c in rivals
     )
+
+
+MANY = [TargetCandidate(lease(f"t{i:02}", queue_depth=10 + i)) for i in range(20)]
+
+
+def test_sessions_that_start_while_leases_are_old_go_to_many_targets() -> None:
+    """All gateways have the same leases; each of these sessions is the first of its own gateway."""
+    went: Counter[str] = Counter()
+    for number in range(400):
+        found = choose_target(replace(REQUEST, session_id=f"session-{number}"), MANY)
+        assert found is not None
+        went[found.lease.address] += 1
+    assert max(went.values()) < 400 * 3 / len(MANY)
+    busiest = [went[f"t{i:02}"] for i in range(10, 20)]
+    assert sum(busiest) < 400 * 0.4, "of two targets, the less busy one is chosen"
+
+
+def test_among_many_targets_a_cached_prefix_is_found() -> None:
+    holder = TargetCandidate(caching("t05", TOKENS, queue_depth=10))
+    candidates = [*MANY[:5], holder, *MANY[6:]]
+    request = RoutingRequest(hashed(TOKENS), max_position=64)
+    busy = [TargetCandidate(replace(it.lease, queue_depth=10)) for it in candidates]
+    for number in range(50):
+        found = choose_target(replace(request, session_id=str(number)), busy)
+        assert found is not None
+        assert found.lease.address == "t05"
