@@ -87,7 +87,7 @@ class _Stream:
         self.ended_ns = 0
 
     def handle(self, event: ev.Event) -> None:
-        self._carry_out(self.session.step(event, self.pool.now))
+        self._carry_out(self.session.step(event, now=self.pool.now))
 
     def start(self) -> None:
         self._carry_out(self.session.start(self.pool.now))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from galley.core import names
@@ -11,7 +11,7 @@ from galley.core.answer.answer import SessionSpec
 from galley.core.errors import Fenced, StoreUnavailable
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
-from galley.core.session.events import Replica
+from galley.core.session.events import Replica, ReportResults
 from galley.core.store import KvDirectory, LogHashes, Ownership
 from services.gateway.clock import SECOND
 from services.gateway.telemetry.observer import request_observer
@@ -85,41 +85,57 @@ class PortTarget:
         self.verifications: list[PortVerification] = []
         self.remaining_ns: list[int | None] = []
 
-    def verify(self, _spec: SessionSpec, request: ev.Verify, remaining_ns: int | None) -> PortVerification:
+    def verify(
+        self,
+        _spec: SessionSpec,
+        request: ev.Verify,
+        remaining_ns: int | None,
+        report: ReportResults,
+    ) -> PortVerification:
         self.remaining_ns.append(remaining_ns)
         number = len(self.verifications) if self.moves else 0
-        self.verifications.append(PortVerification(self, request, Replica(f"target:{number}", "life")))
+        replica = Replica(f"target:{number}", "life")
+        self.verifications.append(PortVerification(self, request, replica, report))
         return self.verifications[-1]
 
 
 class PortVerification:
-    def __init__(self, target: PortTarget, request: ev.Verify, replica: Replica) -> None:
+    def __init__(
+        self, target: PortTarget, request: ev.Verify, replica: Replica, report: ReportResults
+    ) -> None:
         self.replica = replica
         self.closed = 0
         self._target = target
         self._request = request
+        self._report = report
         self._call = request_observer().call(names.VERIFY, replica.address)
+        self._answering = asyncio.create_task(self._answer())
 
-    async def __aiter__(self) -> AsyncIterator[ev.Verified | ev.CacheMissed | ev.Failed]:
+    async def _answer(self) -> None:
         target, request = self._target, self._request
         await target.may_answer.wait()
         await asyncio.sleep(0)  # the store, which takes no time, answers first
         if target.answered == target.fails_at:
             self._call.failed("internal")
-            yield ev.Failed(request.request_id, "its logits are not numbers", retryable=False)
+            self._call.end()
+            self._report([ev.Failed(request.request_id, "its logits are not numbers", retryable=False)])
             return
         target.clock.now += 5 * MS
         target.answered += 1
         position = request.slice.start + len(request.slice.tokens)
         timing = ev.Timing(2 * MS, 2 * MS, 1 * MS)
         build = target.build(target.answered)
-        yield ev.Verified(request.request_id, position, (TOKEN,), 0, 0, position, build, timing=timing)
+        self._call.end()
+        self._report(
+            [ev.Verified(request.request_id, position, (TOKEN,), 0, 0, position, build, timing=timing)]
+        )
 
     def extend(self, request: ev.ExtendVerify) -> None:
         pass
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         self.closed += 1
+        self._answering.cancel()
         self._call.end()
 
 

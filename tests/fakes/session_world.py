@@ -70,7 +70,7 @@ class World:
 
     def send(self, event: ev.Event) -> None:
         self.now += MS
-        self._carry_out(self.session.step(event, self.now))
+        self._carry_out(self.session.step(event, now=self.now))
 
     def _carry_out(self, effects: list[ev.Effect]) -> None:
         for effect in effects:

@@ -45,10 +45,10 @@ class Delivery:
 
     def commit(self, draft_cache_len: int, target_cache_len: int) -> Commit | None:
         """Return the next commit, or None if one is in progress or nothing is unlogged."""
-        tokens = self._answer.tokens[self.logged :]
-        if self._committing or not tokens:
+        if self._committing or not self.unlogged:
             return None
         self._committing = True
+        tokens = self._answer.tokens[self.logged :]
         return Commit(
             expected_len=self.logged,
             tokens=tuple(tokens),

@@ -8,7 +8,7 @@ CancelVerify ends it. All times are nanoseconds.
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self, TypeAlias
 
@@ -358,25 +358,30 @@ class DraftPort(Protocol):
         """Request draft tokens; the response is useless after `remaining_ns` (None: never)."""
 
 
-class Verification(Protocol):
-    """One open Verify at a target. Iterate over it, once, for its results.
+VerifyEvent: TypeAlias = "Verified | CacheMissed | Failed"
+ReportResults: TypeAlias = Callable[[Sequence[VerifyEvent]], None]
 
-    Results come in order, with `more` set on all but the last; a CacheMissed or Failed also ends them. Raises
-    only CancelledError. `aclose`, or cancelling the wait for the next result, gives the request up.
+
+class Verification(Protocol):
+    """One open Verify at a target.
+
+    Its results are reported in order, several at once if they have arrived together, with `more` set on all
+    but the last; a CacheMissed or Failed also ends them. None is reported before `verify` has returned.
     """
 
     @property
     def replica(self) -> Replica | None:
         """Return the replica that responds, also after the end; None if there is none."""
 
-    def __aiter__(self) -> AsyncIterator[Verified | CacheMissed | Failed]: ...
-
     def extend(self, request: ExtendVerify) -> None:
         """Send more of the request, without blocking, also before it was sent; ignored after its end."""
 
-    async def aclose(self) -> None: ...
+    def close(self) -> None:
+        """Give the request up, unless it has ended; nothing is reported afterwards."""
 
 
 class TargetPort(Protocol):
-    def verify(self, spec: SessionSpec, request: Verify, remaining_ns: int | None) -> Verification:
+    def verify(
+        self, spec: SessionSpec, request: Verify, remaining_ns: int | None, report: ReportResults
+    ) -> Verification:
         """Open a Verify at once; its results are useless after `remaining_ns` (None: never)."""

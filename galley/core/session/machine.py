@@ -6,9 +6,9 @@ Rules:
    confirmed. The next round starts with the last verdict; it does not wait for the log.
 2. With credit, one Verify stays open at the target, which decodes on without a new request. Each verdict
    ends a round. New proposals follow as hints, and more credit once half of it is used.
-3. Confirmed tokens are committed, one commit at a time, and only what the log holds is emitted. At most
-   `window` tokens are confirmed but not logged, and at most `buffer` confirmed but not sent to the client.
-   The target's limit never goes beyond either.
+3. Confirmed tokens are committed, one commit at a time: one has the tokens of all events that came together.
+   Only what the log holds is emitted. At most `window` tokens are confirmed but not logged, and at most
+   `buffer` confirmed but not sent to the client. The target's limit never goes beyond either.
 4. Drafting runs ahead of verification: the draft continues from its own tokens while the target checks them.
    A proposal that continues from a rejected token is cancelled, unless the session's drafts usually recover.
    `speculation.py` decides how many tokens to request, down to none.
@@ -152,14 +152,19 @@ class Session:
         self._advance(now)
         return self._take_effects()
 
-    def step(self, event: ev.Event, now: int) -> list[ev.Effect]:
-        """Handle one event and return the effects. Raise Broken if it cannot occur in this phase."""
-        if self.phase is Phase.ENDED or self._is_stale(event):
-            return []
-        phases, handler = TRANSITIONS[type(event)]
-        if self.phase not in phases:
-            raise Broken(f"session: event {type(event).__name__} in phase {self.phase.name}")
-        getattr(self, handler)(event, now)
+    def step(self, *events: ev.Event, now: int) -> list[ev.Effect]:
+        """Handle events that came together and return the effects; one commit has all their tokens.
+
+        Raise Broken if an event cannot occur in this phase.
+        """
+        for event in events:
+            if self.phase is Phase.ENDED or self._is_stale(event):
+                continue
+            phases, handler = TRANSITIONS[type(event)]
+            if self.phase not in phases:
+                raise Broken(f"session: event {type(event).__name__} in phase {self.phase.name}")
+            getattr(self, handler)(event, now)
+        self._commit()
         return self._take_effects()
 
     def _is_stale(self, event: ev.Event) -> bool:
@@ -333,8 +338,7 @@ class Session:
             self._end_with(Broken(f"the target's verdict {violation}"))
             return
         self._confirm(event, now, reads_prompt=open_verify.prefills)
-        self._after_verdict(event, now)  # before the commit: the client waits for the next round
-        self._commit()
+        self._after_verdict(event, now)
 
     def _confirm(self, event: ev.Verified, now: int, *, reads_prompt: bool) -> None:
         offered = self._had_hint(event, now)
@@ -425,13 +429,14 @@ class Session:
             self._verify(now)
 
     def _commit(self) -> None:
+        if self.phase is Phase.ENDED:
+            return
         commit = self._delivery.commit(self._drafting.cache_len, self._verifying.cache_len)
         if commit is not None:
             self._effects.append(commit)
 
     def _on_committed(self, event: ev.Committed, now: int) -> None:
         self._delivery.committed(event.length)
-        self._commit()
         self._emit()
         self._seal()
         self._advance(now)
@@ -511,7 +516,6 @@ class Session:
         self._delivery.holds(behind.have)
         if self.phase is Phase.FINISHING:
             self.phase = Phase.SEALING
-        self._commit()
 
     def _on_aborted(self, _event: ev.Aborted, _now: int) -> None:
         # While the finish is being stored, the store decides whether finish or abort won.

@@ -11,12 +11,10 @@ import grpc
 from galley.common.wire.codec import logprobs_from, sampling_message
 from galley.common.wire.status import error_type, item_error_type
 from galley.core.answer.answer import SessionSpec
-from galley.core.errors import Unavailable
 from galley.core.session import events as ev
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.spans import CallSpan
 
-VerifyEvent: TypeAlias = "ev.Verified | ev.CacheMissed | ev.Failed"
 ProposeEvent: TypeAlias = "ev.Proposed | ev.CacheMissed | ev.Failed"
 
 _RETRYABLE_STATUS = frozenset(
@@ -123,7 +121,7 @@ def has_more(answer: pb.VerifyAnswer) -> bool:
     return answer.HasField("result") and answer.result.more
 
 
-def verify_event(request_id: int, answer: pb.VerifyAnswer) -> VerifyEvent:
+def verify_event(request_id: int, answer: pb.VerifyAnswer) -> ev.VerifyEvent:
     if answer.WhichOneof("outcome") != "result":
         return _other_event(request_id, answer)
     result = answer.result
@@ -167,9 +165,9 @@ def propose_event(
     )
 
 
-def failed_event(request_id: int, error: grpc.aio.AioRpcError | Unavailable, span: CallSpan) -> ev.Failed:
+def failed_event(request_id: int, error: Exception, span: CallSpan) -> ev.Failed:
     """Return the event of a request whose stream broke, and set the status of its span."""
-    if isinstance(error, Unavailable):
+    if not isinstance(error, grpc.aio.AioRpcError):
         span.failed(error_type(error))
         return ev.Failed(request_id, str(error))
     span.failed(error.code().name.lower())

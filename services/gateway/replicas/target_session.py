@@ -9,9 +9,11 @@ same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 import grpc
 
@@ -24,13 +26,12 @@ from galley.core.names import MOVE_FAILED, MOVE_HEDGED, MOVE_LATE, MOVE_LEFT
 from galley.core.routing.choice import HashedTokens, RoutingRequest, cached_tokens
 from galley.core.routing.lateness import VerdictTimeout
 from galley.core.session import events as ev
-from galley.core.session.events import Replica, Verification
+from galley.core.session.events import Replica, ReportResults, Verification, VerifyEvent
 from galley.core.store import CacheLocation
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND
 from services.gateway.replicas import messages
 from services.gateway.replicas.clients import OpenRequest
-from services.gateway.replicas.messages import VerifyEvent
 from services.gateway.replicas.targets import TargetPool, TargetReplica
 from services.gateway.telemetry.observer import request_observer
 
@@ -57,8 +58,10 @@ class TargetSession:
         self._served_by: Replica | None = None
         self._why_left = MOVE_LEFT
 
-    def verify(self, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None) -> Verification:
-        return TargetRequest(self, spec, request, remaining_ns)
+    def verify(
+        self, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None, report: ReportResults
+    ) -> Verification:
+        return TargetRequest(self, spec, request, remaining_ns, report)
 
     def problem(self, spec: SessionSpec) -> str:
         """Return why no target serves the session."""
@@ -180,12 +183,7 @@ class TargetSession:
         return True
 
 
-class _Abandoned(Exception):
-    """The gateway no longer waits for a replica; `status` becomes that of the call's span."""
-
-    def __init__(self, reason: str, status: str) -> None:
-        super().__init__(reason)
-        self.status = status
+ReportEvents: TypeAlias = "Callable[[_Attempt, list[VerifyEvent]], None]"
 
 
 class _Attempt:
@@ -197,20 +195,23 @@ class _Attempt:
         spec: SessionSpec,
         request: ev.Verify,
         remaining_ns: int | None,
-        extensions: list[ev.ExtendVerify],
+        extensions: Sequence[ev.ExtendVerify],
+        report: ReportEvents,
     ) -> None:
-        """`extensions` are sent after the request; the list may grow until then."""
+        """Send the request soon; `extensions` are sent after it, and the list may grow until then."""
         self.target = target
         self.rows = len(request.slice.tokens) + len(request.draft_tokens)
         self.sent: OpenRequest[pb.VerifyAnswer] | None = None
         self._request_id = request.request_id
         self._extensions = extensions
+        self._report = report
         self._sent_to: Replica | None = None
         self._span = request_observer().call(names.VERIFY, target.address)
         # Made when it is sent: a message with a long prompt takes a turn of the event loop of its own.
         self._item = partial(messages.verify_item, spec, request, remaining_ns, self._span.traceparent)
         self._has_ended = False
         target.add_request(self.rows)
+        self._sending = asyncio.create_task(self._send())
 
     @property
     def replica(self) -> Replica | None:
@@ -218,57 +219,75 @@ class _Attempt:
 
     @property
     def has_response(self) -> bool:
+        """Return True if a response has arrived that was not read yet."""
         return self.sent is not None and self.sent.has_response
 
-    def abandon(self, reason: str, status: str) -> None:
-        """End with Failed after the responses that have arrived; the connection is not to blame."""
-        if self.sent is not None:
-            self.sent.fail(_Abandoned(reason, status))
+    def abandon(self, reason: str, status: str) -> ev.Failed:
+        """End, and return the event of that; `status` becomes that of the call's span."""
+        self._has_ended = True
+        self._span.failed(status)
+        return ev.Failed(self._request_id, reason)
 
     def stop_counting(self) -> None:
         self.target.remove_request(self.rows)
 
     def close(self) -> None:
+        self._has_ended = True
+        self._sending.cancel()
         if self.sent is not None:
             self.sent.cancel()
         self._span.end()
 
-    async def next(self) -> VerifyEvent | None:
-        """Return the next event, None after the last; the first call sends the request."""
-        if self._has_ended:
-            return None
+    async def _send(self) -> None:
         client = self.target.client
         try:
-            if self.sent is None:
-                self.sent = await client.verify(await self._item())
-                self._sent_to = client.replica
-                for extension in self._extensions:
-                    self.sent.extend(messages.extension(extension))
-            answer = await self.sent.next_response()
-        except (_Abandoned, TokenizerMismatch) as error:
-            self._has_ended = True
-            self._span.failed(error.status if isinstance(error, _Abandoned) else error_type(error))
-            return ev.Failed(self._request_id, str(error))
+            self.sent = await client.verify(await self._item(), self)
+        except TokenizerMismatch as error:
+            self._report(self, [self.abandon(str(error), error_type(error))])
         except (grpc.aio.AioRpcError, Unavailable) as error:
+            self.fail(error)
+        else:
+            self._sent_to = client.replica
+            for extension in self._extensions:
+                self.sent.extend(messages.extension(extension))
+
+    def put(self, responses: Sequence[pb.VerifyAnswer]) -> None:
+        if self._has_ended:
+            return
+        events = [messages.verify_event(self._request_id, response) for response in responses]
+        last = responses[-1]
+        if not messages.has_more(last):
             self._has_ended = True
-            client.lost()
-            return messages.failed_event(self._request_id, error, self._span)
-        self._has_ended = not messages.has_more(answer)
-        messages.note_status(self._span, answer)
-        return messages.verify_event(self._request_id, answer)
+            messages.note_status(self._span, last)
+        self._report(self, events)
+
+    def fail(self, error: Exception) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self.target.client.lost()
+        self._report(self, [messages.failed_event(self._request_id, error, self._span)])
 
 
 class TargetRequest:
     """A verification at its session's replica, with a timer for late responses and perhaps a hedge."""
 
     def __init__(
-        self, session: TargetSession, spec: SessionSpec, request: ev.Verify, remaining_ns: int | None
+        self,
+        session: TargetSession,
+        spec: SessionSpec,
+        request: ev.Verify,
+        remaining_ns: int | None,
+        report: ReportResults,
     ) -> None:
         self._session = session
         self._spec = spec
         self._request = request
         self._remaining_ns = remaining_ns
+        self._report = report
         self._loop = asyncio.get_running_loop()
+        # Responses arrive in the context of the connection, which has another span and other log fields.
+        self._context = copy_context()
         self._extensions: list[ev.ExtendVerify] = []
         """Extensions before the first response; another replica that gets the request later gets them too."""
         self._is_first = True
@@ -276,13 +295,12 @@ class TargetRequest:
         self._attempt: _Attempt | None = None
         self._replica: Replica | None = None
         self._hedge: _Attempt | None = None
-        self._hedge_task: asyncio.Task[None] | None = None
-        self._hedge_first: ev.Verified | None = None
         # The next response: since when it is awaited, when it is late, and when the timer is to fire.
         self._since_s = self._late_s = self._timer_s = 0.0
         self._predicted_ns = 0
         self._timer: asyncio.TimerHandle | None = None
         target = session.place(spec, request)
+        self._finding = None if target is not None else asyncio.create_task(self._find())
         if target is not None:
             self._start(target)
 
@@ -290,9 +308,6 @@ class TargetRequest:
     def replica(self) -> Replica | None:
         """Return the process that serves it, None if none does; it stays when the request has ended."""
         return self._replica if self._attempt is None else self._attempt.replica
-
-    def __aiter__(self) -> AsyncIterator[VerifyEvent]:
-        return self._events()
 
     def extend(self, request: ev.ExtendVerify) -> None:
         """Send an extension to every replica that has the request; one that gets it later gets both."""
@@ -302,58 +317,65 @@ class TargetRequest:
             if attempt is not None and attempt.sent is not None:
                 attempt.sent.extend(messages.extension(request))
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Cancel the request if it is open. The session leaves a replica that owes a response."""
+        if self._finding is not None:
+            self._finding.cancel()
         if self._attempt is not None and self._is_due:
             self._session.leave(self._attempt.target)
-        await self._drop_hedge()
+        self._drop_hedge()
         self._close_attempt()
 
-    def _start(self, target: TargetReplica) -> _Attempt:
-        attempt = self._attempt = self._new_attempt(target)
+    async def _find(self) -> None:
+        target = await self._session.find(self._spec, self._request)
+        if target is None:
+            self._report([ev.Failed(self._request.request_id, self._session.problem(self._spec))])
+        else:
+            self._start(target)
+
+    def _start(self, target: TargetReplica) -> None:
+        self._attempt = self._new_attempt(target)
         self._expect(target)
-        return attempt
 
     def _new_attempt(self, target: TargetReplica) -> _Attempt:
-        return _Attempt(target, self._spec, self._request, self._remaining_ns, self._extensions)
+        report = partial(self._context.run, self._receive)
+        return _Attempt(target, self._spec, self._request, self._remaining_ns, self._extensions, report)
 
-    async def _events(self) -> AsyncIterator[VerifyEvent]:
-        attempt = self._attempt
-        if attempt is None:
-            target = await self._session.find(self._spec, self._request)
-            if target is None:
-                yield ev.Failed(self._request.request_id, self._session.problem(self._spec))
-                return
-            attempt = self._start(target)
-        try:
-            while (event := await attempt.next()) is not None:
-                if self._hedge is not None:
-                    if isinstance(event, ev.Failed) and self._hedge_first is not None:
-                        attempt, event = self._switch_to(self._hedge), self._hedge_first
-                    else:
-                        await self._drop_hedge()
-                yield self._note(event)
-        finally:
-            await self.aclose()
+    def _receive(self, attempt: _Attempt, events: list[VerifyEvent]) -> None:
+        """Report the results of an attempt; those of a hedge only if it is the first to respond."""
+        if attempt is self._hedge:
+            if not isinstance(events[0], ev.Verified) or self._has_response:
+                return  # the attempt continues
+            self._switch_to(attempt)
+        elif attempt is not self._attempt:
+            return
+        self._drop_hedge()
+        self._note(attempt, events)
+        if not self._is_due:
+            self.close()
+        self._report(events)
 
-    def _note(self, event: VerifyEvent) -> VerifyEvent:
-        attempt = self._attempt
-        if attempt is None:  # closed meanwhile
-            return event
-        target = attempt.target
-        self._is_due = isinstance(event, ev.Verified) and event.more
-        if isinstance(event, ev.Failed):
-            self._session.leave(target)
-            other = self._session.other(self._spec, self._request, target) if event.retryable else None
-            return replace(event, elsewhere=other is not None)
-        self._responded(attempt)
-        if isinstance(event, ev.Verified):
-            self._session.served(event, self._spec.session_id, attempt.replica)
+    @property
+    def _has_response(self) -> bool:
+        return self._attempt is not None and self._attempt.has_response
+
+    def _note(self, attempt: _Attempt, events: list[VerifyEvent]) -> None:
+        """Note results that arrived together; say of a failure whether another replica can serve."""
+        target, last = attempt.target, events[-1]
+        self._is_due = isinstance(last, ev.Verified) and last.more
+        if not isinstance(events[0], ev.Failed):
+            self._responded(attempt)
+        verdicts = [event for event in events if isinstance(event, ev.Verified)]
+        if verdicts:
+            self._session.served(verdicts[-1], self._spec.session_id, attempt.replica)
+        if self._is_due:
             self._expect(target)
-        return event
+        elif isinstance(last, ev.Failed):
+            self._session.leave(target)
+            other = self._session.other(self._spec, self._request, target) if last.retryable else None
+            events[-1] = replace(last, elsewhere=other is not None)
 
     def _close_attempt(self) -> None:
-        """Close the attempt, once: both the reader of the events and the runner call this."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -421,10 +443,8 @@ class TargetRequest:
             self._spec, self._request, target, self._since_s
         ):
             return limit_ns
-        self._is_due = False
-        attempt.abandon(
-            f"no response from {target.address} in {limit_ns / SECOND:.1f} s", "deadline_exceeded"
-        )
+        reason = f"no response from {target.address} in {limit_ns / SECOND:.1f} s"
+        self._receive(attempt, [attempt.abandon(reason, "deadline_exceeded")])
         return None
 
     # ------------------------------------------------------------------------------------- hedge --
@@ -434,31 +454,19 @@ class TargetRequest:
         if other is None or self._hedge is not None:
             return
         self._hedge = self._new_attempt(other)
-        self._hedge_task = asyncio.create_task(self._race(self._hedge))
         request_observer().event(names.HEDGED, {names.POOL: "target", names.TO: other.address})
 
-    async def _race(self, hedge: _Attempt) -> None:
-        """Wait for the hedge's first response; abandon the first replica unless it has responded too."""
-        event = await hedge.next()
-        if isinstance(event, ev.Verified):
-            self._hedge_first = event
-            if self._attempt is not None and not self._attempt.has_response:
-                self._attempt.abandon("another replica responded first", "cancelled")
-
-    def _switch_to(self, hedge: _Attempt) -> _Attempt:
+    def _switch_to(self, hedge: _Attempt) -> None:
+        if self._attempt is not None:
+            self._attempt.abandon("another replica responded first", "cancelled")
         self._close_attempt()
         self._attempt, self._hedge = hedge, None
         self._is_first = False  # how long its first response took is not known
         self._expect(hedge.target)
         self._session.move_to(hedge.target, MOVE_HEDGED)
-        return hedge
 
-    async def _drop_hedge(self) -> None:
+    def _drop_hedge(self) -> None:
         hedge, self._hedge = self._hedge, None
-        if hedge is None:
-            return
-        hedge.stop_counting()  # first: waiting for the rest may be cancelled
-        if self._hedge_task is not None:
-            self._hedge_task.cancel()
-            await asyncio.gather(self._hedge_task, return_exceptions=True)
-        hedge.close()
+        if hedge is not None:
+            hedge.stop_counting()
+            hedge.close()

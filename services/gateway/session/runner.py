@@ -6,8 +6,8 @@ One runner serves one stream. The machine decides what to do next, and the ports
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,8 +50,12 @@ class SessionRunner:
         """`deadline_ns` is in the time of the clock port; None means no deadline."""
         self.session = session
         self.log = log
-        self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
-        self.outbox = Outbox(ports.clock, timeouts.client_ns, self._inbox.put_nowait)
+        self._inbox: list[ev.Event] = []
+        self._is_stepping = True
+        """True while the machine handles events, and before the session runs."""
+        self._ended: asyncio.Future[ev.End] = asyncio.get_running_loop().create_future()
+        self._context = Context()
+        self.outbox = Outbox(ports.clock, timeouts.client_ns, self.post)
         self._ports = ports
         self._timeouts = timeouts
         self._deadline_ns = deadline_ns
@@ -59,15 +63,22 @@ class SessionRunner:
         self._timers: list[asyncio.TimerHandle] = []
         self._observer = request_observer()
         self._renewal: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
         self._verification: Verification | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._requested: ev.Verify | None = None
+        """The request of the verification, while it is open."""
+        self._late_s = 0.0
+        """When the next response is late, in the loop's time."""
+        self._timer: asyncio.TimerHandle | None = None
         self._proposing: asyncio.Task[None] | None = None
         self._holder: Replica | None = None
         self._end: ev.End | None = None
 
-    def post(self, event: ev.Event) -> None:
-        """Queue an event for the machine; never blocks."""
-        self._inbox.put_nowait(event)
+    def post(self, *events: ev.Event) -> None:
+        """Have the machine handle events, now if it is not at work; never blocks, never raises."""
+        self._inbox += events
+        if not self._is_stepping:
+            self._context.run(self._step)
 
     async def run(self) -> ev.End:
         """Drive the session; return how the stream ends, once the client was sent all that precedes it."""
@@ -76,13 +87,29 @@ class SessionRunner:
                 late = DeadlinePassed("the deadline of the call has passed")
                 self._call_at(self._deadline_ns, ev.Interrupted(late))
             self._renewal = self._spawn(self._tell_result(self.log.keep_alive))
-            self._carry_out(self.session.start(self._now()))
-            while self._end is None:
-                event = await self._inbox.get()
-                self._carry_out(self.session.step(event, self._now()))
-            return await self._flush(self._end)
+            # Events come in the contexts of others; the effects have the span and log fields of this one.
+            self._context = copy_context()
+            self._context.run(self._begin)
+            return await self._flush(await self._ended)
         finally:
             await self._stop()
+
+    def _begin(self) -> None:
+        self._carry_out(self.session.start(self._now()))
+        self._step()
+
+    def _step(self) -> None:
+        """Handle the events of the inbox, and those that their effects cause."""
+        self._is_stepping = True
+        try:
+            while self._inbox and not self._ended.done():
+                events, self._inbox = self._inbox, []
+                self._carry_out(self.session.step(*events, now=self._now()))
+        except Exception as error:  # noqa: BLE001  # it ends this stream, not the work of who posted the event
+            if not self._ended.done():
+                self._ended.set_exception(error)
+        finally:
+            self._is_stepping = False
 
     # ------------------------------------------------------------------------------- effects --
 
@@ -104,7 +131,12 @@ class SessionRunner:
                 case RoundEnded():
                     self._observer.round_ended(effect, self._ports.draft.replica, self._holder)
                 case ev.End():
-                    self._end = effect
+                    self._finish(effect)
+
+    def _finish(self, end: ev.End) -> None:
+        self._end = end
+        if not self._ended.done():
+            self._ended.set_result(end)
 
     def _call_pool(
         self, effect: ev.Propose | ev.CancelPropose | ev.Verify | ev.ExtendVerify | ev.CancelVerify
@@ -119,8 +151,8 @@ class SessionRunner:
                 self._verify(effect)
             case ev.ExtendVerify() if self._verification is not None:
                 self._verification.extend(effect)
-            case ev.CancelVerify() if self._following is not None:
-                self._following.cancel()
+            case ev.CancelVerify():
+                self._cancel_verification()
 
     async def _propose(self, effect: ev.Propose) -> None:
         timeout_ns = self._timeouts.draft_ns
@@ -140,27 +172,51 @@ class SessionRunner:
         # A single verdict is useless after its timeout; with credit the request may last as long as the call.
         remaining_ns = self._remaining() if effect.credit else self._within(self._timeouts.verify_ns)
         self._observer.target_requested()
-        self._verification = self._ports.target.verify(self.session.spec, effect, remaining_ns)
-        self._following = self._spawn(self._follow(self._verification, effect))
+        self._late_s = self._loop.time() + self._timeouts.verify_ns / SECOND
+        self._requested = effect
+        self._verification = self._ports.target.verify(
+            self.session.spec, effect, remaining_ns, self._take_results
+        )
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._late_s, self._check_target)
 
-    async def _follow(self, verification: Verification, request: ev.Verify) -> None:
-        """Report each response to the machine; one that is late has failed."""
-        timeout_s = self._timeouts.verify_ns / SECOND
-        try:
-            async with asyncio.timeout(timeout_s) as timer, aclosing(verification):
-                async for answer in verification:
-                    if isinstance(answer, ev.Failed):
-                        self._observer.target_failed(answer.message)
-                    else:
-                        self._holder = verification.replica
-                    if isinstance(answer, ev.CacheMissed):
-                        self._observer.missed(ev.Pool.TARGET, answer.have, request.slice.start)
-                    self.post(answer)
-                    timer.reschedule(asyncio.get_running_loop().time() + timeout_s)
-        except TimeoutError:
-            failed = ev.Failed(request.request_id, "no response in time")
-            self._observer.target_failed(failed.message)
-            self.post(failed)
+    def _take_results(self, results: Sequence[ev.VerifyEvent]) -> None:
+        """Give the results of the open verification to the machine."""
+        if self._verification is None or self._requested is None:
+            return
+        last = results[-1]
+        if isinstance(last, ev.Failed):
+            self._observer.target_failed(last.message)
+        if not isinstance(results[0], ev.Failed):
+            self._holder = self._verification.replica
+        if isinstance(last, ev.CacheMissed):
+            self._observer.missed(ev.Pool.TARGET, last.have, self._requested.slice.start)
+        if isinstance(last, ev.Verified) and last.more:
+            self._late_s = self._loop.time() + self._timeouts.verify_ns / SECOND
+        else:
+            self._requested = None
+        self.post(*results)
+
+    def _check_target(self) -> None:
+        """Fail a verification without a response in time; otherwise look again when it would be late.
+
+        A timer that is set once for many verdicts costs less than one a verdict.
+        """
+        self._timer = None
+        if self._requested is None or self._verification is None:
+            return
+        if self._loop.time() < self._late_s:
+            self._timer = self._loop.call_at(self._late_s, self._check_target)
+            return
+        failed = ev.Failed(self._requested.request_id, "no response in time")
+        self._cancel_verification()
+        self._observer.target_failed(failed.message)
+        self.post(failed)
+
+    def _cancel_verification(self) -> None:
+        self._requested = None
+        if self._verification is not None:
+            self._verification.close()
 
     async def _tell_result(self, write: Callable[[], Awaitable[ev.Event]]) -> None:
         self.post(await write())
@@ -187,7 +243,7 @@ class SessionRunner:
 
     def _call_at(self, at_ns: int, event: ev.Event) -> None:
         delay = max(0, at_ns - self._now()) / SECOND
-        self._timers.append(asyncio.get_running_loop().call_later(delay, self.post, event))
+        self._timers.append(self._loop.call_later(delay, self.post, event))
 
     async def _flush(self, end: ev.End) -> ev.End:
         """Let the client read the last tokens, unless `end` forbids it; return how the stream ends."""
@@ -217,17 +273,18 @@ class SessionRunner:
         self.outbox.close()
         for timer in self._timers:
             timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._cancel_verification()
         tasks = set(self._tasks)
         for task in tasks:
             task.cancel()
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.log.close()
-            if self._verification is not None:
-                await self._verification.aclose()  # its task may have been cancelled before it began
         finally:
-            # Tasks that were cancelled keep their frames, and so this object.
-            self._renewal = self._verification = self._following = self._proposing = None
+            # Tasks and timers that were cancelled keep their frames, and so this object.
+            self._renewal = self._verification = self._proposing = self._timer = None
             self._observer.stopped(self.session, self._end)
 
 

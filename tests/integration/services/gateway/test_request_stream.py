@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -77,6 +77,22 @@ async def stream(pool: Pool) -> AsyncIterator[Stream]:
     await server.stop(None)
 
 
+class Responses:
+    """Receive the responses of one request."""
+
+    def __init__(self, stream: Stream, request: pb.VerifyItem) -> None:
+        self.batches: asyncio.Queue[Sequence[pb.VerifyAnswer] | Exception] = asyncio.Queue()
+        self.put, self.fail = self.batches.put_nowait, self.batches.put_nowait
+        self.request = stream.open(request, self)
+
+    async def next(self) -> list[int]:
+        """Return the positions of what was delivered at once."""
+        delivered = await self.batches.get()
+        if isinstance(delivered, Exception):
+            raise delivered
+        return [response.result.position for response in delivered]
+
+
 def item(session_id: str, tokens: int = 1) -> pb.VerifyItem:
     return pb.VerifyItem(slice=pb.SessionSlice(session_id=session_id, tokens=[40_000] * tokens))
 
@@ -144,20 +160,20 @@ async def test_responses_after_the_last_are_dropped(pool: Pool, stream: Stream) 
         result(item.slice, 2, more=False),
         result(item.slice, 3, more=False),
     ]
-    opened = stream.open(item("s"))
-    assert [(await opened.next_response()).result.position for _ in range(2)] == [1, 2]
+    responses = Responses(stream, item("s"))
+    assert await responses.next() == [1, 2], "what has arrived together is delivered together"
     pool.script = None
     assert (await stream.send(item("after"))).session_id == "after"
-    opened.cancel()
+    responses.request.cancel()
     assert not any(message.cancelled for message in pool.messages), "what is over is not given up"
 
 
 async def test_an_extension_never_precedes_its_request(pool: Pool, stream: Stream) -> None:
     pool.hold = True
     # Each too large to be joined: the last waits for the messages of all others, and so does its extension.
-    opened = [stream.open(item(f"s{number}", tokens=30_000)) for number in range(4)]
-    opened[-1].extend(pb.Extension(limit=9))
-    opened[0].extend(pb.Extension(limit=5))
+    opened = [Responses(stream, item(f"s{number}", tokens=30_000)) for number in range(4)]
+    opened[-1].request.extend(pb.Extension(limit=9))
+    opened[0].request.extend(pb.Extension(limit=5))
     seen: list[str] = []
     while seen.count("extended s3") < 1:
         message = await pool.arrived.get()
@@ -168,24 +184,24 @@ async def test_an_extension_never_precedes_its_request(pool: Pool, stream: Strea
 
 
 async def test_a_finished_request_is_not_extended(pool: Pool, stream: Stream) -> None:
-    opened = stream.open(item("s"))
-    await opened.next_response()
-    opened.extend(pb.Extension(limit=9))
+    responses = Responses(stream, item("s"))
+    await responses.next()
+    responses.request.extend(pb.Extension(limit=9))
     await stream.send(item("after"))
     assert not any(message.extensions for message in pool.messages)
 
 
 async def test_a_broken_stream_fails_after_its_responses(pool: Pool, stream: Stream) -> None:
     pool.script = lambda item: [result(item.slice, 1, more=True)]
-    opened = stream.open(item("s"))
+    opened = Responses(stream, item("s"))
     await pool.arrived.get()
     pool.end.set()
-    other = stream.open(item("ends it"))
+    other = Responses(stream, item("ends it"))
     with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
-        await other.next_response()
-    assert (await opened.next_response()).result.position == 1
+        await other.next()
+    assert await opened.next() == [1]
     with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
-        await opened.next_response()
+        await opened.next()
 
 
 async def test_a_stream_is_outdated_by_a_new_connection(pool: Pool, stream: Stream) -> None:
@@ -205,20 +221,20 @@ async def test_a_stream_is_outdated_by_a_new_connection(pool: Pool, stream: Stre
 
 async def test_a_renewed_stream_ends_after_its_requests(pool: Pool, stream: Stream) -> None:
     pool.script = lambda item: [result(item.slice, 1, more=True)]
-    first, second = stream.open(item("first")), stream.open(item("second"))
+    first, second = Responses(stream, item("first")), Responses(stream, item("second"))
     for opened in (first, second):
-        await opened.next_response()
+        await opened.next()
     stream.reconnect()
     pool.script = None
     assert (await stream.send(item("after"))).session_id == "after"
-    first.extend(pb.Extension(limit=9))
+    first.request.extend(pb.Extension(limit=9))
     while not (await pool.arrived.get()).extensions:
         pass
-    first.cancel()
+    first.request.cancel()
     (given_up,) = (await pool.arrived.get()).cancelled
     assert given_up.session_id == "first"
     assert not pool.ended.is_set()
-    second.cancel()
+    second.request.cancel()
     async with asyncio.timeout(30):
         await pool.ended.wait()
     assert (await stream.send(item("again"))).session_id == "again"

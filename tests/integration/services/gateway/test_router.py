@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from galley.core.session import events as ev
 from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock
-from services.gateway.replicas.clients import OpenRequest
+from services.gateway.replicas.clients import _Connection
 from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetPool
@@ -47,6 +47,36 @@ class Leases:
         pass
 
 
+class Results:
+    """The results of one verification, in order."""
+
+    def __init__(
+        self,
+        target: TargetSession,
+        request: ev.Verify,
+        remaining_ns: int | None = None,
+        *,
+        spec: SessionSpec = SPEC,
+    ) -> None:
+        self._results: asyncio.Queue[ev.VerifyEvent] = asyncio.Queue()
+        self._has_ended = False
+        self.verification = target.verify(spec, request, remaining_ns, self._take)
+
+    def _take(self, results: Sequence[ev.VerifyEvent]) -> None:
+        for result in results:
+            self._results.put_nowait(result)
+
+    def __aiter__(self) -> Results:
+        return self
+
+    async def __anext__(self) -> ev.VerifyEvent:
+        if self._has_ended:
+            raise StopAsyncIteration
+        result = await self._results.get()
+        self._has_ended = not (isinstance(result, ev.Verified) and result.more)
+        return result
+
+
 class Here:
     def __init__(self, leases: Leases, targets: TargetPool, fakes: list[FakeTarget]) -> None:
         self.leases = leases
@@ -72,13 +102,13 @@ class Here:
         spec: SessionSpec = SPEC,
     ) -> list[ev.Verified | ev.CacheMissed | ev.Failed]:
         answers: list[ev.Verified | ev.CacheMissed | ev.Failed] = []
-        item = target.verify(spec, self.request(tokens, credit), None)
+        results = Results(target, self.request(tokens, credit), spec=spec)
         async with asyncio.timeout(PATIENCE_S):
-            async for answer in item:
+            async for answer in results:
                 answers.append(answer)
                 if len(answers) == until:
                     break
-            await item.aclose()
+        results.verification.close()
         return answers
 
     async def verified(self, target: TargetSession, tokens: list[int]) -> ev.Verified:
@@ -202,8 +232,7 @@ async def test_a_session_returns_to_its_build(here: Here) -> None:
 async def test_a_closed_request_is_not_counted(here: Here) -> None:
     target = TargetSession(here.targets)
     before = [it.open_requests for it in here.targets._replicas.values()]
-    item = target.verify(SPEC, here.request(confirmed(0)), None)
-    await item.aclose()
+    Results(target, here.request(confirmed(0))).verification.close()
     assert [it.open_requests for it in here.targets._replicas.values()] == before
 
 
@@ -344,29 +373,28 @@ async def test_a_restarted_replica_is_a_new_incarnation(here: Here) -> None:
     await here.ask(target, confirmed(0))
     await other.stop()
     home.gate.close()
-    item = target.verify(SPEC, here.request(confirmed(1)), None)
-    reading = asyncio.ensure_future(anext(aiter(item)))
+    results = Results(target, here.request(confirmed(1)))
     await home.called(2)
-    former = item.replica
+    former = results.verification.replica
     await home.stop()
     await home.start()
     home.gate.open()
-    assert isinstance(await reading, ev.Failed)
-    await item.aclose()
+    assert isinstance(await anext(results), ev.Failed)
+    results.verification.close()
     now_at: Replica | None = None
     for _ in range(3):
         await here.targets.refresh()
-        later = target.verify(SPEC, here.request(confirmed(1)), None)
-        answer = await anext(aiter(later))
-        await later.aclose()
+        later = Results(target, here.request(confirmed(1)))
+        answer = await anext(later)
+        later.verification.close()
         if isinstance(answer, ev.Verified):
-            now_at = later.replica
+            now_at = later.verification.replica
             break
     assert former is not None
     assert now_at is not None
     assert former.address == now_at.address
     assert former.incarnation != now_at.incarnation
-    assert item.replica == former, "what it held is not said to be held by the new one"
+    assert results.verification.replica == former, "what it held is not said to be held by the new one"
     assert moves_of(here) == {"restarted": 1}
 
 
@@ -380,9 +408,9 @@ async def test_a_replica_without_info_is_left_before_the_deadline(here: Here) ->
     await asyncio.wait(cast("Any", at.client)._current._tasks)
     home.info_gate.close()
     await home.start()
-    item = target.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
+    results = Results(target, here.request(confirmed(1)), 60 * SECOND)
     async with asyncio.timeout(PATIENCE_S):
-        [failed] = [answer async for answer in item]
+        [failed] = [answer async for answer in results]
     assert isinstance(failed, ev.Failed)
     assert failed.elsewhere
     await here.verified(target, confirmed(1))
@@ -399,16 +427,15 @@ async def test_a_replica_dropped_while_met_is_sent_nothing(here: Here) -> None:
     client = cast("Any", at.client)
     home.info_gate.close()
     client.lost()
-    item = target.verify(SPEC, here.request(confirmed(1)), 60 * SECOND)
-    answers = asyncio.ensure_future(anext(aiter(item)))
+    results = Results(target, here.request(confirmed(1)), 60 * SECOND)
     await home.info_gate.has_waiter()
     await client.close()
     home.info_gate.open()
     async with asyncio.timeout(PATIENCE_S):
-        assert isinstance(await answers, ev.Failed)
+        assert isinstance(await anext(results), ev.Failed)
     assert client._current is None, "no stream was opened"
     assert len(home.calls) == 1
-    await item.aclose()
+    results.verification.close()
 
 
 async def hedging(here: Here, *, warm: bool) -> tuple[TargetSession, FakeTarget, FakeTarget]:
@@ -431,19 +458,19 @@ async def test_a_slow_first_verdict_is_hedged(here: Here, credit: int) -> None:
     target, home, other = await hedging(here, warm=True)
     home.gate.close()
     call_count = len(other.calls)
-    item = target.verify(SPEC, here.request(confirmed(0), credit), None)
+    results = Results(target, here.request(confirmed(0), credit))
     answers = []
     async with asyncio.timeout(PATIENCE_S):
-        async for answer in item:
+        async for answer in results:
             assert isinstance(answer, ev.Verified)
             answers.append(answer)
     tokens = [token for answer in answers for token in answer.tokens]
     assert tokens == true_output(PROMPT_TOKENS, credit + 1, SEED)
-    assert item.replica is not None
-    assert item.replica.address == other.address
+    assert results.verification.replica is not None
+    assert results.verification.replica.address == other.address
     assert len(other.calls) == call_count + 1
     await home.was_cancelled()
-    await item.aclose()
+    results.verification.close()
     await here.ask(target, confirmed(credit + 1))
     assert len(other.calls) == call_count + 2, "it stays where it was answered"
     assert [it.open_requests for it in here.targets._replicas.values()] == [0, 0]
@@ -482,18 +509,18 @@ async def test_a_tie_keeps_the_session_at_home(here: Here, monkeypatch: pytest.M
     target, home, other = await hedging(here, warm=True)
     for fake in here.fakes:
         fake.gate.close()
-    arrived: list[tuple[OpenRequest[pb.VerifyAnswer], pb.VerifyAnswer]] = []
-    first_came, put = asyncio.Event(), OpenRequest.put
+    arrived: list[tuple[Any, pb.VerifyAnswer]] = []
+    first_came, arrive = asyncio.Event(), _Connection._arrive
 
-    def hold(item: OpenRequest[pb.VerifyAnswer], answer: pb.VerifyAnswer) -> None:
-        arrived.append((item, answer))
+    def hold(connection: Any, answer: pb.VerifyAnswer) -> None:
+        arrived.append((connection, answer))
         first_came.set()
         if len(arrived) == 2:
             monkeypatch.undo()
             for one in arrived:
-                put(*one)
+                arrive(*one)
 
-    monkeypatch.setattr(OpenRequest, "put", hold)
+    monkeypatch.setattr(_Connection, "_arrive", hold)
     asking = asyncio.ensure_future(here.ask(target, confirmed(0), credit=4))
     await other.called(len(other.calls) + 1)
     other.gate.permit(1)
@@ -509,13 +536,9 @@ async def test_a_cancelled_hedge_is_not_counted(here: Here) -> None:
     target, _, other = await hedging(here, warm=True)
     for fake in here.fakes:
         fake.gate.close()
-    item = target.verify(SPEC, here.request(confirmed(0)), None)
-    reading = asyncio.ensure_future(anext(aiter(item)))
+    results = Results(target, here.request(confirmed(0)))
     await other.called(len(other.calls) + 1)
-    while not reading.done():
-        reading.cancel()
-        await asyncio.sleep(0)
-    await item.aclose()
+    results.verification.close()
     assert [it.open_requests for it in here.targets._replicas.values()] == [0, 0]
     assert [member.rows_ahead for member in here.targets._replicas.values()] == [0, 0]
 

@@ -280,9 +280,9 @@ def test_an_illegal_event_raises(credit: int) -> None:
     request = world.waiting["draft"]
     assert isinstance(request, ev.Propose)
     with pytest.raises(Broken, match="Verified"):
-        world.session.step(ev.Verified(request.request_id, 3, (1,), 0, 0, 3, "f"), 0)
+        world.session.step(ev.Verified(request.request_id, 3, (1,), 0, 0, 3, "f"), now=0)
     with pytest.raises(Broken, match="event FinishStored in phase"):
-        world.session.step(ev.FinishStored(), 0)
+        world.session.step(ev.FinishStored(), now=0)
 
 
 def test_a_client_with_other_tokens_gets_data_loss(credit: int) -> None:

@@ -62,9 +62,9 @@ def test_the_store_decides_between_finish_and_abort() -> None:
     assert world.end == ev.End(ending=Ending(Reason.LENGTH))
 
     session = finishing().session
-    assert session.step(ev.Aborted(), 0) == []
+    assert session.step(ev.Aborted(), now=0) == []
     refusal = ev.StoreFailed(SessionEnded("s"))
-    assert session.step(refusal, 0) == [ev.End(ending=Ending(Reason.ABORTED))]
+    assert session.step(refusal, now=0) == [ev.End(ending=Ending(Reason.ABORTED))]
 
 
 def test_a_target_is_retried_after_doubling_pauses_until_its_timeout() -> None:
@@ -97,16 +97,16 @@ def test_a_late_finish_is_not_taken_for_an_abort() -> None:
     world.store()
     assert "commit" in world.waiting, "the tail that was lost"
     refusal = ev.StoreFailed(SessionEnded("s"))
-    [again] = world.session.step(refusal, world.now)
+    [again] = world.session.step(refusal, now=world.now)
     assert isinstance(again, ev.StoreFinish), "who ended it is for the store to say"
     assert again.log_len == len(world.session.answer.tokens)
-    assert world.session.step(ev.FinishStored(), world.now) == [ev.End(ending=Ending(Reason.LENGTH))]
+    assert world.session.step(ev.FinishStored(), now=world.now) == [ev.End(ending=Ending(Reason.LENGTH))]
 
     world = finishing()
     world.lose_log_tail(1)
     world.store()
-    world.session.step(refusal, world.now)
-    assert world.session.step(refusal, world.now) == [ev.End(ending=Ending(Reason.ABORTED))]
+    world.session.step(refusal, now=world.now)
+    assert world.session.step(refusal, now=world.now) == [ev.End(ending=Ending(Reason.ABORTED))]
 
 
 def test_a_log_with_part_of_a_commit_is_repaired() -> None:

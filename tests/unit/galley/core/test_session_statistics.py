@@ -39,7 +39,7 @@ class Driven:
         position = len(self.session.answer.tokens)
         anchor = prefix_hash(self.session.answer.tokens)
         proposed = ev.Proposed(self.propose.request_id, position, anchor, tokens, cache_len=position)
-        return self.session.step(proposed, now)
+        return self.session.step(proposed, now=now)
 
     def verdict(self, now: int, *, verified: int, compute_ns: int) -> list[ev.Effect]:
         at = len(self.session.answer.tokens)
@@ -47,7 +47,7 @@ class Driven:
             self.verify.request_id, at, TRUE[at : at + verified + 1], verified, verified, at, "build",
             more=True, timing=ev.Timing(0, compute_ns),
         )  # fmt: skip
-        return self.session.step(verdict, now)
+        return self.session.step(verdict, now=now)
 
 
 @pytest.mark.parametrize(
