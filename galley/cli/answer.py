@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -73,12 +73,11 @@ class TextView:
         self._last = "\n"
 
     def show(self, event: pb.StreamEvent) -> None:
-        """Write the text of a chunk, whose tokens have one origin; keep its log-probabilities."""
+        """Write the text of a chunk; keep its log-probabilities."""
         chunk = event.chunk
-        if chunk.text:
-            from_draft = any(chunk.from_draft)
+        for text, from_draft in _pieces(chunk):
             self._bracket(is_open=from_draft)
-            self._write(chunk.text, from_draft=from_draft)
+            self._write(text, from_draft=from_draft)
         for at, (token_id, entry) in enumerate(zip(chunk.token_ids, chunk.logprobs, strict=False)):
             top = ", ".join(f"{one.token_id} {one.logprob:.3f}" for one in entry.top)
             self._lines.append(f"{chunk.index + at:>6} {token_id:>8} {entry.logprob:>9.3f}  {top}".rstrip())
@@ -135,6 +134,18 @@ def view_of(*, as_json: bool, origins: bool, logprobs: bool = False) -> View:
 
 def draft_style(console: Console) -> Style:
     return Style(underline=True) if console.no_color else Style(color=DRAFT_COLOUR)
+
+
+def _pieces(chunk: pb.Chunk) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a chunk's text, each with whether the draft proposed it."""
+    start, ends = 0, chunk.text_ends
+    if len(ends) == len(chunk.from_draft):
+        for end, from_draft in zip(ends, chunk.from_draft, strict=True):
+            if text := chunk.text[start:end]:
+                yield text, from_draft
+            start = max(start, end)
+    if text := chunk.text[start:]:
+        yield text, any(chunk.from_draft)
 
 
 def legend(console: Console) -> Text:

@@ -94,8 +94,9 @@ def _item(value: Chunk | NumericsChanged) -> pb.StreamEvent:
             index=value.index,
             token_ids=value.tokens,
             text=value.text,
-            from_draft=[value.from_draft] * len(value.tokens),
+            from_draft=value.from_draft,
             logprobs=[logprobs_message(entry) for entry in value.logprobs],
+            text_ends=value.text_ends,
         )
     )
 

@@ -131,7 +131,7 @@ class World:
         assert limit <= self.spec.max_position
 
     def _receive(self, effect: ev.Emit) -> None:
-        for item in effect.items:
+        for item in self.session.answer.chunks(effect.start, effect.end):
             if isinstance(item, Chunk):
                 assert item.index == len(self.seen), "an index twice or skipped"
                 self.seen += item.tokens

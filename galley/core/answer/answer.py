@@ -11,6 +11,7 @@ import enum
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from galley.core.answer.text import TextStream
@@ -68,13 +69,18 @@ class SessionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive output tokens, all of them drafted or none; `index` is that of the first, from 0."""
+    """Consecutive output tokens; `index` is that of the first, from 0.
+
+    `from_draft` says for each token whether it was drafted. If some were and others were not, `text_ends` has
+    for each the length of `text` up to its end.
+    """
 
     index: int
     tokens: tuple[int, ...]
     text: str
-    from_draft: bool
+    from_draft: tuple[bool, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
+    text_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,37 +156,31 @@ class Answer:
         return piece.text, None
 
     def chunks(self, start: int, end: int) -> Iterator[Chunk | NumericsChanged]:
-        """Yield output tokens [start, end) as a client receives them, split where the origin changes."""
+        """Yield output tokens [start, end) as a client receives them, split where the build changes."""
+        most = MAX_CHUNK_TOKENS if self.spec.logprobs is None else MAX_LOGPROBS_CHUNK_TOKENS
         while start < end:
             fingerprint = self.records[start].fingerprint
             if fingerprint is not None and start > 0:
                 yield NumericsChanged(start, fingerprint)
-            stop = self._same_origin(start, end)
+            changes = (at for at, _ in self._builds if at > start)
+            stop = min(end, start + most, next(changes, end))
             yield self._chunk(start, stop)
             start = stop
 
     def texts(self, start: int, end: int) -> list[str]:
         return self._texts[start:end]
 
-    def _same_origin(self, start: int, end: int) -> int:
-        first = self.records[start]
-        most = MAX_CHUNK_TOKENS if self.spec.logprobs is None else MAX_LOGPROBS_CHUNK_TOKENS
-        end = min(end, start + most)
-        for index in range(start + 1, end):
-            record = self.records[index]
-            if record.from_draft != first.from_draft or record.fingerprint is not None:
-                return index
-        return end
-
     def _chunk(self, start: int, end: int) -> Chunk:
-        records = self.records[start:end]
+        records, texts = self.records[start:end], self._texts[start:end]
         offset = len(self.spec.prompt)
+        from_draft = tuple([record.from_draft for record in records])
         return Chunk(
             index=start,
             tokens=tuple(self.tokens[offset + start : offset + end]),
-            text="".join(self._texts[start:end]),
-            from_draft=records[0].from_draft,
-            logprobs=tuple(r.logprobs for r in records if r.logprobs is not None),
+            text="".join(texts),
+            from_draft=from_draft,
+            logprobs=tuple([r.logprobs for r in records if r.logprobs is not None]),
+            text_ends=tuple(accumulate(map(len, texts))) if len(set(from_draft)) > 1 else (),
         )
 
 

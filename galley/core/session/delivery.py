@@ -77,9 +77,8 @@ class Delivery:
             self._emitted = self.stream_from
         if logged <= self._emitted or logged <= self.stream_from:
             return None
-        items = self._answer.chunks(self._emitted, logged)
-        self._emitted = logged
-        return Emit(items, logged)
+        start, self._emitted = self._emitted, logged
+        return Emit(start, logged)
 
     def sent(self, index: int) -> None:
         """Record that the client was sent all output tokens below `index`."""

@@ -8,11 +8,11 @@ CancelVerify ends it. All times are nanoseconds.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self, TypeAlias
 
-from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged, SessionSpec
+from galley.core.answer.answer import Answer, Ending, SessionSpec
 from galley.core.errors import GalleyError
 from galley.core.hints import Hint
 from galley.core.names import NO_STRATEGY
@@ -243,9 +243,9 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Send the client output tokens up to `end`; each of the items is made when it is taken."""
+    """Send the client output tokens [start, end)."""
 
-    items: Iterator[Chunk | NumericsChanged]
+    start: int
     end: int
 
 

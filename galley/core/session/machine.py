@@ -452,8 +452,10 @@ class Session:
             self._effects.append(emit)
 
     def _on_sent(self, event: ev.Sent, now: int) -> None:
+        held = self._limits.buffer - self._delivery.unsent < self._limits.window
         self._delivery.sent(event.index)
-        self._advance(now)
+        if held:  # otherwise the client was not what bounded the target
+            self._advance(now)
 
     def _seal(self) -> None:
         """Store the ending once the tail is logged; end once that is stored."""

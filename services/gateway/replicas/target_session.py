@@ -338,8 +338,10 @@ class TargetRequest:
         self._expect(target)
 
     def _new_attempt(self, target: TargetReplica) -> _Attempt:
-        report = partial(self._context.run, self._receive)
-        return _Attempt(target, self._spec, self._request, self._remaining_ns, self._extensions, report)
+        return _Attempt(target, self._spec, self._request, self._remaining_ns, self._extensions, self._take)
+
+    def _take(self, attempt: _Attempt, events: list[VerifyEvent]) -> None:
+        self._context.run(self._receive, attempt, events)
 
     def _receive(self, attempt: _Attempt, events: list[VerifyEvent]) -> None:
         """Report the results of an attempt; those of a hedge only if it is the first to respond."""

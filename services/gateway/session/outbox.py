@@ -1,16 +1,14 @@
-"""The queue between a session and its client's transport.
+"""What a session has emitted and its client was not sent yet: a range of the answer, for one reader.
 
-The first item counts as sent: the transport takes it as soon as it has room. The session machine bounds how
-many tokens wait behind it. If they wait for the client's time limit, the client has stalled.
-
-Only the first items are made: those of a long answer that is resumed would take the event loop too long.
+Items are made when the transport takes them. So tokens that wait for it, or for their turn of a busy event
+loop, go into one message, and a long answer that is resumed is made in pieces. The session machine bounds how
+many tokens wait. If they wait for the client's time limit, the client has stalled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -23,79 +21,75 @@ from services.gateway.telemetry.observer import request_observer
 
 Item: TypeAlias = Chunk | NumericsChanged
 
-_READY_ITEMS = 8
-
 
 class Outbox:
-    """Items of one session, for one reader. `report` gets Sent, and Interrupted if the client stalls."""
+    """The emitted tokens of one session. `report` gets Sent, and Interrupted if the client stalls."""
 
-    def __init__(self, clock: Clock, stall_ns: int, report: Callable[[ev.Event], None]) -> None:
-        """`stall_ns` is how long the client may leave its stream unread."""
+    def __init__(
+        self,
+        clock: Clock,
+        stall_ns: int,
+        chunks: Callable[[int, int], Iterator[Item]],
+        report: Callable[[ev.Event], None],
+    ) -> None:
+        """`stall_ns` is how long the client may leave its stream unread.
+
+        `chunks` makes the items of a range of output tokens.
+        """
         self.stall_s = stall_ns / SECOND
         self.stalled: ClientStalled | None = None
         self._clock = clock
+        self._chunks = chunks
         self._report = report
         self._observer = request_observer()
-        self._items: deque[tuple[Item | ev.End, int]] = deque()
-        self._later: deque[tuple[Iterator[Item | ev.End], int]] = deque()
-        """Items to be made, with the time when they were put."""
-        self._end = 0
-        """Output tokens [0, _end) were put."""
-        self._sent_ns = 0
-        """The time when the last item counted as sent."""
+        self._loop = asyncio.get_running_loop()
+        self._items: Iterator[Item] = iter(())
+        """The rest of what was begun to be made."""
+        self._sent = self._end = 0
+        """Output tokens [_sent, _end) wait for the reader."""
+        self._is_behind = False
+        """True if some of them waited already when the last item was taken."""
+        self._last: ev.End | None = None
+        self._since_ns, self._since_s = 0, 0.0
+        """The times, of the clock and of the loop, since when the next item waits."""
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._has_reader = True
 
-    def put(self, items: Iterable[Item], end: int = 0) -> None:
-        """Add items, up to output token `end`; drop them once the client has stalled or left."""
-        self._end = end
+    @property
+    def has_unsent(self) -> bool:
+        return self._sent < self._end
+
+    def put(self, start: int, end: int) -> None:
+        """Add output tokens [start, end), the next ones; drop them once the client has stalled or left."""
         if not self._has_reader:
+            self._sent = self._end = end
             self._report(ev.Sent(end))
         elif self.stalled is None:
-            self._add(items)
+            if not self.has_unsent:
+                self._sent = start
+                self._wait()
+            self._end = end
+            self._changed.set()
 
     def end(self, end: ev.End) -> None:
         self.close()
-        self._add((end,))
-
-    def _add(self, items: Iterable[Item | ev.End]) -> None:
-        self._later.append((iter(items), self._clock.now_ns()))
-        self._fill()
+        self._last = end
         self._changed.set()
-
-    def _fill(self) -> None:
-        while self._later and len(self._items) < _READY_ITEMS:
-            items, put_ns = self._later[0]
-            item = next(items, None)
-            if item is None:
-                self._later.popleft()
-                continue
-            self._items.append((item, put_ns))
-            if len(self._items) == 1:
-                self._send_first()
-            elif len(self._items) == 2:
-                self._watch()
 
     async def next(self) -> Item | ev.End:
         """Return the next item; End is the last. Call it once the transport has taken the item before."""
-        while not self._items:
-            await self._change()
-        if len(self._items) > 1:
+        if self._is_behind:
             await asyncio.sleep(0)  # a transport may take all that is ready in one turn
-        item, _ = self._items.popleft()
-        if self._items:
-            self._send_first()
-        self._fill()
-        self._watch()
-        self._changed.set()
+        while (item := self._take()) is None:
+            await self._change()
         return item
 
     async def flush(self, timeout_s: float | None = None) -> None:
         """Return once all items are sent, the client has stalled, or the time is up."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while len(self._items) > 1 and self.stalled is None:
+                while self.has_unsent and self.stalled is None:
                     await self._change()
 
     async def left_unread(self) -> None:
@@ -106,44 +100,63 @@ class Outbox:
                     await self._change()
 
     def discard(self) -> None:
-        """Count all items as sent, also those to come: nobody reads them any more."""
+        """Count all tokens as sent, also those to come: nobody reads them any more."""
         self._has_reader = False
-        self._items.clear()
-        self._later.clear()
-        self._report(ev.Sent(self._end))
-        self._watch()
+        self._drop()
         self._changed.set()
+        self._report(ev.Sent(self._end))
 
     def close(self) -> None:
-        if len(self._items) > 1 and not isinstance(self._items[1][0], ev.End):
-            self._observer.sent(self._waited_ns(1))
-        self._later.clear()
-        while len(self._items) > 1:
-            self._items.pop()
-        self._watch()
+        """Drop what was not sent."""
+        if self.has_unsent:
+            self._observer.sent(self._waited_ns())
+        self._drop()
 
-    def _send_first(self) -> None:
-        item, _ = self._items[0]
-        waited_ns = self._waited_ns(0)
-        self._sent_ns = self._clock.now_ns()
-        if not isinstance(item, ev.End):
-            self._observer.sent(waited_ns)
-        if isinstance(item, Chunk):
-            self._report(ev.Sent(item.index + len(item.tokens)))
-
-    def _waited_ns(self, index: int) -> int:
-        """Return how long an item has waited for room, since it was put and the one before it was sent."""
-        return self._clock.now_ns() - max(self._items[index][1], self._sent_ns)
-
-    def _watch(self) -> None:
+    def _drop(self) -> None:
+        self._sent, self._items = self._end, iter(())
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if len(self._items) > 1 and not isinstance(self._items[1][0], ev.End):
-            self._timer = asyncio.get_running_loop().call_later(self.stall_s, self._stall)
 
-    def _stall(self) -> None:
+    def _take(self) -> Item | ev.End | None:
+        if not self.has_unsent:
+            return self._last
+        item = next(self._items, None)
+        if item is None:
+            self._items = self._chunks(self._sent, self._end)
+            item = next(self._items)
+        self._observer.sent(self._waited_ns())
+        if isinstance(item, Chunk):
+            self._sent = item.index + len(item.tokens)
+        else:
+            self._observer.numerics_changed(item)
+        self._is_behind = self.has_unsent
+        if self._is_behind:
+            self._wait()
+        self._changed.set()
+        if isinstance(item, Chunk):
+            self._report(ev.Sent(self._sent))
+        return item
+
+    def _waited_ns(self) -> int:
+        """Return how long the next item has waited, since it was put and the one before it was sent."""
+        return self._clock.now_ns() - self._since_ns
+
+    def _wait(self) -> None:
+        """Note that the next item waits from now on. A timer for many items costs less than one for each."""
+        self._since_ns, self._since_s = self._clock.now_ns(), self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self.stall_s, self._check)
+
+    def _check(self) -> None:
+        """End a stream that was left unread for the time limit."""
         self._timer = None
+        if not self.has_unsent:
+            return
+        late_s = self._since_s + self.stall_s
+        if self._loop.time() < late_s:
+            self._timer = self._loop.call_at(late_s, self._check)
+            return
         self.stalled = self.stalled_error()
         self.close()
         self._changed.set()

@@ -55,7 +55,7 @@ class SessionRunner:
         """True while the machine handles events, and before the session runs."""
         self._ended: asyncio.Future[ev.End] = asyncio.get_running_loop().create_future()
         self._context = Context()
-        self.outbox = Outbox(ports.clock, timeouts.client_ns, self.post)
+        self.outbox = Outbox(ports.clock, timeouts.client_ns, session.answer.chunks, self.post)
         self._ports = ports
         self._timeouts = timeouts
         self._deadline_ns = deadline_ns
@@ -125,7 +125,8 @@ class SessionRunner:
                         self._renewal.cancel()  # it would be refused once the session has ended
                     self._spawn(self._tell_result(partial(self.log.finish, effect)))
                 case ev.Emit():
-                    self.outbox.put(self._observer.emitted(effect.items), effect.end)
+                    self._observer.emitted()
+                    self.outbox.put(effect.start, effect.end)
                 case ev.SetTimer():
                     self._call_at(effect.at_ns, ev.TimerFired())
                 case RoundEnded():

@@ -192,19 +192,13 @@ class RequestObserver:
 
     # --------------------------------------------------------------------------- the session --
 
-    def emitted(self, items: Iterator[Chunk | NumericsChanged]) -> Iterator[Chunk | NumericsChanged]:
-        """Return items that the client may have, for their tokens are committed; report them when taken."""
-        if self._request is None or self._start is None:
-            return items
-        if self._sums.ttft_ns is None:
+    def emitted(self) -> None:
+        """Report that the client may have further tokens, for they are committed."""
+        if self._sums.ttft_ns is None and self._request is not None and self._start is not None:
             self._sums.ttft_ns = self._request.now_ns() - self._start.start_ns
-        return map(self._taken, items)
 
-    def _taken(self, item: Chunk | NumericsChanged) -> Chunk | NumericsChanged:
-        if isinstance(item, NumericsChanged):
-            index, fingerprint = item.index, item.fingerprint
-            self.event(names.NUMERICS_CHANGED, {names.INDEX: index, names.FINGERPRINT: fingerprint})
-        return item
+    def numerics_changed(self, change: NumericsChanged) -> None:
+        self.event(names.NUMERICS_CHANGED, {names.INDEX: change.index, names.FINGERPRINT: change.fingerprint})
 
     def round_ended(self, done: RoundEnded, draft: Replica | None, target: Replica | None) -> None:
         """Report a round with the replicas that drafted and verified it."""

@@ -704,6 +704,7 @@ class Chunk(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     FROM_DRAFT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TEXT_ENDS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Index of the first token of this chunk among the output tokens."""
     choice_index: _builtins.int
@@ -720,6 +721,12 @@ class Chunk(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
         """For each token, if the request asks for logprobs."""
 
+    @_builtins.property
+    def text_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each token: the number of characters (code points) of `text` up to its end. Empty if all tokens are accepted draft
+        tokens, or none is.
+        """
+
     def __init__(
         self,
         *,
@@ -729,10 +736,11 @@ class Chunk(_message.Message):
         text: _builtins.str = ...,
         from_draft: _abc.Iterable[_builtins.bool] | None = ...,
         logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
+        text_ends: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "from_draft", b"from_draft", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "from_draft", b"from_draft", "index", b"index", "logprobs", b"logprobs", "text", b"text", "text_ends", b"text_ends", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

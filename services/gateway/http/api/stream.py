@@ -177,7 +177,7 @@ class EventStream(EventWriter):
                 self._offsets[choice.index] += sum(map(len, entries_of["tokens"]))
         if self._form.token_ids:
             details["token_ids"] = chunk.tokens
-            details["from_draft"] = [chunk.from_draft] * len(chunk.tokens)
+            details["from_draft"] = chunk.from_draft
         if choice.rounds is not None:
             details["rounds"] = choice.rounds.take(chunk.index + len(chunk.tokens))
         return details

@@ -43,7 +43,7 @@ class WholeAnswers:
         if isinstance(item, Chunk):
             self._texts[choice.index].append(item.text)
             self._tokens[choice.index] += item.tokens
-            self._drafted[choice.index] += [item.from_draft] * len(item.tokens)
+            self._drafted[choice.index] += item.from_draft
             self._logprobs[choice.index] += item.logprobs
             if choice.rounds is not None:
                 self._rounds[choice.index] += choice.rounds.take(item.index + len(item.tokens))

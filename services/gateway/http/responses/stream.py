@@ -81,7 +81,7 @@ class ResponseStream(EventWriter):
             "logprobs": chat_logprobs(item.tokens, item.logprobs, token_bytes) if item.logprobs else [],
         }
         if self._form.token_ids:
-            body |= {"token_ids": item.tokens, "from_draft": [item.from_draft] * len(item.tokens)}
+            body |= {"token_ids": item.tokens, "from_draft": item.from_draft}
         data = self._delta_head + to_json(body)[1:]
         await self.write(_event(_DELTA, str(choice.position), data))
 

@@ -59,6 +59,23 @@ def test_without_a_terminal_they_are_in_brackets() -> None:
     assert _output_of(_console(terminal=False)) == "The[ cat [b]sat] down\n"
 
 
+def test_a_chunk_of_both_origins_is_split_where_its_tokens_end() -> None:
+    console = _console(terminal=False)
+    view = TextView(console, origins=True)
+    mixed = pb.Chunk(
+        token_ids=[1, 2, 3, 4],
+        text="The cat sat down",
+        from_draft=[False, True, True, False],
+        text_ends=[3, 7, 11, 16],
+    )
+    view.show(pb.StreamEvent(chunk=mixed))
+    mixed.text_ends[:] = [30, 7, 0, 1 << 31]
+    view.show(pb.StreamEvent(chunk=mixed))
+    view.close()
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "The[ cat sat] downThe cat sat down\n", "bad ends harm nothing"
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_legend_explains_it(terminal: bool) -> None:
     text = legend(_console(terminal=terminal)).plain

@@ -151,14 +151,16 @@ async def test_a_round_without_verdict_is_traced() -> None:
 
 async def test_client_stalls_are_traced() -> None:
     stream = Stream()
+    stream.target.build = "build-{}".format  # each token is an item of its own
     stalls = [3 * SECOND, 2 * SECOND, SECOND]
 
     async def slowly(outbox: Outbox) -> None:
-        while len(outbox._items) < 3:  # noqa: ASYNC110  # all three, before the first is read
+        while outbox._end < ROUNDS:  # noqa: ASYNC110  # all three, before the first is read
             await asyncio.sleep(0)
         for stall in stalls:
             stream.clock.now += stall
             await outbox.next()
+        await read_all(outbox)
 
     await stream.run(slowly)
     ended_events = [event for span in stream.kept.spans for event in span.events]

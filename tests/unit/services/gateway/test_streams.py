@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -35,22 +35,25 @@ from tests.fakes.session_ports import SPEC, TOKEN, ManualClock, NoDraft, PortTar
 from tests.fakes.store import MemoryStore
 
 DONE = ev.End(ending=Ending(Reason.LENGTH))
-CHUNKS = tuple(Chunk(index, (5,), "x", from_draft=False) for index in range(3))
+CHUNKS = tuple(Chunk(index, (5,), "x", from_draft=(False,)) for index in range(3))
 
 
 class Scripted:
     def __init__(self, chunks: Sequence[Chunk], end: ev.End, client_s: float) -> None:
-        self.outbox = Outbox(MonotonicClock(), round(client_s * SECOND), lambda _: None)
+        self.outbox = Outbox(MonotonicClock(), round(client_s * SECOND), self._chunks, lambda _: None)
         self.session = Session(Answer(SPEC, lambda tokens: "x" * len(tokens)), SessionLimits())
         self.owner = Ownership("s", 1, b"nonce")
         self.may_stop = asyncio.Event()
         self.may_stop.set()
-        self._chunks = chunks
+        self._items = chunks
         self._end = end
+
+    def _chunks(self, start: int, end: int) -> Iterator[Chunk]:
+        return iter(self._items[start:end])
 
     async def run(self) -> ev.End:
         try:
-            self.outbox.put(self._chunks)
+            self.outbox.put(0, len(self._items))
             await self.outbox.flush()
             return self._end
         finally:
