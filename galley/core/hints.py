@@ -8,7 +8,7 @@ wrong in one token alone. So a hint survives a wrong token if its next one is ri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from galley.core.values import value
 
 # Most draft tokens in one hint, to bound memory. A step verifies as many of them as pay.
 MAX_HINT_TOKENS = 256
@@ -16,7 +16,7 @@ MAX_HINT_TOKENS = 256
 MAX_DRAFT_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Hint:
     """Draft tokens from `position` on, after a prefix of this hash.
 
@@ -49,7 +49,7 @@ class Hint:
         return HintTail(self.draft_tokens[passed:], survival, after_mismatch)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class HintTail:
     draft_tokens: tuple[int, ...] = ()
     survival: tuple[float, ...] = ()

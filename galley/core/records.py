@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+
+from galley.core.values import value
 
 _FROM_DRAFT, _LOGPROBS, _FINGERPRINT = 1, 2, 4
 _CHOSEN = struct.Struct("<fH")
 _TOP = struct.Struct("<If")
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PositionLogprobs:
     """Natural logarithms under the model's distribution: the chosen token and the likeliest, best first."""
 
@@ -25,13 +26,17 @@ class PositionLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TokenRecord:
     """One output token. `fingerprint` is set on the first token that a target build computes."""
 
     from_draft: bool = False
     logprobs: PositionLogprobs | None = None
     fingerprint: str | None = None
+
+
+DRAFTED, NOT_DRAFTED = TokenRecord(from_draft=True), TokenRecord()
+"""The records of most tokens."""
 
 
 def encode_records(records: Iterable[TokenRecord]) -> bytes:

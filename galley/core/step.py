@@ -13,9 +13,10 @@ from galley.core.content import SessionKey
 from galley.core.errors import GalleyError
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
+from galley.core.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Draw:
     """Sampling of the tokens after a chunk.
 
@@ -55,7 +56,7 @@ class TokenRange(Sequence[int]):
         return [*self._tokens[self._start : self._stop], *self._more][index]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepChunk:
     """One sequence's part of a step: feed `tokens` at positions [start, start + len(tokens)).
 
@@ -84,7 +85,7 @@ class StepPlan:
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Sampled:
     """The model's own tokens, up to and including the first that differs from its draft token; at least one.
 

@@ -18,6 +18,7 @@ from galley.core.answer.text import TextStream
 from galley.core.content import PrefixHasher, prefix_hash
 from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.sampling_params import SamplingParams
+from galley.core.values import value
 
 # Bounds the messages in which a resumed stream replays a long answer; encoding logprobs takes 0.1 ms a token.
 MAX_CHUNK_TOKENS, MAX_LOGPROBS_CHUNK_TOKENS = 64, 16
@@ -67,7 +68,7 @@ class SessionSpec:
     lora: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Chunk:
     """Consecutive output tokens; `index` is that of the first, from 0.
 

@@ -8,9 +8,9 @@ character that the prompt begins and the output completes is text of the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from galley.core.answer.stops import StopMatcher
+from galley.core.values import value
 
 _CONTEXT_TOKENS = 5
 """Tokens of the prompt that are decoded along, for decoders that treat the start of a text specially."""
@@ -24,7 +24,7 @@ _MAX_OPEN_TOKENS = 3
 _REPLACEMENT = "�"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Piece:
     """The text that one token added; `stop` is the stop string that it completed, cut from the text."""
 

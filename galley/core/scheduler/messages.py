@@ -11,6 +11,7 @@ from galley.core.errors import GalleyError
 from galley.core.hints import Hint
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
+from galley.core.values import value
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class VerifyRequest(Slice):
         return self.position + len(self.draft_tokens) + 1 + self.credit
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Extend:
     """An extension of an open request. `limit` is never lowered; a `hint` of None keeps the one before."""
 
@@ -70,7 +71,7 @@ class Extend:
     hint_due: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Confirmed:
     """Tokens from `position` on: `accepted` of the `verified` draft tokens, then at most one of the target's.
 
@@ -112,7 +113,7 @@ class Superseded:
 Outcome: TypeAlias = "Confirmed | Superseded | Miss | GalleyError"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Response:
     """An outcome of the request that `Scheduler.submit` numbered `request_id`.
 
@@ -128,7 +129,7 @@ class Response:
         return not (isinstance(self.outcome, Confirmed) and self.outcome.more)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BatchInfo:
     """The step in progress, for tracing: which requests share it, and what its rows are for.
 

@@ -24,6 +24,8 @@ class Delivery:
         self._answer = answer
         self._seen_hash = seen_hash
         self._committing = False
+        self._committed_hash = (-1, b"")
+        """The length and hash of the log after the last commit."""
         self._emitted = 0
         self._sent = 0
 
@@ -33,7 +35,8 @@ class Delivery:
 
     @property
     def log_hash(self) -> bytes:
-        return self._answer.prefix_hash(self.logged)
+        length, known = self._committed_hash
+        return known if length == self.logged else self._answer.prefix_hash(self.logged)
 
     @property
     def unlogged(self) -> int:
@@ -48,13 +51,15 @@ class Delivery:
         if self._committing or not self.unlogged:
             return None
         self._committing = True
-        tokens = self._answer.tokens[self.logged :]
+        answer, before = self._answer, self.log_hash
+        end = len(answer.tokens)
+        self._committed_hash = end, answer.prefix_hash(end)
         return Commit(
             expected_len=self.logged,
-            tokens=tuple(tokens),
-            records=tuple(self._answer.records[max(0, self.logged_output) :]),
-            hashes=LogHashes(self.log_hash, self._answer.prefix_hash(len(self._answer.tokens))),
-            draft_cache_len=min(draft_cache_len, len(self._answer.tokens)),
+            tokens=tuple(answer.tokens[self.logged :]),
+            records=tuple(answer.records[max(0, self.logged_output) :]),
+            hashes=LogHashes(before, self._committed_hash[1]),
+            draft_cache_len=min(draft_cache_len, end),
             target_cache_len=target_cache_len,
         )
 

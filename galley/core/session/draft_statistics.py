@@ -125,7 +125,7 @@ class SharedStatistics:
     def record_step(self, compute_ns: int, sessions: int, row_ns: int, confirmed: int) -> None:
         """Record a step of `sessions` sessions. One got `confirmed` tokens; a draft row adds `row_ns`."""
         self.step_ns = _mean(self.step_ns, compute_ns, _LOAD)
-        self.share_ns = _mean(self.share_ns, compute_ns / max(1, sessions), _LOAD)
+        self.share_ns = _mean(self.share_ns, compute_ns / sessions if sessions > 1 else compute_ns, _LOAD)
         self.row_ns = _mean(self.row_ns, row_ns, _LOAD)
         self.confirmed_per_step += _LOAD * (confirmed - self.confirmed_per_step)
 

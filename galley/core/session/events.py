@@ -18,6 +18,7 @@ from galley.core.hints import Hint
 from galley.core.names import NO_STRATEGY
 from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.store import LogHashes
+from galley.core.values import value
 
 
 class Pool(enum.Enum):
@@ -25,7 +26,7 @@ class Pool(enum.Enum):
     TARGET = "target"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Timing:
     """Times as the replica measured them; `linger_ns` is the part of `queue_ns` spent waiting for a hint."""
 
@@ -55,7 +56,7 @@ class Proposed:
     strategy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Verified:
     """A verdict of the target: `accepted` draft tokens, then at most one token of its own.
 
@@ -104,7 +105,7 @@ class Failed:
     elsewhere: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Committed:
     """The log holds the first `length` tokens of the session."""
 
@@ -122,7 +123,7 @@ class StoreFailed:
 class FinishStored: ...
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Sent:
     """The client's transport has taken all output tokens below `index`."""
 
@@ -201,7 +202,7 @@ class Verify:
     max_verified: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ExtendVerify:
     """Add to an open Verify: tokens may be confirmed below `limit`, and `hint` replaces the one before.
 
@@ -229,7 +230,7 @@ class CancelVerify:
     request_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Commit:
     """Append `tokens` to a log of `expected_len`; the cache lengths go to the KV directory."""
 
@@ -241,7 +242,7 @@ class Commit:
     target_cache_len: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Emit:
     """Send the client output tokens [start, end)."""
 
@@ -275,7 +276,7 @@ Overlap = Literal["hit", "miss", "none"]
 """Draft tokens were ready when the round began, were still being drafted, or were neither."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RoundEnded:
     """One finished round, for telemetry.
 
@@ -316,7 +317,7 @@ class RoundEnded:
         return RoundParts(draft_ns, queue_ns, compute_ns, wire_ns=left - queue_ns)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RoundParts:
     """The time of a round: waiting for the draft (or lingering), queueing, computing and the rest.
 

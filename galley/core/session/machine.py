@@ -32,7 +32,7 @@ from typing import Final
 from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
 from galley.core.errors import Broken, GalleyError, LogLost, TargetUnavailable, Unavailable
 from galley.core.hints import Hint, HintTail
-from galley.core.records import TokenRecord
+from galley.core.records import DRAFTED, NOT_DRAFTED, TokenRecord
 from galley.core.session import events as ev
 from galley.core.session.delivery import Delivery
 from galley.core.session.draft_statistics import SharedStatistics
@@ -135,6 +135,8 @@ class Session:
         self._stored_ending = finished
         self._finish_requested = False
         self._is_draining = False
+        self._lacks_room = False
+        """True while the log or the client keeps the open Verify from getting the credit that is due."""
         self._last_request_id = 0
         self._effects: list[ev.Effect] = []
 
@@ -158,7 +160,9 @@ class Session:
         Raise Broken if an event cannot occur in this phase.
         """
         for event in events:
-            if self.phase is Phase.ENDED or self._is_stale(event):
+            if self.phase is Phase.ENDED:
+                break
+            if isinstance(event, _RESPONSES) and self._is_stale(event):
                 continue
             phases, handler = TRANSITIONS[type(event)]
             if self.phase not in phases:
@@ -167,11 +171,10 @@ class Session:
         self._commit()
         return self._take_effects()
 
-    def _is_stale(self, event: ev.Event) -> bool:
+    def _is_stale(self, event: ev.Proposed | ev.Verified | ev.CacheMissed | ev.Failed) -> bool:
         """Return True for a response to a request that was cancelled or is closed."""
-        return isinstance(event, _RESPONSES) and not (
-            self._drafting.is_pending(event.request_id) or self._verifying.is_open(event.request_id)
-        )
+        request_id = event.request_id
+        return not (self._verifying.is_open(request_id) or self._drafting.is_pending(request_id))
 
     def _advance(self, now: int) -> None:
         """Continue after a change: within a round, extend the Verify; between rounds, end or start one."""
@@ -188,6 +191,11 @@ class Session:
                 self._end_with(Unavailable("this gateway is shutting down; resume at another"))
         elif self._room() > 0:
             self._start_round(now)
+
+    def _use_room(self, now: int) -> None:
+        """Continue after the log or the client made room, if that was lacking."""
+        if self._lacks_room or self.phase is not Phase.VERIFYING:
+            self._advance(now)
 
     def _room(self) -> int:
         """Return how many tokens may be confirmed before the log, the client or max_position stops it."""
@@ -214,6 +222,8 @@ class Session:
 
     def _draft_ahead(self, now: int) -> bool:
         """Request draft tokens unless the draft is pending or cooling. Return True if earlier ones remain."""
+        if not self.spec.k:
+            return False
         drafting, tail = self._drafting, self._tail()
         is_ready, can_draft = bool(tail.draft_tokens), not drafting.is_cooling_down(now)
         if drafting.pending is None and can_draft:
@@ -302,6 +312,7 @@ class Session:
 
     def _request_verify(self) -> None:
         self.phase = Phase.VERIFYING
+        self._lacks_room = True  # until the first verdict tells
         self._last_request_id += 1
         tail = self._tail()
         verify = self._verifying.request(
@@ -315,9 +326,12 @@ class Session:
 
     def _extend_verify(self, hint: Hint | None = None, unsent: int = 0) -> None:
         """Send the open Verify a hint, of which the last `unsent` tokens are new to the target, or credit."""
-        if self._is_draining:
+        self._lacks_room = False
+        if self._is_draining or not self._verifying.can_extend(self.answer, hint, hint_due=self._hint_due):
             return
-        extension = self._verifying.extend(self.answer, self._room(), hint, hint_due=self._hint_due)
+        room = self._room()
+        extension = self._verifying.extend(self.answer, room, hint, hint_due=self._hint_due)
+        self._lacks_room = room <= self._verifying.credit
         if extension is None:
             return
         if hint is not None:
@@ -365,17 +379,21 @@ class Session:
 
     def _append(self, event: ev.Verified) -> int:
         """Append the verdict's tokens to the answer, up to its end; return how many."""
-        before = self.answer.output_len
+        answer, before = self.answer, self.answer.output_len
         for index, token in enumerate(event.tokens):
-            changed = event.fingerprint != self.answer.fingerprint
-            record = TokenRecord(
-                from_draft=index < event.accepted,
-                logprobs=event.logprobs[index] if self.spec.logprobs is not None else None,
-                fingerprint=event.fingerprint if changed else None,
-            )
-            if not self.answer.append(token, record):
+            from_draft = index < event.accepted
+            changed = event.fingerprint != answer.fingerprint
+            if changed or self.spec.logprobs is not None:
+                record = TokenRecord(
+                    from_draft=from_draft,
+                    logprobs=event.logprobs[index] if self.spec.logprobs is not None else None,
+                    fingerprint=event.fingerprint if changed else None,
+                )
+            else:
+                record = DRAFTED if from_draft else NOT_DRAFTED
+            if not answer.append(token, record):
                 break
-        return self.answer.output_len - before
+        return answer.output_len - before
 
     def _after_verdict(self, event: ev.Verified, now: int) -> None:
         over = self.answer.ending is not None or self._is_draining
@@ -439,7 +457,7 @@ class Session:
         self._delivery.committed(event.length)
         self._emit()
         self._seal()
-        self._advance(now)
+        self._use_room(now)
 
     def _emit(self) -> None:
         """Emit what the log holds; end the session if that contradicts what the client has."""
@@ -452,10 +470,8 @@ class Session:
             self._effects.append(emit)
 
     def _on_sent(self, event: ev.Sent, now: int) -> None:
-        held = self._limits.buffer - self._delivery.unsent < self._limits.window
         self._delivery.sent(event.index)
-        if held:  # otherwise the client was not what bounded the target
-            self._advance(now)
+        self._use_room(now)
 
     def _seal(self) -> None:
         """Store the ending once the tail is logged; end once that is stored."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from galley.core.names import NO_STRATEGY
 from galley.core.session.events import Overlap, RoundEnded, Timing, Verified
 
+_NO_DRAFT = Timing()
+
 
 class Round:
     def __init__(self, started_ns: int, *, with_credit: bool) -> None:
@@ -16,7 +18,7 @@ class Round:
         self.exposed_ns = 0
         self.drafted = 0
         self.overlap: Overlap = "none"
-        self.draft = Timing()
+        self.draft = _NO_DRAFT
         self._with_credit = with_credit
 
     def record_proposal(self, timing: Timing, now: int) -> None:

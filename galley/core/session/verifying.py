@@ -127,28 +127,27 @@ class Verifying:
             self.open.add_hint(Hint(position, b"", draft_tokens, survival))
         return Verify(request_id, part, draft_tokens, survival, credit, hint_due, answer.spec.k)
 
-    def extend(self, answer: Answer, room: int, hint: Hint | None, *, hint_due: bool) -> ExtendVerify | None:
-        """Extend the open Verify by a hint or more credit; None if there is nothing worth a message."""
+    def can_extend(self, answer: Answer, hint: Hint | None, *, hint_due: bool) -> bool:
+        """Return True if an extension may be worth a message: for a hint, or once half the credit is used."""
         if self.open is None or not self.credit:
+            return False
+        left = self.open.limit - len(answer.tokens)
+        return hint is not None or hint_due != self.open.hint_due or left <= max(1, self.credit // 2)
+
+    def extend(self, answer: Answer, room: int, hint: Hint | None, *, hint_due: bool) -> ExtendVerify | None:
+        """Extend the open Verify, where `can_extend`; None if the room is not worth a message."""
+        if self.open is None:
             return None
         drafted = len(hint.draft_tokens) if hint else 0
         limit = len(answer.tokens) + min(drafted + 1 + self.credit, room)
-        if hint is None and hint_due == self.open.hint_due and not self._needs_credit(answer, limit):
+        enough = 1 if limit == answer.spec.max_position else max(1, self.credit // 4)
+        if hint is None and hint_due == self.open.hint_due and limit - self.open.limit < enough:
             return None
         if hint is not None:
             self.open.add_hint(hint)
         self.open.limit = max(self.open.limit, limit)
         self.open.hint_due = hint_due
         return ExtendVerify(self.open.request_id, self.open.limit, hint, hint_due)
-
-    def _needs_credit(self, answer: Answer, limit: int) -> bool:
-        """Return True if less than half of the credit is left and enough, or all the rest, can be added."""
-        if self.open is None:
-            return False
-        left = self.open.limit - len(answer.tokens)
-        gain = limit - self.open.limit
-        enough = 1 if limit == answer.spec.max_position else max(1, self.credit // 4)
-        return left <= max(1, self.credit // 2) and gain >= enough
 
     def cancel(self) -> CancelVerify | None:
         open_verify, self.open = self.open, None

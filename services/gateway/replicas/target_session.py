@@ -211,7 +211,7 @@ class _Attempt:
         self._item = partial(messages.verify_item, spec, request, remaining_ns, self._span.traceparent)
         self._has_ended = False
         target.add_request(self.rows)
-        self._sending = asyncio.create_task(self._send())
+        self._sending: asyncio.Task[None] | None = asyncio.create_task(self._send())
 
     @property
     def replica(self) -> Replica | None:
@@ -233,7 +233,9 @@ class _Attempt:
 
     def close(self) -> None:
         self._has_ended = True
-        self._sending.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None  # a task that was cancelled keeps its frames, and so this object
         if self.sent is not None:
             self.sent.cancel()
         self._span.end()
@@ -321,6 +323,7 @@ class TargetRequest:
         """Cancel the request if it is open. The session leaves a replica that owes a response."""
         if self._finding is not None:
             self._finding.cancel()
+            self._finding = None  # a task that was cancelled keeps its frames, and so this object
         if self._attempt is not None and self._is_due:
             self._session.leave(self._attempt.target)
         self._drop_hedge()

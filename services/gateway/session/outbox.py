@@ -107,10 +107,11 @@ class Outbox:
         self._report(ev.Sent(self._end))
 
     def close(self) -> None:
-        """Drop what was not sent."""
+        """Drop what was not sent, and report nothing from now on: the session has stopped, and can be freed."""
         if self.has_unsent:
             self._observer.sent(self._waited_ns())
         self._drop()
+        self._report = _ignore
 
     def _drop(self) -> None:
         self._sent, self._items = self._end, iter(())
@@ -157,10 +158,10 @@ class Outbox:
         if self._loop.time() < late_s:
             self._timer = self._loop.call_at(late_s, self._check)
             return
-        self.stalled = self.stalled_error()
+        self.stalled, report = self.stalled_error(), self._report
         self.close()
         self._changed.set()
-        self._report(ev.Interrupted(self.stalled))
+        report(ev.Interrupted(self.stalled))
 
     def stalled_error(self) -> ClientStalled:
         return ClientStalled(f"the stream was left unread for {self.stall_s:g} s; resume to go on")
@@ -168,3 +169,7 @@ class Outbox:
     async def _change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
+
+
+def _ignore(_event: ev.Event) -> None:
+    """Take a report of a session that has stopped."""
