@@ -225,6 +225,7 @@ async def _generation(
     await retry("ping", store.ping, until_ns, _CLOCK)
     model = _served_model(settings, tuning, tokenizer, targets, drafts)
     streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
+    streams.is_saturated = lambda: targets.turns.is_saturated(asyncio.get_running_loop().time())
     opened.push_async_callback(streams.close)
     opened.callback(asyncio.create_task(_collect_garbage(streams)).cancel)
     observers = RequestObservers(_CLOCK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -24,6 +24,7 @@ _REASONS = {
     Reason.LENGTH: pb.Finished.REASON_LENGTH,
     Reason.ABORTED: pb.Finished.REASON_ABORTED,
 }
+_ResponseT = TypeVar("_ResponseT", pb.GenerateResponse, pb.ResumeResponse)
 _STATS = tuple(pb.SpeculationStats.DESCRIPTOR.fields_by_name)
 
 
@@ -38,17 +39,17 @@ class GenerationServicer(rpc.GenerationServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Start a session, or join the one of the same idempotency key."""
         answering = self.generation.generate(request, client_call(context))
-        async with answering as answer, aclosing(self._events(answer)) as events:
+        async with answering as answer, aclosing(self._events(answer, pb.GenerateResponse)) as events:
             async for event in events:
-                yield pb.GenerateResponse(event=event)
+                yield event
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ResumeResponse]:
         answering = self.generation.resume(request, client_call(context))
-        async with answering as answer, aclosing(self._events(answer)) as events:
+        async with answering as answer, aclosing(self._events(answer, pb.ResumeResponse)) as events:
             async for event in events:
-                yield pb.ResumeResponse(event=event)
+                yield event
 
     async def Abort(
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -63,13 +64,15 @@ class GenerationServicer(rpc.GenerationServicer):
         adapter_of(request.model, model.request_model())
         return model.describe()
 
-    async def _events(self, answer: AnswerStream) -> AsyncGenerator[pb.StreamEvent, None]:
-        yield _started(answer.session, self.generation.model.name_of(answer.session.spec))
+    async def _events(self, answer: AnswerStream, kind: type[_ResponseT]) -> AsyncGenerator[_ResponseT, None]:
+        yield kind(event=_started(answer.session, self.generation.model.name_of(answer.session.spec)))
         async for item in answer:
-            yield _item(item)
+            response = kind()
+            _fill(response.event, item)
+            yield response
         if answer.ending is None:
             raise Broken("a stream ended without a reason")
-        yield _finished(answer.session, answer.ending)
+        yield kind(event=_finished(answer.session, answer.ending))
 
 
 def _started(session: Session, model: str) -> pb.StreamEvent:
@@ -84,21 +87,20 @@ def _started(session: Session, model: str) -> pb.StreamEvent:
     )
 
 
-def _item(value: Chunk | NumericsChanged) -> pb.StreamEvent:
-    if isinstance(value, NumericsChanged):
-        return pb.StreamEvent(
-            numerics_changed=pb.NumericsChanged(index=value.index, fingerprint=value.fingerprint)
-        )
-    return pb.StreamEvent(
-        chunk=pb.Chunk(
-            index=value.index,
-            token_ids=value.tokens,
-            text=value.text,
-            from_draft=value.from_draft,
-            logprobs=[logprobs_message(entry) for entry in value.logprobs],
-            text_ends=value.text_ends,
-        )
-    )
+def _fill(event: pb.StreamEvent, item: Chunk | NumericsChanged) -> None:
+    """Set the fields in place: that takes a third of the time of making the messages one by one."""
+    if isinstance(item, NumericsChanged):
+        change = event.numerics_changed
+        change.index, change.fingerprint = item.index, item.fingerprint
+        return
+    chunk = event.chunk
+    chunk.index, chunk.text = item.index, item.text
+    chunk.token_ids.extend(item.tokens)
+    chunk.from_draft.extend(item.from_draft)
+    if item.logprobs:
+        chunk.logprobs.extend([logprobs_message(entry) for entry in item.logprobs])
+    if item.text_ends:
+        chunk.text_ends.extend(item.text_ends)
 
 
 def _finished(session: Session, ending: Ending) -> pb.StreamEvent:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from galley.common.metrics.metric import OTHER, Label
-from galley.core.admission.admission import DRAINING, NO_SHARE, NO_SLOT, OWN_STREAMS, OWN_TOKENS
+from galley.core.admission.admission import (
+    DRAINING,
+    NO_SHARE,
+    NO_SLOT,
+    OWN_STREAMS,
+    OWN_TOKENS,
+    SATURATED,
+)
 from galley.core.names import CHAT, GALLEY, LOOKUP, MOVE_REASONS, STRATEGIES, TEXT_COMPLETION
 
 GATEWAY, DRAFT, TARGET = "gateway", "draft", "target"
@@ -57,8 +64,9 @@ UP = Label("state", "`up`: connected and accepted by the gateway", values=("up",
 REFUSED = Label(
     "reason",
     "`streams`: the gateway's slots are in use; `share`: the caller has its fair share while others wait; "
+    "`saturated`: responses of targets wait for their turn in the gateway; "
     "`own_streams`, `own_tokens`: the caller's own limits; `draining`: the gateway is shutting down",
-    values=(NO_SLOT, NO_SHARE, OWN_STREAMS, OWN_TOKENS, DRAINING),
+    values=(NO_SLOT, NO_SHARE, SATURATED, OWN_STREAMS, OWN_TOKENS, DRAINING),
 )
 OPERATION = Label("gen_ai.operation.name", "requested operation", values=(CHAT, TEXT_COMPLETION))
 PROVIDER = Label("gen_ai.provider.name", "always `galley`", values=(GALLEY,))

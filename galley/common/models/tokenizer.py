@@ -81,6 +81,8 @@ class Tokenizer:
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
+        self._texts: dict[int, str] = {}
+        """The texts of single tokens, as far as they were decoded."""
         self._template = template
         self._chat = fast
         self._control_tokens: ControlTokens | None = None
@@ -152,6 +154,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without control tokens; unfinished UTF-8 reads as U+FFFD."""
+        if len(ids) == 1:  # each token of an answer is decoded after the one before, and alone
+            [token] = ids
+            if (known := self._texts.get(token)) is None:
+                known = self._texts[token] = str(self._fast.decode([token], skip_special_tokens=True))
+            return known
         if len(ids) < _MANY_TOKENS:
             return str(self._fast.decode(list(ids), skip_special_tokens=True))
         # A batch of one: `decode` holds the interpreter's lock until it is done, 20 ms for 100,000 tokens.

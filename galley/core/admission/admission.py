@@ -7,6 +7,7 @@ Rules; a refused call costs nothing, and the error says when to retry:
    a slot *waits* until some time after its retry is due. While others wait, a principal gets no slot beyond
    its share: the slots divided by the principals that hold or wait for one, rounded up. So slots pass on as
    they come free, and no open stream is ever ended for another.
+3. While the gateway is saturated, nobody gets a slot: open streams get slower no further.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ _NEWEST = 0.2
 _LATENESS_NS = 5 * _SECOND
 _MOST_ACCOUNTS = 1024
 
-# Reasons of a refusal: no slot, the caller's own limits, or a gateway that is draining.
+# Reasons of a refusal: no slot, the caller's own limits, or a gateway that is saturated or draining.
 NO_SLOT = "streams"
+SATURATED = "saturated"
 NO_SHARE = "share"
 OWN_STREAMS = "own_streams"
 OWN_TOKENS = "own_tokens"
@@ -133,10 +135,14 @@ class Admission:
         self._accounts: dict[str, _Account] = {}
         self.held = 0
 
-    def enter(self, principal: Principal, now: int) -> AdmissionSlot:
+    def enter(self, principal: Principal, now: int, *, is_saturated: bool = False) -> AdmissionSlot:
         """Return a slot for a call. Raise Overloaded."""
         account = self._account(principal, now)
         self._check_own(principal, account, now)
+        if is_saturated:
+            wait_ns = account.await_slot(self._turnover.next_wait_ns(max(1, self.held), now), now)
+            what = f"this gateway is saturated by {self.held} {self._what}"
+            raise Overloaded(what, wait_ns / _SECOND, SATURATED)
         self._check_slots(principal, account, now)
         account.waits_until_ns = 0
         account.held += 1

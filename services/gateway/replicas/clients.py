@@ -13,7 +13,6 @@ import asyncio
 import contextvars
 import itertools
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
@@ -28,6 +27,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.clock import SECOND
 from services.gateway.replicas import messages
+from services.gateway.replicas.delivery import DeliveryQueue
 
 MEET_TIMEOUT_S = 1.0
 
@@ -37,9 +37,6 @@ ReceivedT_contra = TypeVar("ReceivedT_contra", pb.VerifyAnswer, pb.ProposeAnswer
 
 MAX_MESSAGE_BYTES = 64 * 1024
 """Requests share a message up to this size, well below any replica's limit; a larger one goes alone."""
-
-_REQUESTS_A_TURN = 16
-"""Requests that get their responses before others get a turn: about 1 ms."""
 
 _ITEMS_KEY = b"\x0a"
 """The key of the field `items` on the wire: number 1, sized."""
@@ -74,10 +71,16 @@ class OpenRequest(Generic[ResponseT]):
     """One request that was sent, or waits for the stream to accept it."""
 
     def __init__(
-        self, connection: _Connection[Any, ResponseT], ref: pb.ItemRef, receiver: Receiver[ResponseT]
+        self,
+        connection: _Connection[Any, ResponseT],
+        ref: pb.ItemRef,
+        receiver: Receiver[ResponseT],
+        turns: DeliveryQueue,
     ) -> None:
-        self.has_begun = self.is_queued = False
-        """True once a response was delivered; while it waits for its turn to be delivered."""
+        self.has_begun = False
+        self._turns = turns
+        self._is_waiting = False
+        """True while it waits for its turn to be delivered."""
         self._connection: _Connection[Any, ResponseT] = connection
         self._ref = ref
         self._receiver: Receiver[ResponseT] | None = receiver
@@ -101,13 +104,20 @@ class OpenRequest(Generic[ResponseT]):
 
     def arrived(self, response: ResponseT) -> None:
         self._arrived.append(response)
+        self._await_turn()
 
     def failed(self, error: Exception) -> None:
         self._error = error
+        self._await_turn()
+
+    def _await_turn(self) -> None:
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._turns.add(self)
 
     def deliver(self) -> None:
         """Give the receiver what has arrived, and then the error."""
-        self.is_queued = False
+        self._is_waiting = False
         responses, self._arrived = self._arrived, []
         self.has_begun = True
         if responses and self._receiver is not None:
@@ -141,18 +151,20 @@ class RequestStream(Generic[RequestT, ResponseT]):
         message: MakeMessage,
         has_more: HasMore[ResponseT] = lambda _: False,
         generation: Callable[[], int] = lambda: 0,
+        turns: DeliveryQueue | None = None,
     ) -> None:
         """`open_call` opens a call that takes bytes: requests and what `message` builds are joined.
 
         `message` builds a message of references to cancelled requests, and extensions.
 
         `has_more` returns True for a response that is not the last of its request. `generation` returns
-        another number once a new call would use another connection.
+        another number once a new call would use another connection. `turns` is shared with other streams.
         """
         self._open_call = open_call
         self._message = message
         self._has_more: HasMore[ResponseT] = has_more
         self._generation = generation
+        self._turns = turns or DeliveryQueue()
         self._generation_of_current = 0
         self._ids = itertools.count(1)
         self._current: _Connection[RequestT, ResponseT] | None = None
@@ -186,7 +198,9 @@ class RequestStream(Generic[RequestT, ResponseT]):
         connection = self._current
         if connection is None or connection.is_broken:
             self._generation_of_current = self._generation()
-            connection = self._current = _Connection(self._opened(), self._message, self._has_more)
+            connection = self._current = _Connection(
+                self._opened(), self._message, self._has_more, self._turns
+            )
         return connection.open(request, receiver)
 
     def _opened(self) -> grpc.aio.StreamStreamCall[bytes, Any]:
@@ -224,8 +238,10 @@ class _Connection(Generic[RequestT, ResponseT]):
         call: grpc.aio.StreamStreamCall[bytes, Any],
         message: MakeMessage,
         has_more: HasMore[ResponseT],
+        turns: DeliveryQueue,
     ) -> None:
         self.is_broken = False
+        self._turns = turns
         self._is_retired = False
         self._call = call
         self._message = message
@@ -235,11 +251,6 @@ class _Connection(Generic[RequestT, ResponseT]):
         """Requests by their ids, as they are sent: encoding those with long prompts takes some ms each."""
         self._cancelled: list[pb.ItemRef] = []
         self._extensions: list[pb.Extension] = []
-        # Requests whose responses have arrived: those without a response before, and the others.
-        self._first: deque[OpenRequest[ResponseT]] = deque()
-        self._later: deque[OpenRequest[ResponseT]] = deque()
-        self._is_delivering = False
-        self._loop = asyncio.get_running_loop()
         self._work = asyncio.Event()
         # The tasks must not run in the context of the first session, which has its own span and log fields.
         background = contextvars.Context()
@@ -250,7 +261,7 @@ class _Connection(Generic[RequestT, ResponseT]):
     def open(self, request: RequestT, receiver: Receiver[ResponseT]) -> OpenRequest[ResponseT]:
         request_id = request.slice.request_id
         ref = pb.ItemRef(session_id=request.slice.session_id, request_id=request_id)
-        opened = OpenRequest(self, ref, receiver)
+        opened = OpenRequest(self, ref, receiver, self._turns)
         self._open[request_id] = opened
         self._unsent[request_id] = request.SerializeToString()
         self._work.set()
@@ -342,38 +353,12 @@ class _Connection(Generic[RequestT, ResponseT]):
             if self._is_retired:
                 self._work.set()
         opened.arrived(response)
-        self._queue(opened)
-
-    def _queue(self, opened: OpenRequest[ResponseT]) -> None:
-        if opened.is_queued:
-            return
-        opened.is_queued = True
-        (self._later if opened.has_begun else self._first).append(opened)
-        if not self._is_delivering:
-            self._is_delivering = True
-            self._loop.call_soon(self._deliver)
-
-    def _deliver(self) -> None:
-        """Deliver to a few requests, those without a response before first; then let others have a turn.
-
-        Where responses arrive faster than they are delivered, a request gets several at once, which costs
-        less for each.
-        """
-        try:
-            for _ in range(_REQUESTS_A_TURN):
-                if queue := self._first or self._later:
-                    queue.popleft().deliver()
-        finally:
-            self._is_delivering = bool(self._first or self._later)
-            if self._is_delivering:
-                self._loop.call_soon(self._deliver)
 
     def _break(self, error: Exception) -> None:
         self.is_broken = True
         failed, self._open = self._open, {}
         for opened in failed.values():
             opened.failed(error)
-            self._queue(opened)
 
 
 class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
@@ -424,6 +409,7 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
         address: str,
         fault_in: FaultIn[pb.GetTargetInfoResponse],
         on_met: Callable[[], None],
+        turns: DeliveryQueue | None = None,
     ) -> None:
         """`on_met` is called when a request had to meet the target first."""
         self._stub = rpc.TargetStub(channel)
@@ -432,6 +418,7 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
             lambda cancelled, extensions: pb.VerifyStreamRequest(cancelled=cancelled, extensions=extensions),
             messages.has_more,
             generation_of(channel),
+            turns,
         )
         self.address, self.info = address, pb.GetTargetInfoResponse()
         self._fault_in = fault_in

@@ -21,6 +21,7 @@ from galley.core.routing.lateness import ROWS_OF_A_SESSION, SLOW_FACTOR, Verdict
 from galley.core.session.events import Clock
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.replicas.clients import TargetClient
+from services.gateway.replicas.delivery import DeliveryQueue
 from services.gateway.replicas.membership import AddressSource, PoolReplica, ReplicaPool
 from services.gateway.replicas.requirements import TargetRequirements
 
@@ -91,16 +92,19 @@ class TargetPool(ReplicaPool[TargetReplica]):
         clock: Clock,
         slow_factor: float = SLOW_FACTOR,
         hedge_quantile: float = 0.0,
+        turns: DeliveryQueue | None = None,
     ) -> None:
         """Create a pool of the targets that meet `requirements`.
 
         A response that takes `slow_factor` times as long as predicted is late. One slower than the quantile
-        `hedge_quantile` of the last ones may be requested from another replica too; 0 means never.
+        `hedge_quantile` of the last ones may be requested from another replica too; 0 means never. All
+        replicas share the queue `turns`.
         """
         super().__init__("target", source, open_channel, clock)
         self.info = pb.GetTargetInfoResponse()
         self.slow_factor = slow_factor
         self.hedge_quantile = hedge_quantile
+        self.turns = turns or DeliveryQueue()
         self._requirements = requirements
         self._infos: list[pb.GetTargetInfoResponse] = []
         self._weights: frozenset[str] = frozenset()
@@ -142,7 +146,8 @@ class TargetPool(ReplicaPool[TargetReplica]):
 
     def _new_replica(self, address: str) -> TargetReplica:
         channel = self._open_channel(address)
-        return TargetReplica(address, TargetClient(channel, address, self._fault_in, self._update), channel)
+        client = TargetClient(channel, address, self._fault_in, self._update, self.turns)
+        return TargetReplica(address, client, channel)
 
     def _fault_in(self, info: pb.GetTargetInfoResponse | TargetLease) -> GalleyError | None:
         return self._requirements.fault_in(info, self.info)

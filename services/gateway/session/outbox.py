@@ -107,7 +107,7 @@ class Outbox:
         self._report(ev.Sent(self._end))
 
     def close(self) -> None:
-        """Drop what was not sent, and report nothing from now on: the session has stopped, and can be freed."""
+        """Drop what was not sent, and report nothing any more, so that the session can be freed."""
         if self.has_unsent:
             self._observer.sent(self._waited_ns())
         self._drop()

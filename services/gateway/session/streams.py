@@ -72,6 +72,8 @@ class Streams:
         timeouts: Timeouts,
         max_sessions: int,
     ) -> None:
+        self.is_saturated: Callable[[], bool] = lambda: False
+        """Tells whether the gateway has more to do than it can: it admits no further streams then."""
         self._store = store
         self._clock = clock
         self._ports_of = ports_of
@@ -97,7 +99,7 @@ class Streams:
             raise Unavailable("this gateway is shutting down; send the request to another")
         with _counted_refusals():
             self._budgets.check(principal)
-            slot = self._admission.enter(principal, self._clock.now_ns())
+            slot = self._admission.enter(principal, self._clock.now_ns(), is_saturated=self.is_saturated())
         self._idle.clear()
         try:
             yield slot

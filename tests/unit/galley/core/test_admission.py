@@ -9,6 +9,7 @@ import pytest
 
 from galley.core.admission.admission import (
     ANONYMOUS,
+    SATURATED,
     TOKEN_PREFIX,
     Admission,
     AdmissionSlot,
@@ -51,6 +52,20 @@ def test_a_principal_has_no_more_streams_than_its_own_limit() -> None:
 )
 def test_logs_name_the_kind_of_a_principal(principal: Principal, kind: str) -> None:
     assert principal.kind == kind
+
+
+def test_a_saturated_gateway_admits_nobody_and_spreads_the_retries() -> None:
+    admission, mine = Admission(10), named("me")
+    slots = entered(admission, mine, 4)
+    waits = set()
+    for _ in range(3):
+        with pytest.raises(Overloaded) as caught:
+            admission.enter(named("you"), 0, is_saturated=True)
+        assert caught.value.reason == SATURATED
+        waits.add(caught.value.retry_after_s)
+    assert len(waits) == 3
+    assert admission.held == len(slots), "the open streams stay"
+    entered(admission, named("you"), 1, now=1)
 
 
 def test_a_slot_is_released_once() -> None:

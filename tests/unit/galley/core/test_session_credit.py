@@ -46,6 +46,21 @@ def test_credit_is_renewed_before_it_runs_out() -> None:
     assert here.verifies == 1
 
 
+def test_verdicts_that_come_together_share_a_commit() -> None:
+    here = world(k=0, credit=8, length=5)
+    here.deliver()
+    for _ in range(5):
+        here.target_passes()
+    effects = here.session.step(*here.answers, now=here.now)
+    [commit] = [effect for effect in effects if isinstance(effect, ev.Commit)]
+    assert list(commit.tokens) == here.truth[3:8]
+    assert len([effect for effect in effects if isinstance(effect, ev.RoundEnded)]) == 5
+    [emit] = [
+        effect for effect in here.session.step(ev.Committed(8), now=here.now) if isinstance(effect, ev.Emit)
+    ]
+    assert (emit.start, emit.end) == (0, 5)
+
+
 def test_the_first_verify_does_not_wait_for_a_proposal() -> None:
     here = world()
     [request] = here.to_target

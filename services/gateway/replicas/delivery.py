@@ -1,0 +1,80 @@
+"""The responses of replicas on their way to the sessions: a few requests have a turn of the event loop each.
+
+1. Requests that had no response so far come first: first tokens do not wait behind those of running sessions.
+2. A request in its turn gets all that has arrived for it. So where responses arrive faster than they are
+   delivered, each costs less, and the queue is bounded by the number of open requests.
+3. The gateway is saturated while responses wait in a standing queue: if the shortest wait of an interval was
+   too long (CoDel, RFC 8289, section 3). A single long turn of the event loop does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+_REQUESTS_A_TURN = 16
+"""Requests that get their responses before others get a turn: about 1 ms."""
+_INTERVAL_S = 0.5
+_SATURATED_S = 0.25
+"""Shortest wait in an interval from which on the gateway is saturated."""
+
+
+class Recipient(Protocol):
+    has_begun: bool
+    """True once a response was delivered."""
+
+    def deliver(self) -> None:
+        """Take all that has arrived."""
+
+
+class DeliveryQueue:
+    """The queue of one gateway, for all its replicas; use it within the running event loop."""
+
+    def __init__(self) -> None:
+        self._first: deque[Recipient] = deque()
+        self._later: deque[tuple[Recipient, float]] = deque()
+        """Requests with the time since when they wait."""
+        self._is_delivering = False
+        self._interval_s = 0.0
+        """When the present interval began."""
+        self._shortest_s: float | None = None
+        """The shortest wait in it, and in the one before."""
+        self._standing_s = 0.0
+
+    def add(self, recipient: Recipient) -> None:
+        """Give a request that does not wait yet its turn, soon."""
+        loop = asyncio.get_running_loop()
+        if recipient.has_begun:
+            self._later.append((recipient, loop.time()))
+        else:
+            self._first.append(recipient)
+        if not self._is_delivering:
+            self._is_delivering = True
+            loop.call_soon(self._deliver, loop)
+
+    def is_saturated(self, now_s: float) -> bool:
+        """Return True while responses wait too long; `now_s` is the event loop's time."""
+        return self._standing_s >= _SATURATED_S and now_s < self._interval_s + 2 * _INTERVAL_S
+
+    def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self._measure(loop.time())
+            for _ in range(_REQUESTS_A_TURN):
+                if self._first:
+                    self._first.popleft().deliver()
+                elif self._later:
+                    self._later.popleft()[0].deliver()
+        finally:
+            self._is_delivering = bool(self._first or self._later)
+            if self._is_delivering:
+                loop.call_soon(self._deliver, loop)
+
+    def _measure(self, now_s: float) -> None:
+        if now_s >= self._interval_s + _INTERVAL_S:
+            self._standing_s = self._shortest_s or 0.0
+            self._interval_s, self._shortest_s = now_s, None
+        if self._later:
+            wait_s = now_s - self._later[0][1]
+            if self._shortest_s is None or wait_s < self._shortest_s:
+                self._shortest_s = wait_s

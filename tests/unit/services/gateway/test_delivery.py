@@ -1,0 +1,85 @@
+"""Whose responses come next, and when the gateway is saturated."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.gateway.replicas.delivery import _INTERVAL_S, _REQUESTS_A_TURN, _SATURATED_S, DeliveryQueue
+
+
+class Waiting:
+    def __init__(self, served: list[Waiting], *, has_begun: bool = True) -> None:
+        self.has_begun = has_begun
+        self._served = served
+
+    def deliver(self) -> None:
+        self._served.append(self)
+
+
+async def test_first_responses_overtake_others_and_all_get_a_turn() -> None:
+    served: list[Waiting] = []
+    queue = DeliveryQueue()
+    running = [Waiting(served) for _ in range(2 * _REQUESTS_A_TURN)]
+    for one in running:
+        queue.add(one)
+    await asyncio.sleep(0)
+    assert served == running[:_REQUESTS_A_TURN], "then others have a turn"
+    new = Waiting(served, has_begun=False)
+    queue.add(new)
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert served == [*running[:_REQUESTS_A_TURN], new, *running[_REQUESTS_A_TURN:]]
+
+
+async def test_a_response_that_raises_keeps_nobody_waiting() -> None:
+    served: list[Waiting] = []
+
+    class Broken(Waiting):
+        def deliver(self) -> None:
+            raise RuntimeError
+
+    queue, raised = DeliveryQueue(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
+    queue.add(Broken(served))
+    queue.add(Waiting(served))
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert len(served) == len(raised) == 1
+
+
+class Waits:
+    """Responses that wait for given times, on a clock of the test's own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        self.queue = DeliveryQueue()
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: self.now_s)
+
+    async def for_an_interval(self, wait_s: float, *, exception_s: float | None = None) -> bool:
+        """Deliver responses that waited so long, one of them `exception_s`; return if that saturates."""
+        ends_s, waits_s = self.now_s + _INTERVAL_S, exception_s
+        while self.now_s <= ends_s:
+            self.queue.add(Waiting([]))
+            self.now_s += wait_s if waits_s is None else waits_s
+            waits_s = None
+            await asyncio.sleep(0)
+        return self.queue.is_saturated(self.now_s)
+
+
+async def test_only_a_standing_queue_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = Waits(monkeypatch)
+    assert not await waits.for_an_interval(0.01)
+    assert not await waits.for_an_interval(0.01, exception_s=10 * _SATURATED_S), "one long turn is none"
+    await waits.for_an_interval(_SATURATED_S)
+    assert await waits.for_an_interval(_SATURATED_S)
+    assert not await waits.for_an_interval(_SATURATED_S, exception_s=0.01), "it was short once"
+
+
+async def test_saturation_ends_where_nothing_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = Waits(monkeypatch)
+    for _ in range(3):
+        await waits.for_an_interval(_SATURATED_S)
+    assert waits.queue.is_saturated(waits.now_s)
+    assert not waits.queue.is_saturated(waits.now_s + 3 * _INTERVAL_S)
