@@ -176,12 +176,12 @@ class Answer:
         offset = len(self.spec.prompt)
         from_draft = tuple([record.from_draft for record in records])
         return Chunk(
-            index=start,
-            tokens=tuple(self.tokens[offset + start : offset + end]),
-            text="".join(texts),
-            from_draft=from_draft,
-            logprobs=tuple([r.logprobs for r in records if r.logprobs is not None]),
-            text_ends=tuple(accumulate(map(len, texts))) if len(set(from_draft)) > 1 else (),
+            start,
+            tuple(self.tokens[offset + start : offset + end]),
+            "".join(texts),
+            from_draft,
+            tuple([r.logprobs for r in records if r.logprobs is not None]),
+            tuple(accumulate(map(len, texts))) if len(set(from_draft)) > 1 else (),
         )
 
 

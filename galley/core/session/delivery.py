@@ -23,7 +23,7 @@ class Delivery:
         self.stream_from = stream_from
         self._answer = answer
         self._seen_hash = seen_hash
-        self._committing = False
+        self.is_committing = False
         self._committed_hash = (-1, b"")
         """The length and hash of the log after the last commit."""
         self._emitted = 0
@@ -48,19 +48,19 @@ class Delivery:
 
     def commit(self, draft_cache_len: int, target_cache_len: int) -> Commit | None:
         """Return the next commit, or None if one is in progress or nothing is unlogged."""
-        if self._committing or not self.unlogged:
+        if self.is_committing or not self.unlogged:
             return None
-        self._committing = True
+        self.is_committing = True
         answer, before = self._answer, self.log_hash
         end = len(answer.tokens)
         self._committed_hash = end, answer.prefix_hash(end)
         return Commit(
-            expected_len=self.logged,
-            tokens=tuple(answer.tokens[self.logged :]),
-            records=tuple(answer.records[max(0, self.logged_output) :]),
-            hashes=LogHashes(before, self._committed_hash[1]),
-            draft_cache_len=min(draft_cache_len, end),
-            target_cache_len=target_cache_len,
+            self.logged,
+            tuple(answer.tokens[self.logged :]),
+            tuple(answer.records[max(0, self.logged_output) :]),
+            LogHashes(before, self._committed_hash[1]),
+            min(draft_cache_len, end),
+            target_cache_len,
         )
 
     def committed(self, length: int) -> None:
@@ -71,7 +71,7 @@ class Delivery:
     def holds(self, length: int) -> None:
         """Set the length of the log, whatever was known before; no commit is in progress now."""
         self.logged = length
-        self._committing = False
+        self.is_committing = False
 
     def emit(self) -> Emit | None:
         """Return what is logged and not emitted, or None. Raise LogLost if the client has something else."""

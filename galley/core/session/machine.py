@@ -119,7 +119,7 @@ class Session:
         self.answer = answer
         self.stats = SpeculationStats()
         self.phase = Phase.READY
-        self._limits = limits = limits or SessionLimits()
+        self.limits = limits = limits or SessionLimits()
         self._delivery = Delivery(answer, stream_from, seen_hash)
         self._speculation = Speculation(answer.spec, shared or SharedStatistics())
         self._drafting = Drafting(limits.draft_cooldown_ns, limits.max_draft_cooldown_ns, self._speculation)
@@ -168,7 +168,8 @@ class Session:
             if self.phase not in phases:
                 raise Broken(f"session: event {type(event).__name__} in phase {self.phase.name}")
             getattr(self, handler)(event, now)
-        self._commit()
+        if not self._delivery.is_committing:
+            self._commit()
         return self._take_effects()
 
     def _is_stale(self, event: ev.Proposed | ev.Verified | ev.CacheMissed | ev.Failed) -> bool:
@@ -199,8 +200,8 @@ class Session:
 
     def _room(self) -> int:
         """Return how many tokens may be confirmed before the log, the client or max_position stops it."""
-        to_log = self._limits.window - self._delivery.unlogged
-        to_send = self._limits.buffer - self._delivery.unsent
+        to_log = self.limits.window - self._delivery.unlogged
+        to_send = self.limits.buffer - self._delivery.unsent
         return min(to_log, to_send, self.spec.max_position - len(self.answer.tokens))
 
     def _start_round(self, now: int) -> None:

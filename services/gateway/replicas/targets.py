@@ -43,9 +43,10 @@ class TargetReplica(PoolReplica[TargetClient, TargetLease]):
     def times(self) -> VerdictTimes:
         """Return how long verifications take there; a new incarnation starts anew."""
         info = self.client.info
-        if self._times_of is None or self._times_of.incarnation != info.incarnation:
-            self._times = VerdictTimes([(cost.rows, cost.ns) for cost in info.row_costs])
-        self._times_of = info
+        if info is not self._times_of:
+            if self._times_of is None or self._times_of.incarnation != info.incarnation:
+                self._times = VerdictTimes([(cost.rows, cost.ns) for cost in info.row_costs])
+            self._times_of = info
         return self._times
 
     @property

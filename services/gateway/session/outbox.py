@@ -31,16 +31,19 @@ class Outbox:
         stall_ns: int,
         chunks: Callable[[int, int], Iterator[Item]],
         report: Callable[[ev.Event], None],
+        report_tokens: int = 1,
     ) -> None:
         """`stall_ns` is how long the client may leave its stream unread.
 
-        `chunks` makes the items of a range of output tokens.
+        `chunks` makes the items of a range of output tokens. Sent is reported for at least `report_tokens`.
         """
         self.stall_s = stall_ns / SECOND
         self.stalled: ClientStalled | None = None
         self._clock = clock
         self._chunks = chunks
         self._report = report
+        self._report_tokens = report_tokens
+        self._reported = 0
         self._observer = request_observer()
         self._loop = asyncio.get_running_loop()
         self._items: Iterator[Item] = iter(())
@@ -135,7 +138,8 @@ class Outbox:
         if self._is_behind:
             self._wait()
         self._changed.set()
-        if isinstance(item, Chunk):
+        if self._sent - self._reported >= self._report_tokens:
+            self._reported = self._sent
             self._report(ev.Sent(self._sent))
         return item
 

@@ -6,10 +6,11 @@ One runner serves one stream. The machine decides what to do next, and the ports
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from galley.common.logs import get_logger
 from galley.core.errors import Broken, Cancelled, ClientStalled, DeadlinePassed
@@ -27,6 +28,24 @@ _SEND_GRACE_S = 5.0
 
 _DRAFT_SHARE = 0.8
 """Share of the draft timeout that the draft gets as the deadline of its proposal."""
+
+_REPORTS_A_BUFFER = 8
+"""The machine learns what the client was sent in parts of its buffer: each report is a step of its own."""
+
+_CARRY_OUT: Final[Mapping[type[ev.Effect], str]] = {
+    ev.Commit: "_commit",
+    ev.Emit: "_emit",
+    RoundEnded: "_report_round",
+    ev.Verify: "_verify",
+    ev.ExtendVerify: "_extend",
+    ev.CancelVerify: "_cancel",
+    ev.Propose: "_start_proposal",
+    ev.CancelPropose: "_cancel_proposal",
+    ev.StoreFinish: "_store_finish",
+    ev.SetTimer: "_set_timer",
+    ev.End: "_finish",
+}
+"""The method that carries out each effect; the machine has at most one request at each pool."""
 
 _log = get_logger(__name__)
 
@@ -55,7 +74,8 @@ class SessionRunner:
         """True while the machine handles events, and before the session runs."""
         self._ended: asyncio.Future[ev.End] = asyncio.get_running_loop().create_future()
         self._context = Context()
-        self.outbox = Outbox(ports.clock, timeouts.client_ns, session.answer.chunks, self.post)
+        report_tokens = max(1, session.limits.buffer // _REPORTS_A_BUFFER)
+        self.outbox = Outbox(ports.clock, timeouts.client_ns, session.answer.chunks, self.post, report_tokens)
         self._ports = ports
         self._timeouts = timeouts
         self._deadline_ns = deadline_ns
@@ -115,45 +135,44 @@ class SessionRunner:
 
     def _carry_out(self, effects: list[ev.Effect]) -> None:
         for effect in effects:
-            match effect:
-                case ev.Propose() | ev.CancelPropose() | ev.Verify() | ev.ExtendVerify() | ev.CancelVerify():
-                    self._call_pool(effect)
-                case ev.Commit():
-                    self.log.commit(effect, self._directory(effect), self.post)
-                case ev.StoreFinish():
-                    if self._renewal is not None:
-                        self._renewal.cancel()  # it would be refused once the session has ended
-                    self._spawn(self._tell_result(partial(self.log.finish, effect)))
-                case ev.Emit():
-                    self._observer.emitted()
-                    self.outbox.put(effect.start, effect.end)
-                case ev.SetTimer():
-                    self._call_at(effect.at_ns, ev.TimerFired())
-                case RoundEnded():
-                    self._observer.round_ended(effect, self._ports.draft.replica, self._holder)
-                case ev.End():
-                    self._finish(effect)
+            getattr(self, _CARRY_OUT[type(effect)])(effect)
 
-    def _finish(self, end: ev.End) -> None:
-        self._end = end
+    def _commit(self, effect: ev.Commit) -> None:
+        self.log.commit(effect, self._directory(effect), self.post)
+
+    def _store_finish(self, effect: ev.StoreFinish) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()  # it would be refused once the session has ended
+        self._spawn(self._tell_result(partial(self.log.finish, effect)))
+
+    def _emit(self, effect: ev.Emit) -> None:
+        self._observer.emitted()
+        self.outbox.put(effect.start, effect.end)
+
+    def _set_timer(self, effect: ev.SetTimer) -> None:
+        self._call_at(effect.at_ns, ev.TimerFired())
+
+    def _report_round(self, effect: RoundEnded) -> None:
+        self._observer.round_ended(effect, self._ports.draft.replica, self._holder)
+
+    def _finish(self, effect: ev.End) -> None:
+        self._end = effect
         if not self._ended.done():
-            self._ended.set_result(end)
+            self._ended.set_result(effect)
 
-    def _call_pool(
-        self, effect: ev.Propose | ev.CancelPropose | ev.Verify | ev.ExtendVerify | ev.CancelVerify
-    ) -> None:
-        """Execute an effect for a replica; the machine has at most one request at each pool."""
-        match effect:
-            case ev.Propose():
-                self._proposing = self._spawn(self._propose(effect))
-            case ev.CancelPropose() if self._proposing is not None:
-                self._proposing.cancel()
-            case ev.Verify():
-                self._verify(effect)
-            case ev.ExtendVerify() if self._verification is not None:
-                self._verification.extend(effect)
-            case ev.CancelVerify():
-                self._cancel_verification()
+    def _start_proposal(self, effect: ev.Propose) -> None:
+        self._proposing = self._spawn(self._propose(effect))
+
+    def _cancel_proposal(self, _effect: ev.CancelPropose) -> None:
+        if self._proposing is not None:
+            self._proposing.cancel()
+
+    def _extend(self, effect: ev.ExtendVerify) -> None:
+        if self._verification is not None:
+            self._verification.extend(effect)
+
+    def _cancel(self, _effect: ev.CancelVerify) -> None:
+        self._cancel_verification()
 
     async def _propose(self, effect: ev.Propose) -> None:
         timeout_ns = self._timeouts.draft_ns
