@@ -113,7 +113,8 @@ def plain_ns(done: RoundEnded) -> int:
     elapsed_ns = max(0, done.ended_ns - done.started_ns)
     verdict = done.verdict
     for_drafts_ns = max(0, verdict.timing.compute_ns - verdict.plain_ns) if verdict.plain_ns else 0
-    one_ns = max(0, elapsed_ns - done.parts.draft_ns - for_drafts_ns)
+    waited_ns = done.parts.draft_ns if done.exposed_draft_ns else 0
+    one_ns = max(0, elapsed_ns - waited_ns - for_drafts_ns)
     once_ns = min(verdict.prefill_ns, one_ns)
     return done.confirmed * (one_ns - once_ns) + once_ns
 

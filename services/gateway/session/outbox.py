@@ -56,7 +56,7 @@ class Outbox:
         self._since_ns, self._since_s = 0, 0.0
         """The times, of the clock and of the loop, since when the next item waits."""
         self._timer: asyncio.TimerHandle | None = None
-        self._changed = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
         self._has_reader = True
 
     @property
@@ -73,12 +73,12 @@ class Outbox:
                 self._sent = start
                 self._wait()
             self._end = end
-            self._changed.set()
+            self._wake()
 
     def end(self, end: ev.End) -> None:
         self.close()
         self._last = end
-        self._changed.set()
+        self._wake()
 
     async def next(self) -> Item | ev.End:
         """Return the next item; End is the last. Call it once the transport has taken the item before."""
@@ -106,7 +106,7 @@ class Outbox:
         """Count all tokens as sent, also those to come: nobody reads them any more."""
         self._has_reader = False
         self._drop()
-        self._changed.set()
+        self._wake()
         self._report(ev.Sent(self._end))
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Outbox:
         self._is_behind = self.has_unsent
         if self._is_behind:
             self._wait()
-        self._changed.set()
+        self._wake()
         if self._sent - self._reported >= self._report_tokens:
             self._reported = self._sent
             self._report(ev.Sent(self._sent))
@@ -164,15 +164,23 @@ class Outbox:
             return
         self.stalled, report = self.stalled_error(), self._report
         self.close()
-        self._changed.set()
+        self._wake()
         report(ev.Interrupted(self.stalled))
 
     def stalled_error(self) -> ClientStalled:
         return ClientStalled(f"the stream was left unread for {self.stall_s:g} s; resume to go on")
 
     async def _change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
+        waiter = self._loop.create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def _wake(self) -> None:
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
 
 def _ignore(_event: ev.Event) -> None:

@@ -44,6 +44,7 @@ class SessionMetrics:
         self.plain = registry.count(catalogue.PLAIN_TIME)
         self.decode = registry.count(catalogue.DECODE_TIME)
         self.commits = registry.distribute(catalogue.COMMIT_DURATION)
+        self.good_commits = self.commits.at(OK)
         wasted = registry.count(catalogue.WASTED_DRAFT_TOKENS)
         self.rejected, self.unverified = wasted.at("rejected"), wasted.at("unverified")
         self.wasted_rows = registry.count(catalogue.WASTED_VERIFY_TOKENS).at()
@@ -199,5 +200,5 @@ class SessionCounts:
         self._all.queue(partial(self._count_commit, took_ns, error, time.time()))
 
     def _count_commit(self, took_ns: int, error: GalleyError | None, at_s: float) -> None:
-        outcome = OK if error is None else error_type(error)
-        self._all.commits.at(outcome).observe(took_ns / _SECOND, self._span, at_s)
+        cell = self._all.good_commits if error is None else self._all.commits.at(error_type(error))
+        cell.observe(took_ns / _SECOND, self._span, at_s)
