@@ -167,8 +167,8 @@ class CheckedAdmission(Admission):
 
     ledger: Ledger
 
-    def enter(self, principal: Principal, now: int) -> AdmissionSlot:
-        slot = super().enter(principal, now)
+    def enter(self, principal: Principal, now: int, *, is_saturated: bool = False) -> AdmissionSlot:
+        slot = super().enter(principal, now, is_saturated=is_saturated)
         self._check()
         return slot
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any, cast
 
 import grpc
 
@@ -46,6 +47,22 @@ async def test_an_overload_is_refused_at_once(world: World) -> None:
     for received in await asyncio.gather(*(Received().listen(stream) for stream in streams)):
         assert received.finished is not None
     await gateway.idle()
+    must_be_true(await receive(gateway.generate()))
+
+
+async def test_a_saturated_gateway_refuses_new_streams_and_serves_the_open_ones(world: World) -> None:
+    gateway = await world.gateway()
+    stream, received = await world.held(gateway, 2)
+    streams = cast("Any", gateway.running.service)._streams
+    streams.is_saturated = lambda: True
+    for call in (gateway.generate(), gateway.client.resume(stream.session_id, 0)):
+        error = await refused(receive(call))
+        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (error.retry_after_s or 0.0) > 0
+        assert "saturated by 1 streams" in error.message
+    world.target.gate.open()
+    must_be_true(await received.listen(stream))
+    streams.is_saturated = lambda: False
     must_be_true(await receive(gateway.generate()))
 
 
