@@ -58,7 +58,7 @@ def stream_of(channel: grpc.aio.Channel, method: str, response: type[Message]) -
 
 
 class Receiver(Protocol[ReceivedT_contra]):
-    """What takes the responses to one request."""
+    """Take the responses to one request."""
 
     def put(self, responses: Sequence[ReceivedT_contra]) -> None:
         """Take the next responses, all that have arrived by now."""

@@ -1,4 +1,4 @@
-"""What a session has emitted and its client was not sent yet: a range of the answer, for one reader.
+"""Queue what a session has emitted and its client was not sent yet: a range of its answer, for one reader.
 
 Items are made when the transport takes them. So tokens that wait for it, or for their turn of a busy event
 loop, go into one message, and a long answer that is resumed is made in pieces. The session machine bounds how
