@@ -20,7 +20,7 @@ from galley.engine.load.support import file_digest
 from galley.engine.model import CausalModel, probe_logits
 
 # Increased with every change to the engine that may change a bit of a logit.
-ENGINE_REVISION = 2
+ENGINE_REVISION = 3
 _DIGEST_BYTES = 8
 _WEIGHTS_DIGEST_BYTES = 16
 _BUILD_FILES = ("*.safetensors", "config.json")
@@ -58,9 +58,7 @@ def _facts(model: CausalModel) -> dict[str, object]:
         "attention": model.attention_kind,
         "forward": model.forward_kind,
         "block_tokens": model.kv.block_tokens,
-        "matmul": "packed"
-        if packing.can_serve(getattr(torch, model.info.dtype), model.info.device)
-        else "torch",
+        "matmul": packing.kind(getattr(torch, model.info.dtype), model.info.device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "numba": numba.__version__,

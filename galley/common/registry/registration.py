@@ -49,7 +49,7 @@ def _with_brackets(address: str) -> str:
 class ReplicaSettings(ServiceSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
-        description="Type of weights and KV. auto is bfloat16 where the device computes in it, else float32.",
+        description="Type of weights and KV. auto: bfloat16 on a GPU, or with AVX2 or AVX-512, else float32.",
     )
     device: str = Field(default="cpu", min_length=1, description="Torch device, such as cpu or cuda:0.")
     threads: int = Field(

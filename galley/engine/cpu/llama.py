@@ -21,7 +21,7 @@ from galley.engine.cpu.int8 import Int8Product, instructions, int8_product
 from galley.engine.cpu.kernels import openmp
 from galley.engine.cpu.kernels.compile import compiled
 from galley.engine.cpu.kernels.int8 import GROUP
-from galley.engine.cpu.packing import MIN_ROWS, Linears, rows_of_product
+from galley.engine.cpu.packing import Linears, rows_of_product
 from galley.engine.paged import CompiledAttention, as_array
 from galley.engine.pages import KvPool, Pages, Shape
 from galley.engine.parallel.ranks import Ranks
@@ -96,25 +96,25 @@ class LlamaForward:
         self._ranks = ranks
         self._kernels = compiled()
         config, model = module.config, module.model
-        self._dtype: torch.dtype = module.dtype
         self._eps = np.float32(config.rms_norm_eps)
         self._frequencies = _floats(model.rotary_emb.inv_freq)
         self._rotary_scale = np.float32(model.rotary_emb.attention_scaling)
         self._embedding: Tensor = model.embed_tokens.weight.detach()
-        linears = Linears(self._dtype, "cpu")
+        linears = Linears(module.dtype, "cpu")
         self._layers = [
             self._take_apart(model.layers, i, linears, config) for i in range(config.num_hidden_layers)
         ]
         self._final_norm = _floats(model.norm.weight)
         self._head = self._head_of(module, linears)
         # Fewest rows that the products compute.
-        self._min_rows = 1 if all(isinstance(one, Int8Product) for one in self._products()) else MIN_ROWS
+        floats = any(not isinstance(one, Int8Product) for one in self._products())
+        self._min_rows = linears.min_rows if floats else 1
         inner = config.intermediate_size // ranks.size
         heads = attention.group * attention.pool.shape.kv_heads
         self._residual = torch.zeros(max_rows, config.hidden_size)
-        self._hidden = torch.zeros(max_rows, config.hidden_size, dtype=self._dtype)
-        self._mixed = torch.zeros(max_rows, heads * attention.pool.shape.value_dim, dtype=self._dtype)
-        self._inner = torch.zeros(max_rows, inner, dtype=self._dtype)
+        self._hidden = torch.zeros(max_rows, config.hidden_size, dtype=linears.rows_dtype)
+        self._mixed = torch.zeros(max_rows, heads * attention.pool.shape.value_dim, dtype=linears.rows_dtype)
+        self._inner = torch.zeros(max_rows, inner, dtype=linears.rows_dtype)
 
     def _products(self) -> list[Linear]:
         own = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._layers]
@@ -237,7 +237,7 @@ class _Work:
 
 
 def _fused(linears: Linears, *layers: nn.Linear) -> Linear:
-    int8 = int8_product(layers, linears.dtype)
+    int8 = int8_product(layers, linears.rows_dtype)
     if int8 is not None:
         return int8
     weight = torch.cat([layer.weight.detach() for layer in layers])

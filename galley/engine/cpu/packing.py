@@ -1,7 +1,8 @@
-"""Linear layers with weights reordered once for oneDNN: a step on the CPU spends its time in them.
+"""Linear layers with weights reordered once, for our own kernel or for oneDNN.
 
-The operators are private to torch (inductor's freezing uses them). They are used where they exist and give a
-row the same bits among any number of rows, which is tried for each shape.
+A step on the CPU spends its time in them. oneDNN's operators are private to torch (inductor's freezing uses
+them). They serve CPUs without our kernel, where they give a row the same bits among any number of rows, which
+is tried for each shape.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from galley.engine.cpu import product as own
 
 Product = Callable[[Tensor], Tensor]
 
@@ -42,6 +45,13 @@ def has_native_bfloat16() -> bool:
     return bool(flags.get("avx512_bf16") or flags.get("amx_bf16"))
 
 
+def kind(dtype: torch.dtype, device: str) -> str:
+    """Return whose products compute in `dtype`: "own", "packed" (oneDNN's) or "torch"."""
+    if torch.device(device).type == "cpu" and own.rows_dtype(dtype) is not None:
+        return "own"
+    return "packed" if can_serve(dtype, device) else "torch"
+
+
 def can_serve(dtype: torch.dtype, device: str) -> bool:
     exists = hasattr(_OPS, "_reorder_linear_weight") and hasattr(_OPS, "_linear_pointwise")
     computed = dtype == torch.float32 or (dtype == torch.bfloat16 and has_native_bfloat16())
@@ -59,11 +69,17 @@ class PackedLinear(nn.Module):
 
 
 class Linears:
-    """A maker of linear layers, packed where that keeps rows independent; each shape is tried once."""
+    """A maker of linear layers, packed where that keeps rows independent; each shape is tried once.
+
+    `rows_dtype` is the dtype of rows that products take without a conversion, `min_rows` the fewest rows that
+    they must be given.
+    """
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
-        self._can_serve = can_serve(dtype, device)
-        self.dtype = dtype
+        by = kind(dtype, device)
+        self._own, self._can_serve = by == "own", by == "packed"
+        self.rows_dtype = own.rows_dtype(dtype) or dtype if self._own else dtype
+        self.min_rows = 1 if self._own else MIN_ROWS
         self._keeps_rows: dict[torch.Size, bool] = {}
 
     def make(self, weight: Tensor, bias: Tensor | None) -> Product:
@@ -72,6 +88,8 @@ class Linears:
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> Product | None:
         """Return `make`'s function with packed weights; None if not supported or rows affect others."""
+        if self._own:
+            return own.float_product(weight, bias, self.rows_dtype)
         if not self._can_serve:
             return None
         packed = _OPS._reorder_linear_weight(weight)  # noqa: SLF001
@@ -82,7 +100,7 @@ class Linears:
             return result
 
         if weight.shape not in self._keeps_rows:
-            self._keeps_rows[weight.shape] = _keeps_rows(product, weight.shape[1], self.dtype)
+            self._keeps_rows[weight.shape] = _keeps_rows(product, weight.shape[1], weight.dtype)
         return product if self._keeps_rows[weight.shape] else None
 
 

@@ -27,9 +27,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def default_dtype(device: str) -> torch.dtype:
-    """Return bfloat16, or float32 on a CPU that does not multiply bfloat16 natively."""
-    native = torch.device(device).type != "cpu" or packing.has_native_bfloat16()
-    return torch.bfloat16 if native else torch.float32
+    """Return bfloat16, or float32 on a CPU without a fast product of bfloat16 weights."""
+    fast = torch.device(device).type != "cpu" or packing.kind(torch.bfloat16, device) != "torch"
+    return torch.bfloat16 if fast else torch.float32
 
 
 def parse_dtype(name: str, device: str) -> torch.dtype:

@@ -125,10 +125,11 @@ def _rotate_store(
             _load_head(qkv, row, key_at + h * dim, key_norm, eps, head, lanes)
             for d in range(half):
                 x, y, c, s = head[d], head[d + half], cosines[row, d], sines[row, d]
-                keys[block, h, d, slot] = narrow(x * c - y * s, qkv[0, 0])
-                keys[block, h, d + half, slot] = narrow(y * c + x * s, qkv[0, 0])
+                keys[block, h, d, slot] = narrow(x * c - y * s, keys[0, 0, 0, 0])
+                keys[block, h, d + half, slot] = narrow(y * c + x * s, keys[0, 0, 0, 0])
             for d in range(value_dim):
-                values[block, h, slot, d] = qkv[row, value_at + h * value_dim + d]
+                value = widen(qkv[row, value_at + h * value_dim + d])
+                values[block, h, slot, d] = narrow(value, values[0, 0, 0, 0])
 
 
 def rotate_store(

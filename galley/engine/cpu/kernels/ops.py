@@ -9,12 +9,12 @@ stored as uint16.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils as _cgutils
 from numba.core import types
 from numba.extending import intrinsic as _intrinsic
@@ -25,8 +25,10 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 # Keys of a block, columns of a tile of values.
 LANES = 32
-# Rows of one register tile: 12 * 32 floats fill 24 of the 32 AVX-512 registers.
+# Rows of one tile: 12 * 32 floats fill 24 of the 32 AVX-512 registers.
 TILE_ROWS = 12
+# Rows whose 32 or 16 floats fill 12 of the 16 AVX2 registers.
+_ROWS_OF_32, _ROWS_OF_16 = 3, 6
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32 = ir.FloatType()
@@ -117,14 +119,26 @@ def array_at(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
     return cgutils.gep_inbounds(builder, context.make_array(kind)(context, builder, array).data, index)
 
 
-def _load_lanes(builder: Any, pointer: Any, kind: Any) -> Any:
-    """Load 32 stored numbers as a vector of float32."""
+def row_at(builder: Any, pointer: Any, stride: Any, row: Any) -> Any:
+    """Emit the address of a row: one of the two sizes is a constant."""
+    factors = (one if isinstance(one, ir.Value) else ir.Constant(_I64, one) for one in (stride, row))
+    return cgutils.gep_inbounds(builder, pointer, builder.mul(*factors))
+
+
+def vector_at(builder: Any, pointer: Any, at: int, kind: Any) -> Any:
+    """Emit the load of a number or vector of type `kind`, `at` elements after `pointer`."""
+    place = cgutils.gep_inbounds(builder, pointer, ir.Constant(_I64, at))
+    return builder.load(builder.bitcast(place, kind.as_pointer()), align=1)
+
+
+def _load_lanes(builder: Any, pointer: Any, kind: Any, vector: Any = _VECTOR) -> Any:
+    """Load stored numbers as a vector of float32, by default 32."""
     if kind.dtype == types.float32:
-        return builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
-    stored = builder.load(builder.bitcast(pointer, ir.VectorType(_I16, LANES).as_pointer()), align=2)
-    wide = builder.zext(stored, ir.VectorType(_I32, LANES))
-    shift = ir.Constant(ir.VectorType(_I32, LANES), [16] * LANES)
-    return builder.bitcast(builder.shl(wide, shift), _VECTOR)
+        return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=4)
+    count = vector.count
+    stored = builder.load(builder.bitcast(pointer, ir.VectorType(_I16, count).as_pointer()), align=2)
+    wide = builder.zext(stored, ir.VectorType(_I32, count))
+    return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * count)), vector)
 
 
 def _store_lanes(builder: Any, vector: Any, pointer: Any) -> None:
@@ -169,9 +183,23 @@ def _prefetch(builder: Any, pointer: Any) -> None:
     builder.call(prefetch, [builder.bitcast(pointer, byte), read, second_level, data])
 
 
+def has_wide_registers() -> bool:
+    """Return True on a CPU with the 32 registers of AVX-512; AVX2 has 16 of half the size."""
+    return bool(binding.get_host_cpu_features().get("avx512f"))
+
+
+def _register_tiles(rows: int) -> Iterator[tuple[range, range]]:
+    """Yield parts of a tile, rows and columns, that fit the registers. A part's sums are one chain each."""
+    high, wide = (TILE_ROWS, LANES) if has_wide_registers() or rows <= _ROWS_OF_32 else (_ROWS_OF_16, 16)
+    for column in range(0, LANES, wide):
+        for row in range(0, rows, high):
+            yield range(row, min(row + high, rows)), range(column, column + wide)
+
+
 def _emit_tile(
     builder: Any,
-    rows: int,
+    rows: range,
+    columns: range,
     a: Any,
     a_stride: Any,
     b: Any,
@@ -183,32 +211,34 @@ def _emit_tile(
     c_stride: Any,
     add: bool,
 ) -> None:
-    """Emit c[m, 0:32] = sum over i < steps of a[m, i] * b[i, 0:32] for m < rows; onto c if `add`.
+    """Emit c[m, columns] = sum over i < steps of a[m, i] * b[i, columns] for m of rows; onto c if `add`.
 
     Each step prefetches the same row of what lies at `ahead`: the CPU cannot predict scattered blocks.
     """
-    sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(rows)]
+    vector = ir.VectorType(_F32, len(columns))
+    shift = ir.Constant(_I64, columns.start)
+    sums = [cgutils.alloca_once(builder, vector) for _ in rows]
     ends = [
         builder.bitcast(
-            cgutils.gep_inbounds(builder, c, builder.mul(c_stride, ir.Constant(_I64, m))),
-            _VECTOR.as_pointer(),
+            cgutils.gep_inbounds(builder, row_at(builder, c, c_stride, m), shift), vector.as_pointer()
         )
-        for m in range(rows)
+        for m in rows
     ]
-    starts = [
-        cgutils.gep_inbounds(builder, a, builder.mul(a_stride, ir.Constant(_I64, m))) for m in range(rows)
-    ]
+    starts = [row_at(builder, a, a_stride, m) for m in rows]
     for total, end in zip(sums, ends, strict=True):
-        builder.store(builder.load(end, align=4) if add else ir.Constant(_VECTOR, [0.0] * LANES), total)
+        builder.store(builder.load(end, align=4) if add else ir.Constant(vector, [0.0] * len(columns)), total)
+    # 32 float32 are two cache lines, 32 bfloat16 one.
+    lines = range(0, LANES, LANES // 2 if b_kind.dtype == types.float32 else LANES)
     with cgutils.for_range(builder, steps) as loop:
         row = builder.mul(loop.index, b_stride)
-        # 32 float32 are two cache lines.
-        for column in (0, LANES // 2) if b_kind.dtype == types.float32 else (0,):
-            at = builder.add(row, ir.Constant(_I64, column))
+        for line in [line for line in lines if rows.start == 0 and line in columns]:
+            at = builder.add(row, ir.Constant(_I64, line))
             _prefetch(builder, cgutils.gep_inbounds(builder, ahead, at))
-        lanes = _load_lanes(builder, cgutils.gep_inbounds(builder, b, row), b_kind)
+        lanes = _load_lanes(
+            builder, cgutils.gep_inbounds(builder, b, builder.add(row, shift)), b_kind, vector
+        )
         for total, start in zip(sums, starts, strict=True):
-            factor = splat(builder, builder.load(cgutils.gep_inbounds(builder, start, loop.index)), _VECTOR)
+            factor = splat(builder, builder.load(cgutils.gep_inbounds(builder, start, loop.index)), vector)
             builder.store(fused(builder, factor, lanes, builder.load(total)), total)
     for total, end in zip(sums, ends, strict=True):
         builder.store(builder.load(total), end, align=4)
@@ -239,7 +269,12 @@ def _tile_product(add: bool) -> Callable[..., Any]:
             ahead = array_at(context, builder, b, b_, ahead_at_)
             out = array_at(context, builder, c, c_, c_at_)
             operands = (left, a_stride_, right, b, b_stride_, ahead, steps_, out, c_stride_, add)
-            switch_rows(builder, count, TILE_ROWS, lambda m: _emit_tile(builder, m, *operands))
+
+            def emit(tile_rows: int) -> None:
+                for parts in _register_tiles(tile_rows):
+                    _emit_tile(builder, *parts, *operands)
+
+            switch_rows(builder, count, TILE_ROWS, emit)
             return context.get_dummy_value()
 
         index = types.int64

@@ -64,14 +64,21 @@ def test_a_head_size_that_no_class_declares_is_that_of_the_models_code(
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("own", torch.bfloat16), ("packed", torch.float32)])
+@pytest.mark.parametrize("config", ["qwen2", "gpt_neox"])
 def test_packed_weights_give_the_logits_of_plain_ones(
-    make_model: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    dtype: torch.dtype,
+    config: str,
+    make_model: Callable[[Any], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    directory = make_model(CONFIGS["qwen2"]())
+    directory = make_model(CONFIGS[config]())
     tokens = tokens_of(random.Random(9), 40)
-    packed = load(directory, torch.bfloat16)
-    monkeypatch.setattr(packing, "can_serve", lambda dtype, device: False)
-    plain = load(directory, torch.bfloat16)
+    monkeypatch.setattr(packing, "kind", lambda dtype, device: kind)
+    packed = load(directory, dtype)
+    monkeypatch.setattr(packing, "kind", lambda dtype, device: "torch")
+    plain = load(directory, dtype)
     assert packed.info.deterministic
     assert plain.info.deterministic
     ours, theirs = whole(packed, tokens), whole(plain, tokens)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from galley.engine.cpu import packing
 from galley.engine.cpu.packing import rows_of_product
 from galley.engine.model import MAX_ROWS
 from tests.fakes.model_configs import CONFIGS, load, tokens_of, whole
@@ -39,8 +40,9 @@ def test_few_row_counts_and_little_padding() -> None:
     assert len(set(given.values())) <= MOST_NUMBERS
 
 
-def test_steps_use_few_row_counts(make_model: Callable[[Any], Path]) -> None:
-    model = load(make_model(CONFIGS["llama"]()), torch.bfloat16)
+def test_steps_use_few_row_counts(make_model: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "kind", lambda dtype, device: "packed")
+    model = load(make_model(CONFIGS["llama"]()))
     lengths = range(64, 200)
     with Products() as products:
         for length in lengths:
