@@ -2,7 +2,8 @@
 
 A scenario determines, by session and position, which draft tokens are right; the machines do not know it, and
 it may drift. Tokens after a wrong one in the same proposal are wrong too. The draft computes in parallel with
-the target, a token of each of its sessions in a step; messages take a given time.
+the target, a token of each of its sessions in a step; messages take a given time. Where both share cores, the
+draft's work slows the target's.
 """
 
 from __future__ import annotations
@@ -28,15 +29,21 @@ from tests.fakes.engine import StrictEngine
 
 MS = 1_000_000
 _VOCAB = 1 << 16
-_PROMPT = 4
 _BLOCK = 32
 _COMMIT_NS = 200_000
 _MAX_LINGER_NS = 50 * MS
+_CONTENTION_NS = 1000
+"""A step ends if the draft has taken less than this from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`alpha(i)` is the chance that output token i is drafted right, `draft_ns(n)` the step of n sessions."""
+    """`alpha(i)` is the chance that output token i is drafted right, `draft_ns(n)` the step of n sessions.
+
+    Each stream has several `answers`, one after the other, whose tokens `alpha` counts through; each is a new
+    session of a new workload. The draft reads a prompt token in `read_ns`. A nanosecond of its work takes
+    `contention` of one from a step of the target.
+    """
 
     alpha: Callable[[int], float]
     times: StepTimes
@@ -48,56 +55,83 @@ class Scenario:
     seed: int = 1
     copies: bool = False
     most: int = 64
+    prompt: int = 4
+    answers: int = 1
+    read_ns: int = 0
+    contention: float = 0.0
 
 
 @dataclass(slots=True)
 class _Job:
     stream: _Stream
     asked: ev.Propose
-    queued_ns: int
     tokens: list[int] = field(default_factory=list)
     compute_ns: int = 0
     shared: int = 0
 
+    def read(self) -> int:
+        """Read what the draft lacks; return how many tokens that is beside the last, which a step feeds."""
+        stream, sent = self.stream, self.asked.slice
+        before, stream.read_to = stream.read_to, sent.start + len(sent.tokens) + len(self.tokens)
+        return max(0, stream.read_to - before - 1)
+
 
 class _Stream:
-    def __init__(self, pool: Pool, name: str, k: int, *, auto: bool) -> None:
-        scenario = pool.scenario
-        chance = random.Random(f"{scenario.seed}{name}")
-        spec = SessionSpec(
-            name,
-            (1, 2, 3, int(name[1:])),
-            SamplingParams(),
-            _PROMPT + scenario.tokens,
-            _VOCAB,
-            k=k,
-            auto=auto,
-        )
-        self.truth = [*spec.prompt, *(chance.randrange(1, _VOCAB) for _ in range(scenario.tokens))]
-        self.right = [chance.random() < scenario.alpha(i - _PROMPT) for i in range(len(self.truth))]
+    def __init__(self, pool: Pool, index: int, k: int, *, auto: bool) -> None:
         self.pool = pool
-        self.session = Session(
-            Answer(spec, lambda tokens: "x" * len(tokens)),
-            SessionLimits(credit=scenario.credit, buffer=scenario.tokens),
-            shared=pool.book,
-        )
         self.item: int | None = None
         self.request_id = 0
         self.job: _Job | None = None
         self.ended_ns = 0
+        self.read_to = 0
+        self.answers = pool.scenario.answers
+        self.sessions: list[Session] = []
+        self._index, self._k, self._auto = index, k, auto
+
+    @property
+    def session(self) -> Session:
+        return self.sessions[-1]
+
+    def start(self) -> None:
+        """Start the next answer."""
+        scenario, answer = self.pool.scenario, len(self.sessions)
+        name = f"s{self._index}" if self.answers == 1 else f"s{self._index}-{answer}"
+        chance = random.Random(f"{scenario.seed}{name}")
+        number = len(self.pool.truths)
+        spec = SessionSpec(
+            name,
+            (*range(1, scenario.prompt), number),
+            SamplingParams(),
+            scenario.prompt + scenario.tokens,
+            _VOCAB,
+            k=self._k,
+            auto=self._auto,
+            workload="" if self.answers == 1 else name,
+        )
+        self.read_to = 0
+        self.truth = [*spec.prompt, *(chance.randrange(1, _VOCAB) for _ in range(scenario.tokens))]
+        first = answer * scenario.tokens - scenario.prompt
+        self.right = [chance.random() < scenario.alpha(first + i) for i in range(len(self.truth))]
+        self.pool.truths[number] = self.truth
+        self.sessions.append(
+            Session(
+                Answer(spec, lambda tokens: "x" * len(tokens)),
+                SessionLimits(credit=scenario.credit, buffer=scenario.tokens),
+                shared=self.pool.book,
+            )
+        )
+        self._carry_out(self.session.start(self.pool.now))
 
     def handle(self, event: ev.Event) -> None:
         self._carry_out(self.session.step(event, now=self.pool.now))
-
-    def start(self) -> None:
-        self._carry_out(self.session.start(self.pool.now))
 
     def _carry_out(self, effects: list[ev.Effect]) -> None:
         pool = self.pool
         for effect in effects:
             match effect:
                 case ev.Propose():
-                    self.job = _Job(self, effect, pool.now)
+                    pool.proposals_ns.append(pool.now)
+                    self.job = _Job(self, effect)
                     pool.later(pool.scenario.hop_ns, self._to_draft, self.job)
                 case ev.CancelPropose():
                     pool.drop(self.job)
@@ -114,7 +148,10 @@ class _Stream:
                 case ev.End():
                     assert effect.error is None, effect.error
                     assert self.session.answer.tokens == self.truth
-                    self.ended_ns = pool.now
+                    if len(self.sessions) < self.answers:
+                        pool.later(0, self.start)
+                    else:
+                        self.ended_ns = pool.now
 
     def _to_draft(self, job: _Job) -> None:
         if job is self.job:
@@ -155,18 +192,23 @@ class _Engine(StrictEngine):
         self._pool = pool
 
     def token(self, seed: int, position: int, history: Sequence[int]) -> int:
-        truth = self._pool.streams[history[_PROMPT - 1]].truth
+        truth = self._pool.truths[history[self._pool.scenario.prompt - 1]]
         return truth[min(position, len(truth) - 1)]
 
 
 class Pool:
+    """All streams of a scenario; proposals were requested at `proposals_ns`."""
+
     def __init__(self, scenario: Scenario, k: int, *, auto: bool) -> None:
         self.scenario = scenario
         self.now = 0
+        self.proposals_ns: list[int] = []
+        self.truths: dict[int, list[int]] = {}
         self.book = SharedStatistics()
+        self.book.contention = scenario.contention
         self._order = count()
         self._events: list[tuple[int, int, Callable[..., None], tuple[object, ...]]] = []
-        blocks = scenario.sessions * (2 + (_PROMPT + scenario.tokens) // _BLOCK + 4)
+        blocks = scenario.sessions * (2 + (scenario.prompt + scenario.tokens) // _BLOCK + 4)
         self._engine = _Engine(self)
         table = KvTable(blocks, _BLOCK, max_sessions=scenario.sessions)
         self._scheduler = Scheduler(table, scenario.times, max_linger_ns=_MAX_LINGER_NS)
@@ -175,7 +217,8 @@ class Pool:
         self._linger = 0
         self._jobs: list[_Job] = []
         self._drafting = False
-        self.streams = [_Stream(self, f"s{i}", k, auto=auto) for i in range(scenario.sessions)]
+        self._draft_since_ns = self._drafted_ns = 0
+        self.streams = [_Stream(self, i, k, auto=auto) for i in range(scenario.sessions)]
 
     def goodput(self) -> float:
         for stream in self.streams:
@@ -184,7 +227,7 @@ class Pool:
             self.now, _, call, args = heapq.heappop(self._events)
             call(*args)
         assert all(stream.ended_ns for stream in self.streams), "a session never ended"
-        total = sum(stream.session.answer.output_len for stream in self.streams)
+        total = sum(session.answer.output_len for stream in self.streams for session in stream.sessions)
         return total / max(stream.ended_ns for stream in self.streams) * 1e9
 
     def later(self, delay_ns: int, call: Callable[..., None], *args: object) -> None:
@@ -199,16 +242,25 @@ class Pool:
         if job in self._jobs:
             self._jobs.remove(job)
 
+    @property
+    def draft_busy_ns(self) -> int:
+        """Return how long the draft has worked."""
+        return self._drafted_ns + (self.now - self._draft_since_ns if self._drafting else 0)
+
     def _draft_step(self) -> None:
         jobs = list(self._jobs)
-        self._drafting = bool(jobs)
+        self._drafting, self._draft_since_ns = bool(jobs), self.now
         if jobs:
-            self.later(self.scenario.draft_ns(len(jobs)), self._drafted, jobs)
+            unread = sum(job.read() for job in jobs)
+            took_ns = self.scenario.draft_ns(len(jobs)) + unread * self.scenario.read_ns
+            self.later(took_ns, self._drafted, jobs, took_ns)
 
-    def _drafted(self, jobs: list[_Job]) -> None:
+    def _drafted(self, jobs: list[_Job], took_ns: int) -> None:
+        self._drafted_ns += took_ns
+        self._drafting = False
         for job in jobs:
             job.tokens.append(job.stream.guess(job))
-            job.compute_ns += self.scenario.draft_ns(len(jobs))
+            job.compute_ns += took_ns
             job.shared += len(jobs)
             if len(job.tokens) >= min(job.asked.k, self.scenario.most):
                 self.drop(job)
@@ -228,15 +280,14 @@ class Pool:
                 self._scheduler.cancel(stream.item)
         self._plan()
 
-    @staticmethod
-    def _request(stream: _Stream, request: ev.Verify) -> VerifyRequest:
+    def _request(self, stream: _Stream, request: ev.Verify) -> VerifyRequest:
         spec = stream.session.spec
         return VerifyRequest(
             key=(b"", spec.session_id),
             start=request.slice.start,
             tokens=request.slice.tokens,
             prefix_hash=request.slice.prefix_hash,
-            prompt_len=_PROMPT,
+            prompt_len=self.scenario.prompt,
             max_position=spec.max_position,
             sampling=spec.sampling,
             draft_tokens=request.draft_tokens,
@@ -255,12 +306,21 @@ class Pool:
             self.later(max(0, plan.until_ns - self.now), self._lingered, plan.until_ns)
         elif plan is not None:
             self._passing = True
-            self.later(self.scenario.times(plan.rows), self._passed, plan)
+            due_ns = self.now + self.scenario.times(plan.rows)
+            self.later(due_ns - self.now, self._step, plan, due_ns, self.draft_busy_ns)
         self._answer()
 
     def _lingered(self, until_ns: int) -> None:
         if until_ns == self._linger:
             self._plan()
+
+    def _step(self, plan: StepPlan, due_ns: int, busy_before_ns: int) -> None:
+        """End the step, or later by what the draft has taken from it since it began."""
+        late_ns = int(self.scenario.contention * (self.draft_busy_ns - busy_before_ns)) + due_ns - self.now
+        if late_ns > _CONTENTION_NS:
+            self.later(late_ns, self._step, plan, due_ns, busy_before_ns)
+        else:
+            self._passed(plan)
 
     def _passed(self, plan: StepPlan) -> None:
         self._passing = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import mean
 
@@ -121,6 +122,65 @@ def test_useless_drafts_are_hardly_requested() -> None:
     assert stats.verified <= 0.1 * stats.rounds
 
 
+BUSY = StepTimes.measured(
+    [
+        (rows, round(ms * MS))
+        for rows, ms in ((1, 23.0), (4, 25.2), (5, 31.8), (8, 37.7), (16, 54.8), (32, 96.1), (64, 180))
+    ]
+)
+"""The default model on one core."""
+
+
+def mixed(tokens: int) -> Callable[[int], float]:
+    """Return the acceptance of answers of which each is another."""
+    return lambda i: random.Random(i // tokens).uniform(0.35, 0.8)
+
+
+def one_host(sessions: int, answers: int, alpha: Callable[[int], float] | None = None) -> Scenario:
+    """Return streams of short answers after prompts, all under new labels, whose draft takes cores."""
+    return Scenario(
+        alpha or mixed(40),
+        BUSY,
+        slow,
+        sessions,
+        40,
+        prompt=100,
+        answers=answers,
+        read_ns=200_000,
+        contention=0.5,
+    )
+
+
+@pytest.mark.parametrize(("sessions", "answers", "most"), [(8, 20, 0.8), (16, 6, 0.15), (32, 4, 0.1)])
+def test_under_load_drafts_cost_nothing_although_they_take_cores(
+    sessions: int, answers: int, most: float
+) -> None:
+    scenario = one_host(sessions, answers)
+    auto, off = Pool(scenario, 16, auto=True), Pool(scenario, 0, auto=False)
+    assert auto.goodput() >= 0.98 * off.goodput()
+    assert len(auto.proposals_ns) <= most * sessions * answers
+    assert auto.draft_busy_ns <= 0.04 * auto.now
+
+
+def test_where_no_token_can_be_worth_its_row_the_draft_is_not_asked() -> None:
+    """Allow the requests that are made before a step was measured."""
+    pool = Pool(replace(one_host(16, 5, nearly_perfect), times=LINEAR), 16, auto=True)
+    pool.goodput()
+    assert len(pool.proposals_ns) <= 4
+
+
+def test_drafts_are_requested_again_within_a_second_of_the_load() -> None:
+    pool = Pool(one_host(16, 2, good), 16, auto=True)
+    pool.streams[0].answers = 5
+    pool.goodput()
+    last_ns = max(stream.ended_ns for stream in pool.streams[1:])
+    during = [at_ns for at_ns in pool.proposals_ns if at_ns <= last_ns]
+    after = [at_ns for at_ns in pool.proposals_ns if at_ns > last_ns]
+    assert len(during) <= 12, "the first, and a few probes"
+    assert after[0] - last_ns < 1000 * MS
+    assert len(after) > 30
+
+
 def session_of(shared: SharedStatistics, name: str = "s") -> Speculation:
     spec = SessionSpec(name, (1, 2, 3), SamplingParams(), 400, 1 << 16, k=16, auto=True)
     return Speculation(spec, shared)
@@ -230,7 +290,7 @@ def test_few_sessions_probe_useless_drafts_with_long_prompts() -> None:
         for _ in range(10):
             requested += session.tokens_to_draft(0, 1.0, 10, 500) > 0
             session.record_verdict(offered=False, verified=0)
-    assert 1 <= requested <= 12, "reading 200 ms, for 3 % of 40 s"
+    assert 1 <= requested <= 12, "reading 200 ms, of which a tenth counts, for 0.5 % of 40 s"
 
 
 def test_drafting_ahead_of_an_uncertain_token_needs_an_idle_draft() -> None:

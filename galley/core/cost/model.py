@@ -283,9 +283,11 @@ class LiveStepTimes:
 
     def __call__(self, rows: int, drafts: int) -> int:
         measured_ns, below, share = self._known.get(rows) or self._place(rows)
-        factors = self._drafted if drafts else self._plain
-        low, high = factors[below], factors[below + 1]
-        return max(1, round(measured_ns * (low + share * (high - low))))
+        factor = _between(self._plain, below, share)
+        if drafts:
+            # A plain step may be the slower one: a draft on the same machine works until its hint is there.
+            factor = max(factor, _between(self._drafted, below, share))
+        return max(1, round(measured_ns * factor))
 
     def added_row_ns(self, rows: int) -> int:
         """Return the ns that a draft row adds to `rows` rows, for the cheapest number of added rows."""
@@ -334,3 +336,7 @@ class LiveStepTimes:
         if rows <= _MOST_KNOWN:
             self._known[rows] = place
         return place
+
+
+def _between(factors: Sequence[float], below: int, share: float) -> float:
+    return factors[below] + share * (factors[below + 1] - factors[below])

@@ -12,6 +12,7 @@ from galley.core.lru import LruCache
 _LOAD = 0.05  # weight of the newest value in the load
 _PRIOR_TOKENS = 5  # the prior counts as this many tokens
 _DEVIATION = 0.01  # prior: sessions differ, and every deviation shows
+_READING = 1 / 8  # the time to read a token, if unknown, as a part of the time to draft one
 _WORKLOADS = 1024
 
 
@@ -21,12 +22,12 @@ class DraftStatistics:
 
     - alpha: the chance that a draft token is right if all before it were, verified or not.
     - recovery: the chance that the token after a wrong one is right.
-    - nonempty_rate: the share of proposals with any token.
+    - nonempty_rate: the share of proposals with any token that was not confirmed before.
     - verified_rate: the share of steps with a hint that verify any of it; verified_len: how many tokens then.
     - token_ns: the time to draft a token; share_ns: the session's share of it; others_ns: the part of that
       share that is taken from other sessions, which draft at the same time.
     - read_ns: the session's share of the time in which the draft reads a token that it has not seen.
-    - verdicts_since_draft: verdicts since a proposal was requested; for a workload, over all its sessions.
+    - budget_ns: the target's time that probes of a workload or strategy may take now (`speculation`).
     - deviation_squared, deviation_explained: see `deviation_weight`.
     """
 
@@ -40,7 +41,7 @@ class DraftStatistics:
     others_ns: float = 0.0
     read_ns: float = 0.0
     tokens: int = 0
-    verdicts_since_draft: int = 0
+    budget_ns: float = 0.0
     deviation_squared: float = _DEVIATION
     deviation_explained: float = _DEVIATION
 
@@ -51,6 +52,11 @@ class DraftStatistics:
         The slope of a regression of tokens on deviations: 1 if sessions differ, 0 if deviations are chance.
         """
         return min(1.0, max(0.0, self.deviation_explained / self.deviation_squared))
+
+    @property
+    def reading_ns(self) -> float:
+        """Return `read_ns`, estimated from the time to draft a token until it is measured."""
+        return self.read_ns or _READING * self.share_ns
 
     def record_deviation(self, alpha: float, weight: float, *, right: bool) -> None:
         """Record the next token of a session that has this `alpha`. Call it before `record_token`."""
@@ -65,6 +71,9 @@ class DraftStatistics:
     def record_recovery(self, weight: float, *, right: bool) -> None:
         self.recovery += weight * (right - self.recovery)
 
+    def record_late(self, weight: float) -> None:
+        self.nonempty_rate -= weight * self.nonempty_rate
+
     def record_proposal(
         self, received: int, unread: int, compute_ns: int, sessions: int, weight: float
     ) -> None:
@@ -76,7 +85,10 @@ class DraftStatistics:
         if unread > received:
             if self.token_ns:
                 reading_ns = max(0.0, compute_ns - received * self.token_ns)
-                self.read_ns = _mean(self.read_ns, reading_ns * share / unread, weight)
+                # Each token that was read has this weight: long readings measure best.
+                self.read_ns = _mean(
+                    self.read_ns, reading_ns * share / unread, 1.0 - (1.0 - weight) ** unread
+                )
         else:
             token_ns = compute_ns / received
             self.token_ns = _mean(self.token_ns, token_ns, weight)
@@ -99,7 +111,9 @@ class SharedStatistics:
 
     `step_ns` is the time of a target step, `share_ns` a session's share of it, `row_ns` what one more draft
     token adds to the step. `confirmed_per_step` counts one session's tokens. `latency_ns` is the time from
-    requesting a proposal to receiving it; `message_ns` is that time without computing.
+    requesting a proposal to receiving it; `message_ns` is that time without computing. Where drafts share
+    cores with the target, a nanosecond of their work takes `contention` of one from it. `first_requests`
+    counts requests until a step is recorded.
     """
 
     def __init__(self) -> None:
@@ -109,6 +123,8 @@ class SharedStatistics:
         self.confirmed_per_step = 1.0
         self.latency_ns = 0.0
         self.message_ns = 0.0
+        self.contention = 0.0
+        self.first_requests = 0
         self._drafts: LruCache[tuple[str, ...], DraftStatistics] = LruCache(DraftStatistics, _WORKLOADS)
 
     def for_workload(self, strategy: str, workload: str, lora: str = "") -> DraftStatistics:
@@ -117,7 +133,7 @@ class SharedStatistics:
         Those of a LoRA adapter are its own: drafts propose for the model itself.
         """
         overall = self.for_strategy(strategy)
-        return self._drafts.get((strategy, workload, lora), lambda: replace(overall, tokens=0))
+        return self._drafts.get((strategy, workload, lora), lambda: replace(overall, tokens=0, budget_ns=0.0))
 
     def for_strategy(self, strategy: str) -> DraftStatistics:
         return self._drafts.get((strategy,))
@@ -128,6 +144,7 @@ class SharedStatistics:
         self.share_ns = _mean(self.share_ns, compute_ns / sessions if sessions > 1 else compute_ns, _LOAD)
         self.row_ns = _mean(self.row_ns, row_ns, _LOAD)
         self.confirmed_per_step += _LOAD * (confirmed - self.confirmed_per_step)
+        self.first_requests = 0
 
     def record_proposal(self, latency_ns: int, compute_ns: int) -> None:
         self.latency_ns = _mean(self.latency_ns, latency_ns, _LOAD)

@@ -118,6 +118,7 @@ class Drafting:
             self._speculation.record_recovery(tokens[position] == proposed)
             self._recovery = None
         if self.pending is not None and self.pending.position + self.pending.k <= len(tokens):
+            self._speculation.record_late()
             return self.give_up()
         hint = self.hint
         if hint is None:

@@ -2,13 +2,15 @@
 
 A draft token is worth the chance that it is accepted times what a token costs the target now: the session's
 share of a step. It costs the target a row, which delays all tokens of the step, and the request costs a
-message. The draft's time counts only as far as it delays the next step; what is drafted ahead, while the
-target works, takes time from other sessions alone. But the draft has to read a session's prompt first, and a
-short answer may not be worth that.
+message. The draft's time counts as far as it delays the next step, or takes the target's cores; what is
+drafted ahead, while the target works, takes time from other sessions. The draft has to read a session's
+prompt first, and a short answer may not be worth that.
 
-A session requests as many tokens as are worth it, down to none. Then it requests a few now and again, to
-notice when drafts have become good or the load low. Beside the tokens for the next step, more are drafted
-ahead: for the step after it, and because a link may be slow. Times are arguments, in nanoseconds.
+A session requests as many tokens as are worth it, down to none. Then, if perfect drafts would be worth it, it
+probes: it requests a few now and again, to notice when drafts have become good. The time that all probes take
+is bounded by a share of the target's time. No probe notices when the load falls: each verdict says what a row
+costs. Beside the tokens for the next step, more are drafted ahead: for the step after it, and because a link
+may be slow. Times are arguments, in nanoseconds.
 """
 
 from __future__ import annotations
@@ -25,16 +27,27 @@ _SESSION, _WORKLOAD = 0.04, 0.01
 # Weight of a token in the acceptance of its workload. All sessions act on it, and one that has stopped
 # drafting sees few more tokens, so chance must not move it far. Quick changes show in sessions' own means.
 _WORKLOAD_TOKEN = 1.0 / 256
-# Probes of drafts that were not worth it: their tokens, their share of the time that session and workload
-# take at the target, and the least and most verdicts between them, if there is little to read.
+# Probes of drafts that are not worth it: their tokens, and their share of the time of all target steps. Half
+# of that is for the workload that has saved it, half for any: a workload with long prompts must save up.
 _PROBE_TOKENS = 4
-_PROBE_SHARE = 0.03
-_FIRST_PROBE, _LAST_PROBE = 4, 24
+_PROBE_SHARE = 0.005
+_MAX_BUDGET_NS = 1_000_000_000
+# The draft's own time counts at least this much, so that probes cannot keep it busy.
+_LEAST_WORK = 0.1
+# After a probe that was right, how many more may be made in advance.
+_PROBES_IN_ADVANCE = 8
 # Weight of the token after a wrong one: large, because few are seen and drafts that copy differ from others.
 _RECOVERY_WEIGHT = 0.15
 _RECOVERS = 0.5
-# Requested while nothing is known.
+# Requested while nothing is known; and how many requests are made before a step was measured: many sessions
+# may start at once.
 _FIRST_TOKENS = 4
+_FIRST_REQUESTS = 4
+# A draft token must be worth this much more than it costs: estimates are uncertain, and the sessions that
+# request drafts are those that overestimate them.
+_MARGIN = 1.05
+# Reading a prompt counts at least this part of its time: meanwhile the draft works for no other session.
+_LEAST_READING = 0.25
 # Cost of a proposal besides drafting: messages, and the work of both ends.
 _REQUEST_NS = 400_000
 # Most tokens drafted ahead, however slow the link.
@@ -53,6 +66,7 @@ class Speculation:
         self.statistics = replace(self._workload, tokens=0)
         self._weighted = ((self.statistics, _SESSION), *((parent, _WORKLOAD) for parent in self._parents))
         self._right_in_a_row = 0
+        self._paid_ns: float | None = None  # what the pending probe was expected to cost
 
     def record_proposal(
         self, received: int, unread: int, latency_ns: int, compute_ns: int, sessions: int
@@ -61,6 +75,15 @@ class Speculation:
         for statistics, weight in self._weighted:
             statistics.record_proposal(received, unread, compute_ns, sessions, weight)
         self.shared.record_proposal(latency_ns, compute_ns)
+        if self._paid_ns is not None:
+            _, overall = self._parents
+            overall.budget_ns -= self._probe_ns(compute_ns / max(1, sessions)) - self._paid_ns
+            self._paid_ns = None
+
+    def record_late(self) -> None:
+        """Record a proposal that was given up because its tokens were confirmed before it came."""
+        for statistics, weight in self._weighted:
+            statistics.record_late(weight)
 
     def record_token(self, right: bool) -> None:
         """Record a proposed token: right, or the first that was wrong."""
@@ -89,47 +112,74 @@ class Speculation:
 
     def record_verdict(self, *, offered: bool, verified: int) -> None:
         """Record a verdict; `offered` if the target had draft tokens for it."""
-        self.statistics.verdicts_since_draft += 1
-        self._workload.verdicts_since_draft += 1
         if offered:
             for statistics, weight in self._weighted:
                 statistics.record_verdict(verified, weight)
+        elif self._auto:
+            earned_ns = _PROBE_SHARE * self.shared.share_ns / len(self._parents)
+            for statistics in self._parents:
+                statistics.budget_ns = min(statistics.budget_ns + earned_ns, _MAX_BUDGET_NS)
 
     def tokens_to_draft(self, ready: int, reached: float, room: int, unread: int) -> int:
         """Return how many tokens to request now, at most `room`, after `ready` ones that are not verified.
 
         All ready ones are accepted with chance `reached`. The draft has `unread` tokens to read first.
         """
-        room = min(room, self._depth() - ready)
         if not self._k or room <= 0:
             return 0
+        if self._auto and not self.shared.share_ns:
+            self.shared.first_requests += 1
+            if self.shared.first_requests > _FIRST_REQUESTS:
+                return 0
         if ready == 0:
-            return min(room, self._for_next_step(unread * self.statistics.read_ns, room))
+            return min(room, self._for_next_step(unread * self.statistics.reading_ns, room))
+        room = min(room, self._depth() - ready)
+        if room <= 0:
+            return 0
+        # Each request costs a message: make none for a token or two.
         proposal = self._proposal_len()
         at_least = 0 if self._auto else min(self._k - ready, room)
-        # Each request costs a message: make none for a token or two.
         ahead = self._worthwhile(min(room, proposal), reached) if 2 * room >= self._best() else 0
         return max(at_least, ahead)
 
     def _for_next_step(self, reading_ns: float, room: int) -> int:
         if not self._auto:
-            return self._proposal_len()
-        count = self._worthwhile(self._proposal_len(), 1.0, reading_ns / min(room, _STEPS_TO_COME))
-        if not count and max(
-            self.statistics.verdicts_since_draft, self._workload.verdicts_since_draft
-        ) >= self._probe_after(reading_ns):
-            count = min(_PROBE_TOKENS, self._k)
-        if count:
-            self.statistics.verdicts_since_draft = self._workload.verdicts_since_draft = 0
-        return count
+            return min(self._proposal_len(), self._depth())
+        if self._token_price >= self.alpha:
+            return self._probe(reading_ns)
+        most = min(self._proposal_len(), self._depth())
+        steps = max(1.0, min(room / expected_confirmed(self.alpha, most), _STEPS_TO_COME))
+        counted_ns = max(_LEAST_READING, self.shared.contention) * reading_ns
+        return self._worthwhile(most, 1.0, counted_ns / steps) or self._probe(reading_ns)
 
-    def _probe_after(self, reading_ns: float) -> float:
-        """Return after how many verdicts to try drafts again: 1 once `_PROBE_TOKENS` in a row were right."""
-        if self._right_in_a_row >= _PROBE_TOKENS or not self.shared.share_ns:
-            return 1
-        spared_ns = _PROBE_SHARE * self.shared.share_ns
-        after = (_REQUEST_NS + _PROBE_TOKENS * self.statistics.share_ns) / spared_ns
-        return min(max(after, _FIRST_PROBE), _LAST_PROBE) + reading_ns / spared_ns
+    @property
+    def _token_price(self) -> float:
+        """Return how likely a draft token must be right to be worth its cost; 0 while nothing is measured."""
+        shared = self.shared
+        if not shared.share_ns:
+            return 0.0
+        cost_ns = shared.row_ns + shared.contention * self.statistics.share_ns
+        return _MARGIN * cost_ns * shared.confirmed_per_step / shared.share_ns
+
+    def _probe(self, reading_ns: float) -> int:
+        """Return how many tokens to request to see whether drafts have become worth it: some if paid for."""
+        if self._token_price >= 1.0:
+            return 0
+        own, overall = self._parents
+        paid_ns = self._probe_ns(_PROBE_TOKENS * self.statistics.share_ns + reading_ns)
+        cost_ns = _REQUEST_NS + paid_ns
+        in_advance = _PROBES_IN_ADVANCE if self._right_in_a_row >= _PROBE_TOKENS else 0
+        if own.budget_ns + overall.budget_ns + in_advance * cost_ns < cost_ns:
+            return 0
+        from_own = min(max(own.budget_ns, 0.0), cost_ns)
+        own.budget_ns -= from_own
+        overall.budget_ns -= cost_ns - from_own
+        self._paid_ns = paid_ns
+        return min(_PROBE_TOKENS, self._k)
+
+    def _probe_ns(self, work_ns: float) -> float:
+        """Return what `work_ns` of the draft count for a probe: the less there is to win, the more."""
+        return max(_LEAST_WORK, self.shared.contention, min(1.0, self._token_price)) * work_ns
 
     def _worthwhile(self, most: int, reached: float, reading_ns: float = 0.0) -> int:
         """Return how many further tokens are worth drafting: none unless one step's are worth a request."""
@@ -152,11 +202,14 @@ class Speculation:
         The step has them with chance `reached`; otherwise they cost no row. A row delays the whole step.
         """
         share_ns, alpha = self.shared.share_ns, self.alpha
-        row_ns = self.shared.row_ns * self.shared.confirmed_per_step
-        others_ns = self.statistics.others_ns if reached < 1.0 else 0.0
+        tokens = _MARGIN * self.shared.confirmed_per_step
+        row_ns = self.shared.row_ns * tokens
+        work_ns = self.shared.contention * self.statistics.share_ns * tokens
+        if reached < 1.0:
+            work_ns += self.statistics.others_ns
         gains: list[float] = []
         chance = alpha
-        while len(gains) < most and (gain := reached * (chance * share_ns - row_ns) - others_ns) > 0.0:
+        while len(gains) < most and (gain := reached * (chance * share_ns - row_ns) - work_ns) > 0.0:
             gains.append(gain)
             chance *= alpha
         return gains

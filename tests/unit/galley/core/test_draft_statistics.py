@@ -59,7 +59,7 @@ def test_proposals_measure_drafting_and_reading() -> None:
     statistics.record_proposal(4, unread=10, compute_ns=42_000, sessions=2, weight=0.5)
     assert statistics.read_ns == 1_500, "30,000 ns, of which half are the session's, for ten tokens"
     statistics.record_proposal(4, unread=10, compute_ns=1_000, sessions=2, weight=0.5)
-    assert statistics.read_ns == 750
+    assert statistics.read_ns == 1_500 / 2**10, "each token has the weight"
     statistics.record_proposal(0, unread=1, compute_ns=9_000, sessions=2, weight=0.5)
     assert (statistics.token_ns, statistics.share_ns, statistics.others_ns) == (3_000, 1_500, 625)
     assert statistics.nonempty_rate == 0.5
@@ -68,7 +68,20 @@ def test_proposals_measure_drafting_and_reading() -> None:
 def test_reading_is_not_measured_before_drafting() -> None:
     statistics = DraftStatistics()
     statistics.record_proposal(4, unread=10, compute_ns=42_000, sessions=1, weight=0.5)
-    assert (statistics.read_ns, statistics.token_ns) == (0, 0)
+    assert (statistics.read_ns, statistics.token_ns, statistics.reading_ns) == (0, 0, 0)
+
+
+def test_reading_is_estimated_until_it_is_measured() -> None:
+    statistics = DraftStatistics(share_ns=800.0)
+    assert statistics.reading_ns == 100
+    statistics.read_ns = 70.0
+    assert statistics.reading_ns == 70
+
+
+def test_a_late_proposal_counts_as_empty() -> None:
+    statistics = DraftStatistics(nonempty_rate=0.8)
+    statistics.record_late(0.25)
+    assert statistics.nonempty_rate == pytest.approx(0.6)
 
 
 def test_verdicts_measure_how_much_of_hints_is_verified() -> None:
@@ -91,6 +104,12 @@ def test_the_load_is_a_running_mean_over_all_sessions() -> None:
     assert (shared.latency_ns, shared.message_ns) == (1_000, 600)
     shared.record_proposal(2_000, compute_ns=3_000)
     assert (shared.latency_ns, shared.message_ns) == pytest.approx((1_050, 570))
+
+
+def test_a_workload_starts_without_a_budget() -> None:
+    shared = SharedStatistics()
+    shared.for_strategy("model").budget_ns = 5.0
+    assert shared.for_workload("model", "code").budget_ns == 0
 
 
 def test_a_workload_starts_with_the_means_of_its_strategy() -> None:

@@ -23,6 +23,10 @@ class Observer:
     can_recover: bool
     seen: list[bool] = field(default_factory=list)
     recoveries: list[bool] = field(default_factory=list)
+    late: int = 0
+
+    def record_late(self) -> None:
+        self.late += 1
 
     def record_token(self, right: bool) -> None:
         self.seen.append(right)
@@ -147,7 +151,9 @@ def test_the_time_of_a_hint_is_that_of_its_first_tokens() -> None:
 
 
 def test_a_request_for_confirmed_tokens_is_given_up() -> None:
-    here, answer = drafting(Observer(can_recover=True))
+    observer = Observer(can_recover=True)
+    here, answer = drafting(observer)
     given_up = confirm(here, answer, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)
     assert given_up is not None
     assert here.pending is None
+    assert observer.late == 1

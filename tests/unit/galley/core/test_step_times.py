@@ -128,6 +128,15 @@ def test_draft_rows_have_their_own_factors() -> None:
     assert live(1, 1) == live(1, 0), "as others, where none was seen"
 
 
+def test_a_draft_row_never_makes_a_step_shorter() -> None:
+    """Plain steps may be the slower ones: a draft on the same machine works until its hint is there."""
+    live = LiveStepTimes(CURVE)
+    for _ in range(200):
+        live.record(8, 0, 2 * CURVE(8))
+        live.record(8, 4, CURVE(8))
+    assert live(8, 4) == live(8, 0)
+
+
 def test_expensive_draft_rows_are_tried_again() -> None:
     live = LiveStepTimes(CURVE)
     for _ in range(100):
