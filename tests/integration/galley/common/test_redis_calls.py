@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -69,43 +69,59 @@ async def test_concurrent_calls_share_a_connection(
     assert await connections_made(calls) - before <= 1 + MANY // 64
 
 
-@pytest.fixture
-async def copied() -> AsyncIterator[RedisCalls]:
-    """Calls that wait 50 ms for a replica, which the server does not have."""
+@asynccontextmanager
+async def waiting_for_a_replica(timeout_s: float) -> AsyncIterator[RedisCalls]:
+    """Yield calls that wait for a replica, which the server does not have."""
     with running(VALKEY) as server:
-        copies = Copies(replicas=1, timeout_s=0.05)
-        here = RedisCalls(server.url, call_timeout_s=5.0, max_connections=CALLERS, copies=copies)
-        yield here
-        await here.close()
+        copies = Copies(replicas=1, timeout_s=timeout_s)
+        calls = RedisCalls(server.url, call_timeout_s=5.0, max_connections=CALLERS, copies=copies)
+        yield calls
+        await calls.close()
 
 
-async def test_changes_of_one_turn_wait_for_replicas_together(copied: RedisCalls) -> None:
+async def blocked(calls: RedisCalls) -> list[bytes]:
+    """Return the ids of the connections that wait for replicas."""
+    clients = await calls.command("CLIENT", "LIST")
+    assert isinstance(clients, bytes)
+    fields = [dict(field.split(b"=", 1) for field in line.split()) for line in clients.splitlines()]
+    return [of[b"id"] for of in fields if b"b" in of[b"flags"]]
+
+
+async def test_changes_of_one_turn_wait_for_replicas_together() -> None:
     """Those of a later turn do not wait for them, and what changes nothing waits for no replica."""
     script = script_of("return redis.call('INCR', KEYS[1])")
-    await copied.run(script, ["before"])
-    before = await connections_made(copied)
-    changes = [copied.change(script, [f"k{n}"], (), int_of) for n in range(CALLERS)]
-    await asyncio.sleep(0)
-    changes += [copied.change(script, [f"k{n}"], (), int_of) for n in range(CALLERS)]
-    assert await copied.run(script, ["also"]) == 1
-    assert not any(change.done() for change in changes)
-    failures = await asyncio.gather(*changes, return_exceptions=True)
-    assert [type(failure) for failure in failures] == [StoreUnavailable] * 2 * CALLERS
-    assert [await copied.command("GET", f"k{n}") for n in range(CALLERS)] == [b"2"] * CALLERS
-    assert await connections_made(copied) - before == 2, "one for each turn"
+    async with waiting_for_a_replica(60.0) as calls:
+        await calls.run(script, ["before"])
+        changes = [calls.change(script, [f"k{n}"], (), int_of) for n in range(CALLERS)]
+        await asyncio.sleep(0)
+        changes += [calls.change(script, [f"k{n}"], (), int_of) for n in range(CALLERS)]
+
+        async def both_wait() -> bool:
+            return len(await blocked(calls)) == 2
+
+        await until(both_wait)
+        waiting = await blocked(calls)
+        assert await calls.run(script, ["also"]) == 1
+        assert not any(change.done() for change in changes)
+        assert await blocked(calls) == waiting, "one connection for each turn"
+        for client in waiting:
+            await calls.command("CLIENT", "UNBLOCK", client)
+        failures = await asyncio.gather(*changes, return_exceptions=True)
+        assert [type(failure) for failure in failures] == [StoreUnavailable] * 2 * CALLERS
+        assert [await calls.command("GET", f"k{n}") for n in range(CALLERS)] == [b"2"] * CALLERS
 
 
-async def test_a_change_that_is_refused_is_not_late(copied: RedisCalls) -> None:
+async def test_a_change_that_is_refused_is_not_late() -> None:
     def refuse(reply: object) -> int:
         raise Broken(f"refused: {reply!r}")
 
-    await copied.command("SCRIPT", "FLUSH")
-    failed = await asyncio.gather(
-        copied.change(script_of("return 'no'"), ["k"], (), refuse),
-        copied.change(script_of("return redis.error_reply('OOM no memory')"), ["k"], (), refuse),
-        copied.change(script_of("return 1"), ["k"], (), int_of),
-        return_exceptions=True,
-    )
+    async with waiting_for_a_replica(0.05) as calls:
+        failed = await asyncio.gather(
+            calls.change(script_of("return 'no'"), ["k"], (), refuse),
+            calls.change(script_of("return redis.error_reply('OOM no memory')"), ["k"], (), refuse),
+            calls.change(script_of("return 1"), ["k"], (), int_of),
+            return_exceptions=True,
+        )
     assert [str(error).split(":")[0] for error in failed] == [
         "refused",
         "the session store is unavailable",

