@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from galley.common.host import this_host
 from galley.common.logs import get_logger
 from galley.common.models.files import tokenizer_hash
 from galley.common.models.hub import local_directory
@@ -46,6 +47,7 @@ def load_strategies(settings: DraftSettings) -> tuple[dict[str, Strategy], pb.Ge
         default_strategy=settings.default_strategy,
         max_draft_tokens=settings.max_draft_tokens,
         vocab_size=model.info.vocab_size if model else 0,
+        host=this_host(settings.threads, settings.device),
     )
     return offered, info
 

@@ -30,10 +30,12 @@ from galley.common.sockets import bind_socket, socket_address
 from galley.common.tls.channels import ChannelTls, open_channel
 from galley.common.tls.credentials import TlsFiles
 from galley.common.tls.files import CHECK_INTERVAL_S, NamedFile
+from galley.core.cost.contention import contention
 from galley.core.hints import MAX_DRAFT_TOKENS
 from galley.core.names import MOVE_REASONS, SCHEMA_URL
 from galley.core.routing.breaker import State
 from galley.core.routing.choice import TargetLease
+from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.machine import Session, SessionLimits
 from galley.core.store import SessionStore, StoredSession
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -78,6 +80,7 @@ _HAND_OVER_SHARE = 0.6
 _HTTP_GRACE_S = 1.0
 """Longest time that HTTP responses get to end after the drain, such as errors of streams handed over."""
 _COLLECT_S = 5.0
+_CONTENTION_S = 5.0
 _CLOCK = MonotonicClock()
 _COPY_TIMEOUT_S = 1.0
 """Longest time that one commit waits for the store's replicas; it is repeated for `store_timeout_s`."""
@@ -227,6 +230,7 @@ async def _generation(
     streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
     streams.is_saturated = lambda: targets.turns.is_saturated(asyncio.get_running_loop().time())
     opened.push_async_callback(streams.close)
+    opened.callback(asyncio.create_task(_follow_contention(streams.shared, drafts, targets)).cancel)
     opened.callback(asyncio.create_task(_collect_garbage(streams)).cancel)
     observers = RequestObservers(_CLOCK)
     if (registry := parts.metrics) is not None:
@@ -246,6 +250,13 @@ async def _collect_garbage(streams: Streams) -> None:
         await asyncio.sleep(_COLLECT_S)
         if not streams.held and gc.get_count()[2]:
             gc.collect()
+
+
+async def _follow_contention(shared: SharedStatistics, drafts: DraftPool, targets: TargetPool) -> None:
+    """Note how much of the drafts' time is lost to targets on the same cores, as replicas come and go."""
+    while True:
+        shared.contention = contention(drafts.hosts(), targets.hosts())
+        await asyncio.sleep(_CONTENTION_S)
 
 
 def _bind_http(settings: GatewaySettings, opened: AsyncExitStack) -> socket.socket | None:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from galley.common.host import this_host
 from galley.common.logs import get_logger
 from galley.common.metrics.registry import Registry
 from galley.common.registry.leases import TARGET_POOL, target_lease
@@ -56,7 +57,11 @@ class TargetService(rpc.TargetServicer):
     grpc_services = ("galley.v1.Target",)
 
     def __init__(
-        self, engine: TargetEngine, spans: SpanScope | None, metrics: Registry | None = None
+        self,
+        engine: TargetEngine,
+        spans: SpanScope | None,
+        metrics: Registry | None = None,
+        host: pb.Host | None = None,
     ) -> None:
         """Make it within the running event loop; `spans` is None if traces are off."""
         info = engine.info
@@ -69,6 +74,7 @@ class TargetService(rpc.TargetServicer):
             incarnation=secrets.token_hex(8),
             max_draft_tokens=engine.limits.max_draft_tokens,
             row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in engine.times.points],
+            host=host,
         )
         self._loop = StepLoop(engine, spans, None if metrics is None else StepMeter(metrics, engine))
 
@@ -286,7 +292,9 @@ async def add_target(
         max_rows=settings.max_rows,
         max_linger_ms=_MAX_LINGER_MS,
     )
-    service = TargetService(engine.serve(times, limits), parts.telemetry.scope(__name__), parts.metrics)
+    host = this_host(settings.threads, settings.device)
+    spans = parts.telemetry.scope(__name__)
+    service = TargetService(engine.serve(times, limits), spans, parts.metrics, host)
     rpc.add_TargetServicer_to_server(service, server)
     return service
 

@@ -143,6 +143,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.fingerprint = "build-1"
         self.lora_adapters: Sequence[str] = ()
         self.row_costs: tuple[tuple[int, int], ...] = ()
+        self.host = pb.Host()
         self.info_gate = Gate()
         self.item_failure: grpc.StatusCode | None = None
         self.misses = 0
@@ -176,6 +177,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
             kv_blocks_free=self.kv_blocks_total // 4,
             row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in self.row_costs],
             lora_adapters=self.lora_adapters,
+            host=self.host,
         )
 
     async def Verify(self, request: Any, context: Any) -> pb.VerifyResponse:

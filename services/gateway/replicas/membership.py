@@ -21,6 +21,7 @@ from galley.core.errors import GalleyError, TokenizerMismatch, Unavailable
 from galley.core.names import MOVE_RESTARTED
 from galley.core.routing.choice import ReplicaLease
 from galley.core.session.events import Clock, Replica
+from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND
 from services.gateway.replicas.clients import MEET_TIMEOUT_S, ReplicaClient
 from services.gateway.telemetry.observer import request_observer
@@ -145,6 +146,10 @@ class ReplicaPool(ABC, Generic[ReplicaT]):
     def up_and_down(self) -> tuple[int, int]:
         up = sum(replica.is_accepted and replica.is_up for replica in self._replicas.values())
         return up, len(self._replicas) - up
+
+    def hosts(self) -> list[pb.Host]:
+        """Return the cores of the replicas that are up."""
+        return [it.client.info.host for it in self._replicas.values() if it.is_accepted and it.is_up]
 
     @property
     def mismatch(self) -> TokenizerMismatch | None:

@@ -86,7 +86,7 @@ class Streams:
         self._reads = Admission(max_sessions, "reads of sessions")
         self._answers = Admission(max_sessions, "reads of answers")
         self._draining = False
-        self._book = SharedStatistics()
+        self.shared = SharedStatistics()
         self._running: set[SessionRunner] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -329,7 +329,7 @@ class Streams:
             stream_from=stream_from,
             seen_hash=seen_hash,
             finished=_ending(stored),
-            shared=self._book,
+            shared=self.shared,
         )
 
     def _runner(

@@ -1394,6 +1394,7 @@ class GetDraftInfoResponse(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tokenizer_hash: _builtins.str
     default_strategy: _builtins.str
@@ -1402,6 +1403,8 @@ class GetDraftInfoResponse(_message.Message):
     vocab_size: _builtins.int
     @_builtins.property
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def host(self) -> Global___Host: ...
     def __init__(
         self,
         *,
@@ -1412,14 +1415,43 @@ class GetDraftInfoResponse(_message.Message):
         incarnation: _builtins.str = ...,
         max_draft_tokens: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
+        host: Global___Host | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "strategies", b"strategies", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_strategy", b"default_strategy", "host", b"host", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "strategies", b"strategies", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetDraftInfoResponse: _TypeAlias = GetDraftInfoResponse  # noqa: Y015
+
+@_typing.final
+class Host(_message.Message):
+    """The cores that a replica computes on. Replicas with the same id share theirs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Hash of the machine's boot and of the set of its cores that the replica may use. Empty: unknown, or not a CPU."""
+    cores: _builtins.int
+    threads: _builtins.int
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        cores: _builtins.int = ...,
+        threads: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cores", b"cores", "id", b"id", "threads", b"threads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Host: _TypeAlias = Host  # noqa: Y015
 
 @_typing.final
 class VerifyItem(_message.Message):
@@ -1818,6 +1850,7 @@ class GetTargetInfoResponse(_message.Message):
     ROW_COSTS_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     LORA_ADAPTERS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tokenizer_hash: _builtins.str
     context_window: _builtins.int
@@ -1850,6 +1883,8 @@ class GetTargetInfoResponse(_message.Message):
     def lora_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the LoRA adapters that a request may choose. The fingerprint covers their weights."""
 
+    @_builtins.property
+    def host(self) -> Global___Host: ...
     def __init__(
         self,
         *,
@@ -1872,10 +1907,11 @@ class GetTargetInfoResponse(_message.Message):
         row_costs: _abc.Iterable[Global___RowCost] | None = ...,
         weights_digest: _builtins.str = ...,
         lora_adapters: _abc.Iterable[_builtins.str] | None = ...,
+        host: Global___Host | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "lora_adapters", b"lora_adapters", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "host", b"host", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "lora_adapters", b"lora_adapters", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,36 @@
+"""How much of a draft's time is lost to a target on the same cores."""
+
+from __future__ import annotations
+
+import pytest
+
+from galley.core.cost.contention import contention
+from galley.pb.galley.v1 import galley_pb2 as pb
+
+
+def host(threads: int, cores: int = 2, name: str = "here") -> pb.Host:
+    return pb.Host(id=name, cores=cores, threads=threads)
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "lost"),
+    [
+        (host(1), host(1), 0.25),
+        (host(1), host(2), 0.75),
+        (host(2), host(2), 1.0),
+        (host(1, 8), host(2, 8), 0.0),
+        (host(1, 8), host(8, 8), 0.375),
+        (host(2), host(2, name="elsewhere"), 0.0),
+        (pb.Host(), pb.Host(), 0.0),
+        (pb.Host(), host(2), 0.0),
+        (host(1, 0), host(1, 0), 0.0),
+    ],
+)
+def test_threads_beyond_the_cores_disturb_each_other(draft: pb.Host, target: pb.Host, lost: float) -> None:
+    assert contention([draft], [target]) == lost
+
+
+def test_of_several_replicas_the_mean_counts() -> None:
+    assert contention([host(2), host(1, name="elsewhere")], [host(2), host(2)]) == 0.5
+    assert contention([], [host(1)]) == 0.0
+    assert contention([host(1)], []) == 0.0
