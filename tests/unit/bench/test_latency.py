@@ -64,6 +64,20 @@ def test_long_prompts_are_judged_against_vllm_and_gaps_by_their_bound() -> None:
     assert run.facts["between_tokens_vllm_ms"].startswith("600.00")
 
 
+def test_others_that_had_ended_before_the_prompt_came_meet_no_bound() -> None:
+    blocks = [interrupted(THIS, 0.1, pair) for pair in range(7)]
+    ended = [replace(one, requested_s=(-9.0, -9.0, 1.0)) for one in blocks]
+    run = Run(replace(latency.LATENCY.defaults, arms=(THIS,)), Path(), Path(), print)
+    run.blocks = [*ended[:3], *blocks[3:]]
+    (goal,) = latency.goals(run)
+    assert goal.met
+    assert run.facts[f"between_tokens_{THIS}_ms"].endswith("of 4 blocks")
+    run.blocks = ended
+    (goal,) = latency.goals(run)
+    assert not goal.met
+    assert goal.measured == "others had ended"
+
+
 GAPS = {THIS: 0.14, "off:1": 0.2, OTHER: 0.6}
 
 
