@@ -121,6 +121,8 @@ def parse(
     values = vars(parser.parse_args(argv))
     root: Path | None = values.pop("results")
     options = Options(**values)
+    if options.prompts:  # which the record then says
+        options = dataclasses.replace(options, workloads=())
     if problem := _problem(options, baselines):
         parser.error(problem)
     if options.quick:
