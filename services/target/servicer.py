@@ -291,6 +291,7 @@ async def add_target(
         max_sessions=settings.max_sessions,
         max_rows=settings.max_rows,
         max_linger_ms=_MAX_LINGER_MS,
+        max_itl_ms=settings.max_itl_ms,
     )
     host = this_host(settings.threads, settings.device)
     spans = parts.telemetry.scope(__name__)

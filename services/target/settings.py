@@ -54,6 +54,13 @@ class TargetSettings(ReplicaSettings):
         le=65536,
         description="Most rows of a step, approximately. Longer prompts take several steps.",
     )
+    max_itl_ms: float = Field(
+        default=100.0,
+        ge=0,
+        le=60_000,
+        description="Longest step while prompts are read beside streams, in ms; it bounds their inter-token "
+        "time. Prompts get at least a third of a step. 0: no bound. Not for --engine vllm.",
+    )
     quantization: Literal["none", "int8"] = Field(
         default="none",
         description="Type of the weights of linear layers. int8: rounded at the start, on the CPU; "
@@ -109,6 +116,11 @@ class TargetSettings(ReplicaSettings):
             if self.invariant:
                 raise ValueError(
                     "--invariant: must be false with --engine vllm; set VLLM_BATCH_INVARIANT=1 instead"
+                )
+            if "max_itl_ms" in self.model_fields_set:
+                raise ValueError(
+                    f"--max-itl-ms: must be left out with --engine vllm, got {self.max_itl_ms:g}; vLLM "
+                    "divides prompts itself, by --max-rows"
                 )
             if self.quantization != "none":
                 raise ValueError(

@@ -47,6 +47,7 @@ class Bench:
         max_rows: int = 64,
         max_waiting: int = 64,
         max_linger_ns: int = 0,
+        max_itl_ns: int = 0,
         divides: random.Random | None = None,
     ) -> None:
         self.table = KvTable(blocks, block_tokens, max_sessions)
@@ -61,6 +62,7 @@ class Bench:
             max_rows=max_rows,
             max_waiting=max_waiting,
             max_linger_ns=max_linger_ns,
+            max_itl_ns=max_itl_ns,
             divides_prompts=divides is not None,
         )
         self.times = times

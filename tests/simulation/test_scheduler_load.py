@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galley.core.cost.model import StepTimes
-from tests.fakes.scheduler_world import FLAT, MS, STEEP, Bench, Gateway, Load
+from tests.fakes.scheduler_world import FLAT, MS, RISING, STEEP, Bench, Gateway, Load
 from tests.fakes.truth import IDS
 from tests.fakes.vllm_world import VllmBench
 
@@ -39,6 +39,13 @@ def test_tokens_are_the_same_for_any_schedule(
     bench_of: type[Bench], seed: int, times: StepTimes, linger: int
 ) -> None:
     bench = bench_of(times=times, max_rows=16, max_linger_ns=linger)
+    load(seed, bench, sessions=6, longest=30).run(faults=True)
+
+
+@settings(max_examples=40)
+@given(seed=SEEDS, times=st.sampled_from([FLAT, STEEP, RISING]), itl=st.sampled_from([1, 20 * MS]))
+def test_tokens_are_the_same_if_prompts_are_read_in_parts(seed: int, times: StepTimes, itl: int) -> None:
+    bench = Bench(times=times, max_rows=16, max_itl_ns=itl)
     load(seed, bench, sessions=6, longest=30).run(faults=True)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from galley.core.content import SessionKey
 from galley.core.cost.model import LiveStepTimes, StepNs, rows_that_pay
 from galley.core.scheduler.messages import BatchInfo
+from galley.core.scheduler.prefill import PrefillBudget
 from galley.core.scheduler.request import ActiveRequest
 from galley.core.step import Computed, StepOutcome, StepPlan
 
@@ -33,22 +34,31 @@ class Grant:
 
 
 def grant_rows(
-    requests: Sequence[ActiveRequest], step_ns: StepNs, max_rows: int, *, divides_prompts: bool = False
+    requests: Sequence[ActiveRequest],
+    step_ns: StepNs,
+    max_rows: int,
+    budget: PrefillBudget,
+    *,
+    divides_prompts: bool = False,
 ) -> list[Grant]:
     """Return the grants of a step of about `max_rows` rows, in the order of `requests`, oldest first.
 
     Every request whose KV reaches its position gets one row, whatever the budget. Draft rows come next, as
-    many as pay by `step_ns`. Prefill takes what is left, but at least a quarter of the budget. If the engine
-    `divides_prompts` over steps itself, it takes all, without draft tokens: they would follow in no step.
+    many as pay by `step_ns`. Prefill takes what is left, but at least a quarter of the rows, and at most its
+    `budget` of time. If the engine `divides_prompts` over steps itself, it takes all, without draft tokens:
+    they would follow in no step.
     """
     verifying = sum(request.uncomputed == 1 for request in requests)
     demand = sum(request.uncomputed for request in requests if request.uncomputed > 1)
     reserved = min(demand, max_rows // _PREFILL_SHARE)
-    prefill = min(demand, max(max_rows - verifying, reserved))
+    prefill = budget.rows(min(demand, max(max_rows - verifying, reserved)), verifying, 0)
     offering = _reaching(requests, 0 if divides_prompts else prefill)
     counts = _draft_counts(offering, verifying + prefill, max_rows - verifying - reserved, step_ns)
-    used = verifying + sum(counts.values())
-    return _grants(requests, counts, demand if divides_prompts else max(max_rows - used, reserved))
+    if not divides_prompts:
+        drafts = sum(counts.values())
+        used = verifying + drafts
+        demand = budget.rows(min(demand, max(max_rows - used, reserved)), used, drafts)
+    return _grants(requests, counts, demand)
 
 
 def _reaching(requests: Sequence[ActiveRequest], prefill: int) -> list[ActiveRequest]:
@@ -160,10 +170,13 @@ class ActiveBatch:
             evicted=tuple(session_id for _, session_id in self._evicted),
         )
 
-    def record(self, times: LiveStepTimes, took_ns: int, batch_span: bytes) -> BatchTimes:
+    def record(
+        self, times: LiveStepTimes, budget: PrefillBudget, took_ns: int, batch_span: bytes
+    ) -> BatchTimes:
         """Record in `times` how long the step took, and return what its results share.
 
-        Steps that read prompts are not recorded: prompt rows cost less, because nothing is drawn after them.
+        Steps that read prompts are recorded in `budget` instead: prompt rows cost less, because nothing is
+        drawn after them.
         """
         drafts, drawn, sessions = self._draft_rows, self._drawn_rows, len(self._fed)
         prefill_ns = 0
@@ -171,6 +184,8 @@ class ActiveBatch:
             times.record(drawn, drafts, took_ns)
         else:
             prefill_ns = max(0, took_ns - times(drawn, drafts)) if drawn else took_ns
+            if self._rows > drawn:
+                budget.record(self._rows - drawn, drawn, drafts, took_ns)
         drafts_ns = max(0, times(drawn, drafts) - times(drawn - drafts, 0)) if drafts else 0
         return BatchTimes(
             sessions=sessions,

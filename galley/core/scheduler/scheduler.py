@@ -7,7 +7,8 @@ Pure: it knows tokens, blocks and costs. Time is an argument, in nanoseconds of 
 2. One step runs at a time: `plan` begins it, `conclude` or `fail` ends it. Requests that arrive meanwhile for
    a session of the batch wait for its end; others are admitted at once and join the next step.
 3. In a step, every active session whose KV reaches its position gets one row, and draft rows as far as they
-   pay (`batch.py`). Prompts fill the rest of the row budget, the oldest session first.
+   pay (`batch.py`). Prompts fill the rest of the row budget, the oldest session first, as far as the other
+   streams of the step can wait (`prefill.py`).
 4. A higher priority counts as older. Blocks are reserved oldest first, so the oldest session always gets
    them: the youngest loses its own and gets a cache miss that says how much of its prefix is cached. If too
    many requests wait, the youngest is refused. The caller sets the arrival time and repeats it in retries.
@@ -40,6 +41,7 @@ from galley.core.scheduler.messages import (
     Superseded,
     VerifyRequest,
 )
+from galley.core.scheduler.prefill import PrefillBudget
 from galley.core.scheduler.request import ActiveRequest, SessionStatistics
 from galley.core.step import Computed, Draw, Sampled, StepChunk, StepOutcome, StepPlan, TokenRange
 
@@ -68,10 +70,12 @@ class Scheduler:
         max_rows: int = MAX_ROWS,
         max_waiting: int = 1024,
         max_linger_ns: int = 0,
+        max_itl_ns: int = 0,
         divides_prompts: bool = False,
     ) -> None:
         """Let `max_waiting` requests wait for a first row; a `max_linger_ns` of 0 never waits for hints.
 
+        Beside streams, prompts are read in parts that keep a step below `max_itl_ns`, unless that is 0.
         If the engine `divides_prompts` over steps itself, every active request is granted all its tokens, and
         the engine says how many it fed (`Computed`).
         `queue_times_ns` are the queue times, in ns, of the requests that started in the last step.
@@ -84,6 +88,7 @@ class Scheduler:
         self._divides_prompts = divides_prompts
         self._max_waiting = max_waiting
         self._lingering = LingerPolicy(max_linger_ns, self._times)
+        self._prefill = PrefillBudget(max_itl_ns, self._times)
         self._requests: dict[int, ActiveRequest] = {}
         self._active: dict[SessionKey, ActiveRequest] = {}
         self._arriving: dict[SessionKey, list[ActiveRequest]] = {}
@@ -235,7 +240,13 @@ class Scheduler:
             until_ns = self._lingering.until(requests, now)
             if until_ns is not None:
                 return Linger(until_ns)
-            granted = grant_rows(requests, self._times, self._max_rows, divides_prompts=self._divides_prompts)
+            granted = grant_rows(
+                requests,
+                self._times,
+                self._max_rows,
+                self._prefill,
+                divides_prompts=self._divides_prompts,
+            )
             grants, copies = self._reserve(granted)
             if grants:
                 return self._begin(grants, copies, now)
@@ -367,7 +378,7 @@ class Scheduler:
             raise Broken(f"scheduler: a step of {len(plan.chunks)} chunks had {len(outcomes)} outcomes")
         done.settle(outcomes)
         took_ns = now - done.started_ns
-        shared = done.record(self._times, took_ns, batch_span)
+        shared = done.record(self._times, self._prefill, took_ns, batch_span)
         for grant, outcome in zip(done.grants.values(), outcomes, strict=True):
             grant.request.compute_ns += took_ns
             self._settle(grant, outcome, shared, now)

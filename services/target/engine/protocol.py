@@ -51,6 +51,7 @@ class Limits:
     max_sessions: int = 64
     max_rows: int = MAX_ROWS
     max_linger_ms: float = 0.0
+    max_itl_ms: float = 0.0
 
 
 class LoadedEngine(Protocol):

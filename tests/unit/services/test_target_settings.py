@@ -33,6 +33,8 @@ def parse(*argv: str) -> TargetSettings:
             "must be none with --engine vllm, got int8; name that of vLLM in",
         ),
         (["--engine=vllm", "--invariant"], "--invariant: must be false with --engine vllm"),
+        (["--engine=vllm", "--max-itl-ms=50"], "--max-itl-ms: must be left out with --engine vllm, got 50"),
+        (["--max-itl-ms=-1"], "Input should be greater than or equal to 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(

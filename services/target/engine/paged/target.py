@@ -37,6 +37,7 @@ class PagedTarget(Scheduler):
             max_rows=limits.max_rows,
             max_waiting=limits.max_waiting,
             max_linger_ns=round(limits.max_linger_ms * 1e6),
+            max_itl_ns=round(limits.max_itl_ms * 1e6),
         )
         self.limits = limits
         self.times = times

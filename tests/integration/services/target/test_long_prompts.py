@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import grpc
 import pytest
 
+from galley.common.server.server import Parts, start_server
+from galley.core.cost.model import StepTimes
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import Limits
+from services.target.servicer import TargetService, add_target
+from services.target.settings import TargetSettings
+from tests.fakes.engine import KnownEngine
+from tests.fakes.scheduler_world import STEEP
 from tests.fakes.tiny_model import VOCAB, greedy
-from tests.fakes.verify_items import slice_of, verify
+from tests.fakes.truth import IDS
+from tests.fakes.verify_items import slice_of, stream_of, verify
 from tests.integration.services.target.conftest import Recording, limited, pages
 
 LONG = [1 + (7 * i) % (VOCAB - 2) for i in range(180)]
@@ -77,3 +85,43 @@ async def test_a_prompt_given_up_midway_is_taken_up_where_it_stands(
     answer = (await verify(target, item(LONG, "long")))[0].result
     assert answer.tokens == greedy(tiny, LONG, 1)
     assert engine.passes[passes_before].chunks[0].start >= ROWS
+
+
+class Priced(Recording):
+    """An engine whose steps were measured to take 10 ms a row."""
+
+    def __init__(self) -> None:
+        engine = KnownEngine()
+        super().__init__(engine)
+        self.info = engine.info
+
+    def measure(self) -> StepTimes:
+        return STEEP
+
+
+@pytest.mark.parametrize(("max_itl_ms", "most"), [(200, 20), (0, len(LONG))])
+async def test_a_prompt_beside_a_stream_takes_no_longer_a_step_than_the_setting_allows(
+    max_itl_ms: float, most: int
+) -> None:
+    settings = TargetSettings(max_itl_ms=max_itl_ms, drain_timeout_s=5)
+    engine = Priced()
+
+    async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
+        return await add_target(server, parts, engine, settings)
+
+    running = await start_server(settings, build, Parts())
+    async with grpc.aio.insecure_channel(running.address) as channel:
+        target = rpc.TargetStub(channel)
+        engine.gate.clear()
+        async with stream_of(target) as stream:
+            await stream.send(pb.VerifyItem(slice=slice_of([1]), credit=200))
+            assert await asyncio.to_thread(engine.started.acquire, timeout=10)
+            long = asyncio.ensure_future(verify(target, item([token % IDS for token in LONG], "long")))
+            await until_here(target, 2)
+            engine.gate.set()
+            await long
+    await running.stop()
+    streamed, rows = sorted(len(chunk.tokens) for chunk in engine.passes[1].chunks)
+    assert streamed == 1
+    # The steps of the test are quicker than measured, or slower, which moves their price a little.
+    assert 0.75 * most < rows <= most
