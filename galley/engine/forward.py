@@ -11,13 +11,14 @@ from torch import Tensor
 
 from galley.engine.attention import run_module
 from galley.engine.cpu import llama, packing
+from galley.engine.cpu.threaded import threaded
 from galley.engine.cuda import flex_layout
 from galley.engine.cuda.device import FIXED_ROWS, DeviceOptions
 from galley.engine.cuda.flex import FlexAttention
 from galley.engine.cuda.flex_layout import StepShape
 from galley.engine.cuda.graphs import CudaRecorder, Graphs
 from galley.engine.paged import Attention, CompiledAttention, attention_for
-from galley.engine.pages import KvPool, Pages
+from galley.engine.pages import KvPool, Pages, Span
 from galley.engine.parallel.ranks import Ranks
 
 
@@ -31,8 +32,8 @@ class Forward(Protocol):
     @property
     def attention(self) -> Attention: ...
 
-    def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
-        """Feed the rows of `pages`; return float32 logits [logit_rows, tokens of the head]."""
+    def __call__(self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+        """Feed the rows of all spans; return float32 logits [logit_rows, tokens of the head]."""
 
 
 def forward_of(
@@ -52,7 +53,7 @@ def forward_of(
     context = module.config.max_position_embeddings
     attention = attention_for(pool, heads, device, context, fixed=options.invariant)
     if own and isinstance(attention, CompiledAttention):
-        return llama.LlamaForward(module, attention, ranks, max_rows)
+        return threaded(llama.LlamaForward(module, attention, ranks, max_rows), ranks)
     if isinstance(attention, FlexAttention):
         return _on_device(module, attention, ranks, options)
     packing.pack_linears(module, packing.Linears(module.dtype, str(device)))
@@ -76,7 +77,8 @@ class TransformersForward:
         self._module = module
         self._device = attention.pool.keys.device
 
-    def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+    def __call__(self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+        pages = self.attention.lay_out(spans)
         rows = self._padded(tokens)[None], self._padded(pages.positions.tolist())[None]
         kept = self._padded(logit_rows) if logit_rows else torch.empty(0)
         return run_module(self._module, self.attention, pages, *rows, kept)[: len(logit_rows)]
@@ -139,8 +141,9 @@ class DeviceForward:
         self._graphs = graphs
         self._device = attention.pool.keys.device
 
-    def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
-        slots = self.attention.slots(pages.spans)
+    def __call__(self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+        pages = self.attention.lay_out(spans)
+        slots = self.attention.slots(spans)
         listed = self._shapes.of(pages, len(logit_rows), slots)
         shape = listed or flex_layout.exact(pages, len(logit_rows), slots)
         packed = self.attention.pack(shape, pages, tokens, logit_rows)

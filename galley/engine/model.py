@@ -188,7 +188,7 @@ class CausalModel:
             tokens += piece.tokens
             logit_rows += range(len(tokens) - piece.want_logits, len(tokens))
             spans.append(Span(piece.start, len(piece.tokens), piece.blocks))
-        return self._forward(self._forward.attention.lay_out(spans), tokens, logit_rows)
+        return self._forward(spans, tokens, logit_rows)
 
     def _check(self, chunks: Sequence[StepChunk]) -> None:
         for chunk in chunks:

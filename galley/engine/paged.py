@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 import numpy as np
@@ -81,12 +82,21 @@ class CompiledAttention:
             (as_array(keys), as_array(values)) for keys, values in zip(pool.keys, pool.values, strict=True)
         ]
         self._tile_rows = tile_rows(self.group)
-        self.threads = openmp.threads()
+        self._longest = _width(min(context, pool.blocks * BLOCK_TOKENS))
+        self._make_room(openmp.threads())
+
+    def _make_room(self, threads: int) -> None:
+        self.threads = threads
         tile = self._tile_rows * self.group
-        longest = _width(min(context, pool.blocks * BLOCK_TOKENS))
-        self._scores = np.empty(self.threads * tile * longest, np.float32)
-        self._sums = np.empty((self.threads, tile, pool.shape.value_width), np.float32)
-        self._spans = np.empty((self.threads, self._tile_rows, 2), np.int64)
+        self._scores = np.empty(threads * tile * self._longest, np.float32)
+        self._sums = np.empty((threads, tile, self.pool.shape.value_width), np.float32)
+        self._spans = np.empty((threads, self._tile_rows, 2), np.int64)
+
+    def twin(self) -> CompiledAttention:
+        """Return attention to the same pool on one thread, which may run beside this one."""
+        twin = copy(self)
+        twin._make_room(1)  # noqa: SLF001  # its own class
+        return twin
 
     def lay_out(self, spans: Sequence[Span]) -> Pages:
         return lay_out(spans, self._tile_rows)

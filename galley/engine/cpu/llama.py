@@ -7,6 +7,7 @@ so that no weight is stored twice. (Llama: arXiv 2302.13971; Qwen3's norms of qu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -23,7 +24,7 @@ from galley.engine.cpu.kernels.compile import compiled
 from galley.engine.cpu.kernels.int8 import GROUP
 from galley.engine.cpu.packing import Linears, rows_of_product
 from galley.engine.paged import CompiledAttention, as_array
-from galley.engine.pages import KvPool, Pages, Shape
+from galley.engine.pages import KvPool, Pages, Shape, Span
 from galley.engine.parallel.ranks import Ranks
 from galley.engine.parallel.sharding import AddedLinear, JoinedLinear
 
@@ -111,10 +112,22 @@ class LlamaForward:
         self._min_rows = linears.min_rows if floats else 1
         inner = config.intermediate_size // ranks.size
         heads = attention.group * attention.pool.shape.kv_heads
-        self._residual = torch.zeros(max_rows, config.hidden_size)
-        self._hidden = torch.zeros(max_rows, config.hidden_size, dtype=linears.rows_dtype)
-        self._mixed = torch.zeros(max_rows, heads * attention.pool.shape.value_dim, dtype=linears.rows_dtype)
-        self._inner = torch.zeros(max_rows, inner, dtype=linears.rows_dtype)
+        self._widths = config.hidden_size, heads * attention.pool.shape.value_dim, inner
+        self._make_room(max_rows, linears.rows_dtype)
+
+    def _make_room(self, max_rows: int, dtype: torch.dtype) -> None:
+        hidden, mixed, inner = self._widths
+        self._residual = torch.zeros(max_rows, hidden)
+        self._hidden = torch.zeros(max_rows, hidden, dtype=dtype)
+        self._mixed = torch.zeros(max_rows, mixed, dtype=dtype)
+        self._inner = torch.zeros(max_rows, inner, dtype=dtype)
+
+    def twin(self) -> LlamaForward:
+        """Return a forward pass of the same weights and pool on one thread, which may run beside this one."""
+        twin = copy(self)
+        twin.attention = self.attention.twin()
+        twin._make_room(len(self._hidden), self._hidden.dtype)  # noqa: SLF001  # its own class
+        return twin
 
     def _products(self) -> list[Linear]:
         own = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._layers]
@@ -159,7 +172,12 @@ class LlamaForward:
         run = int8_product([plain], torch.float32) or _fused(linears, plain)
         return run if plain is head else lambda rows: self._ranks.join_columns(run(rows))
 
-    def __call__(self, pages: Pages, tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+    def __call__(self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+        return self.run(spans, tokens, logit_rows).float()
+
+    def run(self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
+        """Return the logits as the head computes them."""
+        pages = self.attention.lay_out(spans)
         rows = pages.rows
         padded = self._padded(rows)
         hidden, residual = self._hidden[:padded], self._residual[:rows]
@@ -221,7 +239,7 @@ class LlamaForward:
     def _logits(self, hidden: Tensor, logit_rows: Sequence[int]) -> Tensor:
         filler = [0] * (self._padded(len(logit_rows)) - len(logit_rows))
         logits = self._head(hidden[torch.tensor([*logit_rows, *filler])])
-        return logits[: len(logit_rows)].float()
+        return logits[: len(logit_rows)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,14 @@ def threads() -> int:
     return 1 if _library() is None else torch.get_num_threads()
 
 
+def use_one_thread() -> None:
+    """Have torch's products and all loops use one thread when the calling thread starts them."""
+    torch.get_num_threads()  # its first call in a thread sets as many as elsewhere
+    library = _library()
+    if library is not None:
+        library.omp_set_num_threads(1)
+
+
 def worth(count: int, work_ns: float) -> int:
     """Return how many threads a loop of `work_ns` uses: 1 or `count`, since libgomp ends threads left out."""
     return count if work_ns >= _WORTH_NS else 1
