@@ -22,6 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from galley.cli.flags import Output, fail, not_secret, require, say, usage_of
+from galley.common.config.file import CountOrAuto
+from galley.common.cores import usable_cores
 from galley.common.models.files import DEFAULT_MODEL
 from galley.core import names
 from galley.core.hints import MAX_DRAFT_TOKENS
@@ -75,6 +77,21 @@ DType = Annotated[
     typer.Option(help="Number format of the weights. Default: chosen for this machine."),
 ]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads of each target and draft replica.")]
+_AUTO = "auto"
+_ONE = CountOrAuto(1)
+# Cores of a target replica of which there are as many as the machine has cores for. The Python code of a
+# step runs on one core at a time, whatever its threads.
+_CORES_OF_REPLICA = 8
+
+
+def _count_or_auto(given: str | int) -> CountOrAuto | None:
+    """Return the count, or None for auto. Raise BadParameter."""
+    text = str(given)
+    if text == _AUTO:
+        return None
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise typer.BadParameter(f"must be at least 1, or {_AUTO}, got {text}")
+    return CountOrAuto(text)
 
 
 def _http_port(*flags: str) -> Any:
@@ -116,7 +133,16 @@ def up(  # noqa: PLR0913  # one parameter a flag
         ),
     ] = None,
     dtype: DType = None,
-    threads: Threads = 1,
+    threads: Annotated[
+        CountOrAuto | None,
+        typer.Option(
+            parser=_count_or_auto,
+            metavar="COUNT|auto",
+            help="CPU threads of each target and draft replica. auto: the cores of this machine are divided "
+            "among the targets, and a draft has one thread. Default: auto.",
+            show_default=False,
+        ),
+    ] = None,
     redis_url: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +158,14 @@ def up(  # noqa: PLR0913  # one parameter a flag
         ),
     ] = None,
     gateways: Annotated[int, typer.Option(min=1, help="Number of gateways, over one store.")] = 1,
-    replicas: Annotated[int, typer.Option(min=1, help="Number of target replicas.")] = 1,
+    replicas: Annotated[
+        CountOrAuto | None,
+        typer.Option(
+            parser=_count_or_auto,
+            metavar="COUNT|auto",
+            help=f"Number of target replicas. auto: one for every {_CORES_OF_REPLICA} cores.",
+        ),
+    ] = _ONE,
     tensor_parallel: Annotated[
         int,
         typer.Option(min=1, help="Ranks a target replica; more than one run on Ray, those of vLLM do not."),
@@ -211,6 +244,8 @@ def up(  # noqa: PLR0913  # one parameter a flag
     for flag, directory in (("--log-dir", log_dir), ("--data-dir", data_dir)):
         _check_writable(flag, directory)
     given["target_python"] = _check_engine(engine, vllm_args, target_python)
+    choice, divided = _divide_cores(threads, replicas, tensor_parallel)
+    given |= divided
     options = stack_options(
         **{name: given[name] for name in StackOptions.__dataclass_fields__.keys() & given.keys() - _PORTS},
         strategy=strategy,
@@ -223,6 +258,8 @@ def up(  # noqa: PLR0913  # one parameter a flag
         with usage_of("--name"):
             endpoint = Endpoint(name)
         with endpoint:
+            if choice:
+                say(choice)
             ready = _start_detached(endpoint) if detach else _nothing
             viewer = None
             if trace:
@@ -230,6 +267,16 @@ def up(  # noqa: PLR0913  # one parameter a flag
                     viewer = find_viewer()
                     options = dataclasses.replace(options, viewer=viewer.part)
             run_stack(_keep_up(options, endpoint, viewer, ready))
+
+
+def _divide_cores(threads: int | None, replicas: int | None, ranks: int) -> tuple[str, dict[str, int | None]]:
+    """Return what to say of the choice, and replicas, threads and draft_threads of the stack's options."""
+    cores, note = usable_cores(), ""
+    count = max(1, cores // (_CORES_OF_REPLICA * ranks)) if replicas is None else replicas
+    chosen = max(1, cores // (count * ranks)) if threads is None else threads
+    if threads is None or replicas is None:
+        note = f"{cores} cores: chose --replicas {count} --threads {chosen}"
+    return note, {"replicas": count, "threads": chosen, "draft_threads": 1 if threads is None else None}
 
 
 def _nothing() -> None: ...

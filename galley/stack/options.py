@@ -50,8 +50,9 @@ class StackOptions:
     # Further environment and, by part name ("target", "draft", "gateway", "valkey"), further arguments.
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     extra_args: Mapping[str, Sequence[str]] = field(default_factory=lambda: MappingProxyType({}))
-    # Of each target and draft replica.
+    # Of each target and draft replica; None for drafts: as many as a target has.
     threads: int = 1
+    draft_threads: int | None = None
     # None: in the temporary directory, removed with the stack unless a part failed.
     log_dir: Path | None = None
     log_format: str | None = None

@@ -111,7 +111,7 @@ def _target(name: str, options: StackOptions) -> PartSpec:
     def command(facts: Facts) -> list[str]:
         registers = has_registered_targets(options)
         port = 0 if registers else _port_before(name, facts)
-        args = [*_common(options, port), *_threads(options), *_model(facts["model"]["line"], options)]
+        args = [*_common(options, port), *_threads(options.threads), *_model(facts["model"]["line"], options)]
         args += ["--replicas", str(options.replicas)] if uses_ray else []
         if options.tensor_parallel > 1:
             args += ["--tensor-parallel", str(options.tensor_parallel)]
@@ -189,7 +189,8 @@ def _draft(name: str, options: StackOptions) -> PartSpec:
     def command(facts: Facts) -> list[str]:
         registers = has_registered_drafts(options)
         port = 0 if registers else _port_before(name, facts)
-        args = [*_common(options, port), *_threads(options), "--default-strategy", default_strategy(options)]
+        threads = options.threads if options.draft_threads is None else options.draft_threads
+        args = [*_common(options, port), *_threads(threads), "--default-strategy", default_strategy(options)]
         if has_model:
             args += _model(facts["draft-model"]["line"], options)
             args += ["--target-model", facts["model"]["line"]]
@@ -245,8 +246,8 @@ def _model(directory: str, options: StackOptions) -> list[str]:
     return ["--model", directory, *(["--dtype", options.dtype] if options.dtype else [])]
 
 
-def _threads(options: StackOptions) -> list[str]:
-    return ["--threads", str(options.threads)]
+def _threads(count: int) -> list[str]:
+    return ["--threads", str(count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def load_strategies(settings: DraftSettings) -> tuple[dict[str, Strategy], pb.Ge
 def _load_model(settings: DraftSettings) -> CausalModel | None:
     if settings.model is None:
         return None
-    limit_threads(settings.threads)
+    limit_threads(settings.thread_count)
     from galley.engine.model import load_model  # noqa: PLC0415  # imports torch
 
     # All kept tokens, and of each session a partial block and its draft tokens.
@@ -67,7 +67,7 @@ def _load_model(settings: DraftSettings) -> CausalModel | None:
             settings.model,
             dtype=settings.dtype,
             device=settings.device,
-            threads=settings.threads,
+            threads=settings.thread_count,
             kv_blocks=of_tokens + settings.max_sessions * of_session,
             target_model=settings.target_model,
         )

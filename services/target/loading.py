@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def load_engine(settings: TargetSettings) -> LoadedEngine:
     """Load the model, and probe it; blocks. Raise UnsupportedModel, OutOfMemory, or ValueError."""
-    limit_threads(settings.threads)  # before torch is imported
+    limit_threads(settings.thread_count)  # before torch is imported
     if settings.engine == "vllm":
         from services.target.engine.vllm.loading import load_core  # noqa: PLC0415  # only vLLM's environment
         from services.target.engine.vllm.target import VllmEngine  # noqa: PLC0415  # has what these import

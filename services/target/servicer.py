@@ -283,6 +283,7 @@ async def add_target(
         "steps measured",
         step_ms=round(times.one_row_ns / 1e6, 3),
         row_costs=str(times.curve),
+        threads=settings.thread_count,
         kv_tokens=engine.info.kv_blocks * engine.info.kv_block_tokens,
         block_tokens=engine.info.kv_block_tokens,
     )

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from galley.common.config.json_object import parse_json_object
 from galley.common.config.settings import settings_config
+from galley.common.cores import usable_cores
 from galley.common.models.files import DEFAULT_MODEL
 from galley.common.registry.registration import ReplicaSettings
 from galley.common.server.process import report_memory
@@ -86,6 +87,11 @@ class TargetSettings(ReplicaSettings):
         gt=0,
         description="Longest wait for other hosts, and for ranks that load, at the start, in seconds.",
     )
+
+    @property
+    def thread_count(self) -> int:
+        """Return the threads of each rank."""
+        return self.threads or max(1, usable_cores() * self.hosts // self.tensor_parallel)
 
     @property
     def vllm_arguments(self) -> dict[str, Any]:

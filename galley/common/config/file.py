@@ -17,9 +17,16 @@ _COMMANDS = (
 )
 TABLES = frozenset(_COMMANDS.split())
 """The commands: each has a table, also in a file that a service reads. `serve` has that of `up`."""
+
+
+class CountOrAuto(int):
+    """The type of a flag that takes a whole number or the word auto."""
+
+
 _KINDS: Mapping[type, str] = {
     bool: "true or false",
     int: "a whole number",
+    CountOrAuto: 'a whole number or "auto"',
     float: "a number",
     list: "a list of texts",
     str: "text",
@@ -109,6 +116,8 @@ def _kind(value: object) -> str:
 def _is_kind(value: object, kind: type) -> bool:
     if kind is list:
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    if kind is CountOrAuto:
+        return value == "auto" or _is_kind(value, int)
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)

@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Generic, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from galley.common.config.settings import ServiceSettings
+from galley.common.cores import usable_cores
 from galley.common.logs import get_logger
 from galley.common.redis.url import RedisUrlSetting  # pydantic reads it
 from galley.common.registry.leases import (
@@ -46,17 +47,21 @@ def _with_brackets(address: str) -> str:
     return joined(*host_and_port(address)) if address else ""
 
 
+def _read_auto(value: object) -> object:
+    return 0 if value == "auto" else value
+
+
 class ReplicaSettings(ServiceSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
         description="Type of weights and KV. auto: bfloat16 on a GPU, or with AVX2 or AVX-512, else float32.",
     )
     device: str = Field(default="cpu", min_length=1, description="Torch device, such as cpu or cuda:0.")
-    threads: int = Field(
+    threads: Annotated[int, BeforeValidator(_read_auto)] = Field(
         default=1,
-        ge=1,
+        ge=0,
         le=1024,
-        description="Threads of the CPU kernels. More than one is slow beside other busy processes.",
+        description="Threads of the CPU kernels. auto or 0: as many as the cores that this process may use.",
     )
     redis_url: RedisUrlSetting = Field(
         default=SecretStr(""),
@@ -73,6 +78,11 @@ class ReplicaSettings(ServiceSettings):
         description="Address of this replica for gateways, host:port. An IPv6 address may lack its brackets. "
         "Empty uses the listening address.",
     )
+
+    @property
+    def thread_count(self) -> int:
+        """Return `threads`, or what auto means here."""
+        return self.threads or usable_cores()
 
 
 class Registration(Generic[LeaseT]):

@@ -67,7 +67,7 @@ def run_follower(settings: TargetSettings, rank: int, address: str) -> None:
 
     Raise RankLost when another rank is lost, UnsupportedModel where the model cannot be sharded so.
     """
-    limit_threads(settings.threads)
+    limit_threads(settings.thread_count)
     telemetry = start_telemetry("galley-target")
     try:
         _follow(settings, rank, address, telemetry)

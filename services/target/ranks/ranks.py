@@ -76,7 +76,7 @@ def _starts_of(store: Store, settings: TargetSettings) -> list[int]:
 def run_host(settings: TargetSettings) -> None:
     """Run the ranks of a host other than 0 until rank 0 stops them; exit 1 if one is lost."""
     start_logging("galley-target", settings.log_level, settings.log_format)
-    limit_threads(settings.threads)
+    limit_threads(settings.thread_count)
     try:
         asyncio.run(_run_host(settings))
     except (Unavailable, OSError, ValueError, RuntimeError) as error:  # torch's store raises the last
@@ -275,7 +275,7 @@ class RankedTarget:
     async def start(self, server: grpc.aio.Server, parts: Parts) -> None:
         """Start the ranks, load, and serve on `server`. Raise UnsupportedModel, Unavailable or OSError."""
         settings = self._settings
-        limit_threads(settings.threads)  # before torch is imported
+        limit_threads(settings.thread_count)  # before torch is imported
         parts.readiness.stage("checking the model", detail=settings.model)
         await in_passing_thread(refuse_model, settings)
         parts.readiness.stage(

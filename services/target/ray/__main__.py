@@ -78,12 +78,14 @@ class DeploySettings(TargetSettings):
         return self
 
     @model_validator(mode="after")
-    def _serves_paged(self) -> Self:
+    def _fits_ray(self) -> Self:
         if self.engine != "paged":
             raise ValueError(
                 f"--engine: must be paged on Ray Serve, got {self.engine}; `galley target` places ranks of "
                 'vLLM on Ray with --vllm-args \'{"distributed_executor_backend": "ray"}\''
             )
+        if self.threads == 0:
+            raise ValueError("--threads: must be a number on Ray Serve, which places ranks by it, got auto")
         return self
 
     @model_validator(mode="after")

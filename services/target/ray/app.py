@@ -32,9 +32,11 @@ class AppArgs(BaseModel):
 
     @field_validator("settings")
     @classmethod
-    def _engine_is_paged(cls, settings: dict[str, Any]) -> dict[str, Any]:
+    def _fits_ray(cls, settings: dict[str, Any]) -> dict[str, Any]:
         if (engine := settings.get("engine", "paged")) != "paged":
             raise ValueError(f"engine: must be paged on Ray Serve, got {engine}")
+        if settings.get("threads", 1) in {0, "auto"}:
+            raise ValueError("threads: must be a number on Ray Serve, which places ranks by it, got auto")
         return settings
 
 

@@ -34,6 +34,7 @@ def parse(*argv: str) -> TargetSettings:
         ),
         (["--engine=vllm", "--invariant"], "--invariant: must be false with --engine vllm"),
         (["--engine=vllm", "--max-itl-ms=50"], "--max-itl-ms: must be left out with --engine vllm, got 50"),
+        (["--threads=many"], "unable to parse string as an integer"),
         (["--max-itl-ms=-1"], "Input should be greater than or equal to 0"),
     ],
 )
@@ -50,6 +51,32 @@ def test_arguments_of_vllm_are_a_json_object() -> None:
     assert parse("--engine=vllm").vllm_arguments == {}
     settings = parse("--engine=vllm", '--vllm-args={"quantization": "fp8", "hf_overrides": {"a": [1]}}')
     assert settings.vllm_arguments == {"quantization": "fp8", "hf_overrides": {"a": [1]}}
+
+
+@pytest.mark.parametrize(
+    ("argv", "threads"),
+    [
+        ([], 1),
+        (["--threads=3"], 3),
+        (["--threads=auto"], 12),
+        (["--threads=0"], 12),
+        (["--threads=auto", "--tensor-parallel=3"], 4),
+        (["--threads=auto", "--tensor-parallel=6", "--hosts=2", "--ranks-address=a:1"], 4),
+        (["--threads=auto", "--tensor-parallel=16"], 1),
+    ],
+)
+def test_auto_threads_are_the_cores_of_each_rank(
+    argv: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("services.target.settings", "galley.common.registry.registration"):
+        monkeypatch.setattr(f"{module}.usable_cores", lambda: 12)
+    assert parse(*argv).thread_count == threads
+
+
+def test_auto_threads_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GALLEY_TARGET_THREADS", "auto")
+    monkeypatch.setattr("services.target.settings.usable_cores", lambda: 7)
+    assert parse().thread_count == 7
 
 
 def test_galleys_own_engine_is_the_default() -> None:

@@ -52,7 +52,7 @@ def load_shard(settings: TargetSettings, blocks: int, ranks: Ranks = ALONE) -> t
             settings.model,
             dtype=settings.dtype,
             device=settings.device,
-            threads=settings.threads,
+            threads=settings.thread_count,
             kv_blocks=blocks,
             ranks=ranks,
             invariant=settings.invariant,

@@ -50,7 +50,7 @@ class _ServedCore:
 
 async def start_vllm_target(settings: TargetSettings, server: grpc.aio.Server, parts: Parts) -> Service:
     """Return the started target. Raise UnsupportedModel, OutOfMemory or ValueError."""
-    limit_threads(settings.threads)  # before torch is imported
+    limit_threads(settings.thread_count)  # before torch is imported
     parts.readiness.stage("loading model", detail=settings.model)
     with memory_reported(settings):
         core = await in_passing_thread(load_core, settings, settings.vllm_arguments)

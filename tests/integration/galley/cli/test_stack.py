@@ -319,6 +319,9 @@ def test_commands_of_the_parts() -> None:
         assert flags in command_of(parts["gateway-2"])
     for name in ("target", "draft"):
         assert "--threads 1" in command_of(parts[name])
+    parts = parts_of(StackOptions(model="tiny", threads=6, draft_threads=2))
+    assert "--threads 6" in command_of(parts["target"])
+    assert "--threads 2" in command_of(parts["draft"])
 
 
 def test_parts_that_start_again_keep_the_addresses_that_others_know() -> None:

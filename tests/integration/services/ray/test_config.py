@@ -67,6 +67,14 @@ def test_an_engine_with_ranks_of_its_own_is_refused() -> None:
         DeploySettings(redis_url=SecretStr("unix:///nowhere"), engine="vllm")
 
 
+def test_threads_are_a_number_as_ray_places_ranks_by_it() -> None:
+    for threads in (0, "auto"):
+        with pytest.raises(ValidationError, match="threads: must be a number on Ray Serve"):
+            ray_app.AppArgs.model_validate({"settings": {"threads": threads}})
+    with pytest.raises(ValidationError, match="--threads: must be a number on Ray Serve"):
+        DeploySettings(redis_url=SecretStr("unix:///nowhere"), threads=0)
+
+
 @pytest.mark.parametrize("drain", [0, 30, 600])
 def test_the_charts_pods_drain_as_long_as_serve_lets_a_replica_go(drain: int) -> None:
     variable = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
