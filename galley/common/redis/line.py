@@ -78,6 +78,9 @@ class Line(asyncio.Protocol):
         try:
             await self._connection.disconnect(nowait=True)  # redis-py has not seen that it was lost
             await self._connection.connect()
+            transport = self._connection._writer.transport  # noqa: SLF001
+            if transport.is_closing():  # so redis-py's stream hears of the loss, and not this object
+                raise redis_errors.ConnectionError("the connection ended at once")  # noqa: TRY301
         except asyncio.CancelledError:
             self._fail(self._take_waiting(), redis_errors.ConnectionError("connecting was cancelled"))
             raise
@@ -85,9 +88,8 @@ class Line(asyncio.Protocol):
             self._fail(self._take_waiting(), error)
         else:
             # The server has accepted the credentials. From here on, this object reads instead of redis-py.
-            self._replies = _reader()
-            self._transport = self._connection._writer.transport  # noqa: SLF001
-            self._transport.set_protocol(self)
+            self._replies, self._transport = _reader(), transport
+            transport.set_protocol(self)
         finally:
             self._opening = None
         self._flush()

@@ -53,12 +53,14 @@ class Served:
 
 
 @asynccontextmanager
-async def line_to(served: Served, timeout_s: float = 5.0) -> AsyncIterator[Line]:
+async def line_to(
+    served: Served, timeout_s: float = 5.0, kind: type[Connection] = Connection
+) -> AsyncIterator[Line]:
     server = await asyncio.start_server(served.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     of: dict[str, Any] = {"host": "127.0.0.1", "port": port, "protocol": 2, "driver_info": None}
     times: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": 5.0}
-    pool = BlockingConnectionPool(connection_class=Connection, **of, **times)
+    pool = BlockingConnectionPool(connection_class=kind, **of, **times)
     async with server:
         line = Line(pool)
         yield line
@@ -163,3 +165,26 @@ async def test_closing_waits_for_replies() -> None:
         await line.close()
         assert all(reply.done() for reply in replies)
         assert line.is_idle
+
+
+class Dying(Connection):
+    """A connection that ends once, between its greeting and its first command."""
+
+    deaths = 1
+
+    async def connect(self) -> None:
+        await super().connect()  # type: ignore[no-untyped-call]  # is untyped
+        if self.deaths:
+            self.deaths -= 1
+            assert self._writer is not None
+            self._writer.transport.abort()
+            await self._writer.wait_closed()
+
+
+async def test_a_connection_that_ends_before_its_first_command_fails_it() -> None:
+    served = Served()
+    async with line_to(served, kind=Dying) as line:
+        [lost] = await asyncio.wait_for(echoes(line, "a"), 5)
+        assert isinstance(lost, redis_errors.ConnectionError)
+        assert await echoes(line, "b") == [b"b"]
+    assert served.connections == 2
