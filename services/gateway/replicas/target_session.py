@@ -297,8 +297,9 @@ class TargetRequest:
         self._attempt: _Attempt | None = None
         self._replica: Replica | None = None
         self._hedge: _Attempt | None = None
-        # The next response: since when it is awaited, when it is late, and when the timer is to fire.
-        self._since_s = self._late_s = self._timer_s = 0.0
+        # The next response: since when it is awaited, when it is late, when the timer is to fire, and when it
+        # will, which may be earlier.
+        self._since_s = self._late_s = self._timer_s = self._armed_s = 0.0
         self._predicted_ns = 0
         self._timer: asyncio.TimerHandle | None = None
         target = session.place(spec, request)
@@ -415,12 +416,14 @@ class TargetRequest:
     def _set_timer(self, within_ns: int) -> None:
         self._timer_s = self._loop.time() + within_ns / SECOND
         # A timer that fires too early is set again, which saves a new one for each response.
-        if self._timer is None or self._timer.when() > self._timer_s:
+        if self._timer is None or self._armed_s > self._timer_s:
             self._arm_timer()
 
     def _arm_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        # Not `when` of the timer: uvloop's has none if it is due already.
+        self._armed_s = self._timer_s
         self._timer = self._loop.call_at(self._timer_s, self._fire)
 
     def _fire(self) -> None:

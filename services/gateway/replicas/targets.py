@@ -38,6 +38,8 @@ class TargetReplica(PoolReplica[TargetClient, TargetLease]):
         self._responded_s = 0.0
         self._times = VerdictTimes()
         self._times_of: pb.GetTargetInfoResponse | None = None
+        self._lease: TargetLease | None = None
+        self._lease_of: pb.GetTargetInfoResponse | None = None
 
     @property
     def times(self) -> VerdictTimes:
@@ -76,8 +78,14 @@ class TargetReplica(PoolReplica[TargetClient, TargetLease]):
         return self.candidate().lease.fingerprint
 
     def candidate(self) -> TargetCandidate:
-        lease = self.lease or target_lease(self.address, self.client.info)
-        return TargetCandidate(lease, self.open_requests, self.is_up)
+        return TargetCandidate(self.lease or self._described(), self.open_requests, self.is_up)
+
+    def _described(self) -> TargetLease:
+        """Return the lease that the replica's description would be, which takes long to make."""
+        info = self.client.info
+        if self._lease is None or self._lease_of is not info:
+            self._lease, self._lease_of = target_lease(self.address, info), info
+        return self._lease
 
     def is_unknown(self) -> bool:
         """Return True also without a lease, which would say how loaded it is."""
