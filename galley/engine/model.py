@@ -24,7 +24,7 @@ from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.core.step import StepChunk, StepTrace
 from galley.engine import attention
 from galley.engine.batch import INT8, NONE, FreeBlocks, ModelInfo, Rows, SessionCache
-from galley.engine.cpu import int8, llama
+from galley.engine.cpu import int8, llama, packing
 from galley.engine.cuda.device import DeviceOptions
 from galley.engine.forward import Forward, forward_of
 from galley.engine.kv_shape import kv_shape
@@ -301,7 +301,8 @@ def eager_logits(module: Any, prompt: list[int]) -> Tensor:
     """Return float32 [tokens, vocab_size] of transformers with the model's own eager attention."""
     module.set_attn_implementation("eager")
     tokens = torch.tensor([prompt], device=module.device)
-    logits: Tensor = module(input_ids=tokens, use_cache=False).logits[0].float()
+    with packing.torch_products(module.dtype, str(module.device)):
+        logits: Tensor = module(input_ids=tokens, use_cache=False).logits[0].float()
     module.set_attn_implementation(attention.NAME)
     return logits
 

@@ -7,12 +7,14 @@ is tried for each shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
 from galley.engine.cpu import product as own
 
@@ -56,6 +58,24 @@ def can_serve(dtype: torch.dtype, device: str) -> bool:
     exists = hasattr(_OPS, "_reorder_linear_weight") and hasattr(_OPS, "_linear_pointwise")
     computed = dtype == torch.float32 or (dtype == torch.bfloat16 and has_native_bfloat16())
     return exists and torch.device(device).type == "cpu" and computed
+
+
+class _WidenedLinears(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not linear or kwargs:
+            return func(*args, **(kwargs or {}))
+        return linear(*(one if one is None else one.float() for one in args)).to(args[0].dtype)
+
+
+def torch_products(dtype: torch.dtype, device: str) -> AbstractContextManager[object]:
+    """Return a context in which torch's own products are fast.
+
+    Those of bfloat16 weights are computed in float32 on a CPU without instructions for them.
+    """
+    slow = dtype == torch.bfloat16 and torch.device(device).type == "cpu" and not has_native_bfloat16()
+    return _WidenedLinears() if slow else nullcontext()
 
 
 class PackedLinear(nn.Module):

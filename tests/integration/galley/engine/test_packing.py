@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from galley.engine.cpu import packing
@@ -23,13 +24,29 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.rows: set[int] = set()
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.name() in _PRODUCTS:
+            self.dtypes.add(args[0].dtype)
             self.rows.add(int(args[0].shape[0]))
         return func(*args, **(kwargs or {}))
+
+
+def test_torch_multiplies_bfloat16_in_float32_where_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.Linear(64, 32).bfloat16()
+    rows = torch.randn(9, 64).bfloat16()
+    wide = torch.nn.functional.linear(rows.float(), layer.weight.float(), layer.bias.float()).bfloat16()
+    monkeypatch.setattr(packing, "has_native_bfloat16", lambda: False)
+    with packing.torch_products(torch.bfloat16, "cpu"), Products() as products:
+        assert torch.equal(layer(rows), wide)
+    assert products.dtypes == {torch.float32}
+    monkeypatch.setattr(packing, "has_native_bfloat16", lambda: True)
+    with packing.torch_products(torch.bfloat16, "cpu"), Products() as products:
+        layer(rows)
+    assert products.dtypes == {torch.bfloat16}
 
 
 def test_few_row_counts_and_little_padding() -> None:
