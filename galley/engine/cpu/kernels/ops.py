@@ -174,7 +174,7 @@ def switch_rows(builder: Any, count: Any, most: int, emit: Callable[[int], None]
     builder.position_at_end(done)
 
 
-def _prefetch(builder: Any, pointer: Any) -> None:
+def prefetch(builder: Any, pointer: Any) -> None:
     """Prefetch the cache line at `pointer` into the second level: it is read a block later."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
@@ -233,7 +233,7 @@ def _emit_tile(
         row = builder.mul(loop.index, b_stride)
         for line in [line for line in lines if rows.start == 0 and line in columns]:
             at = builder.add(row, ir.Constant(_I64, line))
-            _prefetch(builder, cgutils.gep_inbounds(builder, ahead, at))
+            prefetch(builder, cgutils.gep_inbounds(builder, ahead, at))
         lanes = _load_lanes(
             builder, cgutils.gep_inbounds(builder, b, builder.add(row, shift)), b_kind, vector
         )
