@@ -229,17 +229,17 @@ unit: setup ## run the tests in memory: no sockets, no model (under a minute)
 
 integration: helm clients ## run the tests of real servers and processes with tiny models, and of chart and repository
 	@echo "== integration tests"
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not vllm" \
+	@scripts/run_tests.sh $(BIN)/python integration -n $(TEST_WORKERS) --dist loadfile -m "not vllm" \
 		tests/integration tests/simulation tests/attack tests/deploy tests/repo
 
 vllm: setup ## run the tests that need vLLM, in .venv-vllm; they are skipped where its packages cannot be had
 	@echo "== tests with vLLM"
 	@python=.venv-vllm/bin/python; scripts/venv_vllm.sh || { [[ $$? == 3 ]] || exit 1; python=$(BIN)/python; }; \
-		"$$python" -m pytest -m "vllm and not proof" tests/integration/services/target
+		scripts/run_tests.sh "$$python" vllm -m "vllm and not proof" tests/integration/services/target
 
 e2e: setup ## run the tests of whole stacks, with the default model, and while their parts fail
 	@echo "== end-to-end tests"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/e2e tests/chaos
+	@scripts/run_tests.sh $(BIN)/python e2e -n 2 --dist loadfile tests/e2e tests/chaos
 
 # The checks of bandit that ruff's rules S lack.
 BANDIT := B613,B614,B615,B703
