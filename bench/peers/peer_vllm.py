@@ -26,7 +26,9 @@ from typing import Any, TextIO
 class ClosedLoop:
     """A closed loop that keeps `streams` requests in the engine for as long as there are prompts."""
 
-    def __init__(self, engine: Any, block: dict[str, Any], make_params: Any) -> None:
+    def __init__(self, engine: Any, block: dict[str, Any], make_params: Any, time_source: Any = time) -> None:
+        """Run a block; `time_source` has `perf_counter` and `sleep`, as the module time."""
+        self._time = time_source
         self._engine = engine
         self._block = block
         self._make_params = make_params
@@ -40,12 +42,12 @@ class ClosedLoop:
 
     def run(self) -> dict[str, Any]:
         """Answer every prompt of the block."""
-        self._began_s = time.perf_counter()
+        self._began_s = self._time.perf_counter()
         while self._running or self._next < self._count:
             while self._may_add():
                 self._add()
             if not self._running:
-                time.sleep(max(0.0, self._arrives_s[self._next] - self._now_s()))
+                self._time.sleep(max(0.0, self._arrives_s[self._next] - self._now_s()))
                 continue
             for output in self._engine.step():
                 self._note(output)
@@ -53,7 +55,7 @@ class ClosedLoop:
         return {"answers": self.answers, "wall_s": wall_s, "busy_s": self._busy_s or wall_s}
 
     def _now_s(self) -> float:
-        return time.perf_counter() - self._began_s
+        return float(self._time.perf_counter() - self._began_s)
 
     def _may_add(self) -> bool:
         return (
