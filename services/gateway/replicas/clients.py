@@ -60,6 +60,9 @@ def stream_of(channel: grpc.aio.Channel, method: str, response: type[Message]) -
 class Receiver(Protocol[ReceivedT_contra]):
     """Take the responses to one request."""
 
+    has_begun: bool
+    """True if the session has had a response; the first ones overtake others."""
+
     def put(self, responses: Sequence[ReceivedT_contra]) -> None:
         """Take the next responses, all that have arrived by now."""
 
@@ -77,7 +80,7 @@ class OpenRequest(Generic[ResponseT]):
         receiver: Receiver[ResponseT],
         turns: DeliveryQueue,
     ) -> None:
-        self.has_begun = False
+        self.has_begun = receiver.has_begun
         self._turns = turns
         self._is_waiting = False
         """True while it waits for its turn to be delivered."""
@@ -115,8 +118,8 @@ class OpenRequest(Generic[ResponseT]):
             self._is_waiting = True
             self._turns.add(self)
 
-    def deliver(self) -> None:
-        """Give the receiver what has arrived, and then the error."""
+    def deliver(self) -> int:
+        """Give the receiver what has arrived, and then the error; return how many responses that were."""
         self._is_waiting = False
         responses, self._arrived = self._arrived, []
         self.has_begun = True
@@ -125,10 +128,13 @@ class OpenRequest(Generic[ResponseT]):
         if self._error is not None and self._receiver is not None:
             receiver, self._receiver = self._receiver, None
             receiver.fail(self._error)
+        return len(responses)
 
 
 class _OnlyResponse(Generic[ResponseT]):
     """Receive the only response of a request."""
+
+    has_begun = False
 
     def __init__(self) -> None:
         self.future: asyncio.Future[ResponseT] = asyncio.get_running_loop().create_future()

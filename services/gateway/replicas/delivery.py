@@ -1,6 +1,6 @@
-"""The responses of replicas on their way to the sessions: a few requests have a turn of the event loop each.
+"""The responses of replicas on their way to the sessions: a few have a turn of the event loop.
 
-1. Requests that had no response so far come first: first tokens do not wait behind those of running sessions.
+1. Sessions without a response so far come first: first tokens do not wait behind those of running sessions.
 2. A request in its turn gets all that has arrived for it. So where responses arrive faster than they are
    delivered, each costs less, and the queue is bounded by the number of open requests.
 3. The gateway is saturated while responses wait in a standing queue: if the shortest wait of an interval was
@@ -13,8 +13,8 @@ import asyncio
 from collections import deque
 from typing import Protocol
 
-_REQUESTS_A_TURN = 16
-"""Requests that get their responses before others get a turn: about 1 ms."""
+_RESPONSES_A_TURN = 16
+"""Responses that are delivered before others get a turn: about 1 ms. A request gets its own at once."""
 _INTERVAL_S = 0.5
 _SATURATED_S = 0.25
 """Shortest wait in an interval from which on the gateway is saturated."""
@@ -22,10 +22,10 @@ _SATURATED_S = 0.25
 
 class Recipient(Protocol):
     has_begun: bool
-    """True once a response was delivered."""
+    """True if its session has had a response."""
 
-    def deliver(self) -> None:
-        """Take all that has arrived."""
+    def deliver(self) -> int:
+        """Take all that has arrived; return how many responses that were."""
 
 
 class DeliveryQueue:
@@ -60,11 +60,10 @@ class DeliveryQueue:
     def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             self._measure(loop.time())
-            for _ in range(_REQUESTS_A_TURN):
-                if self._first:
-                    self._first.popleft().deliver()
-                elif self._later:
-                    self._later.popleft()[0].deliver()
+            left = _RESPONSES_A_TURN
+            while left > 0 and (self._first or self._later):
+                recipient = self._first.popleft() if self._first else self._later.popleft()[0]
+                left -= max(1, recipient.deliver())
         finally:
             self._is_delivering = bool(self._first or self._later)
             if self._is_delivering:

@@ -53,6 +53,8 @@ class TargetSession:
         self._fingerprint = fingerprint
         self._held = held
         self._at: TargetReplica | None = None
+        self.has_begun = False
+        """True once the session has had a verdict here."""
         self._hashed: HashedTokens | None = None
         self._failed: set[str] = set()
         self._served_by: Replica | None = None
@@ -147,6 +149,7 @@ class TargetSession:
 
     def served(self, verified: ev.Verified, session_id: str, by: Replica | None) -> None:
         """Note a result, and that the session has moved if another replica sent the last one."""
+        self.has_begun = True
         self._fingerprint = verified.fingerprint
         self._held = None  # its KV is where the session is
         self._failed.clear()
@@ -197,9 +200,15 @@ class _Attempt:
         remaining_ns: int | None,
         extensions: Sequence[ev.ExtendVerify],
         report: ReportEvents,
+        *,
+        has_begun: bool,
     ) -> None:
-        """Send the request soon; `extensions` are sent after it, and the list may grow until then."""
+        """Send the request soon; `extensions` are sent after it, and the list may grow until then.
+
+        `has_begun` is the session's.
+        """
         self.target = target
+        self.has_begun = has_begun
         self.rows = len(request.slice.tokens) + len(request.draft_tokens)
         self.sent: OpenRequest[pb.VerifyAnswer] | None = None
         self._request_id = request.request_id
@@ -342,7 +351,15 @@ class TargetRequest:
         self._expect(target)
 
     def _new_attempt(self, target: TargetReplica) -> _Attempt:
-        return _Attempt(target, self._spec, self._request, self._remaining_ns, self._extensions, self._take)
+        return _Attempt(
+            target,
+            self._spec,
+            self._request,
+            self._remaining_ns,
+            self._extensions,
+            self._take,
+            has_begun=self._session.has_begun,
+        )
 
     def _take(self, attempt: _Attempt, events: list[VerifyEvent]) -> None:
         self._context.run(self._receive, attempt, events)

@@ -80,6 +80,8 @@ async def stream(pool: Pool) -> AsyncIterator[Stream]:
 class Responses:
     """Receive the responses of one request."""
 
+    has_begun = False
+
     def __init__(self, stream: Stream, request: pb.VerifyItem) -> None:
         self.batches: asyncio.Queue[Sequence[pb.VerifyAnswer] | Exception] = asyncio.Queue()
         self.put, self.fail = self.batches.put_nowait, self.batches.put_nowait

@@ -20,6 +20,7 @@ from galley.core.session.events import Replica
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.clock import SECOND, MonotonicClock
 from services.gateway.replicas.clients import _Connection
+from services.gateway.replicas.delivery import DeliveryQueue, Recipient
 from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetPool
@@ -227,6 +228,23 @@ async def test_a_session_returns_to_its_build(here: Here) -> None:
     answer = await here.verified(target, confirmed(1))
     assert answer.fingerprint == "build-1"
     assert not other.calls
+
+
+async def test_only_the_first_request_of_a_session_overtakes_others(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[bool] = []
+    add = DeliveryQueue.add
+
+    def note(queue: DeliveryQueue, recipient: Recipient) -> None:
+        begun.append(recipient.has_begun)
+        add(queue, recipient)
+
+    monkeypatch.setattr(DeliveryQueue, "add", note)
+    target = TargetSession(here.targets)
+    for length in range(3):
+        await here.verified(target, confirmed(length))
+    assert begun == [False, True, True]
 
 
 async def test_a_closed_request_is_not_counted(here: Here) -> None:

@@ -6,38 +6,51 @@ import asyncio
 
 import pytest
 
-from services.gateway.replicas.delivery import _INTERVAL_S, _REQUESTS_A_TURN, _SATURATED_S, DeliveryQueue
+from services.gateway.replicas.delivery import _INTERVAL_S, _RESPONSES_A_TURN, _SATURATED_S, DeliveryQueue
 
 
 class Waiting:
-    def __init__(self, served: list[Waiting], *, has_begun: bool = True) -> None:
+    def __init__(self, served: list[Waiting], *, has_begun: bool = True, responses: int = 1) -> None:
         self.has_begun = has_begun
         self._served = served
+        self._responses = responses
 
-    def deliver(self) -> None:
+    def deliver(self) -> int:
         self._served.append(self)
+        return self._responses
 
 
 async def test_first_responses_overtake_others_and_all_get_a_turn() -> None:
     served: list[Waiting] = []
     queue = DeliveryQueue()
-    running = [Waiting(served) for _ in range(2 * _REQUESTS_A_TURN)]
+    running = [Waiting(served) for _ in range(2 * _RESPONSES_A_TURN)]
     for one in running:
         queue.add(one)
     await asyncio.sleep(0)
-    assert served == running[:_REQUESTS_A_TURN], "then others have a turn"
+    assert served == running[:_RESPONSES_A_TURN], "then others have a turn"
     new = Waiting(served, has_begun=False)
     queue.add(new)
     for _ in range(2):
         await asyncio.sleep(0)
-    assert served == [*running[:_REQUESTS_A_TURN], new, *running[_REQUESTS_A_TURN:]]
+    assert served == [*running[:_RESPONSES_A_TURN], new, *running[_RESPONSES_A_TURN:]]
+
+
+async def test_a_request_with_many_responses_has_a_turn_alone() -> None:
+    served: list[Waiting] = []
+    queue = DeliveryQueue()
+    for responses in (1, 2 * _RESPONSES_A_TURN, 1):
+        queue.add(Waiting(served, responses=responses))
+    await asyncio.sleep(0)
+    assert len(served) == 2
+    await asyncio.sleep(0)
+    assert len(served) == 3
 
 
 async def test_a_response_that_raises_keeps_nobody_waiting() -> None:
     served: list[Waiting] = []
 
     class Broken(Waiting):
-        def deliver(self) -> None:
+        def deliver(self) -> int:
             raise RuntimeError
 
     queue, raised = DeliveryQueue(), []
