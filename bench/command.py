@@ -24,9 +24,9 @@ def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def console() -> Console:
-    """Return a console that does not wrap tables in a file."""
+def console(file_width: int = _FILE_WIDTH) -> Console:
+    """Return a console that does not wrap tables of `file_width` characters in a file."""
     made = Console()
     if not made.is_terminal:
-        made.width = _FILE_WIDTH
+        made.width = file_width
     return made

@@ -24,11 +24,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from bench import command
 from bench.gateway.report import COLUMNS, draw, goals, row_of, summary, table_of, telemetry_ratio
 from bench.gateway.run import ONE, PARTS, SIX, Bench, Cell, Options
-from bench.harness import RESULTS, commit, machine, result_path, write_record
+from bench.harness import commit, machine, result_path, show_goals, write_record
 from bench.loops.options import integers, names
 from galley.common.models.files import DEFAULT_MODEL
 from galley.engine.load.resolve import resolve_model
@@ -41,11 +40,7 @@ _WIDTH = 190
 def parse(argv: Sequence[str]) -> tuple[Options, argparse.Namespace]:
     """Return the options; exit 2 for a wrong value."""
     default = Options()
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gateway",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser_of("bench.gateway", __doc__)
     parser.add_argument("--parts", type=names, default=default.parts, help="default: all")
     parser.add_argument("--streams", type=integers, default=default.streams)
     parser.add_argument("--verdicts", choices=_VERDICTS, default="both", help="tokens of a verdict")
@@ -55,8 +50,6 @@ def parse(argv: Sequence[str]) -> tuple[Options, argparse.Namespace]:
     parser.add_argument("--pairs", type=int, default=default.pairs, help="pairs of the part telemetry")
     parser.add_argument("--window-s", type=float, default=default.window_s)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="model whose tokenizer is used")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the record")
-    parser.add_argument("--quick", action="store_true", help="no record, no profile, no goals")
     given = parser.parse_args(argv)
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"--parts: must be of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
@@ -98,9 +91,7 @@ def record(path: Path, bench: Bench) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 0 even if a goal is missed, which is a finding and no error."""
     options, given = parse(sys.argv[1:] if argv is None else argv)
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH
+    console = command.console(_WIDTH)
 
     def report(cell: Cell) -> None:
         console.print(" | ".join(row_of(cell)), markup=False, highlight=False, soft_wrap=True)
@@ -115,8 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"profile, {name}: {profile.packages}", markup=False, soft_wrap=True)
     if given.quick:
         return 0
-    for line in ("goal | what | measured | bound | met", *map(str, goals(bench.cells))):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    show_goals(console, goals(bench.cells))
     path = result_path(_NAME, given.results)
     record(path, bench)
     draw(path.with_suffix(".png"), bench.cells)
