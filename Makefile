@@ -119,7 +119,7 @@ MUTANTS ?= 300
 ONLY ?=
 
 .PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-vllm prove-ray prove-ownership prove-attacks prove-http
-.PHONY: prove-load-tools prove-boot prove-cluster prove-images simulate chaos soak mutate mutate-known
+.PHONY: prove-load-tools prove-boot prove-cluster prove-images prove-scale simulate chaos soak mutate mutate-known
 prove-noise: setup ## prove that no noise value is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
 
@@ -164,6 +164,9 @@ prove-cluster: setup helm ## install, test, upgrade, scale, kill and uninstall t
 
 prove-images: setup ## build the images without a daemon, check their contents, and serve with them (Debian, root)
 	@$(BIN)/python -m bench.prove_images
+
+prove-scale: setup ## run 100,000 answers over 100 gateways, 20 drafts and 50 targets on virtual time; compare with galley plan
+	@$(BIN)/python -m tests.simulation.scale.run
 
 simulate: setup ## run 100,000 schedules of faults on virtual time (SCHEDULES, SEED, WORKERS)
 	@$(BIN)/python -m tests.simulation.run --schedules $(SCHEDULES) --seed $(SEED) --workers $(WORKERS)

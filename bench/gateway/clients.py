@@ -65,7 +65,7 @@ class Clients:
     async def measure(self) -> Measured:
         """Start the streams, measure the window, and leave."""
         load, heard = self._load, self._heard
-        cpu = Cpu(load.pids)
+        gateways, store = Cpu(load.pids), Cpu(load.store)
         sending = asyncio.create_task(self._arrive() if load.arrivals_per_s else self._keep_open())
         try:
             async with asyncio.timeout(_START_S):
@@ -74,11 +74,11 @@ class Clients:
             heard.is_open = True
             # Streams of before the window are none of it.
             heard.waiting.clear()
-            began_s, cpu_before = time.perf_counter(), cpu.seconds()
+            began_s, before = time.perf_counter(), (gateways.seconds(), store.seconds())
             await asyncio.sleep(load.window_s)
             heard.is_open = False
-            cpu_s, seconds = cpu.seconds() - cpu_before, time.perf_counter() - began_s
-            return self._measured(seconds, cpu_s)
+            cpu_s, store_cpu_s = gateways.seconds() - before[0], store.seconds() - before[1]
+            return self._measured(time.perf_counter() - began_s, cpu_s, store_cpu_s)
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
@@ -152,7 +152,7 @@ class Clients:
         else:
             self._heard.failed[f"{error.code().name}: {error.details()}"] += 1
 
-    def _measured(self, seconds: float, cpu_s: float) -> Measured:
+    def _measured(self, seconds: float, cpu_s: float, store_cpu_s: float) -> Measured:
         heard, now_s = self._heard, time.perf_counter()
         waits_s = [now_s - called_s for called_s in heard.waiting.values()]
         return Measured(
@@ -160,6 +160,7 @@ class Clients:
             tokens=heard.tokens,
             messages=heard.messages,
             cpu_s=cpu_s,
+            store_cpu_s=store_cpu_s,
             began=heard.began,
             ended=heard.ended,
             waiting=len(waits_s),

@@ -13,11 +13,12 @@ class Load:
 
     `streams` are kept open, each answer followed by the next. With `arrivals_per_s`, answers begin at that
     rate instead, whatever becomes of those before. `drafted` tokens are drafted for each round; 0: plain
-    decoding. CPU time is that of the processes `pids`.
+    decoding. CPU time is that of the gateways `pids` and of the `store`.
     """
 
     gateways: tuple[str, ...]
     pids: tuple[int, ...]
+    store: tuple[int, ...] = ()
     streams: int = 0
     arrivals_per_s: float = 0.0
     answer_tokens: int = 16_384
@@ -39,6 +40,7 @@ class Measured:
     tokens: int
     messages: int
     cpu_s: float
+    store_cpu_s: float
     began: int
     ended: int
     waiting: int
@@ -53,6 +55,10 @@ class Measured:
     def us_per_token(self) -> float:
         """Return the CPU time of a token, in µs."""
         return 1e6 * self.cpu_s / max(1, self.tokens)
+
+    @property
+    def store_us_per_token(self) -> float:
+        return 1e6 * self.store_cpu_s / max(1, self.tokens)
 
     @property
     def tokens_per_s(self) -> float:

@@ -126,7 +126,9 @@ class Bench:
 
     def _load(self, streams: int, verdict: str) -> Load:
         factor = _MANY_WINDOWS if streams >= _MANY else 1.0
-        return Load((), (), streams, drafted=_DRAFTED[verdict], window_s=factor * self.options.window_s)
+        return Load(
+            (), (), streams=streams, drafted=_DRAFTED[verdict], window_s=factor * self.options.window_s
+        )
 
     async def _cell(
         self,
@@ -151,7 +153,8 @@ class Bench:
 
 def _at(load: Load, stack: Stack, gateways: Sequence[str]) -> Load:
     addresses = tuple(stack.address(name) for name in gateways)
-    return replace(load, gateways=addresses, pids=tuple(stack.pid(name) for name in gateways))
+    pids = tuple(stack.pid(name) for name in gateways)
+    return replace(load, gateways=addresses, pids=pids, store=(stack.pid("valkey"),))
 
 
 async def measure(load: Load) -> Measured:

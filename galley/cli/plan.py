@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path  # Typer reads the annotation
 from typing import Annotated, Any, TypeVar, cast
@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -39,6 +40,8 @@ from galley.plan.capacity import (
     Load,
     Spares,
     TargetSize,
+    Tiers,
+    load_of_streams,
 )
 from galley.plan.capacity import capacity as capacity_of
 from galley.plan.measured import Measured, read_measured
@@ -52,9 +55,10 @@ _BAR_CELLS = 24
 _TEXTBOOK_CONFIRMED = 3.0
 _TEXTBOOK_RATIO = 6.0
 _MAX_K = 16
-_CAPACITY = "--capacity"
+_CAPACITY, _STREAMS = "--capacity", "--streams"
 _GIB = 2**30
-_TABLES = ("load", "target", "draft", "spares")
+_TABLES = ("load", "target", "draft", "spares", "tiers")
+_GATEWAY_BOUNDS = {"sessions": "open sessions", "cpu": "CPU"}
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -165,6 +169,13 @@ def plan(  # noqa: PLR0913  # a command's options
             "that it needs instead."
         ),
     ] = None,
+    streams: Annotated[
+        str,
+        typer.Option(
+            help="With --capacity: numbers of open streams, comma-separated. Print what each needs, whatever "
+            "answers_per_s the file has. Default: none."
+        ),
+    ] = "",
     plot: Annotated[Path | None, typer.Option(help="With --alpha: PNG file to draw the gain into.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
@@ -175,8 +186,10 @@ def plan(  # noqa: PLR0913  # a command's options
     """
     measured = _read_bench(bench, workload)
     if capacity is not None:
-        _plan_capacity(capacity, measured, as_json=as_json)
+        _plan_capacity(capacity, measured, _stream_counts(streams), as_json=as_json)
         return
+    if streams:
+        raise typer.BadParameter("needs --capacity", param_hint=_STREAMS)
     alpha, row_costs, draft_cost_ratio = _inputs(measured, alpha, row_costs, draft_cost_ratio)
     flags = {"--row-costs": row_costs, "--max-k": max_k, "--sessions": sessions, "--plot": plot}
     _check_flags(alpha, flags, plot)
@@ -208,6 +221,18 @@ def plan(  # noqa: PLR0913  # a command's options
         typer.echo(_difference(case, textbook))
     if plot is not None:
         typer.echo(f"Plot: {plot}")
+
+
+def _stream_counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        counts = [0]
+    if any(count < 1 for count in counts):
+        raise typer.BadParameter(
+            f"must be whole numbers >= 1, comma-separated, got {text!r}", param_hint=_STREAMS
+        )
+    return counts
 
 
 def _read_bench(path: Path | None, workload: str) -> Measured | None:
@@ -360,15 +385,26 @@ class _CapacityCase:
     target: TargetSize
     draft: DraftSize
     spares: Spares
+    tiers: Tiers
     gpus: int | None  # of a target; None without [target.memory]
 
 
-def _plan_capacity(path: Path, measured: Measured | None, *, as_json: bool) -> None:
-    """Print what the load in the file needs. Raises typer.BadParameter with the key and its bound."""
+def _needed(case: _CapacityCase) -> Capacity:
+    return capacity_of(case.load, case.target, case.draft, case.spares, case.tiers)
+
+
+def _plan_capacity(path: Path, measured: Measured | None, streams: Sequence[int], *, as_json: bool) -> None:
+    """Print what the load in the file needs, or with `streams` what so many open streams need.
+
+    Raises typer.BadParameter with the key and its bound.
+    """
     try:
         tables = _read(path)
         case = _read_case(tables if measured is None else _completed(tables, measured))
-        found = capacity_of(case.load, case.target, case.draft, case.spares)
+        if streams:
+            _print_streams(streams, case, as_json=as_json)
+            return
+        found = _needed(case)
     except InvalidField as fault:
         raise typer.BadParameter(f"{path}: {fault}", param_hint=_CAPACITY) from fault
     if as_json:
@@ -417,6 +453,7 @@ def _read_case(tables: dict[str, Any]) -> _CapacityCase:
         _read_as(TargetSize, target, "target"),
         _read_as(DraftSize, tables["draft"], "draft") if "draft" in tables else NO_DRAFT,
         _read_as(Spares, tables.get("spares", {}), "spares"),
+        _read_as(Tiers, tables.get("tiers", {}), "tiers"),
         memory.gpus if memory is not None else None,
     )
 
@@ -442,6 +479,30 @@ def _capacity_as_dict(found: Capacity, case: _CapacityCase) -> dict[str, Any]:
     return whole if case.gpus is None else whole | {"target_gpus": case.gpus * found.targets}
 
 
+def _print_streams(streams: Sequence[int], case: _CapacityCase, *, as_json: bool) -> None:
+    """Print what each number of open streams needs, of the load's kind."""
+    needs = {
+        count: _needed(replace(case, load=load_of_streams(count, case.load, case.target, case.draft)))
+        for count in streams
+    }
+    if as_json:
+        typer.echo(json.dumps({count: _capacity_as_dict(found, case) for count, found in needs.items()}))
+        return
+    table = Table(title="What open streams need", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("streams", "tokens/s", "targets", "drafts", "gateways", "stores", "GiB", "pools"):
+        table.add_column(name, justify="right")
+    for count, found in needs.items():
+        numbers = (found.targets, found.drafts, found.gateways, found.stores)
+        table.add_row(
+            f"{count:,}",
+            f"{found.tokens_per_s / 1000:,.0f}k",
+            *(f"{number:,}" for number in numbers),
+            f"{found.store_bytes / _GIB:,.1f}",
+            str(found.pools),
+        )
+    Console().print(table)
+
+
 def _print_capacity(found: Capacity, case: _CapacityCase) -> None:
     spares, gpus = case.spares, case.gpus
     blocks = case.target.kv_tokens // case.target.block_tokens
@@ -454,7 +515,9 @@ def _print_capacity(found: Capacity, case: _CapacityCase) -> None:
     for row in (
         ("targets", str(found.targets), devices + spare),
         ("drafts", str(found.drafts), spare if found.drafts else "no draft token pays"),
-        ("gateways", str(found.gateways), spare),
+        ("gateways", str(found.gateways), f"bound by {_GATEWAY_BOUNDS[found.gateways_bound_by]}; {spare}"),
+        ("stores", str(found.stores), f"{found.store_cores:.2f} cores; beside their replicas"),
+        ("pools of replicas", str(found.pools), ""),
         ("sessions at once", f"{found.sessions:.0f}", ""),
         ("memory of the store", f"{found.store_bytes / _GIB:.2f} GiB", "beside Redis' own"),
     ):

@@ -5,12 +5,16 @@ tokens of it in the mean. So n x E / output_tokens answers end in a step and as 
 part of its prompt that is not cached. A step takes what its rows cost; rows beyond the target's row budget
 take further steps. The draft's steps are added as if none overlapped with the target's. By Little's law
 (1961), concurrent sessions = answers a second x duration of one.
+
+Gateways and stores compute on one core each. A gateway spends CPU time on each verdict, each token and each
+answer. A store spends it on each change: one a verdict, and the begin and the end of an answer. Each gateway
+also reads the leases of all replicas of its pool twice a second, which bounds the replicas of a pool.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from galley.core.cost.model import FLAT, MAX_K, RowCostCurve, expected_confirmed
 from galley.core.errors import InvalidField, check_range
@@ -21,6 +25,14 @@ from galley.core.store import FINISHED_TTL_S
 STORE_BYTES_A_SESSION = 808
 """Redis memory of a session besides its tokens, measured by `make bench-sessions`."""
 STORE_BYTES_A_TOKEN = 4
+
+HINTS_IN_TIME = 0.25
+"""The part of what drafts add to a verdict that arrives before the target's step begins, at least.
+
+The rest is drafted while the target works, and too late (`make prove-scale`).
+"""
+LEASE_READS_PER_S = 2.0
+"""How often a gateway reads all leases of its pool (`POLL_S` of its pools of replicas)."""
 
 _MOST_SESSIONS = 4096
 _MOST_SPARES = 1024
@@ -99,6 +111,42 @@ NO_DRAFT = DraftSize(alpha=0.0, cost_ratio=math.inf, max_k=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """The CPU time of gateways and stores, of one core, as `make bench-gateway` measures it.
+
+    Reading leases may take `lease_share` of a gateway's core.
+    """
+
+    gateway_us_per_verdict: float = 100.0
+    gateway_us_per_token: float = 67.0
+    gateway_ms_per_answer: float = 1.0
+    gateway_us_per_lease: float = 100.0
+    store_us_per_change: float = 33.0
+    store_us_per_lease: float = 8.0
+    lease_share: float = 0.05
+
+    @property
+    def pool_replicas(self) -> float:
+        """Return the most targets and drafts of a pool."""
+        return max(1.0, _share(self.lease_share, LEASE_READS_PER_S * self.gateway_us_per_lease / 1e6))
+
+    def gateway_cores(self, answers_per_s: float, tokens_per_s: float, verdicts_per_s: float) -> float:
+        """Return the cores that gateways need, besides reading leases."""
+        verdicts_us, tokens_us = self.gateway_us_per_verdict, self.gateway_us_per_token
+        answers_us = 1000 * self.gateway_ms_per_answer
+        return (verdicts_per_s * verdicts_us + tokens_per_s * tokens_us + answers_per_s * answers_us) / 1e6
+
+    def store_cores(self, answers_per_s: float, verdicts_per_s: float, lease_reads_per_s: float) -> float:
+        """Return the cores that stores need."""
+        changes_per_s = verdicts_per_s + 2 * answers_per_s
+        return (changes_per_s * self.store_us_per_change + lease_reads_per_s * self.store_us_per_lease) / 1e6
+
+
+def _share(part: float, of: float) -> float:
+    return part / of if of else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Spares:
     """The mean utilization of a replica, and the number of spare replicas of each pool."""
 
@@ -121,21 +169,33 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The needs of a load, spares included. `bound_by` limits a replica: `time`, `kv` or `max_sessions`."""
+    """The needs of a load, spares included. `bound_by` limits a replica: `time`, `kv` or `max_sessions`.
+
+    `gateways_bound_by` is `sessions` or `cpu`. `stores` are masters, without their replicas. All replicas
+    and gateways are divided over `pools`, each with spares of its own.
+    """
 
     at: Point
     bound_by: str
     answers_per_s_a_target: float
+    tokens_per_s: float
     sessions: float
     targets: int
     drafts: int
     gateways: int
     store_bytes: int
+    gateways_bound_by: str
+    gateway_cores: float
+    stores: int
+    store_cores: float
+    pools: int
 
 
-def capacity(load: Load, target: TargetSize, draft: DraftSize, spares: Spares) -> Capacity:
+def capacity(
+    load: Load, target: TargetSize, draft: DraftSize, spares: Spares, tiers: Tiers = Tiers()
+) -> Capacity:
     """Return what `load` needs. Raises InvalidField if a number is out of bounds or one session too much."""
-    _check_all(load, target, draft, spares)
+    _check_all(load, target, draft, spares, tiers)
     at, bound_by = _fullest(load, target, draft)
     each = at.tokens_per_s / load.output_tokens
     busy = load.answers_per_s / each
@@ -143,17 +203,49 @@ def capacity(load: Load, target: TargetSize, draft: DraftSize, spares: Spares) -
     drafting = busy * at.draft_ms / at.pass_ms
     sessions = load.answers_per_s * load.output_tokens * at.time_per_output_token_ms / 1000
     drafts = math.ceil(drafting / spares.busy - 1e-9)
-    gateways = math.ceil(sessions / (spares.gateway_sessions * spares.busy) - 1e-9)
+    pools = max(1, math.ceil((targets + drafts) / tiers.pool_replicas - 1e-9))
+    tokens_per_s = load.answers_per_s * load.output_tokens
+    verdicts_per_s = tokens_per_s / tokens_per_verdict(at)
+    gateway_cores = tiers.gateway_cores(load.answers_per_s, tokens_per_s, verdicts_per_s)
+    leases_a_gateway = LEASE_READS_PER_S * (targets + drafts) / pools
+    # Of several pools none is certain to be small.
+    reading = tiers.lease_share if pools > 1 else leases_a_gateway * tiers.gateway_us_per_lease / 1e6
+    by_sessions = math.ceil(sessions / (spares.gateway_sessions * spares.busy) - 1e-9)
+    by_cpu = math.ceil(gateway_cores / (spares.busy * (1 - reading)) - 1e-9)
+    gateways = max(by_sessions, by_cpu, pools)
+    store_cores = tiers.store_cores(load.answers_per_s, verdicts_per_s, gateways * leases_a_gateway)
     return Capacity(
         at=at,
         bound_by=bound_by,
         answers_per_s_a_target=each,
+        tokens_per_s=tokens_per_s,
         sessions=sessions,
-        targets=targets + spares.replicas,
-        drafts=drafts + spares.replicas if drafts else 0,
-        gateways=gateways + spares.replicas,
+        targets=targets + spares.replicas * pools,
+        drafts=drafts + spares.replicas * pools if drafts else 0,
+        gateways=gateways + spares.replicas * pools,
         store_bytes=_store_bytes(load, sessions),
+        gateways_bound_by="cpu" if by_cpu > by_sessions else "sessions",
+        gateway_cores=gateway_cores,
+        stores=max(1, math.ceil(store_cores / spares.busy - 1e-9)),
+        store_cores=store_cores,
+        pools=pools,
     )
+
+
+def tokens_per_verdict(at: Point) -> float:
+    """Return the mean tokens of a verdict, fewer than a round confirms whose draft is awaited."""
+    return 1 + HINTS_IN_TIME * (at.pass_ms / at.time_per_output_token_ms - 1)
+
+
+def load_of_streams(streams: int, load: Load, target: TargetSize, draft: DraftSize) -> Load:
+    """Return `load` with as many answers a second as keep `streams` open, at full targets.
+
+    Raises InvalidField as `capacity` does.
+    """
+    check_range("streams", streams, least=1)
+    _check_all(load, target, draft, Spares(), Tiers())
+    at, _ = _fullest(load, target, draft)
+    return replace(load, answers_per_s=1000 * streams / (load.output_tokens * at.time_per_output_token_ms))
 
 
 def point(load: Load, target: TargetSize, draft: DraftSize, sessions: int) -> Point:
@@ -203,7 +295,7 @@ def _store_bytes(load: Load, sessions: float) -> int:
     return math.ceil(kept * (STORE_BYTES_A_SESSION + STORE_BYTES_A_TOKEN * tokens))
 
 
-def _check_all(load: Load, target: TargetSize, draft: DraftSize, spares: Spares) -> None:
+def _check_all(load: Load, target: TargetSize, draft: DraftSize, spares: Spares, tiers: Tiers) -> None:
     check_range("answers_per_s", load.answers_per_s, above=0)
     check_range("prompt_tokens", load.prompt_tokens, least=1)
     check_range("output_tokens", load.output_tokens, least=1)
@@ -222,3 +314,6 @@ def _check_all(load: Load, target: TargetSize, draft: DraftSize, spares: Spares)
     check_range("busy", spares.busy, above=0, most=1)
     check_range("replicas", spares.replicas, least=0, most=_MOST_SPARES)
     check_range("gateway_sessions", spares.gateway_sessions, least=1, most=_MOST_SESSIONS)
+    for name, value in asdict(tiers).items():
+        check_range(name, value, least=0)
+    check_range("lease_share", tiers.lease_share, above=0, most=0.5)

@@ -19,6 +19,7 @@ MEASURED = Measured(
     tokens=1000,
     messages=500,
     cpu_s=0.1,
+    store_cpu_s=0.01,
     began=0,
     ended=0,
     waiting=0,

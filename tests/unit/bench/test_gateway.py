@@ -31,6 +31,7 @@ def measured(us: float = 100.0, gap_ms: tuple[float, ...] = (), hinted: int = 4)
         tokens=1000,
         messages=500,
         cpu_s=us / 1e3,
+        store_cpu_s=0.01,
         began=10,
         ended=6,
         waiting=0,

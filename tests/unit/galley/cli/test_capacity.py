@@ -12,6 +12,8 @@ from galley.core.kv.blocks import BLOCK_TOKENS
 from tests.unit.galley.cli.test_plan import json_of, output_of, run
 
 EXAMPLE = Path(__file__).parents[4] / "docs" / "examples" / "capacity.toml"
+SCALE = EXAMPLE.with_name("scale.toml")
+SCALE_PAGE = EXAMPLE.parents[1] / "scale.md"
 SCALING = EXAMPLE.parents[1] / "operate" / "scaling.md"
 CHARTS = EXAMPLE.parents[2] / "helm" / "galley" / "examples" / "values-llama70b-tp4.yaml"
 ONE_NODE = CHARTS.with_name("values-llama70b-one-node.yaml")
@@ -70,6 +72,30 @@ def test_documented_example_is_printed() -> None:
         assert line.rstrip() in page
 
 
+def test_streams_of_the_documented_example_are_printed() -> None:
+    output = output_of(f"--capacity={SCALE}", "--streams=10000,100000,1000000")
+    for line in output.splitlines():
+        assert line.rstrip() in SCALE_PAGE.read_text()
+
+
+def test_each_number_of_streams_is_planned(tmp_path: Path) -> None:
+    result = json_of(written(tmp_path, PLAIN), "--streams=4,40")
+    assert {count: found["targets"] for count, found in result.items()} == {"4": 1, "40": 10}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("streams", ["0", "many", "4,"])
+def test_streams_that_are_no_numbers_are_refused(tmp_path: Path, streams: str) -> None:
+    result = run(written(tmp_path, PLAIN), f"--streams={streams}")
+    assert result.exit_code == 2
+    assert "--streams" in result.stderr
+
+
+def test_streams_need_a_load() -> None:
+    result = run("--streams=4")
+    assert result.exit_code == 2
+    assert "needs --capacity" in result.stderr
+
+
 def test_the_production_values_are_what_the_example_gives() -> None:
     example, chart = tomllib.loads(EXAMPLE.read_text()), yaml.safe_load(CHARTS.read_text())
     needed = json_of(f"--capacity={EXAMPLE}")
@@ -104,7 +130,7 @@ def test_gpus_are_counted_where_memory_is_given() -> None:
     ("text", "line"),
     [
         ("= 3", "must be TOML"),
-        ("[loads]", "loads: must be one of load, target, draft, spares"),
+        ("[loads]", "loads: must be one of load, target, draft, spares, tiers"),
         ("load = 3", "load: must be a table"),
         (PLAIN + "[draft]\nalpha = 0.5", "draft.cost_ratio"),
         (PLAIN.replace("step_ms = 10", 'step_ms = "fast"'), "target.step_ms"),
@@ -114,6 +140,7 @@ def test_gpus_are_counted_where_memory_is_given() -> None:
         (PLAIN.replace("kv_tokens = 512", "kv_tokens = 512\nblock_tokens = 0"), "block_tokens: must be >= 1"),
         (PLAIN.replace("kv_tokens = 512", 'kv_tokens = 512\nblock_tokens = "x"'), "target.block_tokens"),
         (PLAIN.replace("busy = 1", "busy = 1\nbored = 1"), "spares.bored"),
+        (PLAIN + "[tiers]\nlease_share = 0.6", "lease_share: must be in (0, 0.5]"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused_by_its_key(tmp_path: Path, text: str, line: str) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from galley.core.cost.model import RowCostCurve
 from galley.core.errors import InvalidField
 from galley.plan.capacity import (
+    LEASE_READS_PER_S,
     NO_DRAFT,
     Capacity,
     DraftSize,
@@ -19,9 +20,12 @@ from galley.plan.capacity import (
     Load,
     Spares,
     TargetSize,
+    Tiers,
     capacity,
+    load_of_streams,
     point,
 )
+from services.gateway.replicas.membership import POLL_S
 
 LOAD = Load(answers_per_s=50, prompt_tokens=90, output_tokens=10, cached_share=1)
 TARGET = TargetSize(step_ms=10, kv_tokens=512)
@@ -84,6 +88,65 @@ def test_full_target_gains_no_throughput_from_more_sessions() -> None:
 def test_a_session_takes_whole_blocks(kv_tokens: int, sessions: int) -> None:
     result = capacity(LOAD, dataclasses.replace(TARGET, kv_tokens=kv_tokens), NO_DRAFT, EXACT)
     assert (result.at.sessions, result.bound_by) == (sessions, "kv")
+
+
+NOTHING = Tiers(
+    gateway_us_per_verdict=0,
+    gateway_us_per_token=0,
+    gateway_ms_per_answer=0,
+    gateway_us_per_lease=0,
+    store_us_per_change=0,
+    store_us_per_lease=0,
+)
+
+
+def test_gateways_and_stores_are_counted_by_cpu() -> None:
+    """50 answers/s of 10 tokens: .5 cores of tokens, .5 of verdicts, .05 of answers; .6 of changes."""
+    tiers = dataclasses.replace(
+        NOTHING,
+        gateway_us_per_verdict=1000,
+        gateway_us_per_token=1000,
+        gateway_ms_per_answer=1,
+        store_us_per_change=1000,
+    )
+    result = capacity(LOAD, TARGET, NO_DRAFT, EXACT, tiers)
+    assert result.gateway_cores == pytest.approx(1.05)
+    assert (result.gateways, result.gateways_bound_by) == (2, "cpu")
+    assert result.stores == 1
+    assert result.store_cores == pytest.approx(0.6)
+    result = capacity(LOAD, TARGET, NO_DRAFT, EXACT, NOTHING)
+    assert (result.gateways, result.gateways_bound_by, result.stores) == (1, "sessions", 1)
+
+
+def test_drafts_that_come_in_time_save_verdicts() -> None:
+    """A round of the draft confirms 2 tokens; a quarter of what it adds comes in time."""
+    tiers = dataclasses.replace(NOTHING, store_us_per_change=1000)
+    draft = DraftSize(alpha=1, cost_ratio=math.inf, max_k=1)
+    result = capacity(LOAD, TARGET, draft, EXACT, tiers)
+    assert result.store_cores == pytest.approx((500 / 1.25 + 2 * 50) / 1000)
+
+
+def test_reading_leases_bounds_a_pool_and_takes_cores() -> None:
+    """At 2 reads a second, 10 ms a lease and 5 % of a core, a pool has 2.5 replicas."""
+    tiers = dataclasses.replace(NOTHING, gateway_us_per_lease=10_000, store_us_per_lease=10_000)
+    load = dataclasses.replace(LOAD, answers_per_s=200)
+    result = capacity(load, TARGET, NO_DRAFT, Spares(busy=1, replicas=1), tiers)
+    assert (result.pools, result.targets, result.gateways) == (2, 5 + 2, 2 + 2)
+    # Each of 2 gateways reads 2.5 leases twice a second.
+    assert result.store_cores == pytest.approx(2 * 2.5 * 2 * 0.01)
+
+
+def test_the_load_of_open_streams_keeps_so_many_open() -> None:
+    """A full target has 4 sessions at 10 ms a token: 40 of them open are 400 answers/s of 10 tokens."""
+    load = load_of_streams(40, LOAD, TARGET, NO_DRAFT)
+    assert load.answers_per_s == pytest.approx(400)
+    assert capacity(load, TARGET, NO_DRAFT, EXACT).sessions == pytest.approx(40)
+    with pytest.raises(InvalidField):
+        load_of_streams(0, LOAD, TARGET, NO_DRAFT)
+
+
+def test_leases_are_read_as_often_as_the_plan_says() -> None:
+    assert LEASE_READS_PER_S == 1 / POLL_S
 
 
 def test_spares_come_on_top() -> None:
@@ -151,7 +214,8 @@ def refused(field: str, bound: str, **changes: object) -> None:
         return dataclasses.replace(value, **{k: v for k, v in changes.items() if k in names})  # type: ignore[type-var]
 
     def result() -> Capacity:
-        parts = (changed(part) for part in (LOAD, TARGET, DraftSize(alpha=0.5, cost_ratio=2), Spares()))
+        known = (LOAD, TARGET, DraftSize(alpha=0.5, cost_ratio=2), Spares(), Tiers())
+        parts = (changed(part) for part in known)
         return capacity(*parts)  # type: ignore[arg-type]  # of the kinds that they were
 
     with pytest.raises(InvalidField) as refusal:
@@ -180,6 +244,9 @@ def refused(field: str, bound: str, **changes: object) -> None:
         ("busy", 0, "in (0, 1]"),
         ("replicas", -1, "in [0, 1024]"),
         ("gateway_sessions", 0, "in [1, 4096]"),
+        ("gateway_us_per_token", -1, ">= 0"),
+        ("store_us_per_change", math.nan, ">= 0"),
+        ("lease_share", 0, "in (0, 0.5]"),
     ],
 )
 def test_invalid_fields_are_refused_with_their_bound(field: str, value: float, bound: str) -> None:
