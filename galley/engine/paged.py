@@ -48,7 +48,7 @@ def as_array(tensor: Tensor) -> Stored:
     """Return a contiguous CPU tensor's memory as the kernels read it: bfloat16 as uint16."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
-    array: Stored = tensor.detach().numpy()
+    array: Stored = tensor.numpy()
     return array
 
 

@@ -42,18 +42,23 @@ class FloatProduct:
     rows_dtype: torch.dtype
 
     def __call__(self, rows: Tensor) -> Tensor:
-        given = rows.to(self.rows_dtype).reshape(-1, rows.shape[-1])
-        if given.shape[1] % self.depth:
-            given = pad(given, (0, 1))
-        out = torch.empty(len(given), self.outputs, dtype=self.rows_dtype)
-        work_ns = given.shape[1] * self.outputs * (_READ_NS + _MULTIPLY_NS * len(given))
+        if rows.dtype != self.rows_dtype or rows.dim() > 2:
+            flat = self(rows.to(self.rows_dtype).reshape(-1, rows.shape[-1]))
+            return flat.to(rows.dtype).view(*rows.shape[:-1], self.outputs)
+        given = pad(rows, (0, 1)) if rows.shape[1] % self.depth else rows
+        return self._multiplied(given)
+
+    def _multiplied(self, rows: Tensor) -> Tensor:
+        count, inputs = rows.shape
+        out = torch.empty(count, self.outputs, dtype=self.rows_dtype)
+        threads = openmp.worth(openmp.threads(), inputs * self.outputs * (_READ_NS + _MULTIPLY_NS * count))
         widened = self.depth > 1 and self.rows_dtype == torch.float32
-        run = _compiled()[widened and len(given) >= _MANY_ROWS]
+        run = _compiled()[widened and count >= _MANY_ROWS]
         run(
-            openmp.worth(openmp.threads(), work_ns), TILE.rows, TILE.outputs, self.depth,
-            as_array(given), self.weights, self.biases, as_array(out),
+            threads, TILE.rows, TILE.outputs, self.depth, as_array(rows), self.weights, self.biases,
+            as_array(out),
         )  # fmt: skip
-        return out.to(rows.dtype).view(*rows.shape[:-1], self.outputs)
+        return out
 
 
 def rows_dtype(dtype: torch.dtype) -> torch.dtype | None:
