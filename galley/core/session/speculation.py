@@ -125,6 +125,7 @@ class Speculation:
 
         All ready ones are accepted with chance `reached`. The draft has `unread` tokens to read first.
         """
+        self._paid_ns = None
         if not self._k or room <= 0:
             return 0
         if self._auto and not self.shared.share_ns:

@@ -222,6 +222,19 @@ def test_a_probe_that_took_longer_than_expected_delays_the_next() -> None:
     assert first(speculation) == 4
 
 
+def test_a_proposal_after_a_lost_probe_is_not_charged_as_one() -> None:
+    here, _ = priced()
+    speculation = auto(8, here)
+    judge(speculation, 8)
+    assert first(speculation) == 4
+    speculation.record_late()  # it was given up
+    here.row_ns = 0.0
+    assert first(speculation) > 0, "worth it now"
+    before = here.for_strategy(spec().strategy).budget_ns
+    speculation.record_proposal(4, 1, 50 * MS, 40 * MS, 1)
+    assert here.for_strategy(spec().strategy).budget_ns == before
+
+
 def test_a_workload_with_long_prompts_saves_up_for_its_probe() -> None:
     here, _ = priced()
     for workload in ("short", "long"):
