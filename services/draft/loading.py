@@ -47,7 +47,7 @@ def load_strategies(settings: DraftSettings) -> tuple[dict[str, Strategy], pb.Ge
         default_strategy=settings.default_strategy,
         max_draft_tokens=settings.max_draft_tokens,
         vocab_size=model.info.vocab_size if model else 0,
-        host=this_host(settings.threads, settings.device),
+        host=this_host(settings.thread_count, settings.device),
     )
     return offered, info
 

@@ -294,7 +294,7 @@ async def add_target(
         max_linger_ms=_MAX_LINGER_MS,
         max_itl_ms=settings.max_itl_ms,
     )
-    host = this_host(settings.threads, settings.device)
+    host = this_host(settings.thread_count, settings.device)
     spans = parts.telemetry.scope(__name__)
     service = TargetService(engine.serve(times, limits), spans, parts.metrics, host)
     rpc.add_TargetServicer_to_server(service, server)

@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from galley.common.cores import usable_cores
+from galley.common.host import this_host
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from tests.fakes.processes import service_process
 from tests.fakes.verify_items import slice_of
 
 COMMAND = [sys.executable, "-m", "services.draft"]
@@ -73,6 +77,15 @@ async def test_it_reports_ready_and_stops_on_a_signal(
         "server stopped",
     ]
     assert all(event["service"] == "galley-draft" for event in events)
+
+
+async def test_it_describes_the_cores_that_it_computes_on(tmp_path: Path) -> None:
+    async with (
+        service_process("services.draft", tmp_path / "log", {}, {"threads": "auto"}) as ready,
+        grpc.aio.insecure_channel(ready["address"]) as channel,
+    ):
+        info = await rpc.DraftStub(channel).GetDraftInfo(pb.GetDraftInfoRequest())
+    assert info.host == this_host(usable_cores())
 
 
 @pytest.mark.parametrize(
