@@ -79,7 +79,8 @@ class Line(asyncio.Protocol):
             await self._connection.disconnect(nowait=True)  # redis-py has not seen that it was lost
             await self._connection.connect()
             transport = self._connection._writer.transport  # noqa: SLF001
-            if transport.is_closing():  # so redis-py's stream hears of the loss, and not this object
+            # redis-py's stream hears of a loss before this object reads. Nothing is to be read but an end.
+            if transport.is_closing() or await self._connection.can_read():
                 raise redis_errors.ConnectionError("the connection ended at once")  # noqa: TRY301
         except asyncio.CancelledError:
             self._fail(self._take_waiting(), redis_errors.ConnectionError("connecting was cancelled"))

@@ -167,23 +167,35 @@ async def test_closing_waits_for_replies() -> None:
         assert line.is_idle
 
 
-class Dying(Connection):
+class Reset(Connection):
     """A connection that ends once, between its greeting and its first command."""
 
-    deaths = 1
+    ends = 1
 
     async def connect(self) -> None:
         await super().connect()  # type: ignore[no-untyped-call]  # is untyped
-        if self.deaths:
-            self.deaths -= 1
-            assert self._writer is not None
-            self._writer.transport.abort()
-            await self._writer.wait_closed()
+        if self.ends:
+            self.ends -= 1
+            await self.end()
+
+    async def end(self) -> None:
+        assert self._writer is not None
+        self._writer.transport.abort()
+        await self._writer.wait_closed()
 
 
-async def test_a_connection_that_ends_before_its_first_command_fails_it() -> None:
+class Closed(Reset):
+    """One whose server closes it: redis-py's stream has read the end, and the transport stays open."""
+
+    async def end(self) -> None:
+        assert self._reader is not None
+        self._reader.feed_eof()
+
+
+@pytest.mark.parametrize("kind", [Reset, Closed])
+async def test_a_connection_that_ends_before_its_first_command_fails_it(kind: type[Connection]) -> None:
     served = Served()
-    async with line_to(served, kind=Dying) as line:
+    async with line_to(served, kind=kind) as line:
         [lost] = await asyncio.wait_for(echoes(line, "a"), 5)
         assert isinstance(lost, redis_errors.ConnectionError)
         assert await echoes(line, "b") == [b"b"]
