@@ -33,6 +33,8 @@ _MOST_WORK = 1.4
 # single session, which decodes, that is its draft: it would come late.
 _MARGIN, _MARGIN_OF_ONE = 1.1, 1.5
 _ROWS_OF_PROMPTS = 32
+# Parts are not even tried if they would use less than one in this many threads.
+_LEAST_USE = 2
 
 
 def threaded(whole: LlamaForward, ranks: Ranks) -> LlamaForward | ThreadedForward:
@@ -42,7 +44,7 @@ def threaded(whole: LlamaForward, ranks: Ranks) -> LlamaForward | ThreadedForwar
 
 
 class ThreadedForward:
-    """A `Forward` over another one and `threads` twins of it, which share its weights and pool.
+    """A `Forward` over another one and up to `threads` twins of it, which share its weights and pool.
 
     A row's bits do not depend on the rows beside it nor on the number of threads, so they do not depend on
     how a step is run either.
@@ -54,13 +56,16 @@ class ThreadedForward:
         self.kind = whole.kind
         self.attention = whole.attention
         self._whole = whole
-        self._twins = [whole.twin() for _ in range(threads)]
+        self._count = threads
+        self._twins: list[LlamaForward] = []  # made when they are first used, as they take memory
         self._threads = ThreadPoolExecutor(threads, "part", initializer=openmp.use_one_thread)
         self._clock = clock
         self._trials: dict[tuple[int, int], Trials] = {}
 
     def __call__(self, spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]) -> Tensor:
-        edges = divide(spans, len(self._twins))
+        edges = divide(spans, self._count)
+        if (len(edges) - 1) * _LEAST_USE < self._count:
+            return self._whole(spans, tokens, logit_rows)
         trials = self._trials_of(len(edges) - 1, len(tokens))
         way, since = trials.choose(), self._clock()
         if way == 0:
@@ -78,6 +83,8 @@ class ThreadedForward:
     def _in_parts(
         self, edges: Sequence[int], spans: Sequence[Span], tokens: Sequence[int], logit_rows: Sequence[int]
     ) -> Tensor:
+        while len(self._twins) < len(edges) - 1:
+            self._twins.append(self._whole.twin())
         starts = [0, *accumulate(span.rows for span in spans)]
         running = []
         for twin, (first, last) in zip(self._twins, pairwise(edges), strict=False):

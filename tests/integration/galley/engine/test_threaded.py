@@ -144,6 +144,19 @@ def test_no_bit_depends_on_how_a_step_is_run(
     assert len(ran) - in_parts > 20
 
 
+@pytest.mark.parametrize(("sessions", "parts"), [(1, 0), (SESSIONS, 0), (3 * SESSIONS, 8)])
+def test_parts_that_would_leave_most_threads_idle_are_not_tried(
+    sessions: int, parts: int, make_model: MakeModel, ran: list[tuple[str, int, int]]
+) -> None:
+    model = load(make_model(CONFIGS["llama"]()), kv_blocks=64)
+    assert isinstance(model._forward, LlamaForward)
+    model._forward = ThreadedForward(model._forward, 16)
+    ran.clear()
+    model.run([StepChunk(0, [5], [i], 1) for i in range(sessions)])
+    assert sum(thread.startswith("part") for thread, _, _ in ran) == parts
+    assert len(ran) == (parts or 1)
+
+
 @pytest.mark.parametrize(
     ("rows", "part_ns", "whole_ns", "taken"),
     [

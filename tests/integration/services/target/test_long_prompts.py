@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -99,19 +101,31 @@ class Priced(Recording):
         return STEEP
 
 
-@pytest.mark.parametrize(("max_itl_ms", "most"), [(200, 20), (0, len(LONG))])
-async def test_a_prompt_beside_a_stream_takes_no_longer_a_step_than_the_setting_allows(
-    max_itl_ms: float, most: int
-) -> None:
-    settings = TargetSettings(max_itl_ms=max_itl_ms, drain_timeout_s=5)
-    engine = Priced()
+@asynccontextmanager
+async def added(engine: Priced, settings: TargetSettings) -> AsyncIterator[rpc.TargetAsyncStub]:
+    """Serve the engine as `galley target` does."""
 
     async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
         return await add_target(server, parts, engine, settings)
 
     running = await start_server(settings, build, Parts())
     async with grpc.aio.insecure_channel(running.address) as channel:
-        target = rpc.TargetStub(channel)
+        yield rpc.TargetStub(channel)
+    await running.stop()
+
+
+async def test_a_target_describes_the_threads_that_auto_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.target.settings.usable_cores", lambda: 7)
+    async with added(Priced(), TargetSettings.model_validate({"threads": "auto"})) as target:
+        assert (await target.GetTargetInfo(pb.GetTargetInfoRequest())).host.threads == 7
+
+
+@pytest.mark.parametrize(("max_itl_ms", "most"), [(200, 20), (0, len(LONG))])
+async def test_a_prompt_beside_a_stream_takes_no_longer_a_step_than_the_setting_allows(
+    max_itl_ms: float, most: int
+) -> None:
+    engine = Priced()
+    async with added(engine, TargetSettings(max_itl_ms=max_itl_ms, drain_timeout_s=5)) as target:
         engine.gate.clear()
         async with stream_of(target) as stream:
             await stream.send(pb.VerifyItem(slice=slice_of([1]), credit=200))
@@ -120,7 +134,6 @@ async def test_a_prompt_beside_a_stream_takes_no_longer_a_step_than_the_setting_
             await until_here(target, 2)
             engine.gate.set()
             await long
-    await running.stop()
     streamed, rows = sorted(len(chunk.tokens) for chunk in engine.passes[1].chunks)
     assert streamed == 1
     # The steps of the test are quicker than measured, or slower, which moves their price a little.
