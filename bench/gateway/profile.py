@@ -15,6 +15,7 @@ from typing import Any
 _PY_SPY = Path(sys.executable).with_name("py-spy")
 _RATE_HZ = 200
 _MOST = 15
+_OTHER_THREAD = "_bootstrap"
 _FRAME = re.compile(r"(?P<name>[^;]+) \((?P<file>[^;:)]+)(?::\d+)?\)")
 _OURS = re.compile(r"(?:galley|services)/(?:[\w-]+/)*[\w-]+\.py")
 
@@ -52,17 +53,20 @@ async def record_profile(pid: int, seconds: float, load: Coroutine[Any, Any, obj
 
 
 def summarize(stacks: Iterable[str]) -> Profile:
-    """Return the shares of collapsed stacks: frames from the outermost on, a space, a count."""
+    """Return the shares of collapsed stacks: frames from the outermost on, a space, a count.
+
+    Other threads are left out: py-spy takes those that wait for work as busy.
+    """
     packages: Counter[str] = Counter()
     functions: Counter[str] = Counter()
     for line in stacks:
         stack, _, count = line.rpartition(" ")
         frames = [match.groupdict() for match in _FRAME.finditer(stack)]
-        if frames:
+        if frames and frames[0]["name"] != _OTHER_THREAD:
             innermost = frames[-1]
             packages[_package(innermost["file"])] += int(count)
             functions[f"{_package(innermost['file'])}: {innermost['name'].strip(';')}"] += int(count)
-    total = packages.total()
+    total = max(1, packages.total())
     return Profile(total, _shares(packages, total), _shares(functions, total))
 
 
