@@ -15,7 +15,8 @@ from typing import Any
 _PY_SPY = Path(sys.executable).with_name("py-spy")
 _RATE_HZ = 200
 _MOST = 15
-_OTHER_THREAD = "_bootstrap"
+_INSTALLED = re.compile(r"^.*(?:site-packages/|/lib/(?:python[\d.]+/)?)")
+_WAITING = ("threading", "concurrent")
 _FRAME = re.compile(r"(?P<name>[^;]+) \((?P<file>[^;:)]+)(?::\d+)?\)")
 _OURS = re.compile(r"(?:galley|services)/(?:[\w-]+/)*[\w-]+\.py")
 
@@ -55,14 +56,14 @@ async def record_profile(pid: int, seconds: float, load: Coroutine[Any, Any, obj
 def summarize(stacks: Iterable[str]) -> Profile:
     """Return the shares of collapsed stacks: frames from the outermost on, a space, a count.
 
-    Other threads are left out: py-spy takes those that wait for work as busy.
+    Threads that wait for work are left out: py-spy takes them as busy.
     """
     packages: Counter[str] = Counter()
     functions: Counter[str] = Counter()
     for line in stacks:
         stack, _, count = line.rpartition(" ")
         frames = [match.groupdict() for match in _FRAME.finditer(stack)]
-        if frames and frames[0]["name"] != _OTHER_THREAD:
+        if frames and _package(frames[-1]["file"]) not in _WAITING:
             innermost = frames[-1]
             packages[_package(innermost["file"])] += int(count)
             functions[f"{_package(innermost['file'])}: {innermost['name'].strip(';')}"] += int(count)
@@ -74,7 +75,7 @@ def _package(file: str) -> str:
     """Return the folder of a file of ours, or the first name of a file of another package."""
     if found := _OURS.search(file):
         return found.group().rpartition("/")[0]
-    _, _, installed = file.rpartition("site-packages/")
+    installed = _INSTALLED.sub("", file)
     return installed.partition("/")[0].removesuffix(".py")
 
 

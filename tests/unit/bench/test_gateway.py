@@ -90,7 +90,7 @@ def test_a_profile_sums_the_innermost_frames_by_package() -> None:
     stacks = [
         "run (asyncio/base.py:1);step (/src/galley/core/session/machine.py:20) 3",
         "run (asyncio/base.py:1);write (/env/site-packages/grpc/aio/_call.py:7) 1",
-        "_bootstrap (threading.py:1);wait (threading.py:9) 5",
+        "_bootstrap (/lib/threading.py:1);_worker (/lib/concurrent/futures/thread.py:9) 5",
     ]
     profile = summarize(stacks)
     assert profile.samples == 4
