@@ -138,7 +138,9 @@ class RedisCalls:
 
     async def command(self, *command: Argument, key: str | None = None) -> object:
         """Return the reply of `key`'s node, or any. Raise Broken, or StoreUnavailable if a retry may help."""
-        [reply] = await self._attempt(key, [command])
+        attempt = self._attempt(key, [command])
+        # A look-up of the server goes on without its caller, and `close` waits for it.
+        [reply] = await (self._start(attempt) if self._nodes.known(key) is None else attempt)
         return reply
 
     async def run(self, script: Script, keys: Sequence[str], *args: Argument) -> object:
