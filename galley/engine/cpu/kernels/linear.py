@@ -1,8 +1,7 @@
 """The CPU kernel of linear layers with float weights; arrays as in `attention`.
 
 An output is one chain of operations over the inputs in order, for any number of rows, so a row's bits do not
-depend on the others. With float32 rows an operation is one fused multiply-add of a weight, widened if it is
-bfloat16. With bfloat16 rows it is AVX-512's dot product of two inputs.
+depend on the others. An operation is one fused multiply-add of a weight, widened if it is bfloat16.
 """
 
 # ruff: noqa: ARG001, PLR0913, PLR0917  # numba calls kernels and intrinsics with its own arguments
@@ -40,16 +39,6 @@ _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOAT_BYTES, _LINE_BYTES = 4, 64
 # The CPU itself does not fetch far enough ahead while several rows are multiplied.
 _AHEAD_BYTES = 2048
-
-
-class _Bfloat16(ir.Type):  # type: ignore[misc]  # a base of type Any
-    """LLVM's bfloat, which llvmlite lacks."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-_BFLOAT16 = _Bfloat16()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +88,7 @@ def tile_sum(by: Tile) -> Any:
         steps: Any,
         sums: Any,
     ) -> tuple[Any, Any]:
-        emit_step = {
-            (types.float32, types.float32): _emit_fused,
-            (types.float32, types.uint16): _emit_widened,
-            (types.uint16, types.uint16): _emit_dots,
-        }[numbers.dtype, weights.dtype]
+        emit_step = _emit_widened if weights.dtype == types.uint16 else _emit_fused
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             at = partial(array_at, context, builder)
@@ -184,19 +169,6 @@ def _add(builder: Any, by: Tile, number: Any, lanes: Any, row: Any) -> None:
     factor = splat(builder, builder.load(number), by.floats)
     for total, lane in zip(row, lanes, strict=True):
         builder.store(fused(builder, factor, lane, builder.load(total)), total)
-
-
-def _emit_dots(builder: Any, by: Tile, starts: Any, weights: Any, step: Any, totals: Any) -> None:
-    halves = ir.VectorType(_BFLOAT16, 2 * by.width)
-    kind = ir.FunctionType(by.floats, [by.floats, halves, halves])
-    dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    pairs = [builder.bitcast(pair, halves) for pair in _pairs(builder, by, weights, step)]
-    at = builder.shl(step, ir.Constant(_I64, 1))
-    for start, row in zip(starts, totals, strict=True):
-        place = builder.bitcast(cgutils.gep_inbounds(builder, start, at), _I32.as_pointer())
-        two = builder.bitcast(splat(builder, builder.load(place, align=2), by.ints), halves)
-        for total, pair in zip(row, pairs, strict=True):
-            builder.store(builder.call(dot, [builder.load(total), two, pair]), total)
 
 
 def _pairs(builder: Any, by: Tile, weights: Any, step: Any) -> list[Any]:
