@@ -29,6 +29,8 @@ ALLOWED = {
     "a client that has noticed a loss hears no more of the answer": 5_023_931,
 }
 """Schedules that were once called violations, by what the rules have to allow in them."""
+MENDED = {"the read of an answer's end did not count as reading": 8_880_039}
+"""Schedules that showed a defect that no other test shows."""
 MOST_SEEDS = 300
 """Every mutant must be detected within this many seeds."""
 
@@ -96,6 +98,11 @@ def test_no_schedule_breaks_a_rule() -> None:
 
 @pytest.mark.parametrize("seed", ALLOWED.values(), ids=ALLOWED)
 def test_a_rule_allows_what_the_product_may_do(seed: int) -> None:
+    assert run_schedule(schedule_of(seed)).violation is None
+
+
+@pytest.mark.parametrize("seed", MENDED.values(), ids=MENDED)
+def test_a_mended_defect_stays_mended(seed: int) -> None:
     assert run_schedule(schedule_of(seed)).violation is None
 
 

@@ -124,6 +124,8 @@ class Outbox:
 
     def _take(self) -> Item | ev.End | None:
         if not self.has_unsent:
+            if self._last is not None:
+                self._wake()  # `left_unread` counts this as reading
             return self._last
         item = next(self._items, None)
         if item is None:
