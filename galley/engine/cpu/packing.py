@@ -98,7 +98,7 @@ class Linears:
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         by = kind(dtype, device)
         self._own, self._can_serve = by == "own", by == "packed"
-        self.rows_dtype = own.rows_dtype(dtype) or dtype if self._own else dtype
+        self.rows_dtype = torch.float32 if self._own else dtype
         self.min_rows = 1 if self._own else MIN_ROWS
         self._keeps_rows: dict[torch.Size, bool] = {}
 
