@@ -277,7 +277,8 @@ def test_a_detached_stack_serves_until_it_is_stopped(tmp_path: Path) -> None:
 
 def test_a_stack_stops_when_nobody_reads_its_output_any_more(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "tiny")
-    command = [*GALLEY, "serve", str(model), "--draft-model=none", "--grpc-port=0", "--http-port=0"]
+    flags = ("--threads=1", "--draft-model=none", "--grpc-port=0", "--http-port=0")
+    command = [*GALLEY, "serve", str(model), *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as stack:
         assert stack.stdout is not None
         assert stack.stderr is not None
@@ -304,8 +305,8 @@ def test_a_detached_stack_serves_also_if_nobody_reads_how_it_starts(tmp_path: Pa
 
 
 def test_a_detached_stack_that_is_stopped_during_its_start_does_not_serve() -> None:
-    flags = ("--draft-model=none", "--grpc-port=0", "--http-port=0", "--name=blue", "--detach")
-    command = [*GALLEY, "up", *flags, "--redis-url=redis://127.0.0.1:1"]
+    flags = ("--threads=1", "--draft-model=none", "--grpc-port=0", "--http-port=0", "--name=blue")
+    command = [*GALLEY, "up", *flags, "--detach", "--redis-url=redis://127.0.0.1:1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as starting:
         assert starting.stdout is not None
         assert "trying again" in starting.stdout.readline()
