@@ -49,7 +49,7 @@ def has_native_bfloat16() -> bool:
 
 def kind(dtype: torch.dtype, device: str) -> str:
     """Return whose products compute in `dtype`: "own", "packed" (oneDNN's) or "torch"."""
-    if torch.device(device).type == "cpu" and own.rows_dtype(dtype) is not None:
+    if torch.device(device).type == "cpu" and own.can_multiply(dtype):
         return "own"
     return "packed" if can_serve(dtype, device) else "torch"
 
@@ -109,7 +109,7 @@ class Linears:
     def packed(self, weight: Tensor, bias: Tensor | None) -> Product | None:
         """Return `make`'s function with packed weights; None if not supported or rows affect others."""
         if self._own:
-            return own.float_product(weight, bias, self.rows_dtype)
+            return own.float_product(weight, bias)
         if not self._can_serve:
             return None
         packed = _OPS._reorder_linear_weight(weight)  # noqa: SLF001

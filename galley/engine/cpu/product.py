@@ -32,28 +32,26 @@ _TRIAL_ERROR = 0.02
 class FloatProduct:
     """Multiply [..., inputs] by float weights into [..., outputs], each row by itself.
 
-    Rows of another dtype than `rows_dtype` are converted there and back.
+    Rows are multiplied in float32; those of another dtype are converted there and back.
     """
 
     weights: Any
     biases: Any
     outputs: int
     depth: int
-    rows_dtype: torch.dtype
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if rows.dtype != self.rows_dtype or rows.dim() > 2:
-            flat = self(rows.to(self.rows_dtype).reshape(-1, rows.shape[-1]))
+        if rows.dtype != torch.float32 or rows.dim() > 2:
+            flat = self(rows.float().reshape(-1, rows.shape[-1]))
             return flat.to(rows.dtype).view(*rows.shape[:-1], self.outputs)
         given = pad(rows, (0, 1)) if rows.shape[1] % self.depth else rows
         return self._multiplied(given)
 
     def _multiplied(self, rows: Tensor) -> Tensor:
         count, inputs = rows.shape
-        out = torch.empty(count, self.outputs, dtype=self.rows_dtype)
+        out = torch.empty(count, self.outputs, dtype=torch.float32)
         threads = openmp.worth(openmp.threads(), inputs * self.outputs * (_READ_NS + _MULTIPLY_NS * count))
-        widened = self.depth > 1 and self.rows_dtype == torch.float32
-        run = _compiled()[widened and count >= _MANY_ROWS]
+        run = _compiled()[self.depth > 1 and count >= _MANY_ROWS]
         run(
             threads, TILE.rows, TILE.outputs, self.depth, as_array(rows), self.weights, self.biases,
             as_array(out),
@@ -61,25 +59,25 @@ class FloatProduct:
         return out
 
 
-def rows_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype of the rows that the kernel multiplies by weights of `dtype`; None if it does not.
+def can_multiply(dtype: torch.dtype) -> bool:
+    """Return True if the kernel multiplies by weights of `dtype` on this CPU.
 
     With instructions for bfloat16, oneDNN multiplies it; our kernel was not measured beside it there.
     """
     flags = torch.cpu.get_capabilities()
     if not (flags.get("avx2") and flags.get("fma3")) or dtype not in {torch.float32, torch.bfloat16}:
-        return None
+        return False
     if dtype == torch.bfloat16 and (flags.get("amx_bf16") or flags.get("avx512_bf16")):
-        return None
-    return torch.float32 if is_right(dtype, torch.float32) else None
+        return False
+    return is_right(dtype)
 
 
-def float_product(weight: Tensor, bias: Tensor | None, kind: torch.dtype) -> FloatProduct:
-    """Return the product of rows of dtype `kind` by a weight [outputs, inputs]."""
+def float_product(weight: Tensor, bias: Tensor | None) -> FloatProduct:
+    """Return the product of rows by a weight [outputs, inputs]."""
     outputs = len(weight)
     weights, depth = packed(weight, TILE)
     biases: Any = (torch.zeros(outputs) if bias is None else bias.float()).numpy()
-    return FloatProduct(weights, biases, outputs, depth, kind)
+    return FloatProduct(weights, biases, outputs, depth)
 
 
 def packed(weight: Tensor, tile: Tile) -> tuple[Any, int]:
@@ -92,11 +90,11 @@ def packed(weight: Tensor, tile: Tile) -> tuple[Any, int]:
 
 
 @cache
-def is_right(dtype: torch.dtype, kind: torch.dtype) -> bool:
+def is_right(dtype: torch.dtype) -> bool:
     """Return True if a small product is near torch's: a CPU may lack what it says that it has."""
     generator = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(size, 64, generator=generator).to(dtype) for size in (100, 9))
-    run = float_product(weight, None, kind)
+    run = float_product(weight, None)
     expected = linear(rows.double(), weight.double())
     return float((run(rows) - expected).norm() / expected.norm()) < _TRIAL_ERROR
 
