@@ -279,11 +279,12 @@ def _decode(evaluation: _Evaluation[T], reply: object, result: asyncio.Future[T]
 
 
 def _pass_on(result: asyncio.Future[T], source: asyncio.Future[T]) -> None:
+    error = None if source.cancelled() else source.exception()  # retrieved even if the caller has gone away
     if result.done():
         return
     if source.cancelled():
         result.cancel()
-    elif (error := source.exception()) is not None:
+    elif error is not None:
         result.set_exception(error)
     else:
         result.set_result(source.result())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -196,6 +198,25 @@ async def test_a_script_that_the_server_has_forgotten_is_sent_again_by_each(call
     await calls.command("SCRIPT", "FLUSH")
     answers = await asyncio.gather(*(calls.run(script, [f"k{number}"], number) for number in range(8)))
     assert answers == list(range(8))
+
+
+async def test_a_refusal_of_a_script_sent_again_for_a_caller_that_has_gone_away_is_dropped(
+    calls: RedisCalls,
+) -> None:
+    unhandled = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: unhandled.append(what))
+
+    def refuse(reply: object) -> int:
+        change.cancel()
+        raise Broken(f"refused: {reply!r}")
+
+    await calls.command("SCRIPT", "FLUSH")
+    change = calls.change(script_of("return 'no'"), ["k"], (), refuse)
+    await asyncio.wait([change])
+    assert change.cancelled()
+    await calls.command("ECHO", "after")
+    gc.collect()
+    assert not unhandled
 
 
 async def test_cancelling_one_caller_keeps_the_others(calls: RedisCalls) -> None:
