@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import pytest
 
@@ -152,6 +153,8 @@ class _Errors(logging.Handler):
 class World:
     def __init__(self, directory: Path, tokenizer: Path, redis_url: str, credit: int = 0) -> None:
         """`credit` is the gateways'; with 0 a test can step through the rounds."""
+        self.id = uuid4().hex
+        """No other world has it. Worlds share a Redis, where a key that was used names its old session."""
         self.directory = directory
         self._credit = credit
         self.tokenizer = tokenizer

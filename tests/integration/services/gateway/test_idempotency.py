@@ -23,7 +23,7 @@ async def outcome(stream: AsyncStream) -> Received | grpc.StatusCode:
 @any_credit
 async def test_one_of_two_concurrent_calls_is_superseded(world: World, gateway: Gateway) -> None:
     for number in range(10):
-        key = f"key-{id(world)}-{number}"
+        key = f"key-{world.id}-{number}"
         both = await asyncio.gather(*(outcome(gateway.generate(idempotency_key=key)) for _ in range(2)))
         answers = [one for one in both if isinstance(one, Received)]
         assert answers
@@ -34,7 +34,7 @@ async def test_one_of_two_concurrent_calls_is_superseded(world: World, gateway: 
 
 
 async def test_a_newer_call_ends_the_older_at_once(world: World, gateway: Gateway) -> None:
-    key = f"key-{id(world)}-older"
+    key = f"key-{world.id}-older"
     older, received = await world.held(gateway, 1, idempotency_key=key)
     newer = gateway.generate(idempotency_key=key)
     await anext(newer)
@@ -48,7 +48,7 @@ async def test_a_newer_call_ends_the_older_at_once(world: World, gateway: Gatewa
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
 async def test_a_repeated_call_has_the_whole_answer(world: World, elsewhere: bool) -> None:
     first, second = await world.gateway(), await world.gateway()
-    key = f"key-{id(world)}-{elsewhere}"
+    key = f"key-{world.id}-{elsewhere}"
     stream, before = await world.held(first, 3, idempotency_key=key, logprobs=2, seed=None)
     stream.cancel()
     await first.idle()
@@ -68,7 +68,7 @@ async def test_a_repeated_call_has_the_whole_answer(world: World, elsewhere: boo
 
 
 async def test_a_key_is_usable_after_a_cancelled_claim(world: World, gateway: Gateway) -> None:
-    key = f"key-{id(world)}-gone"
+    key = f"key-{world.id}-gone"
     for _ in range(5):
         stream = gateway.generate(idempotency_key=key)
         with suppress(asyncio.TimeoutError):

@@ -49,7 +49,7 @@ async def gateway(world: World, key_file: KeyFile) -> Gateway:
 
 async def limiting(world: World, key_file: KeyFile) -> Gateway:
     """Return a gateway of the test's own pool: the pool's gateways share the token budgets."""
-    pool = f"test-{id(world)}"
+    pool = f"test-{world.id}"
     return await world.gateway(api_keys_file=key_file.write(world), max_sessions=4, pool=pool)
 
 
@@ -159,7 +159,7 @@ async def test_session_of_another_principal_costs_the_store_the_same(
 async def test_idempotency_key_of_another_principal_looks_unused(
     world: World, alice: Gateway, bob: Gateway
 ) -> None:
-    key = f"key-{id(world)}-anothers"
+    key = f"key-{world.id}-anothers"
     must_be_true(await receive(alice.generate(idempotency_key=key)))
     stream = bob.generate("Another body.", idempotency_key=key)
     await receive(stream)
@@ -170,7 +170,7 @@ async def test_idempotency_key_of_another_principal_looks_unused(
 
 
 async def test_an_idempotency_key_belongs_to_its_caller(world: World, alice: Gateway, bob: Gateway) -> None:
-    key = f"key-{id(world)}"
+    key = f"key-{world.id}"
     ids = []
     for caller in (alice, bob, alice):
         stream = caller.generate(idempotency_key=key)
@@ -251,7 +251,7 @@ async def test_a_caller_out_of_tokens_learns_when_to_retry(
 async def test_a_replay_costs_the_tokens_that_are_read_again(
     world: World, alice: Gateway, resumed: bool
 ) -> None:
-    key = f"key-{id(world)}-{resumed}"
+    key = f"key-{world.id}-{resumed}"
     stream = alice.generate(idempotency_key=key)
     must_be_true(await receive(stream))
     await alice.idle()
@@ -266,7 +266,7 @@ async def test_a_replay_costs_the_tokens_that_are_read_again(
 
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
 async def test_a_joined_session_costs_its_prompt_once(world: World, alice: Gateway) -> None:
-    key = f"key-{id(world)}-joined"
+    key = f"key-{world.id}-joined"
     world.target.gate.close()
     first = alice.generate(idempotency_key=key)
     await anext(first)

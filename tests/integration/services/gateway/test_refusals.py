@@ -162,7 +162,7 @@ async def test_resume_needs_a_session_id_and_a_whole_hash(world: World, gateway:
 
 async def test_the_same_key_with_another_body_already_exists(world: World) -> None:
     gateways = await world.gateway(), await world.gateway()
-    key = f"key-{id(world)}-body"
+    key = f"key-{world.id}-body"
     must_be_true(await receive(gateways[0].generate(idempotency_key=key)))
     for gateway in gateways:
         calls = len(world.target.calls)

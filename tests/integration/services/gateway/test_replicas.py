@@ -155,7 +155,7 @@ async def test_deployments_that_share_a_redis_use_their_own_targets(world: World
 
 async def test_deployments_that_share_a_redis_have_their_own_sessions(world: World) -> None:
     here, other = await world.gateway(pool="here"), await world.gateway(pool="other")
-    key = f"key-{id(world)}"
+    key = f"key-{world.id}"
     stream, received = await world.held(here, 2, idempotency_key=key)
     for call in (receive(other.client.resume(stream.session_id, 0)), other.client.abort(stream.session_id)):
         assert (await refused(call)).code is grpc.StatusCode.NOT_FOUND

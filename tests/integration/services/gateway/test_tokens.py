@@ -35,7 +35,7 @@ def tokens(world: World, **more: object) -> dict[str, object]:
 
 async def test_a_token_names_a_principal_of_its_own(world: World) -> None:
     gateway = await world.gateway(**tokens(world, api_keys_file=KeyFile().write(world)))
-    idempotent = f"key-{id(world)}"
+    idempotent = f"key-{world.id}"
     ids = []
     for output in (ALICE, EC.token(sub="alice"), EC.token(sub="alice", exp=int(time.time()) + 60)):
         async with calling(gateway, output) as caller:
