@@ -25,7 +25,8 @@ _REASONS = {
     Reason.ABORTED: pb.Finished.REASON_ABORTED,
 }
 _ResponseT = TypeVar("_ResponseT", pb.GenerateResponse, pb.ResumeResponse)
-_STATS = tuple(pb.SpeculationStats.DESCRIPTOR.fields_by_name)
+# `sources` is not counted yet.
+_STATS = tuple(name for name in pb.SpeculationStats.DESCRIPTOR.fields_by_name if name != "sources")
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,6 +268,99 @@ class Superseded(_message.Message):
 Global___Superseded: _TypeAlias = Superseded  # noqa: Y015
 
 @_typing.final
+class JsonObject(_message.Message):
+    """Any JSON object."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JsonObject: _TypeAlias = JsonObject  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        choices: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
+class StructuredOutput(_message.Message):
+    """The language that the output belongs to. docs/limits.md names the bounds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    AFTER_TOKEN_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    regex: _builtins.str
+    """As in Rust's regex crate; the whole output matches."""
+    grammar: _builtins.str
+    """In llguidance's Lark, or in GBNF."""
+    structural_tag: _builtins.str
+    """JSON, as vLLM takes it."""
+    after_token: _builtins.int
+    """The grammar begins after the first such token of the output, such as the one that ends the model's reasoning. Unset:
+    it begins at once.
+    """
+    @_builtins.property
+    def json_object(self) -> Global___JsonObject: ...
+    @_builtins.property
+    def choice(self) -> Global___Choices:
+        """One of these strings."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        json_object: Global___JsonObject | None = ...,
+        choice: Global___Choices | None = ...,
+        structural_tag: _builtins.str = ...,
+        after_token: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_token", b"_after_token", "after_token", b"after_token", "choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_token", b"_after_token", "after_token", b"after_token", "choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__after_token: _TypeAlias = _typing.Literal["after_token"]  # noqa: Y015
+    _WhichOneofArgType__after_token: _TypeAlias = _typing.Literal["_after_token", b"_after_token"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "json_object", "choice", "structural_tag"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after_token) -> _WhichOneofReturnType__after_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___StructuredOutput: _TypeAlias = StructuredOutput  # noqa: Y015
+
+@_typing.final
 class ItemRef(_message.Message):
     """Identifies a request of this stream by the ids of its slice."""
 
@@ -312,6 +405,8 @@ class SessionSlice(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_HASH_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     request_id: _builtins.int
     """Chosen by the caller and echoed. With session_id it identifies the request within its stream."""
@@ -335,6 +430,8 @@ class SessionSlice(_message.Message):
     """An HMAC of the principal's name, whose key only gateways hold. Caches are never shared across salts."""
     traceparent: _builtins.str
     """W3C trace context of the request's span. Empty: none."""
+    grammar_hash: _builtins.bytes
+    """blake2b-128 of the grammar (galley/core/grammar/spec.py). Empty: none."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -343,6 +440,12 @@ class SessionSlice(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the answer after min_tokens output tokens. Includes the model's own end tokens unless the request
         ignores them.
+        """
+
+    @_builtins.property
+    def structured_output(self) -> Global___StructuredOutput:
+        """The grammar of the session, in slices that start at 0. Other slices of such a session have its hash only, and a replica
+        that does not know it responds with CacheMiss{have = 0}.
         """
 
     def __init__(
@@ -363,14 +466,44 @@ class SessionSlice(_message.Message):
         priority: _builtins.int = ...,
         tenant_salt: _builtins.bytes = ...,
         traceparent: _builtins.str = ...,
+        structured_output: Global___StructuredOutput | None = ...,
+        grammar_hash: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "structured_output", b"structured_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_ns", b"arrival_ns", "max_position", b"max_position", "min_tokens", b"min_tokens", "prefix_hash", b"prefix_hash", "priority", b"priority", "prompt_len", b"prompt_len", "remaining_ns", b"remaining_ns", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "start", b"start", "stop_token_ids", b"stop_token_ids", "tenant_salt", b"tenant_salt", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_ns", b"arrival_ns", "grammar_hash", b"grammar_hash", "max_position", b"max_position", "min_tokens", b"min_tokens", "prefix_hash", b"prefix_hash", "priority", b"priority", "prompt_len", b"prompt_len", "remaining_ns", b"remaining_ns", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "start", b"start", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "tenant_salt", b"tenant_salt", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionSlice: _TypeAlias = SessionSlice  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call of a tool that the model made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    name: _builtins.str
+    arguments: _builtins.str
+    """A JSON object."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -378,17 +511,31 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     content: _builtins.str
+    tool_call_id: _builtins.str
+    """In a message of role "tool": the call that it answers, and the name of the tool."""
+    name: _builtins.str
+    reasoning_content: _builtins.str
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]: ...
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        reasoning_content: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,16 +546,22 @@ class ChatMessages(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Each a JSON object, in the form of OpenAI's `tools`."""
+
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -491,33 +644,31 @@ class Speculation(_message.Message):
 Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
-class StructuredOutput(_message.Message):
-    """Reserved; refused with UNIMPLEMENTED."""
+class Prediction(_message.Message):
+    """Text, or token ids, that the output probably contains."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
-    REGEX_FIELD_NUMBER: _builtins.int
-    GRAMMAR_FIELD_NUMBER: _builtins.int
-    json_schema: _builtins.str
-    regex: _builtins.str
-    grammar: _builtins.str
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds: ...
     def __init__(
         self,
         *,
-        json_schema: _builtins.str = ...,
-        regex: _builtins.str = ...,
-        grammar: _builtins.str = ...,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar"]  # noqa: Y015
-    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
-Global___StructuredOutput: _TypeAlias = StructuredOutput  # noqa: Y015
+Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -543,6 +694,7 @@ class GenerateRequest(_message.Message):
     CONTINUE_WITHOUT_CLIENT_FIELD_NUMBER: _builtins.int
     USE_DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model that the gateway serves, or a LoRA adapter of it: ADAPTER or MODEL:ADAPTER. Empty: the model."""
     text: _builtins.str
@@ -590,7 +742,13 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def speculation(self) -> Global___Speculation: ...
     @_builtins.property
-    def structured_output(self) -> Global___StructuredOutput: ...
+    def structured_output(self) -> Global___StructuredOutput:
+        """Not with ignore_eos or min_tokens, because the grammar decides where the output may end."""
+
+    @_builtins.property
+    def prediction(self) -> Global___Prediction:
+        """Draft tokens where the output agrees with it. It changes the speed, never a token."""
+
     def __init__(
         self,
         *,
@@ -614,10 +772,11 @@ class GenerateRequest(_message.Message):
         continue_without_client: _builtins.bool = ...,
         use_default_sampling: _builtins.bool = ...,
         lora: _builtins.str = ...,
+        prediction: Global___Prediction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "n", b"n", "sampling", b"sampling", "speculation", b"speculation", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "n", b"n", "prediction", b"prediction", "sampling", b"sampling", "speculation", b"speculation", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "continue_without_client", b"continue_without_client", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "lora", b"lora", "max_tokens", b"max_tokens", "messages", b"messages", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "priority", b"priority", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids", "use_default_sampling", b"use_default_sampling", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "continue_without_client", b"continue_without_client", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "lora", b"lora", "max_tokens", b"max_tokens", "messages", b"messages", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "priority", b"priority", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids", "use_default_sampling", b"use_default_sampling", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -778,21 +937,58 @@ class Usage(_message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
+    accepted_prediction_tokens: _builtins.int
+    """Draft tokens from `prediction` of the request: accepted, and verified but not accepted."""
+    rejected_prediction_tokens: _builtins.int
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
+        accepted_prediction_tokens: _builtins.int = ...,
+        rejected_prediction_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
+
+@_typing.final
+class SourceStats(_message.Message):
+    """Draft tokens of one source: model, ngram, shared, grammar or prediction. They add up to those of SpeculationStats."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    drafted: _builtins.int
+    verified: _builtins.int
+    accepted: _builtins.int
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        drafted: _builtins.int = ...,
+        verified: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drafted", b"drafted", "source", b"source", "verified", b"verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceStats: _TypeAlias = SourceStats  # noqa: Y015
 
 @_typing.final
 class SpeculationStats(_message.Message):
@@ -815,6 +1011,7 @@ class SpeculationStats(_message.Message):
     PROPOSED_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
     EXPOSED_DRAFT_NS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     drafted: _builtins.int
     """Draft tokens that were sent to the target, that it verified, and that it accepted."""
@@ -845,6 +1042,8 @@ class SpeculationStats(_message.Message):
 
     @_builtins.property
     def verified_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceStats]: ...
     def __init__(
         self,
         *,
@@ -863,10 +1062,11 @@ class SpeculationStats(_message.Message):
         proposed: _builtins.int = ...,
         cancelled: _builtins.int = ...,
         exposed_draft_ns: _builtins.int = ...,
+        sources: _abc.Iterable[Global___SourceStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "accepted_at", b"accepted_at", "cancelled", b"cancelled", "draft_compute_ns", b"draft_compute_ns", "draft_ns", b"draft_ns", "drafted", b"drafted", "exposed_draft_ns", b"exposed_draft_ns", "orchestration_ns", b"orchestration_ns", "proposed", b"proposed", "round_ns", b"round_ns", "rounds", b"rounds", "verified", b"verified", "verified_at", b"verified_at", "verify_compute_ns", b"verify_compute_ns", "verify_ns", b"verify_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "accepted_at", b"accepted_at", "cancelled", b"cancelled", "draft_compute_ns", b"draft_compute_ns", "draft_ns", b"draft_ns", "drafted", b"drafted", "exposed_draft_ns", b"exposed_draft_ns", "orchestration_ns", b"orchestration_ns", "proposed", b"proposed", "round_ns", b"round_ns", "rounds", b"rounds", "sources", b"sources", "verified", b"verified", "verified_at", b"verified_at", "verify_compute_ns", b"verify_compute_ns", "verify_ns", b"verify_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1180,6 +1380,7 @@ class ProposeResult(_message.Message):
     KV_LEN_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     BATCH_SESSIONS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """The draft tokens are for positions [position, position + len) after a prefix with this hash."""
     prefix_hash: _builtins.bytes
@@ -1195,6 +1396,10 @@ class ProposeResult(_message.Message):
 
     @_builtins.property
     def timing(self) -> Global___Timing: ...
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceRun]:
+        """What proposed the tokens: consecutive runs of draft_tokens, in order. Empty: the strategy of the request proposed all."""
+
     def __init__(
         self,
         *,
@@ -1205,14 +1410,39 @@ class ProposeResult(_message.Message):
         kv_len: _builtins.int = ...,
         timing: Global___Timing | None = ...,
         batch_sessions: _builtins.int = ...,
+        sources: _abc.Iterable[Global___SourceRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_sessions", b"batch_sessions", "draft_tokens", b"draft_tokens", "kv_len", b"kv_len", "position", b"position", "prefix_hash", b"prefix_hash", "survival", b"survival", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_sessions", b"batch_sessions", "draft_tokens", b"draft_tokens", "kv_len", b"kv_len", "position", b"position", "prefix_hash", b"prefix_hash", "sources", b"sources", "survival", b"survival", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProposeResult: _TypeAlias = ProposeResult  # noqa: Y015
+
+@_typing.final
+class SourceRun(_message.Message):
+    """This many consecutive draft tokens from one source: model, ngram or shared."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceRun: _TypeAlias = SourceRun  # noqa: Y015
 
 @_typing.final
 class Timing(_message.Message):
