@@ -6,11 +6,14 @@ does any work for the request.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from types import MappingProxyType
 
 from galley.core.content import HASH_BYTES
 from galley.core.errors import InvalidField, check_length
+from galley.core.grammar.spec import HASH_BYTES as GRAMMAR_HASH_BYTES
+from galley.core.grammar.spec import KINDS, GrammarSpec
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Slice
@@ -77,13 +80,45 @@ def read_slice(message: pb.SessionSlice, *, vocab_size: int, context_window: int
         sampling=sampling_from(message.sampling),
         stop_token_ids=frozenset(message.stop_token_ids),
         min_tokens=message.min_tokens,
+        grammar=grammar_from(message.structured_output) if message.HasField("structured_output") else None,
+        grammar_hash=message.grammar_hash,
     )
     _check_identity(read)
     _check_positions(read, context_window)
+    _check_grammar(read)
     check_token_ids("slice.tokens", read.tokens, vocab_size)
     check_token_ids("slice.stop_token_ids", sorted(read.stop_token_ids), vocab_size)
     read.sampling.validate(vocab_size)
     return read
+
+
+def grammar_from(message: pb.StructuredOutput) -> GrammarSpec:
+    """Return the grammar, which is not compiled yet. Raise InvalidField if it has no kind."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidField("structured_output", f"must have one of {', '.join(KINDS)}, got none")
+    match kind:
+        case "json_object":
+            text = ""
+        case "choice":
+            text = json.dumps(list(message.choice.choices), ensure_ascii=False)
+        case _:
+            text = getattr(message, kind)
+    return GrammarSpec(kind, text, message.after_token if message.HasField("after_token") else None)
+
+
+def grammar_message(spec: GrammarSpec) -> pb.StructuredOutput:
+    """Return the inverse of `grammar_from`."""
+    message = pb.StructuredOutput(after_token=spec.after_token)
+    match spec.kind:
+        case "json_object":
+            message.json_object.SetInParent()
+        case "choice":
+            message.choice.choices.extend(json.loads(spec.text))
+            message.choice.SetInParent()
+        case kind:
+            setattr(message, kind, spec.text)
+    return message
 
 
 def check_token_ids(field: str, tokens: Sequence[int], vocab_size: int, first: int = 0) -> None:
@@ -110,6 +145,14 @@ def _check_identity(read: Slice) -> None:
     check_length("slice.tenant_salt", salt, MAX_SALT_BYTES, "bytes")
     if len(read.prefix_hash) != HASH_BYTES:
         raise InvalidField("slice.prefix_hash", f"must be {HASH_BYTES} bytes, got {len(read.prefix_hash)}")
+
+
+def _check_grammar(read: Slice) -> None:
+    if read.grammar is not None and read.grammar.content_hash != read.grammar_hash:
+        raise InvalidField("slice.grammar_hash", "must be the hash of slice.structured_output")
+    if len(read.grammar_hash) not in {0, GRAMMAR_HASH_BYTES}:
+        size = len(read.grammar_hash)
+        raise InvalidField("slice.grammar_hash", f"must be empty or {GRAMMAR_HASH_BYTES} bytes, got {size}")
 
 
 def _check_positions(read: Slice, context_window: int) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from galley.core.answer.text import TextStream
-from galley.core.content import PrefixHasher, prefix_hash
+from galley.core.content import PrefixHasher, prefix_hash, token_bytes, tokens_from_bytes
+from galley.core.grammar.spec import GrammarSpec
 from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.sampling_params import SamplingParams
 from galley.core.values import value
@@ -45,7 +47,8 @@ class SessionSpec:
     `max_position` bounds positions, prompt included (exclusive). `k` is the most draft tokens verified in a
     round; 0 turns speculation off. With `auto`, as many are drafted as pay, down to none. An empty `strategy`
     leaves the choice to the draft. With `continue_without_client`, work goes on after the client disconnects.
-    `lora` names a LoRA adapter; empty: the model itself.
+    `lora` names a LoRA adapter; empty: the model itself. The output belongs to the language of `grammar`, if
+    there is one, and probably contains the tokens of `prediction`.
     """
 
     session_id: str
@@ -66,6 +69,8 @@ class SessionSpec:
     tenant_salt: bytes = b""
     continue_without_client: bool = False
     lora: str = ""
+    grammar: GrammarSpec | None = None
+    prediction: tuple[int, ...] = ()
 
 
 @value
@@ -200,6 +205,10 @@ def encode_spec(spec: SessionSpec) -> bytes:
         fields["stop_token_ids"] = sorted(spec.stop_token_ids)
     if "tenant_salt" in fields:
         fields["tenant_salt"] = spec.tenant_salt.hex()
+    if spec.grammar is not None:
+        fields["grammar"] = [spec.grammar.kind, spec.grammar.text, spec.grammar.after_token]
+    if "prediction" in fields:
+        fields["prediction"] = b64encode(token_bytes(spec.prediction)).decode()
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -215,6 +224,10 @@ def decode_spec(data: bytes, session_id: str, prompt: tuple[int, ...]) -> Sessio
         fields["stop_strings"] = tuple(fields["stop_strings"])
     if "tenant_salt" in fields:
         fields["tenant_salt"] = bytes.fromhex(fields["tenant_salt"])
+    if "grammar" in fields:
+        fields["grammar"] = GrammarSpec(*fields["grammar"])
+    if "prediction" in fields:
+        fields["prediction"] = tuple(tokens_from_bytes(b64decode(fields["prediction"], validate=True)))
     return SessionSpec(session_id=session_id, prompt=prompt, sampling=SamplingParams(**sampling), **fields)
 
 

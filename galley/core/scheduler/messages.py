@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from galley.core.content import Miss, SessionKey
 from galley.core.errors import GalleyError
+from galley.core.grammar.spec import GrammarSpec
 from galley.core.hints import Hint
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
@@ -16,7 +17,10 @@ from galley.core.values import value
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Confirmed tokens [start, start + len(tokens)) of a session, and the rules of its next tokens."""
+    """Confirmed tokens [start, start + len(tokens)) of a session, and the rules of its next tokens.
+
+    The output of a session with a `grammar_hash` has a grammar; a slice that starts at 0 brings it.
+    """
 
     key: SessionKey
     start: int
@@ -27,6 +31,8 @@ class Slice:
     sampling: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    grammar: GrammarSpec | None = None
+    grammar_hash: bytes = b""
 
     @property
     def position(self) -> int:

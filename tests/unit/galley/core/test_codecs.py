@@ -30,6 +30,7 @@ from galley.core.content import (
     token_bytes,
     tokens_from_bytes,
 )
+from galley.core.grammar.spec import GrammarSpec
 from galley.core.records import PositionLogprobs, TokenRecord, decode_records, encode_records
 from galley.core.sampling_params import SamplingParams
 
@@ -88,6 +89,8 @@ def test_specs() -> None:
         strategy="ngram",
         tenant_salt=b"\x00\xff",
         lora="sql",
+        grammar=GrammarSpec("choice", '["\u00e9"]', after_token=7),
+        prediction=(0, 2**32 - 1, 5),
     )
     assert decode_spec(encode_spec(spec), spec.session_id, (5, 6)) == spec
 
@@ -131,6 +134,8 @@ def test_what_a_stored_spec_leaves_out_keeps_its_meaning() -> None:
         tenant_salt=b"",
         continue_without_client=False,
         lora="",
+        grammar=None,
+        prediction=(),
     )
 
 

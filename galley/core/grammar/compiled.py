@@ -1,0 +1,228 @@
+"""Compile a grammar, and follow it along the output of a session.
+
+A state is a pure function of the compiled grammar and the output tokens: whoever has lost it confirms the
+tokens of the log again. Draft tokens are only tried: they never change a state.
+
+A grammar may lead to a place where it allows nothing, or where the next mask would take more work than its
+limits. The mask then allows end tokens only, and `confirm` raises GrammarFailed for them. So an answer that
+ends by an end token always belongs to the language.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+from numpy.typing import NDArray
+
+from galley.core.errors import Broken
+from galley.core.grammar.limits import DEFAULT_LIMITS, GrammarFailed, GrammarLimits, InvalidGrammar
+from galley.core.grammar.source import native_grammar
+from galley.core.grammar.spec import GrammarSpec
+from galley.core.grammar.vocabulary import Vocabulary
+
+_ALL = np.uint32(0xFFFFFFFF)
+# llguidance's word for a place where nothing may follow; the matcher has then failed.
+_DEAD_END = "NoExtensionBias"
+_MOST_MESSAGE_CHARS = 300
+
+
+def compile_grammar(
+    vocabulary: Vocabulary, spec: GrammarSpec, limits: GrammarLimits = DEFAULT_LIMITS
+) -> CompiledGrammar:
+    """Return the compiled grammar. Raise InvalidGrammar if it is out of bounds, wrong, or allows no text.
+
+    Takes milliseconds, and up to a second for a large grammar; other threads run meanwhile.
+    """
+    compiled = CompiledGrammar(vocabulary, spec, native_grammar(spec, vocabulary, limits), limits)
+    if not compiled.allows_text:
+        raise InvalidGrammar(spec.kind, "must allow some text, got a grammar that allows none")
+    return compiled
+
+
+class CompiledGrammar:
+    """A grammar of one vocabulary, which any number of sessions may start from."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, spec: GrammarSpec, native: str, limits: GrammarLimits = DEFAULT_LIMITS
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.spec = spec
+        self.content_hash = spec.content_hash
+        self._native = native
+        self._limits = limits
+        self._matcher = self._compile()
+
+    @property
+    def allows_text(self) -> bool:
+        """Return True if there is a first token, or the text may be empty."""
+        matcher = self.matcher()
+        matcher.compute_bitmask()
+        return not matcher.is_error()
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Return the number of logits that a mask is for."""
+        return self.vocabulary.size
+
+    def start(self) -> GrammarState:
+        """Return the state before the first output token."""
+        return GrammarState(self)
+
+    def matcher(self) -> LLMatcher:
+        """Return a matcher at the start of the grammar."""
+        return self._matcher.deep_copy()
+
+    def matcher_after(self, tokens: Sequence[int], failed: LLMatcher) -> LLMatcher:
+        """Return a matcher after `tokens`, in place of one that failed.
+
+        Matchers of a grammar share a lexer, whose states are bounded. A full one is made anew.
+        """
+        if failed.stop_reason() != _DEAD_END:
+            self._matcher = self._compile()
+        matcher = self.matcher()
+        matcher.consume_tokens(list(tokens))
+        return matcher
+
+    def _compile(self) -> LLMatcher:
+        limits = self._limits
+        matcher = LLMatcher(
+            self.vocabulary.tokenizer,
+            self._native,
+            log_level=0,
+            limits=LLParserLimits(
+                max_items_in_row=limits.most_items_in_row,
+                initial_lexer_fuel=limits.compile_fuel,
+                step_lexer_fuel=limits.mask_fuel,
+                step_max_items=limits.mask_items,
+                max_lexer_states=limits.most_lexer_states,
+                max_grammar_size=limits.most_grammar_symbols,
+                verbose_errors=False,
+            ),
+        )
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:_MOST_MESSAGE_CHARS]
+            raise InvalidGrammar(self.spec.kind, f"must be a grammar that can be compiled, got: {reason}")
+        return matcher
+
+
+class GrammarState:
+    """A place in a grammar: that of one session's output. Not safe to use from several threads at once."""
+
+    __slots__ = ("_compiled", "_matcher", "_tokens", "length")
+
+    def __init__(self, compiled: CompiledGrammar) -> None:
+        self._compiled = compiled
+        after = compiled.spec.after_token
+        # None before `after_token`: everything but an end token is allowed.
+        self._matcher = compiled.matcher() if after is None else None
+        self._tokens: list[int] = []
+        """Confirmed tokens since the grammar began."""
+        self.length = 0
+        """Number of confirmed output tokens."""
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if the text is complete and nothing but an end token may follow."""
+        return self._matcher is not None and self._matcher.is_stopped() and self._matcher.is_accepting()
+
+    def confirm(self, tokens: Sequence[int]) -> None:
+        """Advance by confirmed output tokens. Raise GrammarFailed where the grammar allows no token."""
+        begin = 0
+        if self._matcher is None:
+            begin = self._begin(tokens)
+            self.length += min(begin, len(tokens))
+            if begin > len(tokens):
+                return
+            self._matcher = self._compiled.matcher()
+        rest = list(tokens[begin:])
+        if not rest:
+            return
+        if self._compiled.vocabulary.end_tokens.isdisjoint(rest):
+            if self._matcher.consume_tokens(rest):
+                self._tokens += rest
+                self.length += len(rest)
+                return
+            self._matcher = self._compiled.matcher_after(self._tokens, self._matcher)
+        for token in rest:
+            self._matcher = self._advanced(self._matcher, token)
+            self._tokens.append(token)
+            self.length += 1
+
+    def masks(self, draft_tokens: Sequence[int]) -> NDArray[np.uint32]:
+        """Return which tokens may follow, as bits: bit t % 32 of word t // 32 is that of token t.
+
+        The shape is [len(draft_tokens) + 1, mask_words]. Row i holds after
+        draft_tokens[:i]. Rows after a draft token that is not allowed, or after the end of the text, are all
+        ones. The state stays as it is. Other threads run meanwhile.
+        """
+        rows = np.full((len(draft_tokens) + 1, self._compiled.vocabulary.mask_words), _ALL, np.uint32)
+        if self._matcher is not None:
+            self._fill(self._matcher, draft_tokens, rows)
+            return rows
+        begin = self._begin(draft_tokens)
+        _forbid(rows[:begin], self._compiled.vocabulary.end_tokens)
+        if begin < len(rows):
+            _fill_alone(self._compiled.matcher(), draft_tokens[begin:], rows[begin:])
+        return rows
+
+    def allowed_prefix(self, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens` the grammar allows, the first first."""
+        if self._matcher is not None:
+            return self._matcher.validate_tokens(list(tokens))
+        begin = self._begin(tokens)
+        ends = self._compiled.vocabulary.end_tokens
+        free = next((i for i, token in enumerate(tokens[:begin]) if token in ends), begin)
+        if free < begin or begin > len(tokens):
+            return min(free, len(tokens))
+        return begin + self._compiled.matcher().validate_tokens(list(tokens[begin:]))
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        """Return at most `most` tokens that the grammar forces next, as the model's tokenizer writes them."""
+        if self._matcher is None or most <= 0:
+            return ()
+        return tuple(self._matcher.compute_ff_tokens()[:most])
+
+    def _begin(self, tokens: Sequence[int]) -> int:
+        """Return the index after `after_token`, where the grammar begins; beyond all rows if it is absent."""
+        after = self._compiled.spec.after_token
+        return next((i + 1 for i, token in enumerate(tokens) if token == after), len(tokens) + 1)
+
+    def _advanced(self, matcher: LLMatcher, token: int) -> LLMatcher:
+        if token in self._compiled.vocabulary.end_tokens and not matcher.is_accepting():
+            raise GrammarFailed(self.length)
+        if not matcher.consume_token(token):
+            matcher = self._compiled.matcher_after(self._tokens, matcher)
+            if not matcher.validate_tokens([token]) and not matcher.is_error():
+                raise Broken(f"the grammar does not allow output token {self.length}")
+            if not matcher.consume_token(token):
+                raise GrammarFailed(self.length)
+        return matcher
+
+    def _fill(self, matcher: LLMatcher, draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
+        if draft_tokens:
+            drafts = [(matcher, 0, list(draft_tokens))]
+            row_bytes = rows.shape[1] * rows.itemsize
+            self._compiled.vocabulary.executor.unsafe_compute_mask_ptr_with_draft_token(
+                drafts, rows.ctypes.data, row_bytes, len(rows)
+            )
+        else:
+            matcher.unsafe_compute_mask_ptr(rows.ctypes.data, rows.nbytes)
+        if matcher.is_error():
+            self._matcher = matcher = self._compiled.matcher_after(self._tokens, matcher)
+            rows[:] = _ALL
+            _fill_alone(matcher.deep_copy(), draft_tokens, rows)
+
+
+def _fill_alone(matcher: LLMatcher, draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
+    """Fill `rows` by a matcher that nobody else uses. A row that fails allows end tokens only."""
+    for row, token in zip(rows, (*draft_tokens, None), strict=True):
+        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if token is None or matcher.is_error() or not matcher.try_consume_tokens([token]):
+            return
+
+
+def _forbid(rows: NDArray[np.uint32], tokens: frozenset[int]) -> None:
+    for token in tokens:
+        rows[:, token >> 5] &= ~np.uint32(1 << (token & 31))

@@ -1,0 +1,50 @@
+"""Bounds of grammars, and the error of one that is out of bounds or cannot be compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from galley.core.errors import InvalidField
+from galley.core.grammar.spec import Kind
+
+FIELD = "structured_output"
+
+
+class InvalidGrammar(InvalidField):
+    """A grammar that cannot be used; the message names its place in the request."""
+
+    def __init__(self, kind: Kind, problem: str) -> None:
+        super().__init__(f"{FIELD}.{kind}", problem)
+
+
+class GrammarFailed(InvalidField):
+    """The output reached a place where its grammar allows no token, or is too complex to continue."""
+
+    def __init__(self, output_tokens: int) -> None:
+        super().__init__(
+            FIELD, f"must allow a next token within its limits, got none after {output_tokens} output tokens"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """Bounds of one grammar. `*_bytes` count UTF-8.
+
+    The last six bound the work and memory of llguidance: to compile, to compute one mask, and over the life
+    of a compiled grammar. A lexer state takes up to 2 KiB.
+    """
+
+    most_text_bytes: int = 64 * 1024
+    most_regex_bytes: int = 8 * 1024
+    most_choices: int = 1000
+    most_depth: int = 64
+    most_gbnf_rules: int = 256
+    most_grammar_symbols: int = 100_000
+    most_items_in_row: int = 2000
+    most_lexer_states: int = 20_000
+    compile_fuel: int = 1_000_000
+    mask_fuel: int = 200_000
+    mask_items: int = 50_000
+
+
+DEFAULT_LIMITS = GrammarLimits()

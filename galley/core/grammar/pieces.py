@@ -1,0 +1,56 @@
+"""Parts of grammars: JSON of a request, schemas, and text that stands for itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
+from galley.core.grammar.spec import Kind
+
+GUIDANCE = "x-guidance"
+# Spaces stand where `json.dumps` writes them and nowhere else. Otherwise a model may write spaces without
+# end, and fewer tokens are certain.
+_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def read_json(kind: Kind, text: str, limits: GrammarLimits) -> Any:
+    """Return the parsed text. Raise InvalidGrammar if it is no JSON or nested too deeply."""
+    deep = f"must be nested at most {limits.most_depth} levels deep"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise InvalidGrammar(kind, deep) from None
+    except ValueError as error:
+        raise InvalidGrammar(kind, f"must be JSON, got: {error}") from None
+    if _depth(value) > limits.most_depth:
+        raise InvalidGrammar(kind, deep)
+    return value
+
+
+def check_schema(kind: Kind, schema: Any) -> dict[str, Any]:
+    """Return `schema`. Raise InvalidGrammar unless it is an object without options of llguidance."""
+    if not isinstance(schema, dict):
+        raise InvalidGrammar(kind, "must be a JSON object")
+    if GUIDANCE in schema:
+        raise InvalidGrammar(kind, f"must not have {GUIDANCE}")
+    return schema
+
+
+def with_options(schema: dict[str, Any]) -> str:
+    """Return a schema as it stands within a grammar."""
+    return json.dumps({**schema, GUIDANCE: _JSON_OPTIONS})
+
+
+def regex_of(text: str) -> str:
+    """Return a regular expression that matches `text` alone."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _depth(value: Any) -> int:
+    """Return how deeply lists and objects are nested."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth

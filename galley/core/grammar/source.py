@@ -1,0 +1,82 @@
+"""Check a grammar of a request, and write it as llguidance reads it."""
+
+from __future__ import annotations
+
+import re
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
+from galley.core.grammar.pieces import GUIDANCE, check_schema, read_json, regex_of, with_options
+from galley.core.grammar.spec import GrammarSpec, Kind
+from galley.core.grammar.tags import tag_grammar
+from galley.core.grammar.vocabulary import Vocabulary
+
+# Literals and comments of Lark and GBNF, finished or not, so that a search takes linear time.
+_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|/(?:\\.|[^/\\\n])++/?|#[^\n]*')
+# With `max_tokens` and `stop` a state depends on more than its tokens; a temperature is the request's.
+_REFUSED_ATTRIBUTE = re.compile(r"\b(max_tokens|temperature|stop|stop_capture)\s*+=")
+_OPTIONS, _GBNF = "%llguidance", "::="
+_MOST_MESSAGE_CHARS = 200
+
+
+def native_grammar(spec: GrammarSpec, vocabulary: Vocabulary, limits: GrammarLimits) -> str:
+    """Return the grammar as llguidance reads it. Raise InvalidGrammar if it is out of bounds."""
+    most = limits.most_regex_bytes if spec.kind == "regex" else limits.most_text_bytes
+    size = len(spec.text.encode())
+    if size > most:
+        raise InvalidGrammar(spec.kind, f"must be at most {most} bytes, got {size}")
+    match spec.kind:
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema(with_options({"type": "object"}))
+        case "json_schema":
+            schema = check_schema(spec.kind, read_json(spec.kind, spec.text, limits))
+            return LLMatcher.grammar_from_json_schema(with_options(schema))
+        case "regex":
+            return LLMatcher.grammar_from_regex(_given(spec))
+        case "choice":
+            return LLMatcher.grammar_from_regex(_choices(spec, limits))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(lark(spec.kind, _given(spec), limits))
+        case "structural_tag":
+            return LLMatcher.grammar_from_lark(
+                tag_grammar(read_json(spec.kind, spec.text, limits), vocabulary, limits)
+            )
+
+
+def lark(kind: Kind, text: str, limits: GrammarLimits) -> str:
+    """Return a grammar in Lark or GBNF as Lark. Raise InvalidGrammar for what sessions cannot use."""
+    bare = _LITERALS.sub('""', text)
+    if (found := _REFUSED_ATTRIBUTE.search(bare)) is not None:
+        raise InvalidGrammar(kind, f"must not have {found[1]}=")
+    if _OPTIONS in bare:
+        raise InvalidGrammar(kind, f"must not have {_OPTIONS}")
+    if f'"{GUIDANCE}"' in text:
+        raise InvalidGrammar(kind, f"must not have {GUIDANCE}")
+    return _lark_of_gbnf(kind, text, bare.count(_GBNF), limits) if _GBNF in bare else text
+
+
+def _lark_of_gbnf(kind: Kind, text: str, rules: int, limits: GrammarLimits) -> str:
+    if rules > limits.most_gbnf_rules:  # the conversion takes quadratic time
+        raise InvalidGrammar(kind, f"must have at most {limits.most_gbnf_rules} rules in GBNF, got {rules}")
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:  # it raises nothing narrower
+        reason = " ".join(str(error).split())[:_MOST_MESSAGE_CHARS]
+        raise InvalidGrammar(kind, f"must be Lark or GBNF, got: {reason}") from error
+
+
+def _given(spec: GrammarSpec) -> str:
+    if not spec.text.strip():
+        raise InvalidGrammar(spec.kind, "must not be empty")
+    return spec.text
+
+
+def _choices(spec: GrammarSpec, limits: GrammarLimits) -> str:
+    choices = read_json(spec.kind, spec.text, limits)
+    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+        raise InvalidGrammar(spec.kind, "must be a list of strings")
+    if not 1 <= len(choices) <= limits.most_choices:
+        raise InvalidGrammar(spec.kind, f"must have 1 to {limits.most_choices} entries, got {len(choices)}")
+    return "|".join(regex_of(choice) for choice in choices)

@@ -1,0 +1,76 @@
+"""The vocabulary of a model, as grammars see it: the bytes of each token, and how text is tokenized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
+
+from galley.core.errors import UnsupportedModel
+
+
+class Vocabulary:
+    """Made once for each tokenizer, because that takes a quarter of a second. Several threads may use it.
+
+    `end_tokens` end the model's turn: a grammar allows them where its text may end.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, end_tokens: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.end_tokens = frozenset(end_tokens)
+        self.executor = LLExecutor(1)
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer_json: str, vocab_size: int, end_tokens: Sequence[int]) -> Vocabulary:
+        """Read the text of a tokenizer.json. `vocab_size` is the number of logits, which may be padded.
+
+        Raise UnsupportedModel for a tokenizer that grammars cannot use.
+        """
+        if not end_tokens:
+            raise UnsupportedModel("structured output: the model must have an end token, got none")
+        try:
+            tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(end_tokens))
+        except ValueError as error:
+            reason = f"structured output: the tokenizer is not supported, got: {error}"
+            raise UnsupportedModel(reason) from error
+        return cls(tokenizer, end_tokens)
+
+    @classmethod
+    def of_bytes(cls, tokens: Sequence[bytes], end_tokens: Sequence[int]) -> Vocabulary:
+        """Return a vocabulary of these tokens. Text is tokenized by the longest token first."""
+        greedy = _Greedy(tokens, end_tokens)
+        tokenizer = LLTokenizer(TokenizerWrapper(greedy), eos_token=list(end_tokens))
+        greedy.tokenizer = tokenizer
+        return cls(tokenizer, end_tokens)
+
+    @property
+    def size(self) -> int:
+        """Return the number of logits."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def mask_words(self) -> int:
+        """Return the number of 32-bit words of a mask."""
+        return (self.size + 31) // 32
+
+    def special_token(self, text: str) -> int | None:
+        """Return the control token that is written like `text`, None if there is none."""
+        tokens = self.tokenizer.tokenize_str(text, parse_special=True)
+        return tokens[0] if len(tokens) == 1 and self.tokenizer.is_special_token(tokens[0]) else None
+
+
+class _Greedy:
+    """The tokenizer that `TokenizerWrapper` wraps."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], end_tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.eos_token_id = end_tokens[0]
+        self.special_token_ids = list(end_tokens)
+        self.tokenizer: LLTokenizer | None = None
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("text must be a str")  # so that TokenizerWrapper passes no bytes
+        return [] if self.tokenizer is None else self.tokenizer.greedy_tokenize(text)

@@ -1,0 +1,239 @@
+"""The state of a session's output in its grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from galley.core.errors import Broken, UnsupportedModel
+from galley.core.grammar.cache import GrammarCache
+from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
+from galley.core.grammar.limits import GrammarFailed, GrammarLimits
+from galley.core.grammar.spec import GrammarSpec, Kind
+from galley.core.grammar.vocabulary import Vocabulary
+from tests.fakes.vocabularies import END, OTHER_END, SIZE, allowed, byte_vocabulary, texts, tokens_of
+
+VOCABULARY = byte_vocabulary()
+ENDS = {END, OTHER_END}
+PERSON = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 5}, "ok": {"type": "boolean"}},
+        "required": ["name", "ok"],
+        "additionalProperties": False,
+    }
+)
+THINK_END = ord("#")
+SPECS = (
+    GrammarSpec("json_schema", PERSON),
+    GrammarSpec("json_object"),
+    GrammarSpec("regex", "(ab|abc|12){1,6}x?"),
+    GrammarSpec("choice", json.dumps(["abc", "abx", "true", ""])),
+    GrammarSpec("grammar", 'start: "ab" start "12" | "name"'),
+    GrammarSpec("regex", "(ab|12)+", after_token=THINK_END),
+)
+
+
+def state(kind: Kind, text: str = "", after_token: int | None = None) -> GrammarState:
+    return compile_grammar(VOCABULARY, GrammarSpec(kind, text, after_token)).start()
+
+
+def rebuilt(compiled: CompiledGrammar, tokens: Sequence[int]) -> GrammarState:
+    fresh = compiled.start()
+    fresh.confirm(tokens)
+    return fresh
+
+
+def next_tokens(at: GrammarState) -> set[int]:
+    return allowed(at.masks(())[0])
+
+
+def test_a_mask_allows_what_may_follow_and_ends_only_where_the_text_may_end() -> None:
+    at = state("regex", "ab|abc")
+    assert next_tokens(at) == {ord("a"), *tokens_of(VOCABULARY, "ab"), *tokens_of(VOCABULARY, "abc")}
+    at.confirm(tokens_of(VOCABULARY, "ab"))
+    assert next_tokens(at) == {ord("c"), *ENDS}
+    was_over = at.is_over
+    at.confirm([ord("c")])
+    assert next_tokens(at) == ENDS
+    assert (was_over, at.is_over) == (False, True)
+    assert at.length == 2
+
+
+def test_rows_follow_the_draft_tokens_and_are_all_ones_after_a_wrong_one() -> None:
+    at = state("regex", "ab|abc")
+    a, b, c = b"abc"
+    rows = at.masks([a, b, c, END, a])
+    assert rows.shape == (6, (SIZE + 31) // 32)
+    assert [allowed(row) for row in rows[1:4]] == [{b, *tokens_of(VOCABULARY, "b")}, {c, *ENDS}, ENDS]
+    assert (rows[5] == 0xFFFFFFFF).all()
+    wrong = at.masks([b, c])
+    assert ord("a") in allowed(wrong[0])
+    assert (wrong[1:] == 0xFFFFFFFF).all()
+    assert at.allowed_prefix([a, b, END, a]) == 3
+    assert at.allowed_prefix([b]) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), spec=st.sampled_from(SPECS))
+def test_a_state_is_a_function_of_the_confirmed_tokens(data: st.DataObject, spec: GrammarSpec) -> None:
+    """Trying draft tokens leaves no trace, and a state that was lost is rebuilt from the log."""
+    compiled = compile_grammar(VOCABULARY, spec)
+    at, output = compiled.start(), list[int]()
+    for _ in range(data.draw(st.integers(1, 12))):
+        draft = list[int]()
+        for _ in range(data.draw(st.integers(0, 4))):
+            row = at.masks(draft)[-1]
+            wild = data.draw(st.integers(0, 9)) == 0
+            pool = range(SIZE) if wild else sorted(allowed(row) & set(range(SIZE)))
+            draft.append(data.draw(st.sampled_from(pool)))
+        fresh = rebuilt(compiled, output)
+        rows = at.masks(draft)
+        np.testing.assert_array_equal(rows, fresh.masks(draft))
+        assert at.allowed_prefix(draft) == fresh.allowed_prefix(draft)
+        assert at.forced(8) == fresh.forced(8)
+        prefix = at.allowed_prefix(draft)
+        for index in range(prefix):  # each row is the mask after the draft tokens before it
+            after = rebuilt(compiled, [*output, *draft[:index]])
+            np.testing.assert_array_equal(rows[index], after.masks(())[0])
+            assert draft[index] in allowed(rows[index])
+        token = data.draw(st.sampled_from(sorted(next_tokens(at) & set(range(SIZE)))))
+        at.confirm([token])
+        output.append(token)
+        assert at.length == len(output)
+        if token in ENDS:
+            break
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_an_answer_that_ends_belongs_to_the_language(data: st.DataObject) -> None:
+    at, output = state("json_schema", PERSON), list[int]()
+    while not output or output[-1] not in ENDS:
+        assert len(output) < 200
+        token = data.draw(st.sampled_from(sorted(next_tokens(at))))
+        at.confirm([token])
+        output.append(token)
+    value = json.loads(texts(output))
+    assert set(value) == {"name", "ok"}
+    assert len(value["name"]) <= 5
+    assert texts(output).decode() == json.dumps(value, ensure_ascii=False)
+
+
+def test_forced_tokens_are_those_of_the_tokenizer() -> None:
+    at = state("json_schema", PERSON)
+    forced = at.forced(16)
+    assert forced == tuple(tokens_of(VOCABULARY, '{"name": ')[: len(forced)])
+    assert len(forced) >= 2
+    assert at.forced(1) == forced[:1]
+    assert at.allowed_prefix(forced) == len(forced)
+    for index in range(len(forced)):
+        assert allowed(at.masks(forced)[index]) == {forced[index]}
+
+
+def test_a_grammar_begins_after_the_reasoning() -> None:
+    at = state("regex", "[a-c]{2}", after_token=THINK_END)
+    assert next_tokens(at) & set(range(SIZE)) == set(range(SIZE)) - ENDS
+    ab = tokens_of(VOCABULARY, "ab")
+    rows = at.masks([5, THINK_END, *ab, END])
+    assert ord("a") in allowed(rows[2])
+    assert 5 not in allowed(rows[2])
+    assert allowed(rows[3]) == ENDS
+    assert at.allowed_prefix([5, END]) == 1
+    assert at.allowed_prefix([5, THINK_END, 5]) == 2
+    assert at.allowed_prefix([5]) == 1
+    assert at.forced(4) == ()
+    at.confirm([5, 5, THINK_END])
+    assert at.length == 3
+    assert 5 not in next_tokens(at)
+    at.confirm(ab)
+    assert at.is_over
+
+
+def test_a_token_that_the_grammar_does_not_allow_cannot_be_confirmed() -> None:
+    at = state("regex", "ab")
+    with pytest.raises(Broken, match="output token 1"):
+        at.confirm([ord("a"), ord("a")])
+
+
+def test_an_answer_cannot_end_in_a_dead_end() -> None:
+    """The rule `a` can never be finished, so after "x" nothing may follow."""
+    at = state("grammar", 'start: "x" a | "y"\na: a')
+    at.confirm(b"x")
+    assert next_tokens(at) == ENDS
+    assert not at.is_over
+    with pytest.raises(GrammarFailed, match="got none after 1 output tokens"):
+        at.confirm([END])
+
+
+def test_states_of_one_grammar_are_apart() -> None:
+    compiled = compile_grammar(VOCABULARY, GrammarSpec("regex", "[ab]{2}"))
+    one, other = compiled.start(), compiled.start()
+    one.confirm(b"ab")
+    assert one.is_over
+    assert other.length == 0
+    assert ord("a") in next_tokens(other)
+
+
+def test_a_lexer_that_is_full_is_made_anew() -> None:
+    """The states of a lexer are shared by all sessions of a grammar, and live as long as it does."""
+    spec = GrammarSpec("regex", "(a|b)*a(a|b){10}c")
+    limits = GrammarLimits(most_lexer_states=400)
+    compiled, generous = compile_grammar(VOCABULARY, spec, limits), compile_grammar(VOCABULARY, spec)
+    for seed in range(30):
+        walk = [97 + bit for bit in np.random.default_rng(seed).integers(0, 2, 30).tolist()]
+        at, unbounded = compiled.start(), generous.start()
+        for step in range(0, len(walk), 3):
+            draft = walk[step : step + 3]
+            np.testing.assert_array_equal(at.masks(draft), unbounded.masks(draft))
+            at.confirm(draft)
+            unbounded.confirm(draft)
+
+
+def test_a_mask_that_takes_too_much_work_ends_the_answer_with_an_error() -> None:
+    spec = GrammarSpec("regex", "(a|b)*a(a|b){10}c")
+    at = compile_grammar(VOCABULARY, spec, GrammarLimits(most_lexer_states=60)).start()
+    for bit in np.random.default_rng(0).integers(0, 2, 300).tolist():
+        if next_tokens(at) == ENDS:
+            break
+        at.confirm([97 + bit])
+    assert next_tokens(at) == ENDS
+    with pytest.raises(GrammarFailed):
+        at.confirm([END])
+
+
+def test_the_cache_holds_the_grammars_used_last_by_content() -> None:
+    cache = GrammarCache(VOCABULARY, most_bytes=3 * 70_000)
+    specs = [GrammarSpec("regex", f"a{{{number}}}") for number in range(1, 5)]
+    first = cache.compile(specs[0])
+    assert cache.compile(GrammarSpec("regex", "a{1}")) is first
+    assert cache.get(specs[0].content_hash) is first
+    assert cache.get(specs[1].content_hash) is None
+    for spec in specs[1:3]:
+        cache.compile(spec)
+    cache.get(specs[0].content_hash)
+    cache.compile(specs[3])
+    assert len(cache) == 3
+    assert cache.get(specs[0].content_hash) is first
+    assert cache.get(specs[1].content_hash) is None
+
+
+def test_hashes_tell_grammars_apart() -> None:
+    specs = [*SPECS, GrammarSpec("regex", "x", 1), GrammarSpec("regex", "x", 2), GrammarSpec("choice", "x")]
+    hashes = {spec.content_hash for spec in specs}
+    assert len(hashes) == len(specs)
+    assert {len(it) for it in hashes} == {16}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "ends"), [('{"version": "1.0"}', [1]), ("{", [1]), ("{}", [])], ids=["kind", "json", "end"]
+)
+def test_a_tokenizer_that_grammars_cannot_use_is_refused(tokenizer: str, ends: list[int]) -> None:
+    with pytest.raises(UnsupportedModel, match=re.escape("structured output: ")):
+        Vocabulary.of_tokenizer(tokenizer, 10, ends)

@@ -1,0 +1,176 @@
+"""Grammars of requests: what each kind means, and what is refused with its place named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from galley.core.grammar.compiled import compile_grammar
+from galley.core.grammar.limits import DEFAULT_LIMITS, InvalidGrammar
+from galley.core.grammar.spec import GrammarSpec, Kind
+from galley.core.grammar.vocabulary import Vocabulary
+from tests.fakes import tokenizer_files
+from tests.fakes.vocabularies import END, byte_vocabulary, tokens_of
+
+VOCABULARY = byte_vocabulary()
+
+
+def accepts(kind: Kind, text: str, output: str) -> bool:
+    """Return True if `output` is a whole text of the grammar."""
+    at = compile_grammar(VOCABULARY, GrammarSpec(kind, text)).start()
+    tokens = [*tokens_of(VOCABULARY, output), END]
+    return at.allowed_prefix(tokens) == len(tokens)
+
+
+@settings(max_examples=40, deadline=None)
+@given(choices=st.lists(st.text(max_size=8), min_size=1, max_size=6), other=st.text(max_size=8))
+def test_choices_are_taken_literally(choices: list[str], other: str) -> None:
+    text = json.dumps(choices, ensure_ascii=False)
+    assert all(accepts("choice", text, choice) for choice in choices)
+    assert accepts("choice", text, other) == (other in choices)
+
+
+def test_json_has_the_spaces_of_json_dumps_and_no_others() -> None:
+    assert accepts("json_object", "", '{"a": [1, 2], "b": {}}')
+    assert not accepts("json_object", "", '{"a":1}')
+    assert not accepts("json_object", "", '{"a":  1}')
+    assert not accepts("json_object", "", "[1]")
+
+
+def test_gbnf_and_lark_are_told_apart() -> None:
+    assert accepts("grammar", 'root ::= "a" [0-9]+\n', "a12")
+    assert accepts("grammar", 'start: "a" /[0-9]+/', "a12")
+    assert accepts("grammar", 'start: "::=" # ::=', "::=")
+
+
+LEGACY_TAG = {
+    "type": "structural_tag",
+    "structures": [
+        {
+            "begin": "<f=a>",
+            "schema": {"type": "object", "required": ["x"], "properties": {"x": {}}},
+            "end": "</f>",
+        },
+        {"begin": "<f=b>", "schema": {"type": "integer"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+NEW_TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f="],
+        "tags": [
+            {
+                "begin": "<f=b>",
+                "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+                "end": "</f>",
+            },
+            {"begin": "<f=c>", "content": {"type": "regex", "pattern": "a+/"}, "end": "</f>"},
+        ],
+        "at_least_one": True,
+        "stop_after_first": True,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("tag", "output", "is_accepted"),
+    [
+        (LEGACY_TAG, "plain text\n", True),
+        (LEGACY_TAG, 'see <f=a>{"x": 1}</f> and <f=b>2</f> end', True),
+        (LEGACY_TAG, "see <f=b>x</f>", False),
+        (LEGACY_TAG, "see <f=c>2</f>", False),
+        (NEW_TAG, "plain text", False),
+        (NEW_TAG, "so <f=b>12</f>", True),
+        (NEW_TAG, "so <f=c>aa/</f>", True),
+        (NEW_TAG, "so <f=b>12</f> more", False),
+    ],
+)
+def test_structural_tags(tag: object, output: str, *, is_accepted: bool) -> None:
+    assert accepts("structural_tag", json.dumps(tag), output) is is_accepted
+
+
+def test_a_trigger_may_be_a_control_token(tmp_path: Path) -> None:
+    tokenizer_files.write(tmp_path)
+    end, user = 256, 257
+    vocabulary = Vocabulary.of_tokenizer((tmp_path / "tokenizer.json").read_text(), 300, [end])
+    assert vocabulary.size == 300
+    structure = {"begin": "<|user|>x", "schema": {"type": "integer"}, "end": ""}
+    tag = json.dumps({"structures": [structure], "triggers": ["<|user|>"]})
+    at = compile_grammar(vocabulary, GrammarSpec("structural_tag", tag)).start()
+    assert at.allowed_prefix([ord("a"), user, ord("x"), ord("1"), end]) == 5
+    assert at.allowed_prefix([*b"<|user|>y", end]) == 10
+
+
+DEEP = '{"not_a_keyword": ' * 65 + "{}" + "}" * 65
+REFUSED: list[tuple[Kind, str, str]] = [
+    ("json_schema", "[1]", "must be a JSON object"),
+    ("json_schema", "{", "must be JSON, got: "),
+    ("json_schema", '{"const": NaN}', "expected value"),
+    ("json_schema", '{"const": "\\ud800"}', "hex escape"),
+    ("json_schema", DEEP, "must be nested at most 64 levels deep"),
+    ("json_schema", "[" * 60_000, "must be nested at most 64 levels deep"),
+    ("json_schema", '{"x-guidance": {"lenient": true}}', "must not have x-guidance"),
+    ("json_schema", '{"not": {}}', 'Unimplemented keys: ["not"]'),
+    ("json_schema", '{"type": "strin"}', "Invalid type: strin"),
+    ("json_schema", '{"type": "string", "pattern": "(?=a)"}', "look-around"),
+    ("json_schema", '{"$ref": "http://example.com/x"}', "must be a grammar that can be compiled"),
+    ("json_schema", '{"enum": []}', "Unsatisfiable schema"),
+    ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "must allow some text"),
+    ("json_schema", '{"title": "' + "x" * 65_536 + '"}', "must be at most 65536 bytes, got 65549"),
+    ("regex", "", "must not be empty"),
+    ("regex", "(", "unclosed group"),
+    ("regex", "a" * 8193, "must be at most 8192 bytes, got 8193"),
+    ("choice", "{}", "must be a list of strings"),
+    ("choice", "[1]", "must be a list of strings"),
+    ("choice", "[]", "must have 1 to 1000 entries, got 0"),
+    ("choice", json.dumps(["a"] * 1001), "must have 1 to 1000 entries, got 1001"),
+    ("grammar", " \n", "must not be empty"),
+    ("grammar", "start: x", 'unknown name: "x"'),
+    ("grammar", "start: a\na: a", "must allow some text"),
+    ("grammar", "start: x\nx[max_tokens=5]: /a+/", "must not have max_tokens="),
+    ("grammar", "start: x\nx[temperature = 0.1]: /a+/", "must not have temperature="),
+    ("grammar", 'start: x\nx[stop="b"]: /a+/', "must not have stop="),
+    ("grammar", '%llguidance {"no_forcing": true}\nstart: "a"', "must not have %llguidance"),
+    ("grammar", 'start: %json {"x-guidance": {}}', "must not have x-guidance"),
+    ("grammar", "root ::= x\n", "must be Lark or GBNF, got: Rule 'x' not found"),
+    ("grammar", 'root ::= "a"\n' * 257, "must have at most 256 rules in GBNF, got 257"),
+    ("structural_tag", "{}", "must be a JSON object with structures or format"),
+    ("structural_tag", '{"format": {"type": "any_text"}}', "format.type must be triggered_tags"),
+    ("structural_tag", '{"structures": [], "triggers": ["<"]}', "must have 1 to 1000 tags"),
+    ("structural_tag", '{"structures": [1], "triggers": ["<"]}', "tags[0] must be a JSON object"),
+    ("structural_tag", '{"structures": [{}], "triggers": []}', "triggers must be a list of strings"),
+    ("structural_tag", '{"structures": [{}], "triggers": ["<"]}', "tags[0] must have begin and end"),
+    (
+        "structural_tag",
+        '{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["<"]}',
+        "tags[0].begin must begin with a trigger",
+    ),
+    (
+        "structural_tag",
+        '{"format":{"type":"triggered_tags","triggers":["<"],"tags":[{"begin":"<","end":"","content":{}}]}}',
+        "tags[0].content.type must be json_schema or regex",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "problem"), REFUSED, ids=[f"{it[0]}: {it[2]}" for it in REFUSED])
+def test_a_grammar_out_of_bounds_is_refused_by_its_place(kind: Kind, text: str, problem: str) -> None:
+    with pytest.raises(InvalidGrammar) as error:
+        compile_grammar(VOCABULARY, GrammarSpec(kind, text))
+    assert error.value.field == f"structured_output.{kind}"
+    assert problem in error.value.problem
+    assert len(error.value.problem) < 500
+
+
+@pytest.mark.parametrize("unfinished", ['"' + '\\"' * 30_000, "/\\/" * 20_000, "\n" * 60_000, "#" * 60_000])
+def test_text_that_never_ends_is_read_in_linear_time(unfinished: str) -> None:
+    """Each takes minutes by an expression that starts again at each quote or line."""
+    assert len(unfinished) <= DEFAULT_LIMITS.most_text_bytes
+    with pytest.raises(InvalidGrammar):
+        compile_grammar(VOCABULARY, GrammarSpec("grammar", unfinished))
