@@ -8,7 +8,8 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
-from galley.core.grammar.pieces import GUIDANCE, check_schema, read_json, regex_of, with_options
+from galley.core.grammar.pieces import read_json, regex_of, with_options
+from galley.core.grammar.schema import GUIDANCE, check_schema
 from galley.core.grammar.spec import GrammarSpec, Kind
 from galley.core.grammar.tags import tag_grammar
 from galley.core.grammar.vocabulary import Vocabulary

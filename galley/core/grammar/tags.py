@@ -13,7 +13,8 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
-from galley.core.grammar.pieces import check_schema, regex_of, with_options
+from galley.core.grammar.pieces import regex_of, with_options
+from galley.core.grammar.schema import check_schema
 from galley.core.grammar.spec import Kind
 from galley.core.grammar.vocabulary import Vocabulary
 

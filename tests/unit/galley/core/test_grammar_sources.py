@@ -108,6 +108,9 @@ def test_a_trigger_may_be_a_control_token(tmp_path: Path) -> None:
 
 
 DEEP = '{"not_a_keyword": ' * 65 + "{}" + "}" * 65
+NEEDS_ITSELF = json.dumps(
+    {"type": "object", "properties": {"a": {"items": [1], "$ref": "#"}}, "required": ["a"]}
+)
 REFUSED: list[tuple[Kind, str, str]] = [
     ("json_schema", "[1]", "must be a JSON object"),
     ("json_schema", "{", "must be JSON, got: "),
@@ -121,7 +124,26 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("json_schema", '{"type": "string", "pattern": "(?=a)"}', "look-around"),
     ("json_schema", '{"$ref": "http://example.com/x"}', "must be a grammar that can be compiled"),
     ("json_schema", '{"enum": []}', "Unsatisfiable schema"),
-    ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "must allow some text"),
+    (
+        "json_schema",
+        '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}',
+        "must allow a finite answer",
+    ),
+    ("json_schema", '{"allOf": [{"$ref": "#"}]}', "must allow a finite answer"),
+    ("json_schema", '{"type": "array", "minItems": 1, "items": {"$ref": "#"}}', "must allow a finite answer"),
+    ("json_schema", NEEDS_ITSELF, "must allow a finite answer"),
+    ("json_schema", '{"properties": {"a": {"x-guidance": {}}}}', "must not have x-guidance"),
+    ("json_schema", '{"const": {"a\\u0000": 1}}', "must not have a control character, got 'a\\x00'"),
+    ("json_schema", '{"enum": ["\\u007f"]}', "must not have a control character"),
+    ("json_schema", '{"properties": {"a\\u0001": {}}}', "must not have a control character"),
+    ("json_schema", '{"pattern": "^\\\\x01[ab]$"}', "control character in a pattern"),
+    ("json_schema", '{"pattern": "[a\\u0001]"}', "control character in a pattern"),
+    ("json_schema", '{"patternProperties": {"\\\\cA": {}}}', "control character in a pattern"),
+    (
+        "json_schema",
+        '{"minProperties": 2}',
+        "minProperties must be at most one more than the 0 required, got 2",
+    ),
     ("json_schema", '{"title": "' + "x" * 65_536 + '"}', "must be at most 65536 bytes, got 65549"),
     ("regex", "", "must not be empty"),
     ("regex", "(", "unclosed group"),
@@ -165,7 +187,41 @@ def test_a_grammar_out_of_bounds_is_refused_by_its_place(kind: Kind, text: str, 
         compile_grammar(VOCABULARY, GrammarSpec(kind, text))
     assert error.value.field == f"structured_output.{kind}"
     assert problem in error.value.problem
-    assert len(error.value.problem) < 500
+    assert len(error.value.problem) < 520
+
+
+LIST = {
+    "type": "object",
+    "properties": {"value": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["value", "next"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "output"),
+    [
+        (LIST, '{"value": 1, "next": {"value": 2, "next": null}}'),
+        ({"type": "array", "items": {"$ref": "#"}}, "[[], [[]]]"),
+        ({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, '{"a": null}'),
+        ({"type": "string", "pattern": "^[^\\x00-\\x1f]+$"}, '"ab"'),
+        ({"type": "string", "pattern": "^[\\x00-\\x7f]a$"}, '"xa"'),
+        ({"const": "a\nb\t"}, '"a\\nb\\t"'),
+        (
+            {"type": "object", "required": ["a"], "properties": {"a": {}}, "minProperties": 2},
+            '{"a": 1, "b": 2}',
+        ),
+    ],
+)
+def test_a_schema_that_looks_alike_is_taken(schema: object, output: str) -> None:
+    assert accepts("json_schema", json.dumps(schema), output)
+
+
+def test_the_classes_of_a_pattern_are_read_in_linear_time() -> None:
+    with pytest.raises(InvalidGrammar, match="unclosed"):
+        compile_grammar(
+            VOCABULARY, GrammarSpec("json_schema", json.dumps({"type": "string", "pattern": "[" * 60_000}))
+        )
 
 
 @pytest.mark.parametrize("unfinished", ['"' + '\\"' * 30_000, "/\\/" * 20_000, "\n" * 60_000, "#" * 60_000])
