@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from galley.core.grammar.vocabulary import Vocabulary
 
@@ -17,6 +18,21 @@ SIZE = OTHER_END + 1
 def byte_vocabulary() -> Vocabulary:
     tokens = [bytes([byte]) for byte in range(256)] + [*WORDS, b"<end>", b"<stop>"]
     return Vocabulary.of_bytes(tokens, [END, OTHER_END])
+
+
+def bpe_vocabulary() -> Vocabulary:
+    """Return a vocabulary that merges bytes as the tokenizers of real models do."""
+    fast = Tokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=END,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<other end>", "<end>"],
+        show_progress=False,
+    )
+    fast.train_from_iterator(['{"name": "abc", "ok": true, "ab12": [false, "x"]}'] * 4, trainer)
+    return Vocabulary.of_tokenizer(fast.to_str(), SIZE, [1, 0])
 
 
 def tokens_of(vocabulary: Vocabulary, text: str) -> list[int]:

@@ -104,12 +104,14 @@ def grammar_from(message: pb.StructuredOutput) -> GrammarSpec:
             text = json.dumps(list(message.choice.choices), ensure_ascii=False)
         case _:
             text = getattr(message, kind)
-    return GrammarSpec(kind, text, message.after_token if message.HasField("after_token") else None)
+    after = message.after_token if message.HasField("after_token") else None
+    opening = message.opening_token if message.HasField("opening_token") else None
+    return GrammarSpec(kind, text, after, opening)
 
 
 def grammar_message(spec: GrammarSpec) -> pb.StructuredOutput:
     """Return the inverse of `grammar_from`."""
-    message = pb.StructuredOutput(after_token=spec.after_token)
+    message = pb.StructuredOutput(after_token=spec.after_token, opening_token=spec.opening_token)
     match spec.kind:
         case "json_object":
             message.json_object.SetInParent()

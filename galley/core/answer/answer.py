@@ -206,7 +206,7 @@ def encode_spec(spec: SessionSpec) -> bytes:
     if "tenant_salt" in fields:
         fields["tenant_salt"] = spec.tenant_salt.hex()
     if spec.grammar is not None:
-        fields["grammar"] = [spec.grammar.kind, spec.grammar.text, spec.grammar.after_token]
+        fields["grammar"] = dataclasses.astuple(spec.grammar)
     if "prediction" in fields:
         fields["prediction"] = b64encode(token_bytes(spec.prediction)).decode()
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()

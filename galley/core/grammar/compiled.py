@@ -102,7 +102,9 @@ class CompiledGrammar:
             ),
         )
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:_MOST_MESSAGE_CHARS]
+            reason = " ".join(matcher.get_error().split())
+            if len(reason) > _MOST_MESSAGE_CHARS:  # the reason proper is often at the end
+                reason = f"{reason[: _MOST_MESSAGE_CHARS // 2]} ... {reason[-_MOST_MESSAGE_CHARS // 2 :]}"
             raise InvalidGrammar(self.spec.kind, f"must be a grammar that can be compiled, got: {reason}")
         return matcher
 
@@ -110,17 +112,19 @@ class CompiledGrammar:
 class GrammarState:
     """A place in a grammar: that of one session's output. Not safe to use from several threads at once."""
 
-    __slots__ = ("_compiled", "_matcher", "_tokens", "length")
+    __slots__ = ("_ahead", "_compiled", "_matcher", "_tokens", "_tried", "length")
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self._compiled = compiled
-        after = compiled.spec.after_token
-        # None before `after_token`: everything but an end token is allowed.
-        self._matcher = compiled.matcher() if after is None else None
+        # None while the model reasons: everything but an end token is allowed.
+        self._matcher = None if compiled.spec.reasons_first else compiled.matcher()
         self._tokens: list[int] = []
         """Confirmed tokens since the grammar began."""
         self.length = 0
         """Number of confirmed output tokens."""
+        self._ahead: list[int] = []
+        self._tried: GrammarState | None = None
+        """The state after `_ahead`, which are not confirmed; None if they were not tried."""
 
     @property
     def is_over(self) -> bool:
@@ -129,7 +133,10 @@ class GrammarState:
 
     def confirm(self, tokens: Sequence[int]) -> None:
         """Advance by confirmed output tokens. Raise GrammarFailed where the grammar allows no token."""
+        self._forget(tokens)
         begin = 0
+        if self._opens(tokens):
+            self._matcher = None
         if self._matcher is None:
             begin = self._begin(tokens)
             self.length += min(begin, len(tokens))
@@ -153,41 +160,87 @@ class GrammarState:
     def masks(self, draft_tokens: Sequence[int]) -> NDArray[np.uint32]:
         """Return which tokens may follow, as bits: bit t % 32 of word t // 32 is that of token t.
 
-        The shape is [len(draft_tokens) + 1, mask_words]. Row i holds after
-        draft_tokens[:i]. Rows after a draft token that is not allowed, or after the end of the text, are all
-        ones. The state stays as it is. Other threads run meanwhile.
+        The shape is [len(draft_tokens) + 1, mask_words]. Row i holds after draft_tokens[:i]. Rows after a
+        draft token that is not allowed, or after the end of the text, are all ones. The state stays as it is.
+        Other threads run meanwhile.
         """
         rows = np.full((len(draft_tokens) + 1, self._compiled.vocabulary.mask_words), _ALL, np.uint32)
-        if self._matcher is not None:
+        if self._matcher is None:
+            self._fill_reasoning(draft_tokens, rows)
+        elif self._opens(draft_tokens):
+            self._fill(self._matcher, (), rows[:1])
+            self._fill_reasoning(draft_tokens[1:], rows[1:])
+        else:
             self._fill(self._matcher, draft_tokens, rows)
-            return rows
-        begin = self._begin(draft_tokens)
-        _forbid(rows[:begin], self._compiled.vocabulary.end_tokens)
-        if begin < len(rows):
-            _fill_alone(self._compiled.matcher(), draft_tokens[begin:], rows[begin:])
+        if (opening := self._opening) is not None:
+            rows[0, opening >> 5] |= np.uint32(1 << (opening & 31))
         return rows
 
-    def allowed_prefix(self, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens` the grammar allows, the first first."""
-        if self._matcher is not None:
-            return self._matcher.validate_tokens(list(tokens))
-        begin = self._begin(tokens)
-        ends = self._compiled.vocabulary.end_tokens
-        free = next((i for i, token in enumerate(tokens[:begin]) if token in ends), begin)
-        if free < begin or begin > len(tokens):
-            return min(free, len(tokens))
-        return begin + self._compiled.matcher().validate_tokens(list(tokens[begin:]))
+    def mask_after(self, ahead: Sequence[int]) -> NDArray[np.uint32]:
+        """Return the mask after `ahead`, tokens that are not confirmed; all ones if they are not allowed.
 
-    def forced(self, most: int) -> tuple[int, ...]:
-        """Return at most `most` tokens that the grammar forces next, as the model's tokenizer writes them."""
-        if self._matcher is None or most <= 0:
+        What was tried is remembered: a call with one more token costs that token only.
+        """
+        tried = self._after(ahead)
+        if tried is None:
+            return np.full(self._compiled.vocabulary.mask_words, _ALL, np.uint32)
+        return tried.masks(()).reshape(-1)
+
+    def allowed_prefix(self, tokens: Sequence[int], ahead: Sequence[int] = ()) -> int:
+        """Return how many of `tokens` the grammar allows after `ahead`, the first first.
+
+        Where text is certain, a mask allows its usual tokens only; here others of the same text count, too.
+        """
+        if ahead:
+            tried = self._after(ahead)
+            return 0 if tried is None else tried.allowed_prefix(tokens)
+        if self._opens(tokens):
+            return 1 + self._reasoning_prefix(tokens[1:])
+        if self._matcher is None:
+            return self._reasoning_prefix(tokens)
+        if self.is_over:  # where llguidance allows no token at all
+            return int(len(tokens) > 0 and tokens[0] in self._compiled.vocabulary.end_tokens)
+        return self._matcher.validate_tokens(list(tokens))
+
+    def forced(self, most: int, ahead: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return at most `most` tokens that are certain after `ahead`, as the tokenizer writes them."""
+        if ahead:
+            tried = self._after(ahead)
+            return () if tried is None else tried.forced(most)
+        if self._matcher is None or self._opening is not None or most <= 0:
             return ()
         return tuple(self._matcher.compute_ff_tokens()[:most])
+
+    # ------------------------------------------------------------------------------------ reasoning --
+
+    @property
+    def _opening(self) -> int | None:
+        """Return the token by which the output may now begin with reasoning instead of the grammar."""
+        return None if self.length else self._compiled.spec.opening_token
+
+    def _opens(self, tokens: Sequence[int]) -> bool:
+        return self._opening is not None and len(tokens) > 0 and tokens[0] == self._opening
 
     def _begin(self, tokens: Sequence[int]) -> int:
         """Return the index after `after_token`, where the grammar begins; beyond all rows if it is absent."""
         after = self._compiled.spec.after_token
         return next((i + 1 for i, token in enumerate(tokens) if token == after), len(tokens) + 1)
+
+    def _fill_reasoning(self, draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
+        begin = self._begin(draft_tokens)
+        for token in self._compiled.vocabulary.end_tokens:
+            rows[:begin, token >> 5] &= ~np.uint32(1 << (token & 31))
+        if begin < len(rows):
+            _fill_alone(self._compiled.matcher(), draft_tokens[begin:], rows[begin:])
+
+    def _reasoning_prefix(self, tokens: Sequence[int]) -> int:
+        begin, ends = self._begin(tokens), self._compiled.vocabulary.end_tokens
+        free = next((i for i, token in enumerate(tokens[:begin]) if token in ends), len(tokens))
+        if free < begin or begin > len(tokens):
+            return free
+        return begin + self._compiled.matcher().validate_tokens(list(tokens[begin:]))
+
+    # ------------------------------------------------------------------------------------- matching --
 
     def _advanced(self, matcher: LLMatcher, token: int) -> LLMatcher:
         if token in self._compiled.vocabulary.end_tokens and not matcher.is_accepting():
@@ -214,6 +267,36 @@ class GrammarState:
             rows[:] = _ALL
             _fill_alone(matcher.deep_copy(), draft_tokens, rows)
 
+    # ---------------------------------------------------------------------------------------- ahead --
+
+    def _after(self, ahead: Sequence[int]) -> GrammarState | None:
+        """Return the state after tokens that are not confirmed, None if they are not allowed."""
+        if not ahead:
+            return self
+        known = len(self._ahead)
+        if self._tried is None or list(ahead[:known]) != self._ahead:
+            self._tried, self._ahead, known = self._copy(), [], 0
+        rest = list(ahead[known:])
+        if self._tried.allowed_prefix(rest) < len(rest):
+            return None
+        self._tried.confirm(rest)
+        self._ahead += rest
+        return self._tried
+
+    def _forget(self, confirmed: Sequence[int]) -> None:
+        """Drop what was tried unless it begins with what is confirmed."""
+        if self._tried is not None and list(confirmed) == self._ahead[: len(confirmed)]:
+            self._ahead = self._ahead[len(confirmed) :]
+        else:
+            self._tried, self._ahead = None, []
+
+    def _copy(self) -> GrammarState:
+        copy = GrammarState(self._compiled)
+        copy._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        copy._tokens = list(self._tokens)
+        copy.length = self.length
+        return copy
+
 
 def _fill_alone(matcher: LLMatcher, draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
     """Fill `rows` by a matcher that nobody else uses. A row that fails allows end tokens only."""
@@ -221,8 +304,3 @@ def _fill_alone(matcher: LLMatcher, draft_tokens: Sequence[int], rows: NDArray[n
         matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if token is None or matcher.is_error() or not matcher.try_consume_tokens([token]):
             return
-
-
-def _forbid(rows: NDArray[np.uint32], tokens: frozenset[int]) -> None:
-    for token in tokens:
-        rows[:, token >> 5] &= ~np.uint32(1 << (token & 31))

@@ -18,17 +18,23 @@ class GrammarSpec:
     """The language that the output must belong to.
 
     `text` is the schema, the regular expression, the choices as a JSON list, the grammar in Lark or GBNF, or
-    the structural tag as JSON; empty for `json_object`. With `after_token` the grammar begins after the first
-    such token of the output, which ends the model's reasoning.
+    the structural tag as JSON; empty for `json_object`. With `after_token` the output begins with the model's
+    reasoning, and the grammar after the first such token. With `opening_token` besides, the output either
+    begins with this token and so with reasoning, or with the grammar.
     """
 
     kind: Kind
     text: str = ""
     after_token: int | None = None
+    opening_token: int | None = None
+
+    @property
+    def reasons_first(self) -> bool:
+        """Return True if the output begins with reasoning, whatever its first token is."""
+        return self.after_token is not None and self.opening_token is None
 
     @property
     def content_hash(self) -> bytes:
         """Return the blake2b-128 by which gateways and replicas name this grammar."""
-        after = b"" if self.after_token is None else str(self.after_token).encode()
-        data = b"\0".join((self.kind.encode(), after, self.text.encode()))
-        return blake2b(data, digest_size=HASH_BYTES, person=_PERSON).digest()
+        head = f"{self.kind}\0{self.after_token}\0{self.opening_token}\0"
+        return blake2b((head + self.text).encode(), digest_size=HASH_BYTES, person=_PERSON).digest()

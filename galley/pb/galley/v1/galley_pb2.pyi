@@ -317,6 +317,7 @@ class StructuredOutput(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     AFTER_TOKEN_FIELD_NUMBER: _builtins.int
+    OPENING_TOKEN_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     regex: _builtins.str
     """As in Rust's regex crate; the whole output matches."""
@@ -328,6 +329,8 @@ class StructuredOutput(_message.Message):
     """The grammar begins after the first such token of the output, such as the one that ends the model's reasoning. Unset:
     it begins at once.
     """
+    opening_token: _builtins.int
+    """With after_token: the grammar begins at once unless this token begins the output, such as the one that opens reasoning."""
     @_builtins.property
     def json_object(self) -> Global___JsonObject: ...
     @_builtins.property
@@ -344,17 +347,22 @@ class StructuredOutput(_message.Message):
         choice: Global___Choices | None = ...,
         structural_tag: _builtins.str = ...,
         after_token: _builtins.int | None = ...,
+        opening_token: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_token", b"_after_token", "after_token", b"after_token", "choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_token", b"_after_token", "_opening_token", b"_opening_token", "after_token", b"after_token", "choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "opening_token", b"opening_token", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_token", b"_after_token", "after_token", b"after_token", "choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_token", b"_after_token", "_opening_token", b"_opening_token", "after_token", b"after_token", "choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "opening_token", b"opening_token", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_token: _TypeAlias = _typing.Literal["after_token"]  # noqa: Y015
     _WhichOneofArgType__after_token: _TypeAlias = _typing.Literal["_after_token", b"_after_token"]  # noqa: Y015
+    _WhichOneofReturnType__opening_token: _TypeAlias = _typing.Literal["opening_token"]  # noqa: Y015
+    _WhichOneofArgType__opening_token: _TypeAlias = _typing.Literal["_opening_token", b"_opening_token"]  # noqa: Y015
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "json_object", "choice", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__after_token) -> _WhichOneofReturnType__after_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__opening_token) -> _WhichOneofReturnType__opening_token | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -16,9 +16,9 @@ TEXTS: dict[Kind, str] = {"json_object": "", "choice": '["é", ""]'}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("after_token", [None, 0, 7])
-def test_a_grammar_crosses_the_wire(kind: Kind, after_token: int | None) -> None:
-    spec = GrammarSpec(kind, TEXTS.get(kind, "é"), after_token)
+@pytest.mark.parametrize("tokens", [(None, None), (0, None), (7, 0)])
+def test_a_grammar_crosses_the_wire(kind: Kind, tokens: tuple[int | None, int | None]) -> None:
+    spec = GrammarSpec(kind, TEXTS.get(kind, "é"), *tokens)
     data = grammar_message(spec).SerializeToString()
     assert grammar_from(pb.StructuredOutput.FromString(data)) == spec
 

@@ -89,7 +89,7 @@ def test_specs() -> None:
         strategy="ngram",
         tenant_salt=b"\x00\xff",
         lora="sql",
-        grammar=GrammarSpec("choice", '["\u00e9"]', after_token=7),
+        grammar=GrammarSpec("choice", '["\u00e9"]', after_token=7, opening_token=0),
         prediction=(0, 2**32 - 1, 5),
     )
     assert decode_spec(encode_spec(spec), spec.session_id, (5, 6)) == spec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,9 +18,19 @@ from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_
 from galley.core.grammar.limits import GrammarFailed, GrammarLimits
 from galley.core.grammar.spec import GrammarSpec, Kind
 from galley.core.grammar.vocabulary import Vocabulary
-from tests.fakes.vocabularies import END, OTHER_END, SIZE, allowed, byte_vocabulary, texts, tokens_of
+from tests.fakes.vocabularies import (
+    END,
+    OTHER_END,
+    SIZE,
+    allowed,
+    bpe_vocabulary,
+    byte_vocabulary,
+    texts,
+    tokens_of,
+)
 
-VOCABULARY = byte_vocabulary()
+VOCABULARIES = (byte_vocabulary(), bpe_vocabulary())
+VOCABULARY = VOCABULARIES[0]
 ENDS = {END, OTHER_END}
 PERSON = json.dumps(
     {
@@ -29,7 +40,7 @@ PERSON = json.dumps(
         "additionalProperties": False,
     }
 )
-THINK_END = ord("#")
+THINK, THINK_END = b"@#"
 SPECS = (
     GrammarSpec("json_schema", PERSON),
     GrammarSpec("json_object"),
@@ -37,6 +48,7 @@ SPECS = (
     GrammarSpec("choice", json.dumps(["abc", "abx", "true", ""])),
     GrammarSpec("grammar", 'start: "ab" start "12" | "name"'),
     GrammarSpec("regex", "(ab|12)+", after_token=THINK_END),
+    GrammarSpec("regex", "(ab|12)+", after_token=THINK_END, opening_token=THINK),
 )
 
 
@@ -63,6 +75,8 @@ def test_a_mask_allows_what_may_follow_and_ends_only_where_the_text_may_end() ->
     at.confirm([ord("c")])
     assert next_tokens(at) == ENDS
     assert (was_over, at.is_over) == (False, True)
+    assert (at.allowed_prefix([END]), at.allowed_prefix([97])) == (1, 0)
+    assert (at.masks([END])[1] == 0xFFFFFFFF).all()
     assert at.length == 2
 
 
@@ -81,10 +95,12 @@ def test_rows_follow_the_draft_tokens_and_are_all_ones_after_a_wrong_one() -> No
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), spec=st.sampled_from(SPECS))
-def test_a_state_is_a_function_of_the_confirmed_tokens(data: st.DataObject, spec: GrammarSpec) -> None:
+@given(data=st.data(), spec=st.sampled_from(SPECS), vocabulary=st.sampled_from(VOCABULARIES))
+def test_a_state_is_a_function_of_the_confirmed_tokens(
+    data: st.DataObject, spec: GrammarSpec, vocabulary: Vocabulary
+) -> None:
     """Trying draft tokens leaves no trace, and a state that was lost is rebuilt from the log."""
-    compiled = compile_grammar(VOCABULARY, spec)
+    compiled = compile_grammar(vocabulary, spec)
     at, output = compiled.start(), list[int]()
     for _ in range(data.draw(st.integers(1, 12))):
         draft = list[int]()
@@ -102,12 +118,19 @@ def test_a_state_is_a_function_of_the_confirmed_tokens(data: st.DataObject, spec
         for index in range(prefix):  # each row is the mask after the draft tokens before it
             after = rebuilt(compiled, [*output, *draft[:index]])
             np.testing.assert_array_equal(rows[index], after.masks(())[0])
-            assert draft[index] in allowed(rows[index])
+            assert draft[index] in allowed(rows[index]) or after.forced(1)
+            np.testing.assert_array_equal(at.mask_after(draft[:index]), rows[index])
+            assert at.forced(8, draft[:index]) == after.forced(8)
+            assert at.allowed_prefix(draft[index:], draft[:index]) == prefix - index
+        if prefix < len(draft):
+            assert (at.mask_after(draft) == 0xFFFFFFFF).all()
+            assert at.forced(8, draft) == ()
+            assert at.allowed_prefix([0], draft) == 0
         token = data.draw(st.sampled_from(sorted(next_tokens(at) & set(range(SIZE)))))
         at.confirm([token])
         output.append(token)
         assert at.length == len(output)
-        if token in ENDS:
+        if token in vocabulary.end_tokens:
             break
 
 
@@ -154,6 +177,39 @@ def test_a_grammar_begins_after_the_reasoning() -> None:
     assert 5 not in next_tokens(at)
     at.confirm(ab)
     assert at.is_over
+
+
+def test_an_output_may_open_with_reasoning_or_with_the_grammar() -> None:
+    spec = GrammarSpec("regex", "[a-c]{2}", after_token=THINK_END, opening_token=THINK)
+    compiled = compile_grammar(VOCABULARY, spec)
+    at = compiled.start()
+    assert next_tokens(at) == {ord("a"), ord("b"), ord("c"), *tokens_of(VOCABULARY, "ab"), THINK}
+    assert at.forced(4) == ()
+    rows = at.masks([THINK, 5, THINK_END, ord("a")])
+    assert 5 in allowed(rows[1])
+    assert END not in allowed(rows[1])
+    assert 5 not in allowed(rows[3])
+    assert at.allowed_prefix([THINK, 5, THINK_END, ord("a"), 5]) == 4
+    assert at.allowed_prefix([ord("a"), THINK]) == 1
+    at.confirm([ord("a")])
+    assert THINK not in next_tokens(at)
+    thinking = rebuilt(compiled, [THINK])
+    assert THINK in next_tokens(thinking)
+    assert 5 in next_tokens(thinking)
+
+
+def test_what_was_tried_ahead_is_not_tried_again() -> None:
+    compiled = compile_grammar(VOCABULARY, GrammarSpec("regex", "[ab]{40}"))
+    at = compiled.start()
+    with patch.object(GrammarState, "_copy", autospec=True, side_effect=GrammarState._copy) as copy:
+        for length in range(1, 9):
+            at.mask_after([97] * length)
+        at.confirm([97, 97])  # as tried, which stays tried
+        at.mask_after([97] * 8)
+        assert copy.call_count == 1
+        at.confirm([98])
+        at.mask_after([97])
+        assert copy.call_count == 2
 
 
 def test_a_token_that_the_grammar_does_not_allow_cannot_be_confirmed() -> None:
