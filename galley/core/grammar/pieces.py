@@ -18,20 +18,29 @@ _JSON_OPTIONS = {
     "key_separator": ": ",
     "json_allowed_escapes": 'nrbtf\\"',
 }
+_DECODER = json.JSONDecoder()
 
 
 def read_json(kind: Kind, text: str, limits: GrammarLimits) -> Any:
     """Return the parsed text. Raise InvalidGrammar if it is no JSON or nested too deeply."""
+    value, end = read_first_json(kind, text, len(text) - len(text.lstrip()), limits)
+    if text[end:].strip():
+        raise InvalidGrammar(kind, f"must be JSON, got more at character {end}")
+    return value
+
+
+def read_first_json(kind: Kind, text: str, start: int, limits: GrammarLimits) -> tuple[Any, int]:
+    """Return the JSON value that begins at `start`, and its end. Raise InvalidGrammar as `read_json`."""
     deep = f"must be nested at most {limits.most_depth} levels deep"
     try:
-        value = json.loads(text)
+        value, end = _DECODER.raw_decode(text, start)
     except RecursionError:
         raise InvalidGrammar(kind, deep) from None
     except ValueError as error:
         raise InvalidGrammar(kind, f"must be JSON, got: {error}") from None
     if _depth(value) > limits.most_depth:
         raise InvalidGrammar(kind, deep)
-    return value
+    return value, end
 
 
 def with_options(schema: dict[str, Any]) -> str:

@@ -7,15 +7,18 @@ import re
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from galley.core.grammar.costs import check_intersections
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
-from galley.core.grammar.pieces import read_json, regex_of, with_options
-from galley.core.grammar.schema import GUIDANCE, check_schema
+from galley.core.grammar.pieces import read_first_json, read_json, regex_of, with_options
+from galley.core.grammar.schema import check_schema
 from galley.core.grammar.spec import GrammarSpec, Kind
 from galley.core.grammar.tags import tag_grammar
 from galley.core.grammar.vocabulary import Vocabulary
 
 # Literals and comments of Lark and GBNF, finished or not, so that a search takes linear time.
 _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|/(?:\\.|[^/\\\n])++/?|#[^\n]*')
+_JSON = "%json"
+_LITERAL_OR_JSON = re.compile(rf"{_LITERALS.pattern}|{_JSON}\s*+")
 # With `max_tokens` and `stop` a state depends on more than its tokens; a temperature is the request's.
 _REFUSED_ATTRIBUTE = re.compile(r"\b(max_tokens|temperature|stop|stop_capture)\s*+=")
 _OPTIONS, _GBNF = "%llguidance", "::="
@@ -53,9 +56,21 @@ def lark(kind: Kind, text: str, limits: GrammarLimits) -> str:
         raise InvalidGrammar(kind, f"must not have {found[1]}=")
     if _OPTIONS in bare:
         raise InvalidGrammar(kind, f"must not have {_OPTIONS}")
-    if f'"{GUIDANCE}"' in text:
-        raise InvalidGrammar(kind, f"must not have {GUIDANCE}")
-    return _lark_of_gbnf(kind, text, bare.count(_GBNF), limits) if _GBNF in bare else text
+    if _GBNF in bare:
+        return _lark_of_gbnf(kind, text, bare.count(_GBNF), limits)
+    check_intersections(kind, bare)
+    return _with_checked_schemas(kind, text, limits)
+
+
+def _with_checked_schemas(kind: Kind, text: str, limits: GrammarLimits) -> str:
+    """Return a Lark grammar whose schemas (`%json {...}`) are checked and have our options."""
+    written, end = "", 0
+    while (found := _LITERAL_OR_JSON.search(text, end)) is not None:
+        written, end = written + text[end : found.end()], found.end()
+        if found[0].startswith(_JSON):
+            schema, end = read_first_json(kind, text, end, limits)
+            written += with_options(check_schema(kind, schema))
+    return written + text[end:]
 
 
 def _lark_of_gbnf(kind: Kind, text: str, rules: int, limits: GrammarLimits) -> str:

@@ -41,6 +41,13 @@ def test_json_has_the_spaces_of_json_dumps_and_no_others() -> None:
     assert not accepts("json_object", "", "[1]")
 
 
+def test_a_schema_within_lark_has_the_same_spaces() -> None:
+    grammar = 'start: "%json {" | "x" %json\n {"type": "array", "items": {"type": "integer"}} "%" # %json x'
+    assert accepts("grammar", grammar, "%json {")
+    assert accepts("grammar", grammar, "x[1, 2]%")
+    assert not accepts("grammar", grammar, "x[1,2]%")
+
+
 def test_gbnf_and_lark_are_told_apart() -> None:
     assert accepts("grammar", 'root ::= "a" [0-9]+\n', "a12")
     assert accepts("grammar", 'start: "a" /[0-9]+/', "a12")
@@ -108,6 +115,8 @@ def test_a_trigger_may_be_a_control_token(tmp_path: Path) -> None:
 
 
 DEEP = '{"not_a_keyword": ' * 65 + "{}" + "}" * 65
+MULTIPLES = "multipleOf must come to at most 20000 times a power of ten"
+MANY_PATTERNS = "must combine at most 8 patterns or formats of a value"
 NEEDS_ITSELF = json.dumps(
     {"type": "object", "properties": {"a": {"items": [1], "$ref": "#"}}, "required": ["a"]}
 )
@@ -160,6 +169,20 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grammar", 'start: x\nx[stop="b"]: /a+/', "must not have stop="),
     ("grammar", '%llguidance {"no_forcing": true}\nstart: "a"', "must not have %llguidance"),
     ("grammar", 'start: %json {"x-guidance": {}}', "must not have x-guidance"),
+    ("grammar", 'start: %json {"not": {}}', 'Unimplemented keys: ["not"]'),
+    ("grammar", "start: %json [1]", "must be a JSON object"),
+    ("grammar", "start: %json {", "must be JSON, got: "),
+    ("grammar", "start: T\nT: " + " & ".join(["/a/"] * 9), "must have at most 7 intersections (&), got 8"),
+    ("json_schema", '{"multipleOf": 20011}', MULTIPLES),
+    ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}', MULTIPLES),
+    ("json_schema", '{"prefixItems": [{"multipleOf": 1.9973}, {"multipleOf": 29}]}', MULTIPLES),
+    ("json_schema", json.dumps({"allOf": [{"pattern": f"a{i}"} for i in range(9)]}), MANY_PATTERNS),
+    (
+        "json_schema",
+        json.dumps({"allOf": [{"properties": {"a": {"pattern": f"{i}"}}} for i in range(9)]}),
+        MANY_PATTERNS,
+    ),
+    ("json_schema", "{} {}", "must be JSON, got more at character 2"),
     ("grammar", "root ::= x\n", "must be Lark or GBNF, got: Rule 'x' not found"),
     ("grammar", 'root ::= "a"\n' * 257, "must have at most 256 rules in GBNF, got 257"),
     ("structural_tag", "{}", "must be a JSON object with structures or format"),
@@ -190,6 +213,10 @@ def test_a_grammar_out_of_bounds_is_refused_by_its_place(kind: Kind, text: str, 
     assert len(error.value.problem) < 520
 
 
+PATTERNED = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "string", "pattern": "a"} for i in range(20)},
+}
 LIST = {
     "type": "object",
     "properties": {"value": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
@@ -207,6 +234,10 @@ LIST = {
         ({"type": "string", "pattern": "^[^\\x00-\\x1f]+$"}, '"ab"'),
         ({"type": "string", "pattern": "^[\\x00-\\x7f]a$"}, '"xa"'),
         ({"const": "a\nb\t"}, '"a\\nb\\t"'),
+        ({"anyOf": [{"type": "string", "pattern": f"^{i}$"} for i in range(20)]}, '"19"'),
+        (PATTERNED, json.dumps({f"p{i}": f"{i}a" for i in range(20)})),
+        ({"type": "number", "multipleOf": 0.01}, "1.25"),
+        ({"type": "integer", "multipleOf": 1000000}, "3000000"),
         (
             {"type": "object", "required": ["a"], "properties": {"a": {}}, "minProperties": 2},
             '{"a": 1, "b": 2}',
