@@ -10,7 +10,7 @@ ends by an end token always belongs to the language.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
@@ -26,6 +26,7 @@ _ALL = np.uint32(0xFFFFFFFF)
 # llguidance's word for a place where nothing may follow; the matcher has then failed.
 _DEAD_END = "NoExtensionBias"
 _MOST_MESSAGE_CHARS = 300
+_TRIED_TOKENS = 4
 
 
 def compile_grammar(
@@ -36,8 +37,7 @@ def compile_grammar(
     Takes milliseconds, and up to a second for a large grammar; other threads run meanwhile.
     """
     compiled = CompiledGrammar(vocabulary, spec, native_grammar(spec, vocabulary, limits), limits)
-    if not compiled.allows_text:
-        raise InvalidGrammar(spec.kind, "must allow some text, got a grammar that allows none")
+    compiled.check()
     return compiled
 
 
@@ -54,17 +54,22 @@ class CompiledGrammar:
         self._limits = limits
         self._matcher = self._compile()
 
-    @property
-    def allows_text(self) -> bool:
-        """Return True if there is a first token, or the text may be empty."""
+    def check(self) -> None:
+        """Raise InvalidGrammar if there is no first token, or the first masks take more work than one may."""
         matcher = self.matcher()
-        matcher.compute_bitmask()
-        return not matcher.is_error()
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Return the number of logits that a mask is for."""
-        return self.vocabulary.size
+        for step in range(_TRIED_TOKENS):
+            token = _first_token(matcher.compute_bitmask(), self.vocabulary.end_tokens)
+            if _is_dead_end(matcher):
+                if step == 0:
+                    raise InvalidGrammar(
+                        self.spec.kind, "must allow some text, got a grammar that allows none"
+                    )
+                return
+            if token is None:
+                return
+            if matcher.is_error() or not matcher.consume_token(token):
+                reason = _short(matcher.get_error())
+                raise InvalidGrammar(self.spec.kind, f"must allow quick masks, got: {reason}")
 
     def start(self) -> GrammarState:
         """Return the state before the first output token."""
@@ -79,7 +84,7 @@ class CompiledGrammar:
 
         Matchers of a grammar share a lexer, whose states are bounded. A full one is made anew.
         """
-        if failed.stop_reason() != _DEAD_END:
+        if not _is_dead_end(failed):
             self._matcher = self._compile()
         matcher = self.matcher()
         matcher.consume_tokens(list(tokens))
@@ -102,9 +107,7 @@ class CompiledGrammar:
             ),
         )
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())
-            if len(reason) > _MOST_MESSAGE_CHARS:  # the reason proper is often at the end
-                reason = f"{reason[: _MOST_MESSAGE_CHARS // 2]} ... {reason[-_MOST_MESSAGE_CHARS // 2 :]}"
+            reason = _short(matcher.get_error())
             raise InvalidGrammar(self.spec.kind, f"must be a grammar that can be compiled, got: {reason}")
         return matcher
 
@@ -296,6 +299,21 @@ class GrammarState:
         copy._tokens = list(self._tokens)
         copy.length = self.length
         return copy
+
+
+def _is_dead_end(matcher: LLMatcher) -> bool:
+    return matcher.get_error().startswith(_DEAD_END)
+
+
+def _first_token(mask: bytes, ends: Set[int]) -> int | None:
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return next((token for token in np.flatnonzero(bits).tolist() if token not in ends), None)
+
+
+def _short(message: str) -> str:
+    """Return a message of llguidance in one line; the reason proper is often at its end."""
+    line, half = " ".join(message.split()), _MOST_MESSAGE_CHARS // 2
+    return line if len(line) <= 2 * half else f"{line[:half]} ... {line[-half:]}"
 
 
 def _fill_alone(matcher: LLMatcher, draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:

@@ -115,6 +115,7 @@ def test_a_trigger_may_be_a_control_token(tmp_path: Path) -> None:
 
 
 DEEP = '{"not_a_keyword": ' * 65 + "{}" + "}" * 65
+WIDE = json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(600)}})
 MULTIPLES = "multipleOf must come to at most 20000 times a power of ten"
 MANY_PATTERNS = "must combine at most 8 patterns or formats of a value"
 NEEDS_ITSELF = json.dumps(
@@ -154,6 +155,11 @@ REFUSED: list[tuple[Kind, str, str]] = [
         "minProperties must be at most one more than the 0 required, got 2",
     ),
     ("json_schema", '{"title": "' + "x" * 65_536 + '"}', "must be at most 65536 bytes, got 65549"),
+    (
+        "json_schema",
+        WIDE,
+        "must allow quick masks, got",
+    ),
     ("regex", "", "must not be empty"),
     ("regex", "(", "unclosed group"),
     ("regex", "a" * 8193, "must be at most 8192 bytes, got 8193"),
