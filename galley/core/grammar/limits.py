@@ -43,8 +43,8 @@ class GrammarLimits:
     most_items_in_row: int = 2000
     most_lexer_states: int = 20_000
     compile_fuel: int = 1_000_000
-    mask_fuel: int = 100_000
-    mask_items: int = 25_000
+    mask_fuel: int = 30_000
+    mask_items: int = 10_000
 
 
 DEFAULT_LIMITS = GrammarLimits()
