@@ -18,7 +18,7 @@ from bench.loops.run import Run, Scenario, of_arm
 from bench.loops.sides import stack_loop
 from galley.bench.closed_loop import AUTO, OFF, LoopBlock, LoopSide
 from galley.bench.summary import Interval, mean_ratio, median_interval, pass_times, speculated, speed_ratio
-from galley.bench.workloads import FIXED_SETS, PROMPT_SETS
+from galley.bench.workloads import PROMPT_SETS, TASKS
 from galley.client.client import AsyncClient
 from galley.stack.stack import Stack, StackOptions
 
@@ -200,7 +200,9 @@ def _exposed(blocks: Sequence[LoopBlock]) -> list[Goal]:
 SPECULATION = Scenario(
     "speculation",
     "what speculation gains and costs: off, auto and a fixed choice, 1 to 64 streams, six workloads",
-    Options((OFF, AUTO, "hybrid-8"), (1, 8, 16, 32, 64), workloads=(*FIXED_SETS, MIXED), max_tokens=40),
+    Options(
+        (OFF, AUTO, "hybrid-8"), (1, 8, 16, 32, 64), workloads=(*PROMPT_SETS, TASKS, MIXED), max_tokens=40
+    ),
     OFF,
     start,
     goals,

@@ -7,7 +7,8 @@ A file has a prompt a line: text, or in `.jsonl` one of these objects:
   asked after the model's own answers to the turns before it.
 - `{"messages": [{"role": "user", "content": "..."}, ...], "category": "..."}`, as SPEED-Bench is prepared.
 
-Prompts of several categories come in turn, so that every block has some of each.
+Each object may also have `schema`, the JSON schema of the answer, and `prediction`, the text that the answer
+is expected to repeat. Prompts of several categories come in turn, so that every block has some of each.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 PROMPT_SETS = ("chat", "code", "support", "rewrite")
 TASKS = "tasks"
-FIXED_SETS = (*PROMPT_SETS, TASKS)
-"""All sets; `tasks` is not one of PROMPT_SETS, which make up `mixed_workload`."""
+EXTRACT, EDITS = "extract", "edits"
+FIXED_SETS = (*PROMPT_SETS, TASKS, EXTRACT, EDITS)
+"""All sets; only PROMPT_SETS make up `mixed_workload`. `extract` has schemas, `edits` predictions."""
 _PROMPTS = Path(__file__).parent / "prompts"
 _TO_JSONL = "pandas.read_parquet(...).to_json(..., orient='records', lines=True)"
 # SPEED-Bench has it in place of questions that may not be published again.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Prompt:
     """A user turn, the turns before it with their answers (`history`), and those after it.
 
     `label` is its workload at the gateway; `max_tokens` 0 takes the bound of the load. It is asked no earlier
-    than `arrives_s` after the beginning of its block.
+    than `arrives_s` after the beginning of its block. `schema` and `prediction` hold for the first turn only.
     """
 
     id: str
@@ -47,6 +50,8 @@ class Prompt:
     category: str = ""
     history: tuple[tuple[str, str], ...] = ()
     later_turns: tuple[str, ...] = ()
+    schema: Mapping[str, Any] | None = None
+    prediction: str | None = None
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -60,7 +65,9 @@ class Prompt:
             return None
         text, *later = self.later_turns
         history = (*self.history, (self.text, answer))
-        return replace(self, text=text, history=history, later_turns=tuple(later))
+        return replace(
+            self, text=text, history=history, later_turns=tuple(later), schema=None, prediction=None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +138,23 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
     where = f"{path}, line {number}"
     first, *later = _turns(entry, where)
     prompt_id = str(entry.get("id", entry.get("question_id", f"{path.stem}-{number}")))
-    return Prompt(prompt_id, first, category=str(entry.get("category") or ""), later_turns=tuple(later))
+    return Prompt(
+        prompt_id,
+        first,
+        category=str(entry.get("category") or ""),
+        later_turns=tuple(later),
+        schema=_optional(entry, "schema", dict, "an object", where),
+        prediction=_optional(entry, "prediction", str, "text", where),
+    )
+
+
+def _optional(
+    entry: dict[str, Any], field: str, kind: type[_Value], expected: str, where: str
+) -> _Value | None:
+    value = entry.get(field)
+    if value is None or isinstance(value, kind):
+        return value
+    raise ValueError(f"{where}: {field}: must be {expected}, got {type(value).__name__}")
 
 
 def _object_of(line: str) -> dict[str, Any]:

@@ -83,8 +83,8 @@ def bench(  # noqa: PLR0913  # one parameter a flag
     workloads: Annotated[
         str,
         _requests(
-            help="chat, code, support, rewrite or tasks, with commas. Default: the first four; "
-            "none with --prompts."
+            help="chat, code, support, rewrite, tasks, extract, edits, with commas. Default: the first "
+            "four; none with --prompts."
         ),
     ] = "",
     prompts: Annotated[

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from galley.bench.workloads import FIXED_SETS, TASKS, Prompt, fixed_workload, mixed_workload, own_workload
+from galley.bench.workloads import (
+    EDITS,
+    EXTRACT,
+    FIXED_SETS,
+    TASKS,
+    Prompt,
+    fixed_workload,
+    mixed_workload,
+    own_workload,
+)
 
 
 @pytest.mark.parametrize("name", FIXED_SETS)
@@ -69,6 +78,42 @@ def test_tasks_have_six_categories_in_turn_and_conversations_of_several_turns() 
 
 def test_tasks_are_no_part_of_the_mixture_that_other_benchmarks_use() -> None:
     assert not any(prompt.id.startswith(TASKS) for prompt in mixed_workload().prompts)
+
+
+def test_each_prompt_of_extract_has_a_schema_and_each_of_edits_the_file_before_the_edit() -> None:
+    extract, edits = fixed_workload(EXTRACT).prompts, fixed_workload(EDITS).prompts
+    assert len({json.dumps(prompt.schema) for prompt in extract}) == len({p.category for p in extract}) == 8
+    assert all(prompt.schema and prompt.schema["type"] == "object" for prompt in extract)
+    assert {prompt.category for prompt in edits} == {"rename", "fix", "translate"}
+    assert all(prompt.prediction and prompt.prediction in prompt.text for prompt in edits)
+
+
+def test_a_file_may_state_the_schema_and_the_prediction_of_an_answer(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "mine.jsonl",
+        {"prompt": "One?", "schema": {"type": "integer"}},
+        {"turns": ["Two?", "And?"], "prediction": "No."},
+    )
+    first, second = own_workload(path).prompts
+    assert (first.schema, first.prediction) == ({"type": "integer"}, None)
+    assert (second.schema, second.prediction) == (None, "No.")
+    later = second.next_turn("No!")
+    assert later is not None
+    assert later.prediction is None, "the prediction was of the first answer"
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"schema": "{}"}, "schema: must be an object, got str"),
+        ({"prediction": 3}, "prediction: must be text, got int"),
+    ],
+)
+def test_a_schema_or_prediction_of_another_kind_is_refused(
+    tmp_path: Path, entry: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"bad\.jsonl, line 1: {problem}"):
+        own_workload(written(tmp_path / "bad.jsonl", {"prompt": "x", **entry}))
 
 
 def written(path: Path, *entries: dict[str, Any]) -> Path:
