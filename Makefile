@@ -55,8 +55,8 @@ LONG ?=
 PROMPTS ?=
 PROMPT_FLAGS = $(if $(PROMPTS),--prompts "$(PROMPTS)")
 
-.PHONY: bench-engine bench-loops bench-throughput bench-speculation bench-slow-links bench-sessions
-.PHONY: bench-gateway bench-telemetry bench-http bench-latency bench-peers bench-engines bench-same-tokens bench-coupling
+.PHONY: bench-engine bench-loops bench-throughput bench-speculation bench-structured bench-slow-links
+.PHONY: bench-sessions bench-gateway bench-telemetry bench-http bench-latency bench-peers bench-engines bench-same-tokens bench-coupling
 .PHONY: bench-quantization bench-gpu
 bench-engine: setup ## measure a step of the target engine beside transformers and the roofline
 	@$(BIN)/python -m bench.engine
@@ -69,6 +69,9 @@ bench-throughput: setup ## measure 1 to 64 streams through the gateway, and the 
 
 bench-speculation: setup ## measure what speculation gains and costs, 1 to 64 streams, and its acceptance
 	@$(BIN)/python -m bench.loops speculation $(PROMPT_FLAGS)
+
+bench-structured: setup ## measure schemas on extractions, predictions on edits, and what masks cost
+	@set -e; for part in structured predicted masks; do $(BIN)/python -m bench.loops $$part; done
 
 bench-slow-links: setup ## measure speculation with 20 ms each way before target and draft
 	@$(BIN)/python -m bench.loops slow-links

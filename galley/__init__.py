@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # loaded on first use: grpc takes a while, and the services n
         UnimplementedError,
     )
     from galley.client.options import GenerateOptions, Message, Retries, Speculation, Tls
-    from galley.client.result import Result, SpeculationUsage, TokenLogprobs, Usage
+    from galley.client.result import Result, SourceUsage, SpeculationUsage, TokenLogprobs, Usage
     from galley.client.streams import AsyncStream, ResumePoint
     from galley.client.sync import Client, Stream
 
@@ -56,6 +56,7 @@ __all__ = [
     "Result",
     "ResumePoint",
     "Retries",
+    "SourceUsage",
     "Speculation",
     "SpeculationUsage",
     "Stream",
@@ -71,7 +72,7 @@ __all__ = [
 _MODULES = {
     "client": ("AsyncClient",),
     "options": ("GenerateOptions", "Message", "Retries", "Speculation", "Tls"),
-    "result": ("Result", "SpeculationUsage", "TokenLogprobs", "Usage"),
+    "result": ("Result", "SourceUsage", "SpeculationUsage", "TokenLogprobs", "Usage"),
     "streams": ("AsyncStream", "ResumePoint"),
     "sync": ("Client", "Stream"),
 }

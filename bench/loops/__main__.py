@@ -27,6 +27,7 @@ from bench.loops.run import Run, Scenario, keep_to_cores, measure
 from bench.loops.sessions import SESSIONS
 from bench.loops.slow_links import SLOW_LINKS
 from bench.loops.speculation import SPECULATION
+from bench.loops.structured import MASKS, PREDICTED, STRUCTURED
 from bench.loops.telemetry import TELEMETRY
 from bench.peers.scenarios import ENGINES, PEERS, THROUGHPUT
 from galley.bench import plots
@@ -46,6 +47,9 @@ SCENARIOS = {
         ENGINES,
         BESIDE_GRPC,
         LATENCY,
+        STRUCTURED,
+        PREDICTED,
+        MASKS,
     )
 }
 

@@ -238,6 +238,8 @@ class GatewayLoop:
             top_p=1.0,  # the whole distribution, also of a model that recommends less
             seed=seed,
             workload=prompt.label,
+            schema=prompt.schema,
+            prediction=prompt.prediction,
             speculation=speculation_of(arm),
         )
         async for event in stream:

@@ -169,7 +169,7 @@ def connect(endpoint: str | None, stack: str | None, patience_s: float, tls: Tls
 _T = TypeVar("_T")
 
 
-def _with_flags_of(
+def with_flags_of(
     options_of: Callable[..., object], replaced: str, command: Callable[..., _T]
 ) -> Callable[..., _T]:
     """Return `command` with the flags of `options_of` in place of its parameter `replaced`."""
@@ -243,7 +243,7 @@ def tls_options(
 
 
 def with_tls_flags(command: Callable[..., _T]) -> Callable[..., _T]:
-    return _with_flags_of(tls_options, "tls", command)
+    return with_flags_of(tls_options, "tls", command)
 
 
 @with_tls_flags
@@ -361,9 +361,9 @@ def answer_options(  # noqa: PLR0913  # one parameter a flag
     return cast("GenerateOptions", options)
 
 
-def with_answer_flags(command: Callable[..., None]) -> Callable[..., None]:
-    return _with_flags_of(answer_options, "options", command)
+def with_answer_flags(command: Callable[..., _T]) -> Callable[..., _T]:
+    return with_flags_of(answer_options, "options", command)
 
 
 def with_connection_flags(command: Callable[..., None]) -> Callable[..., None]:
-    return _with_flags_of(connection_options, "connection", command)
+    return with_flags_of(connection_options, "connection", command)

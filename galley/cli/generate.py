@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import sys
 from pathlib import Path  # Typer reads the annotation
 from typing import Annotated
@@ -15,11 +17,49 @@ from galley.cli.flags import (
     Timeout,
     with_answer_flags,
     with_connection_flags,
+    with_flags_of,
 )
 from galley.client.options import GenerateOptions, Message, Prompt
 
+_form = functools.partial(typer.Option, rich_help_panel="Form of the answer")
+
 
 @with_answer_flags
+def form_options(
+    *,
+    options: GenerateOptions,
+    schema: Annotated[
+        Path | None, _form(help="File of a JSON schema; the answer is JSON that it describes. Default: none.")
+    ] = None,
+    regex: Annotated[
+        str | None, _form(help="Regular expression that the whole answer matches. Default: none.")
+    ] = None,
+    choice: Annotated[
+        list[str] | None, _form(help="A text that the answer may be; repeatable. Default: any text.")
+    ] = None,
+    grammar: Annotated[
+        Path | None, _form(help="File of a Lark grammar of the answer. Default: none.")
+    ] = None,
+    prediction: Annotated[
+        Path | None,
+        _form(help="File of what the answer repeats for the most part: faster, same tokens. Default: none."),
+    ] = None,
+) -> GenerateOptions:
+    """Return `options` with those of these flags. Raises BadParameter for an unusable file."""
+    given = {"--schema": schema, "--regex": regex, "--choice": choice, "--grammar": grammar}
+    forms = [flag for flag, value in given.items() if value]
+    if len(forms) > 1:
+        raise typer.BadParameter(f"cannot be combined with {forms[0]}", param_hint=forms[1])
+    return options | {
+        "schema": None if schema is None else _schema(schema),
+        "regex": regex,
+        "choice": choice or None,
+        "grammar": None if grammar is None else _read(grammar, "--grammar"),
+        "prediction": None if prediction is None else _read(prediction, "--prediction"),
+    }
+
+
+@functools.partial(with_flags_of, form_options, "options")
 @with_connection_flags
 def generate(
     *,
@@ -56,12 +96,26 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         problem = "must be a text, or - for standard input, or be left out with --file"
         raise typer.BadParameter(problem, param_hint="PROMPT")
     if file is not None:
-        try:
-            return _text(file.read_bytes(), "--file")
-        except OSError as error:
-            problem = f"{file}: cannot be read: {error.strerror}"
-            raise typer.BadParameter(problem, param_hint="--file") from None
+        return _read(file, "--file")
     return _text(sys.stdin.buffer.read(), "standard input") if prompt == "-" else str(prompt)
+
+
+def _schema(file: Path) -> dict[str, object]:
+    try:
+        schema = json.loads(_read(file, "--schema"))
+    except ValueError as error:
+        raise typer.BadParameter(f"{file}: must be JSON: {error}", param_hint="--schema") from None
+    if not isinstance(schema, dict):
+        problem = f"{file}: must be a JSON object, got {type(schema).__name__}"
+        raise typer.BadParameter(problem, param_hint="--schema")
+    return schema
+
+
+def _read(file: Path, flag: str) -> str:
+    try:
+        return _text(file.read_bytes(), flag)
+    except OSError as error:
+        raise typer.BadParameter(f"{file}: cannot be read: {error.strerror}", param_hint=flag) from None
 
 
 def _text(content: bytes, source: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from galley.client.options import GenerateOptions, Message, Speculation
+from galley.client.structured import schema_json
 
 _MODES = {"auto": Speculation(), "off": Speculation(off=True)}
 # Names of other libraries that a comparison of letters would miss.
@@ -24,7 +25,11 @@ _ELSEWHERE = {
     "max_new_tokens": "max_tokens",
     "stop_sequences": "stop",
     "stop_strings": "stop",
+    "response_format": "schema",
+    "guided_json": "schema",
 }
+FORMS = ("schema", "regex", "choice", "grammar")
+"""The options of which a request has one at most."""
 _MOST_QUOTED = 60
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -52,7 +57,11 @@ def check_names(method: str, options: Iterable[str]) -> None:
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are not None, each as the request takes it."""
-    return {name: _CHECKS[name](name, value) for name, value in options.items() if value is not None}
+    given = {name: _CHECKS[name](name, value) for name, value in options.items() if value is not None}
+    forms = [name for name in FORMS if name in given]
+    if len(forms) > 1:
+        raise ValueError(f"{forms[1]}: cannot be combined with {forms[0]}")
+    return given
 
 
 def checked_prompt(name: str, prompt: object) -> str | list[Message] | list[int]:
@@ -172,6 +181,20 @@ def _token_ids(name: str, value: object) -> list[int]:
     return [_TOKEN_ID(f"{name}[{index}]", part) for index, part in enumerate(value)]
 
 
+def _schema(name: str, value: object) -> str:
+    return _text(name, schema_json(name, value))
+
+
+def _choices(name: str, value: object) -> list[str]:
+    if isinstance(value, str):  # its letters would be a choice each, or it the only one
+        raise TypeError(f"{name}: must be a list of texts, got {_excerpt(value)}")
+    return _texts(name, value)
+
+
+def _prediction(name: str, value: object) -> str | list[int]:
+    return _text(name, value) if isinstance(value, str) else _token_ids(name, value)
+
+
 def _logit_bias(name: str, value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}: must map token ids to numbers, got {_excerpt(value)}")
@@ -219,6 +242,11 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": _token_ids,
     "ignore_eos": _flag,
     "logprobs": _UINT32,
+    "schema": _schema,
+    "regex": _text,
+    "choice": _choices,
+    "grammar": _text,
+    "prediction": _prediction,
     "speculation": _speculation,
     "workload": _text,
     "idempotency_key": _text,

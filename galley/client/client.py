@@ -33,6 +33,7 @@ from galley.client.options import Conversation, GenerateOptions, Prompt, Retries
 from galley.client.request import generate_request
 from galley.client.result import Output, Result
 from galley.client.streams import NO_RETRIES, AsyncStream, Call, Recovery, ResumePoint
+from galley.client.structured import parser_of
 from galley.common.tls.channels import open_channel
 from galley.core.names import FORCE_KEY, FORCE_VALUE
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -186,7 +187,10 @@ class AsyncClient:
 
         timeout_s = options.get("timeout_s")
         recovery = self._recovery(start, trace, timeout_s)
-        return AsyncStream(start(timeout_s), recovery=recovery, max_tokens=options.get("max_tokens"))
+        output = Output(parse=parser_of(options.get("schema")))
+        return AsyncStream(
+            start(timeout_s), seen=output, recovery=recovery, max_tokens=options.get("max_tokens")
+        )
 
     def resume(
         self,

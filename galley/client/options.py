@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,34 @@ class Tls:
     server_name: str = ""
 
 
+class PydanticModel(Protocol):
+    """A pydantic model class, or another object with these methods."""
+
+    def model_json_schema(self) -> dict[str, Any]: ...
+
+    def model_validate_json(self, json_data: str, /) -> Any: ...
+
+
+class PydanticAdapter(Protocol):
+    """A pydantic TypeAdapter, or another object with these methods."""
+
+    def json_schema(self) -> dict[str, Any]: ...
+
+    def validate_json(self, data: str, /) -> Any: ...
+
+
+Schema: TypeAlias = Mapping[str, Any] | PydanticModel | PydanticAdapter
+
+
 class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `generate`, `stream` and `chat`; None leaves one to the gateway.
 
     Names and bounds are those of the proto. Sampling that is left out is the model's own, from its
     generation_config.json; `model_info().default_sampling` shows it. `stop` is one text or several. `lora` is
     one of `model_info().lora_adapters`.
+    At most one of `schema` (JSON; `parsed` of the result is its value), `regex`, `choice` (one of several
+    texts) and `grammar` (Lark) gives the form of the answer. `prediction`, text or token ids, is what the
+    answer repeats for the most part; it changes the speed and no token.
     `timeout_s` is the deadline of the whole answer, in seconds. `force_trace` makes the gateways trace this
     request whatever they sample.
     """
@@ -86,6 +108,11 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int | None
+    schema: Schema | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
+    prediction: str | Sequence[int] | None
     speculation: Speculation | Literal["auto", "off"]
     workload: str
     idempotency_key: str

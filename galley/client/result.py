@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal, Self, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self, TypeAlias
 
 from galley.client.options import Message
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -18,10 +19,15 @@ _REASONS: dict[int, FinishReason] = {
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of the whole session."""
+    """Tokens of the whole session.
+
+    Of the tokens of `prediction`, the accepted ones are those that the answer repeats at its place.
+    """
 
     prompt_tokens: int
     output_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -29,16 +35,33 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceUsage:
+    """Draft tokens of one source that were sent to the target, verified and accepted."""
+
+    drafted: int
+    verified: int
+    accepted: int
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over verified draft tokens; 0 if none was verified."""
+        return self.accepted / self.verified if self.verified else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationUsage:
     """Rounds, and draft tokens that were sent to the target, verified and accepted.
 
-    A gateway counts from the start of its stream. If the stream was resumed, the rounds before are missing.
+    `sources` has those of each source: a strategy of the draft such as `model`, the request's `grammar`, its
+    `prediction`, or `shared` (recent answers that all drafts know). A gateway counts from the start of its
+    stream. If the stream was resumed, the rounds before are missing.
     """
 
     rounds: int
     drafted: int
     verified: int
     accepted: int
+    sources: dict[str, SourceUsage] = field(default_factory=dict)
 
     @property
     def acceptance_rate(self) -> float:
@@ -67,7 +90,7 @@ class Result:
     is empty unless the request set it. `stop` is the stop string or stop token that ended the answer. `seed`
     repeats the answer on the target build of `fingerprint`. `numerics_changed` are the indexes of output
     tokens from which another build computed. `first_index` is above 0 only for an answer that `resume`
-    continued.
+    continued. `parse` makes `parsed` of the text; None without `schema`.
     """
 
     text: str
@@ -84,6 +107,25 @@ class Result:
     logprobs: list[TokenLogprobs] = field(repr=False)
     numerics_changed: list[int]
     first_index: int = 0
+    parse: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def parsed(self) -> Any:
+        """Return the value of an answer by `schema`: plain JSON for a dict, else what its model makes of it.
+
+        Raises ValueError if the request had no schema, if the answer was cut before its JSON was complete, or
+        if the model refuses it.
+        """
+        if self.parse is None:
+            raise ValueError("parsed: requires a request with schema")
+        try:
+            return self.parse(self.text)
+        except ValueError:
+            if self.finish_reason == "stop":
+                raise
+            count, reason = self.usage.output_tokens, self.finish_reason
+            problem = f"the answer ended by {reason!r} after {count} tokens, before its JSON was complete"
+            raise ValueError(f"parsed: {problem}") from None
 
     @property
     def message(self) -> Message:
@@ -100,6 +142,7 @@ class Output:
     chunks: list[pb.Chunk] = field(default_factory=list)
     numerics_changed: list[int] = field(default_factory=list)
     started: pb.Started = field(default_factory=pb.Started)
+    parse: Callable[[str], Any] | None = None
 
     def copy(self) -> Self:
         """Return a copy to which another stream can add."""
@@ -127,7 +170,7 @@ class Output:
             tokens=list(self.tokens),
             finish_reason=_REASONS.get(finished.reason, "unknown"),
             stop=getattr(finished, matched) if matched else None,
-            usage=Usage(finished.usage.prompt_tokens, finished.usage.output_tokens),
+            usage=Usage(*(getattr(finished.usage, one.name) for one in fields(Usage))),
             speculation=speculation_usage(finished.speculation),
             session_id=started.session_id,
             model=started.model,
@@ -137,11 +180,13 @@ class Output:
             logprobs=[_logprobs(entry) for chunk in self.chunks for entry in chunk.logprobs],
             numerics_changed=list(self.numerics_changed),
             first_index=self.first_index,
+            parse=self.parse,
         )
 
 
 def speculation_usage(stats: pb.SpeculationStats) -> SpeculationUsage:
-    return SpeculationUsage(stats.rounds, stats.drafted, stats.verified, stats.accepted)
+    sources = {one.source: SourceUsage(one.drafted, one.verified, one.accepted) for one in stats.sources}
+    return SpeculationUsage(stats.rounds, stats.drafted, stats.verified, stats.accepted, sources)
 
 
 def _logprobs(entry: pb.PositionLogprobs) -> TokenLogprobs:

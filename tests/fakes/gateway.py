@@ -40,6 +40,9 @@ class FakeGateway(rpc.GenerationServicer):
     silent: bool = False
     session_id: str = SESSION
     stop: str = "!"
+    reason: pb.Finished.Reason.ValueType = pb.Finished.REASON_STOP
+    sources: tuple[pb.SourceStats, ...] = ()
+    accepted_prediction_tokens: int = 0
     requests: list[pb.GenerateRequest | pb.ResumeRequest | pb.AbortRequest] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     deadline_s: float | None = None
@@ -107,12 +110,16 @@ class FakeGateway(rpc.GenerationServicer):
                     )
                 )
             index += size
-        stats = pb.SpeculationStats(rounds=2, drafted=4, verified=4, accepted=2)
+        stats = pb.SpeculationStats(rounds=2, drafted=4, verified=4, accepted=2, sources=self.sources)
         yield pb.StreamEvent(
             finished=pb.Finished(
-                reason=pb.Finished.REASON_STOP,
+                reason=self.reason,
                 stop=self.stop,
-                usage=pb.Usage(prompt_tokens=5, output_tokens=index),
+                usage=pb.Usage(
+                    prompt_tokens=5,
+                    output_tokens=index,
+                    accepted_prediction_tokens=self.accepted_prediction_tokens,
+                ),
                 speculation=stats,
                 fingerprint="build-1",
             )

@@ -130,6 +130,41 @@ def test_every_flag_reaches_the_wire() -> None:
     assert gateway.requests == [expected]
 
 
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        (["--schema=FILE"], {"json_schema": '{"type": "integer"}'}),
+        (["--grammar=FILE"], {"grammar": '{"type": "integer"}\n'}),
+        (["--regex=[0-9]+"], {"regex": "[0-9]+"}),
+        (["--choice=yes", "--choice=no"], {"choice": pb.Choices(choices=["yes", "no"])}),
+    ],
+)
+def test_the_form_of_the_answer_reaches_the_wire(tmp_path: Path, flags: list[str], kind: Any) -> None:
+    gateway, file = FakeGateway(), tmp_path / "form"
+    file.write_text('{"type": "integer"}\n', encoding="utf-8")
+    prediction = f"--prediction={file}"
+    flags = [flag.replace("FILE", str(file)) for flag in flags]
+    assert ask(gateway, "generate", "x", prediction, *flags).exit_code == 0
+    request = generate_request_of(gateway)
+    assert request.structured_output == pb.StructuredOutput(**kind)
+    assert request.prediction == pb.Prediction(text='{"type": "integer"}\n')
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{", "must be JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        (b"[1]", "must be a JSON object, got list"),
+    ],
+)
+def test_a_file_that_holds_no_schema_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+    file = tmp_path / "schema.json"
+    file.write_bytes(content)
+    refused = galley("generate", "x", f"--schema={file}", "--endpoint=x")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.startswith(f"error: --schema: {file}: {problem}")
+
+
 def test_no_speculation() -> None:
     gateway = FakeGateway()
     assert ask(gateway, "generate", "x", "--no-speculation").exit_code == 0
@@ -360,6 +395,9 @@ def test_a_name_in_use_and_a_bad_name_are_refused() -> None:
         (["generate", "--endpoint=x"], "PROMPT: must be a text, or - for standard input, or be left out"),
         (["generate", "x", "--file=/dev/null", "--endpoint=x"], "PROMPT: must be a text, or - for"),
         (["generate", "--file=/nowhere", "--endpoint=x"], "--file: /nowhere: cannot be read: No such file"),
+        (["generate", "x", "--schema=/nowhere"], "--schema: /nowhere: cannot be read: No such file"),
+        (["generate", "x", "--prediction=/nowhere"], "--prediction: /nowhere: cannot be read: No such file"),
+        (["generate", "x", "--regex=a", "--choice=b"], "--choice: cannot be combined with --regex"),
     ],
 )
 def test_wrong_usage_is_one_line_that_names_the_flag(arguments: list[str], problem: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import assert_type
 
 import pytest
+from pydantic import BaseModel, TypeAdapter
 
 from galley import (
     AsyncClient,
@@ -24,7 +25,7 @@ from galley import (
     Usage,
 )
 from galley.pb.galley.v1 import galley_pb2 as pb
-from tests.fakes.gateway import FakeGateway, serving
+from tests.fakes.gateway import FakeChunk, FakeGateway, serving
 
 
 def test_the_synchronous_client() -> None:
@@ -80,3 +81,20 @@ def test_what_the_types_refuse_is_refused() -> None:
             client.chat(5)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="retries"):
             Client("127.0.0.1:1", retries=3)  # type: ignore[arg-type]
+
+
+def test_a_schema_is_a_dict_a_model_or_an_adapter() -> None:
+    class Answer(BaseModel):
+        number: int
+
+    chunk = FakeChunk((1,), '{"number": 7}')
+    with serving(FakeGateway((chunk,))) as address, Client(address) as client:
+        for schema in (Answer, TypeAdapter(Answer)):
+            assert client.generate("x", schema=schema).parsed == Answer(number=7)
+        plain: dict[str, object] = {"type": "object"}
+        assert client.generate("x", schema=plain, prediction=[1, 2]).parsed == {"number": 7}
+        assert client.generate("x", schema=Answer, prediction="7").parsed == Answer(number=7)
+        with pytest.raises(TypeError, match="schema"):
+            client.generate("x", schema=int)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="choice"):
+            client.generate("x", choice=5)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import galley
-from galley.client.arguments import check_names, checked_messages
+from galley.client.arguments import FORMS, check_names, checked_messages
 from galley.client.options import GenerateOptions, Message, Speculation
 from galley.client.request import generate_request
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -24,6 +24,14 @@ OFF, AUTO = (
 HI = pb.ChatMessage(role="user", content="Hi")
 
 
+def form(**kind: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(structured_output=pb.StructuredOutput(**kind))
+
+
+def predicted(ids: list[int]) -> pb.GenerateRequest:
+    return pb.GenerateRequest(prediction=pb.Prediction(token_ids=pb.TokenIds(ids=ids)))
+
+
 @pytest.mark.parametrize(
     ("given", "nearest"),
     [
@@ -32,6 +40,8 @@ HI = pb.ChatMessage(role="user", content="Hi")
         ("max_completion_tokens", "max_tokens"),
         ("stop_sequences", "stop"),
         ("timeout", "timeout_s"),
+        ("response_format", "schema"),
+        ("choices", "choice"),
     ],
 )
 def test_a_misspelt_option_is_refused_with_the_nearest(given: str, nearest: str) -> None:
@@ -81,6 +91,19 @@ def test_every_option_is_known() -> None:
         ({"workload": b"chat"}, "workload: must be text, got bytes"),
         ({"timeout_s": 0}, "timeout_s: must be a finite time above 0, in seconds, got 0"),
         ({"timeout_s": float("nan")}, "timeout_s: must be a finite time above 0, in seconds, got nan"),
+        ({"schema": "{}"}, "schema: must be a dict or a pydantic model, got str"),
+        ({"schema": dict}, "schema: must be a dict or a pydantic model, got the class dict"),
+        ({"schema": {"const": {1}}}, "schema: must be JSON: Object of type set is not JSON serializable"),
+        ({"schema": {"const": "\ud800"}}, f"schema: {UTF8} 11"),
+        ({"regex": 5}, "regex: must be text, got int"),
+        ({"choice": "yes"}, "choice: must be a list of texts, got 'yes'"),
+        ({"choice": ["yes", 1]}, "choice[1]: must be text, got int"),
+        ({"grammar": ["start: 'a'"]}, "grammar: must be text, got list"),
+        ({"regex": "a", "schema": {}}, "regex: cannot be combined with schema"),
+        ({"choice": [], "grammar": ""}, "grammar: cannot be combined with choice"),
+        ({"prediction": 5}, "prediction: must be a list of token ids, got 5"),
+        ({"prediction": [1, "b"]}, "prediction[1]: must be an integer, got 'b'"),
+        ({"prediction": "\ud800"}, f"prediction: {UTF8} 0"),
         ({"model": list("x" * 99)}, "model: must be text, got list"),
         ({"max_tokens": "x" * 99}, f"max_tokens: must be an integer, got '{'x' * 59}… (str)"),
     ],
@@ -103,6 +126,16 @@ def test_a_value_that_cannot_be_meant_is_refused(option: dict[str, Any], problem
         ({"speculation": "off"}, OFF),
         ({"speculation": "auto"}, AUTO),
         ({"stop": None, "seed": None}, pb.GenerateRequest()),
+        (dict.fromkeys((*FORMS, "prediction")), pb.GenerateRequest()),
+        ({"schema": {"b": "ä", "a": 1}}, form(json_schema='{"b": "ä", "a": 1}')),
+        ({"schema": {}}, form(json_schema="{}")),
+        ({"regex": ""}, form(regex="")),
+        ({"grammar": "start: /a/"}, form(grammar="start: /a/")),
+        ({"choice": ("a", "b")}, form(choice=pb.Choices(choices=["a", "b"]))),
+        ({"choice": []}, form(choice=pb.Choices())),
+        ({"prediction": "x = 1"}, pb.GenerateRequest(prediction=pb.Prediction(text="x = 1"))),
+        ({"prediction": np.array([1, 2])}, predicted([1, 2])),
+        ({"prediction": []}, predicted([])),
     ],
 )  # fmt: skip
 def test_a_value_is_taken_as_meant(option: dict[str, Any], request_: pb.GenerateRequest) -> None:
@@ -168,6 +201,11 @@ def test_a_prompt_that_cannot_be_meant_is_refused(prompt: Any, problem: str) -> 
     with pytest.raises((TypeError, ValueError)) as raised:
         generate_request(prompt, {})
     assert str(raised.value) == problem
+
+
+def test_a_schema_with_a_number_that_json_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^schema: must be JSON: "):
+        generate_request("x", {"schema": {"const": float("nan")}})
 
 
 def test_text_is_a_message_of_the_user_in_chat() -> None:

@@ -1,0 +1,139 @@
+"""Measure what certain tokens gain and cost: schemas on extractions, predictions on edits, and masks.
+
+`structured`: answers by a schema. `local` has only the drafts of the gateway itself, such as the tokens that
+the grammar forces; `auto` has those of the draft pool too. `predicted`: edits of files, with the file as the
+prediction; `auto:plain` leaves the prediction out. `masks`: speculation off, with the schema and without it
+(`off:plain`); all answers are cut while every schema still requires tokens, so that they are equally long.
+All arms of the first two must return the same tokens; answers that differ from those of `off` are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from bench.harness import Goal, at_least
+from bench.loops import speculation
+from bench.loops.options import Options, workloads_of
+from bench.loops.run import Run, Scenario, of_arm
+from galley.bench.closed_loop import AUTO, OFF, Load, LoopBlock, LoopSide
+from galley.bench.summary import speed_ratio
+from galley.bench.workloads import EDITS, EXTRACT, Workload
+from galley.core.names import NO_STRATEGY
+
+PLAIN = ":plain"
+LOCAL = f"{NO_STRATEGY}-16"
+# Bounds by the number of streams.
+STRUCTURED_BOUNDS = {1: 2.0, 16: 1.25}
+PREDICTED_BOUNDS = {1: 3.0, 16: 1.3}
+MASK_BOUND = 0.95
+
+
+class Plain:
+    """A side whose requests have neither schema nor prediction."""
+
+    def __init__(self, side: LoopSide) -> None:
+        self._side = side
+
+    async def run(self, load: Load) -> LoopBlock:
+        prompts = tuple(replace(prompt, schema=None, prediction=None) for prompt in load.prompts)
+        block = await self._side.run(replace(load, arm=load.arm.removesuffix(PLAIN), prompts=prompts))
+        return replace(block, load=load)
+
+
+@asynccontextmanager
+async def start(run: Run) -> AsyncIterator[Mapping[str, LoopSide]]:
+    """Start one stack, whose gateway answers every arm."""
+    async with speculation.start(run) as sides:
+        yield {arm: Plain(side) if arm.endswith(PLAIN) else side for arm, side in sides.items()}
+
+
+def whole_answers(options: Options) -> list[Workload]:
+    """Return the workloads with answers of up to `max_tokens` each, not only in the mean."""
+    return [
+        replace(one, prompts=tuple(replace(prompt, max_tokens=options.max_tokens) for prompt in one.prompts))
+        for one in workloads_of(options)
+    ]
+
+
+def differing(run: Run) -> dict[str, int]:
+    """Count by arm the answers whose tokens differ from those of `off` to the same prompt and seed."""
+    return {
+        arm: sum(
+            mine.tokens != plain.tokens
+            for block, base in zip(of_arm(run.blocks, arm), of_arm(run.blocks, OFF), strict=True)
+            for mine, plain in zip(block.answers, base.answers, strict=True)
+        )
+        for arm in run.options.arms
+        if arm != OFF
+    }
+
+
+def _speed_goals(run: Run, name: str, bounds: Mapping[int, float]) -> list[Goal]:
+    """Bound AUTO against speculation off at each number of streams and each temperature."""
+    run.facts["differing_answers"] = differing(run)
+    found = []
+    for streams, bound in bounds.items():
+        for temperature in run.options.temperatures:
+            of = (streams, temperature)
+            ratio = speed_ratio(of_arm(run.blocks, AUTO, *of), of_arm(run.blocks, OFF, *of))
+            if ratio is not None:
+                what = f"tokens/s of auto against off, {streams} streams at {temperature:g}"
+                found.append(at_least(name, what, ratio, bound, "x"))
+    return found
+
+
+def structured_goals(run: Run) -> list[Goal]:
+    return _speed_goals(run, "structured", STRUCTURED_BOUNDS)
+
+
+def predicted_goals(run: Run) -> list[Goal]:
+    return _speed_goals(run, "predicted", PREDICTED_BOUNDS)
+
+
+def mask_goals(run: Run) -> list[Goal]:
+    """Bound the speed of constrained streams against unconstrained ones, both without drafts."""
+    found = []
+    for streams in run.options.streams:
+        masked, free = (of_arm(run.blocks, arm, streams) for arm in (OFF, OFF + PLAIN))
+        ratio = speed_ratio(masked, free)
+        if ratio is not None:
+            what = f"tokens/s with a schema against without, speculation off, {streams} streams"
+            found.append(at_least("masks", what, ratio, MASK_BOUND, "x"))
+    return found
+
+
+STRUCTURED = Scenario(
+    "structured",
+    "extractions by schemas: forced runs and the draft pool against speculation off",
+    Options((OFF, LOCAL, AUTO), (1, 16), workloads=(EXTRACT,), max_tokens=192),
+    OFF,
+    start,
+    structured_goals,
+    primed_by=OFF,
+    workloads=whole_answers,
+    required=frozenset({OFF, AUTO}),
+)
+PREDICTED = Scenario(
+    "predicted",
+    "edits of files with the file as the prediction against speculation off",
+    Options((OFF, LOCAL, AUTO, AUTO + PLAIN), (1, 16), (0.0,), workloads=(EDITS,), max_tokens=360),
+    OFF,
+    start,
+    predicted_goals,
+    primed_by=OFF,
+    workloads=whole_answers,
+    required=frozenset({OFF, AUTO}),
+)
+MASKS = Scenario(
+    "masks",
+    "what the masks of schemas cost without drafts",
+    Options((OFF, OFF + PLAIN), (1, 16), workloads=(EXTRACT,), max_tokens=24),
+    OFF + PLAIN,
+    start,
+    mask_goals,
+    primed_by=OFF,
+    workloads=whole_answers,
+    required=frozenset({OFF, OFF + PLAIN}),
+)

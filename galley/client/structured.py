@@ -1,0 +1,45 @@
+"""JSON schemas of answers, and the values that answers of them stand for.
+
+A schema is a dict, a pydantic model, or a pydantic TypeAdapter. Models and adapters are known by their
+methods, so that the client does not need pydantic.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# The methods of a model class, and of a TypeAdapter: its JSON schema, and a value from JSON text.
+_METHODS = (("model_json_schema", "model_validate_json"), ("json_schema", "validate_json"))
+
+
+def schema_json(name: str, schema: object) -> str:
+    """Return the JSON text of a schema. Raises TypeError or ValueError, which begins with `name`."""
+    found = schema
+    if not isinstance(schema, Mapping):
+        found = next(
+            (getattr(schema, of)() for of, _ in _METHODS if callable(getattr(schema, of, None))), None
+        )
+    if not isinstance(found, Mapping):
+        raise TypeError(f"{name}: must be a dict or a pydantic model, got {_kind(schema)}")
+    try:
+        return json.dumps(dict(found), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: must be JSON: {error}") from None
+
+
+def parser_of(schema: object) -> Callable[[str], Any] | None:
+    """Return the function from an answer of `schema` to its value; None without a schema."""
+    if schema is None:
+        return None
+    if isinstance(schema, Mapping):
+        return json.loads
+    parsers: list[Callable[[str], Any]] = [
+        getattr(schema, parse) for _, parse in _METHODS if hasattr(schema, parse)
+    ]
+    return parsers[0]
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
