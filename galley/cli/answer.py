@@ -203,8 +203,8 @@ def show(connection: Connection, start: Callable[[AsyncClient], AsyncStream], vi
 
 def show_stream(
     connection: Connection, start: Callable[[AsyncClient], AsyncStream], view: View, *, summary: bool = True
-) -> None:
-    """Show the stream. If it breaks, raise typer.Exit and, if useful, say how to resume."""
+) -> Outcome:
+    """Show the stream to its end. If it breaks, raise typer.Exit and, if useful, say how to resume."""
     outcome = show(connection, start, view)
     if outcome.is_stopped:
         _say_how_to_resume(outcome.stream)
@@ -213,6 +213,7 @@ def show_stream(
         raise report_error(outcome)
     if summary and outcome.stream is not None and outcome.stream.finished is not None:
         say(summary_line(outcome.stream.session_id, outcome.stream.finished))
+    return outcome
 
 
 def report_error(outcome: Outcome) -> typer.Exit:

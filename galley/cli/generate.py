@@ -15,11 +15,13 @@ from galley.cli.flags import (
     Connection,
     Origins,
     Timeout,
+    fail,
     with_answer_flags,
     with_connection_flags,
     with_flags_of,
 )
 from galley.client.options import GenerateOptions, Message, Prompt
+from galley.client.structured import parser_of
 
 _form = functools.partial(typer.Option, rich_help_panel="Form of the answer")
 
@@ -88,7 +90,15 @@ def generate(
     text = _prompt(prompt, file)
     whole: Prompt = [Message("user", text)] if chat else text
     view = view_of(as_json=as_json, origins=origins, logprobs=options.get("logprobs") is not None)
-    show_stream(connection, lambda client: client.stream(whole, **options), view, summary=not as_json)
+    outcome = show_stream(
+        connection, lambda client: client.stream(whole, **options), view, summary=not as_json
+    )
+    parse = parser_of(options.get("schema"))
+    if parse is not None:
+        try:
+            parse(outcome.text)
+        except ValueError:
+            raise fail("the answer ended before its JSON was complete; raise --max-tokens") from None
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

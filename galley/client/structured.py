@@ -6,12 +6,15 @@ methods, so that the client does not need pydantic.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 # The methods of a model class, and of a TypeAdapter: its JSON schema, and a value from JSON text.
 _METHODS = (("model_json_schema", "model_validate_json"), ("json_schema", "validate_json"))
+# A model that reasons first writes its JSON after this.
+_END_OF_REASONING = "</think>"
 
 
 def schema_json(name: str, schema: object) -> str:
@@ -34,11 +37,19 @@ def parser_of(schema: object) -> Callable[[str], Any] | None:
     if schema is None:
         return None
     if isinstance(schema, Mapping):
-        return json.loads
-    parsers: list[Callable[[str], Any]] = [
-        getattr(schema, parse) for _, parse in _METHODS if hasattr(schema, parse)
-    ]
-    return parsers[0]
+        return functools.partial(_parse, json.loads)
+    parsers = [getattr(schema, parse) for _, parse in _METHODS if hasattr(schema, parse)]
+    return functools.partial(_parse, parsers[0])
+
+
+def _parse(parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError:
+        _, end, answer = text.partition(_END_OF_REASONING)
+        if not end:
+            raise
+        return parse(answer)
 
 
 def _kind(value: object) -> str:

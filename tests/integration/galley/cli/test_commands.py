@@ -140,7 +140,7 @@ def test_every_flag_reaches_the_wire() -> None:
     ],
 )
 def test_the_form_of_the_answer_reaches_the_wire(tmp_path: Path, flags: list[str], kind: Any) -> None:
-    gateway, file = FakeGateway(), tmp_path / "form"
+    gateway, file = FakeGateway((FakeChunk((1,), "7"),)), tmp_path / "form"
     file.write_text('{"type": "integer"}\n', encoding="utf-8")
     prediction = f"--prediction={file}"
     flags = [flag.replace("FILE", str(file)) for flag in flags]
@@ -148,6 +148,14 @@ def test_the_form_of_the_answer_reaches_the_wire(tmp_path: Path, flags: list[str
     request = generate_request_of(gateway)
     assert request.structured_output == pb.StructuredOutput(**kind)
     assert request.prediction == pb.Prediction(text='{"type": "integer"}\n')
+
+
+def test_json_that_is_not_complete_is_a_failure(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text("{}", encoding="utf-8")
+    cut = ask(FakeGateway((FakeChunk((1,), '{"a": '),)), "generate", "x", f"--schema={file}")
+    assert (cut.exit_code, cut.stdout) == (1, '{"a": \n')
+    assert "error: the answer ended before its JSON was complete; raise --max-tokens\n" in cut.stderr
 
 
 @pytest.mark.parametrize(
