@@ -4,11 +4,13 @@
 the grammar forces; `auto` has those of the draft pool too. `predicted`: edits of files, with the file as the
 prediction; `auto:plain` leaves the prediction out. `masks`: speculation off, with the schema and without it
 (`off:plain`); all answers are cut while every schema still requires tokens, so that they are equally long.
-All arms of the first two must return the same tokens; answers that differ from those of `off` are counted.
+All arms of the first two must return the same tokens; answers that differ from those of `off` are counted,
+and so are those that were cut before their JSON was complete.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -70,6 +72,22 @@ def differing(run: Run) -> dict[str, int]:
     }
 
 
+def incomplete(run: Run) -> dict[str, int]:
+    """Count by arm the answers that are no JSON, because `max_tokens` cut them."""
+    return {
+        arm: sum(not _is_json(answer.text) for block in of_arm(run.blocks, arm) for answer in block.answers)
+        for arm in run.options.arms
+    }
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _speed_goals(run: Run, name: str, bounds: Mapping[int, float]) -> list[Goal]:
     """Bound AUTO against speculation off at each number of streams and each temperature."""
     run.facts["differing_answers"] = differing(run)
@@ -85,6 +103,7 @@ def _speed_goals(run: Run, name: str, bounds: Mapping[int, float]) -> list[Goal]
 
 
 def structured_goals(run: Run) -> list[Goal]:
+    run.facts["incomplete_answers"] = incomplete(run)
     return _speed_goals(run, "structured", STRUCTURED_BOUNDS)
 
 

@@ -78,6 +78,14 @@ def test_an_answer_with_other_tokens_than_those_of_off_is_counted() -> None:
     assert run.facts["differing_answers"] == {LOCAL: 0, AUTO: 1}
 
 
+def test_an_answer_that_was_cut_before_its_json_was_complete_is_counted() -> None:
+    whole, cut = Answer((1,), (1.0,), 1.0, text='{"a": 1}'), Answer((1,), (1.0,), 1.0, text='{"a": ')
+    blocks = [replace(block(arm, 1.0), answers=(whole, cut, cut)) for arm in (OFF, LOCAL, AUTO)]
+    run = run_of(STRUCTURED, blocks)
+    STRUCTURED.goals(run)
+    assert run.facts["incomplete_answers"] == dict.fromkeys((OFF, LOCAL, AUTO), 2)
+
+
 def test_masks_are_judged_against_streams_without_a_schema() -> None:
     blocks = [
         block(arm, seconds, streams=16, pair=pair)
