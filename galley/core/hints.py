@@ -8,6 +8,7 @@ wrong in one token alone. So a hint survives a wrong token if its next one is ri
 
 from __future__ import annotations
 
+from galley.core.names import LOCAL_SOURCES
 from galley.core.values import value
 
 # Most draft tokens in one hint, to bound memory. A step verifies as many of them as pay.
@@ -20,17 +21,23 @@ MAX_DRAFT_TOKENS = 64
 class Hint:
     """Draft tokens from `position` on, after a prefix of this hash.
 
-    `survival[i]`, where given, is the estimated chance that tokens 0 to i are all accepted.
+    `survival[i]`, where given, is the estimated chance that tokens 0 to i are all accepted. `sources[i]` is
+    what proposed token i; only the gateway knows it.
     """
 
     position: int
     prefix_hash: bytes
     draft_tokens: tuple[int, ...]
     survival: tuple[float, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @property
     def end(self) -> int:
         return self.position + len(self.draft_tokens)
+
+    def is_local(self, index: int) -> bool:
+        """Return True if the session itself proposed this token, not a draft."""
+        return index < len(self.sources) and self.sources[index] in LOCAL_SOURCES
 
     def chance(self, index: int) -> float | None:
         """Return the chance of this token if all before it are accepted; None if unknown."""
@@ -46,7 +53,7 @@ class Hint:
             # The first ones have survived, so the chances of the others are conditional on that.
             sure = survival[passed - 1]
             survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in survival[passed:])
-        return HintTail(self.draft_tokens[passed:], survival, after_mismatch)
+        return HintTail(self.draft_tokens[passed:], survival, after_mismatch, self.sources[passed:])
 
 
 @value
@@ -54,6 +61,15 @@ class HintTail:
     draft_tokens: tuple[int, ...] = ()
     survival: tuple[float, ...] = ()
     after_mismatch: bool = False
+    sources: tuple[str, ...] = ()
+
+    @property
+    def first_source(self) -> str:
+        return self.sources[0] if self.sources else ""
+
+    @property
+    def last_source(self) -> str:
+        return self.sources[-1] if self.sources else ""
 
 
 NOTHING = HintTail()

@@ -17,6 +17,16 @@ STRATEGIES: Final = (MODEL, NGRAM, HYBRID, ORACLE, NO_STRATEGY)
 # The gateway's own prompt lookup, for when no draft replica answers. Clients cannot request it.
 LOOKUP: Final = "lookup"
 
+# Sources of draft tokens: what proposed them. Others are strategies, LOOKUP, and these. The first two are the
+# gateway's own: what the grammar of a session forces, and what its caller predicts.
+GRAMMAR: Final = "grammar"
+PREDICTION: Final = "prediction"
+LOCAL_SOURCES: Final = (GRAMMAR, PREDICTION)
+# Lookup in answers that other draft replicas have followed.
+SHARED: Final = "shared"
+# What a draft may name as the source of its tokens, in place of its strategy.
+DRAFT_SOURCES: Final = (MODEL, NGRAM, SHARED)
+
 # Why a session moves to another replica.
 MOVE_FAILED: Final = "failed"  # a request failed
 MOVE_LATE: Final = "late"  # a verdict took too long
@@ -96,6 +106,7 @@ ROUNDS: Final = "galley.rounds"
 DRAFTED: Final = "galley.drafted"
 VERIFIED: Final = "galley.verified"
 ACCEPTED: Final = "galley.accepted"
+SOURCES: Final = "galley.sources"
 TTFT_NS: Final = "galley.ttft_ns"
 SLOWEST_ROUND_NS: Final = "galley.round.slowest_ns"
 SLOWEST_ROUND_POSITION: Final = "galley.round.slowest_position"
@@ -112,6 +123,7 @@ ROUND_VERIFIED: Final = "galley.round.verified"
 ROUND_ACCEPTED: Final = "galley.round.accepted"
 ROUND_CONFIRMED: Final = "galley.round.confirmed"
 ROUND_STRATEGY: Final = "galley.round.strategy"
+ROUND_SOURCES: Final = "galley.round.sources"
 ROUND_OVERLAP: Final = "galley.round.overlap"
 DRAFT_PART: Final = "galley.round.draft_ns"
 QUEUE_PART: Final = "galley.round.queue_ns"

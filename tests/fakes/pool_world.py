@@ -24,6 +24,7 @@ from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.session import events as ev
 from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.machine import Session, SessionLimits
+from galley.core.session.sources import LocalSources
 from galley.core.step import StepPlan
 from tests.fakes.engine import StrictEngine
 
@@ -42,7 +43,7 @@ class Scenario:
 
     Each stream has several `answers`, one after the other, whose tokens `alpha` counts through; each is a new
     session of a new workload. The draft reads a prompt token in `read_ns`. A nanosecond of its work takes
-    `contention` of one from a step of the target.
+    `contention` of one from a step of the target. `sources` makes the session's own ones from its output.
     """
 
     alpha: Callable[[int], float]
@@ -59,6 +60,7 @@ class Scenario:
     answers: int = 1
     read_ns: int = 0
     contention: float = 0.0
+    sources: Callable[[Sequence[int]], LocalSources | None] = lambda output: None
 
 
 @dataclass(slots=True)
@@ -118,6 +120,7 @@ class _Stream:
                 Answer(spec, lambda tokens: "x" * len(tokens)),
                 SessionLimits(credit=scenario.credit, buffer=scenario.tokens),
                 shared=self.pool.book,
+                sources=scenario.sources(self.truth[scenario.prompt :]),
             )
         )
         self._carry_out(self.session.start(self.pool.now))

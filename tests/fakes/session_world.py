@@ -6,14 +6,19 @@ every action of the machine can be compared with it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from galley.core.answer.answer import Answer, Chunk, SessionSpec
 from galley.core.content import Miss, prefix_hash
 from galley.core.errors import DeadlinePassed, Fenced, StoreUnavailable
+from galley.core.names import GRAMMAR, PREDICTION
 from galley.core.records import PositionLogprobs, TokenRecord
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
+from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.events import RoundEnded
 from galley.core.session.machine import Phase, Session, SessionLimits
+from galley.core.session.sources import LocalSources
 from galley.core.store import LogBehind
 from tests.fakes.owners import hashes_of
 from tests.fakes.target import OpenRequest, admit
@@ -30,8 +35,13 @@ class World:
         spec: SessionSpec,
         limits: SessionLimits,
         session_type: type[Session] = Session,
+        sources: Callable[[list[int]], LocalSources | None] = lambda output: None,
     ) -> None:
+        """`sources` makes those of the session from the true output, each time that it starts."""
         self.spec = spec
+        self._sources = sources
+        self.shared = SharedStatistics()
+        self.proposals = 0
         self.limits = limits
         most, stops = spec.max_position - len(spec.prompt), spec.stop_token_ids
         self.truth = [*spec.prompt, *true_output(spec.prompt, most, stops=stops, next_token=true_id)]
@@ -64,9 +74,20 @@ class World:
         self.taken = len(self.seen)
         self.known_logged = len(self.log)
         self.session = self._session_type(
-            answer, self.limits, stream_from=len(self.seen), seen_hash=prefix_hash(self.seen)
+            answer,
+            self.limits,
+            stream_from=len(self.seen),
+            seen_hash=prefix_hash(self.seen),
+            shared=self.shared,
+            sources=self._own_sources(answer),
         )
         self._carry_out(self.session.start(self.now))
+
+    def _own_sources(self, answer: Answer) -> LocalSources | None:
+        sources = self._sources(self.truth[len(self.spec.prompt) :])
+        if sources is not None:
+            sources.confirm(answer.output)
+        return sources
 
     def send(self, event: ev.Event) -> None:
         self.now += MS
@@ -88,6 +109,7 @@ class World:
                     self.waiting["wake"] = effect
                 case RoundEnded():
                     self.accepted_counts.add(effect.accepted)
+                    self._check_sources(effect)
                     self.rounds.append(effect)
                 case ev.Emit():
                     self._receive(effect)
@@ -99,6 +121,7 @@ class World:
     def _to_draft(self, effect: ev.Propose | ev.CancelPropose) -> None:
         if isinstance(effect, ev.Propose):
             assert "draft" not in self.waiting, "two proposals are pending"
+            self.proposals += 1
             self.waiting["draft"] = effect
             return
         given_up = self.waiting.pop("draft")
@@ -138,6 +161,14 @@ class World:
                 self.seen_text += item.text
                 logged = self.log[len(self.spec.prompt) :]
                 assert self.seen == logged[: len(self.seen)], "streamed what the log does not hold"
+
+    def _check_sources(self, done: RoundEnded) -> None:
+        """Check that the draft tokens of a round, divided by their sources, are those of the round."""
+        sums = [
+            sum(getattr(of, count) for of in done.sources) for count in ("drafted", "verified", "accepted")
+        ]
+        assert sums == [done.drafted, done.verdict.verified, done.accepted]
+        assert {of.source for of in done.sources} <= {self.spec.strategy, GRAMMAR, PREDICTION}
 
     def check(self) -> None:
         assert self.log == self.truth[: len(self.log)], "the log is not what the target alone generates"

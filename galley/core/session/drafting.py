@@ -3,7 +3,9 @@
 1. At most one proposal is pending. It may continue from the current hint instead of from confirmed tokens.
 2. A proposal that continues the current hint is joined to it; any other replaces it.
 3. A hint ends where a confirmed token differs. Where drafts recover after a wrong token, its rest stays.
-4. After a failure or a response that does not fit its request, nothing is requested until a cooldown is
+4. The session's own sources (`sources.py`) extend the hint at once. A proposal that was pending meanwhile
+   adds what goes beyond the hint, if it agrees with it, and nothing otherwise.
+5. After a failure or a response that does not fit its request, nothing is requested until a cooldown is
    over. The cooldown doubles each time, up to a bound.
 """
 
@@ -11,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from galley.core.answer.answer import Answer
 from galley.core.content import common_prefix_len
 from galley.core.hints import MAX_HINT_TOKENS, NOTHING, Hint, HintTail
 from galley.core.names import NO_STRATEGY
 from galley.core.session.events import CacheMissed, Propose, Proposed, Slice
+from galley.core.session.sources import LocalProposal
 from galley.core.session.speculation import Speculation
 
 MAX_MISSES = 3
@@ -32,6 +36,13 @@ class PendingProposal:
     prefix_hash: bytes
     k: int
     requested_ns: int
+
+
+class Received(NamedTuple):
+    """The number of `valid` tokens of a proposal, and of those that were `added` to the hint."""
+
+    valid: int
+    added: int
 
 
 class Drafting:
@@ -80,8 +91,19 @@ class Drafting:
         self.k = k
         return Propose(request_id, part, k, answer.spec.strategy, len(ahead))
 
-    def receive(self, event: Proposed, answer: Answer, alpha: float, now: int) -> int:
-        """Take the pending proposal; return how many of its tokens are valid.
+    def extend(self, proposal: LocalProposal, answer: Answer, now: int) -> None:
+        """Add a proposal of the session itself, which follows the answer and what is left of the hint."""
+        if not self.tail(answer.tokens).draft_tokens:
+            self.hint, self.hint_since_ns = None, now
+        position = len(answer.tokens) if self.hint is None else self.hint.end
+        sources = (proposal.source,) * len(proposal.tokens)
+        self.hint = joined(self.hint, Hint(position, b"", proposal.tokens, proposal.survival, sources))
+        self.strategy = proposal.source
+        # What the draft had no more tokens for ends now elsewhere.
+        self.is_exhausted = False
+
+    def receive(self, event: Proposed, answer: Answer, alpha: float, now: int) -> Received:
+        """Take the pending proposal.
 
         A response that does not fit the request starts a cooldown. `alpha` replaces an invalid `survival`.
         """
@@ -90,13 +112,9 @@ class Drafting:
         self.strategy = event.strategy or answer.spec.strategy or NO_STRATEGY
         if pending is None or (event.position, event.prefix_hash) != (pending.position, pending.prefix_hash):
             self._cool_down(now)
-            return 0
+            return Received(0, 0)
         self._cooldown = self._first_cooldown
-        received = _valid_hint(event, pending.k, answer.spec.vocab_size, alpha)
-        before = self.hint
-        self.hint = joined(before, received)
-        if before is None or self.hint.position != before.position:
-            self.hint_since_ns = now
+        received = _valid_hint(event, pending.k, answer.spec.vocab_size, alpha, self.strategy)
         most = pending.k if event.max_tokens is None else min(pending.k, event.max_tokens)
         self.is_exhausted = len(received.draft_tokens) < most
         self.was_empty = not received.draft_tokens
@@ -104,8 +122,33 @@ class Drafting:
         if self._wrong_at is not None:
             self.cache_len = min(self.cache_len, self._wrong_at)
             self._wrong_at = None
+        further = self._beyond_hint(received, answer.tokens)
+        before = self.hint
+        self.hint = joined(before, further)
+        if before is None or self.hint.position != before.position:
+            self.hint_since_ns = now
         self.confirm(answer.tokens)
-        return len(received.draft_tokens)
+        return Received(len(received.draft_tokens), len(further.draft_tokens))
+
+    def _beyond_hint(self, received: Hint, tokens: Sequence[int]) -> Hint:
+        """Return the part of a proposal that follows the hint; none of it if they differ.
+
+        They overlap if the session has extended its hint itself while the proposal was pending.
+        """
+        hint = self.hint
+        if hint is None or received.position >= hint.end:
+            return received
+        known = [*tokens[received.position : hint.position], *hint.draft_tokens]
+        known = known[max(0, received.position - hint.position) :]
+        agreeing = common_prefix_len(received.draft_tokens, known)
+        judged = received.draft_tokens[: max(0, len(tokens) - received.position)]
+        for index in range(min(agreeing + 1, len(judged))):
+            self._speculation.record_token(index < agreeing)
+        self.is_exhausted = False
+        if agreeing < min(len(known), len(received.draft_tokens)):
+            self.cache_len = min(self.cache_len, received.position + agreeing)
+        rest = received.tail(len(known)) if agreeing == len(known) else NOTHING
+        return Hint(hint.end, b"", rest.draft_tokens, rest.survival, rest.sources)
 
     def confirm(self, tokens: Sequence[int]) -> PendingProposal | None:
         """Advance the hint past the confirmed `tokens`; return the pending proposal if it is useless now.
@@ -126,8 +169,9 @@ class Drafting:
         passed = len(tokens) - hint.position
         agreeing = common_prefix_len(hint.draft_tokens, tokens[hint.position :])
         rejected = agreeing < min(passed, len(hint.draft_tokens))
-        for right in (*[True] * agreeing, *[False] * rejected):
-            self._speculation.record_token(right)
+        for index in range(agreeing + rejected):
+            if not hint.is_local(index):
+                self._speculation.record_token(index < agreeing)
         if rejected:
             return self._reject(hint, tokens, agreeing)
         if passed > 0:
@@ -140,8 +184,9 @@ class Drafting:
         self.cache_len = min(self.cache_len, wrong)
         self.hint = None
         continues = self.pending is not None and self.pending.position > wrong
-        left = hint.draft_tokens[passed:]
-        if left:
+        # The session's own sources look for another place themselves.
+        left = () if hint.is_local(agreeing) else hint.draft_tokens[passed:]
+        if left and not hint.is_local(passed):
             self._recovery = (len(tokens), left[0])
         if not left or not self._speculation.can_recover:
             return self.give_up() if continues else None
@@ -173,7 +218,7 @@ class Drafting:
         self._cool_down(now)
 
     def _cool_down(self, now: int) -> None:
-        self.hint = None
+        self.hint = None if self.hint is None else _local_part(self.hint)
         self._off_until = now + self._cooldown
         self._cooldown = min(2 * self._cooldown, self._max_cooldown)
 
@@ -191,7 +236,22 @@ def joined(hint: Hint | None, further: Hint) -> Hint:
     reached = hint.survival[-1] if hint.survival else 1.0
     survival = hint.survival + tuple(reached * chance for chance in further.survival)
     tokens = hint.draft_tokens + further.draft_tokens
-    return Hint(hint.position, hint.prefix_hash, tokens[:MAX_HINT_TOKENS], survival[:MAX_HINT_TOKENS])
+    sources = hint.sources + further.sources
+    return Hint(
+        hint.position,
+        hint.prefix_hash,
+        tokens[:MAX_HINT_TOKENS],
+        survival[:MAX_HINT_TOKENS],
+        sources[:MAX_HINT_TOKENS],
+    )
+
+
+def _local_part(hint: Hint) -> Hint | None:
+    """Return the first tokens of the hint, as far as the session itself proposed them."""
+    count = next((i for i in range(len(hint.draft_tokens)) if not hint.is_local(i)), len(hint.draft_tokens))
+    if not count:
+        return None
+    return Hint(hint.position, b"", hint.draft_tokens[:count], hint.survival[:count], hint.sources[:count])
 
 
 def _advanced(hint: Hint, passed: int) -> Hint | None:
@@ -199,16 +259,19 @@ def _advanced(hint: Hint, passed: int) -> Hint | None:
     if passed >= len(hint.draft_tokens):
         return None
     tail = hint.tail(passed)
-    return Hint(hint.position + passed, b"", tail.draft_tokens, tail.survival)
+    return Hint(hint.position + passed, b"", tail.draft_tokens, tail.survival, tail.sources)
 
 
-def _valid_hint(event: Proposed, k: int, vocab_size: int, alpha: float) -> Hint:
+def _valid_hint(event: Proposed, k: int, vocab_size: int, alpha: float, strategy: str) -> Hint:
     """Return the valid part of a proposal of at most `k` tokens. The draft is not trusted."""
     tokens = valid_prefix(event.tokens[:k], vocab_size)
     survival = event.survival[: len(tokens)]
     if len(survival) != len(tokens) or not all(0 <= chance <= 1 for chance in survival):
         survival = tuple(alpha ** (i + 1) for i in range(len(tokens)))
-    return Hint(event.position, event.prefix_hash, tokens, survival)
+    sources = event.sources[: len(tokens)]
+    if len(sources) != len(tokens):
+        sources = (strategy,) * len(tokens)
+    return Hint(event.position, event.prefix_hash, tokens, survival, sources)
 
 
 def remaining(hint: Hint, confirmed: Sequence[int]) -> HintTail:

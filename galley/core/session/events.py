@@ -42,6 +42,7 @@ class Proposed:
     `survival[i]` is the estimated chance that tokens 0 to i are all accepted; empty if unknown. `sessions` is
     the mean number of sessions in the draft's steps. `max_tokens` is the most draft tokens that the replica
     returns for a request; None: no limit. `strategy` says what proposed the tokens; empty if unknown.
+    `sources` names what proposed each of them; empty: the strategy.
     """
 
     request_id: int
@@ -54,6 +55,7 @@ class Proposed:
     sessions: int = 1
     max_tokens: int | None = None
     strategy: str = ""
+    sources: tuple[str, ...] = ()
 
 
 @value
@@ -277,6 +279,16 @@ Overlap = Literal["hit", "miss", "none"]
 
 
 @value
+class SourceTokens:
+    """Draft tokens of one source: sent to the target, verified and accepted."""
+
+    source: str
+    drafted: int
+    verified: int
+    accepted: int
+
+
+@value
 class RoundEnded:
     """One finished round, for telemetry.
 
@@ -285,7 +297,8 @@ class RoundEnded:
     proposal, 0 without one; with credit it overlaps `verify_wait_ns`. `exposed_draft_ns` is how long the
     draft held up the target. `orchestration_ns` is what neither replica accounts for: without credit the
     round less their computing, with credit the wait for the verdict less the target's queueing and computing.
-    `k` is the last number of tokens requested. `strategy` is that of the draft tokens ("none" without any).
+    `k` is the last number of tokens requested. `strategy` is what proposed draft tokens last ("none" without
+    any); `sources` divides them by what proposed each.
     With `reads_prompt`, the target read more than the session's last token before this verdict.
     """
 
@@ -304,6 +317,7 @@ class RoundEnded:
     strategy: str = NO_STRATEGY
     overlap: Overlap = "none"
     reads_prompt: bool = False
+    sources: tuple[SourceTokens, ...] = ()
 
     @property
     def parts(self) -> RoundParts:

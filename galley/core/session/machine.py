@@ -11,7 +11,8 @@ Rules:
    `buffer` confirmed but not sent to the client. The target's limit never goes beyond either.
 4. Drafting runs ahead of verification: the draft continues from its own tokens while the target checks them.
    A proposal that continues from a rejected token is cancelled, unless the session's drafts usually recover.
-   `speculation.py` decides how many tokens to request, down to none.
+   `speculation.py` decides how many tokens to request, down to none. What the grammar forces and what the
+   caller predicts (`sources.py`) is proposed first, without a request.
 5. The target never needs a draft: a round uses the valid part of a proposal, or none. After a failure, or a
    response that does not fit its request, the draft gets no request until a cooldown ends.
 6. A target that fails is retried until `target_timeout_ns` have passed without a verdict. If another replica
@@ -25,24 +26,30 @@ A Commit always comes before the Emit of the same tokens. Times are nanoseconds.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
 from galley.core.errors import Broken, GalleyError, LogLost, TargetUnavailable, Unavailable
-from galley.core.hints import Hint, HintTail
+from galley.core.hints import MAX_HINT_TOKENS, Hint, HintTail
+from galley.core.names import GRAMMAR, LOCAL_SOURCES, NO_STRATEGY, PREDICTION
 from galley.core.records import DRAFTED, NOT_DRAFTED, TokenRecord
 from galley.core.session import events as ev
 from galley.core.session.delivery import Delivery
 from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.drafting import Drafting, PendingProposal
 from galley.core.session.round import Round, SpeculationStats
+from galley.core.session.sources import LocalSources
 from galley.core.session.speculation import Speculation
 from galley.core.session.verifying import Verifying
 from galley.core.store import LogBehind, SessionEnded
 
 _MS = 1_000_000
+
+# The session's own sources are asked for the draft tokens of so many steps, once half of them are used: the
+# target begins its next step before a hint arrives that answers its last verdict.
+_LOCAL_STEPS = 4
 
 
 class Phase(enum.Enum):
@@ -110,11 +117,13 @@ class Session:
         seen_hash: bytes = b"",
         finished: Ending | None = None,
         shared: SharedStatistics | None = None,
+        sources: LocalSources | None = None,
     ) -> None:
         """Take over an `answer` that holds what the log holds; `finished` is its ending, if stored.
 
-        `shared` are the statistics of all sessions of a gateway. The client has output tokens [0,
-        stream_from), whose hash is `seen_hash` (empty: not checked).
+        `shared` are the statistics of all sessions of a gateway. `sources` are those of the session itself,
+        at the end of the answer. The client has output tokens [0, stream_from), whose hash is `seen_hash`
+        (empty: not checked).
         """
         self.answer = answer
         self.stats = SpeculationStats()
@@ -130,6 +139,7 @@ class Session:
             max_retry_ns=limits.max_retry_ns,
             timeout_ns=limits.target_timeout_ns,
         )
+        self._sources = sources
         self._round: Round
         self._hint_due = False
         self._stored_ending = finished
@@ -147,6 +157,12 @@ class Session:
     @property
     def logged_output(self) -> int:
         return self._delivery.logged_output
+
+    @property
+    def predicted(self) -> tuple[int, int]:
+        """Return how many tokens of the prediction the output has, and how many it does not have."""
+        prediction = None if self._sources is None else self._sources.prediction
+        return (0, 0) if prediction is None else prediction.counts
 
     def start(self, now: int) -> list[ev.Effect]:
         """Emit what the log holds beyond the client's index, then start the first round."""
@@ -211,12 +227,32 @@ class Session:
         else:
             self._verify(now)
 
-    def _begin_round(self, now: int) -> None:
+    def _begin_round(self, now: int) -> int:
+        """Begin a round; return how many draft tokens the session itself has added to its hint."""
         self._round = Round(now, with_credit=self._verifying.credit > 0)
+        added = 0 if self._sources is None else self._propose_locally(self._sources, now)
         if self._draft_ahead(now):
             self._round.overlap = "hit"
         elif self._drafting.pending is not None:
             self._round.overlap = "miss"
+        return added
+
+    def _propose_locally(self, sources: LocalSources, now: int) -> int:
+        """Extend the hint by what the session's own sources propose; return by how many tokens."""
+        tail = self._tail()
+        ready, reached = len(tail.draft_tokens), tail.survival[-1] if tail.survival else 1.0
+        room = self.spec.max_position - len(self.answer.tokens) - 1
+        most = min(_LOCAL_STEPS * self.spec.k, room, MAX_HINT_TOKENS) - ready
+        if most <= 0 or ready >= _LOCAL_STEPS // 2 * self.spec.k:
+            return 0
+        added = 0
+        for proposal in sources.propose(tail.draft_tokens, most):
+            if not self._speculation.is_worth_a_row(reached * proposal.survival[0]):
+                break
+            self._drafting.extend(proposal, self.answer, now)
+            added += len(proposal.tokens)
+            reached *= proposal.survival[-1]
+        return added
 
     def _tail(self) -> HintTail:
         return self._drafting.tail(self.answer.tokens)
@@ -226,16 +262,21 @@ class Session:
         if not self.spec.k:
             return False
         drafting, tail = self._drafting, self._tail()
-        is_ready, can_draft = bool(tail.draft_tokens), not drafting.is_cooling_down(now)
+        is_ready = bool(tail.draft_tokens)
+        can_draft = self.spec.strategy != NO_STRATEGY and not drafting.is_cooling_down(now)
+        # A prediction goes on where its tokens in the hint end, and needs no draft.
+        goes_on = tail.last_source == PREDICTION
         if drafting.pending is None and can_draft:
-            k = 0 if is_ready and drafting.is_exhausted else self._tokens_to_draft(tail)
+            k = 0 if is_ready and (drafting.is_exhausted or goes_on) else self._tokens_to_draft(tail)
             if k > 0:
                 self._request_draft(k, tail, now)
             elif not is_ready:
                 drafting.k = 0
         # After an empty proposal no hint is announced: that would cost a message and make the target linger.
-        # It takes hints anyway. While it has one, another is due as soon as that one has its verdict.
-        self._hint_due = (drafting.pending is not None and not drafting.was_empty) or (is_ready and can_draft)
+        # It takes hints anyway. While it has one, another is due as soon as that one has its verdict; not
+        # after a forced run, which nothing need follow.
+        follows = goes_on or (is_ready and can_draft and tail.last_source != GRAMMAR)
+        self._hint_due = (drafting.pending is not None and not drafting.was_empty) or follows
         return is_ready
 
     def _tokens_to_draft(self, tail: HintTail) -> int:
@@ -264,31 +305,34 @@ class Session:
         unread = pending.position - self._drafting.cache_len
         received = self._drafting.receive(event, self.answer, self._speculation.alpha, now)
         self.stats.proposed += len(event.tokens)
-        self._speculation.record_proposal(received, unread, latency_ns, timing.compute_ns, event.sessions)
-        self._after_draft(received, pending.position, now)
+        self._speculation.record_proposal(
+            received.valid, unread, latency_ns, timing.compute_ns, event.sessions
+        )
+        self._after_draft(received.added, pending.position, now)
 
     def _on_draft_failed(self, now: int) -> None:
         self._round.record_proposal(ev.Timing(), now)
         self._drafting.fail(now)
         self._after_draft(0, len(self.answer.tokens), now)
 
-    def _after_draft(self, received: int, position: int, now: int) -> None:
-        """Use the `received` tokens from `position` on, and request the next ones."""
+    def _after_draft(self, added: int, position: int, now: int) -> None:
+        """Use the tokens that a proposal for `position` has added to the hint, and request the next ones."""
         if self.phase is Phase.DRAFTING:
             self._round.exposed_ns = self._round.draft_wait_ns
             self._verify(now)
             return
         tail = self._tail()
-        hint = self._hint_from(tail) if received and tail.draft_tokens else None
+        hint = self._hint_from(tail) if added and tail.draft_tokens else None
         self._hint_due = False
         if tail.draft_tokens or position < len(self.answer.tokens):
             self._draft_ahead(now)  # what follows; or again, because this proposal came too late
         if self.phase is Phase.VERIFYING:
-            self._extend_verify(hint, received)
+            self._extend_verify(hint, added)
 
     def _hint_from(self, tail: HintTail) -> Hint:
         position = len(self.answer.tokens)
-        return Hint(position, self.answer.prefix_hash(position), tail.draft_tokens, tail.survival)
+        digest = self.answer.prefix_hash(position)
+        return Hint(position, digest, tail.draft_tokens, tail.survival, tail.sources)
 
     def _on_draft_missed(self, event: ev.CacheMissed, now: int) -> None:
         pending = self._drafting.miss(event, self.answer)
@@ -320,7 +364,7 @@ class Session:
             self._last_request_id, self.answer, tail, self._room(), hint_due=self._hint_due
         )
         sent = len(verify.draft_tokens)
-        self._round.drafted += sent
+        self._round.record_sent(tail.sources[:sent])
         self._effects.append(verify)
         if sent < len(tail.draft_tokens):
             self._extend_verify(self._hint_from(tail), len(tail.draft_tokens) - sent)
@@ -336,7 +380,7 @@ class Session:
         if extension is None:
             return
         if hint is not None:
-            self._round.drafted += min(unsent, len(hint.draft_tokens))
+            self._round.record_sent(hint.sources[-min(unsent, len(hint.draft_tokens)) :])
         self._effects.append(extension)
 
     def _cancel_verify(self) -> None:
@@ -352,29 +396,41 @@ class Session:
         if violation:
             self._end_with(Broken(f"the target's verdict {violation}"))
             return
-        self._confirm(event, now, reads_prompt=open_verify.prefills)
+        sources = open_verify.sources(event, self.answer)
+        self._confirm(event, sources, now, reads_prompt=open_verify.prefills)
         self._after_verdict(event, now)
 
-    def _confirm(self, event: ev.Verified, now: int, *, reads_prompt: bool) -> None:
-        offered = self._had_hint(event, now)
+    def _confirm(self, event: ev.Verified, sources: Sequence[str], now: int, *, reads_prompt: bool) -> None:
+        """Take a verdict; `sources` are those of the draft tokens that it verified."""
+        # The draft pool is judged by its own tokens alone.
+        verified = sum([source not in LOCAL_SOURCES for source in sources])
+        offered = verified > 0 or self._had_hint(event, now)
         confirmed = self._append(event)
         self._verifying.confirm(event, self.answer)
         if not reads_prompt:
             # Prompts are read whatever is drafted: a token that is confirmed sooner does not save that time.
             step_ns = max(0, event.timing.compute_ns - event.prefill_ns)
             self._speculation.shared.record_step(step_ns, event.sessions, event.row_ns, confirmed)
-        self._speculation.record_verdict(offered=offered, verified=event.verified)
+        self._speculation.record_verdict(offered=offered, verified=verified)
         self._cancel_draft(self._drafting.confirm(self.answer.tokens))
         strategy = self._drafting.strategy
         done = self._round.finish(
-            event, confirmed, now, k=self._drafting.k, strategy=strategy, reads_prompt=reads_prompt
+            event,
+            confirmed,
+            now,
+            verified_by=sources,
+            k=self._drafting.k,
+            strategy=strategy,
+            reads_prompt=reads_prompt,
         )
         self.stats.add(done)
         self._effects.append(done)
 
     def _had_hint(self, event: ev.Verified, now: int) -> bool:
-        if event.verified or not self._tail().draft_tokens:
-            return event.verified > 0
+        """Return True if the target had tokens of the draft for a verdict, and verified none."""
+        tail = self._tail()
+        if event.verified or not tail.draft_tokens or tail.first_source in LOCAL_SOURCES:
+            return False
         arrived_ns = self._drafting.hint_since_ns + self._speculation.shared.message_ns
         return arrived_ns <= now - event.timing.compute_ns
 
@@ -394,13 +450,16 @@ class Session:
                 record = DRAFTED if from_draft else NOT_DRAFTED
             if not answer.append(token, record):
                 break
-        return answer.output_len - before
+        confirmed = answer.output_len - before
+        if self._sources is not None:
+            self._sources.confirm(answer.tokens[-confirmed:])
+        return confirmed
 
     def _after_verdict(self, event: ev.Verified, now: int) -> None:
         over = self.answer.ending is not None or self._is_draining
         if event.more and not over:
-            self._begin_round(now)
-            self._extend_verify()
+            added = self._begin_round(now)
+            self._extend_verify(self._hint_from(self._tail()) if added else None, added)
             return
         if event.more:
             self._cancel_verify()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from galley.core.names import NO_STRATEGY
-from galley.core.session.events import Overlap, RoundEnded, Timing, Verified
+from galley.core.names import LOCAL_SOURCES, NO_STRATEGY
+from galley.core.session.events import Overlap, RoundEnded, SourceTokens, Timing, Verified
 
 _NO_DRAFT = Timing()
 
@@ -17,6 +18,7 @@ class Round:
         self.draft_wait_ns = 0
         self.exposed_ns = 0
         self.drafted = 0
+        self._drafted_by: dict[str, int] = {}
         self.overlap: Overlap = "none"
         self.draft = _NO_DRAFT
         self._with_credit = with_credit
@@ -25,12 +27,19 @@ class Round:
         self.draft_wait_ns = now - self.started_ns
         self.draft = Timing(self.draft.queue_ns + timing.queue_ns, self.draft.compute_ns + timing.compute_ns)
 
+    def record_sent(self, sources: Sequence[str]) -> None:
+        """Record draft tokens that were sent to the target, by what proposed each."""
+        self.drafted += len(sources)
+        for source in dict.fromkeys(sources):
+            self._drafted_by[source] = self._drafted_by.get(source, 0) + sources.count(source)
+
     def finish(
         self,
         verdict: Verified,
         confirmed: int,
         now: int,
         *,
+        verified_by: Sequence[str] = (),
         k: int,
         strategy: str,
         reads_prompt: bool,
@@ -56,6 +65,21 @@ class Round:
             strategy if self.drafted or verdict.verified else NO_STRATEGY,
             self.overlap,
             reads_prompt,
+            self._by_source(verified_by, min(verdict.accepted, confirmed)),
+        )
+
+    def _by_source(self, verified_by: Sequence[str], accepted: int) -> tuple[SourceTokens, ...]:
+        """Return the draft tokens of each source; `verified_by` is what proposed each verified token."""
+        if not self._drafted_by and not verified_by:
+            return ()
+        right = verified_by[:accepted]
+        return tuple(
+            [
+                SourceTokens(
+                    source, self._drafted_by.get(source, 0), verified_by.count(source), right.count(source)
+                )
+                for source in dict.fromkeys((*self._drafted_by, *verified_by))
+            ]
         )
 
 
@@ -65,7 +89,8 @@ class SpeculationStats:
 
     Draft token i was accepted in `accepted_at[i]` of the `verified_at[i]` rounds in which it was verified.
     `cancelled` counts the proposals that were given up. The target waited `exposed_draft_ns` for drafts, and
-    found `cached_tokens` of the session in its cache when the stream began.
+    found `cached_tokens` of the session in its cache when the stream began. `sources` divides draft tokens by
+    what proposed them.
     """
 
     rounds: int = 0
@@ -84,6 +109,13 @@ class SpeculationStats:
     cancelled: int = 0
     exposed_draft_ns: int = 0
     cached_tokens: int = 0
+    sources: dict[str, SourceTokens] = field(default_factory=dict)
+
+    @property
+    def unverified(self) -> int:
+        """Return how many tokens of the draft were never verified."""
+        own = sum(self.sources[name].verified for name in LOCAL_SOURCES if name in self.sources)
+        return max(0, self.proposed - (self.verified - own))
 
     def add(self, done: RoundEnded) -> None:
         elapsed = done.ended_ns - done.started_ns
@@ -102,6 +134,22 @@ class SpeculationStats:
         self.orchestration_ns.append(done.orchestration_ns)
         _count_below(self.accepted_at, done.accepted)
         _count_below(self.verified_at, done.verdict.verified)
+        if done.sources:
+            self.sources = sum_sources((*self.sources.values(), *done.sources))
+
+
+def sum_sources(counts: Iterable[SourceTokens]) -> dict[str, SourceTokens]:
+    """Return the sums of draft tokens by source."""
+    sums: dict[str, SourceTokens] = {}
+    for of in counts:
+        known = sums.get(of.source, SourceTokens(of.source, 0, 0, 0))
+        sums[of.source] = SourceTokens(
+            of.source,
+            known.drafted + of.drafted,
+            known.verified + of.verified,
+            known.accepted + of.accepted,
+        )
+    return sums
 
 
 def plain_ns(done: RoundEnded) -> int:

@@ -120,6 +120,12 @@ class Speculation:
             for statistics in self._parents:
                 statistics.budget_ns = min(statistics.budget_ns + earned_ns, _MAX_BUDGET_NS)
 
+    def is_worth_a_row(self, chance: float) -> bool:
+        """Return True if a token that is accepted with this chance is worth a row of a step."""
+        shared = self.shared
+        price_ns = _MARGIN * shared.row_ns * shared.confirmed_per_step
+        return not self._auto or chance * shared.share_ns >= price_ns
+
     def tokens_to_draft(self, ready: int, reached: float, room: int, unread: int) -> int:
         """Return how many tokens to request now, at most `room`, after `ready` ones that are not verified.
 

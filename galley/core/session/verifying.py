@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from galley.core.answer.answer import Answer
 from galley.core.hints import Hint, HintTail
+from galley.core.names import NO_STRATEGY
 from galley.core.session.drafting import MAX_MISSES, usable_cache_len, valid_prefix
 from galley.core.session.events import CacheMissed, CancelVerify, ExtendVerify, Slice, Verified, Verify
 
@@ -36,6 +37,22 @@ class OpenVerify:
 
     def confirm(self, answer: Answer) -> None:
         self._hints = [hint for hint in self._hints if hint.end > len(answer.tokens)]
+
+    def sources(self, event: Verified, answer: Answer) -> list[str]:
+        """Return what proposed each of the verified draft tokens. Call it before they are confirmed."""
+        first = len(answer.tokens)
+        return [
+            self._source(first + i, event.tokens[i] if i < event.accepted else None)
+            for i in range(event.verified)
+        ]
+
+    def _source(self, position: int, token: int | None) -> str:
+        """Return the source of the latest hint with this token at the position; None: with any."""
+        for hint in reversed(self._hints):
+            at = position - hint.position
+            if 0 <= at < len(hint.sources) and token in {None, hint.draft_tokens[at]}:
+                return hint.sources[at]
+        return NO_STRATEGY
 
     def violation(self, event: Verified, answer: Answer) -> str:
         """Return how a verdict breaks the protocol, or "": a faulty target must not reach the log."""
@@ -124,7 +141,7 @@ class Verifying:
             prefills=len(part.tokens) > 1,
         )
         if draft_tokens:
-            self.open.add_hint(Hint(position, b"", draft_tokens, survival))
+            self.open.add_hint(Hint(position, b"", draft_tokens, survival, tail.sources[: len(draft_tokens)]))
         return Verify(request_id, part, draft_tokens, survival, credit, hint_due, answer.spec.k)
 
     def can_extend(self, answer: Answer, hint: Hint | None, *, hint_due: bool) -> bool:

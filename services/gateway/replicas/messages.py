@@ -11,6 +11,7 @@ import grpc
 from galley.common.wire.codec import logprobs_from, sampling_message
 from galley.common.wire.status import error_type, item_error_type
 from galley.core.answer.answer import SessionSpec
+from galley.core.names import DRAFT_SOURCES
 from galley.core.session import events as ev
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.telemetry.spans import CallSpan
@@ -152,6 +153,7 @@ def propose_event(
     if answer.WhichOneof("outcome") != "result":
         return _other_event(request.request_id, answer)
     result = answer.result
+    strategy = request.strategy or info.default_strategy
     return ev.Proposed(
         request_id=request.request_id,
         position=result.position,
@@ -162,8 +164,18 @@ def propose_event(
         survival=tuple(result.survival),
         sessions=max(1, result.batch_sessions),
         max_tokens=info.max_draft_tokens,
-        strategy=request.strategy or info.default_strategy,
+        strategy=strategy,
+        sources=_sources(result, strategy),
     )
+
+
+def _sources(result: pb.ProposeResult, strategy: str) -> tuple[str, ...]:
+    """Return what proposed each token, as far as a draft that is not trusted says it; else the strategy."""
+    sources: list[str] = []
+    for run in result.sources:
+        name = run.name if run.name in DRAFT_SOURCES else strategy
+        sources += [name] * min(run.tokens, len(result.draft_tokens) - len(sources))
+    return tuple(sources)
 
 
 def failed_event(request_id: int, error: Exception, span: CallSpan) -> ev.Failed:

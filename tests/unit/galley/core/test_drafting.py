@@ -10,10 +10,12 @@ import pytest
 from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.content import prefix_hash
 from galley.core.hints import Hint
+from galley.core.names import GRAMMAR
 from galley.core.records import TokenRecord
 from galley.core.sampling_params import SamplingParams
 from galley.core.session import events as ev
 from galley.core.session.drafting import Drafting, PendingProposal, remaining, valid_prefix
+from galley.core.session.sources import LocalProposal
 
 PROMPT = (1, 2, 3)
 
@@ -106,7 +108,7 @@ def test_where_drafts_recover_the_rest_of_a_hint_stays() -> None:
     assert remaining(here.hint, answer.tokens).draft_tokens == (6, 7, 8, 9)
     assert here.pending is not None, "what goes on from there may be right as well"
     assert here.cache_len == 4, "but the draft's cache holds the wrong token"
-    assert here.receive(proposed(here.pending, 10, 11, 12, 13), answer, 0.5, 0) == 4
+    assert here.receive(proposed(here.pending, 10, 11, 12, 13), answer, 0.5, 0).valid == 4
     assert remaining(here.hint, answer.tokens).draft_tokens == (6, 7, 8, 9, 10, 11, 12, 13)
     assert here.cache_len == 4
 
@@ -157,3 +159,54 @@ def test_a_request_for_confirmed_tokens_is_given_up() -> None:
     assert given_up is not None
     assert here.pending is None
     assert observer.late == 1
+
+
+def overlapping(observer: Observer, *own: int) -> tuple[Drafting, Answer, PendingProposal]:
+    """Return a session whose own sources propose for the position of a pending proposal."""
+    here, answer = drafting(observer)
+    here.hint, here.cache_len = None, 3
+    here.pending = pending = PendingProposal(1, 3, prefix_hash(PROMPT), 4, 0)
+    here.extend(LocalProposal(GRAMMAR, own, (1.0,) * len(own)), answer, 0)
+    return here, answer, pending
+
+
+def test_a_proposal_adds_what_goes_beyond_the_tokens_of_the_session() -> None:
+    here, answer, pending = overlapping(Observer(can_recover=False), 4, 5)
+    assert here.receive(proposed(pending, 4, 5, 6, 7), answer, 0.5, 0) == (4, 2)
+    assert offered(here, answer) == (4, 5, 6, 7)
+    assert here.hint is not None
+    assert [here.hint.is_local(index) for index in range(4)] == [True, True, False, False]
+    assert here.cache_len == 13
+
+
+def test_a_proposal_that_differs_from_the_tokens_of_the_session_adds_nothing() -> None:
+    here, answer, pending = overlapping(Observer(can_recover=False), 4, 5)
+    assert here.receive(proposed(pending, 4, 55, 6, 7), answer, 0.5, 0) == (4, 0)
+    assert offered(here, answer) == (4, 5)
+    assert here.cache_len == 4, "the draft's cache holds the other token"
+
+
+def test_a_proposal_is_judged_by_the_tokens_that_are_confirmed() -> None:
+    observer = Observer(can_recover=False)
+    here, answer, pending = overlapping(observer, 4, 5, 6)
+    confirm(here, answer, 4, 5)
+    assert observer.seen == [], "the draft had no part in them"
+    assert here.receive(proposed(pending, 4, 55, 6, 7), answer, 0.5, 0) == (4, 0)
+    assert observer.seen == [True, False]
+    assert offered(here, answer) == (6,)
+
+
+def test_a_wrong_token_of_the_session_ends_its_hint_even_where_drafts_recover() -> None:
+    observer = Observer(can_recover=True)
+    here, answer, _ = overlapping(observer, 4, 5, 6)
+    confirm(here, answer, 4, 55)
+    assert here.hint is None
+    confirm(here, answer, 6)
+    assert observer.recoveries == []
+
+
+def test_a_failed_draft_takes_its_own_tokens_along_and_no_others() -> None:
+    here, answer, pending = overlapping(Observer(can_recover=False), 4, 5)
+    here.receive(proposed(pending, 4, 5, 6, 7), answer, 0.5, 0)
+    here.fail(0)
+    assert offered(here, answer) == (4, 5)

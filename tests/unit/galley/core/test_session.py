@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +14,10 @@ from galley.core.content import prefix_hash
 from galley.core.errors import Broken, DeadlinePassed, LogLost, TargetUnavailable, Unavailable
 from galley.core.session import events as ev
 from galley.core.session.machine import SessionLimits
+from galley.core.session.sources import LocalSources
+from tests.fakes.scripted_sources import scripted_sources
 from tests.fakes.session_world import MS, StreamsBeforeCommit, World, spec
+from tests.fakes.truth import IDS
 
 LIES = [
     "",
@@ -23,6 +29,12 @@ LIES = [
     "other content",
     "long cache",
 ]
+# Some tokens are forced, and perhaps the output is predicted, with some tokens wrong.
+SOURCES = st.builds(
+    lambda forced, edits: partial(scripted_sources, forced=forced, edits=edits),
+    st.frozensets(st.integers(0, 40)),
+    st.none() | st.dictionaries(st.integers(0, 40), st.integers(0, IDS - 1)),
+)
 
 
 class SessionMachine(RuleBasedStateMachine):
@@ -35,13 +47,23 @@ class SessionMachine(RuleBasedStateMachine):
         seed=st.integers(0, 6),
         length=st.integers(4, 40),
         credit=st.integers(0, 9),
+        sources=SOURCES,
     )
-    def begin(self, k: int, window: int, buffer: int, seed: int, length: int, credit: int) -> None:
+    def begin(
+        self,
+        k: int,
+        window: int,
+        buffer: int,
+        seed: int,
+        length: int,
+        credit: int,
+        sources: Callable[[list[int]], LocalSources],
+    ) -> None:
         prompt = (seed, 2, 3)
         limits = SessionLimits(
             window=window, buffer=buffer, credit=credit, target_timeout_ns=20 * MS, retry_ns=MS
         )
-        self.world = World(spec(prompt=prompt, k=k, max_position=3 + length), limits)
+        self.world = World(spec(prompt=prompt, k=k, max_position=3 + length), limits, sources=sources)
 
     def waits(self, what: str) -> bool:
         return not self.world.over and what in self.world.waiting

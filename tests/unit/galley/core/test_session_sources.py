@@ -1,0 +1,136 @@
+"""What a session proposes itself: forced runs of its grammar, and what its caller predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from functools import partial
+
+import pytest
+
+from galley.core.names import GRAMMAR, PREDICTION
+from galley.core.session import events as ev
+from galley.core.session.machine import SessionLimits
+from galley.core.session.round import SpeculationStats
+from tests.fakes.scripted_sources import scripted_sources
+from tests.fakes.session_world import World, spec
+
+LENGTH = 57
+ALL = range(LENGTH)
+
+
+@pytest.fixture(params=[0, 32], ids=["rounds", "credit"])
+def credit(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def world(
+    credit: int,
+    forced: Container[int] = (),
+    edits: Mapping[int, int] | None = None,
+    *,
+    k: int = 4,
+    auto: bool = False,
+) -> World:
+    return World(
+        spec(k=k, auto=auto, stop_token_ids=frozenset[int](), max_position=3 + LENGTH),
+        SessionLimits(credit=credit),
+        sources=partial(scripted_sources, forced=forced, edits=edits),
+    )
+
+
+def finished(here: World, spoil_at: int | None = None) -> SpeculationStats:
+    here.run_to_end(spoil_at=spoil_at)
+    assert here.seen == here.truth[3:]
+    return here.session.stats
+
+
+def test_a_forced_run_is_proposed_without_a_draft(credit: int) -> None:
+    here = world(credit, ALL)
+    request = here.to_target[0]
+    assert isinstance(request, ev.Verify)
+    assert request.draft_tokens == tuple(here.truth[3 : 3 + len(request.draft_tokens)])
+    assert set(request.survival) == {1.0}
+    stats = finished(here)
+    assert here.proposals == 0
+    assert stats.rounds <= 1 + LENGTH // 5
+    assert {done.strategy for done in here.rounds[:-1]} == {GRAMMAR}
+    assert stats.sources[GRAMMAR].accepted == stats.accepted >= LENGTH - stats.rounds
+
+
+def test_a_prediction_is_proposed_without_a_draft(credit: int) -> None:
+    here = world(credit, edits={})
+    stats = finished(here)
+    assert here.proposals == 0
+    assert stats.rounds <= 1 + LENGTH // 5
+    assert stats.sources[PREDICTION].accepted == stats.accepted >= LENGTH - stats.rounds
+
+
+def test_a_prediction_is_used_again_after_a_difference(credit: int) -> None:
+    here = world(credit, edits={20: 0, 21: 0, 40: 1})
+    stats = finished(here)
+    assert stats.sources[PREDICTION].accepted >= LENGTH // 2
+    assert stats.sources[PREDICTION].accepted < stats.sources[PREDICTION].verified
+
+
+def test_without_speculation_nothing_is_proposed(credit: int) -> None:
+    stats = finished(world(credit, ALL, {}, k=0))
+    assert (stats.drafted, stats.rounds, stats.sources) == (0, LENGTH, {})
+
+
+def test_the_draft_is_judged_by_its_own_tokens(credit: int) -> None:
+    """The draft proposes nothing that is right, and the session itself nothing that is wrong."""
+    here = world(credit, [index for index in ALL if index % 8 < 5])
+    stats = finished(here, spoil_at=0)
+    drafts = here.shared.for_strategy("any")
+    assert here.proposals > 0
+    assert drafts.alpha < 0.6, "below the prior"
+    assert drafts.tokens <= stats.sources["any"].verified + here.proposals
+    assert stats.sources["any"].accepted < stats.sources["any"].verified
+    assert stats.sources[GRAMMAR].accepted > 0
+    assert finished(world(credit, ALL)).sources.keys() == {GRAMMAR}
+    untouched = world(credit, ALL)
+    finished(untouched)
+    assert untouched.shared.for_strategy("any").tokens == 0
+
+
+def test_a_forced_run_follows_what_the_draft_proposed() -> None:
+    here = world(32, range(4, 12))
+    here.draft_answers()
+    here.target_answers()
+    hints = [one.hint for one in here.to_target if isinstance(one, ev.ExtendVerify) and one.hint]
+    assert hints
+    assert here.session.stats.sources["any"].accepted > 0
+    stats = finished(here)
+    assert stats.sources[GRAMMAR].accepted > 0
+
+
+def test_a_failed_draft_takes_no_forced_run_along() -> None:
+    here = world(32, range(3))
+    here.draft_answers(fail=True)
+    here.target_answers()
+    assert here.session.stats.sources[GRAMMAR].accepted == 3
+
+
+def test_a_hint_is_due_after_predicted_tokens_and_not_after_forced_ones() -> None:
+    forced = world(32, ALL, auto=True)
+    predicted = world(32, edits={}, auto=True)
+    for here, due in ((forced, False), (predicted, True)):
+        request = here.to_target[0]
+        assert isinstance(request, ev.Verify)
+        assert request.hint_due == due
+
+
+def test_auto_proposes_nothing_where_no_token_is_worth_a_row(credit: int) -> None:
+    here = world(credit, ALL, {}, auto=True)
+    here.shared.record_step(1_000_000, 16, 1_000_000, 1)
+    here.start()
+    request = here.to_target[-1]
+    assert isinstance(request, ev.Verify)
+    assert request.draft_tokens == ()
+
+
+def test_tokens_are_counted_by_source_in_every_round(credit: int) -> None:
+    stats = finished(world(credit, range(10, 20), {5: 0, 30: 0}), spoil_at=2)
+    assert sum(of.verified for of in stats.sources.values()) == stats.verified
+    assert sum(of.drafted for of in stats.sources.values()) == stats.drafted
+    assert sum(of.accepted for of in stats.sources.values()) == stats.accepted
