@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from galley.core.names import LOCAL_SOURCES
+from galley.core.session.events import SourceTokens
+
 LOOP_GRAM = 8
 LOOP_TIMES = 3
 
@@ -35,7 +38,8 @@ class Rounds:
 
     `proposed` draft tokens arrived, of which `drafted` went to the target; `cancelled` proposals did not
     arrive. `accepted_at[i]` counts the rounds in which draft token i was accepted, `verified_at[i]` those in
-    which it was verified. `exposed_draft_ns` is the time in which the target waited for the draft.
+    which it was verified. `exposed_draft_ns` is the time in which the target waited for the draft. `sources`
+    divides draft tokens by what proposed them.
     """
 
     rounds: int = 0
@@ -50,6 +54,7 @@ class Rounds:
     exposed_draft_ns: int = 0
     draft_compute_ns: int = 0
     target_compute_ns: int = 0
+    sources: tuple[SourceTokens, ...] = ()
 
     @property
     def tokens_per_round(self) -> float:
@@ -68,8 +73,9 @@ class Rounds:
 
     @property
     def wasted_draft(self) -> int:
-        """Return the proposed tokens that were not accepted, sent to the target or not."""
-        return self.proposed - self.accepted
+        """Return the draft's tokens that were not accepted, sent to the target or not."""
+        own = sum(of.accepted for of in self.sources if of.source in LOCAL_SOURCES)
+        return self.proposed - (self.accepted - own)
 
     @property
     def wasted_verify(self) -> int:

@@ -23,6 +23,7 @@ from galley.bench.answers import Answer, Rounds
 from galley.bench.workloads import Prompt
 from galley.client.client import AsyncClient
 from galley.client.options import Message, Speculation
+from galley.core.session.events import SourceTokens
 from galley.pb.galley.v1 import galley_pb2 as pb
 
 WARM_UP = -1
@@ -266,4 +267,5 @@ def _rounds(stats: pb.SpeculationStats) -> Rounds:
         exposed_draft_ns=stats.exposed_draft_ns,
         draft_compute_ns=stats.draft_compute_ns,
         target_compute_ns=stats.verify_compute_ns,
+        sources=tuple(SourceTokens(of.source, of.drafted, of.verified, of.accepted) for of in stats.sources),
     )

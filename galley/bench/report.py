@@ -166,7 +166,15 @@ def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
     table = Table(title="Acceptance and waste (over all loads)", title_justify="left")
     for name in ("workload", "arm"):
         table.add_column(name)
-    columns = ("accepted", "tokens/round", "by position", "draft exposed", "wasted draft", "wasted verify")
+    columns = (
+        "accepted",
+        "by source",
+        "tokens/round",
+        "by position",
+        "draft exposed",
+        "wasted draft",
+        "wasted verify",
+    )
     for name in columns:
         table.add_column(name, justify="right")
     for (workload, arm), of in acceptance.items():
@@ -174,6 +182,7 @@ def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
             workload,
             arm,
             _share(of.accepted, of.verified),
+            "\n".join(f"{one.source} {one.accepted}/{one.verified}" for one in of.sources if one.verified),
             f"{of.tokens_per_round:.2f}",
             " ".join(f"{share:.2f}" for share in of.by_position),
             f"{of.exposed_share:.1%}",
@@ -181,7 +190,8 @@ def acceptance_table(acceptance: Mapping[tuple[str, str], Rounds]) -> Table:
             _share(of.wasted_verify, of.verified),
         )
     table.caption = (
-        "accepted: share of the verified; draft exposed: share of the rounds' time that the target waited "
+        "accepted: share of the verified; by source: accepted/verified; "
+        "draft exposed: share of the rounds' time that the target waited "
         "for the draft; wasted: share of the proposed, or of the verified, that was not accepted"
     )
     return table

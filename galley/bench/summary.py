@@ -15,6 +15,7 @@ import numpy as np
 from galley.bench.answers import Rounds
 from galley.bench.closed_loop import LoopBlock, speed_of
 from galley.core.cost.model import StepTimes, best_k
+from galley.core.session.round import sum_sources
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -61,8 +62,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def speculated(blocks: Iterable[LoopBlock]) -> Rounds:
     counts = [a.rounds for block in blocks for a in block.answers if a.rounds is not None]
-    names = [field.name for field in fields(Rounds)]
-    return Rounds(**{name: _sum([getattr(one, name) for one in counts]) for name in names if counts})
+    names = [field.name for field in fields(Rounds) if field.name != "sources"]
+    sums = {name: _sum([getattr(one, name) for one in counts]) for name in names if counts}
+    return Rounds(**sums, sources=tuple(sum_sources(of for one in counts for of in one.sources).values()))
 
 
 def _sum(counts: Sequence[Any]) -> Any:

@@ -94,6 +94,7 @@ def hostile() -> Scene:
         target=HOSTILE,
         draft_replica=HOSTILE,
         round_strategy=HOSTILE,
+        round_sources=(HOSTILE,),
         round_overlap=HOSTILE,
         events=[moved, own],
         batch={},

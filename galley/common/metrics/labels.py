@@ -11,7 +11,16 @@ from galley.core.admission.admission import (
     OWN_TOKENS,
     SATURATED,
 )
-from galley.core.names import CHAT, GALLEY, LOOKUP, MOVE_REASONS, STRATEGIES, TEXT_COMPLETION
+from galley.core.names import (
+    CHAT,
+    GALLEY,
+    LOCAL_SOURCES,
+    LOOKUP,
+    MOVE_REASONS,
+    SHARED,
+    STRATEGIES,
+    TEXT_COMPLETION,
+)
 
 GATEWAY, DRAFT, TARGET = "gateway", "draft", "target"
 SERVICES = (GATEWAY, DRAFT, TARGET)
@@ -31,8 +40,10 @@ DIRECTION = Label(
 )
 STRATEGY = Label(
     "strategy",
-    "strategy that proposed the tokens; `lookup`: by the gateway itself; `none`: no draft tokens",
-    values=(*STRATEGIES, LOOKUP, OTHER),
+    "what proposed the tokens: a strategy; `shared`: lookup in answers that other drafts have followed; by "
+    "the gateway itself `grammar` (what a grammar forces), `prediction` (what callers predict), `lookup`; "
+    "`none`: no draft tokens",
+    values=(*STRATEGIES, SHARED, *LOCAL_SOURCES, LOOKUP, OTHER),
 )
 MODEL = Label("model", "name of the served model", most=4)
 POSITION = Label(

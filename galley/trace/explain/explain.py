@@ -7,6 +7,7 @@ rule of `causes.py` that applies.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from galley.trace.show.summary import count, duration, ms, percent
 _SLOW = 1.5
 _FEW_ROUNDS = 3
 _MOST_MOVES = 3
+_SOURCE = re.compile(r"(?P<source>[a-z]{1,32}) (?P<accepted>[0-9]{1,12})/(?P<verified>[0-9]{1,12})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,9 @@ def _spent(story: Story) -> Iterator[str]:
         share = f"{accepted:,} accepted ({percent(accepted, verified)} of those)"
         share = share if verified else "none accepted"
         yield f"Of {count(drafted, 'draft token')}, {verified:,} were verified and {share}."
+    if by_source := sources_of(story):
+        shares = [f"{source} {right:,} of {verified:,}" for source, (right, verified) in by_source]
+        yield f"Accepted by source: {', '.join(shares)}."
 
 
 def drafts_of(story: Story) -> tuple[int, int, int]:
@@ -155,6 +160,17 @@ def drafts_of(story: Story) -> tuple[int, int, int]:
         drafted, verified = sum(one.drafted for one in rounds), sum(one.verified for one in rounds)
         accepted = sum(one.accepted for one in rounds)
     return drafted, verified, accepted
+
+
+def sources_of(story: Story) -> list[tuple[str, tuple[int, int]]]:
+    """Return (accepted, verified) draft tokens by source, from the requests' spans, else from the rounds."""
+    texts = [text for one in story.requests if one.span for text in one.span.texts(names.SOURCES)]
+    sums: dict[str, tuple[int, int]] = {}
+    for text in texts or [text for one in story.rounds for text in one.sources]:
+        if (match := _SOURCE.fullmatch(text)) is not None:
+            accepted, verified = sums.get(match["source"], (0, 0))
+            sums[match["source"]] = accepted + int(match["accepted"]), verified + int(match["verified"])
+    return list(sums.items())
 
 
 def _moves(story: Story) -> Iterator[str]:

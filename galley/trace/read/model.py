@@ -88,6 +88,7 @@ class Round:
     drafted = _Attribute(Span.integer, names.ROUND_DRAFTED)
     verified = _Attribute(Span.integer, names.ROUND_VERIFIED)
     strategy = _Attribute(Span.text, names.ROUND_STRATEGY)
+    sources = _Attribute(Span.texts, names.ROUND_SOURCES)  # "source accepted/verified"
     commit_ns = _Attribute(Span.integer, names.COMMIT_NS)  # not part of the duration
     target = _Attribute(Span.text, names.TARGET_REPLICA)
     draft = _Attribute(Span.text, names.DRAFT_REPLICA)

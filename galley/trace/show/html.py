@@ -285,6 +285,8 @@ def _facts(one: Round) -> Iterator[tuple[str, str]]:
     )
     if one.strategy:
         yield "strategy", one_line(one.strategy)
+    if one.sources:
+        yield "accepted by source", one_line(", ".join(one.sources))
     if overlap := one.span.text(names.ROUND_OVERLAP):
         yield "drafting", one_line(overlap)
     for name, replica in (("target", one.target), ("draft", one.draft)):

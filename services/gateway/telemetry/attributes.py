@@ -21,7 +21,7 @@ from galley.core.answer.answer import Ending, SessionSpec
 from galley.core.names import CHAT, TEXT_COMPLETION
 from galley.core.session.machine import Session
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.telemetry.spans import RoundSpans
+from services.gateway.telemetry.spans import RoundSpans, describe_sources
 
 _LARGEST_INT = 2**63 - 1
 _MAX_MODEL_NAME = 128
@@ -102,6 +102,7 @@ def result_attributes(
         names.DRAFTED: stats.drafted,
         names.VERIFIED: stats.verified,
         names.ACCEPTED: stats.accepted,
+        names.SOURCES: describe_sources(stats.sources.values()),
         names.SLOWEST_ROUND_NS: rounds.slowest_ns,
         names.SLOWEST_ROUND_POSITION: rounds.slowest_position,
         names.SLOWEST_COMMIT_NS: rounds.slowest_commit_ns,

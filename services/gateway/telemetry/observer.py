@@ -231,7 +231,7 @@ class RequestObserver:
         if self._counts is not None:
             self._counts.stopped()
         if self.sessions is not None:
-            self.sessions.unverified.value += max(0, session.stats.proposed - session.stats.verified)
+            self.sessions.unverified.value += session.stats.unverified
         rounds, request = self._rounds, self._request
         if self._start is None or rounds is None or request is None:
             return

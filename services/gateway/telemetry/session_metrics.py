@@ -141,19 +141,24 @@ class WorkloadMetrics:
         self.plain, self.decode = of.plain.at(name), of.decode.at(name)
 
     def count(self, done: RoundEnded) -> None:
-        of = self._strategies.get(done.strategy)
-        if of is None:
-            of = self._strategies[done.strategy] = _StrategyMetrics(self._all, self._name, done.strategy)
-        of.rounds.value += 1
-        of.drafted.value += done.drafted
-        of.verified.value += done.verdict.verified
-        of.accepted.value += done.accepted
+        self._of(done.strategy).rounds.value += 1
+        for tokens in done.sources:
+            of = self._of(tokens.source)
+            of.drafted.value += tokens.drafted
+            of.verified.value += tokens.verified
+            of.accepted.value += tokens.accepted
         self.from_draft.value += done.accepted
         self.from_target.value += done.confirmed - done.accepted
         self.k.observe(done.k)
         if not done.reads_prompt:
             self.plain.value += plain_ns(done) / _SECOND
             self.decode.value += (done.ended_ns - done.started_ns) / _SECOND
+
+    def _of(self, strategy: str) -> _StrategyMetrics:
+        of = self._strategies.get(strategy)
+        if of is None:
+            of = self._strategies[strategy] = _StrategyMetrics(self._all, self._name, strategy)
+        return of
 
 
 class SessionCounts:

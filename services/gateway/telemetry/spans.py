@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Self
@@ -17,7 +18,7 @@ from galley.common.tracing.telemetry import fail, traceparent_of
 from galley.common.wire.status import error_type
 from galley.core import names
 from galley.core.errors import StoreUnavailable
-from galley.core.session.events import Clock, Replica, RoundEnded
+from galley.core.session.events import Clock, Replica, RoundEnded, SourceTokens
 from galley.core.session.machine import Session
 
 COMMIT = "commit"
@@ -295,6 +296,11 @@ class RoundSpans:
         return self._session.answer.texts(first, first + done.confirmed)
 
 
+def describe_sources(sources: Iterable[SourceTokens]) -> tuple[str, ...]:
+    """Return accepted and verified draft tokens by source, such as `ngram 3/4`."""
+    return tuple([f"{of.source} {of.accepted}/{of.verified}" for of in sources if of.verified])
+
+
 def _set_attributes(
     done: RoundEnded,
     index: int,
@@ -329,5 +335,7 @@ def _set_attributes(
         attributes[names.TARGET_REPLICA] = target.address
     if reused is not None:
         attributes[names.KV_REUSED] = reused
+    if verdict.verified:
+        attributes[names.ROUND_SOURCES] = describe_sources(done.sources)
     if names_a_span(verdict.batch_span):
         span.link_to((verdict.batch_span,), _BATCH_LINK)

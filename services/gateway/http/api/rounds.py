@@ -45,6 +45,7 @@ class Rounds:
             "accepted": done.accepted,
             "confirmed": done.confirmed,
             "strategy": done.strategy,
+            "sources": {of.source: [of.accepted, of.verified] for of in done.sources if of.verified},
             "reads_prompt": done.reads_prompt,
             **{name: round(time_ns / _MS, 3) for name, time_ns in times.items()},
         }

@@ -50,7 +50,7 @@ function table(answer, rounds, longestMs, missing) {
     const cells = [missing + i, Math.round(round.at_ms), round.confirmed, accepted, took.toFixed(1)];
     return make(
       "tr",
-      { "data-tip": `${label}${round.verified ? `\ndrafted by: ${round.strategy}` : ""}` },
+      { "data-tip": `${label}${round.verified ? `\naccepted: ${sources(round)}` : ""}` },
       ...cells.map((cell) => make("td", { text: cell })),
       make("td", { class: "bar" }, chart("", longestMs, [{ ...round, at_ms: 0 }], label)),
       make("td", { class: "text" }, ...text),
@@ -59,6 +59,11 @@ function table(answer, rounds, longestMs, missing) {
   const head = make("tr", {}, ...heads.map((text) => make("th", { scope: "col", text })));
   const made = make("table", {}, make("caption", { text: caption }), make("thead", {}, head), make("tbody", {}, ...rows));
   return make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table of rounds" }, made);
+}
+
+/** Say how many draft tokens of each source were accepted. */
+function sources(round) {
+  return Object.entries(round.sources).map(([source, [accepted, verified]]) => `${source} ${accepted} of ${verified}`).join(", ");
 }
 
 /** Draw rounds side by side, `ms` wide. */

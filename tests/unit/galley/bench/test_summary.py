@@ -19,6 +19,7 @@ from galley.bench.summary import (
     speculated,
     speed_ratio,
 )
+from galley.core.session.events import SourceTokens
 from tests.unit.galley.bench.blocks import block, rounds_of
 
 
@@ -102,6 +103,17 @@ def test_rounds_are_summed_over_all_answers() -> None:
     assert of.by_position == (0.75,)
     assert of.exposed_share == pytest.approx(0.1)
     assert (of.wasted_draft, of.wasted_verify) == (480 - 180, 60)
+
+
+def test_draft_tokens_are_summed_by_source() -> None:
+    """What the gateway proposes itself is no waste of the draft."""
+    one = replace(
+        rounds_of(12, 9), sources=(SourceTokens("grammar", 4, 4, 4), SourceTokens("model", 8, 8, 5))
+    )
+    other = replace(rounds_of(2, 1), sources=(SourceTokens("model", 2, 2, 1),))
+    of = speculated([block("auto", 0.03, rounds=one), block("auto", 0.03, rounds=other)])
+    assert of.sources == (SourceTokens("grammar", 4, 4, 4), SourceTokens("model", 10, 10, 6))
+    assert of.wasted_draft == of.proposed - 6
 
 
 def test_model_predicts_tokens_per_round_time() -> None:

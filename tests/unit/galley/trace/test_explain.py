@@ -305,9 +305,27 @@ def test_summary() -> None:
     request.round(events=moved(request, "unavailable"))
     request.end(error="unavailable", problem="no verdict from the target")
     text = summarize(scene.story())
+    assert "Accepted by source" not in text
     assert "It ended with unavailable (no verdict from the target)." in text
     assert "Of 210 ms in rounds, 0 % were spent waiting for drafts, 3 % in the target's queue" in text
     assert "Of 28 draft tokens, 28 were verified and 14 accepted (50 % of those)." in text
     assert f"It moved from target {TARGET_AT} to {OTHER_TARGET_AT} (unavailable)." in text
     assert "Its client left the stream unread for 1.50 s in all." in text
     assert "2 rounds of it are not in the trace." in text
+
+
+def test_accepted_draft_tokens_are_told_by_their_sources() -> None:
+    scene = Scene()
+    request = usual_rounds(scene.request(attributes={names.SOURCES: ("grammar 4/4", "model 2/5")}))
+    request.round(round_sources=("model 1/2", "ngram 1/2"))
+    request.end()
+    assert "Accepted by source: grammar 4 of 4, model 2 of 5." in summarize(scene.story())
+
+
+def test_sources_of_a_lost_request_are_those_of_its_rounds() -> None:
+    scene = Scene()
+    request = usual_rounds(scene.request())
+    request.round(round_sources=("model 1/2", "grammar 3/3")).round(round_sources=("model 2/2",))
+    request.round(round_sources=("model 1/x", "\x1b[31m 1/1", "model 1/2/3", "model", 7))
+    request.end()
+    assert "Accepted by source: model 3 of 4, grammar 3 of 3." in summarize(scene.story())

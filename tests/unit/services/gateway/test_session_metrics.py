@@ -35,6 +35,7 @@ from galley.core.store import StoredSession
 from services.gateway.telemetry.call import end_of
 from services.gateway.telemetry.observer import RequestObserver, observe_with
 from services.gateway.telemetry.session_metrics import ByPosition, SessionCounts, SessionMetrics
+from services.gateway.telemetry.spans import describe_sources
 from tests.fakes.readings import count, number
 from tests.fakes.session_ports import SPEC, FaultyStore, PortTarget
 from tests.unit.services.gateway.test_runner import run, runner_of
@@ -124,9 +125,23 @@ def test_a_failed_commit_is_counted_with_its_status(registry: Registry, counts: 
         assert count(registry, catalogue.COMMIT_DURATION, outcome) == 1
 
 
+def test_draft_tokens_are_counted_by_what_proposed_them(registry: Registry, counts: SessionCounts) -> None:
+    sources = (ev.SourceTokens("grammar", 4, 4, 4), ev.SourceTokens("model", 3, 2, 1))
+    verdict = ev.Verified(1, 3, (7,) * 6, 5, 6, 8, "build")
+    counts.round_ended(
+        ev.RoundEnded(verdict, 0, 9, 7, 5, 6, 0, 0, 9, 0, ev.Timing(), strategy="model", sources=sources)
+    )
+    for source, *expected in (("grammar", 4, 4, 4), ("model", 3, 2, 1)):
+        of = (catalogue.DRAFTED_TOKENS, catalogue.VERIFIED_TOKENS, catalogue.ACCEPTED_TOKENS)
+        assert [number(registry, metric, "none", source, "tiny") for metric in of] == expected
+    assert number(registry, catalogue.ROUNDS, "none", "model") == 1
+    assert describe_sources(sources) == ("grammar 4/4", "model 1/2")
+
+
 def test_unverified_proposals_count_as_wasted(registry: Registry, sessions: SessionMetrics) -> None:
     observer = RequestObserver(sessions=sessions)
-    for stats in (SpeculationStats(proposed=9, verified=4), SpeculationStats(proposed=0, verified=0)):
+    own = {"grammar": ev.SourceTokens("grammar", 3, 3, 3)}
+    for stats in (SpeculationStats(proposed=9, verified=7, sources=own), SpeculationStats()):
         observer.stopped(cast("Any", SimpleNamespace(stats=stats)), None)
     assert number(registry, catalogue.WASTED_DRAFT_TOKENS, "unverified") == 5
 
