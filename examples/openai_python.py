@@ -29,9 +29,10 @@ def main(url: str = "http://127.0.0.1:8000/v1", prompt: str = "Name three rivers
             for choice in chunk.choices:
                 text += choice.delta.content or ""
                 print(choice.delta.content or "", end="", flush=True)
-            if chunk.usage and chunk.usage.completion_tokens_details:
-                details, total = chunk.usage.completion_tokens_details, chunk.usage.completion_tokens
-                print(f"\n{total} tokens, {details.accepted_prediction_tokens} of them from the draft")
+            if chunk.usage:
+                drafting = (chunk.model_extra or {})["metrics"]["speculative_decoding"]
+                accepted, total = drafting["num_accepted_tokens"], chunk.usage.completion_tokens
+                print(f"\n{total} tokens, {accepted} of them from the draft")
         return text
 
     first, plain = answer(), answer(speculation={"mode": "off"})

@@ -25,7 +25,6 @@ _REASONS = {
     Reason.ABORTED: pb.Finished.REASON_ABORTED,
 }
 _ResponseT = TypeVar("_ResponseT", pb.GenerateResponse, pb.ResumeResponse)
-# `sources` is not counted yet.
 _STATS = tuple(name for name in pb.SpeculationStats.DESCRIPTOR.fields_by_name if name != "sources")
 
 
@@ -105,13 +104,25 @@ def _fill(event: pb.StreamEvent, item: Chunk | NumericsChanged) -> None:
 
 
 def _finished(session: Session, ending: Ending) -> pb.StreamEvent:
+    stats = session.stats
+    accepted, rejected = session.predicted
     message = pb.Finished(
         reason=_REASONS[ending.reason],
         usage=pb.Usage(
             prompt_tokens=len(session.spec.prompt),
             output_tokens=session.logged_output,
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=rejected,
         ),
-        speculation=pb.SpeculationStats(**{name: getattr(session.stats, name) for name in _STATS}),
+        speculation=pb.SpeculationStats(
+            **{name: getattr(stats, name) for name in _STATS},
+            sources=[
+                pb.SourceStats(
+                    source=of.source, drafted=of.drafted, verified=of.verified, accepted=of.accepted
+                )
+                for of in stats.sources.values()
+            ],
+        ),
         fingerprint=session.answer.fingerprint or "",
     )
     if isinstance(ending.matched, str):

@@ -135,6 +135,13 @@ class Tokenizer:
         """
         return _ids(self._fast, text, most_tokens)
 
+    def encode_output(self, text: str, most_tokens: int | None = None) -> list[int]:
+        """Return the token ids of a text that the model may write, without special tokens around it.
+
+        Raise TooManyTokens if there are more than `most_tokens`.
+        """
+        return _ids(self._fast, text, most_tokens, add_special_tokens=False)
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]], most_tokens: int | None = None) -> list[int]:
         """Return the token ids of a chat up to the answer; each message has `role` and `content`.
 

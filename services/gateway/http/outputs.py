@@ -145,6 +145,7 @@ class SessionChoice(BaseModel):
     finish_reason: Literal["stop", "length", "abort"] | None
     stop_reason: str | int | None
     completion_tokens: int
+    accepted_draft_tokens: int
     accepted_prediction_tokens: int
     owner_epoch: int
 

@@ -15,6 +15,7 @@ from galley.common.wire.codec import MAX_SALT_BYTES, check_lora, check_token_ids
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import HASH_BYTES
 from galley.core.errors import InvalidField, Unimplemented, UnknownSession, check_length, check_range
+from galley.core.names import NO_STRATEGY
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
 
@@ -28,9 +29,13 @@ _FIXED_K = 4
 
 
 class PromptTokenizer(Protocol):
-    """Both methods raise TooManyTokens if there are more than `most_tokens`."""
+    """All methods raise TooManyTokens if there are more than `most_tokens`."""
 
     def encode(self, text: str, most_tokens: int) -> list[int]: ...
+
+    def encode_output(self, text: str, most_tokens: int) -> list[int]:
+        """Return the token ids of a text that the model may write."""
+        ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], most_tokens: int) -> list[int]:
         """Return token ids that include the turn that opens the answer."""
@@ -112,6 +117,7 @@ def parse_generate(
     k, auto, strategy = _speculation(request.speculation, limits, model)
     _check_labels(request, limits)
     _check_asked_length(request, model.context_window)
+    prediction = parse_prediction(request.prediction, limits, tokenizer, model)
     prompt = parse_prompt(request, limits, tokenizer, model)
     max_tokens = _max_tokens(request, len(prompt), limits, model.context_window)
     own_ends = () if request.ignore_eos else model.eos_token_ids
@@ -132,6 +138,7 @@ def parse_generate(
         priority=request.priority,
         continue_without_client=request.continue_without_client,
         lora=lora,
+        prediction=prediction,
     )
 
 
@@ -234,8 +241,9 @@ def _speculation(message: pb.Speculation, limits: Limits, model: Model) -> tuple
     k = message.k if message.HasField("k") else None
     if k is not None:
         check_range("speculation.k", k, least=0, most=limits.max_draft_tokens)
-    if message.strategy and message.strategy not in model.strategies:
-        known = ", ".join(model.strategies)
+    # Without a draft, a session can still propose what it knows itself.
+    if message.strategy not in {"", NO_STRATEGY, *model.strategies}:
+        known = ", ".join(dict.fromkeys((*model.strategies, NO_STRATEGY)))
         raise InvalidField("speculation.strategy", f"must be one of {known}, got {_quoted(message.strategy)}")
     strategy = message.strategy or model.default_strategy
     if message.mode == pb.Speculation.MODE_OFF:
@@ -293,6 +301,27 @@ def parse_prompt(
     if not prompt:
         raise InvalidField(field, "must come to at least one token, got 0")
     return tuple(prompt)
+
+
+def parse_prediction(
+    prediction: pb.Prediction, limits: Limits, tokenizer: PromptTokenizer, model: Model
+) -> tuple[int, ...]:
+    """Return the token ids of the predicted output, none if nothing is predicted.
+
+    Raise InvalidField, or PromptRefused once its text was tokenized.
+    """
+    most = model.context_window - 1
+    try:
+        if prediction.WhichOneof("content") == "token_ids":
+            ids = prediction.token_ids.ids
+            check_length("prediction.token_ids.ids", ids, most)
+            check_token_ids("prediction.token_ids.ids", ids, model.vocab_size)
+            return tuple(ids)
+        check_length("prediction.text", prediction.text.encode(), limits.max_text_bytes, "bytes")
+        return tuple(tokenizer.encode_output(prediction.text, most)) if prediction.text else ()
+    except TooManyTokens as error:
+        problem = f"must have at most {most} tokens (context window: {model.context_window})"
+        raise PromptRefused("prediction.text", f"{problem}, got {error.tokens}", error.tokens) from None
 
 
 def _text_prompt(text: str, limits: Limits, tokenizer: PromptTokenizer, most_tokens: int) -> Sequence[int]:

@@ -44,6 +44,7 @@ from galley.core.store import NewSession, OwnerChanged, SessionStore, StoredSess
 from services.gateway.client_call import ClientCall, once
 from services.gateway.clock import Timeouts
 from services.gateway.session.budgets import Budgets
+from services.gateway.session.own_sources import OwnSources
 from services.gateway.session.replay import SPEC_FIELD, Replays, stored_spec
 from services.gateway.session.runner import Ports, SessionRunner
 from services.gateway.store.redis import NONCE_BYTES
@@ -74,6 +75,7 @@ class Streams:
     ) -> None:
         self.is_saturated: Callable[[], bool] = lambda: False
         """Tells whether the gateway has more to do than it can: it admits no further streams then."""
+        self.own_sources = OwnSources()
         self._store = store
         self._clock = clock
         self._ports_of = ports_of
@@ -168,11 +170,11 @@ class Streams:
 
         stored = await self._change("create", spec.session_id, create, until_ns)
         if stored.ownership.nonce == nonce:
-            self.charge(slot, len(spec.prompt))
+            self.charge(slot, len(spec.prompt) + len(spec.prediction))
             answer = await self._replays.begin(spec)
         else:
             stored, answer = await self._take_over(slot, stored, nonce, deadline_ns)
-        session = self._session(stored, answer)
+        session = await self._session(stored, answer)
         observer.opened(session, stored, called_ns)
         return self._runner(session, stored, called_ns, deadline_ns)
 
@@ -198,7 +200,7 @@ class Streams:
         read = await retry("read", lambda: self._store.read(session_id, principal), until_ns, self._clock)
         await self.reserve(slot, check_resume(read, next_index, seen_hash), deadline_ns)
         stored, answer = await self._take_over(slot, read, nonce, deadline_ns)
-        session = self._session(stored, answer, next_index, seen_hash)
+        session = await self._session(stored, answer, next_index, seen_hash)
         request_observer().opened(session, stored, called_ns, next_index)
         return self._runner(session, stored, called_ns, deadline_ns)
 
@@ -320,7 +322,7 @@ class Streams:
     def _of(self, session_id: str) -> list[SessionRunner]:
         return [runner for runner in self._running if runner.session.spec.session_id == session_id]
 
-    def _session(
+    async def _session(
         self, stored: StoredSession, answer: Answer, stream_from: int = 0, seen_hash: bytes = b""
     ) -> Session:
         return Session(
@@ -330,6 +332,7 @@ class Streams:
             seen_hash=seen_hash,
             finished=_ending(stored),
             shared=self.shared,
+            sources=await self.own_sources.of(answer),
         )
 
     def _runner(

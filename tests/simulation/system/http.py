@@ -45,6 +45,9 @@ class _Letters:
     def token_bytes(self, token: int) -> bytes:
         return letters([token]).encode()
 
+    def encode_output(self, text: str, _most_tokens: int) -> list[int]:
+        return [ord(letter) - ord("A") for letter in text]
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]], _most_tokens: int) -> list[int]:
         return [ord(letter) - ord("A") for message in messages for letter in message["content"]]
 

@@ -950,7 +950,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
     accepted_prediction_tokens: _builtins.int
-    """Draft tokens from `prediction` of the request: accepted, and verified but not accepted."""
+    """Tokens of the request's `prediction` that the output has, in its order, and that it does not have."""
     rejected_prediction_tokens: _builtins.int
     def __init__(
         self,
@@ -970,7 +970,10 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class SourceStats(_message.Message):
-    """Draft tokens of one source: model, ngram, shared, grammar or prediction. They add up to those of SpeculationStats."""
+    """Draft tokens of one source. The gateway itself is one of three: `grammar` (what a grammar forces), `prediction` (what
+    the caller predicts), `lookup` (without a draft). Others are a draft's: a strategy, or model, ngram, shared. They add up
+    to those of SpeculationStats.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

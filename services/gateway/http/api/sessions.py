@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.types import Send
 
 from galley.core.answer.answer import decode_ending
 from galley.core.errors import LogLost, UnknownSession
+from galley.core.lookup.prediction import count_predicted
 from galley.core.records import decode_records
 from galley.core.store import StoredSession
 from services.gateway.http.api.answers import StreamedAnswers
@@ -86,7 +88,7 @@ class Sessions:
     def _describe(self, choices: list[StoredSession]) -> dict[str, Any]:
         first = choices[0]
         spec = stored_spec(first)
-        described = [_choice(index, one) for index, one in enumerate(choices)]
+        described = [_choice(index, one, spec.prediction) for index, one in enumerate(choices)]
         output = sum(one["completion_tokens"] for one in described)
         return {
             "id": first.ownership.session_id,
@@ -107,7 +109,7 @@ class Sessions:
         }
 
 
-def _choice(index: int, stored: StoredSession) -> dict[str, Any]:
+def _choice(index: int, stored: StoredSession, prediction: Sequence[int]) -> dict[str, Any]:
     try:
         records = decode_records(stored.meta)
         ending = decode_ending(stored.finish) if stored.state == "finished" else None
@@ -120,6 +122,7 @@ def _choice(index: int, stored: StoredSession) -> dict[str, Any]:
         "finish_reason": reason,
         "stop_reason": matched,
         "completion_tokens": len(stored.tokens) - stored.prompt_len,
-        "accepted_prediction_tokens": sum(record.from_draft for record in records),
+        "accepted_draft_tokens": sum(record.from_draft for record in records),
+        "accepted_prediction_tokens": count_predicted(prediction, stored.tokens[stored.prompt_len :])[0],
         "owner_epoch": stored.ownership.epoch,
     }

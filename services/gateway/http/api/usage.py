@@ -20,10 +20,8 @@ def usage(sessions: Iterable[Session], n: int) -> dict[str, Any]:
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": sum(session.stats.accepted for session in all_of),
-            "rejected_prediction_tokens": sum(
-                session.stats.verified - session.stats.accepted for session in all_of
-            ),
+            "accepted_prediction_tokens": sum(session.predicted[0] for session in all_of),
+            "rejected_prediction_tokens": sum(session.predicted[1] for session in all_of),
         },
     }
 

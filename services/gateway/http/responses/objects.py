@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from galley.core.answer.answer import Answer, Ending, Reason
+from galley.core.lookup.prediction import count_predicted
 from galley.core.session.machine import Session
 from services.gateway.generation import ServedModel
 from services.gateway.http.api.logprobs import chat_logprobs_json
@@ -108,7 +109,7 @@ class ResponseObjects:
         answer = self.answer
         prompt, output = len(answer.spec.prompt), self.output_len
         known = {} if self.session is None else usage([self.session], 1)
-        accepted = sum(record.from_draft for record in answer.records[:output])
+        accepted, _ = count_predicted(answer.spec.prediction, answer.output[:output])
         predictions = known.get("completion_tokens_details", {"accepted_prediction_tokens": accepted})
         return {
             "input_tokens": prompt,

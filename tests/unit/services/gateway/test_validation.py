@@ -56,6 +56,9 @@ class Bytes:
             raise TooManyTokens(len(ids))
         return ids
 
+    def encode_output(self, text: str, most_tokens: int) -> list[int]:
+        return self.encode(text, most_tokens)
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]], most_tokens: int) -> list[int]:
         text = "".join(f"{message['role']}:{message['content']};" for message in messages)
         return self.encode(text, most_tokens)
@@ -86,6 +89,17 @@ def ids(*tokens: int) -> dict[str, Any]:
 
 def speculation(**fields: Any) -> dict[str, Any]:
     return {"speculation": pb.Speculation(**fields)}
+
+
+def prediction(**fields: Any) -> dict[str, Any]:
+    return {"prediction": pb.Prediction(**fields)}
+
+
+def test_a_prediction_is_text_or_token_ids() -> None:
+    assert parse(**prediction(text="abc")).prediction == tuple(b"abc")
+    assert parse(**prediction(token_ids=pb.TokenIds(ids=[7, 0, 299]))).prediction == (7, 0, 299)
+    assert parse(**prediction(text="")).prediction == ()
+    assert parse(prediction=pb.Prediction()).prediction == ()
 
 
 def test_a_bare_request_gets_the_defaults() -> None:
@@ -248,6 +262,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"workload": "w" * 65}, "workload", "64"),
     ({"workload": "two words"}, "workload", "letters, digits"),
     ({"workload": "line\n"}, "workload", "letters, digits"),
+    (prediction(token_ids=pb.TokenIds(ids=[1, 300])), "prediction.token_ids.ids[1]", "[0, 300)"),
+    (prediction(token_ids=pb.TokenIds(ids=[1] * 64)), "prediction.token_ids.ids", "at most 63"),
+    (prediction(text="é" * 101), "prediction.text", "200 bytes"),
+    (prediction(text="a" * 64), "prediction.text", "63 tokens"),
 ]
 
 
@@ -282,6 +300,7 @@ def test_unsupported_option_is_refused_by_name() -> None:
         ("token_ids", 64, {"token_ids": {"ids": [1] * 64}}),
         ("max_tokens", 60, {"text": "a" * 60, "max_tokens": 5}),
         ("min_tokens", 60, {"text": "a" * 60, "min_tokens": 5}),
+        ("prediction.text", 64, prediction(text="a" * 64)),
     ],
 )
 def test_a_prompt_that_is_refused_tells_its_tokens(field: str, tokens: int, fields: dict[str, Any]) -> None:

@@ -82,7 +82,8 @@ async def test_chat_answer_is_openais(gateway: Gateway, client: HttpClient) -> N
     assert (used["prompt_tokens"], used["completion_tokens"]) == (len(PROMPT) + 2, MAX_TOKENS)
     details = used["completion_tokens_details"]
     drafting = body["metrics"]["speculative_decoding"]
-    assert details["accepted_prediction_tokens"] == drafting["num_accepted_tokens"] > 0
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (0, 0)
+    assert drafting["num_accepted_tokens"] > 0
     assert sum(drafting["num_accepted_tokens_per_pos"]) == drafting["num_accepted_tokens"]
     assert len(session_id) == 32
 
@@ -248,6 +249,9 @@ async def test_rounds_account_for_all_tokens(world: World, client: HttpClient) -
             assert ends[-1] == MAX_TOKENS
             assert all(one["accepted"] <= min(one["verified"], one["confirmed"]) for one in told)
             assert {one["strategy"] for one in told if one["verified"]} <= {"model"}
+            for one in told:
+                of_draft = {"model": [one["accepted"], one["verified"]]}
+                assert one["sources"] == (of_draft if one["verified"] else {})
             assert [one["at_ms"] for one in told] == sorted(one["at_ms"] for one in told)
             assert all(one["compute_ms"] > 0 for one in told[:1])
         drafted = sum(sum(at.get("from_draft", ())) for at in events.choices(index))

@@ -70,7 +70,7 @@ async def test_streamed_chat(openai_client: openai.AsyncOpenAI) -> None:
     assert usage is not None
     assert usage.completion_tokens == MAX_TOKENS
     assert usage.completion_tokens_details is not None
-    assert usage.completion_tokens_details.accepted_prediction_tokens
+    assert usage.completion_tokens_details.accepted_prediction_tokens == 0
     logprobs = whole.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None

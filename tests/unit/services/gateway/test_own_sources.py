@@ -1,0 +1,83 @@
+"""The sources that a gateway makes for a session: from its request, at the end of its answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from structlog.testing import capture_logs
+
+from galley.core.answer.answer import Answer, SessionSpec
+from galley.core.errors import InvalidField
+from galley.core.grammar.compiled import CompiledGrammar, compile_grammar
+from galley.core.grammar.spec import GrammarSpec
+from galley.core.names import GRAMMAR, PREDICTION
+from galley.core.records import NOT_DRAFTED
+from galley.core.sampling_params import SamplingParams
+from galley.core.session.sources import LocalSources
+from services.gateway.session.own_sources import OwnSources
+from tests.fakes.vocabularies import SIZE, byte_vocabulary, tokens_of
+
+VOCABULARY = byte_vocabulary()
+CHOICE = GrammarSpec("choice", '["name: true", "name: null"]')
+SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), 600, SIZE, k=4, grammar=CHOICE)
+
+
+async def compiled(spec: GrammarSpec) -> CompiledGrammar:
+    return compile_grammar(VOCABULARY, spec)
+
+
+async def too_large(spec: GrammarSpec) -> CompiledGrammar:
+    raise InvalidField("structured_output", f"must be smaller, got {spec.text}")
+
+
+def answered(spec: SessionSpec, text: str = "") -> Answer:
+    answer = Answer(spec, lambda tokens: "x" * len(tokens))
+    for token in tokens_of(VOCABULARY, text):
+        answer.append(token, NOT_DRAFTED)
+    return answer
+
+
+async def sources_of(spec: SessionSpec, text: str = "") -> LocalSources:
+    sources = await OwnSources(compiled).of(answered(spec, text))
+    assert sources is not None
+    return sources
+
+
+async def test_a_session_without_grammar_and_prediction_has_none() -> None:
+    assert await OwnSources(compiled).of(answered(replace(SPEC, grammar=None), "name")) is None
+
+
+async def test_the_grammar_is_at_the_end_of_the_answer() -> None:
+    [begin] = (await sources_of(SPEC)).propose((), 8)
+    assert begin.source == GRAMMAR
+    assert begin.tokens == tuple(tokens_of(VOCABULARY, "name: "))[: len(begin.tokens)]
+    [rest] = (await sources_of(SPEC, "name: t")).propose((), 8)
+    assert rest.tokens == tuple(tokens_of(VOCABULARY, "rue"))
+
+
+async def test_a_prediction_ends_where_the_grammar_forbids_it() -> None:
+    predicted = tuple(tokens_of(VOCABULARY, "name: truth"))
+    sources = await sources_of(replace(SPEC, prediction=predicted), "name: ")
+    proposals = sources.propose((), 8)
+    assert {proposal.source for proposal in proposals} == {PREDICTION}
+    assert [token for proposal in proposals for token in proposal.tokens] == tokens_of(VOCABULARY, "tru")
+    assert sources.prediction is not None
+    assert sources.prediction.counts[0] == len(tokens_of(VOCABULARY, "name: "))
+
+
+async def test_without_speculation_a_grammar_is_not_even_compiled() -> None:
+    sources = await OwnSources(too_large).of(answered(replace(SPEC, k=0)))
+    assert sources is not None
+    assert sources.propose((), 8) == []
+
+
+async def test_a_grammar_that_cannot_draft_leaves_the_prediction() -> None:
+    predicted = tuple(tokens_of(VOCABULARY, "never"))
+    for compile_grammar_, text in ((too_large, ""), (compiled, "other")):
+        with capture_logs() as logs:
+            sources = await OwnSources(compile_grammar_).of(
+                answered(replace(SPEC, prediction=predicted), text)
+            )
+        assert [entry["event"] for entry in logs] == ["grammar does not draft"]
+        assert sources is not None
+        assert sources.prediction is not None
