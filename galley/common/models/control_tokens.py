@@ -8,11 +8,13 @@ the text. So all other text gets the same tokens as without marks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import normalizers
 
+_T = TypeVar("_T")
 MARK = "\ufdd0"
 """A code point that Unicode reserves for use inside a process. It is dropped from prompts."""
 
@@ -31,11 +33,18 @@ class ControlTokens:
         self._beginnings = frozenset(text[:size] for text in self._texts for size in range(1, len(text)))
         self._longest = max(map(len, self._texts), default=0)
 
-    def mark(self, message: Mapping[str, str]) -> dict[str, str]:
-        """Return the message with a mark in each control token that one of its values spells or begins."""
-        return {name: self._mark(text) for name, text in message.items()}
+    def mark(self, value: _T) -> _T:
+        """Return a JSON value with a mark in each control token that one of its texts spells or begins."""
+        marked: Any = value
+        if isinstance(value, str):
+            marked = self._mark_text(value)
+        elif isinstance(value, Mapping):
+            marked = {self.mark(name): self.mark(part) for name, part in value.items()}
+        elif isinstance(value, Sequence):
+            marked = [self.mark(part) for part in value]
+        return cast("_T", marked)
 
-    def _mark(self, text: str) -> str:
+    def _mark_text(self, text: str) -> str:
         for token in self._texts:
             while token in text:  # replacing may leave another that overlapped
                 text = text.replace(token, f"{token[0]}{MARK}{token[1:]}")

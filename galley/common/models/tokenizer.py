@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from galley.common.models.chat_template import ChatTemplate
 from galley.common.models.control_tokens import ControlTokens, separate
 from galley.common.models.files import (
     DEFAULT_MODEL,
@@ -30,24 +24,13 @@ from galley.common.models.files import (
     tokenizer_hash,
 )
 from galley.common.models.hub import local_directory
+from galley.common.models.reasoning import ReasoningMarks, reasoning_marks
 from galley.common.models.sampling_defaults import Recommended, recommended
 from galley.common.models.token_bytes import TokenBytes
 from galley.core.errors import InvalidField
 
 _SPECIAL_VARIABLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-MAX_RENDERED_CHARS = 8 * 1024 * 1024
-_MAX_REASON_CHARS = 200
 _MANY_TOKENS = 4096
-# What a template raises when it is given messages that it was not written for.
-_REFUSALS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-    RecursionError,
-)
 
 
 class TooManyTokens(Exception):
@@ -83,7 +66,7 @@ class Tokenizer:
         self._fast = fast
         self._texts: dict[int, str] = {}
         """The texts of single tokens, as far as they were decoded."""
-        self._template = template
+        self.template = template
         self._chat = fast
         self._control_tokens: ControlTokens | None = None
         if plain_messages and template is not None:
@@ -142,18 +125,52 @@ class Tokenizer:
         """
         return _ids(self._fast, text, most_tokens, add_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], most_tokens: int | None = None) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most_tokens: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
         """Return the token ids of a chat up to the answer; each message has `role` and `content`.
 
-        Raise InvalidField("messages") if the model has no chat template or its template refuses, and
-        TooManyTokens if there are more than `most_tokens`.
+        `tools` are as OpenAI's API has them; `more` are further variables of the template.
+        Raise InvalidField("messages") if the model has no chat template or its template refuses,
+        InvalidField("tools") if the template takes none, and TooManyTokens if there are more than
+        `most_tokens`.
         """
-        if self._template is None:
+        if self.template is None:
             raise InvalidField("messages", "must be absent: the model has no chat template. Send text")
         if self._control_tokens is not None:
-            messages = [self._control_tokens.mark(message) for message in messages]
-        rendered = self._template.render(messages)
+            messages, tools = self._control_tokens.mark(messages), self._control_tokens.mark(tools)
+        rendered = self.template.render(messages, tools, more)
         return _ids(self._chat, rendered, most_tokens, add_special_tokens=False)
+
+    @cached_property
+    def reasoning(self) -> ReasoningMarks | None:
+        """Return the tokens around the model's reasoning; None if it has none."""
+        return reasoning_marks({token.content: index for index, token in self._added().items()})
+
+    def tokens_of_reasoning(self, prompt: Sequence[int], *, is_chat: bool) -> tuple[int | None, int | None]:
+        """Return the token that opens the reasoning of an answer, and the one after which its grammar begins.
+
+        The first is None if the prompt opened it; both are, if the answer has none. Only answers of chats
+        open it by themselves.
+        """
+        marks = self.reasoning
+        if marks is None:
+            return None, None
+        if marks.is_open(prompt, self.decode):
+            return None, marks.closing_token
+        return (marks.opening_token, marks.closing_token) if is_chat else (None, None)
+
+    def control_token(self, text: str) -> int | None:
+        """Return the token that is left out of decoded text and is written `text`; None if there is none."""
+        token = self._fast.token_to_id(text)
+        return token if token is not None and token in self._added() and not self.decode([token]) else None
+
+    def _added(self) -> dict[int, AddedToken]:
+        return dict(self._fast.get_added_tokens_decoder())
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -239,9 +256,11 @@ def _add_missing_tokens(fast: FastTokenizer, config: dict[str, Any]) -> None:
 def _chat_template(directory: Path, config: dict[str, Any]) -> ChatTemplate | None:
     path = directory / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return ChatTemplate(source, _special_variables(directory, config)) if isinstance(source, str) else None
+    named = {entry["name"]: entry["template"] for entry in source} if isinstance(source, list) else {}
+    source = named.get("default") if named else source
+    if not isinstance(source, str):
+        return None
+    return ChatTemplate(source, _special_variables(directory, config), tools_source=named.get("tool_use"))
 
 
 def _special_variables(directory: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -249,122 +268,3 @@ def _special_variables(directory: Path, config: dict[str, Any]) -> dict[str, str
     values = {name: given.get(name) for name in _SPECIAL_VARIABLES}
     texts = {name: it.get("content") if isinstance(it, dict) else it for name, it in values.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-class ChatTemplate:
-    """A chat template, rendered as transformers renders it but without transformers.
-
-    `source` is the model's template; `variables` are its special tokens (`bos_token`, ...). It is code of a
-    third party: it runs in jinja2's immutable sandbox, and what it writes is bounded.
-    """
-
-    def __init__(
-        self,
-        source: str,
-        variables: Mapping[str, str],
-        *,
-        now: Callable[[], datetime] = lambda: datetime.now().astimezone(),  # the host's, as transformers
-        max_chars: int = MAX_RENDERED_CHARS,
-    ) -> None:
-        try:
-            self._template = _environment(now).from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"chat template: line {error.lineno}: {error.message}") from error
-        self._variables = dict(variables)
-        self._max_chars = max_chars
-
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Render up to where the assistant's answer begins.
-
-        Raise InvalidField("messages") if the template refuses them or writes more than `max_chars`.
-        """
-        written = self._template.generate(
-            messages=[dict(message) for message in messages],
-            tools=None,
-            documents=None,
-            add_generation_prompt=True,
-            **self._variables,
-        )
-        prompt = io.StringIO()
-        try:
-            for piece in written:
-                prompt.write(piece)
-                if prompt.tell() > self._max_chars:
-                    break
-        except _REFUSALS as error:
-            reason = str(error)[:_MAX_REASON_CHARS]
-            # Logs leave out what follows ", got": a template may quote a message.
-            problem = f"the model's chat template refuses them, got its error: {reason}"
-            raise InvalidField("messages", problem) from error
-        if prompt.tell() > self._max_chars:
-            raise InvalidField("messages", f"must come to at most {self._max_chars} characters as a prompt")
-        return prompt.getvalue()
-
-
-def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
-    environment.globals["dict"] = _SafeDict()
-    environment.globals["namespace"] = _SafeNamespace
-    return environment
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; here it only renders its body."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _SafeDict:
-    """A `dict` for templates, without the attributes of the type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, keys: Sequence[Any], value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(keys, value)
-
-
-class _SafeNamespace(Namespace):
-    """A `namespace` for templates, without names that begin with an underscore."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=...)` must work
-        self, *rest = args
-        attributes = dict(*rest, **kwargs)
-        for name in attributes:
-            _check_name(name)
-        Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,  # called by templates
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return `value` as JSON; jinja's own filter would escape HTML in it."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

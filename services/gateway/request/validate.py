@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
-from typing import Protocol
+from typing import Any, Protocol
 
 from galley.common.models.tokenizer import TooManyTokens
 from galley.common.wire.codec import MAX_SALT_BYTES, check_lora, check_token_ids, sampling_from
@@ -18,6 +18,7 @@ from galley.core.errors import InvalidField, Unimplemented, UnknownSession, chec
 from galley.core.names import NO_STRATEGY
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.request.chat import chat_bytes, chat_messages, chat_tools
 
 BODY_HASH_BYTES = 32
 DEFAULT_MAX_TOKENS = 512
@@ -37,7 +38,9 @@ class PromptTokenizer(Protocol):
         """Return the token ids of a text that the model may write."""
         ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], most_tokens: int) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], most_tokens: int, tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
         """Return token ids that include the turn that opens the answer."""
         ...
 
@@ -58,7 +61,6 @@ class Limits:
     max_draft_tokens: int = 16
     max_text_bytes: int = 1 << 20
     max_messages: int = 1024
-    max_role_bytes: int = 64
     max_logprobs: int = 20
     max_stop_strings: int = 16
     max_stop_bytes: int = 256
@@ -290,7 +292,7 @@ def parse_prompt(
             case "text":
                 prompt = _text_prompt(request.text, limits, tokenizer, most)
             case "messages":
-                prompt = _chat_prompt(request.messages.messages, limits, tokenizer, most)
+                prompt = _chat_prompt(request.messages, limits, tokenizer, most)
             case "token_ids":
                 prompt = _token_prompt(request.token_ids.ids, model)
             case _:
@@ -332,21 +334,13 @@ def _text_prompt(text: str, limits: Limits, tokenizer: PromptTokenizer, most_tok
 
 
 def _chat_prompt(
-    messages: Sequence[pb.ChatMessage], limits: Limits, tokenizer: PromptTokenizer, most_tokens: int
+    chat: pb.ChatMessages, limits: Limits, tokenizer: PromptTokenizer, most_tokens: int
 ) -> Sequence[int]:
-    if not 1 <= len(messages) <= limits.max_messages:
-        raise InvalidField(
-            "messages.messages", f"must have 1 to {limits.max_messages} entries, got {len(messages)}"
-        )
-    for index, message in enumerate(messages):
-        field = f"messages.messages[{index}].role"
-        if not message.role:
-            raise InvalidField(field, "must not be empty")
-        check_length(field, message.role.encode(), limits.max_role_bytes, "bytes")
-    size = sum(len(message.content.encode()) for message in messages)
+    size = chat_bytes(chat)
     if size > limits.max_text_bytes:
         raise InvalidField("messages", f"must be at most {limits.max_text_bytes} bytes, got {size} bytes")
-    return tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in messages], most_tokens)
+    messages, tools = chat_messages(chat.messages, limits.max_messages), chat_tools(chat.tools)
+    return tokenizer.encode_chat(messages, most_tokens, tools)
 
 
 def _token_prompt(ids: Sequence[int], model: Model) -> Sequence[int]:

@@ -42,13 +42,17 @@ class SimRequest:
 
 
 class _Letters:
+    reasoning = None
+
     def token_bytes(self, token: int) -> bytes:
         return letters([token]).encode()
 
     def encode_output(self, text: str, _most_tokens: int) -> list[int]:
         return [ord(letter) - ord("A") for letter in text]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], _most_tokens: int) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], _most_tokens: int, _tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
         return [ord(letter) - ord("A") for message in messages for letter in message["content"]]
 
 

@@ -14,8 +14,9 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
+from galley.common.models.chat_template import ChatTemplate
 from galley.common.models.files import DEFAULT_MODEL, tokenizer_hash
-from galley.common.models.tokenizer import ChatTemplate, Tokenizer, TooManyTokens
+from galley.common.models.tokenizer import Tokenizer, TooManyTokens
 from galley.core.errors import InvalidField, UnsupportedModel
 from galley.engine.load.resolve import resolve_model
 

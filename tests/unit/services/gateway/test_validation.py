@@ -59,9 +59,11 @@ class Bytes:
     def encode_output(self, text: str, most_tokens: int) -> list[int]:
         return self.encode(text, most_tokens)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], most_tokens: int) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], most_tokens: int, tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
         text = "".join(f"{message['role']}:{message['content']};" for message in messages)
-        return self.encode(text, most_tokens)
+        return self.encode(f"{list(tools) or ''}{text}", most_tokens)
 
 
 def request(**fields: Any) -> pb.GenerateRequest:

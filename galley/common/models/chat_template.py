@@ -1,0 +1,169 @@
+"""A model's chat template, rendered as transformers renders it but without transformers."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from galley.core.errors import InvalidField
+
+MAX_RENDERED_CHARS = 8 * 1024 * 1024
+_MAX_REASON_CHARS = 200
+# What a template raises when it is given messages that it was not written for.
+_REFUSALS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RecursionError,
+)
+
+
+class ChatTemplate:
+    """A chat template and, if the model has another for chats with tools, that one.
+
+    `source` and `tools_source` are the model's; `variables` are its special tokens (`bos_token`, ...). They
+    are code of a third party: they run in jinja2's immutable sandbox, and what they write is bounded.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, str],
+        *,
+        tools_source: str | None = None,
+        now: Callable[[], datetime] = lambda: datetime.now().astimezone(),  # the host's, as transformers
+        max_chars: int = MAX_RENDERED_CHARS,
+    ) -> None:
+        self.tools_source = tools_source or source
+        environment = _environment(now)
+        try:
+            self._template = environment.from_string(source)
+            self._tools_template = environment.from_string(self.tools_source)
+            used = find_undeclared_variables(environment.parse(self.tools_source))
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat template: line {error.lineno}: {error.message}") from error
+        self.takes_tools = "tools" in used
+        self._variables = dict(variables)
+        self._max_chars = max_chars
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Render up to where the assistant's answer begins; the template also reads the variables `more`.
+
+        Raise InvalidField("messages") if the template refuses them or writes more than `max_chars`, and
+        InvalidField("tools") if it takes none.
+        """
+        if tools and not self.takes_tools:
+            raise InvalidField("tools", "must be absent: the model's chat template takes no tools")
+        written = (self._tools_template if tools else self._template).generate(
+            {
+                **more,
+                **self._variables,
+                "messages": [dict(message) for message in messages],
+                "tools": [dict(tool) for tool in tools] or None,
+                "documents": None,
+                "add_generation_prompt": True,
+            }
+        )
+        prompt = io.StringIO()
+        try:
+            for piece in written:
+                prompt.write(piece)
+                if prompt.tell() > self._max_chars:
+                    break
+        except _REFUSALS as error:
+            reason = str(error)[:_MAX_REASON_CHARS]
+            # Logs leave out what follows ", got": a template may quote a message.
+            problem = f"the model's chat template refuses them, got its error: {reason}"
+            raise InvalidField("messages", problem) from error
+        if prompt.tell() > self._max_chars:
+            raise InvalidField("messages", f"must come to at most {self._max_chars} characters as a prompt")
+        return prompt.getvalue()
+
+
+def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    environment.globals["dict"] = _SafeDict()
+    environment.globals["namespace"] = _SafeNamespace
+    return environment
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what an assistant wrote, for training; here it only renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _SafeDict:
+    """A `dict` for templates, without the attributes of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Sequence[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _SafeNamespace(Namespace):
+    """A `namespace` for templates, without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=...)` must work
+        self, *rest = args
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,  # called by templates
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return `value` as JSON; jinja's own filter would escape HTML in it."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
