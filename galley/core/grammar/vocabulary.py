@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
 
 from galley.core.errors import UnsupportedModel
+
+_BRACKETED = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 class Vocabulary:
@@ -57,6 +60,16 @@ class Vocabulary:
         """Return the control token that is written like `text`, None if there is none."""
         tokens = self.tokenizer.tokenize_str(text, parse_special=True)
         return tokens[0] if len(tokens) == 1 and self.tokenizer.is_special_token(tokens[0]) else None
+
+    def split_control_tokens(self, text: str) -> list[str | int]:
+        """Return a text in pieces: control tokens in angle or square brackets, and the texts between them."""
+        pieces: list[str | int] = []
+        begin = 0
+        for spelling in _BRACKETED.finditer(text):
+            if (token := self.special_token(spelling[0])) is not None:
+                pieces += [text[begin : spelling.start()], token]
+                begin = spelling.end()
+        return [piece for piece in (*pieces, text[begin:]) if piece != ""]
 
 
 class _Greedy:

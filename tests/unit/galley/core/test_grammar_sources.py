@@ -102,6 +102,64 @@ def test_structural_tags(tag: object, output: str, *, is_accepted: bool) -> None
     assert accepts("structural_tag", json.dumps(tag), output) is is_accepted
 
 
+CALL = {
+    "type": "tag",
+    "begin": "<c>",
+    "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+    "end": ["</c>", "."],
+}
+TEXT_FORM = {"type": "const_string", "value": "so"}
+
+
+def separated(**more: object) -> dict[str, object]:
+    return {"type": "tags_with_separator", "tags": [CALL], "separator": ", ", **more}
+
+
+@pytest.mark.parametrize(
+    ("form", "accepted", "refused"),
+    [
+        (TEXT_FORM, ["so"], ["", "soo", "s"]),
+        ({"type": "const_string", "value": ""}, [""], ["a"]),
+        ({"type": "any_text"}, ["", "a\n<c>"], []),
+        ({"type": "sequence", "elements": [TEXT_FORM, CALL]}, ["so<c>1</c>", "so<c>1."], ["so", "<c>1."]),
+        ({"type": "or", "elements": [TEXT_FORM, CALL]}, ["so", "<c>12</c>"], ["so<c>1.", ""]),
+        ({"type": "optional", "content": TEXT_FORM}, ["", "so"], ["soso"]),
+        ({"type": "plus", "content": TEXT_FORM}, ["so", "soso"], [""]),
+        ({"type": "star", "content": TEXT_FORM}, ["", "so", "soso"], ["s"]),
+        (separated(), ["", "<c>1.", "<c>1., <c>2</c>"], ["<c>1.<c>2.", "<c>1., ", "so"]),
+        (separated(at_least_one=True), ["<c>1.", "<c>1., <c>2</c>, <c>3."], [""]),
+        (separated(at_least_one=True, stop_after_first=True), ["<c>1."], ["", "<c>1., <c>2."]),
+        (separated(stop_after_first=True, separator=""), ["", "<c>1."], ["<c>1.<c>2."]),
+        (
+            {"type": "or", "elements": [CALL, {"type": "json_schema", "json_schema": {"type": "object"}}]},
+            ["<c>1.", '{"a": 1}'],
+            ["1", "[]"],
+        ),
+    ],
+)
+def test_parts_of_structural_tags(form: object, accepted: list[str], refused: list[str]) -> None:
+    tag = json.dumps({"type": "structural_tag", "format": form})
+    assert [output for output in accepted if not accepts("structural_tag", tag, output)] == []
+    assert [output for output in refused if accepts("structural_tag", tag, output)] == []
+
+
+def test_a_text_may_spell_control_tokens(tmp_path: Path) -> None:
+    tokenizer_files.write(tmp_path)
+    end, user = 256, 257
+    vocabulary = Vocabulary.of_tokenizer((tmp_path / "tokenizer.json").read_text(), 300, [end])
+    for form in (
+        {"type": "const_string", "value": "a<|user|>b<|no|>"},
+        {"type": "sequence", "elements": [
+            {"type": "const_string", "value": "a"}, {"type": "token", "token": user},
+            {"type": "const_string", "value": "b<|no|>"},
+        ]},
+    ):  # fmt: skip
+        at = compile_grammar(vocabulary, GrammarSpec("structural_tag", json.dumps({"format": form}))).start()
+        output = [ord("a"), user, *b"b<|no|>", end]
+        assert at.allowed_prefix(output) == len(output)
+        assert at.allowed_prefix(list(b"a<|user|>")) == 1
+
+
 def test_a_trigger_may_be_a_control_token(tmp_path: Path) -> None:
     tokenizer_files.write(tmp_path)
     end, user = 256, 257
@@ -192,20 +250,26 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grammar", "root ::= x\n", "must be Lark or GBNF, got: Rule 'x' not found"),
     ("grammar", 'root ::= "a"\n' * 257, "must have at most 256 rules in GBNF, got 257"),
     ("structural_tag", "{}", "must be a JSON object with structures or format"),
-    ("structural_tag", '{"format": {"type": "any_text"}}', "format.type must be triggered_tags"),
-    ("structural_tag", '{"structures": [], "triggers": ["<"]}', "must have 1 to 1000 tags"),
-    ("structural_tag", '{"structures": [1], "triggers": ["<"]}', "tags[0] must be a JSON object"),
-    ("structural_tag", '{"structures": [{}], "triggers": []}', "triggers must be a list of strings"),
-    ("structural_tag", '{"structures": [{}], "triggers": ["<"]}', "tags[0] must have begin and end"),
+    ("structural_tag", '{"format": {"type": "any"}}', "format.type must be one of const_string, any_text"),
+    ("structural_tag", '{"format": {"type": "or", "elements": []}}', "format.elements must be a list of 1"),
+    ("structural_tag", '{"format": {"type": "plus", "content": 1}}', "format.content must be a JSON object"),
+    ("structural_tag", '{"format": {"type": "token", "token": "<no>"}}', "format.token must be a token id"),
+    ("structural_tag", '{"format": {"type": "token", "token": 99999}}', "format.token must be a token id"),
+    ("structural_tag", '{"format": {"type": "regex"}}', "format.pattern must be a string"),
+    ("structural_tag", '{"format": {"type": "json_schema"}}', "format must have json_schema"),
+    ("structural_tag", '{"structures": [], "triggers": ["<"]}', "format.tags must be a list of 1 to 1000 entries"),
+    ("structural_tag", '{"structures": [1], "triggers": ["<"]}', "format.tags[0] must be a JSON object"),
+    ("structural_tag", '{"structures": [{}], "triggers": []}', "format.triggers must be a list of 1 to 1000 entries"),
+    ("structural_tag", '{"structures": [{}], "triggers": ["<"]}', "format.tags[0].begin must be a string"),
     (
         "structural_tag",
         '{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["<"]}',
-        "tags[0].begin must begin with a trigger",
+        "format.tags[0].begin must begin with a trigger",
     ),
     (
         "structural_tag",
         '{"format":{"type":"triggered_tags","triggers":["<"],"tags":[{"begin":"<","end":"","content":{}}]}}',
-        "tags[0].content.type must be json_schema or regex",
+        "format.tags[0].content.type must be one of",
     ),
 ]
 
