@@ -22,7 +22,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.fakes.certificates import caller_of
 from tests.fakes.target import OpenRequest, admit
-from tests.fakes.truth import CONTEXT, END, VOCAB, logprobs_of, true_next
+from tests.fakes.truth import CONTEXT, END, VOCAB, NextToken, logprobs_of, true_next
 from tests.fakes.waiting import Gate, Watch
 
 MAX_DRAFT_TOKENS = 16
@@ -153,6 +153,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.kv_blocks_total = 0
         self.confirmed: Counter[str] = Counter()
         self.spoil: Callable[[pb.VerifyResult], None] = lambda _: None
+        self.truth: Callable[[pb.SessionSlice], NextToken] = lambda _: true_next
 
     def _serve(self, server: grpc.aio.Server) -> None:
         rpc.add_TargetServicer_to_server(self, server)
@@ -276,7 +277,8 @@ class _TargetStream:
     async def read(self, requests: AsyncIterator[pb.VerifyStreamRequest]) -> None:
         async for message in requests:
             for item in message.items:
-                open_request = OpenRequest(item, item.slice, item.slice.prompt_len, true_next)
+                next_token = self._target.truth(item.slice)
+                open_request = OpenRequest(item, item.slice, item.slice.prompt_len, next_token)
                 self._items[item.slice.request_id] = (
                     open_request,
                     asyncio.create_task(self._run(open_request)),

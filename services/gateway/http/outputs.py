@@ -30,17 +30,30 @@ class Usage(BaseModel):
 
 class Choice(BaseModel):
     index: int
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
     stop_reason: str | int | None = Field(description="The stop string or token that ended the answer.")
     logprobs: dict[str, Any] | None
     token_ids: list[int] = Field([], description="With `return_token_ids`.")
     from_draft: list[bool] = Field([], description="With `return_token_ids`: which of them a draft proposed.")
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = Field(description="A JSON object, as text.")
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str = Field("", description="If the model reasoned.")
+    tool_calls: list[ToolCall] = Field([], description="If the model called tools.")
 
 
 class ChatChoice(Choice):
@@ -86,6 +99,23 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
+class OutputReasoning(BaseModel):
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[Any]
+    content: list[dict[str, str]]
+
+
+class OutputCall(BaseModel):
+    id: str
+    type: Literal["function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
 class ResponseUsage(BaseModel):
     input_tokens: int
     input_tokens_details: dict[str, int | None]
@@ -102,7 +132,7 @@ class ResponseBody(BaseModel):
     error: None
     incomplete_details: dict[str, str] | None
     model: str
-    output: list[OutputMessage]
+    output: list[OutputMessage | OutputReasoning | OutputCall]
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
@@ -125,9 +155,17 @@ class InputItem(BaseModel):
     content: list[dict[str, Any]]
 
 
+class InputCallOutput(BaseModel):
+    id: str
+    type: Literal["function_call_output"]
+    status: Literal["completed"]
+    call_id: str
+    output: str
+
+
 class InputItems(BaseModel):
     object: Literal["list"]
-    data: list[InputItem]
+    data: list[InputItem | OutputCall | InputCallOutput]
     first_id: str | None = None
     last_id: str | None = None
     has_more: bool

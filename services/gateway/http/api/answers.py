@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from galley.core.errors import InvalidField
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.api.choices import ChoiceRunner, Reader
 from services.gateway.http.api.format import Format, PromptText, no_prompt
@@ -24,6 +26,7 @@ from services.gateway.http.api.schemas import (
 )
 from services.gateway.http.api.stream import AnswerEvents, EventStream
 from services.gateway.http.api.whole import WholeAnswers
+from services.gateway.http.parameters.structured import renamed
 from services.gateway.http.transport.front import CALL, SESSION_ID
 
 Run = Callable[[Reader], Awaitable[None]]
@@ -51,21 +54,29 @@ class Answers:
         """Answer a conversation."""
         headers = check_parameters(body, strict=self._strict)
         await asyncio.sleep(0)  # a thousand messages take some ms to check, and again to translate
-        wire = chat_request(body, idempotency_key(request))
+        tokenizer = self._model.tokenizer
+        wire, language = chat_request(body, idempotency_key(request), tokenizer)
         await asyncio.sleep(0)
-        return self._response([wire], _format("chat", body, 1), request, headers, stream=bool(body.stream))
+        form = replace(
+            _format("chat", body, 1),
+            tools=bool(wire.messages.tools),
+            reasoning=tokenizer.reasoning is not None,
+        )
+        return self._response([wire], form, request, headers, stream=bool(body.stream), language=language)
 
     async def complete(self, body: CompletionRequest, request: HttpRequest) -> Response:
         """Continue one or more prompts."""
         headers = check_parameters(body, strict=self._strict)
-        wire = await completion_requests(body, idempotency_key(request))
+        wire, language = await completion_requests(body, idempotency_key(request))
         await asyncio.sleep(0)
         form = _format("completion", body, len(wire), echo=bool(body.echo))
 
         def prompt(index: int) -> str:
             return wire[index].text or self._model.tokenizer.decode(wire[index].token_ids.ids)
 
-        return self._response(wire, form, request, headers, stream=bool(body.stream), prompt=prompt)
+        return self._response(
+            wire, form, request, headers, stream=bool(body.stream), language=language, prompt=prompt
+        )
 
     def _response(
         self,
@@ -75,12 +86,16 @@ class Answers:
         headers: Mapping[str, str],
         *,
         stream: bool,
+        language: str,
         prompt: PromptText = no_prompt,
     ) -> Response:
         call = request.scope[CALL]
 
         async def run(reader: Reader) -> None:
-            await self._runner.generate(wire, form, call, reader)
+            try:
+                await self._runner.generate(wire, form, call, reader)
+            except InvalidField as error:
+                raise renamed(error, language) from error
 
         if stream:
             former = [START] * form.choices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from typing import Literal
 
@@ -28,7 +28,10 @@ def no_prompt(_index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The kind of the answers, their number, and the number of each prompt's."""
+    """The kind of the answers, their number, and the number of each prompt's.
+
+    With `tools`, answers may call tools. With `reasoning`, the model may reason before it answers.
+    """
 
     kind: Kind
     choices: int = 1
@@ -37,17 +40,28 @@ class Format:
     echo: bool = False
     token_ids: bool = False
     rounds: bool = False
+    tools: bool = False
+    reasoning: bool = False
+
+    @property
+    def has_parts(self) -> bool:
+        """Return True if answers are read for calls or reasoning."""
+        return self.tools or self.reasoning
 
     @property
     def stored(self) -> dict[str, bytes]:
-        return {FIELD: to_json(asdict(self))}
+        fields = asdict(self)
+        for name in ("tools", "reasoning"):  # gateways of earlier versions do not know them
+            if not fields[name]:
+                del fields[name]
+        return {FIELD: to_json(fields)}
 
     def body_hash(self, request: bytes, more: Mapping[str, bytes]) -> bytes:
         """Return the hash of a body, from that of its request and its `more` stored fields.
 
         That of a plain chat or completion is the request's, so that its repeat may come by gRPC.
         """
-        if self == Format(self.kind) and not more:
+        if replace(self, reasoning=False) == Format(self.kind) and not more:
             return request
         parts = b"".join([request, *self.stored.values(), *more.values()])
         return blake2b(parts, digest_size=BODY_HASH_BYTES).digest()

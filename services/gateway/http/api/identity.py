@@ -46,6 +46,8 @@ class Identity:
         return to_json(fields)[:-1] + b',"choices":'
 
 
-def finish_reason(ending: Ending) -> tuple[str, str | int | None]:
+def finish_reason(ending: Ending, *, has_calls: bool = False) -> tuple[str, str | int | None]:
     """Return OpenAI's reason of an end, and the stop string or token that caused it."""
+    if has_calls and ending.reason is Reason.STOP:
+        return "tool_calls", ending.matched
     return _REASONS[ending.reason], ending.matched

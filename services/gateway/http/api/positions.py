@@ -2,7 +2,8 @@
 
 An id has an entry for each choice, separated by commas: `~` before its first event, else the number of output
 tokens before this place, with the hash of these tokens after a dot, and `!` once the choice has ended. Where
-several events open or close an answer (`responses.stream`), their number so far follows `~` or `!`.
+several events open or close an answer (`responses.stream`), their number so far follows `~` or `!`; where a
+token causes several events (`responses.parts`), the number of those sent follows a `+`.
 `done` is the id of the last event.
 """
 
@@ -20,7 +21,7 @@ DONE = "done"
 _FIELD = "last-event-id"
 _ENTRY = re.compile(
     r"~(?P<opened>[1-9]?)|"
-    r"(?P<index>[0-9]{1,9})(?:\.(?P<hash>[A-Za-z0-9_-]{22}))?(?:(?P<ended>!)(?P<closed>[1-9]?))?"
+    r"(?P<index>[0-9]{1,9})(?:\.(?P<hash>[A-Za-z0-9_-]{22}))?(?:(?P<ended>!)(?P<closed>[1-9]?)|\+(?P<within>[0-9]{1,2}))?"
 )
 
 
@@ -28,7 +29,7 @@ _ENTRY = re.compile(
 class Position:
     """A place in an answer, before output token `index`; `seen_hash` is that of the tokens before it.
 
-    `step` counts the events that were sent before the answer begins, or after it has ended.
+    `step` counts the events that were sent before the answer begins, of its next token, or after its end.
     """
 
     index: int = 0
@@ -42,7 +43,8 @@ class Position:
         if not self.has_begun:
             return "~" + step
         seen = f".{urlsafe_b64encode(self.seen_hash).decode().rstrip('=')}" if self.index else ""
-        return f"{self.index}{seen}{'!' + step if self.has_ended else ''}"
+        within = f"+{step}" if step else ""
+        return f"{self.index}{seen}{'!' + step if self.has_ended else within}"
 
 
 START = Position()
@@ -66,7 +68,7 @@ def _position(entry: str) -> Position:
     matched = _ENTRY.fullmatch(entry)
     if matched is None:
         raise InvalidField(_FIELD, f"must be the id of an event of this session, got {entry[:64]!r}")
-    step = int(matched["opened"] or matched["closed"] or 0)
+    step = int(matched["opened"] or matched["closed"] or matched["within"] or 0)
     if matched["index"] is None:
         return Position(step=step)
     index, text = int(matched["index"]), matched["hash"] or ""

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from itertools import count
 
+from galley.common.models.tokenizer import Tokenizer
 from galley.common.wire.codec import OPTIONAL_SAMPLING
 from galley.core.errors import InvalidField, Unimplemented
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.api.schemas import (
     ChatRequest,
     ChatTurn,
+    ChoicesRequest,
     CompletionRequest,
     Parameters,
     SpeculationOptions,
 )
+from services.gateway.http.parameters.parts import text_of
+from services.gateway.http.parameters.structured import set_language, set_prediction
+from services.gateway.http.parameters.tools import NamedTool
+from services.gateway.http.tools.requests import tool_use
 
 _PRIORITIES = {"flex": -1, "auto": 0, "default": 0, "priority": 1}
 _MODES = {
@@ -26,28 +33,55 @@ _MOST_ID = (1 << 32) - 1
 _PIECE_IDS = 8_192
 
 
-def chat_request(body: ChatRequest, key: str) -> pb.GenerateRequest:
-    """Return the request of a chat; `key` is the idempotency key of the header."""
+def chat_request(body: ChatRequest, key: str, tokenizer: Tokenizer) -> tuple[pb.GenerateRequest, str]:
+    """Return the request of a chat, and the parameter that gives the language of its answer, if one does.
+
+    `key` is the idempotency key of the header.
+    """
     request = common_request(body, key, body.max_completion_tokens or body.max_tokens)
-    turns = [
-        pb.ChatMessage(role=turn.role, content=content_of(turn, index))
-        for index, turn in enumerate(body.messages)
-    ]
-    request.messages.CopyFrom(pb.ChatMessages(messages=turns))
+    request.messages.messages.extend(map(chat_message, body.messages, count()))
     if body.logprobs:
         request.logprobs = body.top_logprobs or 0
     elif body.top_logprobs:
         raise InvalidField("top_logprobs", "must come with logprobs: true")
-    return request
+    language = _set_output(request, body)
+    functions = [tool.function for tool in body.tools or ()]
+    choice = body.tool_choice.function if isinstance(body.tool_choice, NamedTool) else body.tool_choice
+    tools = tool_use(functions, choice, parallel=body.parallel_tool_calls, place=".function")
+    if tools is not None:
+        language = tools.set(request, tokenizer, language)
+    return request, language
 
 
-async def completion_requests(body: CompletionRequest, key: str) -> list[pb.GenerateRequest]:
-    """Return the request of each prompt."""
+def chat_message(turn: ChatTurn, index: int) -> pb.ChatMessage:
+    """Return a turn of a chat. Raise InvalidField if it has no text and no calls."""
+    content = "" if turn.content is None and turn.tool_calls else content_of(turn, index)
+    return pb.ChatMessage(
+        role=turn.role,
+        content=content,
+        name=turn.name or "",
+        reasoning_content=turn.reasoning_content or "",
+        tool_call_id=turn.tool_call_id or "",
+        tool_calls=[
+            pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in turn.tool_calls or ()
+        ],
+    )
+
+
+def _set_output(request: pb.GenerateRequest, body: ChoicesRequest) -> str:
+    set_prediction(request, body.prediction)
+    return set_language(request, body.response_format, body.structured_outputs)
+
+
+async def completion_requests(body: CompletionRequest, key: str) -> tuple[list[pb.GenerateRequest], str]:
+    """Return the request of each prompt, and the parameter that gives the language of the answers."""
     if body.echo and body.logprobs is not None:
         raise Unimplemented("echo with logprobs")
     common = common_request(body, key, body.max_tokens)
     if body.logprobs is not None:
         common.logprobs = body.logprobs
+    language = _set_output(common, body)
     requests = []
     prompts: Sequence[str | list[int]] = body.prompts
     for index, prompt in enumerate(prompts):
@@ -58,7 +92,7 @@ async def completion_requests(body: CompletionRequest, key: str) -> list[pb.Gene
         else:
             await _set_ids(request, prompt, f"prompt[{index}]")
         requests.append(request)
-    return requests
+    return requests, language
 
 
 def common_request(body: Parameters, key: str, max_tokens: int | None) -> pb.GenerateRequest:
@@ -96,14 +130,7 @@ def content_of(turn: ChatTurn, index: int) -> str:
     name = f"messages[{index}].content"
     if turn.content is None:
         raise InvalidField(name, "must be text or a list of parts of type text, got none")
-    if isinstance(turn.content, str):
-        return turn.content
-    for at, part in enumerate(turn.content):
-        if part.type != "text" or part.text is None:
-            raise InvalidField(
-                f"{name}[{at}]", f"must be of type text with a text, got type {part.type[:32]!r}"
-            )
-    return "".join(part.text or "" for part in turn.content)
+    return text_of(turn.content, name)
 
 
 def _speculation(options: SpeculationOptions | None) -> pb.Speculation:

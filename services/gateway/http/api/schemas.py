@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import BaseModel, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from galley.core.errors import InvalidField, Unimplemented
+from services.gateway.http.parameters.parts import ContentPart, Few, Open
+from services.gateway.http.parameters.structured import Prediction, ResponseFormat, StructuredOutputs
+from services.gateway.http.parameters.tools import ToolCalls, ToolChoice, Tools
 from services.gateway.http.transport.errors import printable_name
-
-_T = TypeVar("_T")
 
 MAX_CHOICES = 8
 _MAX_PROMPTS = 32
@@ -22,9 +23,6 @@ def _unless_read(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     return value if isinstance(value, array) else check(value)
 
 
-# A body of 4 MiB has a million entries: their checks end with the first that is wrong, else each becomes an
-# error, which takes 10 s and 2 GB.
-Few: TypeAlias = Annotated[list[_T], Field(fail_fast=True, max_length=1 << 10)]
 Ids: TypeAlias = Annotated[list[int], Field(fail_fast=True, max_length=1 << 20), WrapValidator(_unless_read)]
 
 
@@ -33,17 +31,11 @@ def _bounds(**schema: Any) -> Any:
     return Field(None, json_schema_extra=schema)
 
 
-class _Open(BaseModel):
-    """A part whose unknown parameters are kept in `model_extra`."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-
-class StreamOptions(_Open):
+class StreamOptions(Open):
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage of the request.")
 
 
-class SpeculationOptions(_Open):
+class SpeculationOptions(Open):
     mode: Literal["auto", "off", "fixed"] = Field("auto", description="`fixed`: k draft tokens a round.")
     k: int | None = Field(
         None, ge=0, lt=1 << 32, description="Draft tokens a round; with mode auto the most of them."
@@ -51,17 +43,16 @@ class SpeculationOptions(_Open):
     strategy: str = Field("", description="Strategy of the draft. Empty: the draft's default.")
 
 
-class ContentPart(_Open):
-    type: str = Field(description="Must be `text`.")
-    text: str | None = None
-
-
-class ChatTurn(_Open):
+class ChatTurn(Open):
     role: str = Field(description="Such as `system`, `user` or `assistant`.")
     content: str | Few[ContentPart] | None = Field(None, description="Text, or parts of type `text`.")
+    name: str | None = Field(None, description="Passed to the model's chat template.")
+    reasoning_content: str | None = Field(None, description="Passed to the model's chat template.")
+    tool_calls: ToolCalls | None = Field(None, description="The calls of an assistant's turn.")
+    tool_call_id: str | None = Field(None, description="The call that a turn of role `tool` answers.")
 
 
-class Parameters(_Open):
+class Parameters(Open):
     """The parameters that all requests for answers have in common."""
 
     model: str | None = Field(None, description="Served model, or a LoRA adapter of it. Unset: the model.")
@@ -115,6 +106,9 @@ class ChoicesRequest(Parameters):
     return_rounds: bool | None = Field(
         None, description="Return `rounds`: the tokens and the time, by its parts, of each round."
     )
+    response_format: ResponseFormat | None = Field(None, description="The language of the answer.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="The same, as vLLM has it.")
+    prediction: Prediction | None = Field(None, description="Text that the answer probably contains.")
 
 
 class ChatRequest(ChoicesRequest):
@@ -122,6 +116,9 @@ class ChatRequest(ChoicesRequest):
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 32, description="Replaces max_tokens.")
     logprobs: bool | None = Field(None, description="Return the logprob of each token.")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Number of most likely tokens to return.")
+    tools: Tools | None = Field(None, description="Functions that the model may call.")
+    tool_choice: ToolChoice | None = Field(None, description="Whether it may, or which of them it must.")
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call an answer.")
 
 
 class CompletionRequest(ChoicesRequest):

@@ -24,7 +24,7 @@ from services.gateway.http.api.identity import finish_reason
 from services.gateway.http.api.positions import DONE, parse_event_id
 from services.gateway.http.api.stream import AnswerEvents, EventStream
 from services.gateway.http.responses.record import stored_record
-from services.gateway.http.responses.stream import ResponseStream
+from services.gateway.http.responses.writers import response_stream
 from services.gateway.http.transport.front import CALL
 from services.gateway.session.replay import stored_spec
 
@@ -57,7 +57,7 @@ class Sessions:
 
         def writer(send: Send) -> AnswerEvents:
             if record is not None:
-                return ResponseStream(send, record, form, model, positions[0], {})
+                return response_stream(send, record, form, model, positions[0], {})
             return EventStream(send, form, model, positions, {})
 
         return StreamedAnswers(run, writer)

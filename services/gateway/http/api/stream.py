@@ -21,6 +21,7 @@ from services.gateway.http.api.identity import Identity, finish_reason
 from services.gateway.http.api.logprobs import chat_logprobs, completion_logprobs
 from services.gateway.http.api.positions import DONE, Position, event_id
 from services.gateway.http.api.usage import metrics, usage
+from services.gateway.http.tools.output import OutputReader
 from services.gateway.http.transport.encoding import to_json, to_text
 from services.gateway.http.transport.errors import error_reply
 
@@ -33,6 +34,7 @@ _HEADERS = {
 _PIECE_TOKENS = 1024
 _NOTHING = {"logprobs": None, "finish_reason": None}
 _PLAIN = to_text(_NOTHING)[1:]
+_OPENING = {"role": "assistant", "content": ""}
 
 
 class AnswerEvents(Reader, Protocol):
@@ -90,12 +92,20 @@ class EventStream(EventWriter):
         """The build that `_head` names."""
         self._offsets = [0] * form.choices
         """Lengths of the texts of tokens, for `text_offset` of completions."""
+        self._readers: Sequence[OutputReader] = ()
+        """One a choice, if answers have parts."""
 
     async def begin(self, choices: Sequence[Choice]) -> None:
         self._choices = choices
         if self._form.kind == "completion" and choices[0].session.spec.logprobs is not None:
             for choice in choices:
                 self._offsets[choice.index] = await self._length_seen(choice)
+        if self._form.has_parts:
+            self._readers = [
+                OutputReader(self._form, self._model.tokenizer, one.session.answer) for one in choices
+            ]
+            for reader, choice in zip(self._readers, choices, strict=True):
+                await reader.read(choice.position.index)
         self._name_build(choices[0].session.answer.fingerprint)
         await self.open(choices[0].session.spec.session_id)
         for choice in choices:
@@ -106,19 +116,26 @@ class EventStream(EventWriter):
         if isinstance(item, NumericsChanged):
             return  # each event names the build of its tokens
         choice.advance(item)
-        if not (item.text or item.logprobs or self._form.token_ids or self._form.rounds):
+        delta = self._delta(choice, item)
+        if not (delta or item.logprobs or self._form.token_ids or self._form.rounds):
             return
         build = choice.session.answer.build_of(item.index)
         if build != self._build:
             self._name_build(build)
-        await self.write(self._event(choice, item.text, self._details(choice, item)))
+        await self.write(self._event(choice, delta, self._details(choice, item)))
 
     async def end(self, choice: Choice, answer: AnswerStream) -> None:
         choice.end()
         if not self._former[choice.index].has_ended and answer.ending is not None:
-            reason, matched = finish_reason(answer.ending)
+            delta: Mapping[str, Any] = {}
+            has_calls = False
+            if self._readers:
+                reader = self._readers[choice.index]
+                delta = reader.delta(reader.finish())
+                has_calls = reader.has_calls
+            reason, matched = finish_reason(answer.ending, has_calls=has_calls)
             end = {"finish_reason": reason, "stop_reason": matched}
-            await self.write(self._event(choice, "", end, is_last=True))
+            await self.write(self._event(choice, delta, end))
         if all(one.position.has_ended for one in self._choices):
             await self._finish()
 
@@ -132,7 +149,8 @@ class EventStream(EventWriter):
         sessions = [choice.session for choice in self._choices]
         end = b""
         if self._form.usage:
-            used = {"usage": usage(sessions, self._form.n), "metrics": metrics(sessions)}
+            reasoning = sum(reader.reasoning_tokens for reader in self._readers)
+            used = {"usage": usage(sessions, self._form.n, reasoning), "metrics": metrics(sessions)}
             end = b"data: " + self._head + b"[]," + to_json(used)[1:] + b"\n\n"
         await self.write(end + b"id: " + DONE.encode() + b"\ndata: [DONE]\n\n", more=False)
 
@@ -153,7 +171,7 @@ class EventStream(EventWriter):
         """Begin a choice, and return the event for it; empty if there is nothing to say."""
         choice.begin()
         if self._form.kind == "chat":
-            return self._event(choice, None, {})
+            return self._event(choice, _OPENING, {})
         if not self._form.echo:
             return b""
         # In a thread: long prompts of token ids take longer to decode than other streams should wait.
@@ -182,16 +200,21 @@ class EventStream(EventWriter):
             details["rounds"] = choice.rounds.take(chunk.index + len(chunk.tokens))
         return details
 
-    def _event(
-        self, choice: Choice, text: str | None, more: Mapping[str, Any], *, is_last: bool = False
-    ) -> bytes:
-        """Return an event of one choice; text None opens a chat's turn."""
+    def _delta(self, choice: Choice, chunk: Chunk) -> str | Mapping[str, Any]:
+        """Return what a chunk adds: text, or parts of OpenAI's delta."""
+        if not self._readers:
+            return chunk.text
+        reader, end = self._readers[choice.index], chunk.index + len(chunk.tokens)
+        return reader.delta(reader.push(chunk.tokens, choice.session.answer.texts(chunk.index, end)))
+
+    def _event(self, choice: Choice, delta: str | Mapping[str, Any], more: Mapping[str, Any]) -> bytes:
+        """Return an event of one choice."""
         if self._form.kind == "completion":
-            content = f'"text":{to_text(text)}'
-        elif text is None:
-            content = '"delta":{"role":"assistant","content":""}'
+            content = f'"text":{to_text(delta or "")}'
+        elif isinstance(delta, str):
+            content = f'"delta":{{"content":{to_text(delta)}}}'
         else:
-            content = '"delta":{}' if is_last else f'"delta":{{"content":{to_text(text)}}}'
+            content = f'"delta":{to_text(delta)}'
         tail = to_text({**_NOTHING, **more})[1:] if more else _PLAIN
         data = f'{{"index":{choice.index},{content},{tail}'.encode()
         at = event_id([one.position for one in self._choices]).encode()

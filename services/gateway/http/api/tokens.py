@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from itertools import count
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
@@ -13,8 +14,9 @@ from galley.core.errors import InvalidField
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.auth.authentication import caller
 from services.gateway.generation import Generation
-from services.gateway.http.api.requests import content_of
-from services.gateway.http.api.schemas import ChatTurn, Few, Ids
+from services.gateway.http.api.requests import chat_message
+from services.gateway.http.api.schemas import ChatTurn, Ids
+from services.gateway.http.parameters.parts import Few
 from services.gateway.http.transport.encoding import list_json, to_json
 from services.gateway.request.validate import PromptRefused, adapter_of, parse_prompt
 
@@ -51,11 +53,7 @@ class Tokens:
         if body.messages is None:
             request.text = body.prompt or ""
         else:
-            turns = [
-                pb.ChatMessage(role=turn.role, content=content_of(turn, index))
-                for index, turn in enumerate(body.messages)
-            ]
-            request.messages.CopyFrom(pb.ChatMessages(messages=turns))
+            request.messages.messages.extend(map(chat_message, body.messages, count()))
         model = self._generation.model
         adapter_of(request.model, model.request_model())
         with self._generation.streams.admit(caller()) as slot:

@@ -8,7 +8,7 @@ from typing import Any
 from galley.core.session.machine import Session
 
 
-def usage(sessions: Iterable[Session], n: int) -> dict[str, Any]:
+def usage(sessions: Iterable[Session], n: int, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Return the usage of a request whose prompts have `n` answers each; a prompt counts once."""
     all_of = list(sessions)
     prompt = sum(len(session.spec.prompt) for session in all_of[::n])
@@ -20,6 +20,7 @@ def usage(sessions: Iterable[Session], n: int) -> dict[str, Any]:
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
+            "reasoning_tokens": reasoning_tokens,
             "accepted_prediction_tokens": sum(session.predicted[0] for session in all_of),
             "rejected_prediction_tokens": sum(session.predicted[1] for session in all_of),
         },

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from galley.core.answer.answer import Chunk, NumericsChanged
+from galley.core.answer.answer import Chunk, Ending, NumericsChanged
 from galley.core.records import PositionLogprobs
 from services.gateway.generation import AnswerStream, ServedModel
 from services.gateway.http.api.choices import Choice
@@ -14,6 +14,7 @@ from services.gateway.http.api.format import Format, PromptText, no_prompt
 from services.gateway.http.api.identity import Identity, finish_reason
 from services.gateway.http.api.logprobs import chat_logprobs_json, completion_logprobs_json
 from services.gateway.http.api.usage import metrics, usage
+from services.gateway.http.tools.output import OutputReader
 from services.gateway.http.transport.encoding import to_json, with_json
 
 
@@ -30,7 +31,8 @@ class WholeAnswers:
         self._drafted: list[list[bool]] = [[] for _ in range(form.choices)]
         self._logprobs: list[list[PositionLogprobs]] = [[] for _ in range(form.choices)]
         self._rounds: list[list[dict[str, Any]]] = [[] for _ in range(form.choices)]
-        self._ends: list[dict[str, Any]] = [{} for _ in range(form.choices)]
+        self._endings: list[Ending | None] = [None] * form.choices
+        self._reasoning_tokens = 0
 
     @property
     def session_id(self) -> str:
@@ -49,30 +51,40 @@ class WholeAnswers:
                 self._rounds[choice.index] += choice.rounds.take(item.index + len(item.tokens))
 
     async def end(self, choice: Choice, answer: AnswerStream) -> None:
-        if answer.ending is not None:
-            reason, matched = finish_reason(answer.ending)
-            self._ends[choice.index] = {"finish_reason": reason, "stop_reason": matched}
+        self._endings[choice.index] = answer.ending
 
     async def body(self) -> bytes:
         sessions = [choice.session for choice in self.choices]
         head = Identity.of(sessions[0], self._form, self._model).head(stream=False)
         choices = b",".join([await self._choice(index) for index in range(len(sessions))])
-        end = {"usage": usage(sessions, self._form.n), "metrics": metrics(sessions)}
+        used = usage(sessions, self._form.n, self._reasoning_tokens)
+        end = {"usage": used, "metrics": metrics(sessions)}
         return b"%b[%b],%b" % (head, choices, to_json(end)[1:])
 
     async def _choice(self, index: int) -> bytes:
-        text = "".join(self._texts[index])
         fields: dict[str, Any] = {"index": index}
-        if self._form.kind == "chat":
-            fields["message"] = {"role": "assistant", "content": text, "refusal": None}
+        has_calls = False
+        if self._form.has_parts:
+            reader = OutputReader(self._form, self._model.tokenizer, self.choices[index].session.answer)
+            deltas = [*await reader.read(len(self._tokens[index])), *reader.finish()]
+            fields["message"] = reader.message(deltas)
+            has_calls = reader.has_calls
+            self._reasoning_tokens += reader.reasoning_tokens
+        elif self._form.kind == "chat":
+            fields["message"] = {"role": "assistant", "content": self._text(index), "refusal": None}
         else:
-            fields["text"] = await self._echo(index) + text
-        fields |= self._ends[index]
+            fields["text"] = await self._echo(index) + self._text(index)
+        if (ending := self._endings[index]) is not None:
+            reason, matched = finish_reason(ending, has_calls=has_calls)
+            fields |= {"finish_reason": reason, "stop_reason": matched}
         if self._form.token_ids:
             fields |= {"token_ids": self._tokens[index], "from_draft": self._drafted[index]}
         if self._form.rounds:
             fields["rounds"] = self._rounds[index]
         return with_json(fields, "logprobs", await self._logprobs_of(index))
+
+    def _text(self, index: int) -> str:
+        return "".join(self._texts[index])
 
     async def _echo(self, index: int) -> str:
         if not self._form.echo:

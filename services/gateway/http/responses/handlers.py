@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from galley.core import names
-from galley.core.answer.answer import Chunk, Ending, NumericsChanged
+from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged
 from galley.core.errors import InvalidField, UnknownSession
 from galley.core.store import StoredSession
 from services.gateway.generation import AnswerStream, ServedModel
@@ -20,10 +20,12 @@ from services.gateway.http.api.format import Format, stored_format
 from services.gateway.http.api.positions import START
 from services.gateway.http.api.schemas import check_parameters
 from services.gateway.http.responses.objects import PREFIX, ResponseObjects, input_items
+from services.gateway.http.responses.parts import place_after
 from services.gateway.http.responses.record import Record, Turn, stored_record
 from services.gateway.http.responses.requests import named_as_here, wire_request
 from services.gateway.http.responses.schemas import ResponseRequest
-from services.gateway.http.responses.stream import ResponseStream, position_after
+from services.gateway.http.responses.stream import position_after
+from services.gateway.http.responses.writers import response_stream
 from services.gateway.http.transport.errors import Refused
 from services.gateway.http.transport.front import CALL
 from services.gateway.http.transport.http_call import HttpCall
@@ -44,19 +46,24 @@ class Responses:
         call = request.scope[CALL]
         headers = check_parameters(body, strict=self._strict)
         former = await self._former(body.previous_response_id, call) if body.previous_response_id else ()
-        wire, record = wire_request(body, former, idempotency_key(request))
-        form = Format("response", token_ids=bool(body.return_token_ids))
         model = self._generation.model
+        wire, record, language = wire_request(body, former, idempotency_key(request), model.tokenizer)
+        form = Format(
+            "response",
+            token_ids=bool(body.return_token_ids),
+            tools=bool(wire.messages.tools),
+            reasoning=model.tokenizer.reasoning is not None,
+        )
 
         async def run(reader: Reader) -> None:
-            with named_as_here():
+            with named_as_here(language):
                 await self._runner.generate([wire], form, call, reader, record.stored)
 
         if body.stream:
             return StreamedAnswers(
-                run, lambda send: ResponseStream(send, record, form, model, START, headers)
+                run, lambda send: response_stream(send, record, form, model, START, headers)
             )
-        return CollectedAnswers(run, _WholeResponse(record, model), headers)
+        return CollectedAnswers(run, _WholeResponse(record, model, form), headers)
 
     async def retrieve(
         self,
@@ -75,13 +82,14 @@ class Responses:
         with self._generation.admit_read():
             stored, record = await self._read(response_id, call)
         output = stored.tokens[stored.prompt_len :]
+        form, session_id = stored_format(stored.fields), stored.ownership.session_id
         position = START
         if starting_after is not None:
-            after = position_after(starting_after, output, has_ended=stored.state == "finished")
+            find = place_after if form.has_parts else position_after
+            after = find(starting_after, output, has_ended=stored.state == "finished")
             if after is None:
                 return Response(status_code=204)
             position = after
-        form, session_id = stored_format(stored.fields), stored.ownership.session_id
         call.span_attributes = {names.HTTP_METHOD: request.method, names.HTTP_ROUTE: ROUTE}
 
         async def run(reader: Reader) -> None:
@@ -89,7 +97,7 @@ class Responses:
                 await self._runner.resume(session_id, form, [position], call, reader)
 
         model = self._generation.model
-        return StreamedAnswers(run, lambda send: ResponseStream(send, record, form, model, position, {}))
+        return StreamedAnswers(run, lambda send: response_stream(send, record, form, model, position, {}))
 
     async def cancel(self, response_id: str, request: HttpRequest) -> Response:
         """End a response permanently; one that has ended stays as it is."""
@@ -145,9 +153,10 @@ class Responses:
                 ) from None
             if stored.state != "finished":
                 raise InvalidField(name, "must be a response that has ended")
-            answer, _ = await self._generation.answer_of(stored)
-            text = "".join(answer.texts(0, answer.output_len))
-        return [*(record.turns or ()), Turn("assistant", text)]
+            answer, ending = await self._generation.answer_of(stored)
+            objects = self._objects(record, stored, answer, ending)
+            turn = await objects.turn()
+        return [*(record.turns or ()), turn]
 
     async def _read(self, response_id: str, call: HttpCall) -> tuple[StoredSession, Record]:
         """Return the session of a response that is kept. Raise Refused."""
@@ -165,16 +174,23 @@ class Responses:
 
     async def _response(self, stored: StoredSession, record: Record) -> Response:
         answer, ending = await self._generation.answer_of(stored)
-        objects = ResponseObjects(record, self._generation.model, answer, ending)
+        objects = self._objects(record, stored, answer, ending)
         return Response(await objects.whole(), media_type="application/json")
+
+    def _objects(
+        self, record: Record, stored: StoredSession, answer: Answer, ending: Ending | None
+    ) -> ResponseObjects:
+        form = stored_format(stored.fields)
+        return ResponseObjects(record, self._generation.model, form, answer, ending)
 
 
 class _WholeResponse:
     """Collect an answer, then return it as a response."""
 
-    def __init__(self, record: Record, model: ServedModel) -> None:
+    def __init__(self, record: Record, model: ServedModel, form: Format) -> None:
         self._record = record
         self._model = model
+        self._form = form
         self._choices: Sequence[Choice] = ()
         self._ending: Ending | None = None
 
@@ -193,4 +209,7 @@ class _WholeResponse:
 
     async def body(self) -> bytes:
         session = self._choices[0].session
-        return await ResponseObjects(self._record, self._model, session.answer, self._ending, session).whole()
+        objects = ResponseObjects(
+            self._record, self._model, self._form, session.answer, self._ending, session
+        )
+        return await objects.whole()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from galley.core.answer.answer import Answer, Ending, Reason
 from galley.core.lookup.prediction import count_predicted
 from galley.core.session.machine import Session
 from services.gateway.generation import ServedModel
+from services.gateway.http.api.format import Format
 from services.gateway.http.api.logprobs import chat_logprobs_json
 from services.gateway.http.api.usage import metrics, usage
-from services.gateway.http.responses.record import Record, Turn
+from services.gateway.http.responses.items import PartsReader
+from services.gateway.http.responses.record import Call, Record, Turn
 from services.gateway.http.transport.encoding import with_json
 
 PREFIX = "resp_"
@@ -28,9 +30,11 @@ class ResponseObjects:
 
     record: Record
     model: ServedModel
+    form: Format
     answer: Answer
     ending: Ending | None = None
     session: Session | None = None
+    reasoning_tokens: int = 0
 
     @property
     def status(self) -> str:
@@ -51,10 +55,38 @@ class ResponseObjects:
 
     async def whole(self) -> bytes:
         """Return the response, with its output as far as it goes."""
-        return self.response(self.message(self.part(await self.logprobs())))
+        if not self.form.has_parts:
+            return self.response(self.message(self.part(await self.logprobs())))
+        reader = await self._read()
+        return replace(self, reasoning_tokens=reader.reasoning_tokens).response(reader.items_json)
 
-    def response(self, message: bytes = b"", *, error: dict[str, Any] | None = None) -> bytes:
-        """Return the response; without its message, the usage is left out, too."""
+    async def turn(self) -> Turn:
+        """Return the answer as a turn of the conversation that goes on."""
+        if not self.form.has_parts:
+            return Turn("assistant", self.text)
+        items = (await self._read()).items
+        texts = [item["content"][0]["text"] for item in items if item["type"] == "message"]
+        calls = [item for item in items if item["type"] == "function_call"]
+        return Turn(
+            "assistant",
+            "".join(texts),
+            [Call(call["call_id"], call["name"], call["arguments"]) for call in calls],
+        )
+
+    async def _read(self) -> PartsReader:
+        reader = PartsReader(self.form, self.model, self.answer)
+        await reader.skip(self.output_len)
+        if self.ending is not None:
+            reader.finish()
+        reader.close(self.item_status)
+        return reader
+
+    @property
+    def item_status(self) -> str:
+        return self.status if self.status in {RUNNING, "completed"} else "incomplete"
+
+    def response(self, output: bytes | None = None, *, error: dict[str, Any] | None = None) -> bytes:
+        """Return the response with the JSON of its items; without them, the usage is left out, too."""
         answer, session = self.answer, self.session
         status = self.status if error is None else "failed"
         ending = self.ending
@@ -67,27 +99,23 @@ class ResponseObjects:
             "error": error,
             "incomplete_details": _CUT if ending is not None and ending.reason is Reason.LENGTH else None,
             "model": self.model.name_of(answer.spec),
-            "parallel_tool_calls": False,
             "temperature": round(answer.spec.sampling.temperature, 6),
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
             "top_p": round(answer.spec.sampling.top_p, 6),
             "truncation": "disabled",
             **self.record.parameters,
-            "usage": self._usage() if message else None,
-            "metrics": metrics([session]) if message and session is not None else None,
+            "usage": None if output is None else self._usage(),
+            "metrics": metrics([session]) if output is not None and session is not None else None,
             "seed": answer.spec.sampling.seed,
             "stop_reason": None if ending is None else ending.matched,
             "system_fingerprint": answer.fingerprint or self.model.info.fingerprint,
         }
-        return with_json(fields, "output", b"[%b]" % message)
+        return with_json(fields, "output", b"[%b]" % (output or b""))
 
     def message(self, part: bytes = b"") -> bytes:
         fields = {
             "id": self.item_id,
             "type": "message",
-            "status": self.status if self.status in {RUNNING, "completed"} else "incomplete",
+            "status": self.item_status,
             "role": "assistant",
         }
         return with_json(fields, "content", b"[%b]" % part)
@@ -115,24 +143,28 @@ class ResponseObjects:
             "input_tokens": prompt,
             "input_tokens_details": known.get("prompt_tokens_details", {"cached_tokens": None}),
             "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": 0, **predictions},
+            "output_tokens_details": {**predictions, "reasoning_tokens": self.reasoning_tokens},
             "total_tokens": prompt + output,
         }
 
 
 def input_items(turns: Sequence[Turn], session_id: str) -> list[dict[str, Any]]:
-    """Return the messages that a response answers."""
-    return [
-        {
-            "id": f"msg_{session_id}_{index}",
-            "type": "message",
-            "status": "completed",
-            "role": turn.role,
-            "content": [
-                {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": []}
-                if turn.role == "assistant"
-                else {"type": "input_text", "text": turn.text}
-            ],
-        }
-        for index, turn in enumerate(turns)
-    ]
+    """Return the items that a response answers."""
+    return [item for index, turn in enumerate(turns) for item in _items(turn, f"{session_id}_{index}")]
+
+
+def _items(turn: Turn, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the message of a turn, its calls, or the output of a call."""
+    if turn.call_id:
+        output = {"call_id": turn.call_id, "output": turn.text}
+        yield {"id": f"fco_{name}", "type": "function_call_output", "status": "completed", **output}
+        return
+    part: dict[str, Any] = {"type": "input_text", "text": turn.text}
+    if turn.role == "assistant":
+        part = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": []}
+    if turn.text or not turn.calls:
+        content = {"role": turn.role, "content": [part]}
+        yield {"id": f"msg_{name}", "type": "message", "status": "completed", **content}
+    for number, call in enumerate(turn.calls):
+        fields = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        yield {"id": f"fc_{name}_{number}", "type": "function_call", "status": "completed", **fields}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from galley.core.errors import LogLost
@@ -13,9 +13,25 @@ FIELD = "response"
 """Field of a stored session: the record of its response."""
 
 
+class Call(NamedTuple):
+    id: str
+    name: str
+    arguments: str
+
+
 class Turn(NamedTuple):
+    """A turn of a conversation: a text, calls that the model made, or with a `call_id` the result of one."""
+
     role: str
     text: str
+    calls: Sequence[Call] = ()
+    call_id: str = ""
+
+    @property
+    def stored(self) -> Sequence[Any]:
+        return (
+            self if self.calls or self.call_id else self[:2]
+        )  # gateways of earlier versions know two fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +47,9 @@ class Record:
 
     @property
     def stored(self) -> dict[str, bytes]:
-        return {FIELD: json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":")).encode()}
+        turns = None if self.turns is None else [turn.stored for turn in self.turns]
+        fields = {"parameters": self.parameters, "turns": turns}
+        return {FIELD: json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()}
 
 
 def stored_record(fields: Mapping[str, bytes]) -> Record | None:
@@ -41,6 +59,11 @@ def stored_record(fields: Mapping[str, bytes]) -> Record | None:
     try:
         read = json.loads(fields[FIELD])
         turns = read["turns"]
-        return Record(read["parameters"], None if turns is None else [Turn(*turn) for turn in turns])
+        return Record(read["parameters"], None if turns is None else list(map(_turn, turns)))
     except (ValueError, KeyError, TypeError) as error:
         raise LogLost("the stored session cannot be read") from error
+
+
+def _turn(stored: Sequence[Any]) -> Turn:
+    turn = Turn(*stored)
+    return turn._replace(calls=[Call(*call) for call in turn.calls])

@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from services.gateway.http.api.schemas import Few, Parameters
+from services.gateway.http.api.schemas import Parameters
+from services.gateway.http.parameters.parts import Few
+from services.gateway.http.parameters.structured import TextOptions
+from services.gateway.http.parameters.tools import FlatToolChoice, FlatTools
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -23,11 +26,18 @@ class InputPart(_Item):
 
 
 class InputItem(_Item):
-    type: str | None = Field(None, description="Must be `message`, or unset.")
+    type: str | None = Field(
+        None,
+        description="`message`, also if unset; `function_call`, `function_call_output`; others are ignored.",
+    )
     role: Literal["user", "assistant", "system", "developer"] | None = Field(
         None, description="`developer` is the same as `system`."
     )
     content: str | Few[InputPart] | None = Field(None, description="Text, or parts of text.")
+    call_id: str | None = Field(None, description="Of a call, and of its output.")
+    name: str | None = Field(None, description="Of a called function.")
+    arguments: str | None = Field(None, description="Of a call: a JSON object, as text.")
+    output: str | Few[InputPart] | None = Field(None, description="Of a call: text, or parts of text.")
 
 
 class ResponseRequest(Parameters):
@@ -39,6 +49,10 @@ class ResponseRequest(Parameters):
     previous_response_id: str | None = Field(
         None, description="The stored response whose conversation `input` continues."
     )
+    text: TextOptions | None = Field(None, description="The language of the answer.")
+    tools: FlatTools | None = Field(None, description="Functions that the model may call.")
+    tool_choice: FlatToolChoice | None = Field(None, description="Whether it may, or which of them it must.")
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call an answer.")
     store: bool | None = Field(
         None, description="Keep the response for `GET` and `previous_response_id`. Default: true."
     )

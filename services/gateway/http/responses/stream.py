@@ -57,7 +57,9 @@ class ResponseStream(EventWriter):
     async def begin(self, choices: Sequence[Choice]) -> None:
         [self._choice] = choices
         session = self._choice.session
-        self._objects = ResponseObjects(self._record, self._model, session.answer, session=session)
+        self._objects = ResponseObjects(
+            self._record, self._model, self._form, session.answer, session=session
+        )
         self._delta_head = b'{"type":"%b","item_id":"%b","output_index":0,"content_index":0,' % (
             _DELTA.encode(),
             self._objects.item_id.encode(),
@@ -83,7 +85,7 @@ class ResponseStream(EventWriter):
         if self._form.token_ids:
             body |= {"token_ids": item.tokens, "from_draft": item.from_draft}
         data = self._delta_head + to_json(body)[1:]
-        await self.write(_event(_DELTA, str(choice.position), data))
+        await self.write(typed_event(_DELTA, str(choice.position), data))
 
     async def end(self, choice: Choice, answer: AnswerStream) -> None:
         choice.end()
@@ -98,7 +100,9 @@ class ResponseStream(EventWriter):
         # Without output: the session may have more tokens than the log.
         response = self._objects.response(error={"code": reply.code, "message": reply.message})
         fields = {"type": "response.failed", "sequence_number": self._number + 1}
-        await self.write(_event("response.failed", "", with_json(fields, "response", response)), more=False)
+        await self.write(
+            typed_event("response.failed", "", with_json(fields, "response", response)), more=False
+        )
 
     def _opening(self) -> Iterator[bytes]:
         objects = self._objects
@@ -152,9 +156,9 @@ def _written(
         value = value_of(value)
         if index >= sent:
             of = {"type": kind, "sequence_number": first + index, **fields}
-            yield _event(kind, event_id, with_json(of, name, value))
+            yield typed_event(kind, event_id, with_json(of, name, value))
 
 
-def _event(kind: str, name: str, data: bytes) -> bytes:
+def typed_event(kind: str, name: str, data: bytes) -> bytes:
     head = f"event: {kind}\nid: {name}\n" if name else f"event: {kind}\n"
     return b"%bdata: %b\n\n" % (head.encode(), data)

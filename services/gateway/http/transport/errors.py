@@ -33,8 +33,8 @@ _TYPES: dict[int, str] = {
 _UNAVAILABLE_RETRY_S = 1.0
 _NAMED: dict[type[BaseException], str] = {KeyReused: "idempotency_key", UnknownSession: "session_id"}
 # What pydantic puts into the place of a problem besides the names of parameters.
-_KINDS = frozenset(
-    {"body", "query", "path", "header", "str", "int", "list[str]", "list[int]", "list[list[int]]"}
+_KINDS = re.compile(
+    r"body|query|path|header|str|int|bool|(list|dict|literal|function-\w+)\[.*|(Flat)?NamedTool", re.DOTALL
 )
 # Its messages, as ours are written.
 _MUST = {"missing": "must be given", "model_attributes_type": "must be a JSON object"}
@@ -43,6 +43,7 @@ _SHOULD = re.compile("^(Input|Value|String|List|Dictionary) should ")
 _PARAMETERS = (
     (re.compile(r"^sampling\."), ""),
     (re.compile(r"^messages\.messages"), "messages"),
+    (re.compile(r"^messages\.tools"), "tools"),
     (re.compile(r"^(text|token_ids\.ids)(?=\[|$)"), "prompt"),
     (re.compile(r"^priority$"), "service_tier"),
 )
@@ -140,7 +141,7 @@ def _not_as_described(error: RequestValidationError) -> ErrorReply:
     problem = error.errors()[0]
     if problem["loc"] == ("body",) and isinstance(problem.get("input"), bytes):
         return ErrorReply(400, "content-type: must be application/json", "invalid_argument", "content-type")
-    place = [part for part in problem["loc"] if part not in _KINDS]
+    place = [part for part in problem["loc"] if isinstance(part, int) or not _KINDS.fullmatch(part)]
     name = "".join(
         f"[{part}]" if isinstance(part, int) else f".{printable_name(part)}" for part in place
     ).lstrip(".")

@@ -40,7 +40,7 @@ def credit() -> int:
 
 @pytest.fixture
 async def world(shared_store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
-    async with _world(shared_store, tokenizer, credit) as world:
+    async with a_world(shared_store, tokenizer, credit) as world:
         yield world
 
 
@@ -51,12 +51,12 @@ async def gateway(world: World) -> Gateway:
 
 @pytest.fixture
 async def frail_world(own_store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
-    async with _world(own_store, tokenizer, credit) as world:
+    async with a_world(own_store, tokenizer, credit) as world:
         yield world
 
 
 @asynccontextmanager
-async def _world(store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
+async def a_world(store: Server, tokenizer: Path, credit: int) -> AsyncIterator[World]:
     # The path of a unix socket is limited to 107 bytes, which pytest's tmp_path can exceed.
     with tempfile.TemporaryDirectory(prefix="galley-") as directory:
         async with World(Path(directory), tokenizer, store.url, credit) as world:

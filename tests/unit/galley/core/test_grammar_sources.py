@@ -257,9 +257,9 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("structural_tag", '{"format": {"type": "token", "token": 99999}}', "format.token must be a token id"),
     ("structural_tag", '{"format": {"type": "regex"}}', "format.pattern must be a string"),
     ("structural_tag", '{"format": {"type": "json_schema"}}', "format must have json_schema"),
-    ("structural_tag", '{"structures": [], "triggers": ["<"]}', "format.tags must be a list of 1 to 1000 entries"),
+    ("structural_tag", '{"structures": [], "triggers": ["<"]}', "format.tags must be a list of 1 to 1000"),
     ("structural_tag", '{"structures": [1], "triggers": ["<"]}', "format.tags[0] must be a JSON object"),
-    ("structural_tag", '{"structures": [{}], "triggers": []}', "format.triggers must be a list of 1 to 1000 entries"),
+    ("structural_tag", '{"structures": [{}], "triggers": []}', "format.triggers must be a list of 1 to 1000"),
     ("structural_tag", '{"structures": [{}], "triggers": ["<"]}', "format.tags[0].begin must be a string"),
     (
         "structural_tag",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -19,3 +21,11 @@ async def gateway(world: World) -> Gateway:
 async def client(gateway: Gateway) -> AsyncIterator[HttpClient]:
     async with http_client(gateway.http) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def clients() -> Path:
+    """The environment of clients that others wrote, which is made where it is missing."""
+    root = Path(__file__).resolve().parents[5]
+    subprocess.run([root / "scripts" / "clients.sh"], check=True, cwd=root)
+    return root / ".galley" / "clients"

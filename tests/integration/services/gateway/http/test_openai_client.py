@@ -182,10 +182,8 @@ async def test_errors_have_the_clients_types(openai_client: openai.AsyncOpenAI) 
         await openai_client.completions.create(model="gpt-4", prompt=PROMPT)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as unsupported:
-        await openai_client.chat.completions.create(
-            messages=MESSAGES, model="tiny", response_format={"type": "json_object"}
-        )
-    assert (unsupported.value.param, unsupported.value.code) == ("response_format", "unsupported_parameter")
+        await openai_client.chat.completions.create(messages=MESSAGES, model="tiny", modalities=["audio"])
+    assert (unsupported.value.param, unsupported.value.code) == ("modalities", "unsupported_parameter")
 
 
 async def test_keys(world: World) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import subprocess
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,6 @@ from tests.fakes.truth import ASSISTANT, END, SEED, USER, text_of, true_output
 from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import MAX_TOKENS, PROMPT, PROMPT_TOKENS, Gateway, World
 
-ROOT = Path(__file__).resolve().parents[5]
 PROGRAMS = Path(__file__).parent / "clients"
 _LONG_S = 6 * PATIENCE_S  # litellm takes a while to be imported
 
@@ -28,13 +26,6 @@ STOPS = frozenset({END})
 CHAT_TOKENS = [USER, *PROMPT_TOKENS, ASSISTANT]
 CHAT, OTHER = (text_of(true_output(CHAT_TOKENS, MAX_TOKENS, seed, stops=STOPS)) for seed in (SEED, SEED + 1))
 TEXT = text_of(true_output(PROMPT_TOKENS, MAX_TOKENS, stops=STOPS))
-
-
-@pytest.fixture(scope="session")
-def clients() -> Path:
-    """The environment of the clients, which is made where it is missing."""
-    subprocess.run([ROOT / "scripts" / "clients.sh"], check=True, cwd=ROOT)
-    return ROOT / ".galley" / "clients"
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:

@@ -52,11 +52,11 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         "must be of type text",
     ),
     (CHATS, {"top_logprobs": 3}, "top_logprobs", "must come with logprobs"),
-    (CHATS, {"tools": [{"type": "function"}]}, "tools", "is not supported"),
+    (CHATS, {"tools": [{"type": "function"}]}, "tools[0].function", "must be given"),
     (
         CHATS,
-        {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
-        "messages[0].tool_calls",
+        {"messages": [{"role": "user", "content": "x", "function_call": {"name": "f"}}]},
+        "messages[0].function_call",
         "is not",
     ),
 ]

@@ -272,8 +272,10 @@ async def test_responses_of_others_and_those_not_stored_are_not_found(world: Wor
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{"type": "function"}]}, "tools", "is not supported"),
-    ({"text": {"format": {"type": "json_schema"}}}, "text", "is not supported"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name", "must be given"),
+    ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type", "must be 'function'"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "must be 'text', 'json_object'"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity", "must be 'medium'"),
     ({"reasoning": {"effort": "high"}}, "reasoning", "is not supported"),
     ({"background": True}, "background", "is not supported"),
     ({"conversation": "conv_1"}, "conversation", "is not supported"),
@@ -285,7 +287,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
     ({"temperature": -1.0}, "temperature", "must be >= 0"),
     ({"input": []}, "input", "must have 1 to 1024 entries"),
-    ({"input": [{"type": "function_call_output"}]}, "input[0].type", "must be 'message'"),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type", "must be 'message', 'function_call'"),
     ({"input": [{"role": "user"}]}, "input[0]", "must have a role and a content"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},

@@ -1,0 +1,65 @@
+"""The parameters of tools and calls."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, StringConstraints
+
+from services.gateway.http.parameters.parts import Few, Open
+
+Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class Function(Open):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON Schema of the arguments.")
+    strict: bool | None = Field(
+        None, description="Accepted, without effect: the schema holds where a call is required."
+    )
+
+
+class Tool(Open):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Open):
+    name: Name
+
+
+class NamedTool(Open):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class FlatTool(Function):
+    """A tool as the Responses API has it."""
+
+    type: Literal["function"]
+
+
+class FlatNamedTool(NamedFunction):
+    type: Literal["function"]
+
+
+Mode: TypeAlias = Literal["auto", "none", "required"]
+ToolChoice: TypeAlias = Mode | NamedTool
+FlatToolChoice: TypeAlias = Mode | FlatNamedTool
+Tools: TypeAlias = Annotated[list[Tool], Field(fail_fast=True, max_length=128)]
+FlatTools: TypeAlias = Annotated[list[FlatTool], Field(fail_fast=True, max_length=128)]
+
+
+class CalledFunction(Open):
+    name: Name
+    arguments: str = Field(description="A JSON object, as text.")
+
+
+class ToolCall(Open):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+ToolCalls: TypeAlias = Few[ToolCall]

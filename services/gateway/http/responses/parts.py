@@ -1,0 +1,162 @@
+"""The typed events of a response whose answer has parts. Their numbers depend on tokens alone.
+
+Two events open a response. A token, counted from 1, has 32 numbers for the events that it causes; the events
+that close the response have those of one token more. Deltas of one item are one event, with the number of the
+last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.types import Send
+
+from galley.common.logs import log_internal
+from galley.core.answer.answer import Chunk, NumericsChanged
+from galley.core.content import RunningHash, prefix_hash
+from galley.core.errors import InvalidField
+from services.gateway.generation import AnswerStream, ServedModel
+from services.gateway.http.api.choices import Choice
+from services.gateway.http.api.format import Format
+from services.gateway.http.api.positions import DONE, Position
+from services.gateway.http.api.stream import EventWriter
+from services.gateway.http.responses.items import Event, PartsReader
+from services.gateway.http.responses.objects import ResponseObjects
+from services.gateway.http.responses.record import Record
+from services.gateway.http.responses.stream import typed_event
+from services.gateway.http.transport.encoding import to_json, with_json
+from services.gateway.http.transport.errors import error_reply
+
+_OPENING = 2
+_SLOTS = 32
+
+
+@dataclass(slots=True)
+class _Written:
+    """An event of the token after `at`; number `step` of that token's."""
+
+    kind: str
+    fields: dict[str, Any]
+    at: Position
+
+    def joins(self, kind: str, fields: Mapping[str, Any]) -> bool:
+        return (
+            self.kind == kind
+            and kind.endswith(".delta")
+            and self.fields["output_index"] == fields["output_index"]
+        )
+
+    def join(self, fields: Mapping[str, Any], at: Position) -> None:
+        self.fields["delta"] += fields["delta"]
+        if "logprobs" in fields:
+            self.fields["logprobs"] += fields["logprobs"]
+        self.at = at
+
+    @property
+    def data(self) -> bytes:
+        number = _OPENING + self.at.index * _SLOTS + min(self.at.step, _SLOTS) - 1
+        fields = {"type": self.kind, "sequence_number": number, **self.fields}
+        return typed_event(self.kind, str(self.at), to_json(fields))
+
+
+class PartsStream(EventWriter):
+    """Write one answer as the events of a response, from the place `former` that the client had reached."""
+
+    def __init__(
+        self,
+        send: Send,
+        record: Record,
+        form: Format,
+        model: ServedModel,
+        former: Position,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(send, headers)
+        self._record = record
+        self._form = form
+        self._model = model
+        self._former = former
+        self._hash = RunningHash()
+        self._place = Position(has_begun=True)
+
+    async def begin(self, choices: Sequence[Choice]) -> None:
+        [choice] = choices
+        session = choice.session
+        self._objects = ResponseObjects(
+            self._record, self._model, self._form, session.answer, session=session
+        )
+        self._parts = PartsReader(self._form, self._model, session.answer)
+        await self._parts.skip(self._former.index)
+        self._hash = RunningHash(session.answer.output[: self._former.index])
+        self._place = Position(self._former.index, self._hash.digest(), has_begun=True)
+        await self.open(session.spec.session_id)
+        if not self._former.has_begun:
+            response = self._objects.response()
+            for number in range(self._former.step, _OPENING):
+                kind = ("response.created", "response.in_progress")[number]
+                place = Position(step=1) if number == 0 else Position(has_begun=True)
+                fields = {"type": kind, "sequence_number": number}
+                await self.write(typed_event(kind, str(place), with_json(fields, "response", response)))
+
+    async def item(self, choice: Choice, item: Chunk | NumericsChanged) -> None:  # noqa: ARG002  # a Reader
+        if isinstance(item, NumericsChanged):
+            return
+        written: list[_Written] = []
+        for index, token in enumerate(item.tokens, item.index):
+            self._add(written, self._parts.push(index, token))
+            self._hash.add([token])
+            self._place = Position(index + 1, self._hash.digest(), has_begun=True)
+        if written:
+            await self.write(b"".join(one.data for one in written))
+
+    async def end(self, choice: Choice, answer: AnswerStream) -> None:  # noqa: ARG002  # a Reader
+        if answer.ending is None:
+            return
+        objects = replace(self._objects, ending=answer.ending)
+        written: list[_Written] = []
+        self._add(written, [*self._parts.finish(), *self._parts.close(objects.item_status)])
+        if written:
+            await self.write(b"".join(one.data for one in written))
+        objects = replace(objects, reasoning_tokens=self._parts.reasoning_tokens)
+        last = "response.completed" if objects.status == "completed" else "response.incomplete"
+        number = _OPENING + (self._place.index + 1) * _SLOTS
+        fields = {"type": last, "sequence_number": number}
+        response = objects.response(self._parts.items_json)
+        await self.write(typed_event(last, DONE, with_json(fields, "response", response)), more=False)
+
+    async def fail(self, error: BaseException) -> None:
+        """Send an error after the response has begun, and end the response."""
+        log_internal(error)
+        reply = error_reply(error)
+        response = self._objects.response(error={"code": reply.code, "message": reply.message})
+        number = _OPENING + (self._place.index + 1) * _SLOTS
+        fields = {"type": "response.failed", "sequence_number": number}
+        await self.write(
+            typed_event("response.failed", "", with_json(fields, "response", response)), more=False
+        )
+
+    def _add(self, written: list[_Written], events: Sequence[Event]) -> None:
+        """Add the events of the next token, but for those that the client has."""
+        seen = self._former.step if self._former.has_begun and self._place.index == self._former.index else 0
+        for step, (kind, fields) in enumerate(events, 1):
+            if step <= seen:
+                continue
+            at = replace(self._place, step=step)
+            if step == 1 and written and written[-1].joins(kind, fields):
+                written[-1].join(fields, at)
+            else:
+                written.append(_Written(kind, fields, at))
+
+
+def place_after(number: int, output: Sequence[int], *, has_ended: bool) -> Position | None:
+    """Return the place after the event of a sequence number; None after the last one. Raise InvalidField."""
+    if number < _OPENING:
+        return Position(step=1) if number == 0 else Position(has_begun=True)
+    index, step = divmod(number - _OPENING, _SLOTS)
+    if has_ended and index == len(output) + 1:
+        return None
+    if index > len(output):
+        raise InvalidField("starting_after", f"must be the number of an event of this response, got {number}")
+    return Position(index, prefix_hash(output[:index]) if index else b"", has_begun=True, step=step + 1)

@@ -1,0 +1,145 @@
+"""The forms in which models write calls, chosen by what the model's chat template says of tools.
+
+A format reads calls (`parser`) and describes them as a structural tag, for answers that must be calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+from galley.common.models.tokenizer import Tokenizer
+from services.gateway.http.tools.deltas import Parser
+from services.gateway.http.tools.parsers import BareCalls, hermes_calls, mistral_calls
+
+Form: TypeAlias = dict[str, Any]
+"""A part of a structural tag."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One form of calls.
+
+    `marks` are texts of the form that may be control tokens, which decoded text leaves out. A call is
+    described as `begin`, its arguments, and `end`; `%name` and `%id` in `begin` stand for its name and id.
+    With a `key`, a call is a JSON object that has its arguments there.
+    """
+
+    parser: Callable[[], Parser]
+    begin: str = ""
+    key: str = ""
+    end: str = ""
+    before: str = ""
+    separator: str = ""
+    after: str = ""
+    marks: tuple[str, ...] = ()
+    may_repeat: bool = True
+    id_chars: int = 0
+    """Length of an id that the model's template takes; 0: any."""
+
+    def call_id(self, session_id: str, index: int) -> str:
+        """Return the id of a call, the same at each gateway."""
+        digest = blake2b(f"{session_id}/{index}".encode(), digest_size=12, person=b"galley.call").hexdigest()
+        return digest[: self.id_chars] if self.id_chars else f"call_{digest}"
+
+    def calls(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Form:
+        """Return the form of an answer that is one call of `tools`, or with `parallel` one or more."""
+        if self.key:
+            return one_of(*(self._object(tool["function"]) for tool in tools))
+        calls: Form = {
+            "type": "tags_with_separator",
+            "tags": [self._call(tool["function"]) for tool in tools],
+            "separator": self.separator,
+            "at_least_one": True,
+            "stop_after_first": not (parallel and self.may_repeat),
+        }
+        return _sequence(_text(self.before), calls, _text(self.after))
+
+    def _call(self, function: Mapping[str, Any]) -> Form:
+        begin, _, rest = self.begin.partition("%id")
+        identified = [{"type": "regex", "pattern": f"[A-Za-z0-9]{{{self.id_chars}}}"}, *_text(rest)]
+        arguments = {"type": "json_schema", "json_schema": _parameters(function)}
+        return {
+            "type": "tag",
+            "begin": begin.replace("%name", function["name"]),
+            "content": _sequence(identified if rest else [], arguments),
+            "end": self.end,
+        }
+
+    def _object(self, function: Mapping[str, Any]) -> Form:
+        schema = dict(_parameters(function))
+        parts = {
+            name: schema.pop(name) for name in ("$defs", "definitions") if name in schema
+        }  # of references
+        call = {
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, self.key: schema},
+            "required": ["name", self.key],
+            "additionalProperties": False,
+        }
+        return {"type": "json_schema", "json_schema": {**call, **parts}}
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of the arguments; a function without one takes none."""
+    return function.get("parameters") or _NONE
+
+
+_NONE = {"type": "object", "properties": {}, "additionalProperties": False}
+_JSON_CALL = '{"name": "%name", "arguments": '
+_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+HERMES = ToolFormat(
+    hermes_calls,
+    begin=f"<tool_call>\n{_JSON_CALL}",
+    end="}\n</tool_call>",
+    separator="\n",
+    marks=("<tool_call>", "</tool_call>"),
+)
+LLAMA = ToolFormat(BareCalls, key="parameters", marks=("<|python_tag|>",), may_repeat=False)
+"""One call at most: the template takes no turn with two."""
+MISTRAL_LIST = ToolFormat(
+    mistral_calls,
+    before="[TOOL_CALLS][",
+    begin=_JSON_CALL,
+    end="}",
+    separator=", ",
+    after="]",
+    marks=_MARKS,
+    id_chars=9,
+)
+MISTRAL_IDS = ToolFormat(mistral_calls, begin="[TOOL_CALLS]%name[CALL_ID]%id[ARGS]", marks=_MARKS, id_chars=9)
+MISTRAL = ToolFormat(mistral_calls, begin="[TOOL_CALLS]%name[ARGS]", marks=_MARKS, id_chars=9)
+
+
+def tool_format(tokenizer: Tokenizer) -> ToolFormat:
+    """Return the form in which a model calls tools.
+
+    A template that names none of these forms is taken to ask for JSON, as Llama's does.
+    """
+    template = "" if tokenizer.template is None else tokenizer.template.tools_source
+    if "[TOOL_CALLS]" in template:
+        if "[ARGS]" in template:
+            return MISTRAL_IDS if "[CALL_ID]" in template else MISTRAL
+        is_spaced = "[TOOL_CALLS] [" in template
+        return replace(MISTRAL_LIST, before="[TOOL_CALLS] [") if is_spaced else MISTRAL_LIST
+    return HERMES if "<tool_call>" in template and "<function=" not in template else LLAMA
+
+
+def structural_tag(form: Form) -> str:
+    return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False, separators=(",", ":"))
+
+
+def one_of(*forms: Form) -> Form:
+    return {"type": "or", "elements": list(forms)}
+
+
+def _text(text: str) -> list[Form]:
+    return [{"type": "const_string", "value": text}] if text else []
+
+
+def _sequence(*parts: Form | Sequence[Form]) -> Form:
+    elements = [one for part in parts for one in ([part] if isinstance(part, dict) else part)]
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}

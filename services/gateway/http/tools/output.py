@@ -1,0 +1,128 @@
+"""Read the output of a session as reasoning, content and calls.
+
+What is read depends on the tokens alone, one at a time: a stream that another gateway continues is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from galley.common.models.tokenizer import Tokenizer
+from galley.core.answer.answer import Answer
+from services.gateway.http.api.format import Format
+from services.gateway.http.tools.deltas import (
+    CallArguments,
+    CallBegins,
+    Content,
+    Delta,
+    Parser,
+    PlainText,
+    Reasoning,
+    joined,
+)
+from services.gateway.http.tools.formats import tool_format
+from services.gateway.http.tools.reasoning import ReasoningSplit
+
+_PIECE_TOKENS = 256
+
+
+class OutputReader:
+    """Read one answer; `reasoning_tokens` counts the tokens of its reasoning so far."""
+
+    def __init__(self, form: Format, tokenizer: Tokenizer, answer: Answer) -> None:
+        self.reasoning_tokens = 0
+        self.has_calls = False
+        self._answer = answer
+        self._format = tool_format(tokenizer) if form.tools else None
+        self._parser: Parser = PlainText() if self._format is None else self._format.parser()
+        self._split: ReasoningSplit | None = None
+        marks = () if self._format is None else self._format.marks
+        if form.reasoning and (reasoning := tokenizer.reasoning) is not None:
+            is_open = reasoning.is_open(answer.spec.prompt, tokenizer.decode)
+            self._split = ReasoningSplit(self._parser, reasoning.opening, reasoning.closing, is_open=is_open)
+            self._parser = self._split
+            marks = (*marks, reasoning.opening, reasoning.closing)
+        self._marks = {token: text for text in marks if (token := tokenizer.control_token(text)) is not None}
+        """Marks that are left out of the text of their tokens."""
+
+    def push(self, tokens: Sequence[int], texts: Sequence[str]) -> list[Delta]:
+        """Read further tokens, with the text that each adds."""
+        deltas: list[Delta] = []
+        for token, text in zip(tokens, texts, strict=True):
+            deltas += self._parser.push(text + self._marks.get(token, ""))
+            if self._split is not None and self._split.is_open:
+                self.reasoning_tokens += 1
+        return self._noted(deltas)
+
+    def finish(self) -> list[Delta]:
+        """Return what was held back, once the answer has ended."""
+        return self._noted(self._parser.finish())
+
+    async def read(self, end: int) -> list[Delta]:
+        """Read the first `end` tokens of the answer. Others get a turn between pieces of it."""
+        answer, deltas = self._answer, list[Delta]()
+        output = answer.output
+        for at in range(0, end, _PIECE_TOKENS):
+            stop = min(end, at + _PIECE_TOKENS)
+            deltas += self.push(output[at:stop], answer.texts(at, stop))
+            await asyncio.sleep(0)
+        return deltas
+
+    def delta(self, deltas: Iterable[Delta]) -> dict[str, Any]:
+        """Return deltas as OpenAI's delta of one event."""
+        parts = _Parts(deltas)
+        fields = parts.texts
+        if parts.calls:
+            fields["tool_calls"] = [
+                {"index": index, **self._head(index, call), "function": call}
+                for index, call in parts.calls.items()
+            ]
+        return fields
+
+    def message(self, deltas: Iterable[Delta]) -> dict[str, Any]:
+        """Return the deltas of a whole answer as OpenAI's message."""
+        parts = _Parts(deltas)
+        content = parts.texts.pop("content", None)
+        fields = {"role": "assistant", "content": content, "refusal": None, **parts.texts}
+        if parts.calls:
+            fields["tool_calls"] = [
+                {**self._head(index, call), "function": call} for index, call in parts.calls.items()
+            ]
+        elif content is None:
+            fields["content"] = ""
+        return fields
+
+    def call_id(self, index: int) -> str:
+        """Return the id of a call, the same at each gateway."""
+        if self._format is None:
+            raise ValueError("an answer without tools has no calls")
+        return self._format.call_id(self._answer.spec.session_id, index)
+
+    def _head(self, index: int, call: dict[str, str]) -> dict[str, str]:
+        return {"id": self.call_id(index), "type": "function"} if "name" in call else {}
+
+    def _noted(self, deltas: Iterable[Delta]) -> list[Delta]:
+        whole = joined(deltas)
+        self.has_calls = self.has_calls or any(isinstance(delta, CallBegins) for delta in whole)
+        return whole
+
+
+class _Parts:
+    """Deltas by where OpenAI's objects have them."""
+
+    def __init__(self, deltas: Iterable[Delta]) -> None:
+        self.texts: dict[str, Any] = {}
+        self.calls: dict[int, dict[str, str]] = {}
+        for delta in deltas:
+            match delta:
+                case Content(text):
+                    self.texts["content"] = self.texts.get("content", "") + text
+                case Reasoning(text):
+                    self.texts["reasoning_content"] = self.texts.get("reasoning_content", "") + text
+                case CallBegins(index, name):
+                    self.calls[index] = {"name": name, "arguments": ""}
+                case CallArguments(index, text):
+                    call = self.calls.setdefault(index, {"arguments": ""})
+                    call["arguments"] += text

@@ -1,0 +1,104 @@
+"""Translate tools into the prompt's part of a request, and into the language of an answer that must call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from galley.common.models.tokenizer import Tokenizer
+from galley.core.errors import InvalidField
+from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.http.parameters.tools import Function, NamedFunction
+from services.gateway.http.tools.formats import Form, one_of, structural_tag, tool_format
+
+_ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request, those that the model may call, and whether it must call one."""
+
+    tools: Sequence[dict[str, Any]]
+    callable_tools: Sequence[dict[str, Any]]
+    is_required: bool
+    parallel: bool
+
+    def set(self, request: pb.GenerateRequest, tokenizer: Tokenizer, language: str) -> str:
+        """Set the tools of a request, and the language of its answer.
+
+        `language` is the parameter that gave the language of an answer without calls; return the one that
+        gives it now.
+        """
+        request.messages.tools.extend(_json(tool) for tool in self.tools)
+        if not self.is_required and not language:
+            return ""
+        output = request.structured_output
+        form = tool_format(tokenizer).calls(self.callable_tools, parallel=self.parallel)
+        if not self.is_required:
+            form = one_of(form, _form_of(output, language))
+        output.structural_tag = structural_tag(form)
+        return "tools"
+
+
+def tool_use(
+    functions: Sequence[Function] | None,
+    choice: Literal["auto", "none", "required"] | NamedFunction | None,
+    *,
+    parallel: bool | None,
+    place: str,
+) -> ToolUse | None:
+    """Return the tools that the model may call; None if there are none. Raise InvalidField.
+
+    `place` is where a tool and a choice have their function, such as `.function`.
+    """
+    if not functions:
+        if choice not in (None, "none", "auto"):
+            raise InvalidField("tool_choice", "must be absent without tools")
+        return None
+    if choice == "none":
+        return None
+    tools = {}
+    for index, function in enumerate(functions):
+        if function.name in tools:
+            raise InvalidField(f"tools[{index}]{place}.name", "must be unique")
+        tools[function.name] = _described(function)
+    may_call = list(tools.values())
+    if isinstance(choice, NamedFunction):
+        if choice.name not in tools:
+            raise InvalidField(f"tool_choice{place}.name", f"must be the name of a tool, got {choice.name!r}")
+        may_call = [tools[choice.name]]
+    return ToolUse(
+        list(tools.values()),
+        may_call,
+        is_required=choice not in (None, "auto"),
+        parallel=parallel is not False and not isinstance(choice, NamedFunction),
+    )
+
+
+def _described(function: Function) -> dict[str, Any]:
+    """Return a tool as chat templates take it."""
+    fields = {name: getattr(function, name) for name in ("name", "description", "parameters")}
+    given = {name: value for name, value in fields.items() if value is not None}
+    return {"type": "function", "function": given}
+
+
+def _form_of(output: pb.StructuredOutput, name: str) -> Form:
+    """Return the language of an answer as a form that may stand beside that of calls."""
+    match output.WhichOneof("kind"):
+        case "json_schema":
+            try:
+                return {"type": "json_schema", "json_schema": json.loads(output.json_schema)}
+            except (ValueError, RecursionError):
+                raise InvalidField(name, "must be JSON") from None
+        case "json_object":
+            return {"type": "json_schema", "json_schema": _ANY_OBJECT}
+        case "regex":
+            return {"type": "regex", "pattern": output.regex}
+    problem = "must be a JSON schema, a JSON object or a regex, or come with tool_choice 'none'"
+    raise InvalidField(name, problem)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,72 @@
+"""Truths with a meaning: answers that a test wrote, and answers that a grammar allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from hashlib import blake2b
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from galley.common.wire.codec import grammar_from
+from galley.core.content import token_bytes
+from galley.core.grammar.compiled import CompiledGrammar, compile_grammar
+from galley.core.grammar.vocabulary import Vocabulary
+from galley.pb.galley.v1 import galley_pb2 as pb
+from tests.fakes.truth import END, VOCAB, NextToken, true_next
+from tests.fakes.vocabularies import allowed
+
+_QUOTE = ord('"')
+_PLAIN = frozenset(range(32, 127)) - {ord("\\")}
+
+
+class Answers:
+    """The truth of a target: written answers, or one that the grammar allows, or else `true_next`."""
+
+    def __init__(self, tokenizer: Path) -> None:
+        self._tokenizer = str(tokenizer / "tokenizer.json")
+        self._vocabulary: Vocabulary | None = None
+        self._grammars: dict[bytes, CompiledGrammar] = {}
+        self._written: list[list[int]] = []
+
+    def write(self, *texts: str) -> None:
+        """Answer session number i, by its seed, with text i."""
+        fast = Tokenizer.from_file(self._tokenizer)
+        self._written = [[*fast.encode(text, add_special_tokens=False).ids, END] for text in texts]
+
+    def of(self, part: pb.SessionSlice) -> NextToken:
+        if part.HasField("structured_output"):
+            self._grammars[part.grammar_hash] = self._compiled(part.structured_output)
+        grammar = self._grammars[part.grammar_hash] if part.grammar_hash else None
+
+        def next_token(tokens: Sequence[int], seed: int, banned: Set[int]) -> int:
+            output = tokens[part.prompt_len :]
+            if self._written and grammar is None:
+                answer = self._written[seed % len(self._written)]
+                return answer[min(len(output), len(answer) - 1)]
+            return (
+                true_next(tokens, seed, banned)
+                if grammar is None
+                else _allowed(grammar, output, tokens, seed)
+            )
+
+        return next_token
+
+    def _compiled(self, message: pb.StructuredOutput) -> CompiledGrammar:
+        if self._vocabulary is None:
+            text = Path(self._tokenizer).read_text()
+            self._vocabulary = Vocabulary.of_tokenizer(text, VOCAB, [END])
+        return compile_grammar(self._vocabulary, grammar_from(message))
+
+
+def _allowed(grammar: CompiledGrammar, output: Sequence[int], tokens: Sequence[int], seed: int) -> int:
+    """Return a token that the grammar allows, such that texts and numbers soon end."""
+    state = grammar.start()
+    state.confirm([token for token in output if token != END])
+    choices = allowed(state.masks(())[0])
+    digest = blake2b(token_bytes(tokens), digest_size=4, salt=seed.to_bytes(8, "little")).digest()
+    for token, chance in ((_QUOTE, 64), (END, 128)):
+        if token in choices and digest[0] < chance:
+            return token
+    pool = sorted(choices & _PLAIN) or sorted(choices)
+    return pool[int.from_bytes(digest[1:]) % len(pool)]

@@ -1,0 +1,148 @@
+"""Responses with reasoning and calls: their items, their events, and how they go on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+
+from tests.fakes.http_client import Events, HttpClient, http_client
+from tests.fakes.structured import Answers
+from tests.fakes.world import Gateway, World
+from tests.integration.services.gateway.http.structured.test_tools import CALL, OTHER, WEATHER
+
+PATH = "/v1/responses"
+TOOL = {"type": "function", **WEATHER["function"]}
+NOW = {"type": "function", "name": "now"}
+BODY: dict[str, Any] = {"input": "Weather?", "seed": 0, "max_output_tokens": 400, "tools": [TOOL, NOW]}
+ANSWER = f"<think>\nWhere?\n</think>\n\nLet me look.\n{CALL}\n{OTHER}"
+
+
+def assembled(events: Events) -> list[dict[str, Any]]:
+    """Return the items that the deltas of a stream come to."""
+    items: list[dict[str, Any]] = []
+    for event in events.events:
+        body = event.json
+        match event.kind.removeprefix("response."):
+            case "output_item.added":
+                assert body["output_index"] == len(items)
+                items.append(body["item"] | {"text": ""})
+            case "output_text.delta" | "reasoning_text.delta" | "function_call_arguments.delta":
+                items[body["output_index"]]["text"] += body["delta"]
+    return items
+
+
+async def test_items_of_a_whole_response(client: HttpClient, answers: Answers) -> None:
+    answers.write(ANSWER)
+    whole = (await client.post(PATH, BODY)).json()
+    reasoning, message, first, second = whole["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Where?"}]
+    assert message["content"][0]["text"] == "Let me look."
+    assert (first["type"], first["name"]) == ("function_call", "get_weather")
+    assert json.loads(first["arguments"]) == {"city": "Orlé", "days": 2}
+    assert (second["name"], second["arguments"]) == ("now", "{}")
+    assert {item["status"] for item in whole["output"]} == {"completed"}
+    assert (whole["status"], whole["tools"], whole["tool_choice"]) == ("completed", [TOOL, NOW], "auto")
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > len("Where?")
+    kept = (await client.raw.get(f"{PATH}/{whole['id']}")).json()
+    assert kept["output"] == whole["output"]
+
+
+async def test_events_of_a_response(client: HttpClient, answers: Answers) -> None:
+    answers.write(ANSWER)
+    whole = (await client.post(PATH, BODY)).json()
+    events = await client.stream(PATH, BODY)
+    numbers = [event.json["sequence_number"] for event in events.events]
+    assert numbers == sorted(set(numbers))
+    assert [event.json["type"] for event in events.events] == [event.kind for event in events.events]
+    items = assembled(events)
+    assert [item["text"] for item in items] == [
+        "Where?",
+        "Let me look.",
+        *(item["arguments"] for item in whole["output"][2:]),
+    ]
+    done = [event.json["item"] for event in events.events if event.kind == "response.output_item.done"]
+    last = events.events[-1]
+    assert last.kind == "response.completed"
+    assert last.json["response"]["output"] == done
+    ids = ("id", "call_id", "item_id")
+    assert [{k: v for k, v in item.items() if k not in ids} for item in done] == [
+        {k: v for k, v in item.items() if k not in ids} for item in whole["output"]
+    ]
+
+
+async def test_a_stream_goes_on_after_any_event(world: World, answers: Answers) -> None:
+    first = await world.gateway(draft="none", http_port=0)
+    second = await world.gateway(draft="none", http_port=0)
+    answers.write(f"<think>a</think>b {CALL}{OTHER}c")
+    async with http_client(first.http) as client, http_client(second.http) as other:
+        whole = await client.stream(PATH, BODY)
+        response = whole.events[-1].json["response"]
+        for read in range(1, len(whole.events), 3):
+            begun = whole.events[:read]
+            again = await other.resume(Events(list(begun), begun[-1].id, whole.session_id))
+            assert [item["text"] for item in assembled(again)] == [item["text"] for item in assembled(whole)]
+            numbers = [event.json["sequence_number"] for event in again.events]
+            assert numbers == sorted(set(numbers)), read
+            assert again.events[-1].json["response"]["output"] == response["output"]
+            number = begun[-1].json["sequence_number"]
+            rest = Events(list(begun))
+            query = {"stream": "true", "starting_after": str(number)}
+            async with other.raw.stream("GET", f"{PATH}/{response['id']}", params=query) as later:
+                await rest.listen(later)
+            assert [event.kind for event in rest.events] == [event.kind for event in again.events]
+        after = {"stream": "true", "starting_after": str(whole.events[-1].json["sequence_number"])}
+        assert (await other.raw.get(f"{PATH}/{response['id']}", params=after)).status_code == 204
+
+
+async def test_a_conversation_with_results(client: HttpClient, answers: Answers, world: World) -> None:
+    answers.write(CALL)
+    first = (await client.post(PATH, BODY)).json()
+    [call] = first["output"]
+    answers.write("Rain.")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "7 mm"}
+    kept = await client.post(PATH, BODY | {"previous_response_id": first["id"], "input": [result]})
+    sent = await client.post(
+        PATH, BODY | {"input": [{"role": "user", "content": "Weather?"}, *first["output"], result]}
+    )
+    for response in (kept, sent):
+        assert response.json()["output"][0]["content"][0]["text"] == "Rain."
+    prompts = [
+        tuple(item.slice.tokens[: item.slice.prompt_len])
+        for item in world.target.calls
+        if not item.slice.start
+    ]
+    assert prompts[-1] == prompts[-2] != prompts[0]
+    items = (await client.raw.get(f"{PATH}/{kept.json()['id']}/input_items?order=asc")).json()["data"]
+    assert [item["type"] for item in items] == ["message", "function_call", "function_call_output"]
+    assert items[1]["arguments"] == call["arguments"]
+
+
+async def test_wrong_items_are_refused(client: HttpClient) -> None:
+    for more, param in (
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0]"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "1"}]}, "input"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+        ({"tools": [NOW, NOW]}, "tools[1].name"),
+    ):
+        response = await client.post(PATH, BODY | more)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+async def test_openais_client(gateway: Gateway, answers: Answers) -> None:
+    answers.write(ANSWER)
+    tools: list[Any] = [TOOL]
+    async with (
+        openai.AsyncOpenAI(base_url=f"http://{gateway.http}/v1", api_key="none") as client,
+        client.responses.stream(
+            model="tiny", input="Weather?", tools=tools, extra_body={"seed": 0}
+        ) as stream,
+    ):
+        kinds = {event.type async for event in stream}
+        response = await stream.get_final_response()
+    assert {"response.function_call_arguments.delta", "response.reasoning_text.delta"} < kinds
+    kinds_of_items = [item.type for item in response.output]
+    assert kinds_of_items == ["reasoning", "message", "function_call", "function_call"]

@@ -1,0 +1,220 @@
+"""Calls of tools over HTTP: what the model wrote, as OpenAI's messages and deltas have it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from galley.common.models.tokenizer import Tokenizer
+from tests.fakes import tokenizer_files
+from tests.fakes.http_client import Events, HttpClient, http_client
+from tests.fakes.redis_servers import Server
+from tests.fakes.structured import Answers
+from tests.fakes.world import Gateway, World
+from tests.integration.services.gateway.conftest import a_world
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2, 3]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Weather?"}], "seed": 0, "max_tokens": 400}
+BODY = {**ASK, "tools": [WEATHER, NOW]}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Orlé", "days": 2}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+PATH = "/v1/chat/completions"
+
+
+def merged(events: Events, index: int = 0) -> dict[str, Any]:
+    """Return the message that the deltas of a choice come to, as OpenAI's clients put it together."""
+    message: dict[str, Any] = {}
+    for choice in events.choices(index):
+        for name, value in choice["delta"].items():
+            if name != "tool_calls":
+                message[name] = message.get(name, "") + value
+                continue
+            calls = message.setdefault("tool_calls", [])
+            for part in value:
+                if part["index"] == len(calls):
+                    assert set(part) == {"index", "id", "type", "function"}
+                    calls.append({"id": part["id"], "type": part["type"], "function": dict(part["function"])})
+                else:
+                    assert part["index"] < len(calls)
+                    assert set(part["function"]) == {"arguments"}
+                    calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    return message
+
+
+async def test_a_call_whole_and_streamed(client: HttpClient, answers: Answers) -> None:
+    answers.write(f"Let me look.\n{CALL}")
+    whole = (await client.post(PATH, BODY)).json()
+    [choice] = whole["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    [call] = choice["message"]["tool_calls"]
+    assert choice["message"]["content"] == "Let me look."
+    assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
+    assert json.loads(call["function"]["arguments"]) == {"city": "Orlé", "days": 2}
+    streamed = await client.stream(PATH, BODY)
+    message = merged(streamed)
+    assert message["content"] == "Let me look."
+    assert message["tool_calls"][0]["function"] == call["function"]
+    assert streamed.finish_reasons() == ["tool_calls"]
+    arguments = [one for one in streamed.choices(0) if "tool_calls" in one["delta"]]
+    assert len(arguments) > 2, "arguments are not held back until the call is complete"
+
+
+async def test_calls_of_several_choices(client: HttpClient, answers: Answers) -> None:
+    answers.write(f"{CALL}\n{OTHER}", "None.")
+    body = {**BODY, "n": 2}
+    first, second = (await client.post(PATH, body)).json()["choices"]
+    assert [call["function"]["name"] for call in first["message"]["tool_calls"]] == ["get_weather", "now"]
+    assert first["message"]["content"] is None
+    assert (second["message"]["content"], second["finish_reason"]) == ("None.", "stop")
+    assert "tool_calls" not in second["message"]
+    streamed = await client.stream(PATH, body)
+    ids = {call["id"] for call in merged(streamed)["tool_calls"]}
+    assert len(ids) == 2
+    assert merged(streamed, 1)["content"] == "None."
+
+
+async def test_reasoning_is_split_from_calls_and_content(client: HttpClient, answers: Answers) -> None:
+    answers.write(f"<think>\nWhere? Orlé.\n</think>\n\nSo.\n{CALL}")
+    whole = (await client.post(PATH, BODY)).json()
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Where? Orlé.", "So.")
+    assert len(message["tool_calls"]) == 1
+    reasoning = len("<\nWhere? Orlé.\n".encode())  # the mark is one token
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == reasoning
+    streamed = await client.stream(PATH, {**BODY, "stream_options": {"include_usage": True}})
+    assert merged(streamed)["reasoning_content"] == "Where? Orlé."
+    assert merged(streamed)["content"] == "So."
+    assert streamed.usage["completion_tokens_details"]["reasoning_tokens"] == reasoning
+
+
+async def test_without_tools_a_call_is_text(client: HttpClient, answers: Answers) -> None:
+    answers.write("<think>a</think>{}")
+    cases: list[dict[str, Any]] = [{}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}]
+    for more in cases:
+        message = (await client.post(PATH, {**ASK, **more})).json()["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": "{}", "reasoning_content": "a", "refusal": None}
+
+
+async def test_a_call_that_is_cut_off(client: HttpClient, answers: Answers) -> None:
+    answers.write(CALL)
+    [choice] = (await client.post(PATH, {**BODY, "max_tokens": 52})).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    [call] = choice["message"]["tool_calls"]
+    assert '{"city": "Orlé", "days": 2}'.startswith(call["function"]["arguments"])
+    assert len(call["function"]["arguments"]) > 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_stream_goes_on_after_any_event(world: World, answers: Answers, n: int) -> None:
+    first = await world.gateway(draft="none", http_port=0)
+    second = await world.gateway(draft="none", http_port=0)
+    answers.write(f"<think>Why?</think>Well,\n{CALL}{OTHER}  ", f"So.{OTHER}")
+    async with http_client(first.http) as client, http_client(second.http) as other:
+        whole = await client.stream(PATH, {**BODY, "n": n})
+        for read in range(1, len(whole.events) - 1, 5):
+            begun = whole.events[:read]
+            again = await other.resume(Events(list(begun), begun[-1].id, whole.session_id))
+            for index in range(n):
+                assert merged(again, index) == merged(whole, index), read
+                assert again.finish_reasons(index) == ["tool_calls"]
+
+
+async def test_the_conversation_goes_on_with_the_results(
+    client: HttpClient, answers: Answers, world: World, tokenizer: Path
+) -> None:
+    answers.write("Rain.")
+    arguments = {"city": "Orlé", "days": 2}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "get_weather", "arguments": json.dumps(arguments)},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "7 mm"},
+    ]
+    body = {
+        **ASK,
+        "messages": turns,
+        "tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}],
+    }
+    assert (await client.post(PATH, body)).json()["choices"][0]["message"]["content"] == "Rain."
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    expected = Tokenizer.load(str(tokenizer)).encode_chat(
+        [turns[0], {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", **call}]}, turns[2]],
+        tools=[WEATHER],
+    )
+    slices = [item.slice for item in world.target.calls if item.slice.start == 0]
+    assert list(slices[0].tokens[: slices[0].prompt_len]) == expected
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "must be unique"),
+    ({"tools": [{"type": "code"}]}, "tools[0].type", "must be 'function'"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+    ({"tools": [NOW] * 129}, "tools", "at most 128 items"),
+    ({"tool_choice": "required"}, "tool_choice", "must be absent without tools"),
+    (
+        {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice.function.name",
+        "must be the name of a tool",
+    ),
+    ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "must be"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "1"}}]}]},
+        "messages[0].tool_calls[0].arguments",
+        "must be a JSON object",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", "must be text"),
+]
+
+
+@pytest.mark.parametrize(("more", "param", "problem"), REFUSED, ids=[f"{it[1]}: {it[2]}" for it in REFUSED])
+async def test_wrong_tools_are_refused(
+    client: HttpClient, more: dict[str, Any], param: str, problem: str
+) -> None:
+    response = await client.post(PATH, {**ASK, **more})
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert (error["param"], problem in error["message"]) == (param, True), error
+
+
+@pytest.fixture
+async def plain_client(shared_store: Server, tmp_path: Path) -> AsyncIterator[HttpClient]:
+    """A client of a model whose template takes no tools."""
+    tokenizer_files.write(tmp_path)
+    async with a_world(shared_store, tmp_path, 0) as world:
+        gateway: Gateway = await world.gateway(http_port=0)
+        async with http_client(gateway.http) as client:
+            yield client
+
+
+async def test_a_model_without_tools_refuses_them(plain_client: HttpClient) -> None:
+    response = await plain_client.post(PATH, BODY)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == (
+        "tools: must be absent: the model's chat template takes no tools"
+    )

@@ -1,0 +1,137 @@
+"""Answers that must be calls: the grammar of each form allows what real templates write, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from galley.core.grammar.compiled import compile_grammar
+from galley.core.grammar.spec import GrammarSpec
+from services.gateway.http.tools.formats import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_IDS,
+    MISTRAL_LIST,
+    Form,
+    ToolFormat,
+    one_of,
+    structural_tag,
+)
+from tests.fakes.vocabularies import END, byte_vocabulary
+from tests.unit.services.gateway.http.test_tool_parsers import (
+    LLAMA as LLAMA_TURN,
+)
+from tests.unit.services.gateway.http.test_tool_parsers import (
+    MISTRAL as MISTRAL_TURN,
+)
+from tests.unit.services.gateway.http.test_tool_parsers import QWEN, as_deltas, deltas_of, recorded
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+CALLS = [("get_weather", {"city": 'a "b" é'}), ("now", {})]
+VOCABULARY = byte_vocabulary()
+
+FORMATS = [
+    pytest.param(HERMES, "qwen2_5", QWEN, id="Hermes"),
+    pytest.param(LLAMA, "llama3_1", LLAMA_TURN, id="Llama"),
+    pytest.param(MISTRAL_IDS, "mistral_v11", MISTRAL_TURN, id="Mistral v11"),
+]
+
+
+def accepts(form: Form, output: str) -> bool:
+    state = compile_grammar(VOCABULARY, GrammarSpec("structural_tag", structural_tag(form))).start()
+    tokens = [*output.encode(), END]
+    return state.allowed_prefix(tokens) == len(tokens)
+
+
+def written(tool_format: ToolFormat, name: str, arguments: str) -> str:
+    """Return an answer that is one call."""
+    if tool_format.key:
+        return f'{{"name": "{name}", "{tool_format.key}": {arguments}}}'
+    begin = tool_format.begin.replace("%id", "abcdefghi").replace("%name", name)
+    return tool_format.before + begin + arguments + tool_format.end + tool_format.after
+
+
+@pytest.mark.parametrize("tool_format", [HERMES, LLAMA, MISTRAL_LIST, MISTRAL_IDS, MISTRAL])
+def test_a_schema_may_refer_to_its_parts(tool_format: ToolFormat) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/Place"}},
+        "required": ["at"],
+        "$defs": {"Place": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+    }
+    tool = {"type": "function", "function": {"name": "go", "parameters": schema}}
+    form = tool_format.calls([tool], parallel=True)
+    assert accepts(form, written(tool_format, "go", '{"at": {"x": 1}}'))
+    assert not accepts(form, written(tool_format, "go", '{"at": {"x": "1"}}'))
+
+
+@pytest.mark.parametrize(("tool_format", "template", "turn"), FORMATS)
+def test_required_calls_are_what_the_template_writes(
+    tool_format: ToolFormat, template: str, turn: tuple[str, str]
+) -> None:
+    forms = {parallel: tool_format.calls(TOOLS, parallel=parallel) for parallel in (True, False)}
+    for call in CALLS:
+        text = recorded(template, *turn, [call]).strip()
+        assert all(accepts(form, text) for form in forms.values()), text
+        assert deltas_of(tool_format.parser(), [text]) == as_deltas([call])
+        assert not accepts(forms[True], text[:-1])
+        assert not accepts(forms[True], "Well. " + text)
+    if tool_format.may_repeat:
+        both = recorded(template, *turn, CALLS).strip()
+        assert accepts(forms[True], both)
+        assert not accepts(forms[False], both)
+
+
+def test_required_calls_of_mistrals_list() -> None:
+    form = MISTRAL_LIST.calls(TOOLS, parallel=True)
+    first, second = (
+        json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in CALLS
+    )
+    for text, calls in ((f"[TOOL_CALLS][{first}]", CALLS[:1]), (f"[TOOL_CALLS][{first}, {second}]", CALLS)):
+        assert accepts(form, text), text
+        assert deltas_of(MISTRAL_LIST.parser(), [text]) == as_deltas(calls)
+    assert not accepts(MISTRAL_LIST.calls(TOOLS, parallel=False), f"[TOOL_CALLS][{first}, {second}]")
+
+
+def test_required_calls_of_the_newest_mistral() -> None:
+    form = MISTRAL.calls(TOOLS, parallel=True)
+    assert accepts(form, '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather[ARGS]{"city": "x"}')
+
+
+@pytest.mark.parametrize("tool_format", [HERMES, LLAMA, MISTRAL_LIST, MISTRAL_IDS, MISTRAL])
+def test_wrong_arguments_and_names_are_not_allowed(tool_format: ToolFormat) -> None:
+    form = tool_format.calls(TOOLS[:1], parallel=True)
+
+    def text(name: str, arguments: dict[str, Any]) -> str:
+        return written(tool_format, name, json.dumps(arguments))
+
+    assert accepts(form, text("get_weather", {"city": "x"}))
+    assert not accepts(form, text("get_weather", {}))
+    assert not accepts(form, text("get_weather", {"city": 1}))
+    assert not accepts(form, text("now", {"city": "x"}))
+
+
+@pytest.mark.parametrize("tool_format", [HERMES, LLAMA, MISTRAL_LIST, MISTRAL_IDS, MISTRAL])
+def test_a_call_or_an_answer_by_a_schema(tool_format: ToolFormat) -> None:
+    schema = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+    form = one_of(tool_format.calls(TOOLS[:1], parallel=True), {"type": "json_schema", "json_schema": schema})
+    assert accepts(form, written(tool_format, "get_weather", '{"city": "x"}'))
+    assert accepts(form, '{"number": 3}')
+    assert not accepts(form, '{"city": "x"}')
+    assert not accepts(form, "Three.")
+
+
+def test_ids_of_calls() -> None:
+    assert HERMES.call_id("s", 0) == HERMES.call_id("s", 0)
+    ids = {HERMES.call_id(session, index) for session in "st" for index in range(3)}
+    assert len(ids) == 6
+    assert all(one.startswith("call_") for one in ids)
+    assert MISTRAL_IDS.call_id("s", 0).isalnum()
+    assert len(MISTRAL_IDS.call_id("s", 0)) == 9
