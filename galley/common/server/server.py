@@ -241,7 +241,7 @@ def _stop_signal() -> asyncio.Event:
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
-        import uvloop  # noqa: PLC0415  # not there on every platform
+        from galley.common.server.loop import ServiceLoop  # noqa: PLC0415  # uvloop is not on every platform
     except ImportError:
         return None
-    return uvloop.new_event_loop
+    return ServiceLoop
