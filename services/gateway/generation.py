@@ -30,7 +30,7 @@ from services.gateway.client_call import ClientCall
 from services.gateway.clock import SECOND
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.targets import TargetPool
-from services.gateway.request.threads import PromptThreads
+from services.gateway.request.threads import PromptThreads, is_short
 from services.gateway.request.validate import (
     Limits,
     Model,
@@ -233,6 +233,8 @@ class Generation:
         Charge the slot for a prompt that is refused after it was tokenized.
         """
         try:
+            if is_short(request):
+                return self._check(request)
             return await self.prompt_threads.run(slot.principal.name, partial(self._check, request))
         except PromptRefused as error:
             self.streams.charge(slot, error.tokens)

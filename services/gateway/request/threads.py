@@ -1,4 +1,8 @@
-"""Parse prompts in threads, so that long ones hold neither the event loop nor the prompts of others."""
+"""Parse prompts in threads, so that long ones hold neither the event loop nor the prompts of others.
+
+A thread begins and ends in several turns of a busy event loop. So a short prompt is parsed in the loop:
+the prompts of one principal would wait for each other much longer than they take.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,21 @@ from collections.abc import Callable
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from galley.pb.galley.v1 import galley_pb2 as pb
+
 T = TypeVar("T")
+
+SHORT_BYTES = 1024
+FEW_MESSAGES = 16
+
+
+def is_short(request: pb.GenerateRequest) -> bool:
+    """Return True if the request needs no thread: it is parsed and tokenized in less than a millisecond."""
+    return (
+        request.ByteSize() <= SHORT_BYTES
+        and len(request.messages.messages) <= FEW_MESSAGES
+        and not request.HasField("structured_output")
+    )
 
 
 class PromptThreads:

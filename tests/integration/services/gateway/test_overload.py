@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from typing import Any, cast
 
 import grpc
+import pytest
 
 from galley.client.client import AsyncStream, GalleyRpcError
+from galley.common.models.tokenizer import Tokenizer
+from services.gateway.request.threads import SHORT_BYTES
 from tests.fakes.redis_servers import Server
+from tests.fakes.waiting import PATIENCE_S
 from tests.fakes.world import Received, World, any_credit, must_be_true, receive, refused
 
 PLACES = 4
@@ -78,3 +83,24 @@ async def test_calls_to_abort_have_places_of_their_own(frail_world: World, own_s
     assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED: CALLS - 1, grpc.StatusCode.UNAVAILABLE: 1}
     await gateway.client.abort(stream.session_id)
     assert (await Received().listen(stream)).finished is not None
+
+
+async def test_a_short_request_does_not_wait_for_a_long_one_of_its_caller(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, began, go_on = Tokenizer.encode, threading.Event(), threading.Event()
+
+    def slow(tokenizer: Tokenizer, text: str, most_tokens: int | None = None) -> list[int]:
+        if len(text) > SHORT_BYTES:
+            began.set()
+            go_on.wait(PATIENCE_S)
+        return encode(tokenizer, text, most_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    gateway = await world.gateway()
+    long = asyncio.create_task(receive(gateway.generate("x" * (SHORT_BYTES + 1))))
+    await asyncio.to_thread(began.wait, PATIENCE_S)
+    must_be_true(await receive(gateway.generate()))
+    assert not long.done()
+    go_on.set()
+    assert (await long).finished is not None

@@ -17,6 +17,7 @@ from galley.common.wire.fields import varint
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.http.transport.body import MOST_IDS
+from services.gateway.request.threads import FEW_MESSAGES, SHORT_BYTES
 from tests.fakes import fleet as fleet_module
 from tests.fakes import replicas
 from tests.fakes.fleet import Fleet
@@ -87,6 +88,9 @@ def sized(number: int, data: bytes) -> bytes:
 
 
 CHAT = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="x" * 200) for _ in range(1024)])
+SHORT_CHAT = pb.ChatMessages(
+    messages=[pb.ChatMessage(role="user", content="x" * 48) for _ in range(FEW_MESSAGES)]
+)
 EMPTY_MESSAGES = sized(3, b"\x0a\x00" * (MIB * 3 // 2))
 BIASES = sized(5, pb.SamplingParams(logit_bias=dict.fromkeys(range(300_000), 1.0)).SerializeToString())
 UNPACKED = sized(4, b"\x08\x01" * MIB)
@@ -100,6 +104,8 @@ CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
         pb.GenerateRequest(text="a b" * (MIB // 3)).SerializeToString()
     ),
     "generate, chat": lambda on: on.generate(messages=CHAT),
+    "generate, the longest text that needs no thread": lambda on: on.generate(text=TEXT[: SHORT_BYTES - 64]),
+    "generate, the longest chat that needs no thread": lambda on: on.generate(messages=SHORT_CHAT),
     "generate, long parameters": lambda on: on.generate(
         text=TEXT,
         sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(1000, 2024), 1.0)),
