@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from galley.core.admission.admission import Principal, PrincipalLimits
-from galley.core.answer.answer import Answer, Ending, Reason, encode_spec
+from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec, encode_spec
 from galley.core.errors import LogLost, Overloaded
 from galley.core.records import TokenRecord, encode_records
 from galley.core.session.machine import SessionLimits
@@ -47,9 +47,9 @@ class Replaying:
         self.most = max(self.most, self.since)
         return "x" * len(tokens)
 
-    async def stored(self, session_id: str = "s", length: int = LONG) -> Ownership:
+    async def stored(self, session_id: str = "s", length: int = LONG, spec: SessionSpec = SPEC) -> Ownership:
         """Return the owner of a stored session with `length` output tokens."""
-        spec = replace(SPEC, session_id=session_id, max_position=10**6)
+        spec = replace(spec, session_id=session_id, max_position=10**6)
         new = NewSession(session_id, ME.name, b"body", {SPEC_FIELD: encode_spec(spec)}, SPEC.prompt)
         owner = (await owners.create(self.store, new)).ownership
         await self.add(owner, length)
@@ -84,6 +84,8 @@ class Replaying:
 
 
 DECODED_PER_TOKEN = 2
+SLOW = replace(SPEC, stop_strings=tuple(f"{index:255}" for index in range(16)))
+"""An answer that takes milliseconds to make: it has long stop strings."""
 
 
 @pytest.mark.parametrize("streams", [1, 5])
@@ -104,7 +106,7 @@ async def test_other_tasks_get_a_turn_after_each_slice(streams: int) -> None:
 async def test_an_answer_is_made_in_a_turn_of_its_own(is_new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading a long log takes milliseconds, and so does the automaton of long stop strings."""
     world = Replaying()
-    await world.stored()
+    await world.stored(spec=SLOW)
     turns: dict[str, int] = {}
 
     def note(owner: object, name: str) -> None:
@@ -123,7 +125,7 @@ async def test_an_answer_is_made_in_a_turn_of_its_own(is_new: bool, monkeypatch:
     ticking = asyncio.create_task(world.tick())
     if is_new:
         with world.streams.admit(ME) as slot:
-            await world.streams.create(slot, replace(SPEC, session_id="new"), b"body", None)
+            await world.streams.create(slot, replace(SLOW, session_id="new"), b"body", None)
         last = "to_new_session"
     else:
         await world.claim()
@@ -138,7 +140,7 @@ async def test_answers_that_begin_together_are_made_in_turns_of_their_own(
     world, made, turns = Replaying(), Answer.__init__, []
     names = [f"s{index}" for index in range(5)]
     for name in names:
-        await world.stored(name, length=1)
+        await world.stored(name, length=1, spec=SLOW)
 
     def noted(*arguments: Any) -> None:
         turns.append(world.turns)
@@ -149,6 +151,19 @@ async def test_answers_that_begin_together_are_made_in_turns_of_their_own(
     await asyncio.gather(*(world.claim(name) for name in names))
     ticking.cancel()
     assert len(set(turns)) == len(turns) == len(names)
+
+
+async def test_short_answers_that_begin_together_do_not_wait_for_each_other() -> None:
+    world = Replaying(slots=64)
+
+    async def create(index: int) -> None:
+        with world.streams.admit(ME) as slot:
+            await world.streams.create(slot, replace(SPEC, session_id=f"{index}"), b"body", None)
+
+    ticking = asyncio.create_task(world.tick())
+    await asyncio.gather(*map(create, range(64)))
+    ticking.cancel()
+    assert world.turns < 10, "not a turn or more for each"
 
 
 async def test_an_owner_goes_on_until_the_replay_is_done() -> None:
