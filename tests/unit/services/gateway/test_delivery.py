@@ -6,7 +6,10 @@ import asyncio
 
 import pytest
 
-from services.gateway.replicas.delivery import _INTERVAL_S, _RESPONSES_A_TURN, _SATURATED_S, DeliveryQueue
+from services.gateway.replicas.delivery import _DELIVERY, _INTERVAL_S, _SATURATED_S, _TURN, DeliveryQueue
+
+A_TURN = _TURN // (_DELIVERY + 1)
+"""Requests with one response that have a turn."""
 
 
 class Waiting:
@@ -23,22 +26,22 @@ class Waiting:
 async def test_first_responses_overtake_others_and_all_get_a_turn() -> None:
     served: list[Waiting] = []
     queue = DeliveryQueue()
-    running = [Waiting(served) for _ in range(2 * _RESPONSES_A_TURN)]
+    running = [Waiting(served) for _ in range(2 * A_TURN)]
     for one in running:
         queue.add(one)
     await asyncio.sleep(0)
-    assert served == running[:_RESPONSES_A_TURN], "then others have a turn"
+    assert served == running[:A_TURN], "then others have a turn"
     new = Waiting(served, has_begun=False)
     queue.add(new)
     for _ in range(2):
         await asyncio.sleep(0)
-    assert served == [*running[:_RESPONSES_A_TURN], new, *running[_RESPONSES_A_TURN:]]
+    assert served == [*running[:A_TURN], new, *running[A_TURN:]]
 
 
 async def test_a_request_with_many_responses_has_a_turn_alone() -> None:
     served: list[Waiting] = []
     queue = DeliveryQueue()
-    for responses in (1, 2 * _RESPONSES_A_TURN, 1):
+    for responses in (1, 2 * _TURN, 1):
         queue.add(Waiting(served, responses=responses))
     await asyncio.sleep(0)
     assert len(served) == 2
