@@ -40,10 +40,14 @@ DRAFTED, NOT_DRAFTED = TokenRecord(from_draft=True), TokenRecord()
 
 
 def encode_records(records: Iterable[TokenRecord]) -> bytes:
-    return b"".join(_encode(record) for record in records)
+    return b"".join([_encode(record) for record in records])
 
 
 def _encode(record: TokenRecord) -> bytes:
+    if record is NOT_DRAFTED:
+        return b"\0"
+    if record is DRAFTED:
+        return bytes([_FROM_DRAFT])
     flags = _FROM_DRAFT if record.from_draft else 0
     body = b""
     if record.fingerprint is not None:

@@ -55,8 +55,9 @@ class VerdictTimes:
         passes, rest = divmod(max(1, rows), self._most_rows)
         return largest_ns * (passes + 1) + (self._times(rest) if rest else 0)
 
-    def expected_ns(self, rows: int) -> int:
-        return round(self._slower * self.predicted_ns(rows))
+    def slowed_ns(self, predicted_ns: int) -> int:
+        """Return how long it takes by the measured slowdown."""
+        return round(self._slower * predicted_ns)
 
     def first_verdict_quantile(self, quantile: float) -> int | None:
         """Return this quantile of recent first verdicts, in ns; None while there are too few."""

@@ -154,7 +154,7 @@ class TargetSession:
         self._held = None  # its KV is where the session is
         self._failed.clear()
         self.timeout.record_in_time()
-        if by is not None and by != self._served_by:
+        if by is not None and by is not self._served_by and by != self._served_by:
             if self._served_by is not None:
                 self._targets.moved(session_id, self._served_by, by, self._why_left)
             self._served_by = by
@@ -411,17 +411,17 @@ class TargetRequest:
     # ------------------------------------------------------------------------------------- timer --
 
     def _expect(self, target: TargetReplica) -> None:
-        self._since_s = self._loop.time()
-        rows = target.rows_ahead
-        self._predicted_ns = target.times.predicted_ns(rows)
-        limit_ns = self._session.timeout.limit_ns(target.times.expected_ns(rows))
-        self._late_s = self._since_s + limit_ns / SECOND
+        now_s = self._since_s = self._loop.time()
+        times = target.times
+        self._predicted_ns = predicted_ns = times.predicted_ns(target.rows_ahead)
+        limit_ns = self._session.timeout.limit_ns(times.slowed_ns(predicted_ns))
+        self._late_s = now_s + limit_ns / SECOND
         hedge_ns = self._session.hedge_after_ns(target) if self._is_first else None
-        self._set_timer(limit_ns if hedge_ns is None else min(limit_ns, hedge_ns))
+        self._set_timer(now_s, limit_ns if hedge_ns is None else min(limit_ns, hedge_ns))
 
     def _responded(self, attempt: _Attempt) -> None:
         target, now_s = attempt.target, self._loop.time()
-        waited_ns = round((now_s - self._since_s) * SECOND)
+        waited_ns = int((now_s - self._since_s) * SECOND)
         target.responded(now_s, attempt.rows)
         target.times.record(self._predicted_ns, waited_ns)
         if self._is_first:
@@ -430,8 +430,8 @@ class TargetRequest:
             self._extensions.clear()
         attempt.rows = 0  # a request continues with a few rows a step, which every step has room for
 
-    def _set_timer(self, within_ns: int) -> None:
-        self._timer_s = self._loop.time() + within_ns / SECOND
+    def _set_timer(self, now_s: float, within_ns: int) -> None:
+        self._timer_s = now_s + within_ns / SECOND
         # A timer that fires too early is set again, which saves a new one for each response.
         if self._timer is None or self._armed_s > self._timer_s:
             self._arm_timer()
@@ -448,7 +448,7 @@ class TargetRequest:
         if self._loop.time() < self._timer_s:
             self._arm_timer()
         elif (within_ns := self._act_on_delay()) is not None:
-            self._set_timer(within_ns)
+            self._set_timer(self._loop.time(), within_ns)
 
     def _act_on_delay(self) -> int | None:
         """Hedge, or leave a late replica for a better one. Return the next wait in ns, None for no more."""
@@ -456,7 +456,8 @@ class TargetRequest:
         if attempt is None:
             return None
         target = attempt.target
-        limit_ns = self._session.timeout.limit_ns(target.times.expected_ns(target.rows_ahead))
+        times = target.times
+        limit_ns = self._session.timeout.limit_ns(times.slowed_ns(times.predicted_ns(target.rows_ahead)))
         if attempt.has_response:  # and it was not read yet
             return limit_ns
         left_ns = round((self._late_s - self._loop.time()) * SECOND)

@@ -17,7 +17,7 @@ from galley.core.errors import Broken, Cancelled, ClientStalled, DeadlinePassed
 from galley.core.session import events as ev
 from galley.core.session.events import Clock, DraftPort, Replica, RoundEnded, TargetPort, Verification
 from galley.core.session.machine import Session
-from galley.core.store import CacheLocation, KvDirectory
+from galley.core.store import UNCHANGED, CacheLocation, KvDirectory
 from services.gateway.clock import SECOND, Timeouts
 from services.gateway.session.outbox import Outbox
 from services.gateway.store.session_log import SessionLog
@@ -28,6 +28,10 @@ _SEND_GRACE_S = 5.0
 
 _DRAFT_SHARE = 0.8
 """Share of the draft timeout that the draft gets as the deadline of its proposal."""
+
+_DIRECTORY_TOKENS = 64
+"""Tokens after which a commit says anew how much of the session its replicas cache. That costs the store a
+part of each commit, and counts only where a session resumes."""
 
 _REPORTS_A_BUFFER = 8
 """The machine learns what the client was sent in parts of its buffer: each report is a step of its own."""
@@ -92,6 +96,9 @@ class SessionRunner:
         self._timer: asyncio.TimerHandle | None = None
         self._proposing: asyncio.Task[None] | None = None
         self._holder: Replica | None = None
+        self._named: tuple[Replica | None, Replica | None] = (None, None)
+        """The replicas that the store's KV directory names; it names them anew at a log of `_names_from`."""
+        self._names_from = 0
         self._end: ev.End | None = None
 
     def post(self, *events: ev.Event) -> None:
@@ -242,10 +249,16 @@ class SessionRunner:
         self.post(await write())
 
     def _directory(self, effect: ev.Commit) -> KvDirectory:
-        """Return which replicas cache the session; the target is the one that reported the cache length."""
+        """Return which replicas cache the session; the target is the one that reported the cache length.
+
+        The store keeps what it has while the replicas are the same and cache a few tokens more.
+        """
+        named = draft, target = self._ports.draft.replica, self._holder
+        if effect.expected_len < self._names_from and named == self._named:
+            return UNCHANGED
+        self._named, self._names_from = named, effect.expected_len + _DIRECTORY_TOKENS
         return KvDirectory(
-            draft=_held(self._ports.draft.replica, effect.draft_cache_len),
-            target=_held(self._holder, effect.target_cache_len),
+            draft=_held(draft, effect.draft_cache_len), target=_held(target, effect.target_cache_len)
         )
 
     # ---------------------------------------------------------------------------------- time --

@@ -202,7 +202,7 @@ class RedisStore(SessionStore):
 
     def _keys(self, session_id: str) -> tuple[str, ...]:
         key = f"{self._prefix}{{{session_id}}}"
-        return key, f"{key}:log", f"{key}:meta"
+        return key, key + ":log", key + ":meta"
 
 
 def _result(session_id: str, reply: object, epoch: int = 0) -> list[Any]:
@@ -319,6 +319,8 @@ def _held(values: Mapping[str, bytes], pool: str) -> CacheLocation | None:
 
 def _directory_fields(directory: KvDirectory) -> list[str | int]:
     fields: list[str | int] = []
+    if directory is UNCHANGED:
+        return fields
     for pool, held in zip(_POOLS, (directory.draft, directory.target), strict=True):
         if held is not None:
             fields += [f"{pool}_replica", held.replica, f"{pool}_incarnation", held.incarnation]

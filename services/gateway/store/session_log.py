@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from galley.common.logs import get_logger
@@ -58,10 +59,6 @@ class _Commit:
     report: Callable[[ev.Committed | ev.StoreFailed], None]
     length: int
     requested_ns: int
-    until_ns: int
-
-    def after(self, error: GalleyError) -> Failed:
-        return Failed(error, self.requested_ns, self.until_ns)
 
 
 class SessionLog:
@@ -101,15 +98,12 @@ class SessionLog:
         no task.
         """
         meta, now_ns = encode_records(effect.records), self._clock.now_ns()
-
-        def append() -> Awaitable[int]:
-            return self._store.commit(
-                self.owner, effect.expected_len, effect.tokens, meta, effect.hashes, directory
-            )
-
+        before = effect.expected_len
+        append = partial(
+            self._store.commit, self.owner, before, effect.tokens, meta, effect.hashes, directory
+        )
         attempt = asyncio.ensure_future(append())
-        length = effect.expected_len + len(effect.tokens)
-        self._pending = _Commit(append, attempt, report, length, now_ns, self._until_ns(now_ns))
+        self._pending = _Commit(append, attempt, report, before + len(effect.tokens), now_ns)
         attempt.add_done_callback(self._attempted)
         if self._timer is None:
             self._watch(self._pending)
@@ -132,7 +126,9 @@ class SessionLog:
     async def _repeat(self, commit: _Commit, error: StoreUnavailable | UnknownSession) -> None:
         event: ev.Committed | ev.StoreFailed
         try:
-            event = await self._write(COMMIT, commit.append, ev.Committed, commit.after(error))
+            until_ns = self._until_ns(commit.requested_ns)
+            failed = Failed(error, commit.requested_ns, until_ns)
+            event = await self._write(COMMIT, commit.append, ev.Committed, failed)
         except Exception as raised:  # noqa: BLE001  # the session must not wait for ever
             event = ev.StoreFailed(_as_galley_error(raised))
         self._end(commit, event, was_repeated=True)
@@ -149,7 +145,7 @@ class SessionLog:
         commit.report(event)
 
     def _watch(self, commit: _Commit) -> None:
-        left_s = max(0, commit.until_ns - self._clock.now_ns()) / SECOND + LAST_CALL_S
+        left_s = _left_s(self._until_ns(commit.requested_ns), self._clock) + LAST_CALL_S
         self._timer = asyncio.get_running_loop().call_later(left_s, self._check)
 
     def _check(self) -> None:
@@ -157,7 +153,7 @@ class SessionLog:
         commit, self._timer = self._pending, None
         if commit is None or commit.attempt.done():
             return
-        if self._clock.now_ns() < commit.until_ns + int(LAST_CALL_S * SECOND):
+        if self._clock.now_ns() < self._until_ns(commit.requested_ns) + int(LAST_CALL_S * SECOND):
             self._watch(commit)
             return
         commit.attempt.cancel()

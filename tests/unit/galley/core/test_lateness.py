@@ -25,7 +25,7 @@ def test_an_invalid_curve_predicts_nothing(
 ) -> None:
     times = VerdictTimes(curve)
     times.record(times.predicted_ns(7), 10**9)
-    assert times.expected_ns(10**6) == 0
+    assert times.slowed_ns(times.predicted_ns(10**6)) == 0
 
 
 def test_slow_verdicts_raise_the_expectation() -> None:
@@ -33,13 +33,13 @@ def test_slow_verdicts_raise_the_expectation() -> None:
     predicted = times.predicted_ns(1)
     for _ in range(100):
         times.record(predicted, predicted // 100)
-    assert times.expected_ns(1) == predicted
+    assert times.slowed_ns(predicted) == predicted
     for _ in range(100):
         times.record(predicted, 4 * predicted)
-    assert times.expected_ns(1) == pytest.approx(4 * predicted, rel=0.01)
+    assert times.slowed_ns(predicted) == pytest.approx(4 * predicted, rel=0.01)
     for _ in range(100):
         times.record(predicted, 10**6 * predicted)
-    assert times.expected_ns(1) <= 16 * predicted, "it is bounded, whatever was seen"
+    assert times.slowed_ns(predicted) <= 16 * predicted, "it is bounded, whatever was seen"
 
 
 def test_the_timeout_doubles_with_each_move_and_recovers() -> None:
