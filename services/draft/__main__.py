@@ -16,7 +16,11 @@ from galley.common.registry.leases import DRAFT_POOL
 from galley.common.registry.registration import registered
 from galley.common.server.process import in_passing_thread
 from galley.common.server.server import Parts, Prepared, Service, run_main
+from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.draft.answers.exchange import AnswerExchange
+from services.draft.answers.log import AnswerLog
+from services.draft.answers.mailbox import SharedAnswers
 from services.draft.loading import load_strategies
 from services.draft.loop import DraftLoop
 from services.draft.servicer import DraftService
@@ -34,7 +38,8 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
     async def build_service(server: grpc.aio.Server, parts: Parts) -> Service:
         if settings.model is not None:
             parts.readiness.stage("loading model", detail=settings.model)
-        strategies, info = await in_passing_thread(load_strategies, settings)
+        shared = SharedAnswers() if settings.shares_answers else None
+        strategies, info = await in_passing_thread(load_strategies, settings, shared)
         spans = parts.telemetry.scope(__name__)
         loop = DraftLoop(
             strategies,
@@ -44,12 +49,19 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
             spans=spans,
             metrics=parts.metrics,
         )
-        service = DraftService(loop, info, spans)
+        loop.background = shared
+        exchange = None if shared is None else AnswerExchange(_log(settings, info), shared, loop.wake)
+        service = DraftService(loop, info, spans, exchange)
         rpc.add_DraftServicer_to_server(service, server)
         address = settings.advertise or parts.address
         return registered(service, settings, DRAFT_POOL, lambda: service.lease(address))
 
     return build_service
+
+
+def _log(settings: DraftSettings, info: pb.GetDraftInfoResponse) -> AnswerLog:
+    url, ttl_s = settings.redis_url.get_secret_value(), settings.shared_answers_ttl_s
+    return AnswerLog(url, settings.pool, info.tokenizer_hash, ttl_s)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from galley.common.server.process import limit_threads, report_memory
 from galley.core import names
 from galley.core.kv.blocks import BLOCK_TOKENS
 from galley.pb.galley.v1 import galley_pb2 as pb
+from services.draft.answers.mailbox import SharedAnswers
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import NoneStrategy, Strategy
 from services.draft.strategies.ngram import Lookups, NgramStrategy
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 _LOG = get_logger(__name__)
 
 
-def load_strategies(settings: DraftSettings) -> tuple[dict[str, Strategy], pb.GetDraftInfoResponse]:
-    """Return the strategies by name and the draft's description; blocks.
+def load_strategies(
+    settings: DraftSettings, shared: SharedAnswers | None = None
+) -> tuple[dict[str, Strategy], pb.GetDraftInfoResponse]:
+    """Return the strategies by name and the draft's description; blocks. Lookups share answers by `shared`.
 
     Raise CallerFault if model or tokenizer is unusable.
     """
-    lookups = Lookups()
+    lookups = Lookups(shared)
     offered: dict[str, Strategy] = {names.NGRAM: NgramStrategy(lookups), names.NO_STRATEGY: NoneStrategy()}
     if settings.oracle_answers is not None:
         from services.draft.strategies.oracle import OracleStrategy  # noqa: PLC0415  # for tests alone

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from galley.common.logs import log_internal
 from galley.common.metrics.registry import Registry
@@ -51,6 +51,8 @@ class Proposed:
     draft_tokens: tuple[int, ...]
     survival: tuple[float, ...]
     kv_len: int
+    # The source of each token; empty: the strategy's own.
+    sources: tuple[str, ...] = ()
 
 
 # An error concerns its own request only.
@@ -65,6 +67,15 @@ class Done:
     queue_ns: int
     compute_ns: int
     sessions: int = 1
+
+
+class Background(Protocol):
+    """Work for the worker between steps, about a millisecond at a time."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def work(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +136,7 @@ class DraftLoop:
         metrics: Registry | None = None,
     ) -> None:
         """Advance at most `max_batch` proposals a step. Create it within the running event loop."""
+        self.background: Background | None = None
         # Tokens drafted for ended requests; those wasted were in no response.
         self.drafted = self.wasted = 0
         self.meter: DraftMeter | None = None
@@ -173,6 +185,10 @@ class DraftLoop:
         self._changed.set()
         return request.future
 
+    def wake(self) -> None:
+        """Look for work in the background now."""
+        self._changed.set()
+
     async def drain(self) -> None:
         """Refuse new requests and wait until all others have ended."""
         self.draining.set()
@@ -211,7 +227,9 @@ class DraftLoop:
                 await self._compute(self._advance)
             else:
                 self._idle.set()
-                await self._changed.wait()
+                if self.background is None or not self.background.has_work:
+                    await self._changed.wait()
+            await self._work_in_background()
 
     def _receive(self) -> tuple[list[_Request], list[_Request]]:
         """Return the requests that ended since the last step, and the new ones."""
@@ -236,6 +254,14 @@ class DraftLoop:
                 request.fail(Unavailable("the step failed"))
         else:
             self._deliver()
+
+    async def _work_in_background(self) -> None:
+        if self.background is None or not self.background.has_work:
+            return
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._worker, self.background.work)
+        except Exception as error:  # noqa: BLE001  # requests do not depend on it
+            log_internal(error)
 
     def _deliver(self) -> None:
         stepped, self._open = self._open, [request for request in self._open if request.outcome is None]
@@ -324,7 +350,8 @@ class DraftLoop:
         proposal, position = self._proposals[request], request.job.slice.position
         k = proposal.job.k
         tokens, survival = tuple(proposal.tokens[:k]), tuple(proposal.survival[:k])
-        so_far = Proposed(position, request.hash, tokens, survival, kv_len=position)
+        sources = tuple(proposal.sources[:k])
+        so_far = Proposed(position, request.hash, tokens, survival, kv_len=position, sources=sources)
         if proposal.error is not None:
             request.outcome = proposal.error
             self._close(request)

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from galley.common.registry.leases import draft_lease
@@ -20,6 +21,7 @@ from galley.core.lru import RecentKeys
 from galley.core.routing.choice import DraftLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.draft.answers.exchange import AnswerExchange
 from services.draft.loop import Done, DraftLoop, Proposed, ProposeJob
 
 # A draft without a model accepts every token id and length of the wire.
@@ -33,13 +35,23 @@ class DraftService(rpc.DraftServicer):
 
     grpc_services = ("galley.v1.Draft",)
 
-    def __init__(self, loop: DraftLoop, info: pb.GetDraftInfoResponse, spans: SpanScope | None) -> None:
-        """Serve `loop`; `info` describes it, and gets an incarnation that identifies this process."""
+    def __init__(
+        self,
+        loop: DraftLoop,
+        info: pb.GetDraftInfoResponse,
+        spans: SpanScope | None,
+        exchange: AnswerExchange | None = None,
+    ) -> None:
+        """Serve `loop`; `info` describes it, and gets an incarnation that identifies this process.
+
+        `exchange`, if given, is closed with the service.
+        """
         info.incarnation = secrets.token_hex(8)
         self._info = info
         self._spans = spans
         self._recent = RecentKeys()
         self._loop = loop
+        self._exchange = exchange
 
     async def Propose(
         self,
@@ -76,6 +88,8 @@ class DraftService(rpc.DraftServicer):
 
     async def close(self) -> None:
         await self._loop.close()
+        if self._exchange is not None:
+            await self._exchange.close()
 
     async def _respond(self, item: pb.ProposeItem) -> AsyncGenerator[pb.ProposeAnswer]:
         span, outcome = ItemSpan(self._spans, names.PROPOSE, "draft", item.slice), "cancelled"
@@ -143,4 +157,5 @@ def _result_of(proposed: Proposed, done: Done) -> pb.ProposeResult:
         kv_len=proposed.kv_len,
         timing=pb.Timing(queue_ns=done.queue_ns, compute_ns=done.compute_ns),
         batch_sessions=done.sessions,
+        sources=[pb.SourceRun(name=name, tokens=len(list(run))) for name, run in groupby(proposed.sources)],
     )

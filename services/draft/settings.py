@@ -51,6 +51,17 @@ class DraftSettings(ReplicaSettings):
         default=256, ge=1, le=65536, description="Most sessions whose tokens and KV are cached."
     )
     max_kv_tokens: int = Field(default=65536, ge=1, description="Most cached tokens, all sessions together.")
+    shared_answers_ttl_s: float = Field(
+        default=900.0,
+        ge=0,
+        le=86400,
+        description="Time for which recent answers are kept in Redis for the other drafts of the pool, in "
+        "seconds. 0 shares none, as does a draft without --redis-url.",
+    )
+
+    @property
+    def shares_answers(self) -> bool:
+        return bool(self.redis_url.get_secret_value()) and self.shared_answers_ttl_s > 0
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

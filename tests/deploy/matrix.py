@@ -107,7 +107,7 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
         "secret": {
             "redis": {
                 **OWN_STORE,
-                "existingSecret": {"name": "store", "replicaKey": "replica-url"},
+                "existingSecret": {"name": "store", "replicaKey": "replica-url", "draftKey": "draft-url"},
                 "tlsSecretName": "store-tls",
             }
         },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import yaml
@@ -268,29 +267,33 @@ def test_trial_store_is_full_below_its_memory_limit(limits: Manifest | None, exp
 
 
 @pytest.mark.parametrize(
-    ("redis", "source", "of_replicas"),
+    ("redis", "keys"),
     [
-        ({"url": "redis://store:6379/1"}, {"value": "redis://store:6379/1"}, None),
-        (
-            {"existingSecret": {"name": "store"}},
-            {"valueFrom": {"secretKeyRef": {"name": "store", "key": "url"}}},
-            None,
-        ),
+        ({"url": "redis://store:6379/1"}, {}),
+        ({"existingSecret": {"name": "store"}}, {"gateway": "url", "draft": "url", "target": "url"}),
         (
             {"existingSecret": {"name": "store", "replicaKey": "less"}},
-            {"valueFrom": {"secretKeyRef": {"name": "store", "key": "url"}}},
-            {"valueFrom": {"secretKeyRef": {"name": "store", "key": "less"}}},
+            {"gateway": "url", "draft": "less", "target": "less"},
+        ),
+        (
+            {"existingSecret": {"name": "store", "replicaKey": "less", "draftKey": "more"}},
+            {"gateway": "url", "draft": "more", "target": "less"},
+        ),
+        (
+            {"existingSecret": {"name": "store", "draftKey": "more"}},
+            {"gateway": "url", "draft": "more", "target": "url"},
         ),
     ],
 )
-def test_ones_own_store(redis: Manifest, source: dict[str, Any], of_replicas: dict[str, Any] | None) -> None:
+def test_ones_own_store(redis: Manifest, keys: dict[str, str]) -> None:
     rendered = render({"redis": {**OWN_STORE, **redis}})
     assert "redis" not in workloads(rendered)
     for role in ROLES:
         name = f"GALLEY_{role.upper()}_REDIS_URL"
         entries = container(workloads(rendered)[role])["env"]
         (entry,) = (entry for entry in entries if entry["name"] == name)
-        assert entry == {"name": name, **(of_replicas if of_replicas and role != "gateway" else source)}
+        of_secret = {"valueFrom": {"secretKeyRef": {"name": "store", "key": keys.get(role)}}}
+        assert entry == {"name": name, **(of_secret if keys else {"value": redis["url"]})}
 
 
 def test_another_release_name_keeps_the_parts_together() -> None:

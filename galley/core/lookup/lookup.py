@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from galley.core.lookup.suffix_automaton import NO_MATCH, Match, SuffixAutomaton
+from galley.core.lookup.suffix_automaton import NO_MATCH, Match, SuffixAutomaton, Text
 
 # Tokens kept of all answers of one kind, some 120 bytes each.
 ANSWER_TOKENS = 65_536
@@ -20,10 +20,14 @@ _MOST_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """Tokens that followed an earlier occurrence of the last `matched` tokens."""
+    """Tokens that followed an earlier occurrence of the last `matched` tokens.
+
+    `is_shared` is True if that was in an answer that another replica followed.
+    """
 
     tokens: tuple[int, ...] = ()
     matched: int = 0
+    is_shared: bool = False
 
 
 NOTHING = LookupResult()
@@ -58,6 +62,30 @@ class SessionLookup:
         return LookupResult(tuple(found), match.length)
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    """Tokens of a session from position `start` on: of its answer, and the last ones of its prompt.
+
+    `session` is a hash that all replicas compute alike.
+    """
+
+    session: bytes
+    start: int
+    tokens: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A received answer: its text, which ends before position `end` of its session."""
+
+    text: Text
+    end: int
+
+
 class RecentAnswers:
     """Answers of one kind of session: two generations, each at most half of `limit` tokens."""
 
@@ -65,11 +93,25 @@ class RecentAnswers:
         self.half = limit // 2
         self.newer = SuffixAutomaton()
         self.older = SuffixAutomaton()
+        # By session; in the newer generation.
+        self._shared: dict[bytes, _Shared] = {}
+
+    def receive(self, part: AnswerPart) -> None:
+        """Add a part of an answer that another replica followed. Tokens that are known are left out."""
+        self.make_room(len(part.tokens))
+        answer = self._shared.get(part.session)
+        if answer is None or answer.end < part.start:
+            text = self.newer.begin(is_shared=True)
+            answer = self._shared[part.session] = _Shared(text, part.start)
+        for token in part.tokens[answer.end - part.start :]:
+            self.newer.append(answer.text, token)
+        answer.end = max(answer.end, part.end)
 
     def make_room(self, count: int) -> None:
         """Start a new generation, and drop the older, if `count` tokens do not fit into the newer."""
         if len(self.newer) + count > self.half:
             self.newer, self.older = SuffixAutomaton(), self.newer
+            self._shared.clear()
 
 
 class AnswerLookup:
@@ -82,8 +124,11 @@ class AnswerLookup:
         self._older_match = NO_MATCH
         self._length = 0
 
-    def follow(self, tokens: Sequence[int], prompt_len: int) -> None:
-        """Add the session's confirmed tokens; the first `prompt_len` are its prompt; they only grow."""
+    def follow(self, tokens: Sequence[int], prompt_len: int) -> int:
+        """Add the session's confirmed tokens; the first `prompt_len` are its prompt; they only grow.
+
+        Return the position of the first token that was added.
+        """
         since = self._length or prompt_len
         self._answers.make_room(len(tokens) - since + _CONTEXT_TOKENS)
         if not self._length or self._newer is not self._answers.newer:
@@ -91,16 +136,19 @@ class AnswerLookup:
             since -= _CONTEXT_TOKENS
         # A draft that is new to a session gets a long answer at once; the end of it is enough.
         most = min(_MOST_AT_ONCE, self._answers.half)
-        for token in tokens[max(0, since, len(tokens) - most) :]:
+        first = max(0, since, len(tokens) - most)
+        for token in tokens[first:]:
             self._newer.append(self._text, token)
             self._older_match = self._older.step(self._older_match, token)
         self._length = len(tokens)
+        return first
 
     def find(self, ahead: Sequence[int], count: int) -> LookupResult:
         newer = self._newer.place(_go_on(self._newer, self._text.match, ahead))
         older = self._older.place(_go_on(self._older, self._older_match, ahead))
         place = older if older.length > newer.length else newer
-        return LookupResult(tuple(place.tokens[place.end : place.end + count]), place.length)
+        tokens = tuple(place.text.tokens[place.end : place.end + count])
+        return LookupResult(tokens, place.length, place.text.is_shared)
 
     def _begin(self) -> None:
         self._newer, self._older = self._answers.newer, self._answers.older

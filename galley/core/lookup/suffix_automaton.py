@@ -28,27 +28,31 @@ NO_MATCH = Match()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The last `length` tokens of a followed text occur in `tokens` just before position `end`."""
+    """The last `length` tokens of a followed text occur in `text` just before position `end`."""
 
-    tokens: array[int]
+    text: Text
     end: int
     length: int
 
 
-NOWHERE = Place(array("I"), 0, 0)
-
-
 class Text:
-    """One of an automaton's texts. `match` is its longest suffix that occurred earlier or in another text."""
+    """One of an automaton's texts. `match` is its longest suffix that occurred earlier or in another text.
 
-    __slots__ = ("match", "number", "state", "tokens")
+    `is_shared` is its owner's mark.
+    """
 
-    def __init__(self, number: int) -> None:
+    __slots__ = ("is_shared", "match", "number", "state", "tokens")
+
+    def __init__(self, number: int, *, is_shared: bool = False) -> None:
         self.number = number
+        self.is_shared = is_shared
         self.tokens = array("I")
         # The state of the whole text, which is the longest string of that state.
         self.state = _ROOT
         self.match = NO_MATCH
+
+
+NOWHERE = Place(Text(0), 0, 0)
 
 
 class SuffixAutomaton:
@@ -72,8 +76,8 @@ class SuffixAutomaton:
     def __len__(self) -> int:
         return self._size
 
-    def begin(self) -> Text:
-        self._texts.append(Text(len(self._texts)))
+    def begin(self, *, is_shared: bool = False) -> Text:
+        self._texts.append(Text(len(self._texts), is_shared=is_shared))
         return self._texts[-1]
 
     def append(self, text: Text, token: int) -> None:
@@ -105,9 +109,9 @@ class SuffixAutomaton:
         state, length = match.state, match.length
         while state != _ROOT:
             length = min(length, self._length[state])
-            tokens, end = self._texts[self._text[state]].tokens, self._end[state]
-            if end < len(tokens):
-                return Place(tokens, end, length)
+            text, end = self._texts[self._text[state]], self._end[state]
+            if end < len(text.tokens):
+                return Place(text, end, length)
             state = self._link[state]
         return NOWHERE
 

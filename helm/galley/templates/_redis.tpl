@@ -12,7 +12,8 @@
 valueFrom:
   secretKeyRef:
     name: {{ $secret.name }}
-    key: {{ if ne .role "gateway" }}{{ $secret.replicaKey | default $secret.key }}{{ else }}{{ $secret.key }}{{ end }}
+    {{- $key := ternary $secret.key ($secret.replicaKey | default $secret.key) (eq .role "gateway") }}
+    key: {{ ternary ($secret.draftKey | default $key) $key (eq .role "draft") }}
 {{- else if $redis.url -}}
 value: {{ $redis.url | quote }}
 {{- else -}}

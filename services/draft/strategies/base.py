@@ -39,13 +39,14 @@ class DraftJob:
 class Proposal:
     """An unfinished proposal of at most `job.k` tokens, usable at any time.
 
-    `survival[i]` estimates the probability that tokens 0 to i are all accepted; it never rises. An error
-    concerns this job only.
+    `survival[i]` estimates the probability that tokens 0 to i are all accepted; it never rises. `sources[i]`
+    names what drafted token i; empty, the strategy did. An error concerns this job only.
     """
 
     job: DraftJob
     tokens: list[int] = field(default_factory=list)
     survival: list[float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     done: bool = False
     error: GalleyError | None = None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from weakref import WeakKeyDictionary
 
+from galley.core import names
 from galley.core.content import common_prefix_len
 from galley.core.lookup.calibration import Calibration
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
@@ -46,6 +47,7 @@ class Candidate:
 
     token: int
     evidence: int
+    source: str = names.MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,12 @@ class Candidates:
 
     lookup: Candidate | None
     model: Candidate | None
+
+    def source_of(self, token: int) -> str:
+        """Return what drafted `token`: the model if it did, whatever a lookup found."""
+        if self.lookup is None or (self.model is not None and self.model.token == token):
+            return names.MODEL
+        return self.lookup.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +162,7 @@ class HybridStrategy:
         proposal.settle()
         for token, candidates in session.history.ready(len(tokens), proposal.limit, rules_of(job.slice)):
             proposal.add(token, session.ensemble.choose(candidates)[1])
+            proposal.sources.append(candidates.source_of(token))
             session.known.append(token)
         self._copy(proposal)
         self._steps.cut_back(proposal)
@@ -174,7 +183,7 @@ class HybridStrategy:
         if not match.found.tokens:
             return None
         evidence = class_of(match) + (0 if proposal.job.slice.sampling.is_greedy else len(PRIOR))
-        return Candidate(match.found.tokens[0], evidence)
+        return Candidate(match.found.tokens[0], evidence, match.source)
 
     def _copy(self, proposal: ModelProposal) -> None:
         """Draft while `is_sure` of the lookup; finish where the model's context window ends."""
@@ -192,4 +201,5 @@ class HybridStrategy:
         session.history.append(token, candidates)
         session.known.append(token)
         proposal.add(token, chance)
+        proposal.sources.append(candidates.source_of(token))
         proposal.done = proposal.done or proposal.survival[-1] < _LEAST_SURVIVAL

@@ -2,6 +2,7 @@
 
 A session searches only the answers of its own tenant and workload.
 The survival of its tokens is the acceptance rate of matches of that length in the tenant and workload.
+Answers may be shared with the other replicas of the pool (`SharedAnswers`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
+from galley.core import names
 from galley.core.lookup.calibration import Calibration, ProposalOutcomes
 from galley.core.lookup.lookup import AnswerLookup, LookupResult, RecentAnswers, SessionLookup
 from galley.core.lru import LruCache
+from services.draft.answers.mailbox import Kind, SharedAnswers, SharedKind
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
-
-# The kind of a session: its tenant's salt and its workload.
-Kind: TypeAlias = tuple[bytes, str]
 
 # A token that is less likely to be accepted is not worth its bytes.
 _LEAST_SURVIVAL = 0.02
@@ -72,6 +72,10 @@ class Match:
     found: LookupResult
     own: bool
 
+    @property
+    def source(self) -> str:
+        return names.SHARED if self.found.is_shared else names.NGRAM
+
 
 def class_of(match: Match, further: int = 0) -> int:
     """Return the class, an index of PRIOR, of a match after `further` accepted tokens."""
@@ -98,12 +102,15 @@ class _Answers:
     def __init__(self) -> None:
         self.recent = RecentAnswers()
         self.lookups: WeakKeyDictionary[DraftSession, AnswerLookup] = WeakKeyDictionary()
+        self.shared: SharedKind | None = None
 
 
 class Lookups:
     """The lookups of all sessions of a draft, shared by its strategies."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedAnswers | None = None) -> None:
+        """Share answers by `shared`, if given."""
+        self._shared = shared
         self._sessions: WeakKeyDictionary[DraftSession, SessionLookup] = WeakKeyDictionary()
         self._kinds: LruCache[Kind, _Answers] = LruCache(_Answers, MOST_KINDS)
 
@@ -123,7 +130,10 @@ class Lookups:
         among = answers.lookups.get(job.session)
         if among is None:
             among = answers.lookups[job.session] = AnswerLookup(answers.recent)
-        among.follow(confirmed, job.slice.prompt_len)
+        first = among.follow(confirmed, job.slice.prompt_len)
+        if self._shared is not None:
+            kind = answers.shared = answers.shared or SharedKind(kind_of(job), answers.recent)
+            self._shared.publish(kind, job.slice.key[1], first, confirmed[first:])
         return SessionLookups(lookup, among) if len(lookup) == len(confirmed) else None
 
 
@@ -158,6 +168,7 @@ class NgramStrategy:
         tokens = _up_to_a_stop(match.found, job.slice.stop_token_ids)
         proposal.survival = _survival(calibration, match, len(tokens))
         proposal.tokens = list(tokens[: len(proposal.survival)])
+        proposal.sources = [match.source] * len(proposal.tokens)
         if proposal.tokens:
             record = partial(_record, calibration, match)
             waiting.add(job.session.confirmed, ahead, tuple(proposal.tokens), record)

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from galley.core.errors import Broken
+from galley.core.lookup.lookup import AnswerPart
+from galley.core.names import MODEL, NGRAM, SHARED
+from services.draft.answers.mailbox import SharedAnswers
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
 from services.draft.strategies.hybrid import HybridStrategy
 from services.draft.strategies.model import CONFIDENCES, Drawn, ModelProposal, ModelSteps
@@ -83,6 +86,20 @@ def test_the_model_drafts_where_there_is_no_match_or_a_short_one(
     assert ask(hybrid, DraftSession(), [1, 2, 3]).tokens == [4, 5, 6, 7]
     assert ask(hybrid, DraftSession(), [3, 9, 8, 7, 3]).tokens == [4, 5, 6, 7]
     assert model.steps == 8
+
+
+def test_each_token_names_what_drafted_it(model: Counting) -> None:
+    shared = SharedAnswers()
+    strategy = HybridStrategy(Lookups(shared), model)
+    assert ask(strategy, DraftSession(), [*range(30), *range(20)]).sources == [NGRAM] * 4
+    assert ask(strategy, DraftSession(), [1, 2, 3]).sources == [MODEL] * 4
+    # Two more tokens came from another replica; then the answer there ended.
+    [kind] = shared.take()
+    shared.deliver(kind, [AnswerPart(b"session1", 0, range(NEW, NEW + 20))])
+    shared.work()
+    proposal = ask(strategy, DraftSession(), [1, *range(NEW, NEW + 18)])
+    assert proposal.tokens == [*range(NEW + 18, NEW + 22)]
+    assert proposal.sources == [SHARED, SHARED, MODEL, MODEL]
 
 
 def test_agreed_token_has_higher_survival(hybrid: HybridStrategy) -> None:

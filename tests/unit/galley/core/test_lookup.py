@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galley.core.lookup.lookup import NOTHING, AnswerLookup, LookupResult, RecentAnswers, SessionLookup
+from galley.core.lookup.lookup import (
+    NOTHING,
+    AnswerLookup,
+    AnswerPart,
+    LookupResult,
+    RecentAnswers,
+    SessionLookup,
+)
 
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
 FEW = settings(max_examples=120)
@@ -131,3 +138,59 @@ class TestRecentAnswers:
             lookups[i % 3].find([1], 4)
             assert len(answers.newer) <= 20
             assert len(answers.older) <= 20
+
+
+class TestSharedAnswers:
+    """Answers that other replicas followed."""
+
+    def test_they_match_as_those_of_this_replica_do_and_say_so(self) -> None:
+        answers = RecentAnswers()
+        answers.receive(AnswerPart(b"other", 5, [10, 11, 12, 13]))
+        answered(answers, [20, 21, 22])
+        assert answered(answers, [10, 11]).find((), 2) == LookupResult((12, 13), 2, is_shared=True)
+        assert answered(answers, [20, 21], [1]).find((), 2) == LookupResult((22,), 2)
+
+    def test_a_part_continues_the_one_before(self) -> None:
+        answers = RecentAnswers()
+        answers.receive(AnswerPart(b"other", 5, [10, 11]))
+        answers.receive(AnswerPart(b"another", 7, [30, 31]))
+        answers.receive(AnswerPart(b"other", 7, [12, 13]))
+        assert answered(answers, [10, 11]).find((), 4).tokens == (12, 13)
+        assert answered(answers, [11]).find((), 4).tokens == (12, 13)
+
+    def test_a_part_after_a_gap_continues_nothing(self) -> None:
+        answers = RecentAnswers()
+        answers.receive(AnswerPart(b"other", 5, [10, 11]))
+        answers.receive(AnswerPart(b"other", 8, [13, 14]))
+        answers.receive(AnswerPart(b"other", 10, [15]))
+        assert answered(answers, [10]).find((), 4).tokens == (11,)
+        assert answered(answers, [13]).find((), 4).tokens == (14, 15)
+
+    @FEW
+    @given(TOKENS, st.lists(st.tuples(st.integers(0, 24), st.integers(0, 24)), max_size=8), TOKENS)
+    def test_known_tokens_are_left_out(
+        self, answer: list[int], ranges: list[tuple[int, int]], asked: list[int]
+    ) -> None:
+        whole, parts = RecentAnswers(), RecentAnswers()
+        reached = 0
+        for start, end in ranges:
+            if start <= reached < end <= len(answer):
+                reached = end
+            if start < end <= reached:
+                parts.receive(AnswerPart(b"other", 3 + start, answer[start:end]))
+        if reached:
+            whole.receive(AnswerPart(b"other", 3, answer[:reached]))
+        assert len(parts.newer) == len(whole.newer) == reached
+        assert answered(parts, asked).find((), 4) == answered(whole, asked).find((), 4)
+
+    @FEW
+    @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, 9)), max_size=24))
+    def test_they_are_bounded_too(self, received: list[tuple[int, int, int]]) -> None:
+        answers = RecentAnswers(limit=40)
+        lookup, tokens = AnswerLookup(answers), list(PROMPT)
+        for session, start, count in received:
+            answers.receive(AnswerPart(bytes([session]), start, [1] * count))
+            tokens.append(2)
+            lookup.follow(tokens, len(PROMPT))
+            assert lookup.find((), 4).tokens == (2,) * (lookup.find((), 4).matched > 0)
+            assert max(len(answers.newer), len(answers.older)) <= 20

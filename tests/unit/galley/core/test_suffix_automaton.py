@@ -24,10 +24,10 @@ def longest(followed: list[int], texts: Sequence[list[int]]) -> int:
 
 
 def is_of(place: Place, followed: list[int], match: Match) -> bool:
-    before = place.tokens[place.end - place.length : place.end].tolist()
+    before = place.text.tokens[place.end - place.length : place.end].tolist()
     return (
         place.length <= match.length
-        and place.end < len(place.tokens)
+        and place.end < len(place.text.tokens)
         and before == followed[len(followed) - place.length :]
     )
 
@@ -107,7 +107,7 @@ def test_a_shorter_suffix_is_used_where_no_text_continues() -> None:
     match = automaton.step(automaton.step(NO_MATCH, 1), 2)
     assert match.length == 2
     place = automaton.place(match)
-    assert (place.tokens.tolist(), place.end, place.length) == ([2, 9], 1, 1)
+    assert (place.text.tokens.tolist(), place.end, place.length) == ([2, 9], 1, 1)
 
 
 def test_the_work_is_linear() -> None:

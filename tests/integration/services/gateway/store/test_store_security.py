@@ -13,9 +13,12 @@ from galley.common.registry.leases import DRAFT_POOL, ReplicaRegistry, draft_lea
 from galley.common.tls import files as files_module
 from galley.common.tls.files import BadFile
 from galley.core.errors import Broken, GalleyError, StoreUnavailable
+from galley.core.lookup.lookup import AnswerPart, RecentAnswers
 from galley.core.store import CacheLocation, Exchange, KvDirectory, TokenBucket
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.stack.ports import free_ports
+from services.draft.answers.log import AnswerLog
+from services.draft.answers.mailbox import SharedKind
 from services.gateway.store.redis import RedisStore
 from tests.fakes.certificates import Authority, mounted
 from tests.fakes.log_lines import logged
@@ -33,6 +36,7 @@ from tests.fakes.redis_servers import BINARIES, REDIS, Server, running
 from tests.integration.services.gateway.store.test_store import ALICE, PROMPT, a_session, store_at
 
 GATEWAY, REPLICA, SENTINEL = "galley-gateway", "galley-replica", "galley-sentinel"
+DRAFT = "galley-draft"
 PASSWORD = "change-me"
 FORBIDDEN = r"NOPERM|[Nn]o permission"
 DOC = Path(__file__).parents[5] / "docs" / "operate" / "redis.md"
@@ -99,6 +103,23 @@ async def register(url: str) -> None:
         await registry.close()
 
 
+PART = AnswerPart(b"session1", 5, [1, 2, 3])
+
+
+async def share_answers(url: str, pool: str = "default") -> None:
+    log = AnswerLog(url, pool, "hash", ttl_s=60)
+    try:
+        await log.exchange(SharedKind((b"salt", "chat"), RecentAnswers()), [PART])
+        assert PART in await log.exchange(SharedKind((b"salt", "chat"), RecentAnswers()), [])
+    finally:
+        await log.close()
+
+
+async def register_and_share(url: str) -> None:
+    await register(url)
+    await share_answers(url)
+
+
 async def make_user_of_a_pool(server: Server, name: str, patterns: Sequence[str]) -> None:
     rules = [rule for rule in documented_user(name) if not rule.startswith("~")]
     await server.command("ACL", "SETUSER", name, "reset", *rules, *patterns)
@@ -141,7 +162,7 @@ async def a_lease_that_ended(server: Server) -> None:
     await registry.close()
 
 
-WORK = {GATEWAY: serve_sessions, REPLICA: register}
+WORK = {GATEWAY: serve_sessions, REPLICA: register, DRAFT: register_and_share}
 
 
 @pytest.mark.parametrize("user", WORK)
@@ -169,10 +190,24 @@ async def test_a_documented_user_needs_each_permission(guarded: Server, user: st
         await WORK[user](url_of(guarded, user))
 
 
-async def test_a_replica_reads_no_session(guarded: Server) -> None:
+async def test_a_target_reads_no_answers_of_drafts(guarded: Server) -> None:
     await make_user(guarded, REPLICA)
+    with pytest.raises(Broken, match=FORBIDDEN):
+        await share_answers(url_of(guarded, REPLICA))
+
+
+async def test_a_draft_of_one_pool_shares_with_no_other(guarded: Server) -> None:
+    await make_user_of_a_pool(guarded, DRAFT, ["~galley:replicas:{blue}:*", "~galley:answers:blue:*"])
+    await share_answers(url_of(guarded, DRAFT), "blue")
+    with pytest.raises(Broken, match=FORBIDDEN):
+        await share_answers(url_of(guarded, DRAFT), "green")
+
+
+@pytest.mark.parametrize("user", [REPLICA, DRAFT])
+async def test_a_replica_reads_no_session(guarded: Server, user: str) -> None:
+    await make_user(guarded, user)
     owner = await _a_session_there(guarded)
-    store = RedisStore(url_of(guarded, REPLICA))
+    store = RedisStore(url_of(guarded, user))
     with pytest.raises(Broken, match=FORBIDDEN):
         await claim(store, owner, ALICE)
     await store.close()
