@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from galley.common.logs import get_logger
@@ -16,9 +18,50 @@ from galley.core.session.sources import LocalSources
 
 CompileGrammar: TypeAlias = "Callable[[GrammarSpec], Awaitable[CompiledGrammar]]"
 
-_SLICE_TOKENS = 256
-"""Tokens followed before other calls get a turn: about 1 ms."""
+_PREDICTED_SLICE, _GRAMMAR_SLICE = 256, 16
+"""Tokens followed before other calls get a turn: about 1 ms. A grammar may be made to take 6 ms a token."""
+_GRANT_NS, _MOST_GRANTED_NS = 100_000, 20_000_000
+"""Time of the event loop that a grammar gets for each output token; and the most that it can save up."""
 _log = get_logger(__name__)
+
+
+class BoundedGrammar:
+    """A grammar that stops drafting once it has used up its time, so that no other session waits for it.
+
+    Most take some µs a token; a few ms once, for a large schema. Limits bound only a single call.
+    """
+
+    def __init__(self, state: GrammarState, session_id: str) -> None:
+        self._state: GrammarState | None = state
+        self._session_id = session_id
+        self._left_ns = _MOST_GRANTED_NS
+
+    def confirm(self, tokens: Sequence[int]) -> None:
+        self._left_ns = min(self._left_ns + _GRANT_NS * len(tokens), _MOST_GRANTED_NS)
+        if self._state is not None:
+            with self._charged():
+                self._state.confirm(tokens)
+
+    def forced(self, most: int, ahead: Sequence[int] = ()) -> tuple[int, ...]:
+        if self._state is None:
+            return ()
+        with self._charged():
+            return self._state.forced(most, ahead)
+
+    def allowed_prefix(self, tokens: Sequence[int], ahead: Sequence[int] = ()) -> int:
+        if self._state is None:
+            return len(tokens)
+        with self._charged():
+            return self._state.allowed_prefix(tokens, ahead)
+
+    @contextmanager
+    def _charged(self) -> Iterator[None]:
+        began_ns = time.thread_time_ns()
+        yield
+        self._left_ns -= time.thread_time_ns() - began_ns
+        if self._left_ns < 0:
+            self._state = None
+            _log.warning("grammar does not draft", session_id=self._session_id, error="it takes too long")
 
 
 class OwnSources:
@@ -37,24 +80,25 @@ class OwnSources:
         prediction = None
         if spec.prediction:
             prediction = PredictionLookup(spec.prediction, self._predictions)
-            await _follow(answer.output, prediction.follow)
+            await _follow(answer.output, prediction.follow, _PREDICTED_SLICE)
         return LocalSources(await self._grammar(answer), prediction)
 
-    async def _grammar(self, answer: Answer) -> GrammarState | None:
+    async def _grammar(self, answer: Answer) -> BoundedGrammar | None:
         """Return the grammar at the end of the answer; None if it cannot draft. The target decides anyway."""
         spec = answer.spec
         if spec.grammar is None or not spec.k or self._compile_grammar is None:
             return None
         try:
             state = (await self._compile_grammar(spec.grammar)).start()
-            await _follow(answer.output, state.confirm)
+            grammar = BoundedGrammar(state, spec.session_id)
+            await _follow(answer.output, grammar.confirm, _GRAMMAR_SLICE)
         except GalleyError as error:
             _log.warning("grammar does not draft", session_id=spec.session_id, error=str(error))
             return None
-        return state
+        return grammar
 
 
-async def _follow(output: Sequence[int], follow: Callable[[Sequence[int]], None]) -> None:
-    for at in range(0, len(output), _SLICE_TOKENS):
-        follow(output[at : at + _SLICE_TOKENS])
+async def _follow(output: Sequence[int], follow: Callable[[Sequence[int]], None], slice_tokens: int) -> None:
+    for at in range(0, len(output), slice_tokens):
+        follow(output[at : at + slice_tokens])
         await asyncio.sleep(0)

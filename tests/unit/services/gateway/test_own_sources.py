@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from structlog.testing import capture_logs
 
 from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.errors import InvalidField
-from galley.core.grammar.compiled import CompiledGrammar, compile_grammar
+from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.names import GRAMMAR, PREDICTION
 from galley.core.records import NOT_DRAFTED
 from galley.core.sampling_params import SamplingParams
 from galley.core.session.sources import LocalSources
-from services.gateway.session.own_sources import OwnSources
+from services.gateway.session.own_sources import BoundedGrammar, OwnSources
 from tests.fakes.vocabularies import SIZE, byte_vocabulary, tokens_of
 
 VOCABULARY = byte_vocabulary()
@@ -69,6 +71,49 @@ async def test_without_speculation_a_grammar_is_not_even_compiled() -> None:
     sources = await OwnSources(too_large).of(answered(replace(SPEC, k=0)))
     assert sources is not None
     assert sources.propose((), 8) == []
+
+
+class Slow(GrammarState):
+    """A state of which each call takes 3 ms of the thread's time."""
+
+    def confirm(self, tokens: Sequence[int]) -> None:
+        super().confirm(tokens)
+        _spin()
+
+    def forced(self, most: int, ahead: Sequence[int] = ()) -> tuple[int, ...]:
+        _spin()
+        return super().forced(most, ahead)
+
+
+def _spin() -> None:
+    until_ns = time.thread_time_ns() + 3_000_000
+    while time.thread_time_ns() < until_ns:
+        pass
+
+
+def test_a_slow_grammar_stops_drafting() -> None:
+    grammar = BoundedGrammar(Slow(compile_grammar(VOCABULARY, CHOICE)), "s")
+    text, calls = tokens_of(VOCABULARY, "name: "), 0
+    with capture_logs() as logs:
+        while grammar.forced(8):
+            calls += 1
+        for token in text:
+            grammar.confirm([token])
+    assert calls == 7, "20 ms at first"
+    assert [entry["error"] for entry in logs] == ["it takes too long"]
+    assert grammar.forced(8) == ()
+    assert grammar.allowed_prefix(text) == len(text), "the target decides"
+
+
+def test_a_grammar_that_is_quick_drafts_on() -> None:
+    grammar = BoundedGrammar(compile_grammar(VOCABULARY, GrammarSpec("regex", "(abc12)+")).start(), "s")
+    output = tokens_of(VOCABULARY, "abc12" * 200)
+    forced = 0
+    for token in output:
+        forced += bool(grammar.forced(2))
+        grammar.confirm([token])
+    assert forced > len(output) // 4
+    assert grammar.forced(2) or grammar.forced(2, output[:1])
 
 
 async def test_a_grammar_that_cannot_draft_leaves_the_prediction() -> None:
