@@ -6,8 +6,11 @@ The scheduler knows tokens, blocks and costs; the engine knows tensors. Only the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from galley.core.content import SessionKey
 from galley.core.errors import GalleyError
@@ -22,7 +25,8 @@ class Draw:
 
     `history` is all confirmed tokens from absolute position 0; the first `prompt_len` are the prompt. Row i
     of the logits is for position len(history) + i, given draft_tokens[:i]. `logprobs` is how many of the
-    likeliest tokens to return with each token's own logprob; None returns no logprobs.
+    likeliest tokens to return with each token's own logprob; None returns no logprobs. `allowed` has the bits
+    of the tokens that a grammar allows, 32 a word, for each row of logits: [len(draft_tokens) + 1, words].
     """
 
     params: SamplingParams
@@ -32,6 +36,7 @@ class Draw:
     min_tokens: int
     draft_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
+    allowed: NDArray[np.uint32] | None = field(default=None, compare=False)
 
 
 class TokenRange(Sequence[int]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from galley.engine.cuda import sampling as device_sampling
 from galley.engine.load.draft_directory import ReducedHead
 from galley.engine.sampling import draw as host_sampling
 from galley.engine.sampling import guessing
+from galley.engine.sampling.allowed import constrain
 from galley.engine.sampling.draw import Outcome
 from galley.engine.sampling.layout import is_plain
 
@@ -27,7 +29,7 @@ def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:
 def guess(
     logits: Tensor, draws: Sequence[Draw], head: ReducedHead | None
 ) -> tuple[list[Outcome], list[float]]:
-    """Sample one draft token a draw; also return the probability of each row's likeliest token.
+    """Sample one draft token a draw; also return the probability of each row's likeliest allowed token.
 
     `logits` is float32 [draws, head_vocab], or [draws, vocab] without `head`. The draws have no draft tokens.
     A row without a finite maximum gives Broken.
@@ -35,5 +37,6 @@ def guess(
     if logits.device.type == "cpu" and all(map(is_plain, draws)):
         columns = None if head is None else head.columns
         return guessing.guess_rows(host_sampling.host_rows(logits), draws, columns)
-    confidences: list[float] = torch.softmax(logits, -1).amax(-1).tolist()
-    return draw_all(logits if head is None else head.spread(logits), draws), confidences
+    rows = constrain(logits if head is None else head.spread(logits), draws, range(len(draws)))
+    confidences: list[float] = torch.softmax(rows, -1).amax(-1).tolist()
+    return draw_all(rows, [replace(draw, allowed=None) for draw in draws]), confidences

@@ -22,6 +22,7 @@ from galley.common.logs import get_logger
 from galley.core.noise import GUMBEL, LANES, MULTIPLIERS, ROUNDS, WEYL, halves
 from galley.core.step import Draw, Sampled
 from galley.engine.cuda.device import host_buffer, to_host
+from galley.engine.sampling.allowed import constrain
 from galley.engine.sampling.draw import Outcome, draw_rows
 from galley.engine.sampling.layout import NOTHING, Floats, is_plain, kernel_temperature, no_maximum
 
@@ -37,7 +38,7 @@ _NOISY_COLUMNS = 6
 
 
 def is_drawn_here(draw: Draw) -> bool:
-    """Return True if each token depends on its row of logits, temperature, seed and position alone."""
+    """Return True if each token depends on its row, mask, temperature, seed and position alone."""
     params = draw.params
     unfiltered = params.top_k == 0 and params.top_p >= 1.0 and params.min_p <= 0.0
     return is_plain(draw) and (params.is_greedy or unfiltered)
@@ -76,9 +77,10 @@ def _fetch(
     noisy = [_record(*pair, row) for pair in here for row in _rows_of(*pair) if not pair[0].params.is_greedy]
     uploaded = _upload([*others, *(number for record in noisy for number in record)], logits.device)
     count, vocab = logits.shape
-    tokens = (
-        _tokens(logits, uploaded[len(others) :].view(len(noisy), _NOISY_COLUMNS)) if here else uploaded[:0]
-    )
+    tokens = uploaded[:0]
+    if here:
+        own = constrain(logits, [draw for draw, _ in here], [_rows_of(*pair).start for pair in here])
+        tokens = _tokens(own, uploaded[len(others) :].view(len(noisy), _NOISY_COLUMNS))
     rows = logits.index_select(0, uploaded[: len(others)]).float()
     # Bits of floats and integers in one buffer: a copy changes none.
     packed = to_host(torch.cat((tokens, rows.view(torch.int32).flatten()))).numpy()
@@ -99,12 +101,11 @@ def _upload(values: list[int], device: torch.device) -> Tensor:
     return buffer.to(device, non_blocking=True)
 
 
-def _tokens(logits: Tensor, noisy: Tensor) -> Tensor:
+def _tokens(rows: Tensor, noisy: Tensor) -> Tensor:
     """Return int32 [rows]: each row's likeliest token, or for rows of `noisy` [n, 6] its winner with noise.
 
     NOTHING where a row's maximum is not finite. The first of equals wins, as torch's argmax does.
     """
-    rows = logits.float()
     highest = rows.amax(dim=1)  # NaN if there is one
     tokens = rows.argmax(dim=1)
     step = max(1, _CHUNK // rows.shape[1])

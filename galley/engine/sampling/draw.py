@@ -1,10 +1,10 @@
 """Sample tokens on the CPU: process logits with each position's history, then take the Gumbel-max.
 
 Each row is processed by itself, so its token is a function of its logits, its history and the seed, and of no
-other row. Order of processing: logit_bias, min_tokens (masks the stop tokens), repetition penalty, frequency
-and presence penalty, temperature, top_k, top_p, min_p. Ties are ordered by (logit descending, id ascending):
-top_k keeps exactly k, top_p the shortest such prefix that reaches its mass, and of equal scores the lowest id
-wins. min_p is relative to the largest probability.
+other row. Order of processing: grammar mask, logit_bias, min_tokens (masks the stop tokens), repetition
+penalty, frequency and presence penalty, temperature, top_k, top_p, min_p. Ties are ordered by (logit
+descending, id ascending): top_k keeps exactly k, top_p the shortest such prefix that reaches its mass, and of
+equal scores the lowest id wins. min_p is relative to the largest probability.
 
 The winner is argmax of float64(scaled logit) + gumbel(seed, position, token) (galley/core/noise.py). Noise
 is bounded, so most tokens cannot win whatever their noise is: the kernels find the same winner with less.
@@ -30,9 +30,11 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.cpu.kernels import openmp, ops
 from galley.engine.cpu.kernels.compile import compile_kernels
-from galley.engine.sampling import gumbel, kernels, largest, layout
+from galley.engine.sampling import allowed, gumbel, kernels, largest, layout
+from galley.engine.sampling.allowed import allowed_rows
 from galley.engine.sampling.layout import (
     DRAW,
+    NOTHING,
     Floats,
     Ids,
     Scratch,
@@ -45,7 +47,7 @@ from galley.engine.sampling.layout import (
 
 Outcome = Sampled | GalleyError
 
-SOURCES = (ops, noise, openmp, gumbel, largest, layout)
+SOURCES = (ops, noise, openmp, allowed, gumbel, largest, layout)
 
 # Time a logit costs, at least.
 _LOGIT_NS = 0.3
@@ -73,7 +75,7 @@ def draw_rows(rows: Floats, draws: Sequence[Draw]) -> list[Outcome]:
     scratch = _scratch(threads, rows.shape[1], penalized=any(map(has_penalties, draws)))
     tokens, counts = np.empty(len(rows), dtype=np.int64), np.empty(len(draws), dtype=np.int64)
     records, ids, biases = _pack(draws)
-    _compiled()[0](threads, rows, records, ids, biases, tokens, counts, scratch)
+    _compiled()[0](threads, rows, records, ids, biases, allowed_rows(draws), tokens, counts, scratch)
     drawn = list(zip(draws, records["row"].tolist(), counts.tolist(), strict=True))
     listed = [
         (row, min(draw.logprobs, rows.shape[1]))
@@ -127,7 +129,7 @@ def _pack(draws: Sequence[Draw]) -> tuple[NDArray[np.void], Ids, Floats]:
     row = 0
     ids: list[Collection[int]] = []
     biases: list[float] = []
-    end = 0
+    end = masks = 0
     for draw in draws:
         history: Collection[int] = draw.history if has_penalties(draw) else ()
         masked: Collection[int] = draw.stop_token_ids if masked_rows(draw) else ()
@@ -136,7 +138,8 @@ def _pack(draws: Sequence[Draw]) -> tuple[NDArray[np.void], Ids, Floats]:
         bias = prompt + len(history)
         mask = bias + len(draw.params.logit_bias)
         end = mask + len(masked)
-        records.append((row, prompt, output, bias, mask, end, len(biases), *draw_record(draw)))
+        records.append((row, prompt, output, bias, mask, end, len(biases), *draw_record(draw, masks)))
+        masks += 0 if draw.allowed is None else len(draw.allowed)
         row += len(draw.draft_tokens) + 1
         ids += (draw.draft_tokens, history, draw.params.logit_bias, masked)
         biases += draw.params.logit_bias.values()
@@ -144,13 +147,14 @@ def _pack(draws: Sequence[Draw]) -> tuple[NDArray[np.void], Ids, Floats]:
     return np.array(records, dtype=DRAW), flat, np.array(biases, dtype=np.float32)
 
 
-def draw_record(draw: Draw) -> tuple[float, ...]:
-    """Return the fields of DRAW that do not say where its ids lie."""
+def draw_record(draw: Draw, masks: int) -> tuple[float, ...]:
+    """Return the fields of DRAW that do not say where its ids lie; its own masks begin at row `masks`."""
     params = draw.params
     return (
         params.seed,
         len(draw.history),
         masked_rows(draw),
+        NOTHING if draw.allowed is None else masks,
         params.top_k,
         params.top_p,
         kernel_temperature(params),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from galley.core.step import Draw, Sampled
 from galley.engine.cpu.kernels import openmp
 from galley.engine.cpu.kernels.compile import compile_kernels
 from galley.engine.cpu.kernels.openmp import shared
+from galley.engine.sampling.allowed import Words, allowed_rows, is_allowed
 from galley.engine.sampling.draw import SOURCES, Outcome, draw_record
 from galley.engine.sampling.gumbel import OFFSET, SLACK, UNIT, gumbel, philox
 from galley.engine.sampling.largest import any_above, apply_filters, exponentials, likeliest
@@ -32,6 +34,7 @@ _LOGIT_NS = 2.0
 # The places of a draw's ids, of which a plain draw has none.
 _NO_IDS = (0,) * 7
 _COLUMNS: Final = 64  # noise computed at once
+_LOWEST: Final = np.float32(-np.inf)
 
 
 def guess_rows(
@@ -40,15 +43,19 @@ def guess_rows(
     """Sample one token per row of float32 `rows` [draws, columns]; every draw must be plain (`is_plain`).
 
     `columns` are their token ids in ascending order; None: the whole vocabulary. Also returns each row's
-    highest probability before any processing. A row without a finite maximum gives Broken.
+    highest probability among the allowed tokens, before any other processing. A row without a finite maximum
+    gives Broken.
     """
     count, width = rows.shape
     tokens = np.arange(width) if columns is None else columns
     threads = openmp.worth(openmp.threads(), rows.size * _LOGIT_NS) if count > 1 else 1
     drawn, confidences = np.empty(count, np.int64), np.empty(count, np.float32)
-    records = np.array([(*_NO_IDS, *draw_record(draw)) for draw in draws], dtype=DRAW)
+    masks = accumulate((draw.allowed is not None for draw in draws), initial=0)
+    records = np.array(
+        [(*_NO_IDS, *draw_record(draw, mask)) for draw, mask in zip(draws, masks, strict=False)], dtype=DRAW
+    )
     scratch = np.empty((threads, 2, width), np.float32)
-    _compiled()(threads, rows, tokens, records, drawn, confidences, scratch)
+    _compiled()(threads, rows, tokens, records, allowed_rows(draws), drawn, confidences, scratch)
     outcomes: list[Outcome] = [
         no_maximum(draw) if token == NOTHING else Sampled((token,), ())
         for draw, token in zip(draws, drawn.tolist(), strict=True)
@@ -73,6 +80,7 @@ def _guess_some(
     logits: Floats,
     tokens: Ids,
     draws: Any,
+    allowed: Words,
     drawn: Ids,
     confidences: Floats,
     scratch: Floats,
@@ -80,27 +88,40 @@ def _guess_some(
     scaled, weights = scratch[thread, 0], scratch[thread, 1]
     for r in range(first, last):
         row, draw = logits[r], draws[r]
+        if draw.allowed != NOTHING:
+            for j in range(len(row)):
+                scaled[j] = row[j] if is_allowed(tokens[j], allowed[draw.allowed]) else row[j] + _LOWEST
+            row = scaled
         best = likeliest(row)
         drawn[r], confidences[r] = NOTHING, np.float32(0)
         if best != NOTHING:
             confidences[r] = np.float32(1.0 / exponentials(row, row[best], weights))
             drawn[r] = tokens[best]
         if best != NOTHING and draw.temperature > 0:
+            largest = row[best]
             for j in range(len(row)):
-                scaled[j] = (row[j] - row[best]) / draw.temperature
+                scaled[j] = (row[j] - largest) / draw.temperature
             apply_filters(scaled, weights, len(scaled), draw)
             drawn[r] = _noisiest(scaled, best, tokens, draw.seed, draw.position)
 
 
 def guess_columns(
-    threads: int, logits: Floats, tokens: Ids, draws: Any, drawn: Ids, confidences: Floats, scratch: Floats
+    threads: int,
+    logits: Floats,
+    tokens: Ids,
+    draws: Any,
+    allowed: Words,
+    drawn: Ids,
+    confidences: Floats,
+    scratch: Floats,
 ) -> None:
     """Write to `drawn` the token that each row's draw samples from `logits` [rows, columns], or NOTHING.
 
-    `tokens` [columns] are ascending ids. `confidences` [rows] get the highest probability at temperature 1.
-    scratch: float32 [threads, 2, columns].
+    `tokens` [columns] are ascending ids. `confidences` [rows] get the highest probability at temperature 1,
+    of the tokens that the draw's mask in `allowed` [rows, words] allows. scratch: float32 [threads, 2,
+    columns].
     """
-    _guess_some(threads, len(draws), logits, tokens, draws, drawn, confidences, scratch)
+    _guess_some(threads, len(draws), logits, tokens, draws, allowed, drawn, confidences, scratch)
 
 
 @part

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from galley.engine.cpu.kernels.openmp import shared
+from galley.engine.sampling.allowed import Words, copy_allowed
 from galley.engine.sampling.gumbel import noisiest
 from galley.engine.sampling.largest import apply_filters, exponentials, likeliest, list_first
 from galley.engine.sampling.layout import NOTHING, Floats, Ids, Scratch, of_thread, part
@@ -29,6 +30,7 @@ def _draw_some(
     draws: Any,
     ids: Ids,
     biases: Floats,
+    allowed: Words,
     tokens: Ids,
     drawn: Ids,
     scratch: Scratch,
@@ -39,7 +41,14 @@ def _draw_some(
         start = draws[d - 1].end if d > 0 else 0
         end = draw.row + draw.prompt - start + 1
         drawn[d] = _draw(
-            logits[draw.row : end], draw, ids[start : draw.end], biases, tokens[draw.row : end], start, own
+            logits[draw.row : end],
+            draw,
+            ids[start : draw.end],
+            biases,
+            allowed,
+            tokens[draw.row : end],
+            start,
+            own,
         )
 
 
@@ -49,6 +58,7 @@ def draw_rows(
     draws: Any,
     ids: Ids,
     biases: Floats,
+    allowed: Words,
     tokens: Ids,
     drawn: Ids,
     scratch: Scratch,
@@ -58,11 +68,20 @@ def draw_rows(
     A row whose logits have no finite maximum also ends its draw, without a token. A draw's tokens go to
     `tokens` [rows] from its first row on, their number to `drawn` [draws].
     """
-    _draw_some(threads, len(draws), logits, draws, ids, biases, tokens, drawn, scratch)
+    _draw_some(threads, len(draws), logits, draws, ids, biases, allowed, tokens, drawn, scratch)
 
 
 @part
-def _draw(logits: Floats, draw: Any, ids: Ids, biases: Floats, tokens: Ids, at: int, scratch: Scratch) -> int:
+def _draw(
+    logits: Floats,
+    draw: Any,
+    ids: Ids,
+    biases: Floats,
+    allowed: Words,
+    tokens: Ids,
+    at: int,
+    scratch: Scratch,
+) -> int:
     """Sample one draw; return how many tokens. `ids` are its own, which start at `at` of all ids."""
     if draw.penalized:
         _remember(ids[draw.prompt - at : draw.output - at], 0, scratch)
@@ -70,10 +89,14 @@ def _draw(logits: Floats, draw: Any, ids: Ids, biases: Floats, tokens: Ids, at: 
     result = len(logits)
     for i in range(len(logits)):
         row = logits[i]
-        if draw.penalized or draw.mask > draw.bias or i < draw.masked_rows:
+        is_constrained = draw.allowed != NOTHING
+        if draw.penalized or draw.mask > draw.bias or i < draw.masked_rows or is_constrained:
             row = scratch.row
-            for j in range(len(row)):
-                row[j] = logits[i, j]
+            if is_constrained:
+                copy_allowed(logits[i], allowed[draw.allowed + i], row)
+            else:
+                for j in range(len(row)):
+                    row[j] = logits[i, j]
             _edit(row, draw, ids[draw.bias - at :], biases, i < draw.masked_rows, scratch)
         tokens[i] = _choose(row, draw, draw.position + np.uint64(i), scratch)
         if tokens[i] == NOTHING:

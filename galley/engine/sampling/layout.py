@@ -36,6 +36,7 @@ DRAW: Final = np.dtype(
         ("seed", np.uint64),
         ("position", np.uint64),  # position of the first row
         ("masked_rows", np.int64),  # number of first rows with the mask
+        ("allowed", np.int64),  # row of its first mask of allowed tokens, or NOTHING
         ("top_k", np.int64),  # 0: all
         ("top_p", np.float64),  # 1: all
         ("temperature", np.float32),  # 0: greedy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -52,7 +52,24 @@ def _logprobs(row: Floats, token: int, top: int) -> PositionLogprobs:
     )
 
 
+def allowing(draw: Draw, rows: Sequence[Collection[int]], vocab: int) -> Draw:
+    """Return the draw with masks that allow these tokens in each row, as a grammar gives them."""
+    bits = np.zeros((len(rows), -(-vocab // 32) * 32), dtype=np.uint8)
+    for row, tokens in zip(bits, rows, strict=True):
+        row[list(tokens)] = 1
+    words = np.packbits(bits, axis=1, bitorder="little").view("<u4")
+    return replace(draw, allowed=words.astype(np.uint32))
+
+
+def _is_allowed(draw: Draw, row: int, token: int) -> bool:
+    return draw.allowed is None or bool(int(draw.allowed[row, token // 32]) >> token % 32 & 1)
+
+
 def _choose(row: Floats, draw: Draw, accepted: Sequence[int]) -> int | None:
+    excluded = [token for token in range(len(row)) if not _is_allowed(draw, len(accepted), token)]
+    row = row.copy()
+    with np.errstate(invalid="ignore"):
+        row[excluded] -= np.inf  # NaN stays, and +inf becomes NaN
     row = _processed(row, draw, [*draw.history[draw.prompt_len :], *accepted])
     if not np.isfinite(row.max()):
         return None

@@ -23,6 +23,7 @@ from galley.engine.cuda import sampling as device_sampling
 from galley.engine.cuda.sampling import gumbel, is_drawn_here, row_words
 from galley.engine.sampler import draw_all
 from galley.engine.sampling.layout import Floats
+from tests.integration.galley.engine.sampling_reference import allowing
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 PARAMS: list[dict[str, Any]] = [
@@ -70,10 +71,18 @@ def _draw(rng: random.Random, vocab: int) -> Draw:
     )
 
 
+def _masked(rng: random.Random, draw: Draw, rows: torch.Tensor) -> Draw:
+    share, vocab = rng.choice([0.0, 0.1, 0.6, 1.0]), rows.shape[1]
+    allowed = [[token for token in range(vocab) if rng.random() <= share] for _ in rows]
+    return allowing(draw, allowed, vocab) if share else draw
+
+
 def _guessed(rng: random.Random, draw: Draw, rows: torch.Tensor) -> Draw:
     guesses: list[int] = []
     while len(guesses) < len(rows) - 1:
-        (outcome,) = draw_all(rows[: len(guesses) + 1], [replace(draw, draft_tokens=tuple(guesses))])
+        allowed = None if draw.allowed is None else draw.allowed[: len(guesses) + 1]
+        before = replace(draw, draft_tokens=tuple(guesses), allowed=allowed)
+        (outcome,) = draw_all(rows[: len(guesses) + 1], [before])
         good = isinstance(outcome, Sampled) and len(outcome.tokens) > len(guesses)
         guesses.append(outcome.tokens[-1] if good and isinstance(outcome, Sampled) else 0)
     if guesses and rng.random() < 0.4:
@@ -91,7 +100,7 @@ def _same(ours: Sequence[Sampled | GalleyError], theirs: Sequence[Sampled | Gall
 def test_the_device_draws_what_the_host_draws(device: str, seed: int, vocab: int) -> None:
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
     rows = [_logits(numbers, rng.choice([1, 1, 4]), vocab) for _ in range(6)]
-    draws = [_guessed(rng, _draw(rng, vocab), own) for own in rows]
+    draws = [_guessed(rng, _masked(rng, _draw(rng, vocab), own), own) for own in rows]
     logits = torch.cat(rows)
     before = logits.clone()
     ours = device_sampling.draw_all(logits.to(device), draws)

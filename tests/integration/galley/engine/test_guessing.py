@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled
 from galley.engine.load.draft_directory import ReducedHead
 from galley.engine.sampler import draw_all, guess
+from galley.engine.sampling.allowed import constrain
+from tests.integration.galley.engine.sampling_reference import allowing
 
 VOCAB = 700
 
@@ -44,19 +48,40 @@ PARAMS = st.fixed_dictionaries(
     st.integers(1, VOCAB),
     st.integers(0, 2**20),
     st.sampled_from([0.1, 1.0, 8.0]),
+    st.sampled_from([0, 1, 90]),
 )
 def test_a_guess_equals_a_draw_from_the_whole_vocabulary(
-    params: list[dict[str, Any]], columns: int, position: int, spread: float
+    params: list[dict[str, Any]], columns: int, position: int, spread: float, masked: int
 ) -> None:
     head = head_of(columns, position)
-    logits = torch.randn(len(params), columns, generator=torch.Generator().manual_seed(columns)) * spread
+    normal = torch.randn(len(params), columns, generator=torch.Generator().manual_seed(columns))
+    logits = normal * spread
     draws = [
         Draw(SamplingParams(**one), range(position + index), 0, frozenset(), 0)
         for index, one in enumerate(params)
     ]
+    if masked:
+        numbers = random.Random(position)
+        draws = [allowing(one, [numbers.sample(range(VOCAB), masked)], VOCAB) for one in draws]
     outcomes, confidences = guess(logits, draws, head)
-    assert outcomes == draw_all(head.spread(logits), draws)
-    assert confidences == pytest.approx(torch.softmax(logits, -1).amax(-1).tolist(), rel=1e-5)
+    whole = head.spread(logits)
+    assert [str(outcome) for outcome in outcomes] == [str(outcome) for outcome in draw_all(whole, draws)]
+    drawn = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Sampled)]
+    highest = torch.softmax(constrain(whole, draws, range(len(draws))), -1).amax(-1)
+    assert [confidences[i] for i in drawn] == pytest.approx([float(highest[i]) for i in drawn], rel=1e-5)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_a_guess_is_an_allowed_token_with_its_share_of_the_allowed_ones(logprobs: int | None) -> None:
+    """Logprobs take the path of draws that are not plain."""
+    head = head_of(VOCAB, 3)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5] = 50.0
+    own = allowing(replace(draw(temperature=0.0), logprobs=logprobs), [{7, 600}], VOCAB)
+    outcomes, confidences = guess(logits, [own], head)
+    assert isinstance(outcomes[0], Sampled)
+    assert outcomes[0].tokens == (7,)
+    assert confidences == pytest.approx([0.5])
 
 
 def test_draws_with_history_use_the_whole_vocabulary() -> None:

@@ -22,7 +22,7 @@ from galley.core.step import Draw, Sampled
 from galley.engine.cpu.kernels import openmp
 from galley.engine.sampler import draw_all
 from galley.engine.sampling.gumbel import gumbel as compiled_gumbel
-from tests.integration.galley.engine.sampling_reference import expected, sample
+from tests.integration.galley.engine.sampling_reference import allowing, expected, sample
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -67,6 +67,8 @@ def cases(draw: st.DrawFn) -> tuple[NDArray[np.float32], Draw]:
     prompt, output = draw(st.lists(token, min_size=1, max_size=5)), draw(st.lists(token, max_size=5))
     stops = draw(st.lists(token, max_size=2)) if vocab > 2 else []
     own = draw_of(params, prompt, output, stops, draw(st.integers(0, 8)))
+    if draw(st.booleans()):
+        own = allowing(own, [draw(st.sets(token)) for _ in rows], vocab)
     return rows, with_guesses(rng, rows, own)
 
 
@@ -140,6 +142,14 @@ def a_draw(rng: np.random.Generator, vocab: int, shape: dict[str, Any]) -> Draw:
     )
 
 
+def constrained(rng: np.random.Generator, draw: Draw, rows: NDArray[np.float32]) -> Draw:
+    """Return the draw with masks that allow few, half or all tokens, or without masks."""
+    vocab, share = rows.shape[1], rng.choice([0.0, 0.02, 0.5, 1.0])
+    if share == 0.0:
+        return draw
+    return allowing(draw, [np.flatnonzero(rng.random(vocab) <= share).tolist() for _ in rows], vocab)
+
+
 def some_rows(rng: np.random.Generator, vocab: int) -> NDArray[np.float32]:
     rows = rng.normal(size=(int(rng.integers(1, 5)), vocab)) * rng.choice([0.0, 0.5, 3.0, 9.0])
     kind = rng.integers(0, 6)
@@ -156,7 +166,9 @@ def some_rows(rng: np.random.Generator, vocab: int) -> NDArray[np.float32]:
 def with_guesses(rng: np.random.Generator, rows: NDArray[np.float32], draw: Draw) -> Draw:
     right: list[int] = []
     for i in range(len(rows) - 1):
-        own = expected(rows[: i + 1], replace(draw, draft_tokens=tuple(right), logprobs=None))
+        allowed = None if draw.allowed is None else draw.allowed[: i + 1]
+        before = replace(draw, draft_tokens=tuple(right), logprobs=None, allowed=allowed)
+        own = expected(rows[: i + 1], before)
         right.append(own.tokens[-1] if own else 0)
     if right and rng.random() < 0.5:
         right[-1] += 1
@@ -171,7 +183,8 @@ def test_a_step_equals_the_definition_of_each_draw(
     shapes = [shape for shape in SHAPES.values() for _ in range(times)]
     rows = [some_rows(rng, vocab) for _ in shapes]
     draws = [
-        with_guesses(rng, own, a_draw(rng, vocab, shape)) for own, shape in zip(rows, shapes, strict=True)
+        with_guesses(rng, own, constrained(rng, a_draw(rng, vocab, shape), own))
+        for own, shape in zip(rows, shapes, strict=True)
     ]
     outcomes = draw_all(torch.from_numpy(np.concatenate(rows)), draws)
     answers = [expected(own, draw) for own, draw in zip(rows, draws, strict=True)]
@@ -383,6 +396,43 @@ def test_logits_without_a_finite_maximum_raise_broken(params: SamplingParams, ba
 def test_a_mask_that_leaves_no_token_raises_broken() -> None:
     with pytest.raises(Broken, match="position 1"):
         one([1.0, 2.0], draw_of(SamplingParams(), stops=[0, 1], min_tokens=1))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=3), SamplingParams(top_p=0.4)])
+def test_only_allowed_tokens_are_drawn(params: SamplingParams) -> None:
+    rows = torch.tensor([[9.0, 1.0, 8.0], [9.0, 7.0, 1.0]])
+    draw = allowing(replace(draw_of(params), draft_tokens=(1,)), [{1}, {2}], 3)
+    assert tokens_of(draw_all(rows, [draw])[0]) == (1, 2)
+
+
+def test_a_bias_makes_no_forbidden_token_possible() -> None:
+    draw = allowing(draw_of(replace(GREEDY, logit_bias={0: 100.0})), [{1, 2}], 3)
+    assert tokens_of(draw_all(torch.tensor([[5.0, 1.0, 2.0]]), [draw])[0]) == (2,)
+
+
+def test_tokens_beyond_the_masks_are_not_allowed() -> None:
+    draw = allowing(draw_of(GREEDY), [range(32)], 32)
+    rows = torch.arange(40.0)[None]
+    assert tokens_of(draw_all(rows, [draw])[0]) == (31,)
+
+
+def test_a_mask_is_of_its_own_draw_and_row() -> None:
+    rows = torch.arange(40.0).repeat(4, 1)
+    first = allowing(replace(draw_of(GREEDY), draft_tokens=(3,)), [{3}, {4}], 40)
+    draws = [first, draw_of(GREEDY), allowing(draw_of(GREEDY), [{35, 6}], 40)]
+    assert [tokens_of(outcome) for outcome in draw_all(rows, draws)] == [(3, 4), (39,), (35,)]
+
+
+def test_logprobs_are_those_before_the_mask() -> None:
+    rows = torch.tensor([[3.0, 2.0, 1.0]])
+    entry = listed(rows, allowing(draw_of(GREEDY), [{2}], 3), top=1)[0]
+    assert entry.logprob == pytest.approx(torch.log_softmax(rows, -1)[0, 2].item(), abs=1e-6)
+    assert entry.top[0][0] == 0
+
+
+def test_masks_for_other_rows_than_those_of_the_draw_are_refused() -> None:
+    with pytest.raises(Broken, match="allowed: must have 2 rows, got 1"):
+        sample(torch.zeros(2, 3), allowing(draw_of(GREEDY), [{1}], 3), [1])
 
 
 def test_a_row_that_is_not_needed_may_hold_anything() -> None:
