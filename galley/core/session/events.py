@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self, TypeAlias
 
 from galley.core.answer.answer import Answer, Ending, SessionSpec
-from galley.core.errors import GalleyError
+from galley.core.errors import CallerFault, GalleyError
 from galley.core.hints import Hint
 from galley.core.names import NO_STRATEGY
 from galley.core.records import PositionLogprobs, TokenRecord
@@ -98,13 +98,15 @@ class CacheMissed:
 class Failed:
     """A request failed: no response in time, no connection, or an error status.
 
-    With `elsewhere`, it can be repeated at once, at a replica that has not failed this session.
+    With `elsewhere`, it can be repeated at once, at a replica that has not failed this session. A `refusal`
+    is the error of the session's caller: no replica could serve it.
     """
 
     request_id: int
     message: str
     retryable: bool = True
     elsewhere: bool = False
+    refusal: CallerFault | None = None
 
 
 @value

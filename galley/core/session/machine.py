@@ -487,7 +487,7 @@ class Session:
     def _on_target_failed(self, event: ev.Failed, now: int) -> None:
         self._verifying.fail()
         if not event.retryable:
-            self._end_with(Broken(f"the target refused: {event.message}"))
+            self._end_with(event.refusal or Broken(f"the target refused: {event.message}"))
         elif event.elsewhere:
             self._retry_target(now)
         elif (retry_ns := self._verifying.next_retry_ns(now, self._round.verify_ns)) is None:

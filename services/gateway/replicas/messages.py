@@ -8,9 +8,11 @@ from typing import TypeAlias
 
 import grpc
 
-from galley.common.wire.codec import logprobs_from, sampling_message
+from galley.common.wire.codec import grammar_message, logprobs_from, sampling_message
 from galley.common.wire.status import error_type, item_error_type
 from galley.core.answer.answer import SessionSpec
+from galley.core.errors import InvalidField
+from galley.core.grammar.limits import FIELD as GRAMMAR_FIELD
 from galley.core.names import DRAFT_SOURCES
 from galley.core.session import events as ev
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -29,6 +31,8 @@ _RETRYABLE_STATUS = frozenset(
     )
 )
 """Statuses of a single request that may succeed when repeated."""
+
+_INVALID = grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
 _FATAL_STATUS = frozenset(
     {
@@ -97,6 +101,7 @@ async def _add_tokens(message: pb.SessionSlice, tokens: Sequence[int]) -> None:
 def _slice_without_tokens(
     spec: SessionSpec, part: ev.Slice, remaining_ns: int | None, traceparent: str
 ) -> pb.SessionSlice:
+    grammar = spec.grammar
     return pb.SessionSlice(
         session_id=spec.session_id,
         start=part.start,
@@ -111,6 +116,8 @@ def _slice_without_tokens(
         priority=spec.priority,
         tenant_salt=spec.tenant_salt,
         traceparent=traceparent,
+        structured_output=None if grammar is None or part.start else grammar_message(grammar),
+        grammar_hash=b"" if grammar is None else grammar.content_hash,
     )
 
 
@@ -203,6 +210,18 @@ def _other_event(request_id: int, answer: pb.VerifyAnswer | pb.ProposeAnswer) ->
             return ev.CacheMissed(request_id, answer.cache_miss.have, answer.cache_miss.prefix_hash)
         case "status":
             status = answer.status
-            return ev.Failed(request_id, status.message, retryable=status.code in _RETRYABLE_STATUS)
+            return ev.Failed(
+                request_id,
+                status.message,
+                retryable=status.code in _RETRYABLE_STATUS,
+                refusal=_refusal(status),
+            )
         case outcome:
             return ev.Failed(request_id, f"unknown outcome {outcome}")
+
+
+def _refusal(status: pb.ItemStatus) -> InvalidField | None:
+    """Return the error of a grammar that led nowhere, the only fault of a caller that a replica finds."""
+    field, _, problem = status.message.partition(": ")
+    is_grammar = status.code == _INVALID and field.split(".")[0] == GRAMMAR_FIELD
+    return InvalidField(field, problem) if is_grammar else None

@@ -6,7 +6,7 @@ import pytest
 
 from galley.core.answer.answer import Answer, Ending, Reason
 from galley.core.content import prefix_hash
-from galley.core.errors import LogLost, TargetUnavailable
+from galley.core.errors import Broken, InvalidField, LogLost, TargetUnavailable
 from galley.core.records import TokenRecord
 from galley.core.session import events as ev
 from galley.core.session.machine import Phase, Session, SessionLimits
@@ -147,3 +147,12 @@ def test_a_hanging_target_is_not_retried_at_the_timeout() -> None:
     world.reply(fail=True)
     assert world.end is not None
     assert isinstance(world.end.error, TargetUnavailable)
+
+
+@pytest.mark.parametrize("refusal", [InvalidField("structured_output", "must allow a next token"), None])
+def test_a_fault_of_the_caller_that_a_target_finds_is_the_callers(refusal: InvalidField | None) -> None:
+    session = Session(Answer(spec(k=0), letters))
+    [verify] = [effect for effect in session.start(0) if isinstance(effect, ev.Verify)]
+    failed = ev.Failed(verify.request_id, "no", retryable=False, refusal=refusal)
+    [end] = [effect for effect in session.step(failed, now=MS) if isinstance(effect, ev.End)]
+    assert end.error is refusal if refusal else isinstance(end.error, Broken)
