@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, overload
+from typing import TYPE_CHECKING, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
 from galley.core.values import value
 
+if TYPE_CHECKING:
+    from galley.core.grammar.compiled import GrammarState  # llguidance is slow to import
+
 
 @value
 class Draw:
@@ -25,8 +28,10 @@ class Draw:
 
     `history` is all confirmed tokens from absolute position 0; the first `prompt_len` are the prompt. Row i
     of the logits is for position len(history) + i, given draft_tokens[:i]. `logprobs` is how many of the
-    likeliest tokens to return with each token's own logprob; None returns no logprobs. `allowed` has the bits
-    of the tokens that a grammar allows, 32 a word, for each row of logits: [len(draft_tokens) + 1, words].
+    likeliest tokens to return with each token's own logprob; None returns no logprobs.
+
+    The state of a `grammar` may lag behind the history; the engine brings it up, and computes `allowed` from
+    it: for each row of logits the bits of the allowed tokens, 32 a word, [len(draft_tokens) + 1, words].
     """
 
     params: SamplingParams
@@ -36,6 +41,7 @@ class Draw:
     min_tokens: int
     draft_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
+    grammar: GrammarState | None = field(default=None, compare=False)
     allowed: NDArray[np.uint32] | None = field(default=None, compare=False)
 
 

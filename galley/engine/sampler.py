@@ -8,9 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from galley.core.errors import GalleyError
 from galley.core.step import Draw
 from galley.engine.cuda import sampling as device_sampling
 from galley.engine.load.draft_directory import ReducedHead
+from galley.engine.masking import Mask, without_early_end
 from galley.engine.sampling import draw as host_sampling
 from galley.engine.sampling import guessing
 from galley.engine.sampling.allowed import constrain
@@ -24,6 +26,30 @@ def draw_all(logits: Tensor, draws: Sequence[Draw]) -> list[Outcome]:
     if logits.device.type == "cpu":
         return host_sampling.draw_rows(host_sampling.host_rows(logits), draws)
     return device_sampling.draw_all(logits, draws)
+
+
+def draw_masked(logits: Tensor, draws: Sequence[Draw], masks: Sequence[Mask | None]) -> list[Outcome]:
+    """Sample as `draw_all`, only tokens that the masks allow; `masks` is empty, or has one of each draw.
+
+    A draw whose mask failed gives that error.
+    """
+    outcomes = draw_all(logits, with_masks(draws, masks))
+    if not masks:
+        return outcomes
+    return [
+        mask if isinstance(mask, GalleyError) else without_early_end(draw, outcome)
+        for draw, mask, outcome in zip(draws, masks, outcomes, strict=True)
+    ]
+
+
+def with_masks(draws: Sequence[Draw], masks: Sequence[Mask | None]) -> Sequence[Draw]:
+    """Return the draws with their masks, as far as they have one that did not fail."""
+    if not masks:
+        return draws
+    return [
+        draw if mask is None or isinstance(mask, GalleyError) else replace(draw, allowed=mask)
+        for draw, mask in zip(draws, masks, strict=True)
+    ]
 
 
 def guess(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from galley.common.host import this_host
 from galley.common.logs import get_logger
-from galley.common.models.files import tokenizer_hash
+from galley.common.models.files import token_table, tokenizer_hash
+from galley.common.models.grammars import ReplicaGrammars
 from galley.common.models.hub import local_directory
 from galley.common.server.process import limit_threads, report_memory
 from galley.core import names
+from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.core.scheduler.messages import Slice
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.answers.mailbox import SharedAnswers
 from services.draft.settings import DraftSettings
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from galley.engine.model import CausalModel
 
 _LOG = get_logger(__name__)
+_TOKENIZER = "tokenizer.json"
 
 
 def load_strategies(
@@ -55,6 +60,33 @@ def load_strategies(
     return offered, info
 
 
+def load_grammars(settings: DraftSettings, vocab_size: int) -> ReplicaGrammars | None:
+    """Return what compiles the grammars of sessions; None for a draft that knows no tokenizer.
+
+    A `vocab_size` of 0 is that of the tokenizer.
+    """
+    if settings.model is None and settings.tokenizer is None:
+        return None
+    return ReplicaGrammars(lambda part: _vocabulary(settings, vocab_size, part))
+
+
+def _vocabulary(settings: DraftSettings, vocab_size: int, part: Slice) -> Vocabulary:
+    """Return the vocabulary of sessions like this one. Their stop tokens include the end tokens."""
+    path = _tokenizer_file(settings)
+    size = vocab_size or max(token_table(path)) + 1
+    return Vocabulary.of_tokenizer(path.read_text(encoding="utf-8"), size, tuple(part.stop_token_ids))
+
+
+def _tokenizer_file(settings: DraftSettings) -> Path:
+    if settings.model is None:
+        return local_directory(str(settings.tokenizer), (_TOKENIZER,)) / _TOKENIZER
+    from galley.engine.load.resolve import resolve_model  # noqa: PLC0415  # imports torch
+
+    own = resolve_model(settings.model) / _TOKENIZER
+    # A trained draft has only its target's.
+    return own if own.is_file() else resolve_model(settings.target_model) / _TOKENIZER
+
+
 def _load_model(settings: DraftSettings) -> CausalModel | None:
     if settings.model is None:
         return None
@@ -80,7 +112,7 @@ def _tokenizer_hash(settings: DraftSettings, model: CausalModel | None) -> str:
     if model is not None:
         return model.info.tokenizer_hash
     if settings.tokenizer is not None:
-        return tokenizer_hash(local_directory(settings.tokenizer, ("tokenizer.json",)))
+        return tokenizer_hash(local_directory(settings.tokenizer, (_TOKENIZER,)))
     _LOG.warning(
         "draft has no tokenizer hash; gateways refuse it",
         remedy="--model or --tokenizer",

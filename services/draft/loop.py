@@ -22,6 +22,7 @@ from galley.common.metrics.registry import Registry
 from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.core.content import Miss, SessionKey, look_up, prefix_hash
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, Overloaded, Unavailable
+from galley.core.grammar.compiled import CompiledGrammar
 from galley.core.scheduler.messages import Slice, Superseded
 from services.draft.sessions import SessionTable
 from services.draft.strategies.base import DraftJob, Proposal, Strategy
@@ -40,6 +41,7 @@ class ProposeJob:
     strategy: str
     ahead: int = 0
     workload: str = ""
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +318,7 @@ class DraftLoop:
         session.tokens[sent.start :] = sent.tokens
         session.confirmed = sent.position - job.ahead
         request.hash = prefix_hash(session.tokens)
-        self._proposals[request] = Proposal(DraftJob(sent, session, k, job.workload))
+        self._proposals[request] = Proposal(DraftJob(sent, session, k, job.workload, job.grammar))
         self._by_session[sent.key] = request
         return before
 

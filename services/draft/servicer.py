@@ -6,16 +6,19 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
 
+from galley.common.models.grammars import ReplicaGrammars
 from galley.common.registry.leases import draft_lease
 from galley.common.server.requests import answer_of, failure_status, respond_all, respond_stream
 from galley.common.tracing.item_spans import ItemSpan
 from galley.common.tracing.light_spans import LightSpan, SpanScope
 from galley.common.wire.codec import read_slice
 from galley.core import names
+from galley.core.content import Miss
 from galley.core.errors import InvalidField, Unimplemented, check_length, check_range
 from galley.core.lru import RecentKeys
 from galley.core.routing.choice import DraftLease
@@ -41,14 +44,17 @@ class DraftService(rpc.DraftServicer):
         info: pb.GetDraftInfoResponse,
         spans: SpanScope | None,
         exchange: AnswerExchange | None = None,
+        grammars: ReplicaGrammars | None = None,
     ) -> None:
         """Serve `loop`; `info` describes it, and gets an incarnation that identifies this process.
 
-        `exchange`, if given, is closed with the service.
+        `exchange`, if given, is closed with the service. Without `grammars`, proposals may have tokens that a
+        session's grammar does not allow.
         """
         info.incarnation = secrets.token_hex(8)
         self._info = info
         self._spans = spans
+        self._grammars = grammars
         self._recent = RecentKeys()
         self._loop = loop
         self._exchange = exchange
@@ -98,7 +104,7 @@ class DraftService(rpc.DraftServicer):
             if span.span is not None:
                 span.span.attributes |= {names.K: job.k, names.STRATEGY: job.strategy}
             self._recent.add(job.slice.key, time.monotonic_ns())
-            done = await self._loop.submit(job, item.slice.remaining_ns, span.span)
+            done = await self._propose(job, item.slice.remaining_ns, span.span)
             _set_result(span.span, done)
             response = answer_of(pb.ProposeAnswer, item.slice, done.outcome, partial(_result_of, done=done))
             span.answered(done.outcome)
@@ -115,6 +121,14 @@ class DraftService(rpc.DraftServicer):
                 self._loop.meter.ended(item.strategy or self._info.default_strategy, outcome)
             span.end()
         yield response
+
+    async def _propose(self, job: ProposeJob, remaining_ns: int, span: LightSpan | None) -> Done:
+        if job.slice.grammar_hash and self._grammars is not None:
+            compiled = await self._grammars.compiled(job.slice)
+            if isinstance(compiled, Miss):
+                return Done(compiled, queue_ns=0, compute_ns=0)
+            job = replace(job, grammar=compiled)
+        return await self._loop.submit(job, remaining_ns, span)
 
 
 def read_item(item: pb.ProposeItem, info: pb.GetDraftInfoResponse) -> ProposeJob:

@@ -10,6 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from galley.core.grammar.vocabulary import Vocabulary
 
+STOP, VOCAB = 1, 128
+"""Those of tests/fakes/tiny_model.py, which imports torch."""
+
 WORDS = (b'{"', b'": ', b'", "', b"name", b'"name"', b"true", b"false", b"ab", b"abc", b"  ", b"12", b'"}')
 END, OTHER_END = 256 + len(WORDS), 257 + len(WORDS)
 SIZE = OTHER_END + 1
@@ -33,6 +36,11 @@ def bpe_vocabulary() -> Vocabulary:
     )
     fast.train_from_iterator(['{"name": "abc", "ok": true, "ab12": [false, "x"]}'] * 4, trainer)
     return Vocabulary.of_tokenizer(fast.to_str(), SIZE, [1, 0])
+
+
+def ascii_vocabulary() -> Vocabulary:
+    """Return that of the tiny model: each token is a byte of ASCII, but for the one that ends an answer."""
+    return Vocabulary.of_bytes([bytes([byte]) for byte in range(VOCAB)], [STOP])
 
 
 def tokens_of(vocabulary: Vocabulary, text: str) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from galley.core.errors import GalleyError
+from galley.core.grammar.compiled import CompiledGrammar
 from galley.core.scheduler.messages import Slice
 
 
@@ -27,12 +28,16 @@ class DraftSession:
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
-    """A request for at most `k` draft tokens after `session.tokens`, which end where `slice` ends."""
+    """A request for at most `k` draft tokens after `session.tokens`, which end where `slice` ends.
+
+    Only tokens that its `grammar` allows can be accepted.
+    """
 
     slice: Slice
     session: DraftSession
     k: int
     workload: str = ""
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(slots=True)

@@ -179,8 +179,11 @@ class HybridStrategy:
         lookups = self._sessions[session].lookups
         if lookups is None:
             return None
-        match = lookups.find([*session.tokens[session.confirmed :], *proposal.tokens], 1)
+        ahead = [*session.tokens[session.confirmed :], *proposal.tokens]
+        match = lookups.find(ahead, 1)
         if not match.found.tokens:
+            return None
+        if proposal.state is not None and not proposal.state.allowed_prefix(match.found.tokens, ahead):
             return None
         evidence = class_of(match) + (0 if proposal.job.slice.sampling.is_greedy else len(PRIOR))
         return Candidate(match.found.tokens[0], evidence, match.source)

@@ -19,14 +19,19 @@ from torch import Tensor
 from galley.common.logs import log_internal
 from galley.core.content import common_prefix_len
 from galley.core.errors import GalleyError
+from galley.core.grammar.compiled import GrammarState
 from galley.core.lookup.calibration import Calibration
 from galley.core.scheduler.messages import Slice
 from galley.core.step import Draw
+from galley.engine.masking import MaskThread
 from galley.engine.model import CausalModel, Rows, SessionCache
 from galley.engine.sampler import guess as guess_tokens
+from galley.engine.sampler import with_masks
 from galley.engine.sampling import draw as sampling
 from galley.engine.sampling import guessing
+from galley.engine.sampling.allowed import allows_any
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
+from services.draft.strategies.grammars import DraftGrammars, tried_mask
 from services.draft.strategies.ngram import ByKind
 
 # Tokens of a session in one step, so that a long prompt does not delay the others.
@@ -47,12 +52,19 @@ class ModelProposal(Proposal):
     cache: SessionCache = field(kw_only=True)
     reach: int = field(kw_only=True)
     limit: int = field(kw_only=True)
+    state: GrammarState | None = field(kw_only=True)
 
     @property
     def draw(self) -> Draw:
         request = self.job.slice
-        history = [*self.job.session.tokens, *self.tokens]
-        return Draw(request.sampling, history, request.prompt_len, request.stop_token_ids, request.min_tokens)
+        return Draw(
+            request.sampling,
+            [*self.job.session.tokens, *self.tokens],
+            request.prompt_len,
+            request.stop_token_ids,
+            request.min_tokens,
+            grammar=self.state,
+        )
 
     @property
     def missing(self) -> list[int]:
@@ -88,6 +100,8 @@ class ModelSteps:
         guessing.warm_up()
         self._model = model
         self._caches: WeakKeyDictionary[DraftSession, SessionCache] = WeakKeyDictionary()
+        self._grammars = DraftGrammars()
+        self._masks = MaskThread()
 
     def open(self, job: DraftJob) -> ModelProposal:
         """Return an empty proposal, not settled yet."""
@@ -96,7 +110,8 @@ class ModelSteps:
             cache = self._caches[job.session] = self._model.new_cache()
         # A token is drawn from the logits of the one before it, so the window must hold only that one.
         reach = max(0, self._model.info.context_window - len(job.session.tokens) + 1)
-        return ModelProposal(job, cache=cache, reach=reach, limit=min(job.k, reach))
+        state = self._grammars.state_of(job)
+        return ModelProposal(job, cache=cache, reach=reach, limit=min(job.k, reach), state=state)
 
     def cut_back(self, proposal: ModelProposal) -> None:
         """Truncate the cache to the tokens of the proposal, without its last one."""
@@ -104,23 +119,34 @@ class ModelSteps:
         proposal.cache.truncate(min(common_prefix_len(proposal.cache.tokens, tokens), len(tokens) - 1))
 
     def advance(self, proposals: Sequence[ModelProposal]) -> list[Drawn]:
-        """Run a step; proposals in a long prefill get no token. An error ends its proposal only."""
+        """Run a step; proposals in a long prefill get no token. An error ends its proposal only.
+
+        A proposal also ends where its grammar allows no token that the head knows.
+        """
         fed = [(proposal, proposal.missing) for proposal in proposals]
         drawing = [proposal for proposal, missing in fed if len(missing) <= _PREFILL_ROWS]
-        logits = self._forward(fed)
+        draws: Sequence[Draw] = [proposal.draw for proposal in drawing]
+        with self._masks.beside(draws, tried_mask) as masks:
+            logits = self._forward(fed)
         if not drawing:
             return []
-        outcomes, confidences = guess_tokens(
-            logits, [proposal.draw for proposal in drawing], self._model.head
-        )
+        draws = with_masks(draws, masks)
+        outcomes, confidences = guess_tokens(logits, draws, self._model.head)
         drawn = []
-        for proposal, outcome, confidence in zip(drawing, outcomes, confidences, strict=True):
+        for proposal, draw, outcome, confidence in zip(drawing, draws, outcomes, confidences, strict=True):
             if isinstance(outcome, GalleyError):
-                self._fail(proposal, outcome)
+                if self._can_draw(draw):
+                    self._fail(proposal, outcome)
+                proposal.done = True
             else:
                 greedy = proposal.job.slice.sampling.is_greedy
                 drawn.append(Drawn(proposal, outcome.tokens[0], _bucket(confidence, greedy=greedy)))
         return drawn
+
+    def _can_draw(self, draw: Draw) -> bool:
+        """Return False if the grammar allows no token that the head knows."""
+        head = self._model.head
+        return draw.allowed is None or head is None or allows_any(draw.allowed[0], head.columns)
 
     def _forward(self, fed: Sequence[tuple[ModelProposal, list[int]]]) -> Tensor:
         """Feed the missing tokens, or a part; return logits of the complete ones, [drawing, head]."""
@@ -140,12 +166,17 @@ class ModelSteps:
         log_internal(error, session_id=proposal.job.slice.key[1])
         self._caches.pop(proposal.job.session, None)
         proposal.error = error
-        proposal.done = True
 
 
 def rules_of(request: Slice) -> object:
     """Return everything but the earlier tokens that determines a drawn token."""
-    return (request.sampling, request.prompt_len, request.stop_token_ids, request.min_tokens)
+    return (
+        request.sampling,
+        request.prompt_len,
+        request.stop_token_ids,
+        request.min_tokens,
+        request.grammar_hash,
+    )
 
 
 def _bucket(confidence: float, *, greedy: bool) -> int:

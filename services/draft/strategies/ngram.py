@@ -20,6 +20,7 @@ from galley.core.lookup.lookup import AnswerLookup, LookupResult, RecentAnswers,
 from galley.core.lru import LruCache
 from services.draft.answers.mailbox import Kind, SharedAnswers, SharedKind
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal
+from services.draft.strategies.grammars import DraftGrammars
 
 # A token that is less likely to be accepted is not worth its bytes.
 _LEAST_SURVIVAL = 0.02
@@ -144,6 +145,7 @@ class NgramStrategy:
         self._lookups = lookups
         self._waiting: WeakKeyDictionary[DraftSession, ProposalOutcomes] = WeakKeyDictionary()
         self._calibrations = ByKind(match_calibration, MOST_KINDS)
+        self._grammars = DraftGrammars()
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         proposals = [Proposal(job) for job in jobs]
@@ -166,6 +168,8 @@ class NgramStrategy:
         match = following.find(ahead, job.k)
         calibration = self._calibrations.of(job)
         tokens = _up_to_a_stop(match.found, job.slice.stop_token_ids)
+        if (state := self._grammars.state_of(job)) is not None:
+            tokens = tokens[: state.allowed_prefix(tokens, ahead)]
         proposal.survival = _survival(calibration, match, len(tokens))
         proposal.tokens = list(tokens[: len(proposal.survival)])
         proposal.sources = [match.source] * len(proposal.tokens)

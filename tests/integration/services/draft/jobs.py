@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from galley.core.content import common_prefix_len, prefix_hash
+from galley.core.grammar.compiled import CompiledGrammar
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Slice
 from services.draft.strategies.base import DraftJob, DraftSession
@@ -18,6 +19,8 @@ def job_of(
     salt: bytes = b"",
     workload: str = "",
     stop_token_ids: frozenset[int] = frozenset(),
+    sampling: SamplingParams | None = None,
+    grammar: CompiledGrammar | None = None,
 ) -> DraftJob:
     start = min(common_prefix_len(session.tokens, tokens), len(tokens) - 1)
     own = Slice(
@@ -27,10 +30,11 @@ def job_of(
         prefix_hash=prefix_hash(tokens[:start]),
         prompt_len=prompt_len,
         max_position=len(tokens) + k + 1,
-        sampling=SamplingParams(),
+        sampling=sampling or SamplingParams(),
         stop_token_ids=stop_token_ids,
         min_tokens=0,
+        grammar_hash=b"" if grammar is None else grammar.content_hash,
     )
     session.tokens[start:] = own.tokens
     session.confirmed = len(tokens) - ahead
-    return DraftJob(own, session, k, workload)
+    return DraftJob(own, session, k, workload, grammar)

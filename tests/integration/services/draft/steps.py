@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from galley.common.metrics.registry import Registry
+from galley.common.models.grammars import ReplicaGrammars
 from galley.common.server.server import Parts, start_server
 from galley.common.tracing.light_spans import SpanScope
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -113,6 +114,7 @@ async def serving(
     *,
     spans: SpanScope | None = None,
     metrics: Registry | None = None,
+    grammars: ReplicaGrammars | None = None,
     **limits: int,
 ) -> AsyncIterator[Serving]:
     loop = DraftLoop(
@@ -125,7 +127,7 @@ async def serving(
         strategies=[MODEL], default_strategy=MODEL, max_draft_tokens=32, vocab_size=VOCAB
     )
 
-    service = DraftService(loop, info, spans)
+    service = DraftService(loop, info, spans, grammars=grammars)
 
     async def build(server: grpc.aio.Server, parts: Parts) -> DraftService:
         rpc.add_DraftServicer_to_server(service, server)

@@ -1,0 +1,70 @@
+"""Follow the grammar of a session whose confirmed tokens are a list that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from galley.core.errors import GalleyError
+from galley.core.grammar.compiled import CompiledGrammar, GrammarState
+
+# Confirmed tokens by which a state may lag behind and still be brought up at once, in a tenth of a
+# millisecond. More, as after a failover, are left to the engine.
+_MOST_LAG = 64
+
+
+class GrammarFollower:
+    """A grammar's state that has seen the first `state.length` tokens of a session's output.
+
+    `tokens` are all confirmed tokens, and only grow. An engine may advance the state, too, while a step runs.
+    """
+
+    def __init__(self, grammar: CompiledGrammar, tokens: Sequence[int], prompt_len: int) -> None:
+        self.state: GrammarState = grammar.start()
+        self._grammar = grammar
+        self._tokens = tokens
+        self._prompt_len = prompt_len
+        self._checked: tuple[int, tuple[int, ...], int] = (-1, (), 0)
+
+    def resume(self, grammar: CompiledGrammar, tokens: Sequence[int], prompt_len: int) -> bool:
+        """Follow these tokens from now on; return False if the state has seen others."""
+        seen = slice(prompt_len, self._seen)
+        if self._grammar is not grammar or self._prompt_len != prompt_len or self._seen > len(tokens):
+            return False
+        if list(self._tokens[seen]) != list(tokens[seen]):
+            return False
+        self._tokens = tokens
+        return True
+
+    @property
+    def _seen(self) -> int:
+        return self._prompt_len + self.state.length
+
+    def catch_up(self) -> None:
+        """Advance the state to the last token. Raise GalleyError; the state is of no use then."""
+        self.state.confirm(self._tokens[self._seen :])
+
+    def allowed_prefix(self, draft_tokens: tuple[int, ...]) -> int:
+        """Return how many of `draft_tokens` the grammar allows next; 0 while the state lags far behind."""
+        position, checked, count = self._checked
+        if position != len(self._tokens) or checked != draft_tokens:
+            count = self._count_allowed(draft_tokens)
+            self._checked = (len(self._tokens), draft_tokens, count)
+        return count
+
+    def _count_allowed(self, draft_tokens: tuple[int, ...]) -> int:
+        if not draft_tokens or len(self._tokens) - self._seen > _MOST_LAG:
+            return 0
+        try:
+            self.catch_up()
+        except GalleyError:
+            return 0  # the engine gets the same error, and reports it
+        return self.state.allowed_prefix(draft_tokens)
+
+
+def follow(
+    before: GrammarFollower | None, grammar: CompiledGrammar, tokens: Sequence[int], prompt_len: int
+) -> GrammarFollower:
+    """Return a follower of these tokens: `before` if its state has seen no others, or a new one."""
+    if before is not None and before.resume(grammar, tokens, prompt_len):
+        return before
+    return GrammarFollower(grammar, tokens, prompt_len)

@@ -1,0 +1,89 @@
+"""Compute which tokens grammars allow, on a thread of its own while the forward pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from galley.common.logs import log_internal
+from galley.core.errors import Broken, GalleyError
+from galley.core.grammar.limits import GrammarFailed
+from galley.core.step import Draw, Sampled
+
+if TYPE_CHECKING:
+    from galley.core.grammar.compiled import GrammarState
+
+# The bits of the allowed tokens of each row of a draw, [rows, words], or why there are none.
+Mask: TypeAlias = "NDArray[np.uint32] | GalleyError"
+Masks: TypeAlias = "list[Mask | None]"
+ComputeMask: TypeAlias = "Callable[[GrammarState, Draw], NDArray[np.uint32]]"
+
+
+def confirmed_mask(state: GrammarState, draw: Draw) -> NDArray[np.uint32]:
+    """Return the mask of a draw whose whole history is confirmed, and bring its grammar's state up to it."""
+    state.confirm(draw.history[draw.prompt_len + state.length :])
+    return state.masks(draw.draft_tokens)
+
+
+def without_early_end(draw: Draw, outcome: Sampled | GalleyError) -> Sampled | GalleyError:
+    """Return the outcome without an end token where the text is not complete: its session cannot go on.
+
+    The mask of a place where the grammar allows nothing allows end tokens only. What was confirmed before
+    stays, so that no draft changes it; then GrammarFailed is the outcome.
+    """
+    state = draw.grammar
+    if state is None or not isinstance(outcome, Sampled) or draw.stop_token_ids.isdisjoint(outcome.tokens):
+        return outcome
+    end = next(i for i, token in enumerate(outcome.tokens) if token in draw.stop_token_ids)
+    count = state.allowed_prefix(outcome.tokens[: end + 1])
+    if count > end:
+        return outcome
+    if count == 0:
+        return GrammarFailed(state.length)
+    return Sampled(outcome.tokens[:count], outcome.logprobs[:count])
+
+
+class MaskThread:
+    """llguidance drops the interpreter lock while it computes, so the step's own thread goes on."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+
+    def start(self, draws: Sequence[Draw], compute: ComputeMask = confirmed_mask) -> Future[Masks]:
+        """Return the masks of `draws`, in order, once they are computed: None for a draw without a grammar.
+
+        Until then nobody else may use the states of their grammars.
+        """
+        return self._thread.submit(lambda: [_attempt(draw, compute) for draw in draws])
+
+    @contextmanager
+    def beside(self, draws: Sequence[Draw], compute: ComputeMask = confirmed_mask) -> Iterator[Masks]:
+        """Compute the masks of `draws` beside the body; the list has them after it, if any has a grammar."""
+        masks: Masks = []
+        if all(draw.grammar is None for draw in draws):
+            yield masks
+            return
+        computed = self.start(draws, compute)
+        try:
+            yield masks
+        finally:
+            wait((computed,))
+        masks += computed.result()
+
+
+def _attempt(draw: Draw, compute: ComputeMask) -> Mask | None:
+    """Return the mask of a draw; an error is that of its session alone."""
+    if draw.grammar is None:
+        return None
+    try:
+        return compute(draw.grammar, draw)
+    except GalleyError as error:
+        return error
+    except Exception as error:  # noqa: BLE001  # a fault in one grammar must not fail the step
+        log_internal(error)
+        return Broken("the grammar's mask could not be computed")
