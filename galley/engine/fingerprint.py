@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Mapping
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +45,8 @@ def hash_build(facts: Mapping[str, object], directory: Path, probe: bytes) -> Bu
     files = sorted(path for pattern in _BUILD_FILES for path in directory.glob(pattern))
     weights = {path.name: file_digest(path) for path in files}
     listed = json.dumps(weights, sort_keys=True).encode()
-    build = json.dumps({"weights": weights, **facts}, sort_keys=True).encode()
+    masks = {"llguidance": version("llguidance")}
+    build = json.dumps({"weights": weights, **masks, **facts}, sort_keys=True).encode()
     fingerprint = blake2b(build, digest_size=_DIGEST_BYTES)
     fingerprint.update(probe)
     return Build(fingerprint.hexdigest(), blake2b(listed, digest_size=_WEIGHTS_DIGEST_BYTES).hexdigest())

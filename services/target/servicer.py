@@ -16,6 +16,7 @@ import grpc
 from galley.common.host import this_host
 from galley.common.logs import get_logger
 from galley.common.metrics.registry import Registry
+from galley.common.models.grammars import ReplicaGrammars
 from galley.common.registry.leases import TARGET_POOL, target_lease
 from galley.common.registry.registration import registered
 from galley.common.server.process import in_passing_thread
@@ -23,8 +24,10 @@ from galley.common.server.requests import answer_of, failure_status, respond_all
 from galley.common.server.server import Parts, Service
 from galley.common.tracing.light_spans import SpanScope
 from galley.common.wire.codec import check_lora, check_token_ids, logprobs_message, read_slice
-from galley.core.content import HASH_BYTES, cache_salt
+from galley.core.content import HASH_BYTES, Miss, cache_salt
 from galley.core.errors import GalleyError, InvalidField, Unimplemented, check_length, check_range
+from galley.core.grammar.compiled import CompiledGrammar
+from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.hints import MAX_HINT_TOKENS, Hint
 from galley.core.routing.choice import TargetLease
 from galley.core.scheduler.messages import Confirmed, Extend, VerifyRequest
@@ -62,12 +65,18 @@ class TargetService(rpc.TargetServicer):
         spans: SpanScope | None,
         metrics: Registry | None = None,
         host: pb.Host | None = None,
+        grammars: ReplicaGrammars | None = None,
     ) -> None:
-        """Make it within the running event loop; `spans` is None if traces are off."""
+        """Make it within the running event loop; `spans` is None if traces are off.
+
+        Without `grammars`, sessions with a grammar are refused.
+        """
         info = engine.info
         self._engine = engine
         self._spans = spans
+        self._grammars = grammars
         facts = asdict(info)
+        del facts["directory"]
         self._about = pb.GetTargetInfoResponse(
             kv_blocks_total=facts.pop("kv_blocks"),
             **facts,
@@ -136,6 +145,13 @@ class TargetService(rpc.TargetServicer):
             )
             if tickets is None:
                 request = replace(request, credit=0)
+            if request.grammar_hash:
+                compiled = await self._compiled(request)
+                if isinstance(compiled, Miss):
+                    span.answered(compiled)
+                    yield answer_of(pb.VerifyAnswer, item.slice, compiled, result_of)
+                    return
+                request = replace(request, compiled=compiled)
             ticket = self._loop.submit(request, span.span)
             if tickets is not None:
                 tickets[request_key] = ticket
@@ -152,6 +168,11 @@ class TargetService(rpc.TargetServicer):
                 if tickets is not None and tickets.get(request_key) is ticket:
                     del tickets[request_key]
             span.end()
+
+    async def _compiled(self, request: VerifyRequest) -> CompiledGrammar | Miss | None:
+        if self._grammars is None:
+            raise Unimplemented("slice.structured_output")
+        return await self._grammars.compiled(request)
 
     def _extend(self, tickets: _Tickets, message: pb.Extension) -> None:
         """Extend a running request, or end it with the status of an invalid extension."""
@@ -206,6 +227,8 @@ def read_item(
         priority=item.slice.priority,
         deadline_ns=now_ns + item.slice.remaining_ns if item.slice.remaining_ns else None,
         lora=item.lora,
+        grammar=read.grammar,
+        grammar_hash=read.grammar_hash,
     )
 
 
@@ -296,9 +319,16 @@ async def add_target(
     )
     host = this_host(settings.thread_count, settings.device)
     spans = parts.telemetry.scope(__name__)
-    service = TargetService(engine.serve(times, limits), spans, parts.metrics, host)
+    grammars = ReplicaGrammars(lambda _: _vocabulary(engine.info))
+    service = TargetService(engine.serve(times, limits), spans, parts.metrics, host, grammars)
     rpc.add_TargetServicer_to_server(service, server)
     return service
+
+
+def _vocabulary(info: EngineInfo) -> Vocabulary:
+    """Return the vocabulary of the model's logits; takes some tenths of a second."""
+    text = (info.directory / "tokenizer.json").read_text(encoding="utf-8")
+    return Vocabulary.of_tokenizer(text, info.vocab_size, info.eos_token_ids)
 
 
 def registered_target(service: TargetService, settings: TargetSettings, bound: str) -> Service:

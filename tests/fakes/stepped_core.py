@@ -13,7 +13,7 @@ from itertools import count
 from zlib import crc32
 
 from galley.core.content import block_hashes, next_block_hash, token_bytes
-from galley.core.errors import Broken
+from galley.core.errors import Broken, GalleyError
 from galley.core.kv.blocks import BlockPool
 from galley.core.records import PositionLogprobs
 from galley.core.step import Draw, Sampled
@@ -113,7 +113,7 @@ class StubCore:
         max_sequences: int = 16,
         max_draft_tokens: int = 8,
         context_window: int = 1024,
-        draw: Callable[[Draw], Sampled | Broken] = stub_outcome,
+        draw: Callable[[Draw], Sampled | GalleyError] = stub_outcome,
     ) -> None:
         self.info = EngineInfo(
             model="stub",
@@ -140,6 +140,7 @@ class StubCore:
         self._max_rows = max_rows
         self._pool = _Pool(blocks)
         self._sequences: dict[str, _Sequence] = {}
+        self._constrained: Mapping[str, Draw] = {}
         self._chains: dict[bytes, bytes] = {}
 
     @property
@@ -171,13 +172,16 @@ class StubCore:
         held = {block for sequence in self._sequences.values() for block in sequence.blocks}
         return CoreFacts(len(held), events)
 
-    def step(self, drafts: Mapping[str, tuple[int, ...]]) -> dict[str, SequenceStep]:
+    def step(
+        self, drafts: Mapping[str, tuple[int, ...]], constrained: Mapping[str, Draw] | None = None
+    ) -> dict[str, SequenceStep]:
         if self.failure is not None:
             failure = self.failure
             if not isinstance(failure, CoreLost):
                 self.failure = None
             raise failure
         self.steps += 1
+        self._constrained = constrained or {}
         named = {name: self._sequences[name] for name in drafts}
         assert not any(sequence.is_over for sequence in named.values())
         steps = {share.sequence.given.id: self._compute(share) for share in self._schedule(named, drafts)}
@@ -249,6 +253,10 @@ class StubCore:
         sequence.computed += share.rows
         if sequence.computed == len(sequence.record):
             draw = replace(sequence.given.draw, history=sequence.record, draft_tokens=share.drafts)
+            if sequence.given.id in self._constrained:
+                constrained = self._constrained[sequence.given.id]
+                assert list(constrained.history) == sequence.record
+                draw = replace(draw, grammar=constrained.grammar)
             outcome = self._draw(draw)
             if isinstance(outcome, Sampled):
                 sequence.record += outcome.tokens

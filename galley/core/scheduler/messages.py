@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from galley.core.content import Miss, SessionKey
 from galley.core.errors import GalleyError
@@ -13,6 +13,11 @@ from galley.core.hints import Hint
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
 from galley.core.values import value
+
+if TYPE_CHECKING:
+    from galley.core.grammar.compiled import (
+        CompiledGrammar,  # imports llguidance, which a gateway may not need
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class VerifyRequest(Slice):
     hint is being drafted. At most `max_verified` draft tokens are verified in a step; 0 means as many as pay.
     `arrival_ns` (Unix epoch) and `priority` order sessions: the higher priority first, then the older.
     `deadline_ns` is on the scheduler's clock. `logprobs` is how many of the likeliest tokens to return.
-    `lora` names a LoRA adapter, which the salt in `key` covers.
+    `lora` names a LoRA adapter, which the salt in `key` covers. `compiled` is the grammar, if there is one.
     """
 
     draft_tokens: tuple[int, ...] = ()
@@ -61,6 +66,7 @@ class VerifyRequest(Slice):
     priority: int = 0
     deadline_ns: int | None = None
     lora: str = ""
+    compiled: CompiledGrammar | None = None
 
     @property
     def limit(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from galley.core.content import PrefixHasher
+from galley.core.grammar.follower import GrammarFollower
 from galley.core.hints import NOTHING, Hint, HintTail
 from galley.core.scheduler.hint_statistics import AcceptanceEstimate, HintTiming
 from galley.core.scheduler.messages import Extend, VerifyRequest
@@ -78,7 +79,7 @@ class ActiveRequest:
 
     `kv_len` is None until KV blocks are allocated. The first result reports `kv_reused`, and resets it to 0.
     `is_new`: its session had no blocks before.
-    `tail` is what the hint offers as of the last `update_hint`.
+    `tail` is what the hint offers as of the last `update_hint`. `grammar` follows `tokens`, if there is one.
     """
 
     def __init__(self, request_id: int, message: VerifyRequest, memory: SessionStatistics, now: int) -> None:
@@ -100,6 +101,7 @@ class ActiveRequest:
         self.is_new = False
         self._since_ns = now
         self._awaits_hint = not message.draft_tokens
+        self.grammar: GrammarFollower | None = None
         self._hasher = PrefixHasher()
         offered = Hint(message.position, b"", message.draft_tokens, message.survival)
         self._hint: PendingHint | None = (
@@ -140,7 +142,7 @@ class ActiveRequest:
         return self._hasher.digest(self.tokens, len(self.tokens))
 
     def update_hint(self) -> None:
-        """Advance the hint to the present position, and set `tail` to what it offers within the room.
+        """Advance the hint to the present position, and set `tail` to what it offers within room and grammar.
 
         If it offers nothing, use the previous hint, which ended later. On a slow link, the hint drafted after
         a rejected token can arrive too late, while the previous one may match again.
@@ -148,7 +150,10 @@ class ActiveRequest:
         self._hint, offered = self._followed(self._hint)
         self._previous, previous = self._followed(self._previous)
         rest = offered if offered.draft_tokens else previous
-        self.tail = HintTail(rest.draft_tokens[: self.room], rest.survival[: self.room], rest.after_mismatch)
+        tokens = rest.draft_tokens[: self.room]
+        if self.grammar is not None:
+            tokens = tokens[: self.grammar.allowed_prefix(tokens)]
+        self.tail = HintTail(tokens, rest.survival[: len(tokens)], rest.after_mismatch)
 
     def _followed(self, hint: PendingHint | None) -> tuple[PendingHint | None, HintTail]:
         if hint is None:

@@ -30,6 +30,7 @@ from galley.core.cost.model import LiveStepTimes, StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
 from galley.core.kv.table import Reservation
 from galley.core.scheduler.batch import ActiveBatch, BatchTimes, Grant, SchedulerCounts, grant_rows
+from galley.core.scheduler.grammars import SessionGrammars
 from galley.core.scheduler.linger import LingerPolicy
 from galley.core.scheduler.memory import KvMemory
 from galley.core.scheduler.messages import (
@@ -94,6 +95,7 @@ class Scheduler:
         self._arriving: dict[SessionKey, list[ActiveRequest]] = {}
         self._memories: OrderedDict[SessionKey, SessionStatistics] = OrderedDict()
         self._overall = SessionStatistics()
+        self._grammars = SessionGrammars()
         self._batch: ActiveBatch | None = None
         self._preempted: deque[str] = deque(maxlen=_NAMED)
         self._responses: list[Response] = []
@@ -215,6 +217,7 @@ class Scheduler:
             self._respond(request, found)
             return
         request.tokens = [*self.kv.tokens_of(request.key)[: message.start], *message.tokens]
+        request.grammar = self._grammars.follow(message, request.tokens)
         self._active[request.key] = request
 
     def _memory(self, key: SessionKey) -> SessionStatistics:
@@ -363,6 +366,7 @@ class Scheduler:
             min_tokens=message.min_tokens,
             draft_tokens=drafts,
             logprobs=message.logprobs,
+            grammar=None if request.grammar is None else request.grammar.state,
         )
         return StepChunk(start, tokens, blocks, 1 + len(drafts), draw, request.key)
 
@@ -414,6 +418,7 @@ class Scheduler:
                 f"the engine computed {outcome.kv_len} of {request.position} tokens, drawing none"
             )
         if isinstance(outcome, GalleyError):
+            self._grammars.forget(request.key)
             self._respond(request, outcome)
             return
         if isinstance(outcome, Sampled) and grant.is_final and not request.cancelled:

@@ -58,7 +58,7 @@ def constrain(logits: Tensor, draws: Sequence[Draw], firsts: Sequence[int]) -> T
     index = torch.tensor(at, device=rows.device)
     words = torch.from_numpy(allowed_rows([draw for draw, _ in masked]).view(np.int32)).to(rows.device)
     step = max(1, _NUMBERS // rows.shape[1])
-    for some, masks in zip(index.split(step), words.split(step), strict=True):
+    for some, masks in zip(torch.split(index, step), torch.split(words, step), strict=True):
         rows.index_copy_(0, some, rows.index_select(0, some) + _penalties(masks, rows.shape[1]))
     return rows
 

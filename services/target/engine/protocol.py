@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from galley.core.cost.model import StepTimes
@@ -24,8 +25,9 @@ from galley.core.step import StepOutcome, StepPlan, StepTrace
 class EngineInfo:
     """Facts of a target. Each rank holds its shard of all `kv_blocks`.
 
-    `fingerprint` names its build, `weights_digest` the model's files; empty if unknown. `lora_adapters` names
-    the LoRA adapters that a request may choose; the fingerprint covers their weights.
+    `fingerprint` names its build, `weights_digest` the model's files, which are in `directory`; empty if
+    unknown. `lora_adapters` names the LoRA adapters that a request may choose; the fingerprint covers their
+    weights.
     """
 
     model: str
@@ -41,6 +43,7 @@ class EngineInfo:
     kv_block_tokens: int
     kv_blocks: int
     weights_digest: str = ""
+    directory: Path = Path()
     lora_adapters: tuple[str, ...] = ()
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from galley.core.cost.model import StepTimes
 from galley.core.step import StepOutcome, StepPlan, StepTrace
-from galley.engine.sampler import draw_all
+from galley.engine.masking import MaskThread
+from galley.engine.sampler import draw_masked
 from galley.engine.sampling.draw import warm_up
 from services.target.engine.paged.measurement import measure
 from services.target.engine.paged.target import PagedTarget
@@ -25,6 +26,7 @@ class PagedEngine:
     ) -> None:
         warm_up()
         self._model = model
+        self._masks = MaskThread()
         info, kv = model.info, model.kv
         self._info = EngineInfo(
             model=info.name,
@@ -40,6 +42,7 @@ class PagedEngine:
             ranks=ranks,
             kv_block_tokens=kv.block_tokens,
             kv_blocks=kv.blocks,
+            directory=info.directory,
         )
 
     @property
@@ -54,6 +57,8 @@ class PagedEngine:
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         """Run one step; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""
-        logits = self._model.run(plan.chunks, plan.copies, watch)  # [logit rows, vocab]
-        drawn = iter(draw_all(logits, [chunk.draw for chunk in plan.chunks if chunk.draw is not None]))
+        draws = [chunk.draw for chunk in plan.chunks if chunk.draw is not None]
+        with self._masks.beside(draws) as masks:
+            logits = self._model.run(plan.chunks, plan.copies, watch)  # [logit rows, vocab]
+        drawn = iter(draw_masked(logits, draws, masks))
         return [None if chunk.draw is None else next(drawn) for chunk in plan.chunks]

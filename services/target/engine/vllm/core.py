@@ -17,8 +17,10 @@ from typing import Any
 from galley.common.logs import get_logger
 from galley.common.models.files import tokenizer_hash
 from galley.core.errors import Broken, GalleyError, UnsupportedModel
+from galley.core.grammar.limits import GrammarFailed
 from galley.core.records import PositionLogprobs
 from galley.core.step import Draw, Sampled
+from galley.engine.masking import without_early_end
 from services.target.engine.protocol import EngineInfo
 from services.target.engine.vllm.adapters import NO_ADAPTERS, Adapters
 from services.target.engine.vllm.arguments import (
@@ -41,7 +43,14 @@ _LOG = get_logger(__name__)
 _LOST = "the engine core of vLLM has failed"
 _USED = {
     "core": ("step", "preprocess_add_request", "add_request", "abort_requests", "collective_rpc", "shutdown"),
-    "scheduler": ("requests", "running", "waiting", "kv_holding_waiting", "max_num_running_reqs"),
+    "scheduler": (
+        "requests",
+        "running",
+        "waiting",
+        "kv_holding_waiting",
+        "max_num_running_reqs",
+        "get_grammar_bitmask",
+    ),
     "scheduler.kv_cache_manager": ("allocate_slots", "block_pool", "num_kv_cache_groups"),
 }
 
@@ -91,11 +100,14 @@ class VllmCore:
         if known:
             self._core.abort_requests(known)
 
-    def step(self, drafts: Mapping[str, tuple[int, ...]]) -> dict[str, SequenceStep]:
+    def step(
+        self, drafts: Mapping[str, tuple[int, ...]], constrained: Mapping[str, Draw] | None = None
+    ) -> dict[str, SequenceStep]:
         """Run one step. Raise CoreLost if it fails, and then always: vLLM's state is undefined after that."""
         if self._is_lost.locked():
             raise CoreLost(_LOST)
         self._scheduler.drafts = drafts
+        self._scheduler.constrained = constrained or {}
         try:
             outputs, _ = self._core.step()
         except Exception as error:
@@ -122,8 +134,15 @@ class VllmCore:
         )
 
     def _outcome(self, name: str, request: Any, output: Any) -> Sampled | GalleyError | None:
+        failed: GalleyError | None = self._scheduler.unmasked.get(name)
+        if failed is not None:
+            return failed
         if output is not None and output.new_token_ids:
-            return Sampled(tuple(output.new_token_ids), self._logprobs(name, output.new_logprobs))
+            drawn = Sampled(tuple(output.new_token_ids), self._logprobs(name, output.new_logprobs))
+            draw = self._scheduler.constrained.get(name)
+            if draw is None or without_early_end(draw, drawn) == drawn:
+                return drawn
+            return GrammarFailed(len(draw.history) - draw.prompt_len)  # what vLLM has drawn stays drawn
         if request.is_finished():
             most = self.info.context_window - 1
             return Broken(f"sequence: must have at most {most} tokens, got {request.num_tokens}")
@@ -198,6 +217,7 @@ def _vllm_request(sequence: NewSequence, max_tokens: int, adapter: Any) -> Any:
         params=replace(params, logit_bias=dict(params.logit_bias)),
         history=(),
         draft_tokens=(),
+        grammar=None,
     )
     return EngineCoreRequest(
         request_id=sequence.id,
@@ -350,4 +370,5 @@ def _info(core: Any, directory: Path, settings: TargetSettings) -> EngineInfo:
         ranks=config.parallel_config.world_size,
         kv_block_tokens=core.scheduler.block_size,
         kv_blocks=blocks,
+        directory=directory,
     )

@@ -105,9 +105,12 @@ class SteppedCore(Protocol):
     def end(self, ids: Iterable[str]) -> None:
         """Free the sequences; the prefix cache keeps their full blocks. Unknown ids are ignored."""
 
-    def step(self, drafts: Mapping[str, tuple[int, ...]]) -> dict[str, SequenceStep]:
+    def step(
+        self, drafts: Mapping[str, tuple[int, ...]], constrained: Mapping[str, Draw] | None = None
+    ) -> dict[str, SequenceStep]:
         """Run one step for the named sequences, with these draft tokens; return what it did for each of them.
 
+        `constrained` are the draws of those that have a grammar, whose history is the sequence's record.
         All others are paused: they keep their blocks unless the named ones need them. Draft tokens count only
         for a sequence whose record has KV but for its last token; fewer than given may be verified. Raise
         CoreLost once the core has failed.

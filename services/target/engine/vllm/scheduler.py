@@ -8,27 +8,43 @@ tokens are set at the last moment. Rules:
    others. After them vLLM preempts the running one of the lowest priority, then the youngest.
 3. The oldest sequence that waits always gets on: if there was no room for it, younger ones pause too.
 4. Sequences that draw are scheduled before prompts that go on, so that a long prompt delays nobody's token.
+5. The masks of sequences with a grammar are computed beside the forward pass, for the draft tokens that are
+   verified. They reach the ranks in place of vLLM's own grammar bitmasks.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from galley.core.errors import GalleyError
+from galley.core.step import Draw
+from galley.engine.masking import Mask, MaskThread
+
 
 class StepScheduler(Scheduler):  # type: ignore[misc]  # vLLM has no types where it is not installed
-    """Schedules the `drafts` of one step; `scheduled` and `cached` say what the step took."""
+    """Schedules the `drafts` of one step; `scheduled` and `cached` say what the step took.
+
+    `constrained` are the draws of the sequences of the step that have a grammar; `unmasked` are the errors of
+    those whose mask failed in the last step.
+    """
 
     running: list[Request]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.drafts: Mapping[str, tuple[int, ...]] = {}
+        self.constrained: Mapping[str, Draw] = {}
+        self.unmasked: dict[str, GalleyError] = {}
+        self._mask_thread = MaskThread()
+        self._masks: tuple[list[str], Future[list[Mask | None]]] | None = None
         self.scheduled: Mapping[str, int] = {}  # rows of the last step
         self.verified: Mapping[str, list[int]] = {}  # draft tokens among them
         self.cached: Mapping[str, int] = {}  # cached tokens of the sequences first scheduled in it
@@ -59,7 +75,32 @@ class StepScheduler(Scheduler):  # type: ignore[misc]  # vLLM has no types where
         self.scheduled = output.num_scheduled_tokens
         self.verified = output.scheduled_spec_decode_tokens
         self.cached = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        self._masks = self._start_masks()
         return output
+
+    def _start_masks(self) -> tuple[list[str], Future[list[Mask | None]]] | None:
+        drawing = [
+            name
+            for name in self.constrained
+            if name in self.scheduled and not self.requests[name].is_prefill_chunk
+        ]
+        if not drawing:
+            return None
+        draws = [
+            replace(self.constrained[name], draft_tokens=tuple(self.verified.get(name, ())))
+            for name in drawing
+        ]
+        return drawing, self._mask_thread.start(draws)
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> dict[str, Any] | None:  # noqa: ARG002  # vLLM's
+        """Return the masks of the step's draws by sequence; vLLM calls it once the forward pass has begun."""
+        self.unmasked = {}
+        if self._masks is None:
+            return None
+        names, computed = self._masks
+        masks = dict(zip(names, computed.result(), strict=True))
+        self.unmasked = {name: mask for name, mask in masks.items() if isinstance(mask, GalleyError)}
+        return {name: mask for name, mask in masks.items() if name not in self.unmasked}
 
     def forget_blocks(self, request: Request) -> list[int]:
         """Drop the blocks that only this sequence holds from the prefix cache; return their ids."""

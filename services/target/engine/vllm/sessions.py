@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, look_up
 from galley.core.errors import GalleyError, Overloaded
@@ -33,11 +33,15 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The work of a step on the engine's thread: sequences to end, then to add, then those that take part."""
+    """The work of a step on the engine's thread: sequences to end, then to add, then those that take part.
+
+    `constrained` are the draws of those that have a grammar.
+    """
 
     ended: tuple[str, ...]
     added: tuple[NewSequence, ...]
     drafts: dict[str, tuple[int, ...]]
+    constrained: dict[str, Draw] = field(default_factory=dict)
 
 
 class _Session:
@@ -178,14 +182,17 @@ class VllmSessions:
         """Return the orders of a step of these requests, whose sessions are live."""
         added: list[NewSequence] = []
         drafts: dict[str, tuple[int, ...]] = {}
+        constrained: dict[str, Draw] = {}
         for message, draw in messages:
             session = self._live[message.key]
             new = self._continue(session, message, draw)
             if new is not None:
                 added.append(new)
             drafts[session.id] = draw.draft_tokens
+            if draw.grammar is not None:
+                constrained[session.id] = draw
         ended, self._ended = tuple(self._ended), []
-        return Orders(ended, tuple(added), drafts)
+        return Orders(ended, tuple(added), drafts, constrained)
 
     def record(self, key: SessionKey, step: SequenceStep) -> None:
         """Note what a step has done for the live session's sequence; after an error it is replaced."""
@@ -218,7 +225,7 @@ class VllmSessions:
         return NewSequence(
             session.id,
             tokens,
-            replace(draw, history=tokens, draft_tokens=()),
+            replace(draw, history=tokens, draft_tokens=(), grammar=None),
             salt=message.key[0].hex(),
             priority=message.priority,
             arrival_ns=message.arrival_ns,

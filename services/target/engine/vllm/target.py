@@ -79,7 +79,7 @@ class VllmTarget(Scheduler):
             self._core.end(orders.ended)
             for sequence in orders.added:
                 self._core.add(sequence)
-            steps = self._core.step(orders.drafts)
+            steps = self._core.step(orders.drafts, orders.constrained)
             facts = self._core.facts()
         except CoreLost:
             self._is_lost = True

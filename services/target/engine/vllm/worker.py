@@ -11,7 +11,7 @@ that vLLM believes greedy would do the same (docs/decisions/049-drive-vllm-step-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,14 @@ from galley.core.step import Draw, Sampled
 DRAW = "galley_draw"
 # vLLM's sign of a position without a token.
 _NO_TOKEN = -1
-_RUNNER = ("rejection_sampler", "requests", "discard_request_mask", "input_batch", "_zero_block_ids")
+_RUNNER = (
+    "rejection_sampler",
+    "requests",
+    "discard_request_mask",
+    "input_batch",
+    "sample_tokens",
+    "_zero_block_ids",
+)
 _BATCH = ("req_ids", "num_tokens_no_spec", "token_ids_cpu", "spec_token_ids")
 
 
@@ -60,7 +67,8 @@ class DrawExtension:
         missing += [f"runner.input_batch.{name}" for name in _BATCH if not hasattr(batch, name)]
         if not missing:
             warm_up()
-            runner.rejection_sampler = SharedNoiseSampler(runner)
+            runner.rejection_sampler = sampler = SharedNoiseSampler(runner)
+            runner.sample_tokens = sampler.masking(runner.sample_tokens)
         return missing
 
     def galley_zero(self, blocks: list[int]) -> None:
@@ -83,6 +91,16 @@ class SharedNoiseSampler:
         self._runner = runner
         self._draw_all = draw_all
         self._has_penalties = has_penalties
+        self._masks: Mapping[str, Any] = {}  # of the step, by sequence
+
+    def masking(self, sample_tokens: Callable[[None], Any]) -> Callable[[Mapping[str, Any] | None], Any]:
+        """Return the runner's `sample_tokens` for Galley's masks: vLLM's own would change the logprobs."""
+
+        def sample_masked(masks: Mapping[str, Any] | None) -> Any:
+            self._masks = masks or {}
+            return sample_tokens(None)
+
+        return sample_masked
 
     def __call__(self, metadata: Any, _probs: object, logits: Tensor, _metadata: object) -> SamplerOutput:
         """Draw each sequence's rows of `logits` [sum of (draft tokens + 1), vocab]."""
@@ -116,7 +134,12 @@ class SharedNoiseSampler:
         history: Sequence[int] = (
             batch.token_ids_cpu[index, :length].tolist() if self._has_penalties(template) else range(length)
         )
-        return replace(template, history=history, draft_tokens=tuple(batch.spec_token_ids[index]))
+        return replace(
+            template,
+            history=history,
+            draft_tokens=tuple(batch.spec_token_ids[index]),
+            allowed=self._masks.get(batch.req_ids[index]),
+        )
 
 
 def _output(count: int, sampled: dict[int, Sampled], device: torch.device) -> SamplerOutput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -12,10 +12,12 @@ import grpc
 import pytest
 
 from galley.common.metrics.registry import Registry
+from galley.common.models.grammars import ReplicaGrammars
 from galley.common.server.server import Parts, start_server
 from galley.common.tracing.light_spans import SpanScope
 from galley.core.cost.model import StepTimes
-from galley.core.errors import Broken
+from galley.core.errors import GalleyError
+from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
 from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -26,6 +28,7 @@ from services.target.servicer import TargetService
 from services.target.settings import TargetSettings
 from tests.fakes.stepped_core import StubCore
 from tests.fakes.tiny_model import VLLM_HEAD_SIZE, load_tiny_model, save_tiny_model
+from tests.fakes.vocabularies import ascii_vocabulary
 from tests.integration.services.target.vllm.conftest import MARKS, started_core
 
 if TYPE_CHECKING:
@@ -113,12 +116,12 @@ class StubVllm:
         core.info = info
         return VllmTarget(core, times, limits)
 
-    def _draw(self, draw: Draw) -> Sampled | Broken:
+    def _draw(self, draw: Draw) -> Sampled | GalleyError:
         tokens = [*draw.history, *draw.draft_tokens]
         blocks = range(-(-len(tokens) // self._engine.info.kv_block_tokens))
         chunk = StepChunk(0, tokens, blocks, 1 + len(draw.draft_tokens), draw)
         (outcome,) = self._engine.run(StepPlan((chunk,)))
-        assert isinstance(outcome, Sampled | Broken)
+        assert isinstance(outcome, Sampled | GalleyError)
         return outcome
 
 
@@ -198,8 +201,10 @@ class Served:
         limits: Limits,
         spans: SpanScope | None,
         registry: Registry | None = None,
+        grammars: Callable[[], Vocabulary] | None = ascii_vocabulary,
     ) -> None:
         self._spans = spans
+        self._grammars = grammars
         self._registry = registry
         self._engine = engine
         self._limits = limits
@@ -207,7 +212,9 @@ class Served:
     async def start(self) -> None:
         async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
             engine = self._engine.serve(FLAT, self._limits)
-            service = TargetService(engine, self._spans, parts.metrics)
+            make = self._grammars
+            grammars = None if make is None else ReplicaGrammars(lambda _: make())
+            service = TargetService(engine, self._spans, parts.metrics, grammars=grammars)
             rpc.add_TargetServicer_to_server(service, server)
             return service
 

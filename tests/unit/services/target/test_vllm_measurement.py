@@ -21,7 +21,11 @@ class Timed(StubCore):
 
     now = 0
 
-    def step(self, drafts: Mapping[str, tuple[int, ...]]) -> dict[str, SequenceStep]:
+    def step(
+        self,
+        drafts: Mapping[str, tuple[int, ...]],
+        constrained: Mapping[str, Draw] | None = None,  # nobody has a grammar
+    ) -> dict[str, SequenceStep]:
         before = self.rows
         steps = super().step(drafts)
         self.now += (10 + self.rows - before) * MS

@@ -10,7 +10,7 @@ import pytest
 
 from galley.core.errors import UnsupportedModel
 from galley.core.records import PositionLogprobs
-from galley.core.step import Sampled
+from galley.core.step import Draw, Sampled
 from services.target.engine.protocol import EngineInfo
 from services.target.engine.vllm.probe import probe
 from services.target.engine.vllm.protocol import CoreFacts, NewSequence, SequenceStep
@@ -62,7 +62,11 @@ class FakeCore:
         for name in ids:
             del self.records[name]
 
-    def step(self, drafts: Mapping[str, tuple[int, ...]]) -> dict[str, SequenceStep]:
+    def step(
+        self,
+        drafts: Mapping[str, tuple[int, ...]],
+        constrained: Mapping[str, Draw] | None = None,  # nobody has a grammar
+    ) -> dict[str, SequenceStep]:
         if not drafts and self.defect == "forgets in a pause":
             for record in self.records.values():
                 record.pop()
