@@ -30,6 +30,7 @@ from services.gateway.client_call import ClientCall
 from services.gateway.clock import SECOND
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.targets import TargetPool
+from services.gateway.request.grammars import Grammars
 from services.gateway.request.threads import PromptThreads, is_short
 from services.gateway.request.validate import (
     Limits,
@@ -63,6 +64,7 @@ class ServedModel:
     max_sessions: int
     default_k: int
     default_strategy: str
+    grammars: Grammars
     default_sampling: pb.SamplingParams | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held for each slice of long work on answers, so that together they take one slice before others."""
@@ -83,6 +85,7 @@ class ServedModel:
             self.default_k,
             self.default_strategy,
             self.default_sampling,
+            self.grammars.compile,
         )
 
     def describe(self) -> pb.GetModelInfoResponse:

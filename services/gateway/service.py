@@ -55,8 +55,10 @@ from services.gateway.replicas.membership import (
 from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.target_session import TargetSession
 from services.gateway.replicas.targets import TargetPool
+from services.gateway.request.grammars import Grammars
 from services.gateway.request.validate import DEFAULT_MAX_TOKENS, Limits
 from services.gateway.servicer import GenerationServicer
+from services.gateway.session.own_sources import OwnSources
 from services.gateway.session.runner import Ports
 from services.gateway.session.streams import Streams
 from services.gateway.settings import (
@@ -226,8 +228,13 @@ async def _generation(
     opened.push_async_callback(store.close)
     until_ns = _CLOCK.now_ns() + int(settings.startup_timeout_s * SECOND)
     await retry("ping", store.ping, until_ns, _CLOCK)
-    model = _served_model(settings, tuning, tokenizer, targets, drafts)
+    parts.readiness.stage("reading the vocabulary")
+    grammars = await asyncio.to_thread(
+        Grammars.of_tokenizer, tokenizer.to_json(), targets.info.vocab_size, targets.info.eos_token_ids
+    )
+    model = _served_model(settings, tuning, tokenizer, targets, drafts, grammars)
     streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
+    streams.own_sources = OwnSources(grammars.compiled)
     streams.is_saturated = lambda: targets.turns.is_saturated(asyncio.get_running_loop().time())
     opened.push_async_callback(streams.close)
     opened.callback(asyncio.create_task(_follow_contention(streams.shared, drafts, targets)).cancel)
@@ -344,7 +351,12 @@ async def _meet_drafts(settings: GatewaySettings, drafts: DraftPool) -> None:
 
 
 def _served_model(
-    settings: GatewaySettings, tuning: Tuning, tokenizer: Tokenizer, targets: TargetPool, drafts: DraftPool
+    settings: GatewaySettings,
+    tuning: Tuning,
+    tokenizer: Tokenizer,
+    targets: TargetPool,
+    drafts: DraftPool,
+    grammars: Grammars,
 ) -> ServedModel:
     max_draft_tokens = min(MAX_DRAFT_TOKENS, targets.info.max_draft_tokens)
     recommended = tokenizer.recommended if settings.generation_config == "auto" else Recommended({}, None)
@@ -357,6 +369,7 @@ def _served_model(
         max_sessions=settings.max_sessions,
         default_k=0 if settings.draft == NO_DRAFT else min(settings.k, max_draft_tokens),
         default_strategy=tuning.strategy,
+        grammars=grammars,
         default_sampling=pb.SamplingParams(**recommended.sampling),
     )
 

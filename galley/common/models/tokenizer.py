@@ -146,6 +146,10 @@ class Tokenizer:
         rendered = self.template.render(messages, tools, more)
         return _ids(self._chat, rendered, most_tokens, add_special_tokens=False)
 
+    def to_json(self) -> str:
+        """Return the text of a tokenizer.json that has the tokens of tokenizer_config.json, too."""
+        return str(self._fast.to_str())
+
     @cached_property
     def reasoning(self) -> ReasoningMarks | None:
         """Return the tokens around the model's reasoning; None if it has none."""

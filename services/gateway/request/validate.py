@@ -11,10 +11,11 @@ from hashlib import blake2b, sha256
 from typing import Any, Protocol
 
 from galley.common.models.tokenizer import TooManyTokens
-from galley.common.wire.codec import MAX_SALT_BYTES, check_lora, check_token_ids, sampling_from
+from galley.common.wire.codec import MAX_SALT_BYTES, check_lora, check_token_ids, grammar_from, sampling_from
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import HASH_BYTES
 from galley.core.errors import InvalidField, Unimplemented, UnknownSession, check_length, check_range
+from galley.core.grammar.spec import GrammarSpec
 from galley.core.names import NO_STRATEGY
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -30,7 +31,7 @@ _FIXED_K = 4
 
 
 class PromptTokenizer(Protocol):
-    """All methods raise TooManyTokens if there are more than `most_tokens`."""
+    """Methods with `most_tokens` raise TooManyTokens if there are more."""
 
     def encode(self, text: str, most_tokens: int) -> list[int]: ...
 
@@ -42,6 +43,10 @@ class PromptTokenizer(Protocol):
         self, messages: Sequence[Mapping[str, Any]], most_tokens: int, tools: Sequence[Mapping[str, Any]]
     ) -> list[int]:
         """Return token ids that include the turn that opens the answer."""
+        ...
+
+    def tokens_of_reasoning(self, prompt: Sequence[int], *, is_chat: bool) -> tuple[int | None, int | None]:
+        """Return the token that opens an answer's reasoning, and the one after which its grammar begins."""
         ...
 
 
@@ -69,12 +74,17 @@ class Limits:
     max_workload_chars: int = 64
 
 
+def _no_grammars(_: GrammarSpec) -> None:
+    raise Unimplemented("structured_output")
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """The served model. Token ids lie in [0, vocab_size), positions in [0, context_window).
 
     `default_k` is the most draft tokens a round in mode AUTO. `default_sampling` holds for what a request
     with `use_default_sampling` leaves unset. `lora_adapters` are those that targets offer now.
+    `compile_grammar` raises InvalidField for a grammar that cannot be used.
     """
 
     name: str
@@ -86,6 +96,7 @@ class Model:
     default_k: int = 0
     default_strategy: str = ""
     default_sampling: pb.SamplingParams | None = None
+    compile_grammar: Callable[[GrammarSpec], object] = _no_grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +118,8 @@ def parse_generate(
     """Return the session that `request` describes, without id, arrival and tenant salt.
 
     All of the request is checked, cheap things first; its prompt is tokenized last. `draw_seed` gives the
-    seed, in [0, 2**64), of a request that brings none. Raise InvalidField or Unimplemented, and
-    PromptRefused once the prompt was tokenized.
+    seed, in [0, 2**64), of a request that brings none. Raise InvalidField, and PromptRefused once the
+    prompt was tokenized.
     """
     _check_fixed(request)
     lora = _lora(request, model)
@@ -119,8 +130,13 @@ def parse_generate(
     k, auto, strategy = _speculation(request.speculation, limits, model)
     _check_labels(request, limits)
     _check_asked_length(request, model.context_window)
+    grammar = _grammar(request, model)
     prediction = parse_prediction(request.prediction, limits, tokenizer, model)
     prompt = parse_prompt(request, limits, tokenizer, model)
+    if grammar is not None and grammar.after_token is None:
+        is_chat = request.WhichOneof("input") == "messages"
+        opening, after = tokenizer.tokens_of_reasoning(prompt, is_chat=is_chat)
+        grammar = replace(grammar, opening_token=opening, after_token=after)
     max_tokens = _max_tokens(request, len(prompt), limits, model.context_window)
     own_ends = () if request.ignore_eos else model.eos_token_ids
     return SessionSpec(
@@ -140,6 +156,7 @@ def parse_generate(
         priority=request.priority,
         continue_without_client=request.continue_without_client,
         lora=lora,
+        grammar=grammar,
         prediction=prediction,
     )
 
@@ -199,8 +216,6 @@ def _lora(request: pb.GenerateRequest, model: Model) -> str:
 
 
 def _check_fixed(request: pb.GenerateRequest) -> None:
-    if request.HasField("structured_output"):
-        raise Unimplemented("structured_output")
     if request.HasField("n") and request.n != 1:
         raise InvalidField("n", f"must be 1, got {request.n}")
 
@@ -253,6 +268,24 @@ def _speculation(message: pb.Speculation, limits: Limits, model: Model) -> tuple
     if message.mode == pb.Speculation.MODE_FIXED:
         return min(_FIXED_K, model.default_k) if k is None else k, False, strategy
     return model.default_k if k is None else min(k, model.default_k), True, strategy
+
+
+def _grammar(request: pb.GenerateRequest, model: Model) -> GrammarSpec | None:
+    """Return the grammar of the request, if it has one, after it was compiled once."""
+    if not request.HasField("structured_output"):
+        return None
+    grammar = grammar_from(request.structured_output)
+    for name in ("after_token", "opening_token"):
+        if (token := getattr(grammar, name)) is not None:
+            check_range(f"structured_output.{name}", token, least=0, most=model.vocab_size - 1)
+    if grammar.opening_token is not None and grammar.after_token is None:
+        raise InvalidField("structured_output.opening_token", "must be absent without after_token")
+    for name in ("ignore_eos", "min_tokens"):
+        if value := getattr(request, name):
+            problem = f"must be unset with structured_output, whose grammar decides on the end, got {value}"
+            raise InvalidField(name, problem)
+    model.compile_grammar(grammar)
+    return grammar
 
 
 def _check_labels(request: pb.GenerateRequest, limits: Limits) -> None:

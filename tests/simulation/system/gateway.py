@@ -15,6 +15,7 @@ from services.gateway.generation import Generation, ServedModel
 from services.gateway.replicas.membership import RegisteredAddresses
 from services.gateway.replicas.requirements import TargetRequirements
 from services.gateway.replicas.targets import TargetPool
+from services.gateway.request.grammars import Grammars
 from services.gateway.request.validate import Limits
 from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
@@ -114,8 +115,10 @@ class SimGateway:
     def _serve(self) -> None:
         tokenizer: Any = None
         limits = Limits(default_max_tokens=1, max_draft_tokens=MOST_DRAFT_TOKENS)
-        slots = self._world.schedule.slots
-        model = ServedModel("sim", self.targets, tokenizer, self.drafts, limits, slots, MOST_DRAFT_TOKENS, "")
+        slots, grammars = self._world.schedule.slots, Grammars(None, "simulated")
+        model = ServedModel(
+            "sim", self.targets, tokenizer, self.drafts, limits, slots, MOST_DRAFT_TOKENS, "", grammars
+        )
         observers = RequestObservers(self.clock)
         generation = Generation(self.streams, model, self.clock, ID_SECRET, observers)
         servicer = GenerationServicer(generation)

@@ -61,6 +61,16 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "token_ids.ids[1]",
         f"[0, {VOCAB})",
     ),
+    "a schema that no grammar can check": (
+        {"text": PROMPT, "structured_output": {"json_schema": '{"uniqueItems": true}'}},
+        "structured_output.json_schema",
+        'Unimplemented keys: ["uniqueItems"]',
+    ),
+    "a grammar without its end": (
+        {"text": PROMPT, "structured_output": {"regex": "a*"}, "ignore_eos": True},
+        "ignore_eos",
+        "must be unset with structured_output",
+    ),
     "an oversized message": (
         {"text": "x" * MAX_BYTES},
         "GenerateRequest",
@@ -114,14 +124,6 @@ async def test_bad_input_names_its_field_and_bound(
         assert named == field
         assert bound in problem
         assert field in error.message
-
-
-async def test_structured_output_is_unimplemented_by_name(world: World, gateway: Gateway) -> None:
-    async with Bystander(world, gateway):
-        request = pb.GenerateRequest(text=PROMPT, structured_output=pb.StructuredOutput(regex="a*"))
-        error = await refused(generate(gateway, request))
-        assert error.code is grpc.StatusCode.UNIMPLEMENTED
-        assert "structured_output" in error.message
 
 
 @pytest.mark.parametrize(

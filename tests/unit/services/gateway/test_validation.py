@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from galley.common.models.tokenizer import TooManyTokens
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import block_hashes
-from galley.core.errors import InvalidField, Unimplemented, UnknownSession
+from galley.core.errors import InvalidField, UnknownSession
+from galley.core.grammar.spec import GrammarSpec
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
+from services.gateway.request.grammars import Grammars
 from services.gateway.request.validate import (
     Limits,
     Model,
@@ -31,6 +33,7 @@ from services.gateway.request.validate import (
     session_id_for,
     tenant_salt_for,
 )
+from tests.fakes.vocabularies import byte_vocabulary
 
 LIMITS = Limits(default_max_tokens=20, max_text_bytes=200, max_messages=3)
 MODEL = Model(
@@ -41,6 +44,7 @@ MODEL = Model(
     eos_token_ids=(2,),
     default_k=8,
     default_strategy="model",
+    compile_grammar=Grammars(byte_vocabulary()).compile,
 )
 SEED = 2**63 + 1
 
@@ -64,6 +68,9 @@ class Bytes:
     ) -> list[int]:
         text = "".join(f"{message['role']}:{message['content']};" for message in messages)
         return self.encode(f"{list(tools) or ''}{text}", most_tokens)
+
+    def tokens_of_reasoning(self, prompt: Sequence[int], *, is_chat: bool) -> tuple[int | None, int | None]:
+        return (7, 8) if is_chat else (None, 9) if prompt[-1] == ord("<") else (None, None)
 
 
 def request(**fields: Any) -> pb.GenerateRequest:
@@ -214,7 +221,22 @@ def test_modes(fields: dict[str, Any], expected: tuple[int, bool, str]) -> None:
     assert (spec.k, spec.auto, spec.strategy) == expected
 
 
+REGEX: dict[str, Any] = {"structured_output": {"regex": "a+"}}
+
 BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"structured_output": {}}, "structured_output", "must have one of json_object"),
+    ({"structured_output": {"json_schema": '{"not": {}}'}}, "structured_output.json_schema", '["not"]'),
+    ({"structured_output": {"regex": "("}}, "structured_output.regex", "unclosed group"),
+    ({"structured_output": {"choice": {"choices": []}}}, "structured_output.choice", "1 to 1000 entries"),
+    ({"structured_output": {"grammar": "start: x"}}, "structured_output.grammar", 'unknown name: "x"'),
+    ({"structured_output": {"regex": "a", "after_token": 300}}, "structured_output.after_token", "[0, 299]"),
+    (
+        {"structured_output": {"regex": "a", "opening_token": 3}},
+        "structured_output.opening_token",
+        "after_token",
+    ),
+    ({**REGEX, "ignore_eos": True}, "ignore_eos", "must be unset with structured_output"),
+    ({**REGEX, "min_tokens": 1}, "min_tokens", "must be unset with structured_output"),
     ({"text": ""}, "text", "empty"),
     ({"text": "a" * 64}, "text", "63 tokens"),
     ({"text": "a" * 201}, "text", "200 bytes"),
@@ -289,9 +311,29 @@ def test_no_input_at_all() -> None:
         parse_generate(pb.GenerateRequest(), LIMITS, Bytes(), MODEL, lambda: SEED)
 
 
-def test_unsupported_option_is_refused_by_name() -> None:
-    with pytest.raises(Unimplemented, match="structured_output"):
-        parse(structured_output=pb.StructuredOutput())
+def test_a_grammar_is_compiled_before_the_prompt_is_tokenized() -> None:
+    grammar = pb.StructuredOutput(choice=pb.Choices(choices=["a", "b"]), after_token=299, opening_token=0)
+    spec = parse(structured_output=grammar, max_tokens=3)
+    assert spec.grammar == GrammarSpec("choice", '["a", "b"]', after_token=299, opening_token=0)
+    assert parse().grammar is None
+
+
+def test_a_grammar_begins_after_the_models_reasoning() -> None:
+    assert parse(**REGEX).grammar == GrammarSpec("regex", "a+")
+    assert parse(**REGEX, text="x<").grammar == GrammarSpec("regex", "a+", after_token=9)
+    assert parse(**REGEX, **chat(("user", "x"))).grammar == GrammarSpec("regex", "a+", 8, 7)
+    given = {"structured_output": {"regex": "a+", "after_token": 3}}
+    assert parse(**given, **chat(("user", "x"))).grammar == GrammarSpec("regex", "a+", after_token=3)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "ends", "problem"),
+    [("{}", [1], "the tokenizer is not supported"), ("", [], "an end token")],
+)
+def test_a_model_without_grammars_refuses_them(tokenizer: str, ends: list[int], problem: str) -> None:
+    model = replace(MODEL, compile_grammar=Grammars.of_tokenizer(tokenizer, 10, ends).compile)
+    with pytest.raises(InvalidField, match=rf"structured_output: must be absent: .*{problem}"):
+        parse_generate(request(**REGEX), LIMITS, Bytes(), model, lambda: SEED)
 
 
 @pytest.mark.parametrize(
@@ -448,6 +490,6 @@ def test_any_message_is_taken_or_refused_by_name(data: bytes) -> None:
         return
     try:
         spec = parse_generate(message, LIMITS, Bytes(), MODEL, lambda: SEED)
-    except (InvalidField, Unimplemented):
+    except InvalidField:
         return
     assert 0 < len(spec.prompt) < spec.max_position <= MODEL.context_window

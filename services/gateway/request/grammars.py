@@ -1,0 +1,46 @@
+"""Compile the grammars of requests, so that a bad one is refused before any work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Self
+
+from galley.common.logs import get_logger
+from galley.core.errors import InvalidField, UnsupportedModel
+from galley.core.grammar.cache import GrammarCache
+from galley.core.grammar.compiled import CompiledGrammar
+from galley.core.grammar.limits import FIELD
+from galley.core.grammar.spec import GrammarSpec
+from galley.core.grammar.vocabulary import Vocabulary
+
+_log = get_logger(__name__)
+
+
+class Grammars:
+    """The grammars that were used last."""
+
+    def __init__(self, vocabulary: Vocabulary | None, problem: str = "") -> None:
+        """`problem` says why there is no vocabulary."""
+        self._cache = None if vocabulary is None else GrammarCache(vocabulary)
+        self._problem = problem
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer_json: str, vocab_size: int, end_tokens: Sequence[int]) -> Self:
+        """Read a tokenizer.json: a quarter of a second or more, in which no other thread runs."""
+        try:
+            return cls(Vocabulary.of_tokenizer(tokenizer_json, vocab_size, end_tokens))
+        except UnsupportedModel as error:
+            _log.warning("structured output unavailable", reason=str(error))
+            return cls(None, str(error))
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Return the compiled grammar; call it off the event loop. Raise InvalidField."""
+        if self._cache is None:
+            raise InvalidField(FIELD, f"must be absent: {self._problem}")
+        return self._cache.compile(spec)
+
+    async def compiled(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Return the compiled grammar, at once if it was used lately. Raise InvalidField."""
+        known = None if self._cache is None else self._cache.get(spec.content_hash)
+        return known if known is not None else await asyncio.to_thread(self.compile, spec)
