@@ -43,6 +43,7 @@ from tests.attack.stack import (
     warmed_up,
 )
 from tests.fakes import tokenizer_files
+from tests.fakes.grammar_bombs import BOMBS, small_schema
 from tests.fakes.mounts import NEEDED, hanging, may_mount
 from tests.fakes.redis_servers import VALKEY, running
 
@@ -110,6 +111,7 @@ class Proof:
         self._waits: dict[str, list[dict[str, float]]] = {}
         self.record: dict[str, Any] = {}
         self._stack = stack
+        self._schemas = 0
         self._initial: ProcessState
 
     async def run(self, messages: int, streams: int, seed: int) -> None:
@@ -167,6 +169,7 @@ class Proof:
             "bad credentials": self._bad_credentials,
             "replays": self._replays,
             "crafted stops": self._crafted_stops,
+            "grammars": self._grammars,
             "texts": self._texts,
             "cancels and resumes": self._cancels_and_resumes,
             "changed logs": self._changed_logs,
@@ -210,6 +213,14 @@ class Proof:
     async def _crafted_stops(self) -> None:
         ends = await storms.crafted_stops(self._stack.gateway, tokens=400, at_once=8, rounds=5)
         self._expect(ends.keys() == {"OK"}, f"requests with crafted stops end {ends}")
+
+    async def _grammars(self) -> None:
+        """Send grammars made to take long, and 1,000 schemas that no request had before."""
+        self._schemas += 1000
+        small = [small_schema(number) for number in range(self._schemas - 1000, self._schemas)]
+        for specs in (list(BOMBS.values()) * 3, small):
+            ends = await storms.grammars(self._stack.gateway, specs, at_once=8)
+            self._expect(ends.keys() <= {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}, f"grammars: {ends}")
 
     async def _texts(self) -> None:
         for name in storms.TEXTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from hashlib import sha256
 from itertools import repeat
 from typing import Any
@@ -14,7 +14,11 @@ import grpc
 from redis.asyncio import Redis
 
 from galley.client.client import NO_RETRIES, AsyncClient, AsyncStream, GalleyRpcError
+from galley.client.errors import rpc_error
+from galley.common.wire.codec import grammar_message
+from galley.core.grammar.spec import GrammarSpec
 from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from tests.attack.bystander import GOOD
 from tests.attack.stack import BAD, EXPIRED, MAX_MESSAGE_BYTES, METERED
 from tests.fakes.changed_logs import CHANGES, change
@@ -165,6 +169,25 @@ async def _resumed(client: AsyncClient, session_id: str) -> int:
                 return len(resumed.tokens)
             # The gateway gives back what a cancelled call has not used once it has noticed.
             await asyncio.sleep(0.02)
+
+
+async def grammars(address: str, specs: Sequence[GrammarSpec], at_once: int) -> Counter[str]:
+    """Send a request with each grammar."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = rpc.GenerationStub(channel)
+
+        async def generate(spec: GrammarSpec) -> None:
+            grammar = grammar_message(spec)
+            request = pb.GenerateRequest(text=_PROMPT, max_tokens=2, structured_output=grammar)
+            try:
+                async for _ in stub.Generate(request, metadata=(("x-api-key", BAD),), timeout=PATIENCE_S):
+                    pass
+            except grpc.RpcError as error:
+                raise rpc_error(error) from error
+
+        groups = [specs[at : at + at_once] for at in range(0, len(specs), at_once)]
+        results = [await ends(generate(spec) for spec in group) for group in groups]
+    return sum(results, Counter())
 
 
 async def bad_credentials(address: str, rounds: int) -> Counter[str]:

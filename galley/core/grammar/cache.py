@@ -11,7 +11,7 @@ from galley.core.grammar.spec import GrammarSpec
 from galley.core.grammar.vocabulary import Vocabulary
 
 # A compiled grammar was measured to take less after some answers: a constant, and for each byte of text.
-_BASE_BYTES, _BYTES_PER_BYTE = 192 * 1024, 64
+_BASE_BYTES, _BYTES_PER_BYTE = 192 * 1024, 400
 
 
 class GrammarCache:
@@ -20,7 +20,7 @@ class GrammarCache:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        most_bytes: int = 64 * 1024 * 1024,
+        most_bytes: int = 32 * 1024 * 1024,
         limits: GrammarLimits = DEFAULT_LIMITS,
     ) -> None:
         self.vocabulary = vocabulary

@@ -1,0 +1,22 @@
+"""Grammars made to take long, and more of them than anybody needs."""
+
+from __future__ import annotations
+
+from tests.attack import storms
+from tests.attack.stack import MAX_SESSIONS, Attacked, unharmed
+from tests.fakes.grammar_bombs import BOMBS, small_schema
+
+
+async def test_grammars_made_to_take_long_block_no_other(stack: Attacked) -> None:
+    async with unharmed(stack):
+        ends = await storms.grammars(stack.gateway, list(BOMBS.values()), MAX_SESSIONS // 2)
+    assert ends["OK"]
+    assert ends["INVALID_ARGUMENT"]
+    assert ends.keys() <= {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+
+
+async def test_schemas_that_all_differ_block_no_other(stack: Attacked) -> None:
+    schemas = [small_schema(number) for number in range(300)]
+    async with unharmed(stack):
+        ends = await storms.grammars(stack.gateway, schemas, MAX_SESSIONS)
+    assert ends == {"OK": len(schemas)}
