@@ -86,7 +86,7 @@ BOMBS: Mapping[str, GrammarSpec] = {
     "the most terminals combined": _intersection("grammar", 8),
     "a schema in a grammar": GrammarSpec("grammar", f"start: %json {_intersection('json_schema', 30).text}"),
     "chain of rules in GBNF": GrammarSpec(
-        "grammar", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(254)) + '\nr254 ::= "a"'
+        "grammar", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(998)) + '\nr998 ::= "a"'
     ),
     "more rules in GBNF": GrammarSpec("grammar", "root ::= r0\n" + "r ::= r\n" * 8000),
     "nested groups in GBNF": GrammarSpec("grammar", "root ::= " + "(" * 30_000),

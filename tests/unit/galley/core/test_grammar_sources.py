@@ -248,7 +248,7 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ),
     ("json_schema", "{} {}", "must be JSON, got more at character 2"),
     ("grammar", "root ::= x\n", "must be Lark or GBNF, got: Rule 'x' not found"),
-    ("grammar", 'root ::= "a"\n' * 257, "must have at most 256 rules in GBNF, got 257"),
+    ("grammar", 'root ::= "a"\n' * 1001, "must have at most 1000 rules in GBNF, got 1001"),
     ("structural_tag", "{}", "must be a JSON object with structures or format"),
     ("structural_tag", '{"format": {"type": "any"}}', "format.type must be one of const_string, any_text"),
     ("structural_tag", '{"format": {"type": "or", "elements": []}}', "format.elements must be a list of 1"),
