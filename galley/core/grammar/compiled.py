@@ -25,6 +25,7 @@ from galley.core.grammar.vocabulary import Vocabulary
 _ALL = np.uint32(0xFFFFFFFF)
 # llguidance's word for a place where nothing may follow; the matcher has then failed.
 _DEAD_END = "NoExtensionBias"
+_FULL = "too many states"
 _MOST_MESSAGE_CHARS = 300
 _TRIED_TOKENS = 4
 
@@ -84,11 +85,28 @@ class CompiledGrammar:
 
         Matchers of a grammar share a lexer, whose states are bounded. A full one is made anew.
         """
-        if not _is_dead_end(failed):
+        if _FULL in failed.get_error():
             self._matcher = self._compile()
+        return self.matcher_at(tokens)
+
+    def matcher_at(self, tokens: Sequence[int]) -> LLMatcher:
+        """Return a matcher that has consumed `tokens`, and computed nothing else. It may have failed."""
         matcher = self.matcher()
         matcher.consume_tokens(list(tokens))
         return matcher
+
+    def fill(self, tokens: Sequence[int], draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
+        """Fill `rows` as `GrammarState.masks` does, each by a matcher of its own.
+
+        What a matcher has computed before can make it fail, where the rest of a text is certain and has no
+        end. So this decides where one has failed. A row that fails allows end tokens only.
+        """
+        for index, row in enumerate(rows):
+            matcher = self.matcher_at([*tokens, *draft_tokens[:index]])
+            is_allowed = index < len(draft_tokens) and matcher.validate_tokens([draft_tokens[index]]) > 0
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if not is_allowed or matcher.is_error():
+                return
 
     def _compile(self) -> LLMatcher:
         limits = self._limits
@@ -234,7 +252,7 @@ class GrammarState:
         for token in self._compiled.vocabulary.end_tokens:
             rows[:begin, token >> 5] &= ~np.uint32(1 << (token & 31))
         if begin < len(rows):
-            _fill_alone(self._compiled.matcher(), draft_tokens[begin:], rows[begin:])
+            self._compiled.fill((), draft_tokens[begin:], rows[begin:])
 
     def _reasoning_prefix(self, tokens: Sequence[int]) -> int:
         begin, ends = self._begin(tokens), self._compiled.vocabulary.end_tokens
@@ -266,9 +284,9 @@ class GrammarState:
         else:
             matcher.unsafe_compute_mask_ptr(rows.ctypes.data, rows.nbytes)
         if matcher.is_error():
-            self._matcher = matcher = self._compiled.matcher_after(self._tokens, matcher)
+            self._matcher = self._compiled.matcher_after(self._tokens, matcher)
             rows[:] = _ALL
-            _fill_alone(matcher.deep_copy(), draft_tokens, rows)
+            self._compiled.fill(self._tokens, draft_tokens, rows)
 
     # ---------------------------------------------------------------------------------------- ahead --
 
@@ -282,7 +300,11 @@ class GrammarState:
         rest = list(ahead[known:])
         if self._tried.allowed_prefix(rest) < len(rest):
             return None
-        self._tried.confirm(rest)
+        try:
+            self._tried.confirm(rest)
+        except GrammarFailed:
+            self._tried = None
+            return None
         self._ahead += rest
         return self._tried
 
@@ -314,11 +336,3 @@ def _short(message: str) -> str:
     """Return a message of llguidance in one line; the reason proper is often at its end."""
     line, half = " ".join(message.split()), _MOST_MESSAGE_CHARS // 2
     return line if len(line) <= 2 * half else f"{line[:half]} ... {line[-half:]}"
-
-
-def _fill_alone(matcher: LLMatcher, draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
-    """Fill `rows` by a matcher that nobody else uses. A row that fails allows end tokens only."""
-    for row, token in zip(rows, (*draft_tokens, None), strict=True):
-        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if token is None or matcher.is_error() or not matcher.try_consume_tokens([token]):
-            return

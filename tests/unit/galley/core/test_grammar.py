@@ -47,6 +47,9 @@ SPECS = (
     GrammarSpec("regex", "(ab|abc|12){1,6}x?"),
     GrammarSpec("choice", json.dumps(["abc", "abx", "true", ""])),
     GrammarSpec("grammar", 'start: "ab" start "12" | "name"'),
+    GrammarSpec(
+        "grammar", 'start: /[ab]{2}x/ endless | /[ab]+/ never | "abc"\nendless: "c" endless\nnever: never'
+    ),
     GrammarSpec("regex", "(ab|12)+", after_token=THINK_END),
     GrammarSpec("regex", "(ab|12)+", after_token=THINK_END, opening_token=THINK),
 )
@@ -226,6 +229,20 @@ def test_an_answer_cannot_end_in_a_dead_end() -> None:
     assert not at.is_over
     with pytest.raises(GrammarFailed, match="got none after 1 output tokens"):
         at.confirm([END])
+
+
+def test_a_text_that_is_certain_without_end_has_the_same_masks_in_each_way() -> None:
+    """llguidance fails when it looks for all that is certain; a token at a time, it does not."""
+    compiled = compile_grammar(VOCABULARY, GrammarSpec("grammar", 'start: /[a-f]{6}x/ dead\ndead: "c" dead'))
+    at = rebuilt(compiled, b"abcdef")
+    draft = list(b"xccc")
+    rows = at.masks(draft)
+    for index in range(len(draft) + 1):
+        after = rebuilt(compiled, [*b"abcdef", *draft[:index]])
+        np.testing.assert_array_equal(rows[index], after.masks(())[0])
+        np.testing.assert_array_equal(rows[index], at.mask_after(draft[:index]))
+    at.confirm(draft)
+    assert next_tokens(at) == {ord("c")}
 
 
 def test_states_of_one_grammar_are_apart() -> None:
