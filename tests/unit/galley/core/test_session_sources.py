@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Mapping
 from functools import partial
 
 import pytest
 
+from galley.core.grammar.compiled import compile_grammar
+from galley.core.grammar.spec import GrammarSpec
+from galley.core.lookup.prediction import PredictionLookup, prediction_calibration
 from galley.core.names import GRAMMAR, PREDICTION
 from galley.core.session import events as ev
 from galley.core.session.machine import SessionLimits
 from galley.core.session.round import SpeculationStats
+from galley.core.session.sources import LocalSources
 from tests.fakes.scripted_sources import scripted_sources
 from tests.fakes.session_world import World, spec
+from tests.fakes.vocabularies import byte_vocabulary, tokens_of
 
 LENGTH = 57
 ALL = range(LENGTH)
@@ -134,3 +140,28 @@ def test_tokens_are_counted_by_source_in_every_round(credit: int) -> None:
     assert sum(of.verified for of in stats.sources.values()) == stats.verified
     assert sum(of.drafted for of in stats.sources.values()) == stats.drafted
     assert sum(of.accepted for of in stats.sources.values()) == stats.accepted
+
+
+def test_a_real_grammar_forces_what_the_answer_then_has() -> None:
+    """The answer is in the tokens that its tokenizer makes of it."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "true": {"type": "array", "items": {"type": "boolean"}}},
+        "required": ["name", "true"],
+        "additionalProperties": False,
+    }
+    vocabulary = byte_vocabulary()
+    output = tokens_of(vocabulary, json.dumps({"name": "ab", "true": [True, False]}))
+    grammar = compile_grammar(vocabulary, GrammarSpec("json_schema", json.dumps(schema)))
+    sources = LocalSources(grammar.start(), PredictionLookup(output, prediction_calibration()))
+    forced = 0
+    for at, token in enumerate(output):
+        proposals = sources.propose((), 64)
+        assert [token for one in proposals for token in one.tokens] == output[at:]
+        forced += proposals[0].source == GRAMMAR
+        ahead = tuple(output[at : at + 5])
+        assert [token for one in sources.propose(ahead, 64) for token in one.tokens] == output[
+            at + len(ahead) :
+        ]
+        sources.confirm([token])
+    assert forced > len(output) // 3
