@@ -230,6 +230,16 @@ async def test_a_refused_prompt_costs_the_tokens_that_were_made_of_it(world: Wor
     must_be_true(await receive(alice.generate(max_tokens=40)))
 
 
+@pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 0.001\nburst_tokens = 100")])
+async def test_a_prediction_costs_its_tokens(alice: Gateway) -> None:
+    must_be_true(await receive(alice.generate(prediction=[5] * 20)))
+    await alice.idle()
+    left = 100 - len(PROMPT_TOKENS) - 20 - MAX_TOKENS
+    error = await refused(receive(alice.generate(max_tokens=left + 1)))
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    must_be_true(await receive(alice.generate(max_tokens=left)), left)
+
+
 @pytest.mark.parametrize("key_file", [KeyFile(alice="tokens_per_s = 20\nburst_tokens = 60")])
 async def test_a_caller_out_of_tokens_learns_when_to_retry(
     world: World, alice: Gateway, bob: Gateway
