@@ -396,14 +396,14 @@ class Session:
         if violation:
             self._end_with(Broken(f"the target's verdict {violation}"))
             return
-        sources = open_verify.sources(event, self.answer)
+        sources = open_verify.sources(event, self.answer) if event.verified else ()
         self._confirm(event, sources, now, reads_prompt=open_verify.prefills)
         self._after_verdict(event, now)
 
     def _confirm(self, event: ev.Verified, sources: Sequence[str], now: int, *, reads_prompt: bool) -> None:
         """Take a verdict; `sources` are those of the draft tokens that it verified."""
         # The draft pool is judged by its own tokens alone.
-        verified = sum([source not in LOCAL_SOURCES for source in sources])
+        verified = sum([source not in LOCAL_SOURCES for source in sources]) if sources else 0
         offered = verified > 0 or self._had_hint(event, now)
         confirmed = self._append(event)
         self._verifying.confirm(event, self.answer)
