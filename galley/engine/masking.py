@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from galley.core.step import Draw, Sampled
 if TYPE_CHECKING:
     from galley.core.grammar.compiled import GrammarState
 
+# What a row of a usual schema takes.
+_ROW_NS = 50_000
+
 # The bits of the allowed tokens of each row of a draw, [rows, words], or why there are none.
 Mask: TypeAlias = "NDArray[np.uint32] | GalleyError"
 Masks: TypeAlias = "list[Mask | None]"
@@ -27,7 +31,12 @@ ComputeMask: TypeAlias = "Callable[[GrammarState, Draw], NDArray[np.uint32]]"
 def confirmed_mask(state: GrammarState, draw: Draw) -> NDArray[np.uint32]:
     """Return the mask of a draw whose whole history is confirmed, and bring its grammar's state up to it."""
     state.confirm(draw.history[draw.prompt_len + state.length :])
-    return state.masks(draw.draft_tokens)
+    began_ns = time.perf_counter_ns()
+    mask = state.masks(draw.draft_tokens)
+    row_ns = (time.perf_counter_ns() - began_ns) // len(mask)
+    # A thread that waited for a core is not taken for a grammar that is slow step after step.
+    state.row_ns = min(row_ns, 2 * state.row_ns + _ROW_NS)
+    return mask
 
 
 def without_early_end(draw: Draw, outcome: Sampled | GalleyError) -> Sampled | GalleyError:

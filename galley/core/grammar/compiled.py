@@ -133,7 +133,7 @@ class CompiledGrammar:
 class GrammarState:
     """A place in a grammar: that of one session's output. Not safe to use from several threads at once."""
 
-    __slots__ = ("_ahead", "_compiled", "_matcher", "_tokens", "_tried", "length")
+    __slots__ = ("_ahead", "_compiled", "_matcher", "_tokens", "_tried", "length", "row_ns")
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self._compiled = compiled
@@ -143,6 +143,8 @@ class GrammarState:
         """Confirmed tokens since the grammar began."""
         self.length = 0
         """Number of confirmed output tokens."""
+        self.row_ns = 0
+        """Time that a row of its masks takes, as whoever computes them measures it."""
         self._ahead: list[int] = []
         self._tried: GrammarState | None = None
         """The state after `_ahead`, which are not confirmed; None if they were not tried."""

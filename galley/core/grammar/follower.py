@@ -10,6 +10,8 @@ from galley.core.grammar.compiled import CompiledGrammar, GrammarState
 # Confirmed tokens by which a state may lag behind and still be brought up at once, in a tenth of a
 # millisecond. More, as after a failover, are left to the engine.
 _MOST_LAG = 64
+# A step waits for its masks, so draft tokens of a grammar whose rows take longer than this gain nothing.
+_MOST_ROW_NS = 2_000_000
 
 
 class GrammarFollower:
@@ -44,7 +46,12 @@ class GrammarFollower:
         self.state.confirm(self._tokens[self._seen :])
 
     def allowed_prefix(self, draft_tokens: tuple[int, ...]) -> int:
-        """Return how many of `draft_tokens` the grammar allows next; 0 while the state lags far behind."""
+        """Return how many of `draft_tokens` the grammar allows next.
+
+        0 while the state lags far behind, or where the last masks took long: then a step has one of them.
+        """
+        if self.state.row_ns > _MOST_ROW_NS:
+            return 0
         position, checked, count = self._checked
         if position != len(self._tokens) or checked != draft_tokens:
             count = self._count_allowed(draft_tokens)

@@ -65,6 +65,19 @@ def test_a_state_is_brought_up_to_the_history() -> None:
         confirmed_mask(state, draw_of(b"abbbx", state=state))
 
 
+def test_a_grammar_is_slow_only_if_it_is_so_step_after_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, clock = GRAMMAR.start(), iter(range(0, 10**9, 4_000_000))
+    monkeypatch.setattr("time.perf_counter_ns", lambda: next(clock))
+    seen = []
+    for _ in range(8):
+        confirmed_mask(state, draw_of(state=state))
+        seen.append(state.row_ns)
+    assert seen[0] < 100_000
+    assert seen[-1] == 4_000_000
+    confirmed_mask(state, draw_of(drafts=b"abc", state=state))
+    assert state.row_ns == 1_000_000, "a row of four"
+
+
 def test_masks_are_computed_while_the_body_runs() -> None:
     computing, running = threading.Event(), threading.Event()
 
