@@ -102,7 +102,10 @@ class _Share:
 
 
 class StubCore:
-    """A `SteppedCore`; `step` fails once with `failure`, if that is set, and for ever with a CoreLost."""
+    """A `SteppedCore`; `step` fails once with `failure`, if that is set, and for ever with a CoreLost.
+
+    With `cuts` set, the next outcome of several tokens lacks the last, which was drawn.
+    """
 
     def __init__(
         self,
@@ -132,6 +135,7 @@ class StubCore:
         self.max_draft_tokens = max_draft_tokens
         self.max_sequences = max_sequences
         self.failure: Exception | None = None
+        self.cuts = False
         self.steps = 0
         self.rows = 0
         self.preempted = 0
@@ -248,7 +252,7 @@ class StubCore:
         return sequence.computed
 
     def _compute(self, share: _Share) -> SequenceStep:
-        sequence, outcome = share.sequence, None
+        sequence, outcome, is_cut = share.sequence, None, False
         self.rows += share.rows + len(share.drafts)
         sequence.computed += share.rows
         if sequence.computed == len(sequence.record):
@@ -261,12 +265,16 @@ class StubCore:
             if isinstance(outcome, Sampled):
                 sequence.record += outcome.tokens
                 sequence.computed = len(sequence.record) - 1
+                if self.cuts and len(outcome.tokens) > 1:
+                    self.cuts, is_cut = False, True
+                    outcome, sequence.is_over = Sampled(outcome.tokens[:-1]), True
             else:
                 sequence.is_over = True
         self._register(sequence)
         if len(sequence.record) >= self.info.context_window:  # vLLM ends it
             self.end([sequence.given.id])
-        return SequenceStep(outcome, sequence.computed, share.cached, share.rows, len(share.drafts))
+        computed, verified = sequence.computed, len(share.drafts)
+        return SequenceStep(outcome, computed, share.cached, share.rows, verified, is_cut)
 
     def _register(self, sequence: _Sequence) -> None:
         size, names = self.info.kv_block_tokens, sequence.names

@@ -17,7 +17,6 @@ from typing import Any
 from galley.common.logs import get_logger
 from galley.common.models.files import tokenizer_hash
 from galley.core.errors import Broken, GalleyError, UnsupportedModel
-from galley.core.grammar.limits import GrammarFailed
 from galley.core.records import PositionLogprobs
 from galley.core.step import Draw, Sampled
 from galley.engine.masking import without_early_end
@@ -125,12 +124,14 @@ class VllmCore:
     def _step_of(self, name: str, output: Any) -> SequenceStep:
         request = self._requests[name]
         verified = len(self._scheduler.verified.get(name, ()))
+        outcome = self._outcome(name, request, output)
         return SequenceStep(
-            outcome=self._outcome(name, request, output),
+            outcome=outcome,
             computed=min(request.num_computed_tokens, request.num_tokens - 1),
             cached=self._scheduler.cached.get(name, 0),
             rows=self._scheduler.scheduled.get(name, 0) - verified,
             verified=verified,
+            is_cut=isinstance(outcome, Sampled) and len(outcome.tokens) < len(output.new_token_ids),
         )
 
     def _outcome(self, name: str, request: Any, output: Any) -> Sampled | GalleyError | None:
@@ -140,9 +141,7 @@ class VllmCore:
         if output is not None and output.new_token_ids:
             drawn = Sampled(tuple(output.new_token_ids), self._logprobs(name, output.new_logprobs))
             draw = self._scheduler.constrained.get(name)
-            if draw is None or without_early_end(draw, drawn) == drawn:
-                return drawn
-            return GrammarFailed(len(draw.history) - draw.prompt_len)  # what vLLM has drawn stays drawn
+            return drawn if draw is None else without_early_end(draw, drawn)
         if request.is_finished():
             most = self.info.context_window - 1
             return Broken(f"sequence: must have at most {most} tokens, got {request.num_tokens}")

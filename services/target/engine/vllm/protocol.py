@@ -44,7 +44,8 @@ class SequenceStep:
     After an error the sequence can only be ended. `computed` is the number of tokens of the record that have
     KV: all but the last after a draw. `cached` is how many were found in the prefix cache; only the first
     step that the sequence takes part in reports it. The step fed `rows` tokens of the record, none to a
-    sequence that did not take part, and verified `verified` draft tokens.
+    sequence that did not take part, and verified `verified` draft tokens. With `is_cut` vLLM has drawn more
+    than the outcome has, and the sequence can only be ended.
     """
 
     outcome: Sampled | GalleyError | None
@@ -52,6 +53,7 @@ class SequenceStep:
     cached: int = 0
     rows: int = 0
     verified: int = 0
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

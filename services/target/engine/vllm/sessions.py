@@ -195,7 +195,7 @@ class VllmSessions:
         return Orders(ended, tuple(added), drafts, constrained)
 
     def record(self, key: SessionKey, step: SequenceStep) -> None:
-        """Note what a step has done for the live session's sequence; after an error it is replaced."""
+        """Note what a step did for the live session's sequence, which is replaced after an error or a cut."""
         session = self._live[key]
         if step.cached:
             self._prefixes.touch(key[0], session.record[: step.cached])
@@ -205,6 +205,8 @@ class VllmSessions:
         if step.outcome is not None:
             session.record += step.outcome.tokens
         session.computed = step.computed
+        if step.is_cut:
+            self._begin(session, session.record)
 
     def note(self, facts: CoreFacts) -> None:
         self._used_blocks = facts.used_blocks

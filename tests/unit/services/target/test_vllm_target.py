@@ -64,6 +64,17 @@ def test_a_session_that_was_cut_gets_a_new_sequence_with_the_blocks_that_are_sti
     assert bench.core.ids == {"2"}
 
 
+def test_a_sequence_that_has_drawn_more_than_its_outcome_is_replaced(bench: VllmBench) -> None:
+    answer(bench, request(PROMPT))
+    known = [*PROMPT, TRUE[0]]
+    bench.core.cuts = True
+    number = bench.submit(request(known, start=len(PROMPT), draft_tokens=tuple(TRUE[1:4]), credit=3))
+    results = bench.results()[number]
+    assert results[0].tokens == tuple(TRUE[1:4])
+    assert tokens_of(results) == TRUE[1:8]
+    assert bench.core.ids == {"2"}
+
+
 @pytest.mark.parametrize(
     "changed",
     [
