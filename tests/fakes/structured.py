@@ -28,11 +28,18 @@ class Answers:
         self._vocabulary: Vocabulary | None = None
         self._grammars: dict[bytes, CompiledGrammar] = {}
         self._written: list[list[int]] = []
+        self._reasoning: list[int] = []
 
     def write(self, *texts: str) -> None:
         """Answer session number i, by its seed, with text i."""
-        fast = Tokenizer.from_file(self._tokenizer)
-        self._written = [[*fast.encode(text, add_special_tokens=False).ids, END] for text in texts]
+        self._written = [[*self._encode(text), END] for text in texts]
+
+    def reason(self, text: str) -> None:
+        """Begin answers that have a grammar with reasoning, where they may."""
+        self._reasoning = self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(Tokenizer.from_file(self._tokenizer).encode(text, add_special_tokens=False).ids)
 
     def of(self, part: pb.SessionSlice) -> NextToken:
         if part.HasField("structured_output"):
@@ -41,14 +48,14 @@ class Answers:
 
         def next_token(tokens: Sequence[int], seed: int, banned: Set[int]) -> int:
             output = tokens[part.prompt_len :]
-            if self._written and grammar is None:
-                answer = self._written[seed % len(self._written)]
-                return answer[min(len(output), len(answer) - 1)]
-            return (
-                true_next(tokens, seed, banned)
-                if grammar is None
-                else _allowed(grammar, output, tokens, seed)
-            )
+            if grammar is not None:
+                if len(output) < len(self._reasoning):
+                    return self._reasoning[len(output)]
+                return _allowed(grammar, output, tokens, seed)
+            if not self._written:
+                return true_next(tokens, seed, banned)
+            answer = self._written[seed % len(self._written)]
+            return answer[min(len(output), len(answer) - 1)]
 
         return next_token
 
@@ -62,10 +69,15 @@ class Answers:
 def _allowed(grammar: CompiledGrammar, output: Sequence[int], tokens: Sequence[int], seed: int) -> int:
     """Return a token that the grammar allows, such that texts and numbers soon end."""
     state = grammar.start()
-    state.confirm([token for token in output if token != END])
+    if state.allowed_prefix(output) < len(output):
+        return END  # never used: a draft token before it was wrong
+    state.confirm(output)
     choices = allowed(state.masks(())[0])
+    if len(choices) > 1:
+        choices -= {grammar.spec.opening_token}  # reasoning would not end soon
     digest = blake2b(token_bytes(tokens), digest_size=4, salt=seed.to_bytes(8, "little")).digest()
-    for token, chance in ((_QUOTE, 64), (END, 128)):
+    chances = {_QUOTE: 64, END: 128, **{token: 128 for token in choices if token > END}}
+    for token, chance in chances.items():
         if token in choices and digest[0] < chance:
             return token
     pool = sorted(choices & _PLAIN) or sorted(choices)

@@ -119,6 +119,13 @@ async def test_a_conversation_with_results(client: HttpClient, answers: Answers,
     assert items[1]["arguments"] == call["arguments"]
 
 
+async def test_a_required_call(client: HttpClient) -> None:
+    body = BODY | {"tool_choice": {"type": "function", "name": "get_weather"}}
+    [call] = (await client.post(PATH, body)).json()["output"]
+    assert call["name"] == "get_weather"
+    assert set(json.loads(call["arguments"])) == {"city", "days"}
+
+
 async def test_wrong_items_are_refused(client: HttpClient) -> None:
     for more, param in (
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
