@@ -44,6 +44,7 @@ def of_grammar(received: Received) -> pb.SourceStats:
 
 @any_credit
 async def test_forced_runs_are_drafted_without_a_draft(world: World, gateway: Gateway) -> None:
+    world.target.pass_s = 0.02  # so that hints arrive in time
     plain = await answered(gateway, speculation="off")
     received = await answered(gateway, speculation=ALONE)
     assert received.tokens == plain.tokens
@@ -58,9 +59,10 @@ async def test_forced_runs_are_drafted_without_a_draft(world: World, gateway: Ga
 async def test_forced_runs_go_on_after_a_resume(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
     whole = await answered(first, speculation=ALONE)
-    stream = first.generate(schema=SCHEMA, ignore_eos=False, max_tokens=200, speculation=ALONE)
-    received = await receive(stream, until=len(whole.tokens) // 3)
+    options: dict[str, Any] = {"schema": SCHEMA, "ignore_eos": False, "max_tokens": 200, "speculation": ALONE}
+    stream, received = await world.held(first, passes=4, until=1, **options)
     stream.cancel()
+    world.target.gate.open()
     await received.listen(second.client.resume_stream(stream))
     assert received.tokens == whole.tokens
     assert of_grammar(received).accepted > 0

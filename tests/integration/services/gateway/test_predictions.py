@@ -33,6 +33,7 @@ ANOTHER = [*TRUTH[:12], *b"?!", *TRUTH[13:]]
 async def test_a_prediction_is_drafted_without_a_draft(
     world: World, prediction: list[int], accepted: int
 ) -> None:
+    world.target.pass_s = 0.02  # so that hints arrive in time
     registry = Registry(GATEWAY)
     gateway = await world.gateway_of(Parts(metrics=registry))
     result = await receive(gateway.generate(prediction=prediction))
