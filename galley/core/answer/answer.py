@@ -206,7 +206,7 @@ def encode_spec(spec: SessionSpec) -> bytes:
     if "tenant_salt" in fields:
         fields["tenant_salt"] = spec.tenant_salt.hex()
     if spec.grammar is not None:
-        fields["grammar"] = dataclasses.astuple(spec.grammar)
+        fields["grammar"] = [getattr(spec.grammar, name) for name in _GRAMMAR_FIELDS]
     if "prediction" in fields:
         fields["prediction"] = b64encode(token_bytes(spec.prediction)).decode()
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
@@ -247,6 +247,7 @@ def _changed(values: SessionSpec | SamplingParams) -> dict[str, Any]:
 
 
 _NONE = object()
+_GRAMMAR_FIELDS = [field.name for field in dataclasses.fields(GrammarSpec) if field.init]
 _DEFAULTS: dict[type, dict[str, Any]] = {
     kind: {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal, TypeAlias, get_args
 
@@ -27,14 +27,15 @@ class GrammarSpec:
     text: str = ""
     after_token: int | None = None
     opening_token: int | None = None
+    content_hash: bytes = field(init=False, compare=False, repr=False)
+    """The blake2b-128 by which gateways and replicas name this grammar."""
+
+    def __post_init__(self) -> None:
+        head = f"{self.kind}\0{self.after_token}\0{self.opening_token}\0"
+        digest = blake2b((head + self.text).encode(), digest_size=HASH_BYTES, person=_PERSON).digest()
+        object.__setattr__(self, "content_hash", digest)  # every message to a replica has it
 
     @property
     def reasons_first(self) -> bool:
         """Return True if the output begins with reasoning, whatever its first token is."""
         return self.after_token is not None and self.opening_token is None
-
-    @property
-    def content_hash(self) -> bytes:
-        """Return the blake2b-128 by which gateways and replicas name this grammar."""
-        head = f"{self.kind}\0{self.after_token}\0{self.opening_token}\0"
-        return blake2b((head + self.text).encode(), digest_size=HASH_BYTES, person=_PERSON).digest()
