@@ -6,10 +6,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
+import numpy as np
+from numpy.typing import NDArray
+
+from galley.core.content import token_bytes
 from galley.core.cost.model import StepTimes
+from galley.core.errors import GalleyError
 from galley.core.records import PositionLogprobs
 from galley.core.step import Computed, Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
+from galley.engine import masking
 from services.target.engine.paged.target import PagedTarget
 from services.target.engine.protocol import EngineInfo, Limits
 from tests.fakes.truth import IDS, STOP_ID, true_id
@@ -28,6 +35,12 @@ _INFO = EngineInfo(
     kv_block_tokens=8,
     kv_blocks=1024,
 )
+
+
+def tokens_of(row: NDArray[np.uint32]) -> list[int]:
+    """Return the tokens whose bits are set in the words of a row of a mask."""
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
 
 
 class KnownEngine:
@@ -60,15 +73,20 @@ class KnownEngine:
             seen += self._kv.get(block, ())
         return self.draw(chunk, seen[: chunk.start + len(chunk.tokens)])
 
-    def draw(self, chunk: StepChunk, seen: Sequence[int]) -> Sampled:
+    def draw(self, chunk: StepChunk, seen: Sequence[int]) -> Sampled | GalleyError:
         """Return the tokens after what was `seen` in the blocks, where a token that is not there is -1."""
         draw = chunk.draw
         assert draw is not None
         known = seen if -1 not in seen else [max(0, token) for token in seen]
+        try:
+            rows = None if draw.grammar is None else masking.confirmed_mask(draw.grammar, draw)
+        except GalleyError as error:
+            return error
         tokens: list[int] = []
         first = len(draw.history)
         for i in range(chunk.want_logits):
-            tokens.append(self.token(draw.params.seed, first + i, known[: first + i]))
+            at = (draw.params.seed, first + i, known[: first + i])
+            tokens.append(self.token(*at) if rows is None else self.choose(*at, tokens_of(rows[i])))
             if i < len(draw.draft_tokens) and draw.draft_tokens[i] != tokens[-1]:
                 break
         if draw.logprobs is None:
@@ -79,11 +97,15 @@ class KnownEngine:
     def token(self, seed: int, position: int, history: Sequence[int]) -> int:
         return true_id(history)
 
+    def choose(self, seed: int, position: int, history: Sequence[int], allowed: Sequence[int]) -> int:
+        """Return the token of a session with a grammar: one of those that are `allowed`."""
+        return allowed[crc32(token_bytes(history)) % len(allowed)]
+
 
 class StrictEngine(KnownEngine):
     """It fails at a wrong block table, rather than draw a wrong token."""
 
-    def draw(self, chunk: StepChunk, seen: Sequence[int]) -> Sampled:
+    def draw(self, chunk: StepChunk, seen: Sequence[int]) -> Sampled | GalleyError:
         assert chunk.draw is not None
         assert chunk.want_logits == len(chunk.draw.draft_tokens) + 1
         assert seen == [*chunk.draw.history, *chunk.draw.draft_tokens]

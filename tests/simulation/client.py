@@ -186,6 +186,8 @@ class SimClient:
                 self._take_chunk(event.chunk)
             case "finished":
                 self._finished = event.finished
+                for source in event.finished.speculation.sources:
+                    ledger.met[f"accepted of source {source.source}"] += source.accepted
                 if self.planned.breaks_off:
                     self.go_elsewhere()
             case _:

@@ -16,7 +16,7 @@ from galley.core.content import block_hashes, common_prefix_len
 from galley.core.records import decode_records
 from galley.core.store import Ownership, StoredSession
 from tests.simulation.system.loop import running_loop
-from tests.simulation.truth import is_over, text_of, true_token
+from tests.simulation.truth import is_over, text_of, true_next
 
 if TYPE_CHECKING:
     from tests.simulation.system.call import Call
@@ -334,7 +334,9 @@ class Ledger:
                 self.met["another build"] += bool(session.builds)
                 session.changes.add(len(session.builds))
             build = record.fingerprint or (session.builds[-1] if session.builds else "none")
-            token = true_token(build, spec.sampling.seed, position, session.log)
+            token = true_next(spec, build, session.log)
+            if spec.grammar is not None:
+                self.met["by a grammar"] += 1
             if token != log[position]:
                 self.violate(
                     f"{spec.session_id}: position {position} is {log[position]}, the truth is {token}"

@@ -13,13 +13,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
+from numpy.typing import NDArray
+
 from galley.core.answer.answer import Answer, Chunk
 from galley.core.content import chain_start
+from galley.core.grammar.compiled import CompiledGrammar, GrammarState
+from galley.core.grammar.follower import GrammarFollower
 from galley.core.kv.session import KvSession
 from galley.core.routing.breaker import Breaker
 from galley.core.session.delivery import Delivery
 from galley.core.session.drafting import Drafting
+from galley.core.step import Draw
 from galley.core.store import Exchange, Exchanged, OwnerChanged, StoredSession, TokenBucket
+from galley.engine import masking
 from services.gateway.http.api.choices import Choice
 from services.gateway.http.api.positions import Position, event_id
 from services.gateway.http.api.stream import EventStream
@@ -130,6 +137,35 @@ def _one_salt(_principal: str, secret: bytes) -> bytes:
 
 def _no_salt(_salt: bytes) -> bytes:
     return chain_start(b"")
+
+
+_follow = masking.confirmed_mask
+
+
+def _advanced_by_drafts(state: GrammarState, draw: Draw) -> NDArray[np.uint32]:
+    """Advance a grammar by draft tokens, accepted or not."""
+    rows = _follow(state, draw)
+    state.confirm(draw.draft_tokens[: state.allowed_prefix(draw.draft_tokens)])
+    return rows
+
+
+def _mask_of_the_position_before(state: GrammarState, draw: Draw) -> NDArray[np.uint32]:
+    rows = _follow(state, draw)
+    return np.concatenate([rows[:1], rows[:-1]])
+
+
+class NeverRebuilt(GrammarFollower):
+    """Begin the grammar where the log ends, as if nothing of the output were there."""
+
+    def __init__(self, grammar: CompiledGrammar, tokens: Sequence[int], prompt_len: int) -> None:
+        super().__init__(grammar, tokens, prompt_len)
+        self.state.length = len(tokens) - prompt_len
+
+
+def _one_state(grammar: CompiledGrammar) -> GrammarState:
+    """Give the sessions of a grammar one state."""
+    state: GrammarState = grammar.__dict__.setdefault("shared", GrammarState(grammar))
+    return state
 
 
 def _nothing(*_: object) -> None:
@@ -371,5 +407,29 @@ MUTANTS = (
         "sends [DONE] in place of the end of an answer",
         "[DONE] comes before the end",
         patches={"services.gateway.http.api.stream.EventStream.end": _done_at_once},
+    ),
+    Mutant(
+        "advances a grammar by rejected tokens",
+        "the grammar does not allow output token",
+        patches={"galley.engine.masking.confirmed_mask": _advanced_by_drafts},
+        theme="constrained",
+    ),
+    Mutant(
+        "takes the mask of the position before",
+        "the truth is",
+        patches={"galley.engine.masking.confirmed_mask": _mask_of_the_position_before},
+        theme="constrained",
+    ),
+    Mutant(
+        "does not rebuild a grammar's state after a failover",
+        "the grammar does not allow output token",
+        patches={"galley.core.grammar.follower.GrammarFollower": NeverRebuilt},
+        theme="constrained",
+    ),
+    Mutant(
+        "shares a grammar's state between sessions",
+        "the grammar does not allow output token",
+        patches={"galley.core.grammar.compiled.CompiledGrammar.start": _one_state},
+        theme="constrained",
     ),
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 
 from galley.client.options import GenerateOptions, Retries, Speculation
 from galley.core.admission.admission import Principal
 from galley.core.answer.answer import SessionSpec
-from tests.simulation.truth import STOP
+from galley.core.grammar.spec import GrammarSpec
+from tests.simulation.grammars import STOP
 
 ID_SECRET = b"of all gateways"
 MOST_K = 8
@@ -85,6 +87,11 @@ class PlannedSession:
     def client(self) -> str:
         return self.name.replace("session", "client")
 
+    @property
+    def is_form(self) -> bool:
+        """Return True if its request has options that the simulation knows over gRPC alone."""
+        return self.spec.grammar is not None or bool(self.spec.prediction)
+
     def options(self) -> GenerateOptions:
         spec = self.spec
         return {
@@ -97,16 +104,31 @@ class PlannedSession:
             "idempotency_key": self.key or self.name,
             "continue_without_client": spec.continue_without_client,
             "timeout_s": self.within_s,
+            "prediction": spec.prediction or None,
+            **_form(spec),
         }
 
     def __str__(self) -> str:
         spec = self.spec
         length = spec.max_position - len(spec.prompt)
         alone = ", goes on alone" if spec.continue_without_client else ""
+        alone += ", predicted" * bool(spec.prediction)
+        alone += "" if spec.grammar is None else f", by {spec.grammar}"
         alone += (", by HTTP" + ", as a response" * self.as_response) * self.by_http
         what = f"{self.name} ({spec.session_id}) of {len(spec.prompt)} + {length} tokens, k {spec.k}{alone}"
         what += f", returns {self.returns} times after {self.return_s} s, {self.retries}"
         return f"at {self.at_s:.3f} s: {self.principal} wants {what}"
+
+
+def _form(spec: SessionSpec) -> GenerateOptions:
+    match spec.grammar:
+        case GrammarSpec("regex", text):
+            return {"regex": text}
+        case GrammarSpec("choice", text):
+            return {"choice": json.loads(text)}
+        case GrammarSpec("grammar", text):
+            return {"grammar": text}
+    return {}
 
 
 @dataclass(frozen=True, slots=True)

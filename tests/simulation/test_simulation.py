@@ -78,6 +78,9 @@ COVERED = (
     "published what it caches",
     "resumed by Last-Event-ID",
     "told an answer in one piece",
+    "by a grammar",
+    "accepted of source grammar",
+    "accepted of source prediction",
 )
 
 

@@ -79,6 +79,7 @@ class World:
         self.network = Network(schedule.seed, timing.keepalive_s, timing.pings_s)
         self.verdicts = Verdicts(self)
         self.servers: dict[str, Server] = {}
+        self.specs = {planned.spec.session_id: planned.spec for planned in schedule.sessions}
         self.redis = SimRedis(self.network, ledger, schedule, FINISHED_TTL_S, kinds.sessions, kinds.copies)
         self.snapshots: dict[Fault, object] = {}
         self.targets = {

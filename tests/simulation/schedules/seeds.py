@@ -5,16 +5,21 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, replace
 
-from tests.simulation.schedule import Schedule, Timing
+from tests.simulation.grammars import GRAMMARS
+from tests.simulation.schedule import PlannedSession, Schedule, Timing
 from tests.simulation.schedules.draw import faults_of
 from tests.simulation.schedules.sessions import (
+    TWIN,
+    by_grammar,
     draw_principals,
     lengthened,
+    may_have_grammar,
     plan_session,
     twin,
     without_limits,
 )
 from tests.simulation.schedules.themes import THEMES
+from tests.simulation.truth import true_output
 
 _TWINS = 0.15
 """Share of the schedules in which both principals send one request."""
@@ -22,6 +27,10 @@ _BY_HTTP = 0.15
 """Share of the sessions by HTTP."""
 _AS_RESPONSE = 0.4
 """Share of those that use the Responses API."""
+_BY_GRAMMAR = 0.25
+"""Share of the sessions that may have a grammar and have one."""
+_PREDICTED = 0.15
+"""Share of the sessions whose callers predict the answer, all but one token of it."""
 _THEMED = 0.2
 """Share of the schedules with a theme."""
 
@@ -31,7 +40,33 @@ def schedule_of(seed: int, theme: str = "") -> Schedule:
     drawn = rng.choice(tuple(THEMES)) if rng.random() < _THEMED else ""
     schedule = _plain(seed, rng)
     make = THEMES.get(theme or drawn)
-    return _with_protocols(_bearable(schedule if make is None else make(schedule, rng)))
+    whole = _bearable(schedule if make is None else make(schedule, rng))
+    return _with_protocols(_with_predictions(_with_grammars(whole)))
+
+
+def _with_grammars(schedule: Schedule) -> Schedule:
+    """Give a part of the sessions a grammar, twins the same; draws of their own leave all else as it was."""
+    return schedule.with_sessions(
+        tuple(_with_grammar(it, schedule.seed) if may_have_grammar(it) else it for it in schedule.sessions)
+    )
+
+
+def _with_grammar(planned: PlannedSession, seed: int) -> PlannedSession:
+    rng = random.Random(f"syntax {seed} {planned.name.removesuffix(TWIN)}")
+    return by_grammar(planned, rng.choice(GRAMMARS)) if rng.random() < _BY_GRAMMAR else planned
+
+
+def _with_predictions(schedule: Schedule) -> Schedule:
+    return schedule.with_sessions(tuple(_with_prediction(it, schedule.seed) for it in schedule.sessions))
+
+
+def _with_prediction(planned: PlannedSession, seed: int) -> PlannedSession:
+    rng = random.Random(f"known {seed} {planned.name.removesuffix(TWIN)}")
+    if planned.long or rng.random() >= _PREDICTED:
+        return planned  # long ones must ask drafts, which nobody asks while a prediction goes on
+    answer = true_output(planned.spec, "build-1")
+    missing = rng.randrange(len(answer))
+    return replace(planned, spec=replace(planned.spec, prediction=answer[:missing] + answer[missing + 1 :]))
 
 
 def _with_protocols(schedule: Schedule) -> Schedule:
@@ -40,7 +75,7 @@ def _with_protocols(schedule: Schedule) -> Schedule:
     sessions = [
         replace(
             it,
-            by_http=it.checks_seen and doors.random() < _BY_HTTP,
+            by_http=it.checks_seen and doors.random() < _BY_HTTP and not it.is_form,
             as_response=forms.random() < _AS_RESPONSE,
         )
         for it in schedule.sessions

@@ -8,11 +8,13 @@ from dataclasses import replace
 from galley.client.options import Retries
 from galley.core.admission.admission import Principal, PrincipalLimits
 from galley.core.answer.answer import SessionSpec
+from galley.core.grammar.spec import GrammarSpec
 from galley.core.sampling_params import SamplingParams
 from services.gateway.request.validate import session_id_for
+from tests.simulation.grammars import STOP, VOCAB
 from tests.simulation.schedule import ID_SECRET, MOST_K, PlannedSession
-from tests.simulation.truth import STOP, VOCAB
 
+TWIN = "-twin"
 _ME, _YOU = "me", "mes"
 """The principals. Their names run together with the first letter of a key."""
 
@@ -74,7 +76,7 @@ def twin(planned: PlannedSession, rng: random.Random) -> PlannedSession:
     other, shifted = (_YOU, planned.name[1:]) if mine else (_ME, _YOU[-1] + planned.name)
     key = rng.choice([planned.name, shifted])
     spec = replace(planned.spec, session_id=session_id_for(other, key, ID_SECRET))
-    name = planned.name + "-twin"
+    name = planned.name + TWIN
     return replace(planned, name=name, principal=other, spec=spec, key=key, at_s=rng.uniform(0.0, 1.0))
 
 
@@ -89,3 +91,19 @@ def lengthened(planned: PlannedSession) -> PlannedSession:
 def shortened(spec: SessionSpec) -> SessionSpec:
     prompt = spec.prompt[:6]
     return replace(spec, prompt=prompt, max_position=len(prompt) + 20, min_tokens=4)
+
+
+def may_have_grammar(planned: PlannedSession) -> bool:
+    """Return True if its answer may end before its bound, as a grammar may demand at any token."""
+    spec = planned.spec
+    return STOP in spec.stop_token_ids and not spec.min_tokens and not planned.long
+
+
+def by_grammar(planned: PlannedSession, grammar: GrammarSpec) -> PlannedSession:
+    return replace(planned, spec=replace(planned.spec, grammar=grammar))
+
+
+def constrained(spec: SessionSpec) -> SessionSpec:
+    """Return a session with room for an answer by a grammar, and with drafts."""
+    room, k = len(spec.prompt) + 70, spec.k or 4
+    return replace(spec, max_position=room, min_tokens=0, stop_token_ids=frozenset({STOP}), k=k)

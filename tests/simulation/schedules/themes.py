@@ -8,9 +8,18 @@ from dataclasses import replace
 
 from galley.client.options import Retries
 from galley.core.admission.admission import Principal, PrincipalLimits
+from tests.simulation.grammars import GRAMMARS
 from tests.simulation.schedule import Fault, Schedule, Timing
 from tests.simulation.schedules.draw import COPIES, Drawer, faults_of
-from tests.simulation.schedules.sessions import lengthened, plan_session, shortened, twin, without_limits
+from tests.simulation.schedules.sessions import (
+    by_grammar,
+    constrained,
+    lengthened,
+    plan_session,
+    shortened,
+    twin,
+    without_limits,
+)
 
 
 def _wandering(drawn: Schedule, rng: random.Random) -> Schedule:
@@ -319,6 +328,31 @@ def _replayed(drawn: Schedule, rng: random.Random) -> Schedule:
     return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1])), *rivals))
 
 
+def _constrained(drawn: Schedule, rng: random.Random) -> Schedule:
+    """Return a schedule in which sessions share a grammar and move between targets that are killed."""
+    principals, grammar = without_limits(drawn.principals), rng.choice(GRAMMARS)
+    planned = [plan_session(rng, i, principals) for i in range(4)]
+    sessions = tuple(
+        by_grammar(replace(it, within_s=None, pause_s=0.0, spec=constrained(it.spec)), grammar)
+        for it in planned
+    )
+    whole = replace(
+        drawn,
+        builds=("build-1",) * 2,
+        drafts=max(1, drawn.drafts),
+        credit=rng.choice([0, 4, 16]),
+        pass_s=0.1,
+        slots=8,
+        principals=principals,
+        sessions=sessions,
+    )
+    kills = [
+        Fault(rng.uniform(0.6, 2.5), "kill", (rng.choice(["target-0", "target-1"]),), rng.uniform(0.3, 1.5))
+        for _ in range(2)
+    ]
+    return whole.with_faults((*faults_of(whole, rng, rng.choice([0, 0, 1])), *kills))
+
+
 THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "wandering": _wandering,
     "failing draft": _failing_draft,
@@ -343,4 +377,5 @@ THEMES: dict[str, Callable[[Schedule, random.Random], Schedule]] = {
     "few places": _few_places,
     "replayed": _replayed,
     "outlived": _outlived,
+    "constrained": _constrained,
 }

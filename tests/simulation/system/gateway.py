@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,11 @@ from services.gateway.request.grammars import Grammars
 from services.gateway.request.validate import Limits
 from services.gateway.service import GatewayService
 from services.gateway.servicer import GenerationServicer
+from services.gateway.session.own_sources import OwnSources
 from services.gateway.session.runner import Ports
 from services.gateway.telemetry.observer import RequestObservers
 from tests.fakes.truth import letters
+from tests.simulation.grammars import VOCABULARY
 from tests.simulation.schedule import ID_SECRET, Schedule
 from tests.simulation.system.call import Server
 from tests.simulation.system.http import SimHttp
@@ -55,6 +58,13 @@ def _timeouts(schedule: Schedule) -> Timeouts:
         renew_ns=int(timing.renew_s * SECOND),
         client_ns=int(schedule.client_s * SECOND),
     )
+
+
+class _Tokenizer:
+    """What is asked of the tokenizer of a model that does not reason, for a prompt of tokens."""
+
+    def tokens_of_reasoning(self, _prompt: Sequence[int], *, is_chat: bool) -> tuple[None, None]:
+        return None, None
 
 
 class SimGateway:
@@ -101,6 +111,8 @@ class SimGateway:
             self.store, self.clock, self._ports_of, letters, self._limits, timeouts, schedule.slots
         )
         self.streams.watch(world.ledger, self.address)
+        self.grammars = Grammars(VOCABULARY)
+        self.streams.own_sources = OwnSources(self.grammars.compiled)
 
     def _channel(self, address: str) -> SimChannel:
         return SimChannel(self._world.network, self._world.servers, self.process, address)
@@ -113,11 +125,11 @@ class SimGateway:
         return Ports(draft, target, self.clock)
 
     def _serve(self) -> None:
-        tokenizer: Any = None
+        tokenizer: Any = _Tokenizer()
         limits = Limits(default_max_tokens=1, max_draft_tokens=MOST_DRAFT_TOKENS)
-        slots, grammars = self._world.schedule.slots, Grammars(None, "simulated")
+        slots = self._world.schedule.slots
         model = ServedModel(
-            "sim", self.targets, tokenizer, self.drafts, limits, slots, MOST_DRAFT_TOKENS, "", grammars
+            "sim", self.targets, tokenizer, self.drafts, limits, slots, MOST_DRAFT_TOKENS, "", self.grammars
         )
         observers = RequestObservers(self.clock)
         generation = Generation(self.streams, model, self.clock, ID_SECRET, observers)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from galley.common.models.grammars import ReplicaGrammars
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
 from galley.common.registry.registration import Registration
+from galley.core.answer.answer import SessionSpec
 from galley.core.cost.model import StepTimes
+from galley.core.grammar.vocabulary import Vocabulary
+from galley.core.scheduler.messages import Slice
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.loop import DraftLoop
@@ -19,12 +23,13 @@ from services.draft.strategies.base import DraftJob, Proposal
 from services.target.engine.protocol import Limits
 from services.target.servicer import TargetService
 from tests.fakes.engine import KnownEngine
+from tests.simulation.grammars import STOP, VOCAB, VOCABULARY, allowed_after, may_follow
 from tests.simulation.ledger import BLOCK_TOKENS
 from tests.simulation.schedule import MOST_K
 from tests.simulation.system.call import Server
 from tests.simulation.system.loop import Process
 from tests.simulation.system.redis import SimRegistry
-from tests.simulation.truth import STOP, VOCAB, true_token
+from tests.simulation.truth import true_next, true_token
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -36,6 +41,8 @@ WINDOW = BLOCKS * BLOCK_TOKENS
 _MS = 1_000_000
 PASS_TIMES = StepTimes.measured([(1, 50 * _MS), (512, 60 * _MS)])
 _RIGHT = 0.8
+_FORBIDDEN = 0.85
+"""Of a session with a grammar, the bound between wrong tokens that it does not allow, and those it does."""
 
 
 class SimEngine(KnownEngine):
@@ -59,6 +66,13 @@ class SimEngine(KnownEngine):
     def token(self, seed: int, position: int, history: Sequence[int]) -> int:
         return true_token(self.info.fingerprint, seed, position, history)
 
+    def choose(self, seed: int, position: int, history: Sequence[int], allowed: Sequence[int]) -> int:
+        return true_token(self.info.fingerprint, seed, position, history, allowed)
+
+
+def _vocabulary(_: Slice) -> Vocabulary:
+    return VOCABULARY
+
 
 class Failing:
     """A switch that makes every incarnation of a draft fail."""
@@ -67,10 +81,15 @@ class Failing:
 
 
 class HalfRight:
-    """A strategy that mostly proposes the tokens of the first build's target; if `failing`, it raises."""
+    """A strategy that mostly proposes the tokens of the first build's target; if `failing`, it raises.
 
-    def __init__(self, failing: Failing) -> None:
+    It knows the `specs` of all sessions. A wrong token of a session with a grammar is seldom one that the
+    grammar does not allow.
+    """
+
+    def __init__(self, failing: Failing, specs: Mapping[str, SessionSpec]) -> None:
         self._failing = failing
+        self._specs = specs
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         if asyncio.get_running_loop().time() < self._failing.until_s:
@@ -81,13 +100,24 @@ class HalfRight:
         """Do nothing: `begin` finishes every proposal."""
 
     def _guess(self, job: DraftJob) -> Proposal:
+        _, session_id = job.slice.key
+        spec = self._specs[session_id]
         tokens = list(job.session.tokens)
-        start, seed = len(tokens), job.slice.sampling.seed
-        for position in range(start, start + job.k):
-            token = true_token("build-1", seed, position, tokens)
-            wrong = crc32(f"{seed} {position}".encode()) % 100 >= 100 * _RIGHT
-            tokens.append((token + 1) % VOCAB if wrong else token)
-        return Proposal(job, tokens[start:], [_RIGHT ** (i + 1) for i in range(job.k)], done=True)
+        start = len(tokens)
+        while len(tokens) < start + job.k and may_follow(spec, tokens):
+            tokens.append(self._token(spec, tokens))
+        count = len(tokens) - start
+        return Proposal(job, tokens[start:], [_RIGHT ** (i + 1) for i in range(count)], done=True)
+
+    def _token(self, spec: SessionSpec, tokens: Sequence[int]) -> int:
+        right = true_next(spec, "build-1", tokens)
+        luck = crc32(f"{spec.sampling.seed} {len(tokens)}".encode()) % 100
+        if luck < 100 * _RIGHT:
+            return right
+        if spec.grammar is None or luck < 100 * _FORBIDDEN:
+            return (right + 1) % VOCAB
+        others = allowed_after(spec.grammar, tuple(tokens[len(spec.prompt) :]))
+        return others[(others.index(right) + 1) % len(others)]
 
 
 class SimTarget:
@@ -107,7 +137,7 @@ class SimTarget:
         self.engine = world.kinds.engine(self._build)
         limits = Limits(max_draft_tokens=MOST_DRAFT_TOKENS, max_linger_ms=5.0)
         self.target = self.engine.serve(PASS_TIMES, limits)
-        self.service = _NotedTarget(self.target, None)
+        self.service = _NotedTarget(self.target, None, grammars=ReplicaGrammars(_vocabulary))
         self.service.world, self.service.name = world, self.address
         registry: Any = SimRegistry(world.redis, process)
         lease = partial(self.service.lease, self.address)
@@ -134,7 +164,11 @@ class SimDraft:
     def _start(self) -> None:
         world, process = self._world, self.process
         loop = DraftLoop(
-            {"sim": HalfRight(self.failing)}, max_sessions=64, max_tokens=65536, max_batch=16, max_waiting=64
+            {"sim": HalfRight(self.failing, world.specs)},
+            max_sessions=64,
+            max_tokens=65536,
+            max_batch=16,
+            max_waiting=64,
         )
         info = pb.GetDraftInfoResponse(
             tokenizer_hash=TOKENIZER,
@@ -143,7 +177,7 @@ class SimDraft:
             max_draft_tokens=MOST_DRAFT_TOKENS,
             vocab_size=VOCAB,
         )
-        self.service = _NotedDraft(loop, info, None)
+        self.service = _NotedDraft(loop, info, None, grammars=ReplicaGrammars(_vocabulary))
         self.service.world, self.service.name = world, self.address
         registry: Any = SimRegistry(world.redis, process)
         lease, every_s = partial(self.service.lease, self.address), world.schedule.timing.lease_s / 3
