@@ -121,7 +121,7 @@ MINUTES ?= 30
 MUTANTS ?= 300
 ONLY ?=
 
-.PHONY: prove-noise prove-drafting prove-tokens prove-engine prove-vllm prove-ray prove-ownership prove-attacks prove-http
+.PHONY: prove-noise prove-drafting prove-tokens prove-structured prove-engine prove-vllm prove-ray prove-ownership prove-attacks prove-http
 .PHONY: prove-load-tools prove-boot prove-cluster prove-images prove-scale simulate chaos soak mutate mutate-known
 prove-noise: setup ## prove that no noise value is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
@@ -131,6 +131,9 @@ prove-drafting: setup ## prove that AUTO keeps up with the best fixed k, on virt
 
 prove-tokens: setup ## prove that tokens are those of transformers, whatever the draft and k
 	@$(BIN)/python -m bench.prove_tokens
+
+prove-structured: setup venv-vllm ## prove that structured answers have their form, and the same tokens whatever the draft, k and failures (2,000 answers)
+	@$(BIN)/python -m bench.prove_structured
 
 prove-engine: setup ## prove that tokens and logits stay the same over 10^4 fuzzed steps of the engine
 	@$(BIN)/python -m bench.prove_engine

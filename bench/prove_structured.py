@@ -1,0 +1,174 @@
+"""Prove that structured answers have their form and the same tokens everywhere: `make prove-structured`.
+
+It is the long form of tests/e2e/test_structured.py. The requests have schemas of tests/structured/schemas,
+regular expressions, choices and grammars, at temperatures 0, 0.7 and 1.5, each with a seed of its own. Real
+processes answer them with the default model in float32:
+
+- with speculation off, one at a time: the tokens that all other answers must equal;
+- with every draft strategy, k from 1 to 16, and with AUTO, alone and 16 at a time;
+- while gateways, targets and drafts are killed by turns, and streams break and are resumed elsewhere;
+- with vLLM as the engine, if `make venv-vllm` was run: there tokens must equal vLLM's own with speculation
+  off, one at a time. Answers in company, whose batches have other shapes, are only checked for their form.
+
+A finished answer must be valid for a validator that is no part of the grammars; a token that its grammar does
+not allow counts as a problem, in an unfinished answer too. Writes bench/results/structured_proof.json; exits
+1 if there is a problem, or if an expected part is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.harness import BENCH, result_path, write_record
+from galley.client.client import AsyncClient
+from galley.common.models.files import DEFAULT_MODEL
+from galley.core.names import HYBRID, MODEL, NGRAM, NO_STRATEGY
+from galley.engine.load.resolve import resolve_model
+from galley.stack.parts import find_vllm_python
+from galley.stack.stack import Stack, StackOptions
+from tests.e2e.matrix import Case
+from tests.e2e.stacks import DRAFT_LAYERS
+from tests.fakes.truncated_model import truncate_model
+from tests.structured.forms import requests
+from tests.structured.trial import Tally, Trial, vocabulary_of
+
+LENGTHS = (1, 2, 4, 8, 16)
+CROWD = 16
+PARTS = ("off", "drafts", "kills", "vllm")
+_KILLED = ("target-2", "gateway", "draft", "target", "gateway-2")
+_SLICES = 3
+"""A case of a draft reads every third request; all cases together read each of them many times."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the proof; return 0 if it holds."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.prove_structured",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--requests", type=int, default=252, help="number of requests (default: %(default)s)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="with commas (default: %(default)s)")
+    parser.add_argument("--results", type=Path, default=BENCH / "results")
+    given = parser.parse_args(argv)
+    chosen = given.parts.split(",")
+    if unknown := set(chosen) - set(PARTS):
+        parser.error(f"--parts: must be of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    with tempfile.TemporaryDirectory(prefix="galley-prove-") as folder:
+        proof = Proof(given.requests, chosen, result_path("structured_proof", given.results))
+        asyncio.run(proof.run(Path(folder)))
+    return 1 if proof.problems else 0
+
+
+class Proof:
+    """The parts and their tallies; the record is written after each case, so that a run cut short has one."""
+
+    def __init__(self, count: int, parts: Sequence[str], path: Path) -> None:
+        self._count = count
+        self._parts = parts
+        self._path = path
+        self._began_s = time.monotonic()
+        self._tallies: dict[str, dict[str, Any]] = {}
+        self._complete = False
+
+    @property
+    def problems(self) -> list[str]:
+        return [problem for tally in self._tallies.values() for problem in tally["problems"]]
+
+    async def run(self, folder: Path) -> None:
+        model = resolve_model(DEFAULT_MODEL)
+        draft = truncate_model(model, list(DRAFT_LAYERS), folder / "draft")
+        paged = StackOptions(
+            draft_model=str(draft), strategies=(NGRAM,), dtype="float32", gateways=2, replicas=2, drafts=2
+        )
+        async with Stack(paged) as stack:
+            trial = await self._learnt(stack, model, "off")
+            if "drafts" in self._parts:
+                await self._read_with_drafts(trial, stack)
+            if "kills" in self._parts:
+                await self._read_under_kills(trial, stack)
+        if "vllm" in self._parts:
+            await self._run_vllm(model)
+        self._complete = True
+        self._write()
+
+    async def _learnt(self, stack: Stack, model: Path, name: str) -> Trial:
+        async with AsyncClient(stack.gateways) as client:
+            trial = Trial(requests(self._count), await vocabulary_of(client, model))
+            await trial.learn(client)
+        self._note(name, trial)
+        return trial
+
+    async def _read_with_drafts(self, trial: Trial, stack: Stack) -> None:
+        async with AsyncClient(stack.gateways) as client:
+            for number, case in enumerate(draft_cases()):
+                await trial.compare(client, case, slice(number % _SLICES, None, _SLICES))
+                self._note(str(case), trial)
+
+    async def _read_under_kills(self, trial: Trial, stack: Stack) -> None:
+        await trial.compare_under_kills(stack, _KILLED, Case(HYBRID, 4, CROWD))
+        self._note("kills", trial)
+
+    async def _run_vllm(self, model: Path) -> None:
+        options = StackOptions(
+            draft_model="none",
+            strategies=(NGRAM,),
+            dtype="float32",
+            engine="vllm",
+            vllm_args='{"block_size": 32}',
+            target_python=find_vllm_python(None),
+        )
+        async with Stack(options) as stack, AsyncClient(stack.gateways) as client:
+            trial = await self._learnt(stack, model, "vllm off")
+            for case in (Case(NGRAM, 4, 1), Case("auto", 0, 1)):
+                await trial.compare(client, case, slice(0, None, _SLICES))
+                self._note(f"vllm {case}", trial)
+            await trial.compare(client, Case(NGRAM, 4, CROWD), exact=False)
+            self._note("vllm in company", trial)
+
+    def _note(self, name: str, trial: Trial) -> None:
+        """Add what was read since the last note under this name."""
+        tally, trial.tally = trial.tally, Tally()
+        self._tallies[name] = asdict(tally)
+        print(name, {key: value for key, value in asdict(tally).items() if key != "problems"}, flush=True)
+        for problem in tally.problems:
+            print("PROBLEM:", problem, flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        tallies = self._tallies.values()
+        counts = ("answers", "finished", "tokens", "kills", "resumed")
+        record = {
+            "complete": self._complete,
+            "seconds": round(time.monotonic() - self._began_s),
+            "parts": list(self._parts),
+            "requests": self._count,
+            **{name: sum(tally[name] for tally in tallies) for name in counts},
+            "problems": self.problems,
+            "cases": self._tallies,
+        }
+        write_record(self._path, record)
+
+
+def draft_cases() -> list[Case]:
+    """Return every strategy with every k, alone or in company by turns; AUTO and no speculation, too."""
+    kinds = [(strategy, k) for strategy in (NGRAM, MODEL, HYBRID) for k in LENGTHS]
+    return [
+        Case("off", 0, CROWD),
+        Case("auto", 0, 1),
+        Case("auto", 0, CROWD),
+        Case(NO_STRATEGY, LENGTHS[-1], CROWD),
+        *(Case(strategy, k, (1, CROWD)[number % 2]) for number, (strategy, k) in enumerate(kinds)),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
