@@ -89,7 +89,7 @@ class PlannedSession:
 
     @property
     def is_form(self) -> bool:
-        """Return True if its request has options that the simulation knows over gRPC alone."""
+        """Return True if its request has options that the simulation's Responses API does not take."""
         return self.spec.grammar is not None or bool(self.spec.prediction)
 
     def options(self) -> GenerateOptions:

@@ -75,8 +75,8 @@ def _with_protocols(schedule: Schedule) -> Schedule:
     sessions = [
         replace(
             it,
-            by_http=it.checks_seen and doors.random() < _BY_HTTP and not it.is_form,
-            as_response=forms.random() < _AS_RESPONSE,
+            by_http=it.checks_seen and doors.random() < _BY_HTTP,
+            as_response=forms.random() < _AS_RESPONSE and not it.is_form,
         )
         for it in schedule.sessions
     ]

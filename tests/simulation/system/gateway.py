@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from tests.fakes.truth import letters
 from tests.simulation.grammars import VOCABULARY
 from tests.simulation.schedule import ID_SECRET, Schedule
 from tests.simulation.system.call import Server
-from tests.simulation.system.http import SimHttp
+from tests.simulation.system.http import Letters, SimHttp
 from tests.simulation.system.loop import Process, running_loop
 from tests.simulation.system.redis import SimRegistry, SimStore
 from tests.simulation.system.replicas import MOST_DRAFT_TOKENS, TOKENIZER
@@ -58,13 +57,6 @@ def _timeouts(schedule: Schedule) -> Timeouts:
         renew_ns=int(timing.renew_s * SECOND),
         client_ns=int(schedule.client_s * SECOND),
     )
-
-
-class _Tokenizer:
-    """What is asked of the tokenizer of a model that does not reason, for a prompt of tokens."""
-
-    def tokens_of_reasoning(self, _prompt: Sequence[int], *, is_chat: bool) -> tuple[None, None]:
-        return None, None
 
 
 class SimGateway:
@@ -125,7 +117,7 @@ class SimGateway:
         return Ports(draft, target, self.clock)
 
     def _serve(self) -> None:
-        tokenizer: Any = _Tokenizer()
+        tokenizer: Any = Letters()
         limits = Limits(default_max_tokens=1, max_draft_tokens=MOST_DRAFT_TOKENS)
         slots = self._world.schedule.slots
         model = ServedModel(

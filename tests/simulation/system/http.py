@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,9 @@ class SimRequest:
     last_id: str = ""
 
 
-class _Letters:
+class Letters:
+    """The tokenizer of a model that does not reason: each token is a letter."""
+
     reasoning = None
 
     def token_bytes(self, token: int) -> bytes:
@@ -55,14 +57,15 @@ class _Letters:
     ) -> list[int]:
         return [ord(letter) - ord("A") for message in messages for letter in message["content"]]
 
+    def tokens_of_reasoning(self, _prompt: Sequence[int], *, is_chat: bool) -> tuple[None, None]:
+        return None, None
+
 
 class SimHttp:
     """The handlers of one gateway, behind its authentication."""
 
     def __init__(self, world: World, process: Process, generation: Generation) -> None:
-        tokenizer: Any = _Letters()
-        model = replace(generation.model, tokenizer=tokenizer)
-        runner = ChoiceRunner(replace(generation, model=model))
+        runner = ChoiceRunner(generation)
         self._world = world
         self._process = process
         self._answers = Answers(runner, strict=True)

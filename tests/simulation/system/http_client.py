@@ -65,8 +65,21 @@ def _completion_body(request: pb.GenerateRequest) -> dict[str, Any]:
         "prompt": list(request.token_ids.ids),
         "max_tokens": request.max_tokens,
         "logprobs": request.logprobs if request.HasField("logprobs") else None,
+        "structured_outputs": _form(request.structured_output),
+        "prediction": _prediction(request.prediction.token_ids.ids),
         **_common_body(request),
     }
+
+
+def _form(form: pb.StructuredOutput) -> dict[str, Any] | None:
+    kind = form.WhichOneof("kind")
+    if kind is None:
+        return None
+    return {kind: list(form.choice.choices) if kind == "choice" else getattr(form, kind)}
+
+
+def _prediction(tokens: Sequence[int]) -> dict[str, str] | None:
+    return {"type": "content", "content": letters(tokens)} if tokens else None
 
 
 def _response_body(request: pb.GenerateRequest) -> dict[str, Any]:
