@@ -88,6 +88,9 @@ _COPY_TIMEOUT_S = 1.0
 """Longest time that one commit waits for the store's replicas; it is repeated for `store_timeout_s`."""
 _BREAKER = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
 _UNBOUNDED_MESSAGES = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+_SHORT_QUEUES = (("grpc.http2.lookahead_bytes", 16 * 1024), ("grpc.http2.bdp_probe", 0))
+"""What a replica may send before the gateway reads: it keeps the rest, and joins it into one message."""
+REPLICA_CHANNEL = (*_UNBOUNDED_MESSAGES, *_SHORT_QUEUES)
 
 
 class GatewayService:
@@ -200,7 +203,7 @@ async def _generation(
 
     def opener(role: str) -> ChannelOpener:
         return lambda address: open_channel(
-            address, tls[role], parts.telemetry.client_interceptors(), _UNBOUNDED_MESSAGES
+            address, tls[role], parts.telemetry.client_interceptors(), REPLICA_CHANNEL
         )
 
     targets = TargetPool(

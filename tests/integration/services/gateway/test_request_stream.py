@@ -9,10 +9,13 @@ from typing import Any
 import grpc
 import pytest
 
+from galley.common.tls.channels import open_channel
 from galley.core.errors import Unavailable
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.replicas.clients import MAX_MESSAGE_BYTES, RequestStream, stream_of
+from services.gateway.service import REPLICA_CHANNEL
+from tests.fakes.waiting import PATIENCE_S
 
 Stream = RequestStream[pb.VerifyItem, pb.VerifyAnswer]
 
@@ -253,3 +256,35 @@ async def test_a_broken_renewed_stream_fails_its_own_requests(pool: Pool, stream
     await stream.close()
     with pytest.raises((Unavailable, grpc.aio.AioRpcError)):
         await request
+
+
+class Ahead(rpc.TargetServicer):
+    """A target that sends 40 KiB as fast as the transport takes them."""
+
+    def __init__(self) -> None:
+        self.all_sent = asyncio.Event()
+
+    async def VerifyStream(
+        self,
+        request_iterator: AsyncIterator[pb.VerifyStreamRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[pb.VerifyStreamResponse]:
+        for _ in range(40):
+            yield pb.VerifyStreamResponse(answers=[pb.VerifyAnswer(session_id="s" * 1024)])
+        self.all_sent.set()
+
+
+async def test_a_replica_keeps_most_of_what_its_gateway_has_not_read() -> None:
+    ahead, server = Ahead(), grpc.aio.server()  # type: ignore[abstract]  # the calls that are not made
+    rpc.add_TargetServicer_to_server(ahead, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}", None, (), REPLICA_CHANNEL) as channel:
+        call: Any = rpc.TargetStub(channel).VerifyStream()
+        await call.read()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ahead.all_sent.wait(), 0.5)
+        for _ in range(39):
+            await call.read()
+        await asyncio.wait_for(ahead.all_sent.wait(), PATIENCE_S)
+    await server.stop(None)
