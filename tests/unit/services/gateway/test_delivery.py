@@ -6,7 +6,17 @@ import asyncio
 
 import pytest
 
-from services.gateway.replicas.delivery import _DELIVERY, _INTERVAL_S, _SATURATED_S, _TURN, DeliveryQueue
+from services.gateway.replicas.delivery import (
+    _BUSY_S,
+    _BUSY_TURN,
+    _DELIVERY,
+    _INTERVAL_S,
+    _READING_S,
+    _READING_TURNS,
+    _SATURATED_S,
+    _TURN,
+    DeliveryQueue,
+)
 
 A_TURN = _TURN // (_DELIVERY + 1)
 """Requests with one response that have a turn."""
@@ -23,18 +33,26 @@ class Waiting:
         return self._responses
 
 
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 async def test_first_responses_overtake_others_and_all_get_a_turn() -> None:
     served: list[Waiting] = []
     queue = DeliveryQueue()
     running = [Waiting(served) for _ in range(2 * A_TURN)]
     for one in running:
         queue.add(one)
-    await asyncio.sleep(0)
+    await turns(_READING_TURNS)
+    assert not served, "there may be more to read"
+    await turns(1)
     assert served == running[:A_TURN], "then others have a turn"
     new = Waiting(served, has_begun=False)
     queue.add(new)
-    for _ in range(2):
-        await asyncio.sleep(0)
+    await turns(1)
+    assert served == [*running[:A_TURN], new], "it need not wait for what is read"
+    await turns(_READING_TURNS)
     assert served == [*running[:A_TURN], new, *running[A_TURN:]]
 
 
@@ -43,10 +61,34 @@ async def test_a_request_with_many_responses_has_a_turn_alone() -> None:
     queue = DeliveryQueue()
     for responses in (1, 2 * _TURN, 1):
         queue.add(Waiting(served, responses=responses))
-    await asyncio.sleep(0)
+    await turns(_READING_TURNS + 1)
     assert len(served) == 2
-    await asyncio.sleep(0)
+    await turns(1)
     assert len(served) == 3
+
+
+async def test_messages_without_end_delay_responses_for_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, queue = 100.0, DeliveryQueue()
+    served: list[Waiting] = []
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
+    first = Waiting(served)
+    queue.add(first)
+    while not served:
+        queue.add(Waiting([]))
+        now_s += _READING_S / 4
+        await turns(1)
+    assert now_s - 100.0 <= 2 * _READING_S
+
+
+async def test_turns_are_shorter_while_responses_wait_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, queue = 100.0, DeliveryQueue()
+    served: list[Waiting] = []
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
+    for _ in range(2 * A_TURN):
+        queue.add(Waiting(served))
+    now_s += 2 * _BUSY_S
+    await turns(1)
+    assert len(served) == _BUSY_TURN // (_DELIVERY + 1)
 
 
 async def test_a_response_that_raises_keeps_nobody_waiting() -> None:
@@ -60,8 +102,7 @@ async def test_a_response_that_raises_keeps_nobody_waiting() -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
     queue.add(Broken(served))
     queue.add(Waiting(served))
-    for _ in range(2):
-        await asyncio.sleep(0)
+    await turns(_READING_TURNS + 2)
     assert len(served) == len(raised) == 1
 
 
