@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import grpc
 import numpy as np
-import uvloop
 
 from bench.gateway.load import LOAD, MEASURED, Load, Measured
 from bench.loops.sides import Cpu
 from galley.client.errors import rpc_error
+from galley.common.server.loop import ServiceLoop
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 
@@ -204,7 +204,8 @@ async def run(load: Load) -> Measured:
 
 def main() -> None:
     """Measure the load of the first argument; print the result."""
-    measured = uvloop.run(run(LOAD.validate_json(sys.argv[1])))
+    with asyncio.Runner(loop_factory=ServiceLoop) as runner:
+        measured = runner.run(run(LOAD.validate_json(sys.argv[1])))
     sys.stdout.write(MEASURED.dump_json(measured).decode() + "\n")
 
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import uvloop
 
 from galley.bench.workloads import fixed_workload
 from galley.common.models.tokenizer import Tokenizer
+from galley.common.server.loop import ServiceLoop
 from galley.common.server.process import Readiness
 from galley.core.content import prefix_hash
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -290,7 +290,9 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="directory of the tokenizer")
     parser.add_argument("--batch", type=int, default=64, help="most verdicts of a step (default: 64)")
     parser.add_argument("--rate", type=float, default=0.0, help="verdicts a second; 0: at once")
-    uvloop.run(_serve(parser.parse_args()))
+    options = parser.parse_args()
+    with asyncio.Runner(loop_factory=ServiceLoop) as runner:
+        runner.run(_serve(options))
 
 
 if __name__ == "__main__":
