@@ -20,7 +20,9 @@ from galley.common.metrics.labels import DRAFT, GATEWAY, TARGET
 from galley.common.metrics.metric import Metric
 from galley.common.metrics.registry import Registry
 from galley.common.models.files import tokenizer_hash
+from galley.common.models.grammars import ReplicaGrammars
 from galley.common.server.server import Parts, RunningServer, start_server
+from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.names import MODEL
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.engine.model import CausalModel
@@ -43,7 +45,7 @@ from services.target.servicer import TargetService
 from services.target.settings import TargetSettings
 from tests.fakes.readings import histogram, number
 from tests.fakes.spans import KeptSpans
-from tests.fakes.tiny_model import VOCAB, load_tiny_model
+from tests.fakes.tiny_model import STOP, VOCAB, load_tiny_model
 from tests.fakes.world import Gateway
 from tests.integration.services.target.conftest import FLAT, KV_BLOCKS, Recording, Servable
 
@@ -160,6 +162,10 @@ class Real:
     async def __aexit__(self, *_: object) -> None:
         await self._opened.aclose()
 
+    def _grammars(self) -> ReplicaGrammars:
+        path = self._tiny / "tokenizer.json"
+        return ReplicaGrammars(lambda _: Vocabulary.of_tokenizer(path.read_text(), VOCAB, [STOP]))
+
     def _parts(self, service: str) -> Parts:
         return self.kept.parts(service, self._registries[service][0])
 
@@ -169,7 +175,7 @@ class Real:
         async def build_target(server: grpc.aio.Server, parts: Parts) -> TargetService:
             spans = parts.telemetry.scope("target")
             target = engine.serve(FLAT, Limits(max_sessions=16))
-            service = TargetService(target, spans, parts.metrics)
+            service = TargetService(target, spans, parts.metrics, grammars=self._grammars())
             rpc.add_TargetServicer_to_server(service, server)
             return service
 
@@ -197,7 +203,7 @@ class Real:
             spans=spans,
             metrics=parts.metrics,
         )
-        service = DraftService(loop, info, spans)
+        service = DraftService(loop, info, spans, grammars=self._grammars())
         rpc.add_DraftServicer_to_server(service, server)
         return service
 
