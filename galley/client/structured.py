@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 # The methods of a model class, and of a TypeAdapter: its JSON schema, and a value from JSON text.
 _METHODS = (("model_json_schema", "model_validate_json"), ("json_schema", "validate_json"))
-# A model that reasons first writes its JSON after this.
-_END_OF_REASONING = "</think>"
+# A model that reasons first writes its JSON after one of these.
+_END_OF_REASONING = re.compile(r"</think>|\[/THINK\]")
 
 
 def schema_json(name: str, schema: object) -> str:
@@ -46,10 +47,10 @@ def _parse(parse: Callable[[str], Any], text: str) -> Any:
     try:
         return parse(text)
     except ValueError:
-        _, end, answer = text.partition(_END_OF_REASONING)
-        if not end:
+        end = _END_OF_REASONING.search(text)
+        if end is None:
             raise
-        return parse(answer)
+        return parse(text[end.end() :])
 
 
 def _kind(value: object) -> str:

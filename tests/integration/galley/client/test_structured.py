@@ -87,7 +87,7 @@ async def test_a_stream_that_is_resumed_later_is_parsed_whole() -> None:
 @pytest.mark.parametrize("product", ["tea", "</think>"])
 def test_the_json_after_the_reasoning_of_a_model_is_parsed(product: str) -> None:
     order = Order(product=product, count=3)
-    for reasoning in ("", "<think>Three?</think>\n\n"):
+    for reasoning in ("", "<think>Three?</think>\n\n", "[THINK]Three?[/THINK]"):
         with serving(answering(reasoning + order.model_dump_json())) as address, Client(address) as client:
             assert client.generate("x", schema=Order).parsed == order
             assert client.generate("x", schema=SCHEMA).parsed == order.model_dump()
