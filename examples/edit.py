@@ -13,7 +13,7 @@ def main(address: str, file: str, instruction: str) -> None:
     content = Path(file).read_text()
     prompt = f"{instruction} Write only the complete file.\n\n{content}"
     with Client(address) as client:
-        result = client.chat(prompt, prediction=content, max_tokens=1024, temperature=0.0)
+        result = client.chat(prompt, prediction=content, max_tokens=512, temperature=0.0)
     print(result.text)
     usage = result.usage
     counts = f"{usage.output_tokens} tokens, {usage.accepted_prediction_tokens} of them as in the file"

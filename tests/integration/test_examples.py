@@ -50,8 +50,10 @@ async def start(name: str | Path, *arguments: object) -> Process:
     )
 
 
-async def output(process: Process, given: str = "", *, rc: int = 0) -> tuple[str, str]:
-    async with asyncio.timeout(PATIENCE_S):
+async def output(
+    process: Process, given: str = "", *, rc: int = 0, patience_s: float = PATIENCE_S
+) -> tuple[str, str]:
+    async with asyncio.timeout(patience_s):
         out, err = await process.communicate(given.encode())
     assert process.returncode == rc, err.decode()
     return out.decode(), err.decode()
