@@ -1,0 +1,75 @@
+"""Answers that one draft followed, proposed by another one: from the gateway's request to its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+from pydantic import SecretStr
+
+from galley.common.metrics import catalogue
+from galley.common.metrics.labels import GATEWAY
+from galley.common.metrics.registry import Registry
+from galley.common.server.server import Parts, start_server
+from galley.core.names import SHARED
+from galley.pb.galley.v1 import galley_pb2 as pb
+from galley.pb.galley.v1 import galley_pb2_grpc as rpc
+from services.draft.__main__ import build
+from services.draft.settings import DraftSettings
+from tests.fakes.readings import number
+from tests.fakes.redis_clusters import until
+from tests.fakes.truth import SEED
+from tests.fakes.world import MAX_TOKENS, PROMPT, Gateway, Received, World, must_be_true
+
+WORKLOAD = "extract"
+
+
+@asynccontextmanager
+async def draft_beside(world: World) -> AsyncIterator[str]:
+    """Start a draft of the world's tokenizer that shares answers in the world's Redis; yield its address."""
+    # The pool is the world's own, as other worlds use the same Redis.
+    settings = DraftSettings(
+        tokenizer=str(world.tokenizer), redis_url=SecretStr(world.redis_url), pool=world.id, drain_timeout_s=5
+    )
+    running = await start_server(settings, build(settings))
+    try:
+        yield running.address
+    finally:
+        await running.stop()
+
+
+async def answered(gateway: Gateway) -> dict[str, pb.SourceStats]:
+    """Return the statistics of an answer by source."""
+    request = pb.GenerateRequest(
+        text=PROMPT,
+        max_tokens=MAX_TOKENS,
+        sampling=pb.SamplingParams(seed=SEED),
+        ignore_eos=True,
+        workload=WORKLOAD,
+        speculation=pb.Speculation(mode=pb.Speculation.MODE_FIXED, k=4),
+    )
+    result = Received()
+    async with grpc.aio.insecure_channel(gateway.address) as channel:
+        stub: rpc.GenerationAsyncStub = rpc.GenerationStub(channel)
+        async for response in stub.Generate(request):
+            result.receive(response.event)
+    must_be_true(result)
+    return {one.source: one for one in result.end.speculation.sources}
+
+
+async def test_an_answer_outlives_the_draft_that_saw_it(world: World) -> None:
+    async with draft_beside(world) as first:
+        sources = await answered(await world.gateway(draft=first))
+        assert SHARED not in sources
+    registry = Registry(GATEWAY)
+    async with draft_beside(world) as second:
+        gateway = await world.gateway_of(Parts(metrics=registry), draft=second)
+
+        async def is_shared() -> bool:
+            sources = await answered(gateway)
+            return SHARED in sources and sources[SHARED].accepted >= MAX_TOKENS // 2
+
+        await until(is_shared)
+    counted = number(registry, catalogue.ACCEPTED_TOKENS, WORKLOAD, SHARED, "tiny")
+    assert counted >= MAX_TOKENS // 2
