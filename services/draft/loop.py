@@ -352,7 +352,7 @@ class DraftLoop:
         proposal, position = self._proposals[request], request.job.slice.position
         k = proposal.job.k
         tokens, survival = tuple(proposal.tokens[:k]), tuple(proposal.survival[:k])
-        sources = tuple(proposal.sources[:k])
+        sources = tuple(proposal.sources[: len(tokens)])
         so_far = Proposed(position, request.hash, tokens, survival, kv_len=position, sources=sources)
         if proposal.error is not None:
             request.outcome = proposal.error
