@@ -37,7 +37,7 @@ export class Answer {
     if (this.tokens.length > from) this.lastMs = atMs;
     if (!from && this.tokens.length) [this.firstMs, this.firstCount] = [atMs, this.tokens.length];
     this.rounds.push(...this.#shifted(choice.rounds ?? []));
-    this.#place(choice.delta?.content ?? "");
+    this.#place((choice.delta?.reasoning_content ?? "") + (choice.delta?.content ?? ""));
     if (choice.finish_reason) this.finishReason = choice.finish_reason;
   }
 
