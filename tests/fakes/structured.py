@@ -76,7 +76,7 @@ def _allowed(grammar: CompiledGrammar, output: Sequence[int], tokens: Sequence[i
     if len(choices) > 1:
         choices -= {grammar.spec.opening_token}  # reasoning would not end soon
     digest = blake2b(token_bytes(tokens), digest_size=4, salt=seed.to_bytes(8, "little")).digest()
-    chances = {_QUOTE: 64, END: 128, **{token: 128 for token in choices if token > END}}
+    chances = {**{token: 128 for token in choices if token > END}, _QUOTE: 64, END: 128}
     for token, chance in chances.items():
         if token in choices and digest[0] < chance:
             return token

@@ -16,7 +16,7 @@ class Function(Open):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON Schema of the arguments.")
     strict: bool | None = Field(
-        None, description="Accepted, without effect: the schema holds where a call is required."
+        None, description="The schema always holds, not only where a call is required."
     )
 
 

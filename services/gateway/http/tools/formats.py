@@ -37,6 +37,8 @@ class ToolFormat:
     after: str = ""
     marks: tuple[str, ...] = ()
     may_repeat: bool = True
+    trigger: str = ""
+    """How a call begins amid text; empty if calls stand alone."""
     id_chars: int = 0
     """Length of an id that the model's template takes; 0: any."""
 
@@ -57,6 +59,17 @@ class ToolFormat:
             "stop_after_first": not (parallel and self.may_repeat),
         }
         return _sequence(_text(self.before), calls, _text(self.after))
+
+    def optional_calls(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Form | None:
+        """Return the form of a text in which all calls are of `tools`; None if calls stand alone."""
+        if not self.trigger:
+            return None
+        tags = [self._call(tool["function"]) for tool in tools]
+        if self.before:
+            inner: Form = {"type": "tags_with_separator", "tags": tags, "separator": self.separator}
+            tags = [{"type": "tag", "begin": self.before, "content": inner, "end": self.after}]
+        once = {"stop_after_first": not parallel}
+        return {"type": "triggered_tags", "triggers": [self.trigger], "tags": tags, **once}
 
     def _call(self, function: Mapping[str, Any]) -> Form:
         begin, _, rest = self.begin.partition("%id")
@@ -96,6 +109,7 @@ HERMES = ToolFormat(
     begin=f"<tool_call>\n{_JSON_CALL}",
     end="}\n</tool_call>",
     separator="\n",
+    trigger="<tool_call>",
     marks=("<tool_call>", "</tool_call>"),
 )
 LLAMA = ToolFormat(BareCalls, key="parameters", marks=("<|python_tag|>",), may_repeat=False)
@@ -107,11 +121,12 @@ MISTRAL_LIST = ToolFormat(
     end="}",
     separator=", ",
     after="]",
+    trigger="[TOOL_CALLS]",
     marks=_MARKS,
     id_chars=9,
 )
-MISTRAL_IDS = ToolFormat(mistral_calls, begin="[TOOL_CALLS]%name[CALL_ID]%id[ARGS]", marks=_MARKS, id_chars=9)
-MISTRAL = ToolFormat(mistral_calls, begin="[TOOL_CALLS]%name[ARGS]", marks=_MARKS, id_chars=9)
+MISTRAL = replace(MISTRAL_LIST, before="", begin="[TOOL_CALLS]%name[ARGS]", end="", separator="", after="")
+MISTRAL_IDS = replace(MISTRAL, begin="[TOOL_CALLS]%name[CALL_ID]%id[ARGS]")
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat:

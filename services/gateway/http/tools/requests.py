@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,17 +11,21 @@ from galley.common.models.tokenizer import Tokenizer
 from galley.core.errors import InvalidField
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.parameters.tools import Function, NamedFunction
-from services.gateway.http.tools.formats import Form, one_of, structural_tag, tool_format
+from services.gateway.http.tools.formats import Form, ToolFormat, one_of, structural_tag, tool_format
 
 _ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request, those that the model may call, and whether it must call one."""
+    """The tools of a request, those that the model may call, and whether it must call one.
+
+    The arguments of `strict` tools always obey their schema.
+    """
 
     tools: Sequence[dict[str, Any]]
     callable_tools: Sequence[dict[str, Any]]
+    strict: frozenset[str]
     is_required: bool
     parallel: bool
 
@@ -32,14 +36,21 @@ class ToolUse:
         gives it now.
         """
         request.messages.tools.extend(_json(tool) for tool in self.tools)
-        if not self.is_required and not language:
+        form = self._form(request.structured_output, tool_format(tokenizer), language)
+        if form is None:
             return ""
-        output = request.structured_output
-        form = tool_format(tokenizer).calls(self.callable_tools, parallel=self.parallel)
-        if not self.is_required:
-            form = one_of(form, _form_of(output, language))
-        output.structural_tag = structural_tag(form)
+        request.structured_output.structural_tag = structural_tag(form)
         return "tools"
+
+    def _form(self, output: pb.StructuredOutput, written: ToolFormat, language: str) -> Form | None:
+        """Return the form of the answer; None if it may be any text."""
+        if self.is_required or language:
+            calls = written.calls(self.callable_tools, parallel=self.parallel)
+            return calls if self.is_required else one_of(calls, _form_of(output, language))
+        if not self.strict:
+            return None
+        tools = [tool if tool["function"]["name"] in self.strict else _unbound(tool) for tool in self.tools]
+        return written.optional_calls(tools, parallel=self.parallel)
 
 
 def tool_use(
@@ -72,6 +83,7 @@ def tool_use(
     return ToolUse(
         list(tools.values()),
         may_call,
+        frozenset(function.name for function in functions if function.strict),
         is_required=choice not in (None, "auto"),
         parallel=parallel is not False and not isinstance(choice, NamedFunction),
     )
@@ -82,6 +94,11 @@ def _described(function: Function) -> dict[str, Any]:
     fields = {name: getattr(function, name) for name in ("name", "description", "parameters")}
     given = {name: value for name, value in fields.items() if value is not None}
     return {"type": "function", "function": given}
+
+
+def _unbound(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool that takes any arguments."""
+    return {"function": {**tool["function"], "parameters": _ANY_OBJECT}}
 
 
 def _form_of(output: pb.StructuredOutput, name: str) -> Form:

@@ -128,6 +128,26 @@ def test_a_call_or_an_answer_by_a_schema(tool_format: ToolFormat) -> None:
     assert not accepts(form, "Three.")
 
 
+@pytest.mark.parametrize("tool_format", [HERMES, MISTRAL_LIST, MISTRAL_IDS, MISTRAL])
+def test_calls_amid_text(tool_format: ToolFormat) -> None:
+    form = tool_format.optional_calls(TOOLS[:1], parallel=True)
+    assert form is not None
+    call = written(tool_format, "get_weather", '{"city": "x"}')
+    for text in ("", "No call.", call, f"Let me look. {call}", f"{call}\n{call} Done."):
+        assert accepts(form, text), text
+    assert not accepts(form, "Well. " + written(tool_format, "get_weather", '{"city": 1}'))
+    assert not accepts(form, written(tool_format, "now", "{}"))
+    once = tool_format.optional_calls(TOOLS[:1], parallel=False)
+    assert once is not None
+    assert accepts(once, "No call.")
+    assert accepts(once, f"See. {call}")
+    assert not accepts(once, f"{call}\n{call}")
+
+
+def test_calls_that_stand_alone_have_no_form_amid_text() -> None:
+    assert LLAMA.optional_calls(TOOLS, parallel=True) is None
+
+
 def test_ids_of_calls() -> None:
     assert HERMES.call_id("s", 0) == HERMES.call_id("s", 0)
     ids = {HERMES.call_id(session, index) for session in "st" for index in range(3)}

@@ -168,6 +168,25 @@ async def test_a_call_or_a_json_answer(client: HttpClient) -> None:
     assert kinds == {"stop", "tool_calls"}
 
 
+async def test_strict_tools_bind_calls_amid_text(client: HttpClient, world: World) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    arguments = []
+    for seed in range(6):
+        body = {**ASK, "seed": seed, "tools": [strict, NOW]}
+        [choice] = (await client.post(CHATS, body)).json()["choices"]
+        calls = choice["message"].get("tool_calls", ())[: None if choice["finish_reason"] != "length" else -1]
+        functions = [call["function"] for call in calls]
+        arguments += [one["arguments"] for one in functions if one["name"] == "get_weather"]
+    assert arguments
+    for text in arguments:
+        Weather.model_validate_json(text)
+    tags = [item.slice.structured_output for item in world.target.calls if item.slice.start == 0]
+    assert all(json.loads(tag.structural_tag)["format"]["type"] == "triggered_tags" for tag in tags)
+    wrong = {**WEATHER, "function": {"name": "f", "strict": True, "parameters": {"type": "nothing"}}}
+    error = (await client.post(CHATS, {**ASK, "tools": [wrong]})).json()["error"]
+    assert error["param"] == "tools"
+
+
 async def test_a_language_that_cannot_stand_beside_calls_is_refused(client: HttpClient) -> None:
     body = {**ASK, "tools": [WEATHER], "structured_outputs": {"choice": ["a"]}}
     error = (await client.post(CHATS, body)).json()["error"]
