@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from tests.attack import storms
-from tests.attack.stack import MAX_SESSIONS, Attacked, unharmed
+from tests.attack.stack import MAX_SESSIONS, MIB, Attacked, unharmed
 from tests.fakes.grammar_bombs import BOMBS, small_schema
+
+# A gateway, a target and a draft keep 32 MiB of compiled grammars each.
+MOST_KEPT = 3 * 48 * MIB
 
 
 async def test_grammars_made_to_take_long_block_no_other(stack: Attacked) -> None:
-    async with unharmed(stack):
+    async with unharmed(stack, most_kept=MOST_KEPT):
         ends = await storms.grammars(stack.gateway, list(BOMBS.values()), MAX_SESSIONS // 2)
     assert ends["OK"]
     assert ends["INVALID_ARGUMENT"]
@@ -17,6 +20,6 @@ async def test_grammars_made_to_take_long_block_no_other(stack: Attacked) -> Non
 
 async def test_schemas_that_all_differ_block_no_other(stack: Attacked) -> None:
     schemas = [small_schema(number) for number in range(300)]
-    async with unharmed(stack):
+    async with unharmed(stack, most_kept=MOST_KEPT):
         ends = await storms.grammars(stack.gateway, schemas, MAX_SESSIONS)
     assert ends == {"OK": len(schemas)}

@@ -29,10 +29,12 @@ from galley.common.config.settings import ServiceSettings
 from galley.common.logs import start_logging
 from galley.common.metrics.metering import start_metering
 from galley.common.models.files import tokenizer_hash
+from galley.common.models.grammars import ReplicaGrammars
 from galley.common.server.process import die_with_parent, hand_back_free_memory
 from galley.common.server.server import Interceptors, Parts, RunningServer, start_server
 from galley.common.tracing.telemetry import start_telemetry
 from galley.core.cost.model import StepTimes
+from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from galley.trace.collector import CollectorSettings
@@ -160,9 +162,14 @@ class Victim:
         tokenizer = tokenizer_hash(self._tokenizer)
         engine = Engine(tokenizer_hash=tokenizer, vocab_size=VOCAB, eos_token_ids=(END,))
         served = engine.serve(_TIMES, Limits())
-        target = TargetService(served, parts.telemetry.scope("target"), parts.metrics)
+        grammars = ReplicaGrammars(lambda _: self._vocabulary())
+        target = TargetService(served, parts.telemetry.scope("target"), parts.metrics, grammars=grammars)
         rpc.add_TargetServicer_to_server(target, server)
         return target
+
+    def _vocabulary(self) -> Vocabulary:
+        text = (self._tokenizer / "tokenizer.json").read_text()
+        return Vocabulary.of_tokenizer(text, VOCAB, [END])
 
     async def _answer(self, name: str, value: str = "0") -> dict[str, Any]:
         if name == "expect":
