@@ -238,6 +238,7 @@ async def _generation(
     model = _served_model(settings, tuning, tokenizer, targets, drafts, grammars)
     streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
     streams.own_sources = OwnSources(grammars.compiled)
+    streams.on_call = targets.turns.expect_calls
     streams.is_saturated = lambda: targets.turns.is_saturated(asyncio.get_running_loop().time())
     opened.push_async_callback(streams.close)
     opened.callback(asyncio.create_task(_follow_contention(streams.shared, drafts, targets)).cancel)

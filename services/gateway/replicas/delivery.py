@@ -1,7 +1,7 @@
 """The responses of replicas on their way to the sessions: a few have a turn of the event loop.
 
-Reading comes before delivering, for some milliseconds at most: what waits in a connection is overtaken by
-nothing, and what waits here by first tokens. So a turn is short, and begins once no message comes.
+Messages and new calls come before delivering, for some milliseconds at most: what waits in a connection is
+overtaken by nothing, and what waits here by first tokens.
 
 1. Sessions without a response so far come first: first tokens do not wait behind those of running sessions.
 2. A request in its turn gets all that has arrived for it. So where responses arrive faster than they are
@@ -18,13 +18,10 @@ from typing import Protocol
 
 _TURN = 24
 """What is delivered before others get a turn, in responses: about 1 ms. A request gets its own at once."""
-_BUSY_TURN = 8
-_BUSY_S = 0.05
-"""Wait of the next response from which on turns are shorter, for new calls and first tokens."""
-_READING_TURNS = 2
-"""Turns after which a message has come that was there already."""
-_READING_S = 0.005
-"""Longest time that responses wait for messages that come one after another."""
+_MESSAGE_TURNS, _CALL_TURNS = 2, 4
+"""Turns in which a message that is there already is read, and a call is accepted, after the one before."""
+_PAUSE_S = 0.005
+"""Longest time without a delivery while messages or calls follow each other."""
 _DELIVERY = 3
 """What a delivery adds to its responses: a commit, a message to the client."""
 _INTERVAL_S = 0.5
@@ -48,7 +45,10 @@ class DeliveryQueue:
         self._later: deque[tuple[Recipient, float]] = deque()
         """Requests with the time since when they wait."""
         self._is_delivering = False
-        self._turns_since_added = 0
+        self._pause = 0
+        """Turns until responses are delivered, if nothing else comes."""
+        self._delivered_s = 0.0
+        """The last turn with a delivery, or the time since when there is something to deliver."""
         self._interval_s = 0.0
         """When the present interval began."""
         self._shortest_s: float | None = None
@@ -58,14 +58,19 @@ class DeliveryQueue:
     def add(self, recipient: Recipient) -> None:
         """Give a request that does not wait yet its turn, soon."""
         loop = asyncio.get_running_loop()
-        self._turns_since_added = 0
+        self._pause = max(self._pause, _MESSAGE_TURNS)
         if recipient.has_begun:
             self._later.append((recipient, loop.time()))
         else:
             self._first.append(recipient)
         if not self._is_delivering:
             self._is_delivering = True
+            self._delivered_s = loop.time()
             loop.call_soon(self._deliver, loop)
+
+    def expect_calls(self) -> None:
+        """Note a new call of a client: others may wait until gRPC accepts them."""
+        self._pause = _CALL_TURNS
 
     def is_saturated(self, now_s: float) -> bool:
         """Return True while responses wait too long; `now_s` is the event loop's time."""
@@ -73,13 +78,14 @@ class DeliveryQueue:
 
     def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
         now_s = loop.time()
-        waited_s = now_s - self._later[0][1] if self._later else 0.0
-        self._turns_since_added += 1
-        is_reading = self._turns_since_added <= _READING_TURNS and waited_s < _READING_S
-        left = _TURN if waited_s < _BUSY_S else _BUSY_TURN
+        is_pausing = self._pause > 0 and now_s - self._delivered_s < _PAUSE_S
+        self._pause = max(0, self._pause - 1)
+        if not is_pausing:
+            self._delivered_s = now_s
+        left = _TURN
         try:
-            self._measure(now_s, waited_s)
-            while left > 0 and (self._first or (self._later and not is_reading)):
+            self._measure(now_s)
+            while left > 0 and (self._first or (self._later and not is_pausing)):
                 recipient = self._first.popleft() if self._first else self._later.popleft()[0]
                 left -= _DELIVERY + recipient.deliver()
         finally:
@@ -87,9 +93,11 @@ class DeliveryQueue:
             if self._is_delivering:
                 loop.call_soon(self._deliver, loop)
 
-    def _measure(self, now_s: float, waited_s: float) -> None:
+    def _measure(self, now_s: float) -> None:
         if now_s >= self._interval_s + _INTERVAL_S:
             self._standing_s = self._shortest_s or 0.0
             self._interval_s, self._shortest_s = now_s, None
-        if self._later and (self._shortest_s is None or waited_s < self._shortest_s):
-            self._shortest_s = waited_s
+        if self._later:
+            wait_s = now_s - self._later[0][1]
+            if self._shortest_s is None or wait_s < self._shortest_s:
+                self._shortest_s = wait_s

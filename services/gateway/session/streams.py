@@ -75,6 +75,8 @@ class Streams:
     ) -> None:
         self.is_saturated: Callable[[], bool] = lambda: False
         """Tells whether the gateway has more to do than it can: it admits no further streams then."""
+        self.on_call: Callable[[], None] = lambda: None
+        """Called for each new stream, also one that is refused."""
         self.own_sources = OwnSources()
         self._store = store
         self._clock = clock
@@ -96,6 +98,7 @@ class Streams:
     @contextmanager
     def admit(self, principal: Principal) -> Iterator[AdmissionSlot]:
         """Hold a slot for a stream. Raise Overloaded or Unavailable."""
+        self.on_call()
         if self._draining:
             request_observer().rejected(DRAINING)
             raise Unavailable("this gateway is shutting down; send the request to another")

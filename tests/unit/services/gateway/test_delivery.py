@@ -7,12 +7,11 @@ import asyncio
 import pytest
 
 from services.gateway.replicas.delivery import (
-    _BUSY_S,
-    _BUSY_TURN,
+    _CALL_TURNS,
     _DELIVERY,
     _INTERVAL_S,
-    _READING_S,
-    _READING_TURNS,
+    _MESSAGE_TURNS,
+    _PAUSE_S,
     _SATURATED_S,
     _TURN,
     DeliveryQueue,
@@ -44,7 +43,7 @@ async def test_first_responses_overtake_others_and_all_get_a_turn() -> None:
     running = [Waiting(served) for _ in range(2 * A_TURN)]
     for one in running:
         queue.add(one)
-    await turns(_READING_TURNS)
+    await turns(_MESSAGE_TURNS)
     assert not served, "there may be more to read"
     await turns(1)
     assert served == running[:A_TURN], "then others have a turn"
@@ -52,7 +51,7 @@ async def test_first_responses_overtake_others_and_all_get_a_turn() -> None:
     queue.add(new)
     await turns(1)
     assert served == [*running[:A_TURN], new], "it need not wait for what is read"
-    await turns(_READING_TURNS)
+    await turns(_MESSAGE_TURNS)
     assert served == [*running[:A_TURN], new, *running[A_TURN:]]
 
 
@@ -61,34 +60,42 @@ async def test_a_request_with_many_responses_has_a_turn_alone() -> None:
     queue = DeliveryQueue()
     for responses in (1, 2 * _TURN, 1):
         queue.add(Waiting(served, responses=responses))
-    await turns(_READING_TURNS + 1)
+    await turns(_MESSAGE_TURNS + 1)
     assert len(served) == 2
     await turns(1)
     assert len(served) == 3
 
 
-async def test_messages_without_end_delay_responses_for_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_call", [False, True])
+async def test_what_comes_without_end_delays_responses_for_milliseconds(
+    is_call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s, queue = 100.0, DeliveryQueue()
     served: list[Waiting] = []
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
-    first = Waiting(served)
-    queue.add(first)
+    queue.add(Waiting(served))
     while not served:
-        queue.add(Waiting([]))
-        now_s += _READING_S / 4
+        if is_call:
+            queue.expect_calls()
+        else:
+            queue.add(Waiting([]))
+        now_s += _PAUSE_S / 4
         await turns(1)
-    assert now_s - 100.0 <= 2 * _READING_S
+    assert _PAUSE_S / 2 < now_s - 100.0 <= 2 * _PAUSE_S
 
 
-async def test_turns_are_shorter_while_responses_wait_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, queue = 100.0, DeliveryQueue()
+async def test_calls_are_accepted_before_responses_are_delivered() -> None:
     served: list[Waiting] = []
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
-    for _ in range(2 * A_TURN):
-        queue.add(Waiting(served))
-    now_s += 2 * _BUSY_S
+    queue = DeliveryQueue()
+    queue.add(Waiting(served))
+    queue.expect_calls()
+    queue.add(Waiting(served, has_begun=False))
     await turns(1)
-    assert len(served) == _BUSY_TURN // (_DELIVERY + 1)
+    assert [one.has_begun for one in served] == [False], "a first token need not wait"
+    await turns(_CALL_TURNS - 1)
+    assert len(served) == 1
+    await turns(1)
+    assert len(served) == 2
 
 
 async def test_a_response_that_raises_keeps_nobody_waiting() -> None:
@@ -102,7 +109,7 @@ async def test_a_response_that_raises_keeps_nobody_waiting() -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
     queue.add(Broken(served))
     queue.add(Waiting(served))
-    await turns(_READING_TURNS + 2)
+    await turns(_MESSAGE_TURNS + 2)
     assert len(served) == len(raised) == 1
 
 
