@@ -14,26 +14,27 @@ class ScriptedGrammar:
     def __init__(self, output: Sequence[int], forced: Container[int]) -> None:
         self._output = list(output)
         self._forced = forced
-        self._length = 0
+        self.length = 0
+        self.row_ns = 0
         self.calls = 0
 
     def confirm(self, tokens: Sequence[int]) -> None:
-        end = self._length + len(tokens)
-        assert list(tokens) == self._output[self._length : end], "advanced by tokens that are not confirmed"
-        self._length = end
+        end = self.length + len(tokens)
+        assert list(tokens) == self._output[self.length : end], "advanced by tokens that are not confirmed"
+        self.length = end
 
     def forced(self, most: int, ahead: Sequence[int] = ()) -> tuple[int, ...]:
         self.calls += 1
         if self.allowed_prefix(ahead) < len(ahead):
             return ()
-        start = end = self._length + len(ahead)
+        start = end = self.length + len(ahead)
         while end < min(start + most, len(self._output)) and end in self._forced:
             end += 1
         return tuple(self._output[start:end])
 
     def allowed_prefix(self, tokens: Sequence[int], ahead: Sequence[int] = ()) -> int:
         """Allow anything where nothing is forced."""
-        start = self._length + len(ahead)
+        start = self.length + len(ahead)
         for index, token in enumerate(tokens, start):
             if index in self._forced and (index >= len(self._output) or token != self._output[index]):
                 return index - start

@@ -12,6 +12,7 @@ from galley.core.grammar.compiled import CompiledGrammar, GrammarState
 _MOST_LAG = 64
 # A step waits for its masks, so draft tokens of a grammar whose rows take longer than this gain nothing.
 _MOST_ROW_NS = 2_000_000
+_MOST_FORCED = 64
 
 
 class GrammarFollower:
@@ -26,6 +27,7 @@ class GrammarFollower:
         self._tokens = tokens
         self._prompt_len = prompt_len
         self._checked: tuple[int, tuple[int, ...], int] = (-1, (), 0)
+        self._forced: tuple[int, tuple[int, ...]] = (-1, ())
 
     def resume(self, grammar: CompiledGrammar, tokens: Sequence[int], prompt_len: int) -> bool:
         """Follow these tokens from now on; return False if the state has seen others."""
@@ -58,14 +60,28 @@ class GrammarFollower:
             self._checked = (len(self._tokens), draft_tokens, count)
         return count
 
+    def forced(self, most: int) -> tuple[int, ...]:
+        """Return at most `most` tokens that are certain to follow; none where `allowed_prefix` gives 0."""
+        if most <= 0 or self.state.row_ns > _MOST_ROW_NS:
+            return ()
+        position, run = self._forced
+        if position != len(self._tokens):
+            run = self.state.forced(_MOST_FORCED) if self._is_near() else ()
+            self._forced = (len(self._tokens), run)
+        return run[:most]
+
     def _count_allowed(self, draft_tokens: tuple[int, ...]) -> int:
-        if not draft_tokens or len(self._tokens) - self._seen > _MOST_LAG:
-            return 0
+        return self.state.allowed_prefix(draft_tokens) if draft_tokens and self._is_near() else 0
+
+    def _is_near(self) -> bool:
+        """Bring the state up to the last token; return False if it lags too far behind, or has failed."""
+        if len(self._tokens) - self._seen > _MOST_LAG:
+            return False
         try:
             self.catch_up()
         except GalleyError:
-            return 0  # the engine gets the same error, and reports it
-        return self.state.allowed_prefix(draft_tokens)
+            return False  # the engine gets the same error, and reports it
+        return True
 
 
 def follow(

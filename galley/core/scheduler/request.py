@@ -145,7 +145,8 @@ class ActiveRequest:
         """Advance the hint to the present position, and set `tail` to what it offers within room and grammar.
 
         If it offers nothing, use the previous hint, which ended later. On a slow link, the hint drafted after
-        a rejected token can arrive too late, while the previous one may match again.
+        a rejected token can arrive too late, while the previous one may match again. If no hint offers
+        anything, use what the grammar forces, which is certain; the gateway's hint of it is on its way.
         """
         self._hint, offered = self._followed(self._hint)
         self._previous, previous = self._followed(self._previous)
@@ -153,6 +154,10 @@ class ActiveRequest:
         tokens = rest.draft_tokens[: self.room]
         if self.grammar is not None:
             tokens = tokens[: self.grammar.allowed_prefix(tokens)]
+            if not tokens and self.message.max_verified:
+                forced = self.grammar.forced(self.room)
+                rest = HintTail(forced, (1.0,) * len(forced))
+                tokens = rest.draft_tokens
         self.tail = HintTail(tokens, rest.survival[: len(tokens)], rest.after_mismatch)
 
     def _followed(self, hint: PendingHint | None) -> tuple[PendingHint | None, HintTail]:

@@ -42,7 +42,7 @@ from galley.core.session.drafting import Drafting, PendingProposal
 from galley.core.session.round import Round, SpeculationStats
 from galley.core.session.sources import LocalSources
 from galley.core.session.speculation import Speculation
-from galley.core.session.verifying import Verifying
+from galley.core.session.verifying import OpenVerify, Verifying
 from galley.core.store import LogBehind, SessionEnded
 
 _MS = 1_000_000
@@ -396,9 +396,15 @@ class Session:
         if violation:
             self._end_with(Broken(f"the target's verdict {violation}"))
             return
-        sources = open_verify.sources(event, self.answer) if event.verified else ()
+        sources = self._sources_of(event, open_verify) if event.verified else ()
         self._confirm(event, sources, now, reads_prompt=open_verify.prefills)
         self._after_verdict(event, now)
+
+    def _sources_of(self, event: ev.Verified, open_verify: OpenVerify) -> list[str]:
+        """Return what proposed each verified draft token. The target knows itself what a grammar forces."""
+        sources = open_verify.sources(event, self.answer)
+        self._round.record_sent([GRAMMAR] * sources.count(""))
+        return [source or GRAMMAR for source in sources]
 
     def _confirm(self, event: ev.Verified, sources: Sequence[str], now: int, *, reads_prompt: bool) -> None:
         """Take a verdict; `sources` are those of the draft tokens that it verified."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from galley.core.answer.answer import Answer
 from galley.core.hints import Hint, HintTail
-from galley.core.names import NO_STRATEGY
 from galley.core.session.drafting import MAX_MISSES, usable_cache_len, valid_prefix
 from galley.core.session.events import CacheMissed, CancelVerify, ExtendVerify, Slice, Verified, Verify
 
@@ -39,7 +38,10 @@ class OpenVerify:
         self._hints = [hint for hint in self._hints if hint.end > len(answer.tokens)]
 
     def sources(self, event: Verified, answer: Answer) -> list[str]:
-        """Return what proposed each of the verified draft tokens. Call it before they are confirmed."""
+        """Return what proposed each of the verified draft tokens, "" for those that no hint has.
+
+        Call it before they are confirmed.
+        """
         first = len(answer.tokens)
         return [
             self._source(first + i, event.tokens[i] if i < event.accepted else None)
@@ -52,7 +54,7 @@ class OpenVerify:
             at = position - hint.position
             if 0 <= at < len(hint.sources) and token in {None, hint.draft_tokens[at]}:
                 return hint.sources[at]
-        return NO_STRATEGY
+        return ""
 
     def violation(self, event: Verified, answer: Answer) -> str:
         """Return how a verdict breaks the protocol, or "": a faulty target must not reach the log."""
@@ -81,8 +83,11 @@ class OpenVerify:
     def _were_hinted(self, event: Verified, answer: Answer) -> bool:
         """Return True if each accepted token stands in a hint at its position.
 
-        Only positions are compared, because the target may use the rest of a hint after a rejected token.
+        Only positions are compared, because the target may use the rest of a hint after a rejected token. It
+        may also verify tokens that a grammar forces before their hint has come.
         """
+        if answer.spec.grammar is not None:
+            return event.verified <= answer.spec.k
         first = len(answer.tokens)
         if first + event.verified > max((hint.end for hint in self._hints), default=0):
             return False

@@ -32,6 +32,7 @@ async def test_a_resumed_session_keeps_its_grammar(world: World) -> None:
     first, second = await world.gateway(), await world.gateway()
     stream, received = await world.held(first, passes=2, regex=ANY_TEXT, ignore_eos=False)
     stream.cancel()
+    await first.idle()
     world.target.gate.open()
     world.target.calls.clear()
     await received.listen(second.client.resume_stream(stream))

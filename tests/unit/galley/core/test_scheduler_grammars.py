@@ -303,3 +303,35 @@ def test_where_masks_take_long_no_draft_token_is_verified() -> None:
     assert session.round(true[7:8]).verified == 1
     assert session.output == true
     assert state.length < len(true)
+
+
+FORCED = GrammarSpec("regex", "(abcd|abce)ed{3}(a|b)")
+
+
+def test_forced_tokens_are_verified_before_their_hint_has_come() -> None:
+    compiled = grammar(FORCED)
+    true = answer(compiled)
+    session = Session(bench_of()[0], compiled)
+    session.submit(credit=20, max_verified=8)
+    results = session.bench.results()
+    [confirmed] = results.values()
+    assert [token for result in confirmed for token in result.tokens] == true
+    assert sum(result.verified for result in confirmed) == sum(result.accepted for result in confirmed) == 7
+    assert len(confirmed) == len(true) - 7
+
+
+def test_a_session_without_speculation_verifies_no_forced_token() -> None:
+    session = Session(bench_of()[0], grammar(FORCED))
+    session.submit(credit=20)
+    [confirmed] = session.bench.results().values()
+    assert {result.verified for result in confirmed} == {0}
+
+
+def test_a_hint_goes_before_forced_tokens() -> None:
+    compiled = grammar(FORCED)
+    true = answer(compiled)
+    session = Session(bench_of()[0], compiled)
+    result = session.round(true[:4], max_verified=8)
+    assert (result.verified, result.accepted) == (4, 4)
+    second = session.round([F], max_verified=8)
+    assert (second.verified, second.accepted) == (1, 1), "in place of the one that is not allowed"

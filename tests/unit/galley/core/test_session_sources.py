@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from galley.core.errors import Broken
 from galley.core.grammar.compiled import compile_grammar
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.lookup.prediction import PredictionLookup, prediction_calibration
@@ -133,6 +134,29 @@ def test_auto_proposes_nothing_where_no_token_is_worth_a_row(credit: int) -> Non
     request = here.to_target[-1]
     assert isinstance(request, ev.Verify)
     assert request.draft_tokens == ()
+
+
+@pytest.mark.parametrize(("verified", "is_valid"), [(3, True), (4, True), (5, False)])
+def test_a_target_may_verify_what_the_grammar_forces_before_the_hint(verified: int, is_valid: bool) -> None:
+    """It may verify at most k tokens. Without a grammar, it may verify what it was sent alone."""
+    for grammar, valid in ((GrammarSpec("json_object"), is_valid), (None, False)):
+        here = World(
+            spec(k=4, stop_token_ids=frozenset[int](), max_position=3 + LENGTH, grammar=grammar),
+            SessionLimits(credit=32),
+            sources=partial(scripted_sources, forced=range(20, LENGTH)),
+        )
+        [request] = here.to_target
+        assert isinstance(request, ev.Verify)
+        tokens = tuple(here.truth[3 : 3 + verified + 1])
+        event = ev.Verified(request.request_id, 3, tokens, verified, verified, 2, "build", more=True)
+        if valid:
+            here.session.step(event, now=1)
+            assert here.session.stats.sources == {
+                GRAMMAR: ev.SourceTokens(GRAMMAR, verified, verified, verified)
+            }
+        else:
+            [end] = [one for one in here.session.step(event, now=1) if isinstance(one, ev.End)]
+            assert isinstance(end.error, Broken)
 
 
 def test_tokens_are_counted_by_source_in_every_round(credit: int) -> None:
