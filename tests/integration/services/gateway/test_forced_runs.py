@@ -80,7 +80,7 @@ async def test_a_target_that_ignores_the_grammar_does_not_reach_the_log(world: W
 
     world.target.truth = ignoring
     gateway = await world.gateway()
-    with_grammar = answered(gateway, speculation=ALONE)
-    error = await refused(with_grammar)
-    assert error.code == grpc.StatusCode.INTERNAL
+    error = await refused(answered(gateway, speculation=ALONE))
+    await gateway.idle()
     world.expect_error("session failed")
+    assert error.code == grpc.StatusCode.INTERNAL
