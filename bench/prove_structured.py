@@ -12,7 +12,7 @@ processes answer them with the default model in float32:
 
 A finished answer must be valid for a validator that is no part of the grammars; a token that its grammar does
 not allow counts as a problem, in an unfinished answer too. Writes bench/results/structured_proof.json; exits
-1 if there is a problem, or if an expected part is missing.
+1 if there is a problem.
 """
 
 from __future__ import annotations
@@ -85,6 +85,14 @@ class Proof:
 
     async def run(self, folder: Path) -> None:
         model = resolve_model(DEFAULT_MODEL)
+        if set(self._parts) - {"vllm"}:
+            await self._run_paged(model, folder)
+        if "vllm" in self._parts:
+            await self._run_vllm(model)
+        self._complete = True
+        self._write()
+
+    async def _run_paged(self, model: Path, folder: Path) -> None:
         draft = truncate_model(model, list(DRAFT_LAYERS), folder / "draft")
         paged = StackOptions(
             draft_model=str(draft), strategies=(NGRAM,), dtype="float32", gateways=2, replicas=2, drafts=2
@@ -95,10 +103,6 @@ class Proof:
                 await self._read_with_drafts(trial, stack)
             if "kills" in self._parts:
                 await self._read_under_kills(trial, stack)
-        if "vllm" in self._parts:
-            await self._run_vllm(model)
-        self._complete = True
-        self._write()
 
     async def _learnt(self, stack: Stack, model: Path, name: str) -> Trial:
         async with AsyncClient(stack.gateways) as client:
