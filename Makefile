@@ -122,12 +122,15 @@ MUTANTS ?= 300
 ONLY ?=
 
 .PHONY: prove-noise prove-drafting prove-tokens prove-structured prove-engine prove-vllm prove-ray prove-ownership prove-attacks prove-http
-.PHONY: prove-load-tools prove-boot prove-cluster prove-images prove-scale simulate chaos soak mutate mutate-known
+.PHONY: prove-shared-answers prove-load-tools prove-boot prove-cluster prove-images prove-scale simulate chaos soak mutate mutate-known
 prove-noise: setup ## prove that no noise value is infinite or NaN over 10^8 words
 	@$(BIN)/python -m bench.prove_noise
 
 prove-drafting: setup ## prove that AUTO keeps up with the best fixed k, on virtual time
 	@$(BIN)/python -m bench.prove_drafting
+
+prove-shared-answers: setup ## prove that drafts that replace killed ones propose as those did
+	@$(BIN)/python -m bench.prove_shared_answers
 
 prove-tokens: setup ## prove that tokens are those of transformers, whatever the draft and k
 	@$(BIN)/python -m bench.prove_tokens
