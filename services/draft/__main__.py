@@ -21,7 +21,7 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.answers.exchange import AnswerExchange
 from services.draft.answers.log import AnswerLog
 from services.draft.answers.mailbox import SharedAnswers
-from services.draft.loading import load_grammars, load_strategies
+from services.draft.loading import draft_grammars, load_strategies
 from services.draft.loop import DraftLoop
 from services.draft.servicer import DraftService
 from services.draft.settings import DraftSettings
@@ -51,7 +51,7 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
         )
         loop.background = shared
         exchange = None if shared is None else AnswerExchange(_log(settings, info), shared, loop.wake)
-        grammars = load_grammars(settings, info.vocab_size)
+        grammars = await in_passing_thread(draft_grammars, settings, info.vocab_size)
         service = DraftService(loop, info, spans, exchange, grammars)
         rpc.add_DraftServicer_to_server(service, server)
         address = settings.advertise or parts.address

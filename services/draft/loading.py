@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 from galley.common.host import this_host
 from galley.common.logs import get_logger
-from galley.common.models.files import token_table, tokenizer_hash
-from galley.common.models.grammars import ReplicaGrammars
+from galley.common.models.files import CONFIGS, end_token_ids, token_table, tokenizer_hash
+from galley.common.models.grammars import ReplicaGrammars, load_grammars
 from galley.common.models.hub import local_directory
 from galley.common.server.process import limit_threads, report_memory
 from galley.core import names
-from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.kv.blocks import BLOCK_TOKENS
-from galley.core.scheduler.messages import Slice
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.answers.mailbox import SharedAnswers
 from services.draft.settings import DraftSettings
@@ -60,31 +58,26 @@ def load_strategies(
     return offered, info
 
 
-def load_grammars(settings: DraftSettings, vocab_size: int) -> ReplicaGrammars | None:
-    """Return what compiles the grammars of sessions; None for a draft that knows no tokenizer.
+def draft_grammars(settings: DraftSettings, vocab_size: int) -> ReplicaGrammars | None:
+    """Return what compiles the grammars of sessions; None for a draft that knows no tokenizer. Blocks.
 
     A `vocab_size` of 0 is that of the tokenizer.
     """
     if settings.model is None and settings.tokenizer is None:
         return None
-    return ReplicaGrammars(lambda part: _vocabulary(settings, vocab_size, part))
+    directory = _tokenizer_directory(settings)
+    size = vocab_size or max(token_table(directory / _TOKENIZER)) + 1
+    return load_grammars(directory, size, end_token_ids(directory))
 
 
-def _vocabulary(settings: DraftSettings, vocab_size: int, part: Slice) -> Vocabulary:
-    """Return the vocabulary of sessions like this one. Their stop tokens include the end tokens."""
-    path = _tokenizer_file(settings)
-    size = vocab_size or max(token_table(path)) + 1
-    return Vocabulary.of_tokenizer(path.read_text(encoding="utf-8"), size, tuple(part.stop_token_ids))
-
-
-def _tokenizer_file(settings: DraftSettings) -> Path:
+def _tokenizer_directory(settings: DraftSettings) -> Path:
     if settings.model is None:
-        return local_directory(str(settings.tokenizer), (_TOKENIZER,)) / _TOKENIZER
+        return local_directory(str(settings.tokenizer), (_TOKENIZER, *CONFIGS))
     from galley.engine.load.resolve import resolve_model  # noqa: PLC0415  # imports torch
 
-    own = resolve_model(settings.model) / _TOKENIZER
+    own = resolve_model(settings.model)
     # A trained draft has only its target's.
-    return own if own.is_file() else resolve_model(settings.target_model) / _TOKENIZER
+    return own if (own / _TOKENIZER).is_file() else resolve_model(settings.target_model)
 
 
 def _load_model(settings: DraftSettings) -> CausalModel | None:

@@ -124,10 +124,13 @@ class DraftService(rpc.DraftServicer):
 
     async def _propose(self, job: ProposeJob, remaining_ns: int, span: LightSpan | None) -> Done:
         if job.slice.grammar_hash and self._grammars is not None:
-            compiled = await self._grammars.compiled(job.slice)
+            began_ns = time.monotonic_ns()
+            compiled = await self._grammars.compiled(job.slice, remaining_ns)
             if isinstance(compiled, Miss):
                 return Done(compiled, queue_ns=0, compute_ns=0)
             job = replace(job, grammar=compiled)
+            if remaining_ns:
+                remaining_ns = max(1, remaining_ns - (time.monotonic_ns() - began_ns))
         return await self._loop.submit(job, remaining_ns, span)
 
 

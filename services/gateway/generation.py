@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from structlog.contextvars import bind_contextvars
 
+from galley.common.fair_threads import FairThreads
 from galley.core.admission.admission import AdmissionSlot
 from galley.core.answer.answer import Answer, Chunk, Ending, NumericsChanged, SessionSpec
 from galley.core.errors import Broken
@@ -31,7 +32,7 @@ from services.gateway.clock import SECOND
 from services.gateway.replicas.drafts import DraftPool
 from services.gateway.replicas.targets import TargetPool
 from services.gateway.request.grammars import Grammars
-from services.gateway.request.threads import PromptThreads, is_short
+from services.gateway.request.threads import is_short
 from services.gateway.request.validate import (
     Limits,
     Model,
@@ -173,7 +174,7 @@ class Generation:
     id_secret: bytes
     observers: RequestObservers
     address: str = ""
-    prompt_threads: PromptThreads = field(default_factory=PromptThreads)
+    prompt_threads: FairThreads = field(default_factory=FairThreads)
 
     @asynccontextmanager
     async def generate(self, request: pb.GenerateRequest, call: ClientCall) -> AsyncIterator[AnswerStream]:

@@ -16,7 +16,7 @@ import grpc
 from galley.common.host import this_host
 from galley.common.logs import get_logger
 from galley.common.metrics.registry import Registry
-from galley.common.models.grammars import ReplicaGrammars
+from galley.common.models.grammars import ReplicaGrammars, load_grammars
 from galley.common.registry.leases import TARGET_POOL, target_lease
 from galley.common.registry.registration import registered
 from galley.common.server.process import in_passing_thread
@@ -27,7 +27,6 @@ from galley.common.wire.codec import check_lora, check_token_ids, logprobs_messa
 from galley.core.content import HASH_BYTES, Miss, cache_salt
 from galley.core.errors import GalleyError, InvalidField, Unimplemented, check_length, check_range
 from galley.core.grammar.compiled import CompiledGrammar
-from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.hints import MAX_HINT_TOKENS, Hint
 from galley.core.routing.choice import TargetLease
 from galley.core.scheduler.messages import Confirmed, Extend, VerifyRequest
@@ -146,7 +145,7 @@ class TargetService(rpc.TargetServicer):
             if tickets is None:
                 request = replace(request, credit=0)
             if request.grammar_hash:
-                compiled = await self._compiled(request)
+                compiled = await self._compiled(request, item.slice.remaining_ns)
                 if isinstance(compiled, Miss):
                     span.answered(compiled)
                     yield answer_of(pb.VerifyAnswer, item.slice, compiled, result_of)
@@ -169,10 +168,10 @@ class TargetService(rpc.TargetServicer):
                     del tickets[request_key]
             span.end()
 
-    async def _compiled(self, request: VerifyRequest) -> CompiledGrammar | Miss | None:
+    async def _compiled(self, request: VerifyRequest, remaining_ns: int) -> CompiledGrammar | Miss | None:
         if self._grammars is None:
             raise Unimplemented("slice.structured_output")
-        return await self._grammars.compiled(request)
+        return await self._grammars.compiled(request, remaining_ns)
 
     def _extend(self, tickets: _Tickets, message: pb.Extension) -> None:
         """Extend a running request, or end it with the status of an invalid extension."""
@@ -319,16 +318,11 @@ async def add_target(
     )
     host = this_host(settings.thread_count, settings.device)
     spans = parts.telemetry.scope(__name__)
-    grammars = ReplicaGrammars(lambda _: _vocabulary(engine.info))
+    info = engine.info
+    grammars = await in_passing_thread(load_grammars, info.directory, info.vocab_size, info.eos_token_ids)
     service = TargetService(engine.serve(times, limits), spans, parts.metrics, host, grammars)
     rpc.add_TargetServicer_to_server(service, server)
     return service
-
-
-def _vocabulary(info: EngineInfo) -> Vocabulary:
-    """Return the vocabulary of the model's logits; takes some tenths of a second."""
-    text = (info.directory / "tokenizer.json").read_text(encoding="utf-8")
-    return Vocabulary.of_tokenizer(text, info.vocab_size, info.eos_token_ids)
 
 
 def registered_target(service: TargetService, settings: TargetSettings, bound: str) -> Service:

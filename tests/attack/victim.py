@@ -162,7 +162,7 @@ class Victim:
         tokenizer = tokenizer_hash(self._tokenizer)
         engine = Engine(tokenizer_hash=tokenizer, vocab_size=VOCAB, eos_token_ids=(END,))
         served = engine.serve(_TIMES, Limits())
-        grammars = ReplicaGrammars(lambda _: self._vocabulary())
+        grammars = ReplicaGrammars(self._vocabulary())
         target = TargetService(served, parts.telemetry.scope("target"), parts.metrics, grammars=grammars)
         rpc.add_TargetServicer_to_server(target, server)
         return target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,15 @@ def bpe_vocabulary() -> Vocabulary:
 def ascii_vocabulary() -> Vocabulary:
     """Return that of the tiny model: each token is a byte of ASCII, but for the one that ends an answer."""
     return Vocabulary.of_bytes([bytes([byte]) for byte in range(VOCAB)], [STOP])
+
+
+def save_ascii_tokenizer(directory: Path) -> None:
+    """Save a tokenizer.json that grammars can read: as `ascii_vocabulary`, but without control characters."""
+    ids = {chr(token) if ord(" ") < token < 127 else f"<{token}>": token for token in range(VOCAB)}
+    fast = Tokenizer(models.BPE(ids, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.save(str(directory / "tokenizer.json"))
 
 
 def tokens_of(vocabulary: Vocabulary, text: str) -> list[int]:

@@ -32,6 +32,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 
+# Where a model's end tokens are, the first that has them.
+CONFIGS = ("generation_config.json", "config.json")
+
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 HASH_BYTES = 16
 
@@ -121,3 +124,14 @@ def token_table(path: Path) -> dict[int, str]:
         raise NoTokenizer(f"{path.parent}: must hold the tokenizer.json of a fast tokenizer") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise NoTokenizer(f"{path}: must be a tokenizer that can be read: {error!r}") from error
+
+
+def end_token_ids(directory: Path) -> tuple[int, ...]:
+    """Return the end tokens of the model in `directory`, none if its files name none."""
+    for name in CONFIGS:
+        try:
+            ids = json.loads((directory / name).read_text(encoding="utf-8"))["eos_token_id"]
+            return (ids,) if isinstance(ids, int) else tuple(map(int, ids))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # absent or null, here or in a file that is absent
+    return ()

@@ -3,43 +3,62 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
+from galley.common.fair_threads import FairThreads
+from galley.common.logs import get_logger
 from galley.core.content import Miss, prefix_hash
+from galley.core.errors import DeadlinePassed, UnsupportedModel
 from galley.core.grammar.cache import GrammarCache
 from galley.core.grammar.compiled import CompiledGrammar
-from galley.core.grammar.spec import GrammarSpec
 from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.scheduler.messages import Slice
 
+_LOG = get_logger(__name__)
 # What a cache says that knows nothing of the session: the next slice then brings the grammar.
 _MISS = Miss(0, prefix_hash(()))
 
 
 class ReplicaGrammars:
-    def __init__(self, make: Callable[[Slice], Vocabulary]) -> None:
-        """`make` returns the model's vocabulary. It is called once, on the thread, with the first slice."""
-        self._make = make
-        self._cache: GrammarCache | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+    """The grammars that were used last. Tenants compile in turn, one grammar at a time."""
 
-    async def compiled(self, part: Slice) -> CompiledGrammar | Miss | None:
+    def __init__(self, vocabulary: Vocabulary, thread: Executor | None = None) -> None:
+        """Compile on `thread`, or on one of its own."""
+        self._cache = GrammarCache(vocabulary)
+        self._threads = FairThreads(thread or ThreadPoolExecutor(1, thread_name_prefix="grammars"))
+
+    async def compiled(self, part: Slice, remaining_ns: int) -> CompiledGrammar | Miss | None:
         """Return the grammar of a slice, None if it has none, or a miss if only its unknown hash came.
 
-        Raise InvalidGrammar for one that cannot be compiled.
+        A `remaining_ns` of 0 is no deadline. Raise DeadlinePassed; raise InvalidGrammar for one that cannot
+        be compiled.
         """
         if not part.grammar_hash:
             return None
-        known = None if self._cache is None else self._cache.get(part.grammar_hash)
+        known = self._cache.get(part.grammar_hash)
         if known is not None:
             return known
         if part.grammar is None:
             return _MISS
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._compile, part, part.grammar)
+        compile_it = partial(self._cache.compile, part.grammar)
+        try:
+            async with asyncio.timeout(remaining_ns / 1e9 or None):
+                return await self._threads.run(part.key[0], compile_it)
+        except TimeoutError:
+            raise DeadlinePassed("the deadline passed before the grammar was compiled") from None
 
-    def _compile(self, part: Slice, spec: GrammarSpec) -> CompiledGrammar:
-        if self._cache is None:
-            self._cache = GrammarCache(self._make(part))
-        return self._cache.compile(spec)
+
+def load_grammars(directory: Path, vocab_size: int, end_tokens: Sequence[int]) -> ReplicaGrammars | None:
+    """Return what compiles grammars for the tokenizer in `directory`; None, with a warning, if it cannot.
+
+    Takes some tenths of a second, in which no other thread runs: call it before the replica serves.
+    """
+    try:
+        text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+        return ReplicaGrammars(Vocabulary.of_tokenizer(text, vocab_size, end_tokens))
+    except (UnsupportedModel, OSError, ValueError) as error:
+        _LOG.warning("structured output unavailable", reason=str(error))
+        return None

@@ -13,8 +13,6 @@ from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
 from galley.common.registry.registration import Registration
 from galley.core.answer.answer import SessionSpec
 from galley.core.cost.model import StepTimes
-from galley.core.grammar.vocabulary import Vocabulary
-from galley.core.scheduler.messages import Slice
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.loop import DraftLoop
@@ -68,10 +66,6 @@ class SimEngine(KnownEngine):
 
     def choose(self, seed: int, position: int, history: Sequence[int], allowed: Sequence[int]) -> int:
         return true_token(self.info.fingerprint, seed, position, history, allowed)
-
-
-def _vocabulary(_: Slice) -> Vocabulary:
-    return VOCABULARY
 
 
 class Failing:
@@ -137,7 +131,7 @@ class SimTarget:
         self.engine = world.kinds.engine(self._build)
         limits = Limits(max_draft_tokens=MOST_DRAFT_TOKENS, max_linger_ms=5.0)
         self.target = self.engine.serve(PASS_TIMES, limits)
-        self.service = _NotedTarget(self.target, None, grammars=ReplicaGrammars(_vocabulary))
+        self.service = _NotedTarget(self.target, None, grammars=ReplicaGrammars(VOCABULARY))
         self.service.world, self.service.name = world, self.address
         registry: Any = SimRegistry(world.redis, process)
         lease = partial(self.service.lease, self.address)
@@ -177,7 +171,7 @@ class SimDraft:
             max_draft_tokens=MOST_DRAFT_TOKENS,
             vocab_size=VOCAB,
         )
-        self.service = _NotedDraft(loop, info, None, grammars=ReplicaGrammars(_vocabulary))
+        self.service = _NotedDraft(loop, info, None, grammars=ReplicaGrammars(VOCABULARY))
         self.service.world, self.service.name = world, self.address
         registry: Any = SimRegistry(world.redis, process)
         lease, every_s = partial(self.service.lease, self.address), world.schedule.timing.lease_s / 3

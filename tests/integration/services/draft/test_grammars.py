@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from galley.common.models.grammars import ReplicaGrammars
 from galley.common.wire.codec import grammar_message
@@ -20,16 +26,18 @@ from galley.engine.masking import confirmed_mask
 from galley.engine.model import CausalModel, Rows
 from galley.engine.sampler import draw_masked
 from galley.pb.galley.v1 import galley_pb2 as pb
+from services.draft.loading import draft_grammars
+from services.draft.settings import DraftSettings
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal, Strategy
 from services.draft.strategies.hybrid import HybridStrategy
 from services.draft.strategies.model import ModelSteps, ModelStrategy
 from services.draft.strategies.ngram import Lookups, NgramStrategy
 from tests.fakes.tiny_model import STOP, load_tiny_model
 from tests.fakes.verify_items import slice_of
-from tests.fakes.vocabularies import ascii_vocabulary
+from tests.fakes.vocabularies import ascii_vocabulary, save_ascii_tokenizer
 from tests.integration.galley.engine.drafts import HEAD_TOKENS, draft_of, load_draft, save_target
 from tests.integration.services.draft.jobs import job_of
-from tests.integration.services.draft.steps import serving
+from tests.integration.services.draft.steps import PATIENCE_S, serving
 
 PROMPT = [5, 9, 2, 33, 17]
 SPEC = GrammarSpec("regex", "([a-c]{2}[x-z]){2,4}")
@@ -189,7 +197,7 @@ async def test_a_grammar_arrives_with_the_first_slice_and_its_hash_with_the_othe
     model: CausalModel, grammar: CompiledGrammar
 ) -> None:
     true = answer_of(model, grammar, GREEDY)
-    grammars = ReplicaGrammars(lambda _: ascii_vocabulary())
+    grammars = ReplicaGrammars(ascii_vocabulary())
     async with serving(ModelStrategy(ModelSteps(model)), grammars=grammars) as draft:
 
         async def propose(given: pb.ProposeItem) -> pb.ProposeAnswer:
@@ -204,6 +212,53 @@ async def test_a_grammar_arrives_with_the_first_slice_and_its_hash_with_the_othe
         assert list(second.result.draft_tokens) == true[4:8]
         refused = await propose(item(PROMPT, spec=GrammarSpec("regex", "(a")))
         assert "structured_output.regex" in refused.status.message
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({"generation_config.json": [STOP, 3], "config.json": 4}, {STOP, 3}),
+        ({"generation_config.json": None, "config.json": STOP}, {STOP}),
+    ],
+)
+async def test_the_end_tokens_are_the_models(
+    tmp_path: Path, files: dict[str, object], ends: set[int]
+) -> None:
+    """Not the stop tokens of whichever session comes first, some of which are its caller's."""
+    save_ascii_tokenizer(tmp_path)
+    for name, ids in files.items():
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": ids}))
+    grammars = draft_grammars(DraftSettings(tokenizer=str(tmp_path)), 0)
+    assert grammars is not None
+    part = lookup_job(None, "").slice
+    first = replace(
+        part, grammar=SPEC, grammar_hash=SPEC.content_hash, stop_token_ids=frozenset({STOP, ord("a")})
+    )
+    compiled = await grammars.compiled(first, 0)
+    assert isinstance(compiled, CompiledGrammar)
+    assert compiled.vocabulary.end_tokens == ends
+
+
+def test_without_end_tokens_a_draft_knows_no_grammar(tmp_path: Path) -> None:
+    save_ascii_tokenizer(tmp_path)
+    with capture_logs() as logs:
+        assert draft_grammars(DraftSettings(tokenizer=str(tmp_path)), 0) is None
+    assert [entry["event"] for entry in logs] == ["structured output unavailable"]
+
+
+async def test_a_deadline_that_passes_while_a_grammar_is_compiled_ends_the_request() -> None:
+    go_on = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(go_on.wait, PATIENCE_S)
+        grammars = ReplicaGrammars(ascii_vocabulary(), thread)
+        async with serving(NgramStrategy(Lookups()), grammars=grammars) as draft:
+            late, due = item(PROMPT), item([7, 8, 9, 7, 8])
+            late.slice.remaining_ns, due.slice.session_id = 1_000_000, "due"
+            (answer,) = (await draft.stub.Propose(pb.ProposeRequest(items=[late]))).answers
+            assert answer.status.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+            go_on.set()
+            (answer,) = (await draft.stub.Propose(pb.ProposeRequest(items=[due]))).answers
+            assert answer.WhichOneof("outcome") == "result"
 
 
 async def test_a_draft_without_a_tokenizer_proposes_without_the_grammar() -> None:

@@ -17,7 +17,6 @@ from galley.common.server.server import Parts, start_server
 from galley.common.tracing.light_spans import SpanScope
 from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError
-from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.step import Draw, Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
 from galley.engine.model import CausalModel
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -201,7 +200,7 @@ class Served:
         limits: Limits,
         spans: SpanScope | None,
         registry: Registry | None = None,
-        grammars: Callable[[], Vocabulary] | None = ascii_vocabulary,
+        grammars: Callable[[], ReplicaGrammars | None] = lambda: ReplicaGrammars(ascii_vocabulary()),
     ) -> None:
         self._spans = spans
         self._grammars = grammars
@@ -212,9 +211,7 @@ class Served:
     async def start(self) -> None:
         async def build(server: grpc.aio.Server, parts: Parts) -> TargetService:
             engine = self._engine.serve(FLAT, self._limits)
-            make = self._grammars
-            grammars = None if make is None else ReplicaGrammars(lambda _: make())
-            service = TargetService(engine, self._spans, parts.metrics, grammars=grammars)
+            service = TargetService(engine, self._spans, parts.metrics, grammars=self._grammars())
             rpc.add_TargetServicer_to_server(service, server)
             return service
 

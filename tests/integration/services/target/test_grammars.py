@@ -262,7 +262,7 @@ async def test_a_grammar_that_begins_after_a_token_allows_all_but_an_end_before_
 
 
 async def test_without_a_vocabulary_grammars_are_refused(engine: Recording, limits: Limits) -> None:
-    served = Served(engine, limits, None, grammars=None)
+    served = Served(engine, limits, None, grammars=lambda: None)
     await served.start()
     async with grpc.aio.insecure_channel(served.running.address) as channel:
         target = rpc.TargetStub(channel)

@@ -1,14 +1,16 @@
-"""Threads for prompts: a principal has one at a time, and holds up nobody else."""
+"""Threads for the work of callers: each has one at a time, and holds up nobody else."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.gateway.request.threads import PromptThreads
+from galley.common.fair_threads import FairThreads
+from galley.core.errors import Broken
 from tests.fakes.waiting import PATIENCE_S
 
 MANY = 64
@@ -41,7 +43,7 @@ def prompts() -> Iterator[Prompts]:
 
 
 async def test_prompts_of_one_principal_do_not_hold_up_another(prompts: Prompts) -> None:
-    threads = PromptThreads()
+    threads = FairThreads()
     tasks = [asyncio.create_task(threads.run("bad", prompts.parse)) for _ in range(MANY)]
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.to_thread(prompts.began.wait, PATIENCE_S)
@@ -52,7 +54,7 @@ async def test_prompts_of_one_principal_do_not_hold_up_another(prompts: Prompts)
 
 
 async def test_a_cancelled_call_keeps_its_thread_until_the_prompt_is_parsed(prompts: Prompts) -> None:
-    threads = PromptThreads()
+    threads = FairThreads()
     async with asyncio.timeout(PATIENCE_S):
         for _ in range(MANY):
             task = asyncio.create_task(threads.run("bad", prompts.parse))
@@ -65,7 +67,7 @@ async def test_a_cancelled_call_keeps_its_thread_until_the_prompt_is_parsed(prom
 
 
 async def test_an_error_of_the_prompt_is_raised_and_ends_the_turn() -> None:
-    threads = PromptThreads()
+    threads = FairThreads()
 
     def refuse() -> None:
         raise ValueError("text: must not be empty")
@@ -74,3 +76,37 @@ async def test_an_error_of_the_prompt_is_raised_and_ends_the_turn() -> None:
         for _ in range(2):
             with pytest.raises(ValueError, match="must not be empty"):
                 await threads.run("p", refuse)
+
+
+class Panic(BaseException):
+    """As pyo3 raises where a library panics."""
+
+
+async def test_a_panic_of_a_native_library_is_an_error_of_its_call_alone() -> None:
+    threads = FairThreads()
+
+    def panic() -> None:
+        raise Panic("index out of bounds")
+
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(2):
+            with pytest.raises(Broken, match="native library"):
+                await threads.run("p", panic)
+
+
+async def test_where_one_thread_serves_all_a_caller_waits_for_one_of_each_other(prompts: Prompts) -> None:
+    done: list[str] = []
+
+    async def run(caller: str) -> None:
+        await threads.run(caller, lambda: done.append(caller))
+
+    with ThreadPoolExecutor(1) as thread:
+        threads = FairThreads(thread)
+        held = asyncio.create_task(threads.run("first", prompts.parse))
+        await asyncio.to_thread(prompts.began.wait, PATIENCE_S)
+        tasks = [asyncio.create_task(run(caller)) for caller in ["bad"] * 9 + ["good"]]
+        await asyncio.sleep(0)
+        prompts.go_on.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(held, *tasks)
+    assert done[:3] == ["bad", "good", "bad"]
