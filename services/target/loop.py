@@ -91,6 +91,35 @@ class Ticket:
         self._ready.set()
 
 
+class OpenRequest:
+    """A request of a stream. Until its grammar is compiled, its extensions wait for its ticket."""
+
+    def __init__(self, loop: StepLoop) -> None:
+        self._loop = loop
+        self._ticket: Ticket | None = None
+        self._waiting: Extend | GalleyError | None = None
+
+    def begin(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        if self._waiting is not None:
+            self.extend(self._waiting)
+
+    def extend(self, extension: Extend | GalleyError) -> None:
+        """Extend the request, or end it with the error of an invalid extension."""
+        if self._ticket is None:
+            self._wait(extension)
+        elif isinstance(extension, Extend):
+            self._loop.extend(self._ticket, extension)
+        else:
+            self._loop.refuse(self._ticket, extension)
+
+    def _wait(self, extension: Extend | GalleyError) -> None:
+        if isinstance(self._waiting, Extend) and isinstance(extension, Extend):
+            extension = self._waiting.then(extension)
+        if not isinstance(self._waiting, GalleyError):
+            self._waiting = extension
+
+
 class StepLoop:
     """Run steps while there is work; create it within the running event loop."""
 

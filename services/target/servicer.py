@@ -33,13 +33,13 @@ from galley.core.scheduler.messages import Confirmed, Extend, VerifyRequest
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import EngineInfo, Limits, LoadedEngine, TargetEngine
-from services.target.loop import StepLoop, StepMeter, Ticket
+from services.target.loop import OpenRequest, StepLoop, StepMeter
 from services.target.settings import TargetSettings, memory_reported
 from services.target.spans import VerifySpan
 
 _LOG = get_logger(__name__)
 
-_Tickets: TypeAlias = dict[tuple[str, int], Ticket]
+_OpenRequests: TypeAlias = dict[tuple[str, int], OpenRequest]
 
 # Likeliest tokens listed a position; each takes 12 bytes on the wire and 8 in the log.
 MAX_TOP_LOGPROBS = 128
@@ -96,10 +96,10 @@ class TargetService(rpc.TargetServicer):
         context: Any,  # noqa: ARG002
     ) -> AsyncIterator[pb.VerifyStreamResponse]:
         """Respond to requests as their results come; the requests end with the stream."""
-        tickets: _Tickets = {}
-        respond = partial(self._respond, tickets=tickets)
+        running: _OpenRequests = {}
+        respond = partial(self._respond, running=running)
         async with aclosing(
-            respond_stream(request_iterator, respond, self._loop.draining, partial(self._extend, tickets))
+            respond_stream(request_iterator, respond, self._loop.draining, partial(self._extend, running))
         ) as batches:
             async for responses in batches:
                 yield pb.VerifyStreamResponse(answers=responses)
@@ -125,14 +125,16 @@ class TargetService(rpc.TargetServicer):
         await self._loop.close()
 
     async def _respond(
-        self, item: pb.VerifyItem, tickets: _Tickets | None = None
+        self, item: pb.VerifyItem, running: _OpenRequests | None = None
     ) -> AsyncGenerator[pb.VerifyAnswer]:
         """Yield the responses to a request; cancel it if the generator is closed.
 
-        `tickets` has a stream's running requests by (session id, request id); without it there is no credit.
+        `running` has a stream's requests by (session id, request id); without it there is no credit.
         """
         span, ticket = VerifySpan(self._spans, item), None
-        request_key = (item.slice.session_id, item.slice.request_id)
+        request_key, opened = (item.slice.session_id, item.slice.request_id), OpenRequest(self._loop)
+        if running is not None:
+            running[request_key] = opened
         result_of = partial(_result_of, fingerprint=self._engine.info.fingerprint)
         try:
             request = read_item(
@@ -142,7 +144,7 @@ class TargetService(rpc.TargetServicer):
                 now_ns=time.monotonic_ns(),
                 epoch_ns=time.time_ns(),
             )
-            if tickets is None:
+            if running is None:
                 request = replace(request, credit=0)
             if request.grammar_hash:
                 compiled = await self._compiled(request, item.slice.remaining_ns)
@@ -152,8 +154,7 @@ class TargetService(rpc.TargetServicer):
                     return
                 request = replace(request, compiled=compiled)
             ticket = self._loop.submit(request, span.span)
-            if tickets is not None:
-                tickets[request_key] = ticket
+            opened.begin(ticket)
             while not ticket.ended:
                 result = await ticket.next()
                 span.responded(result)
@@ -164,8 +165,8 @@ class TargetService(rpc.TargetServicer):
         finally:
             if ticket is not None:
                 self._loop.cancel(ticket)
-                if tickets is not None and tickets.get(request_key) is ticket:
-                    del tickets[request_key]
+            if running is not None and running.get(request_key) is opened:
+                del running[request_key]
             span.end()
 
     async def _compiled(self, request: VerifyRequest, remaining_ns: int) -> CompiledGrammar | Miss | None:
@@ -173,17 +174,15 @@ class TargetService(rpc.TargetServicer):
             raise Unimplemented("slice.structured_output")
         return await self._grammars.compiled(request, remaining_ns)
 
-    def _extend(self, tickets: _Tickets, message: pb.Extension) -> None:
+    def _extend(self, running: _OpenRequests, message: pb.Extension) -> None:
         """Extend a running request, or end it with the status of an invalid extension."""
-        ticket = tickets.get((message.session_id, message.request_id))
-        if ticket is None:
+        request = running.get((message.session_id, message.request_id))
+        if request is None:
             return
         try:
-            extension = read_extension(message, self._engine.info)
+            request.extend(read_extension(message, self._engine.info))
         except GalleyError as error:
-            self._loop.refuse(ticket, error)
-        else:
-            self._loop.extend(ticket, extension)
+            request.extend(error)
 
     def describe(self) -> pb.GetTargetInfoResponse:
         about = pb.GetTargetInfoResponse()

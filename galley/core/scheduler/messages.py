@@ -82,6 +82,10 @@ class Extend:
     hint: Hint | None = None
     hint_due: bool = False
 
+    def then(self, later: Extend) -> Extend:
+        """Return the extension that does what this one and a later one do."""
+        return Extend(max(self.limit, later.limit), later.hint or self.hint, later.hint_due)
+
 
 @value
 class Confirmed:

@@ -189,9 +189,9 @@ class _NotedTarget(TargetService):
     world: World
     name: str
 
-    def _respond(self, item: pb.VerifyItem, tickets: Any = None) -> AsyncGenerator[pb.VerifyAnswer]:
+    def _respond(self, item: pb.VerifyItem, running: Any = None) -> AsyncGenerator[pb.VerifyAnswer]:
         self.world.ledger.requested(self.name, item.slice.session_id, item.slice.tenant_salt)
-        return super()._respond(item, tickets)
+        return super()._respond(item, running)
 
 
 class _NotedDraft(DraftService):

@@ -23,7 +23,7 @@ from services.target.engine.protocol import Limits
 from services.target.servicer import TargetService, add_target
 from services.target.settings import TargetSettings
 from tests.fakes.tiny_model import STOP, load_tiny_model, save_tiny_model
-from tests.fakes.verify_items import slice_of, stream_of, verify
+from tests.fakes.verify_items import extension, slice_of, stream_of, tokens_of, verify
 from tests.fakes.vocabularies import ascii_vocabulary, save_ascii_tokenizer
 from tests.fakes.waiting import PATIENCE_S
 from tests.integration.services.target.conftest import FLAT, Recording, Served
@@ -64,6 +64,34 @@ async def target(
             yield rpc.TargetStub(channel)
         compiler.set()
         await served.stop()
+
+
+async def test_hints_and_credit_that_come_meanwhile_are_kept(
+    target: rpc.TargetAsyncStub, compiler: threading.Event
+) -> None:
+    async with stream_of(target) as stream:
+        await stream.send(pb.VerifyItem(slice=part(), credit=1))
+        await stream.send(extensions=[extension(PROMPT, TEXT[:4])])
+        await stream.send(extensions=[extension(PROMPT, limit=len(PROMPT) + 7)])
+        await stream.received()
+        compiler.set()
+        answers = await stream.until_last()
+    # An engine may verify no draft token beside a prompt.
+    assert sum(answer.result.accepted for answer in answers) >= 3
+    assert tokens_of(answers) == list(TEXT[:7])
+
+
+async def test_an_invalid_extension_ends_its_request(
+    target: rpc.TargetAsyncStub, compiler: threading.Event
+) -> None:
+    async with stream_of(target) as stream:
+        await stream.send(pb.VerifyItem(slice=part(), credit=3))
+        await stream.send(extensions=[extension(PROMPT, [1] * 2000)])
+        await stream.send(extensions=[extension(PROMPT, limit=len(PROMPT) + 7)])
+        await stream.received()
+        compiler.set()
+        (refused,) = await stream.until_last()
+    assert "hint.draft_tokens" in refused.status.message
 
 
 async def test_a_cancelled_request_gets_nothing(
