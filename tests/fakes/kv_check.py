@@ -12,7 +12,7 @@ from galley.core.kv.table import KvTable
 def check_table(table: KvTable) -> None:
     pool, live = table._pool, list(table._live.values())
     sessions = [*live, *table._idle.values()]
-    assert len(sessions) + len(table._evicted) <= table._max_sessions
+    assert len(sessions) + len(table._evicted) <= table.max_sessions
     references = Counter(block for session in sessions for block in session.blocks)
     pins = Counter(block for session in live for block in session.blocks)
     assert {block: count for block, count in enumerate(pool._references) if count} == references

@@ -62,7 +62,7 @@ class KvTable:
         if block_tokens < 1 or max_sessions < 1:
             raise ValueError(f"block_tokens, max_sessions: must be >= 1, got {block_tokens}, {max_sessions}")
         self.block_tokens = block_tokens
-        self._max_sessions = max_sessions
+        self.max_sessions = max_sessions
         self._lost: deque[SessionKey] = deque(maxlen=_NAMED)
         self._evicted_before = 0
         self._forget_all(blocks)
@@ -216,9 +216,9 @@ class KvTable:
         return session
 
     def _make_place(self) -> None:
-        if len(self._live) >= self._max_sessions:
-            raise Overloaded(f"all {self._max_sessions} sessions are live", _RETRY_AFTER_S)
-        if len(self._live) + len(self._idle) >= self._max_sessions:
+        if len(self._live) >= self.max_sessions:
+            raise Overloaded(f"all {self.max_sessions} sessions are live", _RETRY_AFTER_S)
+        if len(self._live) + len(self._idle) >= self.max_sessions:
             self._evict(next(iter(self._idle.values())))
 
     def _remove(self, session: KvSession) -> None:
@@ -237,7 +237,7 @@ class KvTable:
             self._bound_evicted()
 
     def _bound_evicted(self) -> None:
-        room = self._max_sessions - len(self._live) - len(self._idle)
+        room = self.max_sessions - len(self._live) - len(self._idle)
         while len(self._evicted) > room:
             self._evicted.popitem(last=False)
 

@@ -9,12 +9,14 @@ from galley.core.content import SessionKey
 from galley.core.grammar.follower import GrammarFollower, follow
 from galley.core.scheduler.messages import VerifyRequest
 
-# Sessions whose state is kept: each takes some kilobytes.
-_MOST_STATES = 256
+# Sessions whose state is kept at least: each takes some kilobytes.
+_LEAST_STATES = 256
 
 
 class SessionGrammars:
-    def __init__(self) -> None:
+    def __init__(self, max_sessions: int) -> None:
+        """Keep the states of the `max_sessions` sessions that may have KV, and of more if these are few."""
+        self._most = max(_LEAST_STATES, max_sessions)
         self._kept: OrderedDict[SessionKey, GrammarFollower] = OrderedDict()
 
     def follow(self, message: VerifyRequest, tokens: Sequence[int]) -> GrammarFollower | None:
@@ -24,7 +26,7 @@ class SessionGrammars:
             return None
         follower = follow(before, message.compiled, tokens, message.prompt_len)
         self._kept[message.key] = follower
-        if len(self._kept) > _MOST_STATES:
+        if len(self._kept) > self._most:
             self._kept.popitem(last=False)
         return follower
 

@@ -44,6 +44,10 @@ class KvMemory(KvFacts, Protocol):
     A memory whose engine divides its own blocks reserves nothing and has no block table.
     """
 
+    @property
+    def max_sessions(self) -> int:
+        """Return the number of sessions that have KV at most."""
+
     def has_blocks(self, key: SessionKey) -> bool: ...
 
     def tokens_of(self, key: SessionKey) -> Sequence[int]: ...

@@ -95,7 +95,7 @@ class Scheduler:
         self._arriving: dict[SessionKey, list[ActiveRequest]] = {}
         self._memories: OrderedDict[SessionKey, SessionStatistics] = OrderedDict()
         self._overall = SessionStatistics()
-        self._grammars = SessionGrammars()
+        self._grammars = SessionGrammars(kv.max_sessions)
         self._batch: ActiveBatch | None = None
         self._preempted: deque[str] = deque(maxlen=_NAMED)
         self._responses: list[Response] = []

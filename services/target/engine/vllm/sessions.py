@@ -78,7 +78,7 @@ class VllmSessions:
     def __init__(self, blocks: int, block_tokens: int, max_sessions: int) -> None:
         self.block_tokens = block_tokens
         self.total = blocks
-        self._max_sessions = max_sessions
+        self.max_sessions = max_sessions
         self._live: dict[SessionKey, _Session] = {}
         self._idle: OrderedDict[SessionKey, _Session] = OrderedDict()  # longest idle first
         self._prefixes = PrefixIndex(block_tokens)
@@ -247,9 +247,9 @@ class VllmSessions:
         return self._live.get(key) or self._idle.get(key)
 
     def _make_place(self) -> None:
-        if len(self._live) >= self._max_sessions:
-            raise Overloaded(f"all {self._max_sessions} sessions are live", _RETRY_AFTER_S)
-        if len(self._live) + len(self._idle) >= self._max_sessions:
+        if len(self._live) >= self.max_sessions:
+            raise Overloaded(f"all {self.max_sessions} sessions are live", _RETRY_AFTER_S)
+        if len(self._live) + len(self._idle) >= self.max_sessions:
             key, session = self._idle.popitem(last=False)
             self._end(session)
             self._lost.append(key)

@@ -253,6 +253,16 @@ def test_after_an_error_the_state_is_rebuilt() -> None:
     assert session.output == answer(session.compiled, 2)
 
 
+def test_sessions_that_have_kv_keep_their_states() -> None:
+    bench, engine = Bench(max_rows=2048, blocks=2048, max_sessions=300), MaskedEngine(kv_block_tokens=4)
+    bench.engine = engine
+    compiled = grammar(LONG)
+    sessions = [Session(bench, compiled, str(number)) for number in range(300)]
+    for session in sessions * 2:
+        session.round()
+    assert engine.states[:300] == engine.states[300:], "none was built anew"
+
+
 def test_a_state_that_lags_far_behind_is_brought_up_by_the_engine_before_drafts_are_verified() -> None:
     bench, engine = bench_of()
     compiled = grammar(LONG)
