@@ -93,6 +93,6 @@ def _attempt(draw: Draw, compute: ComputeMask) -> Mask | None:
         return compute(draw.grammar, draw)
     except GalleyError as error:
         return error
-    except Exception as error:  # noqa: BLE001  # a fault in one grammar must not fail the step
+    except BaseException as error:  # noqa: BLE001  # a panic of llguidance, too, must not fail the step
         log_internal(error)
         return Broken("the grammar's mask could not be computed")

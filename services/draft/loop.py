@@ -332,7 +332,7 @@ class DraftLoop:
         for name, mine in by_strategy.items():
             try:
                 work(self._strategies[name], mine)
-            except Exception as error:  # noqa: BLE001  # a strategy is a plug-in: whatever it does stays here
+            except BaseException as error:  # noqa: BLE001  # a strategy is a plug-in: whatever it does stays here
                 log_internal(error, strategy=name)
                 for request in mine:
                     failure = error if isinstance(error, GalleyError) else Broken(f"{name} failed")

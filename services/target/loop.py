@@ -204,7 +204,9 @@ class StepLoop:
         while True:
             try:
                 await self._step_once()
-            except Exception as error:  # noqa: BLE001  # after a scheduler's fault no caller may hang
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # noqa: BLE001  # after a fault or a native panic no caller may hang
                 log_internal(error)
                 self._engine.abandon(Unavailable("the replica's scheduler has failed"))
                 self._deliver()

@@ -37,7 +37,7 @@ class Gated:
         self._allowed = threading.Semaphore(0)
         self._open = False
         self.steps: list[str] = []
-        self.fails = False
+        self.failure: BaseException | None = None
 
     def begin(self, jobs: Sequence[DraftJob]) -> list[Proposal]:
         return self._inner.begin(jobs)
@@ -47,8 +47,8 @@ class Gated:
         self._started.release()
         if not self._open and not self._allowed.acquire(timeout=PATIENCE_S):
             raise TimeoutError
-        if self.fails:
-            raise ValueError("secret")
+        if self.failure is not None:
+            raise self.failure
         self._inner.advance(proposals)
 
     async def step_started(self) -> None:

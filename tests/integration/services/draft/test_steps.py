@@ -161,14 +161,19 @@ async def test_too_many_waiting_are_refused(tiny: Path) -> None:
     assert served == {"a", "b"}
 
 
-async def test_a_step_that_fails_fails_its_items_alone(tiny: Path) -> None:
+class Panic(BaseException):
+    """As pyo3 raises where a library panics."""
+
+
+@pytest.mark.parametrize("failure", [ValueError("secret"), Panic("secret")])
+async def test_a_step_that_fails_fails_its_items_alone(tiny: Path, failure: BaseException) -> None:
     async with gating(tiny) as (gated, stream, _):
-        gated.fails = True
+        gated.failure = failure
         await stream.send(item(PROMPTS["a"], 2, "a"))
         await gated.step_started()
         gated.open()
         failed = await stream.next()
-        gated.fails = False
+        gated.failure = None
         await stream.send(item(PROMPTS["a"], 2, "a"))
         served = await stream.next()
     assert status(failed) == grpc.StatusCode.INTERNAL

@@ -71,7 +71,7 @@ class Recording:
         self.started = threading.Semaphore(0)
         self.gate = threading.Event()
         self.gate.set()
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.missing = 0
 
     def serve(self, times: StepTimes, limits: Limits) -> TargetEngine:

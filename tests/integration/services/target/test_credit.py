@@ -208,10 +208,19 @@ async def test_a_failed_pass_costs_its_sessions_that_pass_and_no_more(
     assert list(retried.result.tokens) == answer[1:2]
 
 
+class Panic(BaseException):
+    """As pyo3 raises where a library panics."""
+
+
+@pytest.mark.parametrize(("missing", "failure"), [(1, None), (0, Panic("out of range"))])
 async def test_scheduler_error_fails_open_requests_and_replica_continues(
-    target: rpc.TargetAsyncStub, engine: Recording, answer: list[int]
+    target: rpc.TargetAsyncStub,
+    engine: Recording,
+    answer: list[int],
+    missing: int,
+    failure: BaseException | None,
 ) -> None:
-    engine.missing = 1
+    engine.missing, engine.failure = missing, failure
     async with first_pass_held(target, engine, item(credit=5)) as stream:
         engine.gate.set()
         (failed,) = await stream.until_last()

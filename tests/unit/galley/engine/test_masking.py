@@ -110,8 +110,12 @@ def test_a_step_that_fails_leaves_no_state_in_use() -> None:
     assert finished.is_set()
 
 
-@pytest.mark.parametrize("error", [GrammarFailed(3), ValueError("out of range")])
-def test_an_error_is_that_of_its_own_draw(error: Exception) -> None:
+class Panic(BaseException):
+    """As pyo3 raises where llguidance panics."""
+
+
+@pytest.mark.parametrize("error", [GrammarFailed(3), ValueError("out of range"), Panic("out of range")])
+def test_an_error_is_that_of_its_own_draw(error: BaseException) -> None:
     bad = draw_of()
 
     def compute(state: GrammarState, draw: Draw) -> NDArray[np.uint32]:
