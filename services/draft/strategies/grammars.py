@@ -2,38 +2,70 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from galley.core.errors import GalleyError
-from galley.core.grammar.compiled import GrammarState
-from galley.core.grammar.follower import GrammarFollower, follow
+from galley.core.grammar.compiled import CompiledGrammar, GrammarState
 from galley.core.step import Draw
 from services.draft.strategies.base import DraftJob, DraftSession
+
+# Number of tokens that a state has seen last and that are compared again.
+_TAIL = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """The state of a session, and the last output tokens that it has seen."""
+
+    grammar: CompiledGrammar
+    prompt_len: int
+    state: GrammarState
+    tail: list[int]
+
+    @property
+    def seen(self) -> int:
+        return self.prompt_len + self.state.length
+
+    def goes_on(self, job: DraftJob) -> bool:
+        """Return True if the session still begins with what the state has seen.
+
+        The hash of the slice vouches for the tokens before it.
+        """
+        begin = self.seen - len(self.tail)
+        return (
+            (job.grammar, job.slice.prompt_len) == (self.grammar, self.prompt_len)
+            and begin <= job.slice.start
+            and self.seen <= job.session.confirmed
+            and job.session.tokens[begin : self.seen] == self.tail
+        )
 
 
 class DraftGrammars:
     def __init__(self) -> None:
-        self._followers: WeakKeyDictionary[DraftSession, GrammarFollower] = WeakKeyDictionary()
+        self._followed: WeakKeyDictionary[DraftSession, _Followed] = WeakKeyDictionary()
 
     def state_of(self, job: DraftJob) -> GrammarState | None:
         """Return the state after the session's confirmed tokens.
 
         None without a grammar, or where it allows no such tokens: then anything may be proposed.
         """
-        before = self._followers.pop(job.session, None)
+        before = self._followed.pop(job.session, None)
         if job.grammar is None:
             return None
-        confirmed = job.session.tokens[: job.session.confirmed]
-        follower = follow(before, job.grammar, confirmed, job.slice.prompt_len)
+        session, prompt_len = job.session, job.slice.prompt_len
+        if before is None or not before.goes_on(job):
+            before = _Followed(job.grammar, prompt_len, job.grammar.start(), [])
         try:
-            follower.catch_up()
+            before.state.confirm(session.tokens[before.seen : session.confirmed])
         except GalleyError:
             return None
-        self._followers[job.session] = follower
-        return follower.state
+        tail = session.tokens[max(prompt_len, session.confirmed - _TAIL) : session.confirmed]
+        self._followed[session] = _Followed(job.grammar, prompt_len, before.state, tail)
+        return before.state
 
 
 def tried_mask(state: GrammarState, draw: Draw) -> NDArray[np.uint32]:

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from galley.common.models.grammars import ReplicaGrammars
 from galley.common.wire.codec import grammar_message
 from galley.core.content import prefix_hash
-from galley.core.grammar.compiled import CompiledGrammar, compile_grammar
+from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.sampling_params import SamplingParams
@@ -29,6 +29,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 from services.draft.loading import draft_grammars
 from services.draft.settings import DraftSettings
 from services.draft.strategies.base import DraftJob, DraftSession, Proposal, Strategy
+from services.draft.strategies.grammars import DraftGrammars
 from services.draft.strategies.hybrid import HybridStrategy
 from services.draft.strategies.model import ModelSteps, ModelStrategy
 from services.draft.strategies.ngram import Lookups, NgramStrategy
@@ -124,6 +125,35 @@ def test_a_proposal_after_a_rejected_token_follows_the_confirmed_ones(
         state = grammar.start()
         state.confirm(tokens)
         assert len(drafted) == state.allowed_prefix(drafted) == 4
+
+
+def test_a_state_follows_a_session_and_starts_anew_for_other_tokens() -> None:
+    grammar = compile_grammar(ascii_vocabulary(), GrammarSpec("regex", "([a-c]{2}[x-z])+"))
+    grammars, session = DraftGrammars(), DraftSession()
+
+    def state_after(output: bytes, ahead: bytes = b"") -> GrammarState:
+        job = job_of(
+            session,
+            [*PROMPT, *output, *ahead],
+            4,
+            ahead=len(ahead),
+            prompt_len=len(PROMPT),
+            stop_token_ids=frozenset({STOP}),
+            grammar=grammar,
+        )
+        state = grammars.state_of(job)
+        assert state is not None
+        expected = grammar.start()
+        expected.confirm(output)
+        assert state.length == len(output)
+        assert (state.masks(()) == expected.masks(())).all()
+        return state
+
+    first = state_after(b"abx" * 30, ahead=b"aby")
+    assert state_after(b"abx" * 30 + b"ac", ahead=b"y") is first, "the last tokens were rejected"
+    assert state_after(b"abx" * 31 + b"ac") is not first, "one that the state has seen is another now"
+    for other in (b"aby" * 31, b"aby" * 3, b"", b"abxa"):
+        state_after(other)
 
 
 def lookup_job(grammar: CompiledGrammar | None, output: str, ahead: int = 0) -> DraftJob:
