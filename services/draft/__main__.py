@@ -19,7 +19,7 @@ from galley.common.server.server import Parts, Prepared, Service, run_main
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.answers.exchange import AnswerExchange
-from services.draft.answers.log import AnswerLog
+from services.draft.answers.log import ANY_VOCABULARY, AnswerLog
 from services.draft.answers.mailbox import SharedAnswers
 from services.draft.loading import draft_grammars, load_strategies
 from services.draft.loop import DraftLoop
@@ -62,7 +62,8 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
 
 def _log(settings: DraftSettings, info: pb.GetDraftInfoResponse) -> AnswerLog:
     url, ttl_s = settings.redis_url.get_secret_value(), settings.shared_answers_ttl_s
-    return AnswerLog(url, settings.pool, info.tokenizer_hash, ttl_s)
+    vocab_size = info.vocab_size or ANY_VOCABULARY
+    return AnswerLog(url, settings.pool, info.tokenizer_hash, ttl_s, vocab_size=vocab_size)
 
 
 def main() -> None:

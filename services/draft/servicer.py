@@ -25,10 +25,10 @@ from galley.core.routing.choice import DraftLease
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.answers.exchange import AnswerExchange
+from services.draft.answers.log import ANY_VOCABULARY
 from services.draft.loop import Done, DraftLoop, Proposed, ProposeJob
 
-# A draft without a model accepts every token id and length of the wire.
-ANY_VOCABULARY = 2**32
+# A draft without a model accepts every token id (`ANY_VOCABULARY`) and length of the wire.
 _ANY_LENGTH = 2**32
 MAX_WORKLOAD_BYTES = 256
 

@@ -25,6 +25,8 @@ from services.draft.answers.mailbox import MOST_PART_TOKENS, SESSION_BYTES, Kind
 
 # Bytes of each of the two logs of a kind: as many tokens as a draft keeps of a kind in memory, or fewer.
 MOST_LOG_BYTES = ANSWER_TOKENS * 4 // 2
+ANY_VOCABULARY = 2**32
+"""Every token id that the log can hold."""
 _BIRTH_BYTES = 16
 _CALL_TIMEOUT_S = 1.0
 _PERSON = b"galley.answers"
@@ -62,10 +64,14 @@ return logs
 class AnswerLog:
     """The logs of one pool and tokenizer. Every call is one attempt, and raises what `RedisCalls` does."""
 
-    def __init__(self, url: str, pool_name: str, tokenizer_hash: str, ttl_s: float) -> None:
+    def __init__(
+        self, url: str, pool_name: str, tokenizer_hash: str, ttl_s: float, *, vocab_size: int = ANY_VOCABULARY
+    ) -> None:
+        """Read no part with a token id of `vocab_size` or more: whoever writes to the log is not trusted."""
         self._calls = RedisCalls(url, call_timeout_s=_CALL_TIMEOUT_S, max_connections=2)
         self._prefix = f"galley:answers:{pool_name}:"
         self._tokenizer = tokenizer_hash.encode()
+        self._vocab_size = vocab_size
         self._life_ms = max(1, math.ceil(ttl_s * 1000))
 
     async def exchange(self, kind: SharedKind, parts: Iterable[AnswerPart]) -> list[AnswerPart]:
@@ -77,7 +83,7 @@ class AnswerLog:
         first, second = ((birth, length) for *_, birth, length in logs)
         kind.read = (first, second)
         unread = sorted((birth, data) for birth, data, *_ in logs)  # the older log first
-        return [part for _, data in unread for part in decode(data)]
+        return [part for _, data in unread for part in decode(data, self._vocab_size)]
 
     async def close(self) -> None:
         await self._calls.close()
@@ -103,14 +109,16 @@ def encode(parts: Iterable[AnswerPart]) -> bytes:
     return b"".join(reversed(encoded))
 
 
-def decode(data: bytes) -> Iterator[AnswerPart]:
-    """Yield the parts in `data`, up to the first that is not well-formed."""
+def decode(data: bytes, vocab_size: int = ANY_VOCABULARY) -> Iterator[AnswerPart]:
+    """Yield the parts in `data` up to the first malformed one, without those beyond the vocabulary."""
     at = 0
     while len(data) - at >= _HEADER.size:
         session, start, count = _HEADER.unpack_from(data, at)
         at += _HEADER.size
-        tokens = data[at : at + 4 * count]
-        if not 0 < count <= MOST_PART_TOKENS or len(tokens) < 4 * count:
+        words = data[at : at + 4 * count]
+        if not 0 < count <= MOST_PART_TOKENS or len(words) < 4 * count:
             return
-        at += len(tokens)
-        yield AnswerPart(session, start, tokens_from_bytes(tokens))
+        at += len(words)
+        tokens = tokens_from_bytes(words)
+        if max(tokens) < vocab_size:
+            yield AnswerPart(session, start, tokens)

@@ -17,8 +17,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from galley.core.content import common_prefix_len
-from galley.core.lookup.lookup import RecentAnswers
-from galley.core.names import NGRAM, SHARED
+from galley.core.lookup.lookup import AnswerPart, RecentAnswers
+from galley.core.names import HYBRID, NGRAM, SHARED
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.draft.answers import exchange
@@ -27,6 +27,7 @@ from services.draft.answers.mailbox import SharedKind
 from tests.fakes.processes import service_process
 from tests.fakes.redis_clusters import until
 from tests.fakes.redis_servers import VALKEY, Server, running
+from tests.fakes.tiny_model import VOCAB
 from tests.fakes.verify_items import slice_of
 from tests.fakes.waiting import PATIENCE_S
 from tests.integration.services.draft.conftest import drafting
@@ -275,6 +276,29 @@ async def test_a_user_without_the_right_only_shares_nothing(server: Server) -> N
             await until(lambda: has_warned(lines))
             assert await Gateway(draft).knows(ANSWER)
     assert not await server.command("KEYS", "galley:answers:*")
+
+
+async def test_tokens_that_no_vocabulary_has_fail_no_proposal(server: Server, tiny: Path) -> None:
+    """The model would refuse such a token, and with it the step of all sessions."""
+    known, forged = [*range(40, 60)], [*range(10, 30), VOCAB]
+    settings = {"model": str(tiny), "default_strategy": HYBRID, "dtype": "float32"}
+    async with sharing(server, **settings) as draft:
+        gateway = Gateway(draft)
+        tokenizer = (await draft.GetDraftInfo(pb.GetDraftInfoRequest())).tokenizer_hash
+        log = AnswerLog(server.url, POOL, tokenizer, ttl_s=900)
+        try:
+            parts = [AnswerPart(b"session1", 0, forged), AnswerPart(b"session2", 0, known)]
+            await log.exchange(SharedKind((SALT, WORKLOAD), RecentAnswers()), parts)
+        finally:
+            await log.close()
+
+        async def knows() -> bool:
+            return (await gateway.propose(known[:-4]))[:4] == known[-4:]
+
+        await until(knows)
+        proposed = await gateway.propose(forged[:-3])
+    assert proposed
+    assert max(proposed) < VOCAB
 
 
 async def has_warned(lines: Sequence[Mapping[str, Any]]) -> bool:

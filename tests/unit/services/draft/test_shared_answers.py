@@ -39,6 +39,13 @@ def test_a_log_that_was_cut_off_yields_its_whole_parts(parts: list[AnswerPart], 
     assert len(read) < max(1, len(parts))
 
 
+@given(PARTS, st.integers(0, 2**32 - 1))
+def test_parts_beyond_the_vocabulary_are_left_out(parts: list[AnswerPart], vocab_size: int) -> None:
+    known = AnswerPart(SESSION, 0, [0])
+    expected = [part for part in parts if all(token < vocab_size for token in part.tokens)]
+    assert list(decode(encode([*parts, known]), vocab_size)) == [*expected, *[known] * (vocab_size > 0)]
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_harm_a_reader(data: bytes) -> None:
     for part in decode(data):
