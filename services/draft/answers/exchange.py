@@ -1,6 +1,7 @@
 """Exchange recent answers with the other drafts of the pool, twice a second, by the log in Redis.
 
-Proposals never wait for it. While Redis is away, other drafts miss a part of the answers.
+Proposals never wait for Redis. While it is away, other drafts miss a part of the answers. What was received
+is indexed on the worker, between steps: a proposal may wait about a millisecond for one piece of it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from galley.common.logs import get_logger
-from galley.core.errors import GalleyError
+from galley.common.logs import get_logger, log_internal
 from galley.core.lookup.lookup import AnswerPart
 from services.draft.answers.log import AnswerLog
 from services.draft.answers.mailbox import SharedAnswers, SharedKind
@@ -46,25 +46,23 @@ class AnswerExchange:
         while not self._stopping.done():
             await asyncio.wait({self._stopping}, timeout=_RETRY_S if self._failed else _EVERY_S)
             published = self._answers.take()
+            # Whatever fails, the next exchange may succeed.
             outcomes = await asyncio.gather(
-                *(self._exchange(kind, parts) for kind, parts in published.items())
+                *(self._exchange(kind, parts) for kind, parts in published.items()), return_exceptions=True
             )
-            self._note([error for error in outcomes if error is not None])
+            self._note([outcome for outcome in outcomes if isinstance(outcome, Exception)])
 
-    async def _exchange(self, kind: SharedKind, parts: Sequence[AnswerPart]) -> GalleyError | None:
+    async def _exchange(self, kind: SharedKind, parts: Sequence[AnswerPart]) -> None:
         is_first = not any(length for _, length in kind.read)
-        try:
-            received = await self._log.exchange(kind, parts)
-        except GalleyError as error:
-            return error
+        received = await self._log.exchange(kind, parts)
         if received:
             self._answers.deliver(kind, received if is_first else _last_of(received))
             self._wake()
-        return None
 
-    def _note(self, errors: Sequence[GalleyError]) -> None:
+    def _note(self, errors: Sequence[Exception]) -> None:
         if errors and not self._failed:
             _LOG.warning("answers not shared", error=str(errors[0]))
+            log_internal(errors[0])
         self._failed = bool(errors)
 
 

@@ -278,6 +278,31 @@ async def test_a_user_without_the_right_only_shares_nothing(server: Server) -> N
     assert not await server.command("KEYS", "galley:answers:*")
 
 
+async def test_a_draft_goes_on_sharing_after_any_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = ValueError("a reply")
+
+    async def failing(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(exchange, "_RETRY_S", 0.1)
+    with monkeypatch.context() as patched, capture_logs() as lines:
+        async with sharing(server) as one, sharing(server) as another:
+            here, there = Gateway(one), Gateway(another)
+            patched.setattr(AnswerLog, "exchange", failing)
+            await here.serve("a", [1, 2], ANSWER)
+            await until(lambda: has_warned(lines))
+            patched.undo()
+
+            async def is_shared() -> bool:
+                await here.serve("b", [1, 2], ANSWER)
+                return await there.knows(ANSWER)
+
+            await until(is_shared)
+    assert any(line["event"] == "internal error" and line["exc_info"] is fault for line in lines)
+
+
 async def test_tokens_that_no_vocabulary_has_fail_no_proposal(server: Server, tiny: Path) -> None:
     """The model would refuse such a token, and with it the step of all sessions."""
     known, forged = [*range(40, 60)], [*range(10, 30), VOCAB]
