@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from galley.common.metrics.catalogue import BUILD
 from galley.common.metrics.metric import Kind, Metric
 
@@ -19,7 +21,7 @@ CHOSEN = f'{RELEASE}, job=~"$job", instance=~"$instance"'
 def _selected(metric: Metric, series: str, where: str = "") -> str:
     """Return the selector of a series by the chosen variables; `where` is a further label matcher."""
     if where:
-        _check(metric, where.split("=", maxsplit=1)[0].rstrip("!"))
+        _check(metric, re.split("[!=]", where, maxsplit=1)[0])
     own = {label.prometheus for label in metric.labels}
     chosen = [
         f'{label}=~"${name}"' for name, labels in _VARIABLES.items() for label in labels if label in own

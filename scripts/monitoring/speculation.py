@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from galley.common.metrics import catalogue as of
+from galley.core.names import LOCAL_SOURCES
 from scripts.monitoring.grafana import Dashboard, Panel, Query, Row
 from scripts.monitoring.overview import quantiles
 from scripts.monitoring.queries import gauge, mean, quantile, rate, ratio
 
+# As in the alert GalleyAcceptanceCollapse: what a grammar forces and callers predict tells nothing of drafts.
+_OF_DRAFTS = f'strategy!~"{"|".join(LOCAL_SOURCES)}"'
 
-def _acceptance(by: str) -> tuple[Query, ...]:
-    return (Query(ratio(rate(of.ACCEPTED_TOKENS, by), rate(of.VERIFIED_TOKENS, by)), f"{{{{{by}}}}}"),)
+
+def _acceptance(by: str, where: str = "") -> tuple[Query, ...]:
+    accepted, verified = rate(of.ACCEPTED_TOKENS, by, where=where), rate(of.VERIFIED_TOKENS, by, where=where)
+    return (Query(ratio(accepted, verified), f"{{{{{by}}}}}"),)
 
 
 SPECULATION = Dashboard(
@@ -54,16 +59,17 @@ SPECULATION = Dashboard(
             (
                 Panel(
                     "Acceptance rate by workload",
-                    "Accepted draft tokens divided by verified ones.",
-                    _acceptance("workload"),
+                    "Accepted draft tokens divided by verified ones, without the gateway's own from a "
+                    "grammar or a prediction.",
+                    _acceptance("workload", _OF_DRAFTS),
                     "percentunit",
                     max_value=1,
                     runbooks=("GalleyAcceptanceCollapse",),
                     limits=(0.3, 0.1),
                 ),
                 Panel(
-                    "Acceptance rate by strategy",
-                    "Accepted draft tokens divided by verified ones.",
+                    "Acceptance rate by source",
+                    "Accepted draft tokens divided by verified ones, by what proposed them.",
                     _acceptance("strategy"),
                     "percentunit",
                     max_value=1,
@@ -88,8 +94,14 @@ SPECULATION = Dashboard(
                         ),
                     ),
                     "percentunit",
-                    width=12,
                     max_value=1,
+                ),
+                Panel(
+                    "Accepted draft tokens by source",
+                    "Accepted draft tokens per second, by what proposed them.",
+                    (Query(rate(of.ACCEPTED_TOKENS, "strategy"), "{{strategy}}"),),
+                    stacked=True,
+                    unit="suffix: tok/s",
                 ),
                 Panel(
                     "Draft tokens",
@@ -99,7 +111,6 @@ SPECULATION = Dashboard(
                         Query(rate(of.VERIFIED_TOKENS), "verified"),
                         Query(rate(of.ACCEPTED_TOKENS), "accepted"),
                     ),
-                    width=12,
                     unit="suffix: tok/s",
                 ),
             ),
@@ -115,7 +126,7 @@ SPECULATION = Dashboard(
                 ),
                 Panel(
                     "Rounds by strategy",
-                    "Rounds per second, by the strategy that proposed their draft tokens.",
+                    "Rounds per second, by what proposed draft tokens last.",
                     (Query(rate(of.ROUNDS, "strategy"), "{{strategy}}"),),
                     stacked=True,
                     unit="suffix: rounds/s",
