@@ -25,7 +25,7 @@ from tests.fakes.world import World
 ROOT = Path(__file__).resolve().parents[2]
 TOO_LONG = 70_000  # bytes; the gateways of a World take messages of 65536
 TESTED = {"batch", "chat", "openai_python", "resume", "seeds", "stream"}
-# Their answers need a real target: tests/e2e/test_structured.py.
+# Their answers need a real target: tests/e2e/test_structured_programs.py.
 TESTED_WITH_A_STACK = {"edit", "extract"}
 
 
