@@ -18,8 +18,10 @@ from galley.core.session.sources import LocalSources
 
 CompileGrammar: TypeAlias = "Callable[[GrammarSpec], Awaitable[CompiledGrammar]]"
 
-_PREDICTED_SLICE, _GRAMMAR_SLICE = 256, 16
-"""Tokens followed before other calls get a turn: about 1 ms. A grammar may be made to take 6 ms a token."""
+_INDEXED_SLICE, _PREDICTED_SLICE, _GRAMMAR_SLICE = 2048, 64, 16
+"""Tokens indexed or followed before other calls get a turn: about 1 ms, at worst. A grammar may be made to
+take 6 ms a token.
+"""
 _GRANT_NS, _MOST_GRANTED_NS = 100_000, 20_000_000
 """Time of the event loop that a grammar gets for each output token; and the most that it can save up."""
 _log = get_logger(__name__)
@@ -80,6 +82,7 @@ class OwnSources:
         prediction = None
         if spec.prediction:
             prediction = PredictionLookup(spec.prediction, self._predictions)
+            await _follow(spec.prediction, prediction.index, _INDEXED_SLICE)
             await _follow(answer.output, prediction.follow, _PREDICTED_SLICE)
         return LocalSources(await self._grammar(answer), prediction)
 
@@ -98,7 +101,7 @@ class OwnSources:
         return grammar
 
 
-async def _follow(output: Sequence[int], follow: Callable[[Sequence[int]], None], slice_tokens: int) -> None:
-    for at in range(0, len(output), slice_tokens):
-        follow(output[at : at + slice_tokens])
+async def _follow(tokens: Sequence[int], follow: Callable[[Sequence[int]], None], slice_tokens: int) -> None:
+    for at in range(0, len(tokens), slice_tokens):
+        follow(tokens[at : at + slice_tokens])
         await asyncio.sleep(0)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from galley.core.answer.answer import Answer, Ending, Reason
-from galley.core.lookup.prediction import count_predicted
 from galley.core.session.machine import Session
 from services.gateway.generation import ServedModel
 from services.gateway.http.api.format import Format
@@ -22,6 +21,8 @@ _SECOND = 1_000_000_000
 _STATUSES = {Reason.STOP: "completed", Reason.LENGTH: "incomplete", Reason.ABORTED: "cancelled"}
 _CUT = {"reason": "max_output_tokens"}
 RUNNING = "in_progress"
+_NOT_PREDICTED = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+"""This API takes no prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +135,9 @@ class ResponseObjects:
         return await chat_logprobs_json(answer.output[: self.output_len], entries, self.model)
 
     def _usage(self) -> dict[str, Any]:
-        answer = self.answer
-        prompt, output = len(answer.spec.prompt), self.output_len
+        prompt, output = len(self.answer.spec.prompt), self.output_len
         known = {} if self.session is None else usage([self.session], 1)
-        accepted, _ = count_predicted(answer.spec.prediction, answer.output[:output])
-        predictions = known.get("completion_tokens_details", {"accepted_prediction_tokens": accepted})
+        predictions = known.get("completion_tokens_details", _NOT_PREDICTED)
         return {
             "input_tokens": prompt,
             "input_tokens_details": known.get("prompt_tokens_details", {"cached_tokens": None}),

@@ -146,7 +146,7 @@ def test_survival_is_measured() -> None:
 def lines_run(prediction: list[int], output: list[int]) -> int:
     """Return how many lines of Python it takes to follow the output, once the prediction is indexed."""
     here = lookup(prediction)
-    here.follow([-1])
+    here.index(prediction)
     lines = 0
 
     def count(_frame: FrameType, _event: str, _argument: object) -> Any:
@@ -166,3 +166,16 @@ def test_the_work_for_a_token_does_not_grow_with_the_prediction() -> None:
     """Each token of the output differs, and stands at half of the places of the prediction."""
     output = [2, 2, 1, 1, 3, 2, 2, 3] * 8
     assert lines_run([1, 2] * 8_192, output) <= 1.1 * lines_run([1, 2] * 512, output)
+
+
+@FEW
+@given(TOKENS, TOKENS, st.integers(1, 9))
+def test_an_index_made_in_pieces_is_the_same(prediction: list[int], output: list[int], most: int) -> None:
+    whole, pieces = lookup(prediction), lookup(prediction)
+    for at in range(0, len(prediction), most):
+        pieces.index(prediction[at : at + most])
+    for token in output:
+        whole.follow([token])
+        pieces.follow([token])
+        assert pieces.find((), 5) == whole.find((), 5)
+    assert pieces.counts == whole.counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,6 +66,23 @@ async def test_a_prediction_ends_where_the_grammar_forbids_it() -> None:
     assert [token for proposal in proposals for token in proposal.tokens] == tokens_of(VOCABULARY, "tru")
     assert sources.prediction is not None
     assert sources.prediction.counts[0] == len(tokens_of(VOCABULARY, "name: "))
+
+
+async def test_others_get_turns_while_a_long_prediction_is_indexed() -> None:
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(take_turns())
+    spec = replace(SPEC, grammar=None, prediction=(1, 2) * 32_768)
+    sources = await OwnSources().of(answered(spec))
+    other.cancel()
+    assert sources is not None
+    assert turns >= 32, "2,048 tokens between two turns"
 
 
 async def test_without_speculation_a_grammar_is_not_even_compiled() -> None:
