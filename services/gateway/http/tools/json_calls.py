@@ -10,6 +10,7 @@ import enum
 import json
 import re
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from services.gateway.http.tools.deltas import CallArguments, CallBegins, Delta
 
@@ -22,6 +23,8 @@ _HEAD = re.compile(
     rf'"name"\s*:\s*({_TEXT})\s*,\s*"(?:arguments|parameters)"\s*:\s*\{{',
     re.DOTALL,
 )
+_ESCAPED = re.compile("[\ud800-\udfef]")
+"""Halves of surrogate pairs, which only escapes of JSON can write. Later ones are signs of marks."""
 
 
 class State(enum.Enum):
@@ -131,19 +134,28 @@ def _head_name(text: str) -> str | None:
     """Return the name in the text of a call up to its arguments; None if they do not follow it."""
     head = _HEAD.fullmatch(text)
     name = None if head is None else _json_of(head[1])
-    return name if isinstance(name, str) and name else None
+    return name if _is_name(name) else None
 
 
 def _call_of(text: str) -> tuple[str, str | None] | None:
     """Return the name and the arguments of a call."""
     value = _json_of(text)
     name = value.get("name") if isinstance(value, dict) else None
-    if not isinstance(value, dict) or not isinstance(name, str) or not name:
+    if not isinstance(value, dict) or not _is_name(name):
         return None
     arguments = value.get("arguments", value.get("parameters"))
-    if arguments is None or isinstance(arguments, str):
-        return name, arguments
-    return name, json.dumps(arguments, ensure_ascii=False)
+    if arguments is not None and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return name, None if arguments is None else _ESCAPED.sub(_escape, arguments)
+
+
+def _is_name(value: object) -> TypeGuard[str]:
+    """Return True for a text of visible characters: not, for example, the half of a surrogate pair."""
+    return isinstance(value, str) and bool(value) and value.isprintable()
+
+
+def _escape(half: re.Match[str]) -> str:
+    return f"\\u{ord(half[0]):04x}"
 
 
 def _json_of(text: str) -> object:

@@ -150,6 +150,11 @@ ONE = [F, CallArguments(0, '{"a": 1}')]
         (hermes_calls, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', ONE),
         (hermes_calls, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', ONE),
         (hermes_calls, '<tool_call>{"name": "f"}</tool_call>', EMPTY),
+        (
+            hermes_calls,
+            '<tool_call>{"arguments": {"a": "\\ud83d\\ude00 \\ud83d"}, "name": "f"}</tool_call>',
+            [F, CallArguments(0, '{"a": "\U0001f600 \\ud83d"}')],  # no UTF-8 has half a pair
+        ),
         (hermes_calls, '<tool_call>{"name": "f", "arguments": null}</tool_call>', EMPTY),
         (hermes_calls, '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', EMPTY),
         (BareCalls, '{"type": "function", "name": "f", "parameters": {}}', EMPTY),
@@ -173,6 +178,8 @@ ONE = [F, CallArguments(0, '{"a": 1}')]
         *(
             (make, text, [Content(text)])
             for make, text in [
+                (hermes_calls, '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+                (hermes_calls, '<tool_call>{"arguments": {}, "name": "a\\nb"}</tool_call>'),
                 (hermes_calls, "Use <tool_call> and </tool_call>."),
                 (hermes_calls, "a  <tool_call>{}</tool_call>"),
                 (hermes_calls, '<tool_call>{"name": "f", "argu'),
