@@ -28,17 +28,19 @@ class Answers:
         self._vocabulary: Vocabulary | None = None
         self._grammars: dict[bytes, CompiledGrammar] = {}
         self._written: list[list[int]] = []
-        self._reasoning: list[int] = []
+        self._beginning: list[int] = []
 
-    def write(self, *texts: str) -> None:
-        """Answer session number i, by its seed, with text i."""
+    def write(self, *texts: str | bytes) -> None:
+        """Answer session number i, by its seed, with text i. Bytes are spelled, without added tokens."""
         self._written = [[*self._encode(text), END] for text in texts]
 
-    def reason(self, text: str) -> None:
-        """Begin answers that have a grammar with reasoning, where they may."""
-        self._reasoning = self._encode(text)
+    def begin(self, *texts: str | bytes) -> None:
+        """Begin answers that have a grammar with these texts: reasoning, or what the grammar allows."""
+        self._beginning = [token for text in texts for token in self._encode(text)]
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            return list(text)
         return list(Tokenizer.from_file(self._tokenizer).encode(text, add_special_tokens=False).ids)
 
     def of(self, part: pb.SessionSlice) -> NextToken:
@@ -49,8 +51,8 @@ class Answers:
         def next_token(tokens: Sequence[int], seed: int, banned: Set[int]) -> int:
             output = tokens[part.prompt_len :]
             if grammar is not None:
-                if len(output) < len(self._reasoning):
-                    return self._reasoning[len(output)]
+                if len(output) < len(self._beginning):
+                    return self._beginning[len(output)]
                 return _allowed(grammar, output, tokens, seed)
             if not self._written:
                 return true_next(tokens, seed, banned)

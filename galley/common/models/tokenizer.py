@@ -66,6 +66,8 @@ class Tokenizer:
         self._fast = fast
         self._texts: dict[int, str] = {}
         """The texts of single tokens, as far as they were decoded."""
+        # Kept, because tokenizers copies thousands of entries at each call.
+        self._added = {token.content: index for index, token in fast.get_added_tokens_decoder().items()}
         self.template = template
         self._chat = fast
         self._control_tokens: ControlTokens | None = None
@@ -153,7 +155,7 @@ class Tokenizer:
     @cached_property
     def reasoning(self) -> ReasoningMarks | None:
         """Return the tokens around the model's reasoning; None if it has none."""
-        return reasoning_marks({token.content: index for index, token in self._added().items()})
+        return reasoning_marks(self._added)
 
     def tokens_of_reasoning(self, prompt: Sequence[int], *, is_chat: bool) -> tuple[int | None, int | None]:
         """Return the token that opens the reasoning of an answer, and the one after which its grammar begins.
@@ -168,13 +170,9 @@ class Tokenizer:
             return None, marks.closing_token
         return (marks.opening_token, marks.closing_token) if is_chat else (None, None)
 
-    def control_token(self, text: str) -> int | None:
-        """Return the token that is left out of decoded text and is written `text`; None if there is none."""
-        token = self._fast.token_to_id(text)
-        return token if token is not None and token in self._added() and not self.decode([token]) else None
-
-    def _added(self) -> dict[int, AddedToken]:
-        return dict(self._fast.get_added_tokens_decoder())
+    def added_token(self, text: str) -> int | None:
+        """Return the token that was added to the vocabulary for this text; None if there is none."""
+        return self._added.get(text)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

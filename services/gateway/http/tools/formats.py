@@ -23,12 +23,13 @@ Form: TypeAlias = dict[str, Any]
 class ToolFormat:
     """One form of calls.
 
-    `marks` are texts of the form that may be control tokens, which decoded text leaves out. A call is
-    described as `begin`, its arguments, and `end`; `%name` and `%id` in `begin` stand for its name and id.
-    With a `key`, a call is a JSON object that has its arguments there.
+    `parser` takes how calls begin amid text, the `trigger`. `marks` are texts of the form that may be
+    control tokens, which decoded text leaves out. A call is described as `begin`, its arguments, and `end`;
+    `%name` and `%id` in `begin` stand for its name and id. With a `key`, a call is a JSON object that has its
+    arguments there.
     """
 
-    parser: Callable[[], Parser]
+    parser: Callable[[str], Parser]
     begin: str = ""
     key: str = ""
     end: str = ""
@@ -112,7 +113,7 @@ HERMES = ToolFormat(
     trigger="<tool_call>",
     marks=("<tool_call>", "</tool_call>"),
 )
-LLAMA = ToolFormat(BareCalls, key="parameters", marks=("<|python_tag|>",), may_repeat=False)
+LLAMA = ToolFormat(lambda _: BareCalls(), key="parameters", marks=("<|python_tag|>",), may_repeat=False)
 """One call at most: the template takes no turn with two."""
 MISTRAL_LIST = ToolFormat(
     mistral_calls,

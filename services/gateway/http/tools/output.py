@@ -23,6 +23,7 @@ from services.gateway.http.tools.deltas import (
     joined,
 )
 from services.gateway.http.tools.formats import tool_format
+from services.gateway.http.tools.marks import Marks
 from services.gateway.http.tools.reasoning import ReasoningSplit
 
 _PIECE_TOKENS = 256
@@ -36,29 +37,30 @@ class OutputReader:
         self.has_calls = False
         self._answer = answer
         self._format = tool_format(tokenizer) if form.tools else None
-        self._parser: Parser = PlainText() if self._format is None else self._format.parser()
+        trigger, others = ("", ()) if self._format is None else (self._format.trigger, self._format.marks)
+        reasoning = tokenizer.reasoning if form.reasoning else None
+        around = () if reasoning is None else (reasoning.opening, reasoning.closing)
+        self._marks = Marks(tokenizer, (trigger, *around), others)
+        sign = self._marks.sign
+        self._parser: Parser = PlainText() if self._format is None else self._format.parser(sign(trigger))
         self._split: ReasoningSplit | None = None
-        marks = () if self._format is None else self._format.marks
-        if form.reasoning and (reasoning := tokenizer.reasoning) is not None:
+        if reasoning is not None:
+            opening, closing = sign(reasoning.opening), sign(reasoning.closing)
             is_open = reasoning.is_open(answer.spec.prompt, tokenizer.decode)
-            self._split = ReasoningSplit(self._parser, reasoning.opening, reasoning.closing, is_open=is_open)
-            self._parser = self._split
-            marks = (*marks, reasoning.opening, reasoning.closing)
-        self._marks = {token: text for text in marks if (token := tokenizer.control_token(text)) is not None}
-        """Marks that are left out of the text of their tokens."""
+            self._split = self._parser = ReasoningSplit(self._parser, opening, closing, is_open=is_open)
 
     def push(self, tokens: Sequence[int], texts: Sequence[str]) -> list[Delta]:
         """Read further tokens, with the text that each adds."""
         deltas: list[Delta] = []
         for token, text in zip(tokens, texts, strict=True):
-            deltas += self._parser.push(text + self._marks.get(token, ""))
+            deltas += self._parser.push(self._marks.read(token, text))
             if self._split is not None and self._split.is_open:
                 self.reasoning_tokens += 1
         return self._noted(deltas)
 
     def finish(self) -> list[Delta]:
         """Return what was held back, once the answer has ended."""
-        return self._noted(self._parser.finish())
+        return self._noted([*self._parser.push(self._marks.finish()), *self._parser.finish()])
 
     async def read(self, end: int) -> list[Delta]:
         """Read the first `end` tokens of the answer. Others get a turn between pieces of it."""
@@ -104,7 +106,7 @@ class OutputReader:
         return {"id": self.call_id(index), "type": "function"} if "name" in call else {}
 
     def _noted(self, deltas: Iterable[Delta]) -> list[Delta]:
-        whole = joined(deltas)
+        whole = list(map(self._marks.restore, joined(deltas)))
         self.has_calls = self.has_calls or any(isinstance(delta, CallBegins) for delta in whole)
         return whole
 

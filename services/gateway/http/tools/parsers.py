@@ -107,18 +107,18 @@ class MarkedCalls(Parser):
         return held.removeprefix(self._closing)
 
 
-def hermes_calls() -> Parser:
+def hermes_calls(opening: str = "<tool_call>") -> Parser:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` of Hermes and Qwen."""
-    return MarkedCalls("<tool_call>", "</tool_call>", CallsReader)
+    return MarkedCalls(opening, "</tool_call>", CallsReader)
 
 
-def mistral_calls() -> Parser:
+def mistral_calls(opening: str = "[TOOL_CALLS]") -> Parser:
     """Read Mistral's calls.
 
     All stand in a list behind `[TOOL_CALLS]`. With newer models that marker precedes each call, which is
     `name[ARGS]{...}`, with `[CALL_ID]` and an id after the name or without.
     """
-    return MarkedCalls("[TOOL_CALLS]", "", _MistralBody)
+    return MarkedCalls(opening, "", _MistralBody)
 
 
 class _MistralBody:

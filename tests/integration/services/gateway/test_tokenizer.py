@@ -266,6 +266,24 @@ def test_a_control_token_of_the_config_alone_is_known_too(tmp_path: Path) -> Non
     assert not tokenizer.decode([258])
 
 
+def test_added_tokens_are_known_without_another_copy(tmp_path: Path) -> None:
+    """For each answer with tools or reasoning its marks are looked up. Some models have thousands of them."""
+    files = {"258": {"content": "<think>"}, "259": {"content": "</think>"}}
+    tokenizer = Tokenizer.load(str(a_directory(tmp_path, {"added_tokens_decoder": files})))
+    called: list[str] = []
+    sys.setprofile(lambda _frame, event, it: called.append(it.__name__) if event == "c_call" else None)
+    try:
+        tokens = [tokenizer.added_token(text) for text in ("<think>", "</think>", "<tool_call>", "a")]
+        marks = tokenizer.reasoning
+    finally:
+        sys.setprofile(None)
+    assert tokens == [258, 259, None, None]
+    assert marks is not None
+    assert marks.opening_token == 258
+    assert "get" in called
+    assert "get_added_tokens_decoder" not in called
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_templates_may_be_listed_by_name(tmp_path: Path, named: bool) -> None:
     entries = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]

@@ -80,7 +80,7 @@ def test_required_calls_are_what_the_template_writes(
     for call in CALLS:
         text = recorded(template, *turn, [call]).strip()
         assert all(accepts(form, text) for form in forms.values()), text
-        assert deltas_of(tool_format.parser(), [text]) == as_deltas([call])
+        assert deltas_of(tool_format.parser(tool_format.trigger), [text]) == as_deltas([call])
         assert not accepts(forms[True], text[:-1])
         assert not accepts(forms[True], "Well. " + text)
     if tool_format.may_repeat:
@@ -96,7 +96,7 @@ def test_required_calls_of_mistrals_list() -> None:
     )
     for text, calls in ((f"[TOOL_CALLS][{first}]", CALLS[:1]), (f"[TOOL_CALLS][{first}, {second}]", CALLS)):
         assert accepts(form, text), text
-        assert deltas_of(MISTRAL_LIST.parser(), [text]) == as_deltas(calls)
+        assert deltas_of(MISTRAL_LIST.parser(MISTRAL_LIST.trigger), [text]) == as_deltas(calls)
     assert not accepts(MISTRAL_LIST.calls(TOOLS, parallel=False), f"[TOOL_CALLS][{first}, {second}]")
 
 

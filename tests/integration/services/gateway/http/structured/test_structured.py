@@ -143,7 +143,7 @@ async def test_a_required_call_is_one_of_the_tools(client: HttpClient) -> None:
 
 
 async def test_the_language_begins_after_the_reasoning(client: HttpClient, answers: Answers) -> None:
-    answers.reason("<think>{ Why? }</think>")
+    answers.begin("<think>{ Why? }</think>")
     body = {**ASK, "structured_outputs": {"regex": "a+b"}}
     message = (await client.post(CHATS, body)).json()["choices"][0]["message"]
     assert message["reasoning_content"] == "{ Why? }"

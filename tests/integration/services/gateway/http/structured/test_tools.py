@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,53 @@ async def test_reasoning_is_split_from_calls_and_content(client: HttpClient, ans
     assert streamed.usage["completion_tokens_details"]["reasoning_tokens"] == reasoning
 
 
+async def test_a_spelled_mark_is_text(client: HttpClient, answers: Answers) -> None:
+    """The tokenizer has these marks as tokens, and grammars know them by their tokens alone."""
+    spelled = f"So.\n{CALL}"
+    answers.write(spelled.encode())
+    for body in (BODY, {**BODY, "stop": [">>>"]}):
+        [choice] = (await client.post(PATH, body)).json()["choices"]
+        assert choice["message"] == {"role": "assistant", "content": spelled, "refusal": None}
+        assert choice["finish_reason"] == "stop"
+        assert merged(await client.stream(PATH, body)) == {"role": "assistant", "content": spelled}
+
+
+async def test_a_spelled_mark_does_not_end_the_reasoning(client: HttpClient, answers: Answers) -> None:
+    answers.begin("<think>", b"a </think>{", "</think>")
+    body = {**ASK, "structured_outputs": {"regex": "x+y"}}
+    message = (await client.post(PATH, body)).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "a </think>{"
+    assert re.fullmatch("x+y", message["content"])
+
+
+async def test_strict_tools_bind_every_call_that_is_read(client: HttpClient, answers: Answers) -> None:
+    wrong = '<tool_call>\n{"name": "get_weather", "arguments": {"city": 1}}\n</tool_call>'
+    answers.begin(wrong.encode())
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    for seed in range(8):
+        body = {**ASK, "seed": seed, "tools": [strict]}
+        [choice] = (await client.post(PATH, body)).json()["choices"]
+        assert choice["message"]["content"].startswith(wrong)
+        calls = choice["message"].get("tool_calls", [])
+        for call in calls[: None if choice["finish_reason"] != "length" else -1]:
+            assert set(json.loads(call["function"]["arguments"])) == {"city", "days"}
+
+
+async def test_a_mark_that_a_stop_string_holds_back(client: HttpClient, answers: Answers) -> None:
+    answers.write(f"<think>a</think><think>b{CALL}", "<think>a</think>")
+    body = {**BODY, "n": 2, "stop": [">>>", "nk>\n"]}
+    expected = [{"reasoning_content": "a", "content": "<think>b"}, {"reasoning_content": "a", "content": ""}]
+    first, second = (await client.post(PATH, body)).json()["choices"]
+    for choice, parts in zip((first, second), expected, strict=True):
+        assert choice["message"]["reasoning_content"] == parts["reasoning_content"]
+        assert choice["message"]["content"] == parts["content"]
+    assert [call["function"]["name"] for call in first["message"]["tool_calls"]] == ["get_weather"]
+    streamed = await client.stream(PATH, body)
+    assert merged(streamed)["content"] == "<think>b"
+    assert merged(streamed)["tool_calls"][0]["function"] == first["message"]["tool_calls"][0]["function"]
+    assert merged(streamed, 1)["reasoning_content"] == "a"
+
+
 async def test_without_tools_a_call_is_text(client: HttpClient, answers: Answers) -> None:
     answers.write("<think>a</think>{}")
     cases: list[dict[str, Any]] = [{}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}]
@@ -139,7 +187,7 @@ async def test_a_stream_goes_on_after_any_event(world: World, answers: Answers, 
 async def test_the_conversation_goes_on_with_the_results(
     client: HttpClient, answers: Answers, world: World, tokenizer: Path
 ) -> None:
-    answers.write("Rain.")
+    answers.begin("Rain.")
     arguments = {"city": "Orlé", "days": 2}
     turns: list[dict[str, Any]] = [
         {"role": "user", "content": "Weather?"},
@@ -161,7 +209,8 @@ async def test_the_conversation_goes_on_with_the_results(
         "messages": turns,
         "tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}],
     }
-    assert (await client.post(PATH, body)).json()["choices"][0]["message"]["content"] == "Rain."
+    message = (await client.post(PATH, body)).json()["choices"][0]["message"]
+    assert message["content"].startswith("Rain.")
     call = {"type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     expected = Tokenizer.load(str(tokenizer)).encode_chat(
         [turns[0], {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", **call}]}, turns[2]],
