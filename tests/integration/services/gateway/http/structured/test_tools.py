@@ -73,8 +73,22 @@ async def test_a_call_whole_and_streamed(client: HttpClient, answers: Answers) -
     assert message["content"] == "Let me look."
     assert message["tool_calls"][0]["function"] == call["function"]
     assert streamed.finish_reasons() == ["tool_calls"]
-    arguments = [one for one in streamed.choices(0) if "tool_calls" in one["delta"]]
-    assert len(arguments) > 2, "arguments are not held back until the call is complete"
+
+
+async def test_arguments_are_streamed_as_they_are_written(world: World, answers: Answers) -> None:
+    gateway = await world.gateway(draft="none", http_port=0)
+    answers.write(CALL)
+    world.target.gate.close_after(CALL.index("Orl") - len("<tool_call>") + 1)  # the mark is one token
+    events = Events()
+    async with http_client(gateway.http) as client, client.open(PATH, BODY) as response:
+        while not any(call["function"]["arguments"] for call in merged(events).get("tool_calls", ())):
+            await events.listen(response, until=len(events.events) + 1)
+        [call] = merged(events)["tool_calls"]
+        assert '{"city": "'.startswith(call["function"]["arguments"])
+        world.target.gate.open()
+        await events.listen(response)
+    [call] = merged(events)["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Orlé", "days": 2}
 
 
 async def test_calls_of_several_choices(client: HttpClient, answers: Answers) -> None:
