@@ -124,6 +124,13 @@ class TargetUnavailable(Unavailable):
     """No target replica has responded within target_timeout."""
 
 
+class GrammarsUnavailable(Unavailable):
+    """No target decodes by grammars of this kind; those of earlier versions do not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"structured_output.{kind}: no target decodes by it; earlier versions do not")
+
+
 class LogLost(ServerFault):
     """The token log no longer agrees with what the client has seen: DATA_LOSS."""
 

@@ -86,6 +86,7 @@ class ServedModel:
             self.default_k,
             self.default_strategy,
             self.default_sampling,
+            tuple(self.info.grammar_kinds),
             self.grammars.compile,
         )
 
@@ -232,7 +233,7 @@ class Generation:
         await self.streams.reserve(slot, self._max_output_tokens(request), deadline_ns)
 
     async def check(self, request: pb.GenerateRequest, slot: AdmissionSlot) -> Request:
-        """Return the checked request, tokenized. Raise InvalidField or Unimplemented.
+        """Return the checked request, tokenized. Raise InvalidField, Unimplemented or GrammarsUnavailable.
 
         Charge the slot for a prompt that is refused after it was tokenized.
         """

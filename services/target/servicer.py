@@ -27,6 +27,7 @@ from galley.common.wire.codec import check_lora, check_token_ids, logprobs_messa
 from galley.core.content import HASH_BYTES, Miss, cache_salt
 from galley.core.errors import GalleyError, InvalidField, Unimplemented, check_length, check_range
 from galley.core.grammar.compiled import CompiledGrammar
+from galley.core.grammar.spec import KINDS
 from galley.core.hints import MAX_HINT_TOKENS, Hint
 from galley.core.routing.choice import TargetLease
 from galley.core.scheduler.messages import Confirmed, Extend, VerifyRequest
@@ -82,6 +83,7 @@ class TargetService(rpc.TargetServicer):
             incarnation=secrets.token_hex(8),
             max_draft_tokens=engine.limits.max_draft_tokens,
             row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in engine.times.points],
+            grammar_kinds=KINDS if grammars is not None else (),
             host=host,
         )
         self._loop = StepLoop(engine, spans, None if metrics is None else StepMeter(metrics, engine))

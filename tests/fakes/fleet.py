@@ -96,6 +96,7 @@ class FleetTarget(Member[FakeTarget]):
             kv_blocks_free=self.free,
             kv_blocks_total=100,
             lora_adapters=self.fake.lora_adapters,
+            grammar_kinds=self.fake.grammar_kinds,
         )
         return target_lease(self.fake.address, info, block_hashes(self.salt, self.cached, self.block))
 

@@ -17,6 +17,7 @@ from galley.common.wire.codec import check_lora, check_token_ids, logprobs_messa
 from galley.common.wire.status import item_status
 from galley.core.content import Miss, prefix_hash
 from galley.core.errors import InvalidField
+from galley.core.grammar.spec import KINDS
 from galley.core.hints import MAX_HINT_TOKENS, Hint
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
@@ -142,6 +143,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
         self.model, self.weights_digest = MODEL, ""
         self.fingerprint = "build-1"
         self.lora_adapters: Sequence[str] = ()
+        self.grammar_kinds: Sequence[str] = KINDS
         self.row_costs: tuple[tuple[int, int], ...] = ()
         self.host = pb.Host()
         self.info_gate = Gate()
@@ -178,6 +180,7 @@ class FakeTarget(Replica, rpc.TargetServicer):
             kv_blocks_free=self.kv_blocks_total // 4,
             row_costs=[pb.RowCost(rows=rows, ns=ns) for rows, ns in self.row_costs],
             lora_adapters=self.lora_adapters,
+            grammar_kinds=self.grammar_kinds,
             host=self.host,
         )
 

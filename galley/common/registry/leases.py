@@ -56,7 +56,7 @@ _TARGET_FIELDS = {item.name for item in fields(TargetLease)} & {
 _DRAFT_FIELDS = {item.name for item in fields(DraftLease)} & {
     *pb.GetDraftInfoResponse.DESCRIPTOR.fields_by_name
 }
-_REPEATED = ("eos_token_ids", "lora_adapters", "strategies")
+_REPEATED = ("eos_token_ids", "lora_adapters", "grammar_kinds", "strategies")
 
 # KEYS: born. Returns a start time in microseconds, later than that of every registered process.
 _BEAR = script_of("""

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import TypeVar
 
 from galley.core.content import chain_start, next_block_hash
+from galley.core.grammar.spec import GrammarSpec
 from galley.core.session.events import Replica
 from galley.core.store import CacheLocation
 
@@ -58,9 +59,15 @@ class TargetLease(ReplicaLease):
     cached_prefixes: frozenset[bytes] = frozenset()
     weights_digest: str = ""
     lora_adapters: tuple[str, ...] = ()
+    grammar_kinds: tuple[str, ...] = ()
 
-    def offers(self, lora: str) -> bool:
-        """Return True if it serves the LoRA adapter; every target serves the model itself (empty)."""
+    def offers(self, lora: str, grammar: GrammarSpec | None = None) -> bool:
+        """Return True if it serves the LoRA adapter (empty: the model itself) and decodes by the grammar.
+
+        A target of an earlier version names no kinds of grammars. It would decode without one.
+        """
+        if grammar is not None and grammar.kind not in self.grammar_kinds:
+            return False
         return not lora or lora in self.lora_adapters
 
 
@@ -129,7 +136,7 @@ class RoutingRequest:
 
     `fingerprint` is the build that computed its `prefix`, empty for a new session. `cached_at` is where the
     KV directory says that its KV is. `lora` names its LoRA adapter; empty: none. `session_id` decides which
-    of many replicas are compared.
+    of many replicas are compared. Its output is bound by `grammar`, if there is one.
     """
 
     prefix: HashedTokens
@@ -138,6 +145,7 @@ class RoutingRequest:
     cached_at: CacheLocation | None = None
     lora: str = ""
     session_id: str = ""
+    grammar: GrammarSpec | None = None
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -211,7 +219,7 @@ def choose_target(
     load. An address in `avoid` is chosen only if there is no other.
     """
     able = [c for c in candidates if not c.lease.draining and c.lease.context_window >= request.max_position]
-    able = [c for c in able if c.lease.offers(request.lora)]
+    able = [c for c in able if c.lease.offers(request.lora, request.grammar)]
     able = [c for c in able if c.is_healthy] or able
     if request.fingerprint:
         able = [c for c in able if c.lease.fingerprint == request.fingerprint] or able

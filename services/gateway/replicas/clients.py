@@ -439,7 +439,8 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
     ) -> OpenRequest[pb.VerifyAnswer]:
         """Send a request, after `meet` if the process at the address is not known; return the open request.
 
-        `receiver` gets the responses. Raise like `meet`, or Unavailable if closed meanwhile.
+        `receiver` gets the responses. Raise like `meet`, or Unavailable if closed meanwhile, or if the target
+        would ignore the grammar of the request.
         """
         if self.is_broken:
             self.lost()  # no request was open to notice
@@ -451,6 +452,8 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
             if self._closes != closes:  # a stream that is opened now would never be closed
                 raise Unavailable(f"the connection to the target at {self.address} was closed")
             self._on_met()
+        if item.slice.grammar_hash and not self.info.grammar_kinds:  # an earlier version came up there
+            raise Unavailable(f"the target at {self.address} ignores grammars")
         return self.open(item, receiver)
 
     async def close(self) -> None:

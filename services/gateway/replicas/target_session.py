@@ -21,7 +21,7 @@ from galley.common.wire.status import error_type
 from galley.core import names
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import cache_salt
-from galley.core.errors import TokenizerMismatch, Unavailable
+from galley.core.errors import GrammarsUnavailable, TokenizerMismatch, Unavailable
 from galley.core.names import MOVE_FAILED, MOVE_HEDGED, MOVE_LATE, MOVE_LEFT
 from galley.core.routing.choice import HashedTokens, RoutingRequest, cached_tokens
 from galley.core.routing.lateness import VerdictTimeout
@@ -67,8 +67,11 @@ class TargetSession:
 
     def problem(self, spec: SessionSpec) -> str:
         """Return why no target serves the session."""
-        if any(lease.offers(spec.lora) for lease in self._targets.leases()) or not self._targets.leases():
+        leases = [lease for lease in self._targets.leases() if not lease.draining]
+        if not leases or any(lease.offers(spec.lora, spec.grammar) for lease in leases):
             return self._targets.problem
+        if spec.grammar is not None and any(lease.offers(spec.lora) for lease in leases):
+            return str(GrammarsUnavailable(spec.grammar.kind))
         return f"no target offers the LoRA adapter {spec.lora!r}"
 
     # ------------------------------------------------------------------------------- placement --
@@ -80,7 +83,7 @@ class TargetSession:
         needs `find`.
         """
         at = self._at
-        if at is None or not at.is_accepted or not at.candidate().lease.offers(spec.lora):
+        if at is None or not at.is_accepted or not at.candidate().lease.offers(spec.lora, spec.grammar):
             if not self._hash_blocks(spec, request):
                 return None
             at = self._targets.choose(self._routing(spec, request), self._failed)
@@ -135,7 +138,13 @@ class TargetSession:
     def _routing(self, spec: SessionSpec, request: ev.Verify) -> RoutingRequest:
         tokens = self._tokens(spec, request)
         return RoutingRequest(
-            tokens, spec.max_position, self._fingerprint, self._held, spec.lora, spec.session_id
+            tokens,
+            spec.max_position,
+            self._fingerprint,
+            self._held,
+            spec.lora,
+            spec.session_id,
+            spec.grammar,
         )
 
     def _tokens(self, spec: SessionSpec, request: ev.Verify) -> HashedTokens:

@@ -177,7 +177,7 @@ class TargetPool(ReplicaPool[TargetReplica]):
 
 
 def _merged(infos: Sequence[pb.GetTargetInfoResponse]) -> pb.GetTargetInfoResponse:
-    """Return the info of the build that most replicas run, with all limits and the adapters of any."""
+    """Return the info of the build that most replicas run, with all limits, and what any offers."""
     merged = pb.GetTargetInfoResponse()
     [(fingerprint, _)] = Counter(info.fingerprint for info in infos).most_common(1)
     merged.CopyFrom(next(info for info in infos if info.fingerprint == fingerprint))
@@ -185,4 +185,5 @@ def _merged(infos: Sequence[pb.GetTargetInfoResponse]) -> pb.GetTargetInfoRespon
     merged.max_draft_tokens = min(info.max_draft_tokens for info in infos)
     merged.deterministic = all(info.deterministic for info in infos)
     merged.lora_adapters[:] = sorted({name for info in infos for name in info.lora_adapters})
+    merged.grammar_kinds[:] = sorted({kind for info in infos for kind in info.grammar_kinds})
     return merged

@@ -14,8 +14,15 @@ from galley.common.models.tokenizer import TooManyTokens
 from galley.common.wire.codec import MAX_SALT_BYTES, check_lora, check_token_ids, grammar_from, sampling_from
 from galley.core.answer.answer import SessionSpec
 from galley.core.content import HASH_BYTES
-from galley.core.errors import InvalidField, Unimplemented, UnknownSession, check_length, check_range
-from galley.core.grammar.spec import GrammarSpec
+from galley.core.errors import (
+    GrammarsUnavailable,
+    InvalidField,
+    Unimplemented,
+    UnknownSession,
+    check_length,
+    check_range,
+)
+from galley.core.grammar.spec import KINDS, GrammarSpec
 from galley.core.names import NO_STRATEGY
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
@@ -84,7 +91,8 @@ class Model:
 
     `default_k` is the most draft tokens a round in mode AUTO. `default_sampling` holds for what a request
     with `use_default_sampling` leaves unset. `lora_adapters` are those that targets offer now.
-    `compile_grammar` raises InvalidField for a grammar that cannot be used.
+    `grammar_kinds` are those that targets decode by now. `compile_grammar` raises InvalidField for a grammar
+    that cannot be used.
     """
 
     name: str
@@ -96,6 +104,7 @@ class Model:
     default_k: int = 0
     default_strategy: str = ""
     default_sampling: pb.SamplingParams | None = None
+    grammar_kinds: tuple[str, ...] = KINDS
     compile_grammar: Callable[[GrammarSpec], object] = _no_grammars
 
 
@@ -119,7 +128,7 @@ def parse_generate(
 
     All of the request is checked, cheap things first; its prompt is tokenized last. `draw_seed` gives the
     seed, in [0, 2**64), of a request that brings none. Raise InvalidField, and PromptRefused once the
-    prompt was tokenized.
+    prompt was tokenized; GrammarsUnavailable if no target decodes by its grammar.
     """
     _check_fixed(request)
     lora = _lora(request, model)
@@ -284,6 +293,8 @@ def _grammar(request: pb.GenerateRequest, model: Model) -> GrammarSpec | None:
         if value := getattr(request, name):
             problem = f"must be unset with structured_output, whose grammar decides on the end, got {value}"
             raise InvalidField(name, problem)
+    if grammar.kind not in model.grammar_kinds:
+        raise GrammarsUnavailable(grammar.kind)
     model.compile_grammar(grammar)
     return grammar
 

@@ -2092,6 +2092,7 @@ class GetTargetInfoResponse(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     LORA_ADAPTERS_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    GRAMMAR_KINDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tokenizer_hash: _builtins.str
     context_window: _builtins.int
@@ -2126,6 +2127,12 @@ class GetTargetInfoResponse(_message.Message):
 
     @_builtins.property
     def host(self) -> Global___Host: ...
+    @_builtins.property
+    def grammar_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of StructuredOutput, by the names of its fields, that this target decodes. A target that names none
+        ignores grammars: it may be older than they are.
+        """
+
     def __init__(
         self,
         *,
@@ -2149,10 +2156,11 @@ class GetTargetInfoResponse(_message.Message):
         weights_digest: _builtins.str = ...,
         lora_adapters: _abc.Iterable[_builtins.str] | None = ...,
         host: Global___Host | None = ...,
+        grammar_kinds: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "host", b"host", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "lora_adapters", b"lora_adapters", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "grammar_kinds", b"grammar_kinds", "host", b"host", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "lora_adapters", b"lora_adapters", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

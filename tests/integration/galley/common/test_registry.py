@@ -78,6 +78,7 @@ def info(incarnation: str = "life-1") -> pb.GetTargetInfoResponse:
         kv_blocks_total=100,
         kv_blocks_free=40,
         queue_depth=5,
+        grammar_kinds=["regex", "choice"],
     )
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from galley.common.wire.codec import grammar_message
 from galley.core.content import prefix_hash
-from galley.core.grammar.spec import GrammarSpec
+from galley.core.grammar.spec import KINDS, GrammarSpec
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import Limits
@@ -261,13 +261,23 @@ async def test_a_grammar_that_begins_after_a_token_allows_all_but_an_end_before_
     assert output[4:] == [STOP]
 
 
+async def test_a_target_tells_which_grammars_it_decodes_by(
+    target: rpc.TargetAsyncStub, service: Served
+) -> None:
+    info = await target.GetTargetInfo(pb.GetTargetInfoRequest())
+    assert tuple(info.grammar_kinds) == KINDS
+    assert service.running.service.lease("here").grammar_kinds == KINDS  # type: ignore[attr-defined]  # a TargetService
+
+
 async def test_without_a_vocabulary_grammars_are_refused(engine: Recording, limits: Limits) -> None:
     served = Served(engine, limits, None, grammars=lambda: None)
     await served.start()
     async with grpc.aio.insecure_channel(served.running.address) as channel:
         target = rpc.TargetStub(channel)
+        info = await target.GetTargetInfo(pb.GetTargetInfoRequest())
         (refused,) = await verify(target, pb.VerifyItem(slice=constrained(PROMPT)))
     await served.stop()
+    assert not info.grammar_kinds
     assert refused.status.code == grpc.StatusCode.UNIMPLEMENTED.value[0]
     assert "slice.structured_output" in refused.status.message
     assert GREEDY.temperature == 0

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galley.core.content import block_hashes, next_block_hash
+from galley.core.grammar.spec import GrammarSpec
 from galley.core.routing import choice
 from galley.core.routing.choice import (
     LOAD_TOKENS,
@@ -182,6 +183,16 @@ def test_only_replicas_that_offer_the_adapter_are_chosen() -> None:
     assert chosen(request, caching("a", TOKENS), lease("c", lora_adapters=("fr",)), other) == "b"
     assert chosen(request, caching("a", TOKENS), lease("c", lora_adapters=("fr",))) is None
     assert chosen(REQUEST, caching("a", TOKENS), other) == "a", "all serve the model itself"
+
+
+def test_only_replicas_that_decode_by_the_grammar_are_chosen() -> None:
+    request = replace(REQUEST, grammar=GrammarSpec("regex", "a+"), fingerprint="build-1")
+    earlier = caching("a", TOKENS)
+    later = lease("b", grammar_kinds=("json_schema", "regex"), fingerprint="build-2", queue_depth=9)
+    assert chosen(request, earlier, later) == "b"
+    assert chosen(request, earlier, lease("c", grammar_kinds=("json_schema",))) is None
+    assert chosen(replace(request, lora="sql"), later, caching("d", TOKENS, lora_adapters=("sql",))) is None
+    assert chosen(REQUEST, earlier, later) == "a"
 
 
 leases = st.builds(
