@@ -1,12 +1,11 @@
-"""Make the sources of a session's own draft tokens, in slices between which other calls have a turn."""
+"""Make the sources of a session's own draft tokens, in slices, so that other calls do not wait for them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 from galley.common.logs import get_logger
 from galley.core.answer.answer import Answer
@@ -19,18 +18,19 @@ from galley.core.session.sources import LocalSources
 CompileGrammar: TypeAlias = "Callable[[GrammarSpec], Awaitable[CompiledGrammar]]"
 
 _INDEXED_SLICE, _PREDICTED_SLICE, _GRAMMAR_SLICE = 2048, 64, 16
-"""Tokens indexed or followed before other calls get a turn: about 1 ms, at worst. A grammar may be made to
-take 6 ms a token.
-"""
+"""Tokens of a slice: about 1 ms, at worst. A grammar may be made to take 6 ms a token."""
 _GRANT_NS, _MOST_GRANTED_NS = 100_000, 20_000_000
 """Time of the event loop that a grammar gets for each output token; and the most that it can save up."""
+_STOPPED = "grammar drafting stopped"
+_T = TypeVar("_T")
 _log = get_logger(__name__)
 
 
 class BoundedGrammar:
-    """A grammar that stops drafting once it has used up its time, so that no other session waits for it.
+    """A grammar that stops drafting once it has failed or used up its time: it ends and delays no session.
 
-    Most take some µs a token; a few ms once, for a large schema. Limits bound only a single call.
+    The target alone decides what follows. What this state says, by another version of llguidance perhaps or
+    after other work, only drafts. Most states take some µs a token; a few ms once, for a large schema.
     """
 
     def __init__(self, state: GrammarState, session_id: str) -> None:
@@ -40,30 +40,35 @@ class BoundedGrammar:
 
     def confirm(self, tokens: Sequence[int]) -> None:
         self._left_ns = min(self._left_ns + _GRANT_NS * len(tokens), _MOST_GRANTED_NS)
-        if self._state is not None:
-            with self._charged():
-                self._state.confirm(tokens)
+        self._call(lambda state: state.confirm(tokens), None)
 
     def forced(self, most: int, ahead: Sequence[int] = ()) -> tuple[int, ...]:
-        if self._state is None:
-            return ()
-        with self._charged():
-            return self._state.forced(most, ahead)
+        return self._call(lambda state: state.forced(most, ahead), ())
 
     def allowed_prefix(self, tokens: Sequence[int], ahead: Sequence[int] = ()) -> int:
-        if self._state is None:
-            return len(tokens)
-        with self._charged():
-            return self._state.allowed_prefix(tokens, ahead)
+        return self._call(lambda state: state.allowed_prefix(tokens, ahead), len(tokens))
 
-    @contextmanager
-    def _charged(self) -> Iterator[None]:
+    def _call(self, call: Callable[[GrammarState], _T], otherwise: _T) -> _T:
+        """Return the state's answer; `otherwise` if there is none any more."""
+        if self._state is None:
+            return otherwise
         began_ns = time.thread_time_ns()
-        yield
-        self._left_ns -= time.thread_time_ns() - began_ns
-        if self._left_ns < 0:
+        try:
+            return call(self._state)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001  # a panic of llguidance is no Exception
+            self._stop(str(error))
+            return otherwise
+        finally:
+            self._left_ns -= time.thread_time_ns() - began_ns
+            if self._left_ns < 0:
+                self._stop("it takes too long")
+
+    def _stop(self, reason: str) -> None:
+        if self._state is not None:
             self._state = None
-            _log.warning("grammar does not draft", session_id=self._session_id, error="it takes too long")
+            _log.warning(_STOPPED, session_id=self._session_id, reason=reason)
 
 
 class OwnSources:
@@ -96,7 +101,7 @@ class OwnSources:
             grammar = BoundedGrammar(state, spec.session_id)
             await _follow(answer.output, grammar.confirm, _GRAMMAR_SLICE)
         except GalleyError as error:
-            _log.warning("grammar does not draft", session_id=spec.session_id, error=str(error))
+            _log.warning(_STOPPED, session_id=spec.session_id, reason=str(error))
             return None
         return grammar
 

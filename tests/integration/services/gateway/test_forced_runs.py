@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence, Set
 from typing import Any
 
-import grpc
 import pytest
 
 from galley.client.options import Speculation
 from galley.core.names import GRAMMAR, NO_STRATEGY
 from galley.pb.galley.v1 import galley_pb2 as pb
 from tests.fakes.structured import Answers
-from tests.fakes.world import Gateway, Received, World, any_credit, receive, refused
+from tests.fakes.truth import SEED, true_next
+from tests.fakes.world import PROMPT_TOKENS, Gateway, Received, World, any_credit, receive
 
 SCHEMA = {
     "type": "object",
@@ -25,6 +26,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 ALONE = Speculation(k=8, strategy=NO_STRATEGY)
+DISAGREES_AT = 30
 
 
 @pytest.fixture(autouse=True)
@@ -68,19 +70,32 @@ async def test_forced_runs_go_on_after_a_resume(world: World) -> None:
     assert of_grammar(received).accepted > 0
 
 
-async def test_a_target_that_ignores_the_grammar_does_not_reach_the_log(world: World) -> None:
-    free = world.target.truth
+@pytest.mark.parametrize("speculation", [ALONE, "off"], ids=["drafting", "off"])
+async def test_what_a_target_confirms_stands_whatever_the_gateways_own_grammar_says(
+    world: World, speculation: Speculation | str
+) -> None:
+    """Another version of llguidance, or work that is counted otherwise, must not end a session here."""
+    constrained = world.target.truth
 
-    def ignoring(part: pb.SessionSlice) -> Any:
-        bare = pb.SessionSlice()
-        bare.CopyFrom(part)
-        bare.ClearField("grammar_hash")
-        bare.ClearField("structured_output")
-        return free(bare)
+    def other(part: pb.SessionSlice) -> Any:
+        """Follow the grammar for some tokens, then write others."""
+        followed = constrained(part)
 
-    world.target.truth = ignoring
+        def next_token(tokens: Sequence[int], seed: int, banned: Set[int]) -> int:
+            near_begin = len(tokens) - part.prompt_len < DISAGREES_AT
+            return followed(tokens, seed, banned) if near_begin else true_next(tokens, seed, banned)
+
+        return next_token
+
+    world.target.truth = other
     gateway = await world.gateway()
-    error = await refused(answered(gateway, speculation=ALONE))
-    await gateway.idle()
-    world.expect_error("session failed")
-    assert error.code == grpc.StatusCode.INTERNAL
+    received = await answered(gateway, speculation=speculation)
+    written: list[int] = []
+    next_token = other(world.target.calls[0].slice)
+    while len(written) < len(received.tokens):
+        written.append(next_token([*PROMPT_TOKENS, *written], SEED, frozenset()))
+    assert received.tokens == written
+    assert received.end.reason in {pb.Finished.REASON_STOP, pb.Finished.REASON_LENGTH}
+    assert len(written) > DISAGREES_AT
+    if speculation == ALONE:
+        assert of_grammar(received).accepted > 0, "it drafted until then"

@@ -7,11 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from structlog.testing import capture_logs
 
 from galley.core.answer.answer import Answer, SessionSpec
-from galley.core.errors import InvalidField
+from galley.core.errors import Broken, InvalidField
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
+from galley.core.grammar.limits import GrammarFailed
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.names import GRAMMAR, PREDICTION
 from galley.core.records import NOT_DRAFTED
@@ -22,6 +24,7 @@ from tests.fakes.vocabularies import SIZE, byte_vocabulary, tokens_of
 
 VOCABULARY = byte_vocabulary()
 CHOICE = GrammarSpec("choice", '["name: true", "name: null"]')
+STOPPED_BY_TIME = ("grammar drafting stopped", "it takes too long")
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), 600, SIZE, k=4, grammar=CHOICE)
 
 
@@ -103,6 +106,51 @@ class Slow(GrammarState):
         return super().forced(most, ahead)
 
 
+class Failing(GrammarState):
+    """A state that fails in one of its calls: its lexer is full, or llguidance panics."""
+
+    def __init__(self, compiled: CompiledGrammar, call: str, error: BaseException) -> None:
+        super().__init__(compiled)
+        self._call, self._error = call, error
+
+    def _check(self, call: str) -> None:
+        if call == self._call:
+            raise self._error
+
+    def confirm(self, tokens: Sequence[int]) -> None:
+        self._check("confirm")
+        super().confirm(tokens)
+
+    def forced(self, most: int, ahead: Sequence[int] = ()) -> tuple[int, ...]:
+        self._check("forced")
+        return super().forced(most, ahead)
+
+    def allowed_prefix(self, tokens: Sequence[int], ahead: Sequence[int] = ()) -> int:
+        self._check("allowed_prefix")
+        return super().allowed_prefix(tokens, ahead)
+
+
+class PanicException(BaseException):  # its name in pyo3, where it is no Exception either
+    pass
+
+
+@pytest.mark.parametrize("call", ["confirm", "forced", "allowed_prefix"])
+@pytest.mark.parametrize(
+    "error", [GrammarFailed(3), Broken("not allowed"), OSError("x"), PanicException("y")]
+)
+def test_a_grammar_that_fails_stops_drafting_and_ends_nothing(call: str, error: BaseException) -> None:
+    grammar = BoundedGrammar(Failing(compile_grammar(VOCABULARY, CHOICE), call, error), "s")
+    text = tokens_of(VOCABULARY, "name: ")
+    with capture_logs() as logs:
+        for token in text:
+            assert grammar.forced(1) in {(token,), ()}
+            assert grammar.allowed_prefix(text) in {0, 1, len(text)}
+            grammar.confirm([token])
+    assert [(entry["event"], entry["reason"]) for entry in logs] == [("grammar drafting stopped", str(error))]
+    assert grammar.forced(8) == ()
+    assert grammar.allowed_prefix(text) == len(text), "the target decides"
+
+
 def _spin() -> None:
     until_ns = time.thread_time_ns() + 3_000_000
     while time.thread_time_ns() < until_ns:
@@ -118,7 +166,7 @@ def test_a_slow_grammar_stops_drafting() -> None:
         for token in text:
             grammar.confirm([token])
     assert calls == 7, "20 ms at first"
-    assert [entry["error"] for entry in logs] == ["it takes too long"]
+    assert [(entry["event"], entry["reason"]) for entry in logs] == [STOPPED_BY_TIME]
     assert grammar.forced(8) == ()
     assert grammar.allowed_prefix(text) == len(text), "the target decides"
 
@@ -141,6 +189,6 @@ async def test_a_grammar_that_cannot_draft_leaves_the_prediction() -> None:
             sources = await OwnSources(compile_grammar_).of(
                 answered(replace(SPEC, prediction=predicted), text)
             )
-        assert [entry["event"] for entry in logs] == ["grammar does not draft"]
+        assert [entry["event"] for entry in logs] == ["grammar drafting stopped"]
         assert sources is not None
         assert sources.prediction is not None
