@@ -27,10 +27,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from galley.core.answer.answer import Answer, Ending, Reason, SessionSpec
+from galley.core.content import common_prefix_len
 from galley.core.errors import Broken, GalleyError, LogLost, TargetUnavailable, Unavailable
 from galley.core.hints import MAX_HINT_TOKENS, Hint, HintTail
 from galley.core.names import GRAMMAR, LOCAL_SOURCES, NO_STRATEGY, PREDICTION
@@ -397,14 +398,25 @@ class Session:
             self._end_with(Broken(f"the target's verdict {violation}"))
             return
         sources = self._sources_of(event, open_verify) if event.verified else ()
+        if (drafted := len(sources)) < event.verified:
+            event = replace(event, accepted=min(event.accepted, drafted), verified=drafted)
         self._confirm(event, sources, now, reads_prompt=open_verify.prefills)
         self._after_verdict(event, now)
 
     def _sources_of(self, event: ev.Verified, open_verify: OpenVerify) -> list[str]:
-        """Return what proposed each verified draft token. The target knows itself what a grammar forces."""
+        """Return what proposed each verified draft token, up to the first that was not drafted.
+
+        The target verifies what the grammar forces without a hint of it. That counts as drafted if the
+        session's own grammar forces it as well.
+        """
         sources = open_verify.sources(event, self.answer)
-        self._round.record_sent([GRAMMAR] * sources.count(""))
-        return [source or GRAMMAR for source in sources]
+        if "" in sources:
+            forced = () if self._sources is None else self._sources.forced(event.accepted)
+            own = common_prefix_len(forced, event.tokens)
+            end = next((i for i, source in enumerate(sources) if not source and i >= own), len(sources))
+            self._round.record_sent([GRAMMAR] * sources[:end].count(""))
+            sources = [source or GRAMMAR for source in sources[:end]]
+        return sources
 
     def _confirm(self, event: ev.Verified, sources: Sequence[str], now: int, *, reads_prompt: bool) -> None:
         """Take a verdict; `sources` are those of the draft tokens that it verified."""
@@ -458,7 +470,7 @@ class Session:
                 break
         confirmed = answer.output_len - before
         if self._sources is not None:
-            self._sources.confirm(answer.tokens[-confirmed:])
+            self._sources.confirm(answer.tokens[len(answer.tokens) - confirmed :])
         return confirmed
 
     def _after_verdict(self, event: ev.Verified, now: int) -> None:

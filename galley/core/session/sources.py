@@ -51,10 +51,14 @@ class LocalSources:
         if self.prediction is not None:
             self.prediction.follow(tokens)
 
+    def forced(self, most: int, ahead: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Return the tokens, at most so many, that the grammar forces after the output and `ahead`."""
+        return () if self._grammar is None else self._grammar.forced(most, ahead)
+
     def propose(self, ahead: tuple[int, ...], most: int) -> list[LocalProposal]:
         """Return up to `most` tokens that follow the output and the draft tokens `ahead`."""
         proposals: list[LocalProposal] = []
-        forced = () if self._grammar is None else self._grammar.forced(most, ahead)
+        forced = self.forced(most, ahead)
         if forced:
             proposals.append(LocalProposal(GRAMMAR, forced, (1.0,) * len(forced)))
             ahead += forced

@@ -23,6 +23,7 @@ from tests.fakes.vocabularies import byte_vocabulary, tokens_of
 
 LENGTH = 57
 ALL = range(LENGTH)
+ANY_JSON = GrammarSpec("json_object")
 
 
 @pytest.fixture(params=[0, 32], ids=["rounds", "credit"])
@@ -136,27 +137,61 @@ def test_auto_proposes_nothing_where_no_token_is_worth_a_row(credit: int) -> Non
     assert request.draft_tokens == ()
 
 
-@pytest.mark.parametrize(("verified", "is_valid"), [(3, True), (4, True), (5, False)])
-def test_a_target_may_verify_what_the_grammar_forces_before_the_hint(verified: int, is_valid: bool) -> None:
-    """It may verify at most k tokens. Without a grammar, it may verify what it was sent alone."""
-    for grammar, valid in ((GrammarSpec("json_object"), is_valid), (None, False)):
-        here = World(
-            spec(k=4, stop_token_ids=frozenset[int](), max_position=3 + LENGTH, grammar=grammar),
-            SessionLimits(credit=32),
-            sources=partial(scripted_sources, forced=range(20, LENGTH)),
-        )
-        [request] = here.to_target
-        assert isinstance(request, ev.Verify)
-        tokens = tuple(here.truth[3 : 3 + verified + 1])
-        event = ev.Verified(request.request_id, 3, tokens, verified, verified, 2, "build", more=True)
-        if valid:
-            here.session.step(event, now=1)
-            assert here.session.stats.sources == {
-                GRAMMAR: ev.SourceTokens(GRAMMAR, verified, verified, verified)
-            }
-        else:
-            [end] = [one for one in here.session.step(event, now=1) if isinstance(one, ev.End)]
-            assert isinstance(end.error, Broken)
+class Late:
+    """The first `count` indices of an output, from when `is_known` on."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.is_known = False
+
+    def __contains__(self, index: object) -> bool:
+        return self.is_known and index in range(self._count)
+
+
+def of_target(verified: int, accepted: int, grammar: GrammarSpec | None, forced: int) -> World:
+    """Return a session after a verdict with tokens that it had not sent to the target."""
+    late = Late(forced)
+    here = World(
+        spec(k=4, stop_token_ids=frozenset[int](), max_position=3 + LENGTH, grammar=grammar),
+        SessionLimits(credit=32),
+        sources=partial(scripted_sources, forced=late),
+    )
+    late.is_known = True
+    [request] = here.to_target
+    assert isinstance(request, ev.Verify)
+    assert request.draft_tokens == ()
+    tokens = tuple(here.truth[3 : 3 + accepted + 1])
+    here.send(ev.Verified(request.request_id, 3, tokens, accepted, verified, 2, "build", more=True))
+    return here
+
+
+@pytest.mark.parametrize(("verified", "accepted"), [(3, 3), (4, 4), (4, 2), (1, 0)])
+def test_a_target_may_verify_what_the_grammar_forces_before_the_hint(verified: int, accepted: int) -> None:
+    here = of_target(verified, accepted, ANY_JSON, 4)
+    answer = here.session.answer
+    assert answer.output == here.truth[3 : 3 + accepted + 1]
+    assert [record.from_draft for record in answer.records] == [True] * accepted + [False]
+    counts = {GRAMMAR: ev.SourceTokens(GRAMMAR, accepted, accepted, accepted)} if accepted else {}
+    assert here.session.stats.sources == counts
+
+
+@pytest.mark.parametrize("forced", [0, 2])
+def test_only_tokens_that_the_grammar_forces_count_as_its_draft(forced: int) -> None:
+    """A target that marks other tokens as drafted changes no statistics, and ends nothing."""
+    here = of_target(4, 4, ANY_JSON, forced)
+    assert here.session.answer.output == here.truth[3:8]
+    stats = here.session.stats
+    assert (stats.drafted, stats.verified, stats.accepted) == (forced, forced, forced)
+    assert sum(record.from_draft for record in here.session.answer.records) == forced
+
+
+@pytest.mark.parametrize(("verified", "grammar"), [(5, ANY_JSON), (3, None)])
+def test_a_target_verifies_at_most_k_tokens_that_it_was_not_sent_and_only_of_a_grammar(
+    verified: int, grammar: GrammarSpec | None
+) -> None:
+    here = of_target(verified, verified, grammar, LENGTH)
+    assert here.end is not None
+    assert isinstance(here.end.error, Broken)
 
 
 def test_tokens_are_counted_by_source_in_every_round(credit: int) -> None:
