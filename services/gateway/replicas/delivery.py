@@ -1,7 +1,7 @@
-"""The responses of replicas on their way to the sessions: a few have a turn of the event loop.
+"""Deliver the responses of replicas to the sessions, some of them in each turn of the event loop.
 
-Messages and new calls come before delivering, for some milliseconds at most: what waits in a connection is
-overtaken by nothing, and what waits here by first tokens.
+The gateway first reads messages and accepts calls, and delivers nothing meanwhile, for some milliseconds at
+most. In a connection, a first token waits behind all responses before it. In this queue it goes first.
 
 1. Sessions without a response so far come first: first tokens do not wait behind those of running sessions.
 2. A request in its turn gets all that has arrived for it. So where responses arrive faster than they are
@@ -17,7 +17,7 @@ from collections import deque
 from typing import Protocol
 
 _TURN = 24
-"""What is delivered before others get a turn, in responses: about 1 ms. A request gets its own at once."""
+"""Responses delivered in one turn: about 1 ms. A request gets all of its own at once."""
 _MESSAGE_TURNS, _CALL_TURNS = 2, 4
 """Turns in which a message that is there already is read, and a call is accepted, after the one before."""
 _PAUSE_S = 0.005
