@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from galley.common.config.settings import OFF
+from galley.common.fair_threads import FairThreads
 from galley.common.logs import get_logger
 from galley.common.metrics import catalogue
 from galley.common.metrics.catalogue import PEER_CERTIFICATE_EXPIRY
@@ -237,7 +238,8 @@ async def _generation(
     )
     model = _served_model(settings, tuning, tokenizer, targets, drafts, grammars)
     streams = _streams(settings, tuning, store, drafts, targets, tokenizer)
-    streams.own_sources = OwnSources(grammars.compiled)
+    threads = FairThreads()
+    streams.own_sources = OwnSources(partial(grammars.compiled, threads))
     streams.on_call = targets.turns.expect_calls
     streams.is_saturated = lambda: targets.turns.is_saturated(asyncio.get_running_loop().time())
     opened.push_async_callback(streams.close)
@@ -252,7 +254,7 @@ async def _generation(
         registry.observe(catalogue.SESSIONS_LIMIT, lambda: [((), model.max_sessions)])
         registry.observe(catalogue.SESSIONS, lambda: _by_progress(streams.held, sessions.running))
         observers = RequestObservers(_CLOCK, CallMetrics(registry), sessions)
-    return Generation(streams, model, _CLOCK, _id_secret(settings), observers, parts.address)
+    return Generation(streams, model, _CLOCK, _id_secret(settings), observers, parts.address, threads)
 
 
 async def _collect_garbage(streams: Streams) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Self
 
+from galley.common.fair_threads import FairThreads
 from galley.common.logs import get_logger
 from galley.core.errors import InvalidField, UnsupportedModel
 from galley.core.grammar.cache import GrammarCache
@@ -40,7 +41,10 @@ class Grammars:
             raise InvalidField(FIELD, f"must be absent: {self._problem}")
         return self._cache.compile(spec)
 
-    async def compiled(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Return the compiled grammar, at once if it was used lately. Raise InvalidField."""
+    async def compiled(self, threads: FairThreads, principal: str, spec: GrammarSpec) -> CompiledGrammar:
+        """Return the compiled grammar, at once if it was used lately, else in the principal's thread.
+
+        Raise InvalidField.
+        """
         known = None if self._cache is None else self._cache.get(spec.content_hash)
-        return known if known is not None else await asyncio.to_thread(self.compile, spec)
+        return known if known is not None else await threads.run(principal, partial(self.compile, spec))

@@ -15,7 +15,7 @@ from galley.core.grammar.spec import GrammarSpec
 from galley.core.lookup.prediction import PredictionLookup, prediction_calibration
 from galley.core.session.sources import LocalSources
 
-CompileGrammar: TypeAlias = "Callable[[GrammarSpec], Awaitable[CompiledGrammar]]"
+CompileGrammar: TypeAlias = "Callable[[str, GrammarSpec], Awaitable[CompiledGrammar]]"
 
 _INDEXED_SLICE, _PREDICTED_SLICE, _GRAMMAR_SLICE = 2048, 64, 16
 """Tokens of a slice: about 1 ms, at worst. A grammar may be made to take 6 ms a token."""
@@ -75,12 +75,15 @@ class OwnSources:
     """The sources of all sessions of a gateway, which share what they learn of predictions."""
 
     def __init__(self, compile_grammar: CompileGrammar | None = None) -> None:
-        """`compile_grammar` returns a grammar, compiled off the event loop; without it none drafts."""
+        """`compile_grammar` compiles a grammar of a principal off the event loop; without it none drafts."""
         self._compile_grammar = compile_grammar
         self._predictions = prediction_calibration()
 
-    async def of(self, answer: Answer) -> LocalSources | None:
-        """Return the sources of a session, at the end of its answer; None if it has none."""
+    async def of(self, answer: Answer, principal: str, *, is_over: bool = False) -> LocalSources | None:
+        """Return the sources of a principal's session, at the end of its answer; None if it has none.
+
+        One that `is_over` drafts no more. Its prediction is still compared with its answer.
+        """
         spec = answer.spec
         if spec.grammar is None and not spec.prediction:
             return None
@@ -89,15 +92,15 @@ class OwnSources:
             prediction = PredictionLookup(spec.prediction, self._predictions)
             await _follow(spec.prediction, prediction.index, _INDEXED_SLICE)
             await _follow(answer.output, prediction.follow, _PREDICTED_SLICE)
-        return LocalSources(await self._grammar(answer), prediction)
+        return LocalSources(None if is_over else await self._grammar(answer, principal), prediction)
 
-    async def _grammar(self, answer: Answer) -> BoundedGrammar | None:
+    async def _grammar(self, answer: Answer, principal: str) -> BoundedGrammar | None:
         """Return the grammar at the end of the answer; None if it cannot draft. The target decides anyway."""
         spec = answer.spec
         if spec.grammar is None or not spec.k or self._compile_grammar is None:
             return None
         try:
-            state = (await self._compile_grammar(spec.grammar)).start()
+            state = (await self._compile_grammar(principal, spec.grammar)).start()
             grammar = BoundedGrammar(state, spec.session_id)
             await _follow(answer.output, grammar.confirm, _GRAMMAR_SLICE)
         except GalleyError as error:

@@ -328,14 +328,16 @@ class Streams:
     async def _session(
         self, stored: StoredSession, answer: Answer, stream_from: int = 0, seen_hash: bytes = b""
     ) -> Session:
+        finished = _ending(stored)
+        is_over = finished is not None or answer.ending is not None
         return Session(
             answer,
             self._limits,
             stream_from=stream_from,
             seen_hash=seen_hash,
-            finished=_ending(stored),
+            finished=finished,
             shared=self.shared,
-            sources=await self.own_sources.of(answer),
+            sources=await self.own_sources.of(answer, stored.principal, is_over=is_over),
         )
 
     def _runner(

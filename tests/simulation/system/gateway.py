@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from galley.common.fair_threads import FairThreads
 from galley.common.registry.leases import DRAFT_POOL, TARGET_POOL
 from galley.core.errors import TargetUnavailable
 from galley.core.session.machine import Session, SessionLimits
@@ -104,7 +106,7 @@ class SimGateway:
         )
         self.streams.watch(world.ledger, self.address)
         self.grammars = Grammars(VOCABULARY)
-        self.streams.own_sources = OwnSources(self.grammars.compiled)
+        self.streams.own_sources = OwnSources(partial(self.grammars.compiled, FairThreads()))
 
     def _channel(self, address: str) -> SimChannel:
         return SimChannel(self._world.network, self._world.servers, self.process, address)

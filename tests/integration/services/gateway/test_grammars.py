@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from galley.common.wire.codec import grammar_from
+from galley.core.grammar import cache
+from galley.core.grammar.compiled import CompiledGrammar, compile_grammar
+from galley.core.grammar.limits import GrammarLimits
 from galley.core.grammar.spec import GrammarSpec
+from galley.core.grammar.vocabulary import Vocabulary
 from tests.fakes.world import Gateway, World, receive
 
 ANY_TEXT = r"(?s:.*)"
@@ -38,6 +44,30 @@ async def test_a_resumed_session_keeps_its_grammar(world: World) -> None:
     await received.listen(second.client.resume_stream(stream))
     check(world.target.calls)
     assert world.target.calls[0].slice.start == 0
+
+
+async def test_a_resume_compiles_a_grammar_only_where_the_answer_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[GrammarSpec] = []
+
+    def counted(vocabulary: Vocabulary, spec: GrammarSpec, limits: GrammarLimits) -> CompiledGrammar:
+        compiled.append(spec)
+        return compile_grammar(vocabulary, spec, limits)
+
+    monkeypatch.setattr(cache, "compile_grammar", counted)
+    first, second, third = [await world.gateway() for _ in range(3)]
+    stream, received = await world.held(first, passes=2, regex=ANY_TEXT, ignore_eos=False)
+    assert compiled == [SPEC], "the request and its drafts use one"
+    stream.cancel()
+    await first.idle()
+    world.target.gate.open()
+    whole = await received.listen(second.client.resume_stream(stream))
+    assert compiled == [SPEC, SPEC]
+    assert whole.started is not None
+    again = await receive(third.client.resume(whole.started.session_id))
+    assert again.tokens == whole.tokens
+    assert compiled == [SPEC, SPEC]
 
 
 async def test_a_session_without_a_grammar_sends_none(world: World, gateway: Gateway) -> None:

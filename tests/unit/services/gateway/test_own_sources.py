@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from structlog.testing import capture_logs
 
+from galley.common.fair_threads import FairThreads
 from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.errors import Broken, InvalidField
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
@@ -19,8 +22,10 @@ from galley.core.names import GRAMMAR, PREDICTION
 from galley.core.records import NOT_DRAFTED
 from galley.core.sampling_params import SamplingParams
 from galley.core.session.sources import LocalSources
+from services.gateway.request.grammars import Grammars
 from services.gateway.session.own_sources import BoundedGrammar, OwnSources
 from tests.fakes.vocabularies import SIZE, byte_vocabulary, tokens_of
+from tests.fakes.waiting import PATIENCE_S
 
 VOCABULARY = byte_vocabulary()
 CHOICE = GrammarSpec("choice", '["name: true", "name: null"]')
@@ -28,11 +33,11 @@ STOPPED_BY_TIME = ("grammar drafting stopped", "it takes too long")
 SPEC = SessionSpec("s", (1, 2, 3), SamplingParams(), 600, SIZE, k=4, grammar=CHOICE)
 
 
-async def compiled(spec: GrammarSpec) -> CompiledGrammar:
+async def compiled(_: str, spec: GrammarSpec) -> CompiledGrammar:
     return compile_grammar(VOCABULARY, spec)
 
 
-async def too_large(spec: GrammarSpec) -> CompiledGrammar:
+async def too_large(_: str, spec: GrammarSpec) -> CompiledGrammar:
     raise InvalidField("structured_output", f"must be smaller, got {spec.text}")
 
 
@@ -44,13 +49,13 @@ def answered(spec: SessionSpec, text: str = "") -> Answer:
 
 
 async def sources_of(spec: SessionSpec, text: str = "") -> LocalSources:
-    sources = await OwnSources(compiled).of(answered(spec, text))
+    sources = await OwnSources(compiled).of(answered(spec, text), "me")
     assert sources is not None
     return sources
 
 
 async def test_a_session_without_grammar_and_prediction_has_none() -> None:
-    assert await OwnSources(compiled).of(answered(replace(SPEC, grammar=None), "name")) is None
+    assert await OwnSources(compiled).of(answered(replace(SPEC, grammar=None), "name"), "me") is None
 
 
 async def test_the_grammar_is_at_the_end_of_the_answer() -> None:
@@ -82,16 +87,62 @@ async def test_others_get_turns_while_a_long_prediction_is_indexed() -> None:
 
     other = asyncio.create_task(take_turns())
     spec = replace(SPEC, grammar=None, prediction=(1, 2) * 32_768)
-    sources = await OwnSources().of(answered(spec))
+    sources = await OwnSources().of(answered(spec), "me")
     other.cancel()
     assert sources is not None
     assert turns >= 32, "2,048 tokens between two turns"
 
 
 async def test_without_speculation_a_grammar_is_not_even_compiled() -> None:
-    sources = await OwnSources(too_large).of(answered(replace(SPEC, k=0)))
+    sources = await OwnSources(too_large).of(answered(replace(SPEC, k=0)), "me")
     assert sources is not None
     assert sources.propose((), 8) == []
+
+
+async def test_a_session_that_has_ended_compiles_nothing() -> None:
+    predicted = tuple(tokens_of(VOCABULARY, "name: null"))
+    over = answered(replace(SPEC, prediction=predicted), "name: true")
+    with capture_logs() as logs:
+        sources = await OwnSources(too_large).of(over, "me", is_over=True)
+    assert not logs
+    assert sources is not None
+    assert sources.prediction is not None
+    assert sources.prediction.counts[0] >= len(tokens_of(VOCABULARY, "name: "))
+
+
+class Held(Grammars):
+    """Grammars of which none is compiled until `go_on` is set, but choices."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY)
+        self.began, self.go_on = threading.Event(), threading.Event()
+        self.compiled_count = 0
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        if spec.kind != "choice":
+            self.began.set()
+            self.go_on.wait(PATIENCE_S)
+        self.compiled_count += 1
+        return super().compile(spec)
+
+
+async def test_resumed_grammars_of_one_principal_hold_up_no_other() -> None:
+    """More than there are threads, and each another one."""
+    grammars = Held()
+    sources = OwnSources(partial(grammars.compiled, FairThreads()))
+    specs = [replace(SPEC, grammar=GrammarSpec("regex", f"ab{{{n}}}")) for n in range(2, 66)]
+    many = [asyncio.create_task(sources.of(answered(spec), "bad")) for spec in specs]
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.to_thread(grammars.began.wait, PATIENCE_S)
+            assert await sources.of(answered(SPEC), "good") is not None
+            assert grammars.compiled_count == 1
+            grammars.go_on.set()
+            for made in await asyncio.gather(*many):
+                assert made is not None
+                assert made.forced(2) == tuple(tokens_of(VOCABULARY, "abb"))[:2]
+    finally:
+        grammars.go_on.set()
 
 
 class Slow(GrammarState):
@@ -187,7 +238,7 @@ async def test_a_grammar_that_cannot_draft_leaves_the_prediction() -> None:
     for compile_grammar_, text in ((too_large, ""), (compiled, "other")):
         with capture_logs() as logs:
             sources = await OwnSources(compile_grammar_).of(
-                answered(replace(SPEC, prediction=predicted), text)
+                answered(replace(SPEC, prediction=predicted), text), "me"
             )
         assert [entry["event"] for entry in logs] == ["grammar drafting stopped"]
         assert sources is not None
