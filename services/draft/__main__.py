@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
+from galley.common.models.grammars import ReplicaGrammars
 from galley.common.redis.connections import refuse_bad_files
 from galley.common.registry.leases import DRAFT_POOL
 from galley.common.registry.registration import registered
@@ -50,8 +51,10 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
             metrics=parts.metrics,
         )
         loop.background = shared
-        exchange = None if shared is None else AnswerExchange(_log(settings, info), shared, loop.wake)
         grammars = await in_passing_thread(draft_grammars, settings, info.vocab_size)
+        exchange = None
+        if shared is not None:
+            exchange = AnswerExchange(_log(settings, info, grammars), shared, loop.wake)
         service = DraftService(loop, info, spans, exchange, grammars)
         rpc.add_DraftServicer_to_server(service, server)
         address = settings.advertise or parts.address
@@ -60,9 +63,11 @@ def build(settings: DraftSettings) -> Callable[[grpc.aio.Server, Parts], Awaitab
     return build_service
 
 
-def _log(settings: DraftSettings, info: pb.GetDraftInfoResponse) -> AnswerLog:
+def _log(
+    settings: DraftSettings, info: pb.GetDraftInfoResponse, grammars: ReplicaGrammars | None
+) -> AnswerLog:
     url, ttl_s = settings.redis_url.get_secret_value(), settings.shared_answers_ttl_s
-    vocab_size = info.vocab_size or ANY_VOCABULARY
+    vocab_size = info.vocab_size or (ANY_VOCABULARY if grammars is None else grammars.vocab_size)
     return AnswerLog(url, settings.pool, info.tokenizer_hash, ttl_s, vocab_size=vocab_size)
 
 

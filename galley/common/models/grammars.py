@@ -27,6 +27,7 @@ class ReplicaGrammars:
 
     def __init__(self, vocabulary: Vocabulary, thread: Executor | None = None) -> None:
         """Compile on `thread`, or on one of its own."""
+        self.vocab_size = vocabulary.size
         self._cache = GrammarCache(vocabulary)
         self._threads = FairThreads(thread or ThreadPoolExecutor(1, thread_name_prefix="grammars"))
 
