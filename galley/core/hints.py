@@ -48,12 +48,7 @@ class Hint:
 
     def tail(self, passed: int, *, after_mismatch: bool = False) -> HintTail:
         """Return the part after `passed` confirmed tokens; `after_mismatch`: the hint had the last wrong."""
-        survival = self.survival
-        if passed and survival:
-            # The first ones have survived, so the chances of the others are conditional on that.
-            sure = survival[passed - 1]
-            survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in survival[passed:])
-        return HintTail(self.draft_tokens[passed:], survival, after_mismatch, self.sources[passed:])
+        return HintTail(self.draft_tokens, self.survival, after_mismatch, self.sources).after(passed)
 
 
 @value
@@ -62,6 +57,20 @@ class HintTail:
     survival: tuple[float, ...] = ()
     after_mismatch: bool = False
     sources: tuple[str, ...] = ()
+
+    def first(self, count: int) -> HintTail:
+        return HintTail(
+            self.draft_tokens[:count], self.survival[:count], self.after_mismatch, self.sources[:count]
+        )
+
+    def after(self, count: int) -> HintTail:
+        """Return what follows the first `count` tokens if these are accepted."""
+        survival = self.survival
+        if count and survival:
+            # The first ones have survived, so the chances of the others are conditional on that.
+            sure = survival[count - 1]
+            survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in survival[count:])
+        return HintTail(self.draft_tokens[count:], survival, self.after_mismatch, self.sources[count:])
 
     @property
     def first_source(self) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from galley.core.errors import GalleyError
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState
 
@@ -27,7 +29,7 @@ class GrammarFollower:
         self._tokens = tokens
         self._prompt_len = prompt_len
         self._checked: tuple[int, tuple[int, ...], int] = (-1, (), 0)
-        self._forced: tuple[int, tuple[int, ...]] = (-1, ())
+        self._certain: tuple[int, tuple[int, ...]] = (-1, ())
 
     def resume(self, grammar: CompiledGrammar, tokens: Sequence[int], prompt_len: int) -> bool:
         """Follow these tokens from now on; return False if the state has seen others."""
@@ -60,15 +62,30 @@ class GrammarFollower:
             self._checked = (len(self._tokens), draft_tokens, count)
         return count
 
-    def forced(self, most: int) -> tuple[int, ...]:
-        """Return at most `most` tokens that are certain to follow; none where `allowed_prefix` gives 0."""
+    def certain(self, most: int) -> tuple[int, ...]:
+        """Return at most `most` tokens that follow whatever the model computes: their masks allow no other.
+
+        None where `allowed_prefix` gives 0.
+        """
         if most <= 0 or self.state.row_ns > _MOST_ROW_NS:
             return ()
-        position, run = self._forced
+        position, run = self._certain
         if position != len(self._tokens):
-            run = self.state.forced(_MOST_FORCED) if self._is_near() else ()
-            self._forced = (len(self._tokens), run)
+            run = self._only_allowed() if self._is_near() else ()
+            self._certain = (len(self._tokens), run)
         return run[:most]
+
+    def _only_allowed(self) -> tuple[int, ...]:
+        # A forced text may still be written by other tokens, so the masks decide.
+        run = self.state.forced(_MOST_FORCED)
+        if not run:
+            return ()
+        masks = self.state.masks(run[:-1])
+        is_only = np.bitwise_count(masks).sum(axis=1) == 1
+        for index, token in enumerate(run):
+            if not is_only[index] or not masks[index, token >> 5] >> (token & 31) & 1:
+                return run[:index]
+        return run
 
     def _count_allowed(self, draft_tokens: tuple[int, ...]) -> int:
         return self.state.allowed_prefix(draft_tokens) if draft_tokens and self._is_near() else 0

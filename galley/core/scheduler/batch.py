@@ -21,11 +21,15 @@ _PREFILL_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The next `rows` confirmed tokens of the request are fed, and after the last of them `draft_tokens`."""
+    """The next `rows` confirmed tokens of the request are fed, and after the last of them `draft_tokens`.
+
+    The first `certain` draft tokens follow whatever the model computes, so none is drawn in their places.
+    """
 
     request: ActiveRequest
     rows: int
     draft_tokens: tuple[int, ...] = ()
+    certain: int = 0
 
     @property
     def is_final(self) -> bool:
@@ -43,9 +47,10 @@ def grant_rows(
 ) -> list[Grant]:
     """Return the grants of a step of about `max_rows` rows, in the order of `requests`, oldest first.
 
-    Every request whose KV reaches its position gets one row, whatever the budget. Draft rows come next, as
-    many as pay by `step_ns`. Prefill takes what is left, but at least a quarter of the rows, and at most its
-    `budget` of time. If the engine `divides_prompts` over steps itself, it takes all, without draft tokens:
+    Every request whose KV reaches its position gets one row, whatever the budget. Certain draft tokens come
+    next: each takes a row now or in a later step. Then follow other draft rows, as many as pay by `step_ns`.
+    Prefill takes what is left, but at least a quarter of the rows, and at most its `budget` of time, as the
+    certain tokens do. If the engine `divides_prompts` over steps itself, it takes all, without draft tokens:
     they would follow in no step.
     """
     verifying = sum(request.uncomputed == 1 for request in requests)
@@ -53,12 +58,15 @@ def grant_rows(
     reserved = min(demand, max_rows // _PREFILL_SHARE)
     prefill = budget.rows(min(demand, max(max_rows - verifying, reserved)), verifying, 0)
     offering = _reaching(requests, 0 if divides_prompts else prefill)
-    counts = _draft_counts(offering, verifying + prefill, max_rows - verifying - reserved, step_ns)
+    room = max_rows - verifying - reserved
+    most = budget.rows(max(0, min(room, sum(one.certain for one in offering))), verifying, 0)
+    counts = _certain_counts(offering, most)
+    _add_draft_counts(counts, offering, verifying + prefill, room, step_ns)
     if not divides_prompts:
         drafts = sum(counts.values())
         used = verifying + drafts
         demand = budget.rows(min(demand, max(max_rows - used, reserved)), used, drafts)
-    return _grants(requests, counts, demand)
+    return _grants(requests, counts, demand, skips=not divides_prompts)
 
 
 def _reaching(requests: Sequence[ActiveRequest], prefill: int) -> list[ActiveRequest]:
@@ -72,24 +80,41 @@ def _reaching(requests: Sequence[ActiveRequest], prefill: int) -> list[ActiveReq
     return reaching
 
 
-def _draft_counts(offering: Sequence[ActiveRequest], rows: int, room: int, step_ns: StepNs) -> dict[int, int]:
-    """Return how many draft tokens of each request, by its id, to verify beside `rows` other rows."""
-    worth = [(chance, request.id) for request in offering for chance in request.survival()]
-    # A session's chances fall, so the best of all sessions are the first ones of each.
-    worth.sort(key=lambda one: -one[0])
-    chances = [chance for chance, _ in worth]
-    drawing = len(offering)
-    prompts_ns = step_ns(rows, 0) - step_ns(drawing, 0) if rows > drawing > 0 else 0.0
-    pays = rows_that_pay(
-        chances, tokens=drawing, rows=rows, step_ns=step_ns, room=room, prompts_ns=prompts_ns
-    )
+def _certain_counts(offering: Sequence[ActiveRequest], most: int) -> dict[int, int]:
+    """Return how many certain tokens of each request, by its id, to feed: up to `most`, the oldest first."""
     counts: dict[int, int] = {}
-    for _, request_id in worth[:pays]:
-        counts[request_id] = counts.get(request_id, 0) + 1
+    for request in offering:
+        if count := min(request.certain, most):
+            counts[request.id] = count
+            most -= count
     return counts
 
 
-def _grants(requests: Sequence[ActiveRequest], counts: dict[int, int], prefill: int) -> list[Grant]:
+def _add_draft_counts(
+    counts: dict[int, int], offering: Sequence[ActiveRequest], rows: int, room: int, step_ns: StepNs
+) -> None:
+    """Add how many more draft tokens of each request to verify, beside `rows` other rows."""
+    certain = sum(counts.values())
+    worth = [
+        (chance, request.id)
+        for request in offering
+        for chance in request.survival()[counts.get(request.id, 0) :]
+    ]
+    # A session's chances fall, so the best of all sessions are the first ones of each.
+    worth.sort(key=lambda one: -one[0])
+    chances = [chance for chance, _ in worth]
+    drawing, rows = len(offering) + certain, rows + certain
+    prompts_ns = step_ns(rows, 0) - step_ns(drawing, 0) if rows > drawing > 0 else 0.0
+    pays = rows_that_pay(
+        chances, tokens=drawing, rows=rows, step_ns=step_ns, room=room - certain, prompts_ns=prompts_ns
+    )
+    for _, request_id in worth[:pays]:
+        counts[request_id] = counts.get(request_id, 0) + 1
+
+
+def _grants(
+    requests: Sequence[ActiveRequest], counts: dict[int, int], prefill: int, *, skips: bool
+) -> list[Grant]:
     grants = []
     for request in requests:
         rows = 1 if request.uncomputed == 1 else min(request.uncomputed, prefill)
@@ -98,7 +123,9 @@ def _grants(requests: Sequence[ActiveRequest], counts: dict[int, int], prefill: 
         if rows == 0:
             continue
         drafts = request.tail.draft_tokens[: counts.get(request.id, 0)] if rows == request.uncomputed else ()
-        grants.append(Grant(request, rows, drafts))
+        # Where logprobs are wanted, the model is asked about every token.
+        skipped = min(request.certain, len(drafts)) if skips and request.message.logprobs is None else 0
+        grants.append(Grant(request, rows, drafts, skipped))
     return grants
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-from galley.core.content import PrefixHasher
+from galley.core.content import PrefixHasher, common_prefix_len
 from galley.core.grammar.follower import GrammarFollower
 from galley.core.hints import NOTHING, Hint, HintTail
 from galley.core.scheduler.hint_statistics import AcceptanceEstimate, HintTiming
@@ -79,7 +79,8 @@ class ActiveRequest:
 
     `kv_len` is None until KV blocks are allocated. The first result reports `kv_reused`, and resets it to 0.
     `is_new`: its session had no blocks before.
-    `tail` is what the hint offers as of the last `update_hint`. `grammar` follows `tokens`, if there is one.
+    `tail` is what the hint offers as of the last `update_hint`; its first `certain` tokens follow in any
+    case. `grammar` follows `tokens`, if there is one.
     """
 
     def __init__(self, request_id: int, message: VerifyRequest, memory: SessionStatistics, now: int) -> None:
@@ -92,6 +93,7 @@ class ActiveRequest:
         self.limit = min(message.limit, message.max_position)
         self.hint_due = message.hint_due
         self.tail = NOTHING
+        self.certain = 0
         self.arrived_ns = now
         self.has_started = False
         self.cancelled = False
@@ -145,20 +147,27 @@ class ActiveRequest:
         """Advance the hint to the present position, and set `tail` to what it offers within room and grammar.
 
         If it offers nothing, use the previous hint, which ended later. On a slow link, the hint drafted after
-        a rejected token can arrive too late, while the previous one may match again. If no hint offers
-        anything, use what the grammar forces, which is certain; the gateway's hint of it is on its way.
+        a rejected token can arrive too late, while the previous one may match again.
         """
         self._hint, offered = self._followed(self._hint)
         self._previous, previous = self._followed(self._previous)
         rest = offered if offered.draft_tokens else previous
-        tokens = rest.draft_tokens[: self.room]
+        self.tail, self.certain = rest.first(self.room), 0
         if self.grammar is not None:
-            tokens = tokens[: self.grammar.allowed_prefix(tokens)]
-            if not tokens and self.message.max_verified:
-                forced = self.grammar.forced(self.room)
-                rest = HintTail(forced, (1.0,) * len(forced))
-                tokens = rest.draft_tokens
-        self.tail = HintTail(tokens, rest.survival[: len(tokens)], rest.after_mismatch)
+            self._follow_grammar(self.grammar)
+
+    def _follow_grammar(self, grammar: GrammarFollower) -> None:
+        """Cut the tail to what the grammar allows, and begin it with what is certain.
+
+        The gateway's hint of these tokens may be on its way.
+        """
+        certain = grammar.certain(self.room) if self.message.max_verified else ()
+        tokens = self.tail.draft_tokens
+        if common_prefix_len(certain, tokens) < len(certain):
+            self.tail, tokens = HintTail(certain, (1.0,) * len(certain)), certain
+        tail = self.tail.first(grammar.allowed_prefix(tokens))
+        self.certain = min(len(certain), len(tail.draft_tokens))
+        self.tail = HintTail(tail.draft_tokens, tail.survival, tail.after_mismatch and not self.certain)
 
     def _followed(self, hint: PendingHint | None) -> tuple[PendingHint | None, HintTail]:
         if hint is None:
@@ -169,15 +178,16 @@ class ActiveRequest:
     def survival(self) -> list[float]:
         """Return for each offered draft token the chance that it and all before it are accepted."""
         acceptance = self.statistics.acceptance
-        if self.tail.survival:
-            chances = acceptance.calibrated(list(accumulate(self.tail.survival, min)))
+        rest = self.tail.after(self.certain)
+        if rest.survival:
+            chances = acceptance.calibrated(list(accumulate(rest.survival, min)))
         else:
-            chances = acceptance.survival(len(self.tail.draft_tokens))
-        if self.tail.after_mismatch and chances and chances[0] > 0.0:
+            chances = acceptance.survival(len(rest.draft_tokens))
+        if rest.after_mismatch and chances and chances[0] > 0.0:
             # The first token shows whether the hint has recovered; if so, the others are as good as before.
             recovered = self.statistics.acceptance.recovery / chances[0]
             chances = [min(1.0, chance * recovered) for chance in chances]
-        return chances
+        return [1.0] * self.certain + chances
 
     @property
     def has_usable_hint(self) -> bool:

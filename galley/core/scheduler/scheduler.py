@@ -358,17 +358,18 @@ class Scheduler:
             tokens = tokens[:]
         if not grant.is_final:
             return StepChunk(start, tokens, blocks, want_logits=0, key=request.key)
+        certain, drawn = drafts[: grant.certain], drafts[grant.certain :]
         draw = Draw(
             params=message.sampling,
-            history=request.tokens,
+            history=[*request.tokens, *certain] if certain else request.tokens,
             prompt_len=message.prompt_len,
             stop_token_ids=message.stop_token_ids,
             min_tokens=message.min_tokens,
-            draft_tokens=drafts,
+            draft_tokens=drawn,
             logprobs=message.logprobs,
             grammar=None if request.grammar is None else request.grammar.state,
         )
-        return StepChunk(start, tokens, blocks, 1 + len(drafts), draw, request.key)
+        return StepChunk(start, tokens, blocks, 1 + len(drawn), draw, request.key)
 
     def conclude(
         self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int, batch_span: bytes = b""
@@ -385,7 +386,7 @@ class Scheduler:
         shared = done.record(self._times, self._prefill, took_ns, batch_span)
         for grant, outcome in zip(done.grants.values(), outcomes, strict=True):
             grant.request.compute_ns += took_ns
-            self._settle(grant, outcome, shared, now)
+            self._settle(grant, _with_certain(grant, outcome), shared, now)
         self._admit_arrived(done)
         return done.info(self.kv.free, self.queue_depth)
 
@@ -492,6 +493,19 @@ class Scheduler:
         if self._active.get(request.key) is request:
             del self._active[request.key]
             self.kv.make_idle(request.key)
+
+
+def _with_certain(grant: Grant, outcome: StepOutcome) -> StepOutcome:
+    """Return the outcome with the tokens that were not drawn before it.
+
+    An error is that of the token after them: it comes again in the next step, as without draft tokens.
+    """
+    certain = grant.draft_tokens[: grant.certain]
+    if certain and isinstance(outcome, GalleyError):
+        return Sampled(certain)
+    if certain and isinstance(outcome, Sampled) and outcome.tokens:
+        return Sampled((*certain, *outcome.tokens))
+    return outcome
 
 
 def _verified(drafts: tuple[int, ...], tokens: tuple[int, ...]) -> int:

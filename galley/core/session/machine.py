@@ -248,7 +248,9 @@ class Session:
             return 0
         added = 0
         for proposal in sources.propose(tail.draft_tokens, most):
-            if not self._speculation.is_worth_a_row(reached * proposal.survival[0]):
+            chance = reached * proposal.survival[0]
+            # A token that is certain takes its row in any case, now or later.
+            if chance < 1.0 and not self._speculation.is_worth_a_row(chance):
                 break
             self._drafting.extend(proposal, self.answer, now)
             added += len(proposal.tokens)

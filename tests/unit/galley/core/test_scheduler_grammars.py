@@ -7,19 +7,22 @@ from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from galley.core.content import prefix_hash, token_bytes
-from galley.core.errors import Broken
+from galley.core.errors import Broken, GalleyError
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
+from galley.core.grammar.follower import GrammarFollower
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.hints import Hint
 from galley.core.scheduler.messages import Confirmed
-from galley.core.step import Sampled, StepChunk
+from galley.core.step import Sampled, StepChunk, StepPlan
 from galley.engine.masking import confirmed_mask
 from tests.fakes.engine import StrictEngine
-from tests.fakes.scheduler_world import Bench, request, result_of
+from tests.fakes.scheduler_world import STEEP, Bench, request, result_of
 from tests.fakes.truth import IDS, STOP_ID
 from tests.fakes.vocabularies import allowed
 
@@ -56,13 +59,18 @@ class MaskedEngine(StrictEngine):
     def __init__(self, **info: Any) -> None:
         super().__init__(**info)
         self.states: list[GrammarState] = []
+        self.drawn_rows: list[int] = []
+        self.fails_at = -1
         self.slow_row_ns = 0
 
-    def draw(self, chunk: StepChunk, seen: Sequence[int]) -> Sampled:
+    def draw(self, chunk: StepChunk, seen: Sequence[int]) -> Sampled | GalleyError:
         draw = chunk.draw
         assert draw is not None
         assert draw.grammar is not None
         self.states.append(draw.grammar)
+        self.drawn_rows.append(chunk.want_logits)
+        if len(draw.history) == self.fails_at:
+            return Broken("no maximum")
         tokens: list[int] = []
         for i, row in enumerate(confirmed_mask(draw.grammar, draw)):
             tokens.append(chosen(allowed(row), [*draw.history, *tokens]))
@@ -82,6 +90,12 @@ class Session:
         self.tokens = list(PROMPT)
         self.held = 0
         self.verified = 0
+
+    def answer(self, **given: object) -> list[Confirmed]:
+        """Return all results of one request with credit."""
+        self.submit(**{"credit": 20, "max_verified": 8, **given})  # type: ignore[arg-type]  # the test's own
+        [results] = self.bench.results().values()
+        return results
 
     def submit(self, drafts: Sequence[int] = (), **given: object) -> int:
         made = request(
@@ -318,26 +332,99 @@ def test_where_masks_take_long_no_draft_token_is_verified() -> None:
 FORCED = GrammarSpec("regex", "(abcd|abce)ed{3}(a|b)")
 
 
-def test_forced_tokens_are_verified_before_their_hint_has_come() -> None:
+def tokens_of(results: Sequence[Confirmed]) -> list[int]:
+    return [token for result in results for token in result.tokens]
+
+
+def test_certain_tokens_are_confirmed_before_their_hint_has_come() -> None:
     compiled = grammar(FORCED)
     true = answer(compiled)
-    session = Session(bench_of()[0], compiled)
-    session.submit(credit=20, max_verified=8)
-    results = session.bench.results()
-    [confirmed] = results.values()
-    assert [token for result in confirmed for token in result.tokens] == true
-    assert sum(result.verified for result in confirmed) == sum(result.accepted for result in confirmed) == 7
-    assert len(confirmed) == len(true) - 7
+    results = Session(bench_of()[0], compiled).answer()
+    assert tokens_of(results) == true
+    assert sum(result.verified for result in results) == sum(result.accepted for result in results) == 7
+    assert len(results) == len(true) - 7
 
 
-def test_a_session_without_speculation_verifies_no_forced_token() -> None:
-    session = Session(bench_of()[0], grammar(FORCED))
-    session.submit(credit=20)
-    [confirmed] = session.bench.results().values()
-    assert {result.verified for result in confirmed} == {0}
+def test_the_model_is_asked_for_no_certain_token() -> None:
+    bench, engine = bench_of()
+    session = Session(bench, grammar(FORCED))
+    results = session.answer()
+    assert engine.drawn_rows == [1] * len(results)
+    assert tokens_of(results) == answer(session.compiled)
 
 
-def test_a_hint_goes_before_forced_tokens() -> None:
+def test_where_logprobs_are_wanted_each_token_is_drawn() -> None:
+    bench, engine = bench_of()
+    session = Session(bench, grammar(FORCED))
+    results = session.answer(logprobs=1)
+    assert tokens_of(results) == answer(session.compiled)
+    assert sum(engine.drawn_rows) == len(tokens_of(results))
+
+
+def test_certain_tokens_take_the_place_of_a_hint_that_differs() -> None:
+    compiled = grammar(FORCED)
+    result = Session(bench_of()[0], compiled).round([A, C], max_verified=8)
+    assert result.verified == result.accepted == 2, "as many as the request has room for"
+    assert list(result.tokens) == answer(compiled)[:3]
+
+
+@pytest.mark.parametrize("at", range(len(answer(grammar(FORCED)))))
+def test_an_error_after_certain_tokens_comes_where_it_does_without_drafts(at: int) -> None:
+    outcomes = []
+    for max_verified in (0, 8):
+        bench, engine = bench_of()
+        engine.fails_at = len(PROMPT) + at
+        session = Session(bench, grammar(FORCED))
+        session.submit(credit=20, max_verified=max_verified)
+        confirmed: list[int] = []
+        error: object = None
+        while isinstance(plan := bench.scheduler.plan(bench.now), StepPlan):
+            for response in bench.finish(plan):
+                if isinstance(response.outcome, Confirmed):
+                    confirmed += response.outcome.tokens
+                else:
+                    error = str(response.outcome)
+        outcomes.append((confirmed, error))
+    plain, drafted = outcomes
+    true = answer(grammar(FORCED))
+    assert plain == (true[:at], "no maximum")
+    # What is certain is not drawn, so nothing fails there.
+    assert drafted == ((true, None) if at in {0, 1, 2, 4, 5, 6, 7} else plain)
+
+
+def test_certain_tokens_are_fed_where_no_draft_token_pays() -> None:
+    """Each takes a row in any case: now, or in a step of its own."""
+    compiled = grammar(FORCED)
+    bench, engine = Bench(max_rows=128, times=STEEP), MaskedEngine(kv_block_tokens=4)
+    bench.engine = engine
+    results = Session(bench, compiled).answer()
+    assert tokens_of(results) == answer(compiled)
+    assert sum(result.verified for result in results) == 7
+
+
+def test_certain_tokens_of_many_sessions_keep_within_the_rows_of_a_step() -> None:
+    bench = Bench(max_rows=8)
+    bench.engine = MaskedEngine(kv_block_tokens=4)
+    sessions = [Session(bench, grammar(FORCED), f"s{i}") for i in range(4)]
+    for session in sessions:
+        session.submit(credit=20, max_verified=8)
+    rows: list[int] = []
+    got: dict[int, list[int]] = {}
+    while isinstance(plan := bench.scheduler.plan(bench.now), StepPlan):
+        if all(chunk.draw is not None and chunk.start for chunk in plan.chunks):
+            rows.append(plan.rows)
+        for response in bench.finish(plan):
+            got.setdefault(response.request_id, []).extend(result_of(response).tokens)
+    assert max(rows) <= 8
+    assert list(got.values()) == [answer(session.compiled) for session in sessions]
+
+
+def test_a_session_without_speculation_verifies_no_certain_token() -> None:
+    results = Session(bench_of()[0], grammar(FORCED)).answer(max_verified=0)
+    assert {result.verified for result in results} == {0}
+
+
+def test_a_hint_goes_before_certain_tokens() -> None:
     compiled = grammar(FORCED)
     true = answer(compiled)
     session = Session(bench_of()[0], compiled)
@@ -345,3 +432,22 @@ def test_a_hint_goes_before_forced_tokens() -> None:
     assert (result.verified, result.accepted) == (4, 4)
     second = session.round([F], max_verified=8)
     assert (second.verified, second.accepted) == (1, 1), "in place of the one that is not allowed"
+
+
+class TwoWays(GrammarState):
+    """Its grammar writes a certain text in two ways, unlike those of llguidance."""
+
+    def masks(self, draft_tokens: Sequence[int]) -> NDArray[np.uint32]:
+        rows = super().masks(draft_tokens)
+        rows[2] |= 1 << A
+        return rows
+
+
+def test_a_token_is_certain_only_if_its_mask_allows_no_other() -> None:
+    compiled = grammar(FORCED)
+    follower = GrammarFollower(compiled, PROMPT, len(PROMPT))
+    assert follower.certain(8) == (A, B, C)
+    assert follower.certain(2) == (A, B)
+    follower = GrammarFollower(compiled, PROMPT, len(PROMPT))
+    follower.state = TwoWays(compiled)
+    assert follower.certain(8) == (A, B)
