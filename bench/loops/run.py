@@ -93,7 +93,7 @@ def loads(scenario: Scenario, options: Options, life: int) -> Iterator[Load]:
     ]
     widest = max(cells, key=lambda cell: cell.streams)
     for arm in options.arms:
-        yield from pair_loads(replace(widest, arms=(arm,)), WARM_UP, short)
+        yield from pair_loads(replace(widest.cut(short.max_tokens), arms=(arm,)), WARM_UP, short)
     for pair in range(life * options.pairs, (life + 1) * options.pairs):
         for number, cell in enumerate(cells):
             # The tag of its prompts names the cell too: none finds the prompts of another cached.

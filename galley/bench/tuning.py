@@ -38,6 +38,12 @@ class Cell:
     arms: tuple[str, ...]
     index: int = 0
 
+    def cut(self, max_tokens: int) -> Cell:
+        """Return the cell with answers of at most `max_tokens`, also where prompts have their own bounds."""
+        given = self.workload.prompts
+        prompts = tuple(replace(one, max_tokens=min(one.max_tokens, max_tokens)) for one in given)
+        return replace(self, workload=replace(self.workload, prompts=prompts))
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:

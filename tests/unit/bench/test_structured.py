@@ -47,6 +47,11 @@ def test_answers_are_as_long_at_any_number_of_streams() -> None:
     assert {prompt.max_tokens for load in found for prompt in load.prompts} == {options.max_tokens}
 
 
+def test_warm_ups_are_short_although_prompts_have_bounds() -> None:
+    found = [one for one in loads(STRUCTURED, STRUCTURED.defaults, life=0) if one.pair == WARM_UP]
+    assert {prompt.max_tokens for load in found for prompt in load.prompts} <= set(range(13))
+
+
 def run_of(scenario: Scenario, blocks: list[LoopBlock]) -> Run:
     run = Run(scenario.defaults, Path(), Path(), print)
     run.blocks = blocks
