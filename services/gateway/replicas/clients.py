@@ -406,6 +406,12 @@ class ReplicaClient(RequestStream[RequestT, ResponseT], ABC):
         self._met = None
 
 
+def _ignores_grammar(part: pb.SessionSlice, kinds: Sequence[str]) -> bool:
+    """Return True if a slice has a grammar, and its target none of that kind; later slices bring a hash."""
+    kind = part.structured_output.WhichOneof("kind")
+    return bool(part.grammar_hash) and (kind not in kinds if kind else not kinds)
+
+
 class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
     info: pb.GetTargetInfoResponse
 
@@ -452,8 +458,8 @@ class TargetClient(ReplicaClient[pb.VerifyItem, pb.VerifyAnswer]):
             if self._closes != closes:  # a stream that is opened now would never be closed
                 raise Unavailable(f"the connection to the target at {self.address} was closed")
             self._on_met()
-        if item.slice.grammar_hash and not self.info.grammar_kinds:  # an earlier version came up there
-            raise Unavailable(f"the target at {self.address} ignores grammars")
+        if _ignores_grammar(item.slice, self.info.grammar_kinds):  # an earlier version came up there
+            raise Unavailable(f"the target at {self.address} does not decode by this grammar")
         return self.open(item, receiver)
 
     async def close(self) -> None:

@@ -91,11 +91,14 @@ async def test_a_request_that_no_target_can_serve_is_refused_before_any_work(wor
     must_be_true(await receive(gateway.generate()))
 
 
-async def test_an_earlier_version_at_the_same_address_gets_no_grammar(world: World) -> None:
+@pytest.mark.parametrize("kinds", [(), ("choice",)])
+async def test_an_earlier_version_at_the_same_address_gets_no_grammar(
+    world: World, kinds: tuple[str, ...]
+) -> None:
     gateway = await world.gateway(target_timeout_s=0.5)
     stream, received = await world.held(gateway, passes=1, regex=ANY_TEXT, ignore_eos=False)
     await world.target.stop()
-    world.target.grammar_kinds, before = (), len(world.target.calls)
+    world.target.grammar_kinds, before = kinds, len(world.target.calls)
     world.target.gate.open()
     await world.target.start()
     error = await refused(received.listen(stream))
