@@ -83,13 +83,16 @@ def resumed() -> Scene:
     return scene
 
 
+_FREE_TEXTS = (names.WORKLOAD, names.GRAMMAR_KIND, names.ERROR_TYPE)
+
+
 def hostile() -> Scene:
     scene = Scene(skew_ms={Process(HOSTILE, HOSTILE): 3})
     other = scene.request(session=HOSTILE * 2).round().end()
     reported = dict.fromkeys(("pool", "source", "to", "reason"), HOSTILE)
     moved = event(names.SESSION_MOVED, BEGAN_NS + 1, **reported)
     own = event(HOSTILE, BEGAN_NS + 2, have=HOSTILE)
-    request = scene.request(session=SESSION, attributes={names.WORKLOAD: HOSTILE, names.ERROR_TYPE: HOSTILE})
+    request = scene.request(session=SESSION, attributes=dict.fromkeys(_FREE_TEXTS, HOSTILE))
     request.round(
         target=HOSTILE,
         draft_replica=HOSTILE,

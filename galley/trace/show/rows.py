@@ -106,14 +106,16 @@ def cells_of(one: Round, ns_per_cell: float) -> Mapping[Part, int]:
 
 
 def about(story: Story) -> str:
-    """Return operation, model, workload, tokens and finish reason."""
+    """Return operation, model, workload, form, tokens and finish reason."""
     first = next((request for request in story.requests if request.span), story.requests[0])
     operation = one_line(first.text(names.OPERATION)) or "request"
     workload = one_line(first.text(names.WORKLOAD))
+    grammar = one_line(first.text(names.GRAMMAR_KIND))
     output = count(output_tokens(story), "token")
     prompt = story.prompt_tokens
     facts = [f"{operation} {_model_of(first)}"]
     facts += [f"workload {workload}"] if workload else []
+    facts += [f"form {grammar}"] if grammar else []
     facts += [output if prompt is None else f"{prompt:,} + {output}"]
     facts += [f"ended by {reason}" for reason in _reasons(story)[-1:]]
     return " · ".join(facts)

@@ -82,6 +82,8 @@ def session_attributes(spec: SessionSpec, *, content: bool) -> dict[str, AnyValu
         names.STOP_COUNT: len(spec.stop_strings),
         names.INPUT_TOKENS: len(spec.prompt),
     }
+    if spec.grammar is not None:
+        attributes[names.GRAMMAR_KIND] = spec.grammar.kind
     if sampling.top_k:
         attributes[names.TOP_K] = float(sampling.top_k)
     if sampling.seed <= _LARGEST_INT:

@@ -184,6 +184,13 @@ async def test_a_round_links_to_its_verify_batch(world: World, kept: KeptSpans) 
 CHAT = (Message("user", PROMPT),)
 
 
+async def test_a_trace_says_what_form_an_answer_has(world: World, kept: KeptSpans) -> None:
+    gateway = await world.gateway_of(kept.parts())
+    await receive(gateway.generate(regex="(?s:.*)", ignore_eos=False))
+    [request] = await kept.requests()
+    assert attributes_of(request)[names.GRAMMAR_KIND] == "regex"
+
+
 async def test_traces_hold_no_content(world: World, kept: KeptSpans) -> None:
     received = await receive(
         (await world.gateway_of(kept.parts())).generate(CHAT, stop=["a stop string"], max_tokens=60)

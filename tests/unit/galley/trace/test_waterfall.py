@@ -123,6 +123,12 @@ def test_answer_without_rounds_is_explained_by_its_totals() -> None:
     assert "client.stalled: stalled 30.0 ms" in text
 
 
+def test_the_form_of_an_answer_is_named() -> None:
+    scene = Scene()
+    scene.request(attributes={names.GRAMMAR_KIND: "json_schema"}).round().end()
+    assert "workload chat · form json_schema · " in text_of(scene.story())
+
+
 def test_another_systems_trace_is_shown_plainly() -> None:
     trace_id = "f" * 32
     root = Span(trace_id, "a" * 16, "", f"GET /{scenes.HOSTILE}", BEGAN_NS, BEGAN_NS + ns(9), Process("web"))
