@@ -212,7 +212,7 @@ Burn rates of the error budgets and their alerts, as in Google's SRE workbook, c
 {{- $in := include "galley.releaseMatchers" . -}}
 {{- $by := printf "namespace, %s, workload" (include "galley.releaseLabel" .) -}}
 {{- /* What sessions propose themselves hardly ever fails, and would hide drafts that do. */}}
-{{- $drafts := printf "%s, strategy!~\"grammar|prediction\"" $in -}}
+{{- $drafts := printf "strategy!~\"grammar|prediction\", %s" $in -}}
 {{- with $alerts.GalleyAcceptanceCollapse }}
 {{- if .enabled }}
 - alert: GalleyAcceptanceCollapse
