@@ -11,8 +11,10 @@ processes answer them with the default model in float32:
   off, one at a time. Answers in company, whose batches have other shapes, are only checked for their form.
 
 A finished answer must be valid for a validator that is no part of the grammars; a token that its grammar does
-not allow counts as a problem, in an unfinished answer too. Writes bench/results/structured_proof.json; exits
-1 if there is a problem.
+not allow counts as a problem, in an unfinished answer too. So does a run that reads too little to prove
+anything: few finished answers, few kills, no token that a grammar forces.
+
+Writes bench/results/structured_proof.json; exits 1 if there is a problem.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from typing import Any
 from bench.harness import BENCH, result_path, write_record
 from galley.client.client import AsyncClient
 from galley.common.models.files import DEFAULT_MODEL
-from galley.core.names import HYBRID, MODEL, NGRAM, NO_STRATEGY
+from galley.core.names import GRAMMAR, HYBRID, MODEL, NGRAM, NO_STRATEGY
 from galley.engine.load.resolve import resolve_model
 from galley.stack.parts import find_vllm_python
 from galley.stack.stack import Stack, StackOptions
@@ -38,10 +40,11 @@ from tests.e2e.matrix import Case
 from tests.e2e.stacks import DRAFT_LAYERS
 from tests.fakes.truncated_model import truncate_model
 from tests.structured.forms import requests
-from tests.structured.trial import Tally, Trial, vocabulary_of
+from tests.structured.trial import RESUMED_EVERY, STRUCK_EVERY, Tally, Trial, vocabulary_of
 
 LENGTHS = (1, 2, 4, 8, 16)
 CROWD = 16
+REQUESTS, LEAST_ANSWERS = 252, 2000
 PARTS = ("off", "drafts", "kills", "vllm")
 _KILLED = ("target-2", "gateway", "draft", "target", "gateway-2")
 _SLICES = 3
@@ -55,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--requests", type=int, default=252, help="number of requests (default: %(default)s)")
+    parser.add_argument(
+        "--requests", type=int, default=REQUESTS, help="number of requests (default: %(default)s)"
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="with commas (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=BENCH / "results")
     given = parser.parse_args(argv)
@@ -81,7 +86,21 @@ class Proof:
 
     @property
     def problems(self) -> list[str]:
-        return [problem for tally in self._tallies.values() for problem in tally["problems"]]
+        problems = [problem for tally in self._tallies.values() for problem in tally["problems"]]
+        return problems + self._shortfalls() if self._complete else problems
+
+    def _shortfalls(self) -> list[str]:
+        """Return what this run has read too little of to prove anything."""
+        floors = {"finished": self._total("answers") // 2}
+        if self._count == REQUESTS and set(self._parts) == set(PARTS):
+            floors["answers"] = LEAST_ANSWERS
+        if "kills" in self._parts:
+            floors |= {"kills": self._count // STRUCK_EVERY, "resumed": self._count // RESUMED_EVERY // 2}
+        read = {name: (self._total(name), least) for name, least in floors.items()}
+        return [f"{name}: {got} of at least {least}" for name, (got, least) in read.items() if got < least]
+
+    def _total(self, name: str) -> int:
+        return sum(tally[name] for tally in self._tallies.values())
 
     async def run(self, folder: Path) -> None:
         model = resolve_model(DEFAULT_MODEL)
@@ -90,6 +109,8 @@ class Proof:
         if "vllm" in self._parts:
             await self._run_vllm(model)
         self._complete = True
+        for problem in self._shortfalls():
+            print("PROBLEM:", problem, flush=True)
         self._write()
 
     async def _run_paged(self, model: Path, folder: Path) -> None:
@@ -115,6 +136,8 @@ class Proof:
         async with AsyncClient(stack.gateways) as client:
             for number, case in enumerate(draft_cases()):
                 await trial.compare(client, case, slice(number % _SLICES, None, _SLICES))
+                if case.k and not trial.tally.sources[GRAMMAR]:
+                    trial.tally.problems.append(f"{case}: no token was accepted that a grammar forces")
                 self._note(str(case), trial)
 
     async def _read_under_kills(self, trial: Trial, stack: Stack) -> None:
@@ -148,14 +171,13 @@ class Proof:
         self._write()
 
     def _write(self) -> None:
-        tallies = self._tallies.values()
         counts = ("answers", "finished", "tokens", "kills", "resumed")
         record = {
             "complete": self._complete,
             "seconds": round(time.monotonic() - self._began_s),
             "parts": list(self._parts),
             "requests": self._count,
-            **{name: sum(tally[name] for tally in tallies) for name in counts},
+            **{name: self._total(name) for name in counts},
             "problems": self.problems,
             "cases": self._tallies,
         }

@@ -23,7 +23,7 @@ from galley.stack.stack import Stack
 from tests.e2e.matrix import Case
 from tests.structured.forms import FormRequest
 
-_STRUCK_EVERY, _RESUMED_EVERY = 6, 3
+STRUCK_EVERY, RESUMED_EVERY = 6, 3
 """Of the answers that are read under kills: how many for one kill, and for one that is broken and resumed."""
 
 
@@ -36,6 +36,7 @@ class FormAnswer:
     text: str
     reason: int
     stats: pb.SpeculationStats
+    was_resumed: bool = False
 
     @property
     def is_finished(self) -> bool:
@@ -61,6 +62,7 @@ class Tally:
     def add(self, answer: FormAnswer) -> None:
         self.answers += 1
         self.finished += answer.is_finished
+        self.resumed += answer.was_resumed
         self.tokens += len(answer.tokens)
         self.drafted += answer.stats.drafted
         self.accepted += answer.stats.accepted
@@ -97,9 +99,8 @@ class Trial:
             async def read(request: FormRequest, case: Case) -> FormAnswer:
                 number = self.requests.index(request)
                 middle = len(self._expected[str(request)]) // 2
-                strike = striker.strike if number % _STRUCK_EVERY == 0 else None
-                successor = other if number % _RESUMED_EVERY == 0 else None
-                self.tally.resumed += successor is not None
+                strike = striker.strike if number % STRUCK_EVERY == 0 else None
+                successor = other if number % RESUMED_EVERY == 0 else None
                 return await _read(client, request, case, middle, strike, successor)
 
             await self._read_all(self.requests, case, read)
@@ -192,17 +193,19 @@ async def _read(
         if successor is not None and stream.finished is None:
             stream.cancel()
             break
-    if successor is not None and stream.finished is None:
+    is_broken = successor is not None and stream.finished is None
+    if successor is not None and is_broken:
         stream = successor.resume_stream(stream)
         async for _ in stream:
             pass
     if striking is not None:
         await striking
-    return _answer(stream)
+    return _answer(stream, was_resumed=is_broken)
 
 
-def _answer(stream: AsyncStream) -> FormAnswer:
+def _answer(stream: AsyncStream, *, was_resumed: bool) -> FormAnswer:
     finished = stream.finished
     if finished is None:
         raise RuntimeError("the stream ended before its answer")
-    return FormAnswer(tuple(stream.tokens), stream.output.text, finished.reason, finished.speculation)
+    tokens, text = tuple(stream.tokens), stream.output.text
+    return FormAnswer(tokens, text, finished.reason, finished.speculation, was_resumed)
