@@ -56,4 +56,4 @@ async def test_drafts_and_company_change_no_token(trial: Trial, clients: Clients
         await trial.compare(clients.main, case, slice(first, first + EACH))
     assert trial.tally.problems == []
     assert trial.tally.answers == before + EACH * len(CASES)
-    assert trial.tally.accepted > trial.tally.sources[GRAMMAR] > 0
+    assert trial.tally.sources[GRAMMAR] > 0
