@@ -4,8 +4,8 @@
 the grammar forces; `auto` has those of the draft pool too. `predicted`: edits of files, with the file as the
 prediction; `auto:plain` leaves the prediction out. `masks`: speculation off, with the schema and without it
 (`off:plain`); all answers are cut while every schema still requires tokens, so that they are equally long.
-All arms of the first two must return the same tokens; answers that differ from those of `off` are counted,
-and so are those that were cut before their JSON was complete.
+All arms of the first two must return the same tokens: that no answer differs from that of `off` is a goal.
+Answers that were cut before their JSON was complete are counted.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ def _is_json(text: str) -> bool:
 
 
 def _speed_goals(run: Run, name: str, bounds: Mapping[int, float]) -> list[Goal]:
-    """Bound AUTO against speculation off at each number of streams and each temperature."""
-    run.facts["differing_answers"] = differing(run)
-    found = []
+    """Bound AUTO against speculation off at each number of streams and temperature; no token may differ."""
+    run.facts["differing_answers"] = counts = differing(run)
+    total = sum(counts.values())
+    found = [Goal(name, "answers whose tokens differ from those of off", str(total), "0", met=not total)]
     for streams, bound in bounds.items():
         for temperature in run.options.temperatures:
             of = (streams, temperature)
