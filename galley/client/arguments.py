@@ -28,7 +28,7 @@ _ELSEWHERE = {
     "response_format": "schema",
     "guided_json": "schema",
 }
-FORMS = ("schema", "regex", "choice", "grammar")
+FORMS = ("schema", "regex", "choice", "grammar", "structural_tag")
 """The options of which a request has one at most."""
 _MOST_QUOTED = 60
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -185,6 +185,12 @@ def _schema(name: str, value: object) -> str:
     return _text(name, schema_json(name, value))
 
 
+def _structural_tag(name: str, value: object) -> str:
+    if not isinstance(value, str | Mapping):
+        raise TypeError(f"{name}: must be a dict or JSON, got {_kind(value)}")
+    return _text(name, value) if isinstance(value, str) else _schema(name, value)
+
+
 def _choices(name: str, value: object) -> list[str]:
     if isinstance(value, str):  # its letters would be a choice each, or it the only one
         raise TypeError(f"{name}: must be a list of texts, got {_excerpt(value)}")
@@ -246,6 +252,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "regex": _text,
     "choice": _choices,
     "grammar": _text,
+    "structural_tag": _structural_tag,
     "prediction": _prediction,
     "speculation": _speculation,
     "workload": _text,

@@ -85,8 +85,9 @@ class GenerateOptions(TypedDict, total=False):
     generation_config.json; `model_info().default_sampling` shows it. `stop` is one text or several. `lora` is
     one of `model_info().lora_adapters`.
     At most one of `schema` (JSON; `parsed` of the result is its value), `regex`, `choice` (one of several
-    texts) and `grammar` (Lark) gives the form of the answer. `prediction`, text or token ids, is what the
-    answer repeats for the most part; it changes the speed and no token.
+    texts), `grammar` (Lark) and `structural_tag` (a dict, or JSON) gives the form of the answer.
+    `prediction`, text or token ids, is what the answer repeats for the most part; it changes the speed and
+    no token.
     `timeout_s` is the deadline of the whole answer, in seconds. `force_trace` makes the gateways trace this
     request whatever they sample.
     """
@@ -112,6 +113,7 @@ class GenerateOptions(TypedDict, total=False):
     regex: str | None
     choice: Sequence[str] | None
     grammar: str | None
+    structural_tag: str | Mapping[str, Any] | None
     prediction: str | Sequence[int] | None
     speculation: Speculation | Literal["auto", "off"]
     workload: str

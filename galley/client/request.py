@@ -40,6 +40,8 @@ def _set_form(form: pb.StructuredOutput, given: Mapping[str, Any]) -> None:
         form.regex = regex
     if (grammar := given.get("grammar")) is not None:
         form.grammar = grammar
+    if (tag := given.get("structural_tag")) is not None:
+        form.structural_tag = tag
     if (choices := given.get("choice")) is not None:
         form.choice.SetInParent()
         form.choice.choices.extend(choices)
