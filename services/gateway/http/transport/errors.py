@@ -45,6 +45,7 @@ _PARAMETERS = (
     (re.compile(r"^messages\.messages"), "messages"),
     (re.compile(r"^messages\.tools"), "tools"),
     (re.compile(r"^(text|token_ids\.ids)(?=\[|$)"), "prompt"),
+    (re.compile(r"^prediction\.text$"), "prediction.content"),
     (re.compile(r"^priority$"), "service_tier"),
 )
 

@@ -122,7 +122,7 @@ async def test_calls_are_streamed_and_answered(client: openai.AsyncOpenAI, answe
     assert len({call["id"] for call in calls.values()} - {""}) == 2
     whole = await client.chat.completions.create(model="tiny", messages=messages, tools=tools, seed=0)
     message = whole.choices[0].message
-    messages.append(message.model_dump(exclude_none=True))  # type: ignore[arg-type]  # as its users do
+    messages.append(message)  # type: ignore[arg-type]  # as its users do
     calls_made = message.tool_calls or []
     messages += [{"role": "tool", "tool_call_id": call.id, "content": "Rain."} for call in calls_made]
     answers.write("It rains.")
@@ -132,6 +132,26 @@ async def test_calls_are_streamed_and_answered(client: openai.AsyncOpenAI, answe
     assert after.usage is not None
     assert whole.usage is not None
     assert after.usage.prompt_tokens > whole.usage.prompt_tokens + len("Rain.") * 2
+
+
+async def test_calls_of_a_response_are_parsed(client: openai.AsyncOpenAI) -> None:
+    tool = openai.pydantic_function_tool(Weather, name="get_weather")["function"]
+    tools: list[Any] = [{"type": "function", **tool}]
+    response = await client.responses.parse(
+        model="tiny", input="Weather?", tools=tools, tool_choice="required", parallel_tool_calls=False
+    )
+    [item] = response.output
+    assert item.type == "function_call"
+    Weather.model_validate_json(item.arguments)
+    follow = await client.responses.create(
+        model="tiny",
+        input=[{"type": "function_call_output", "call_id": item.call_id, "output": "Rain."}],
+        previous_response_id=response.id,
+        tools=tools,
+        tool_choice="none",
+        max_output_tokens=4,
+    )
+    assert follow.output_text
 
 
 async def test_calls_of_the_models_choice_are_parsed(client: openai.AsyncOpenAI, answers: Answers) -> None:

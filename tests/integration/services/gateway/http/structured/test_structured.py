@@ -224,6 +224,16 @@ async def test_a_prediction_is_counted(client: HttpClient, answers: Answers, *, 
     assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (len(text), 0)
 
 
+async def test_a_prediction_longer_than_the_context_is_refused(world: World) -> None:
+    gateway = await world.gateway(http_port=0, max_message_bytes=1 << 20)
+    prediction = {"type": "content", "content": "x" * (1 << 16)}
+    async with http_client(gateway.http) as client:
+        error = (await client.post(CHATS, {**ASK, "prediction": prediction})).json()["error"]
+    assert error["param"] == "prediction.content"
+    assert error["message"].startswith("prediction.content: must have at most 65535 tokens")
+    assert not world.target.calls
+
+
 async def test_responses_have_a_text_format(client: HttpClient) -> None:
     form = {"type": "json_schema", "name": "w", "schema": SCHEMA, "strict": True}
     body = {"input": "Weather?", "seed": 3, "max_output_tokens": 400, "text": {"format": form}}
