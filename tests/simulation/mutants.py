@@ -410,7 +410,7 @@ MUTANTS = (
     ),
     Mutant(
         "advances a grammar by rejected tokens",
-        "the grammar does not allow output token",
+        "the truth is",
         patches={"galley.engine.masking.confirmed_mask": _advanced_by_drafts},
         theme="constrained",
     ),
@@ -422,13 +422,13 @@ MUTANTS = (
     ),
     Mutant(
         "does not rebuild a grammar's state after a failover",
-        "the grammar does not allow output token",
+        "the truth is",
         patches={"galley.core.grammar.follower.GrammarFollower": NeverRebuilt},
         theme="constrained",
     ),
     Mutant(
         "shares a grammar's state between sessions",
-        "the grammar does not allow output token",
+        "the truth is",
         patches={"galley.core.grammar.compiled.CompiledGrammar.start": _one_state},
         theme="constrained",
     ),
