@@ -1,11 +1,11 @@
 """Measure what certain tokens gain and cost: schemas on extractions, predictions on edits, and masks.
 
-`structured`: answers by a schema. `local` has only the drafts of the gateway itself, such as the tokens that
-the grammar forces; `auto` has those of the draft pool too. `predicted`: edits of files, with the file as the
-prediction; `auto:plain` leaves the prediction out. `masks`: speculation off, with the schema and without it
-(`off:plain`); all answers are cut while every schema still requires tokens, so that they are equally long.
-All arms of the first two must return the same tokens: that no answer differs from that of `off` is a goal.
-Answers that were cut before their JSON was complete are counted.
+`structured`: answers by a schema. `predicted`: edits of files, with the file as the prediction. Both compare
+`auto` with `off`. `--arms` takes more: `none-16` has the session's own sources alone, such as the tokens that
+the grammar forces, and `auto:plain` leaves the prediction out. `masks`: speculation off, with the schema and
+without it (`off:plain`); all answers are cut while every schema still requires tokens, so that they are
+equally long. All arms of the first two must return the same tokens: that no answer differs from that of `off`
+is a goal. Answers that were cut before their JSON was complete are counted.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from bench.loops.run import Run, Scenario, of_arm
 from galley.bench.closed_loop import AUTO, OFF, Load, LoopBlock, LoopSide
 from galley.bench.summary import speed_ratio
 from galley.bench.workloads import EDITS, EXTRACT, Workload
-from galley.core.names import NO_STRATEGY
+from galley.core.names import PREDICTION
 
 PLAIN = ":plain"
-LOCAL = f"{NO_STRATEGY}-16"
 # Bounds by the number of streams.
 STRUCTURED_BOUNDS = {1: 2.0, 16: 1.25}
 PREDICTED_BOUNDS = {1: 3.0, 16: 1.3}
@@ -108,7 +107,21 @@ def structured_goals(run: Run) -> list[Goal]:
     return _speed_goals(run, "structured", STRUCTURED_BOUNDS)
 
 
+def from_prediction(run: Run) -> float:
+    """Return the share of AUTO's tokens that came from the prediction: the model need not follow it."""
+    answers = [answer for block in of_arm(run.blocks, AUTO) for answer in block.answers]
+    accepted = sum(
+        of.accepted
+        for answer in answers
+        if answer.rounds
+        for of in answer.rounds.sources
+        if of.source == PREDICTION
+    )
+    return round(accepted / max(1, sum(len(answer.tokens) for answer in answers)), 3)
+
+
 def predicted_goals(run: Run) -> list[Goal]:
+    run.facts["from_prediction"] = from_prediction(run)
     return _speed_goals(run, "predicted", PREDICTED_BOUNDS)
 
 
@@ -127,7 +140,7 @@ def mask_goals(run: Run) -> list[Goal]:
 STRUCTURED = Scenario(
     "structured",
     "extractions by schemas: forced runs and the draft pool against speculation off",
-    Options((OFF, LOCAL, AUTO), (1, 16), workloads=(EXTRACT,), max_tokens=192),
+    Options((OFF, AUTO), (1, 16), (0.0,), workloads=(EXTRACT,), max_tokens=192),
     OFF,
     start,
     structured_goals,
@@ -138,7 +151,7 @@ STRUCTURED = Scenario(
 PREDICTED = Scenario(
     "predicted",
     "edits of files with the file as the prediction against speculation off",
-    Options((OFF, LOCAL, AUTO, AUTO + PLAIN), (1, 16), (0.0,), workloads=(EDITS,), max_tokens=360),
+    Options((OFF, AUTO), (1, 16), (0.0,), workloads=(EDITS,), max_tokens=160),
     OFF,
     start,
     predicted_goals,

@@ -6,10 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.loops.run import Run, Scenario, loads
-from bench.loops.structured import LOCAL, MASKS, PLAIN, PREDICTED, STRUCTURED, Plain
-from galley.bench.answers import Answer
+from bench.loops.structured import MASKS, PLAIN, PREDICTED, STRUCTURED, Plain, from_prediction
+from galley.bench.answers import Answer, Rounds
 from galley.bench.closed_loop import AUTO, OFF, WARM_UP, Load, LoopBlock
+from galley.core.names import PREDICTION
+from galley.core.session.events import SourceTokens
 from tests.unit.galley.bench.blocks import block
+
+LOCAL = "none-16"
 
 
 class Recorded:
@@ -23,15 +27,15 @@ class Recorded:
         return LoopBlock(load, (), wall_s=1.0, cpu_s=0.0)
 
 
-def loads_of(scenario: Scenario) -> list[Load]:
-    options = replace(scenario.defaults, pairs=1, streams=(1,), temperatures=(0.0,))
+def loads_of(scenario: Scenario, arm: str) -> list[Load]:
+    options = replace(scenario.defaults, arms=(arm,), pairs=1, streams=(1,), temperatures=(0.0,))
     return [load for load in loads(scenario, options, life=0) if load.pair != WARM_UP]
 
 
 async def test_a_plain_arm_sends_neither_schema_nor_prediction_and_keeps_its_name() -> None:
     for scenario, arm in ((PREDICTED, AUTO), (MASKS, OFF)):
         side = Recorded()
-        [load] = [load for load in loads_of(scenario) if load.arm == arm + PLAIN]
+        [load] = loads_of(scenario, arm + PLAIN)
         assert all(prompt.schema or prompt.prediction for prompt in load.prompts)
         assert (await Plain(side).run(load)).load == load
         [sent] = side.loads
@@ -53,7 +57,8 @@ def test_warm_ups_are_short_although_prompts_have_bounds() -> None:
 
 
 def run_of(scenario: Scenario, blocks: list[LoopBlock]) -> Run:
-    run = Run(scenario.defaults, Path(), Path(), print)
+    arms = tuple(dict.fromkeys(block.load.arm for block in blocks))
+    run = Run(replace(scenario.defaults, arms=arms), Path(), Path(), print)
     run.blocks = blocks
     return run
 
@@ -91,6 +96,13 @@ def test_an_answer_that_was_cut_before_its_json_was_complete_is_counted() -> Non
     run = run_of(STRUCTURED, blocks)
     STRUCTURED.goals(run)
     assert run.facts["incomplete_answers"] == dict.fromkeys((OFF, LOCAL, AUTO), 2)
+
+
+def test_the_record_says_how_much_came_from_the_prediction() -> None:
+    rounds = Rounds(sources=(SourceTokens(PREDICTION, 5, 4, 3), SourceTokens("model", 4, 4, 4)))
+    answer = Answer(tuple(range(4)), (1.0,) * 4, 1.0, rounds)
+    run = run_of(PREDICTED, [block(OFF, 1.0), replace(block(AUTO, 1.0), answers=(answer, answer))])
+    assert from_prediction(run) == 0.75
 
 
 def test_masks_are_judged_against_streams_without_a_schema() -> None:
