@@ -14,7 +14,8 @@ from galley.core.grammar.compiled import CompiledGrammar, GrammarState
 _MOST_LAG = 64
 # A step waits for its masks, so draft tokens of a grammar whose rows take longer than this gain nothing.
 _MOST_ROW_NS = 2_000_000
-_MOST_FORCED = 64
+# Time that the event loop has for one check of certain tokens.
+_MOST_CHECK_NS = 1_000_000
 
 
 class GrammarFollower:
@@ -29,7 +30,7 @@ class GrammarFollower:
         self._tokens = tokens
         self._prompt_len = prompt_len
         self._checked: tuple[int, tuple[int, ...], int] = (-1, (), 0)
-        self._certain: tuple[int, tuple[int, ...]] = (-1, ())
+        self._certain: tuple[int, int, tuple[int, ...]] = (-1, 0, ())
 
     def resume(self, grammar: CompiledGrammar, tokens: Sequence[int], prompt_len: int) -> bool:
         """Follow these tokens from now on; return False if the state has seen others."""
@@ -65,22 +66,26 @@ class GrammarFollower:
     def certain(self, most: int) -> tuple[int, ...]:
         """Return at most `most` tokens that follow whatever the model computes: their masks allow no other.
 
-        None where `allowed_prefix` gives 0.
+        Checking them takes the event loop's time, so a grammar whose masks take long has fewer of them.
         """
-        if most <= 0 or self.state.row_ns > _MOST_ROW_NS:
+        most = min(most, _MOST_CHECK_NS // max(1, self.state.row_ns))
+        if most <= 0:
             return ()
-        position, run = self._certain
-        if position != len(self._tokens):
-            run = self._only_allowed() if self._is_near() else ()
-            self._certain = (len(self._tokens), run)
+        position, checked, run = self._certain
+        if position != len(self._tokens) or (len(run) == checked < most):
+            run = self._only_allowed(most) if self._is_near() else ()
+            self._certain = (len(self._tokens), most, run)
         return run[:most]
 
-    def _only_allowed(self) -> tuple[int, ...]:
+    def _only_allowed(self, most: int) -> tuple[int, ...]:
         # A forced text may still be written by other tokens, so the masks decide.
-        run = self.state.forced(_MOST_FORCED)
-        if not run:
-            return ()
-        masks = self.state.masks(run[:-1])
+        try:
+            run = self.state.forced(most)
+            if not run:
+                return ()
+            masks = self.state.masks(run[:-1])
+        except GalleyError:
+            return ()  # nothing is known now of what may follow
         is_only = np.bitwise_count(masks).sum(axis=1) == 1
         for index, token in enumerate(run):
             if not is_only[index] or not masks[index, token >> 5] >> (token & 31) & 1:

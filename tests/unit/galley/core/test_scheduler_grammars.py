@@ -434,20 +434,52 @@ def test_a_hint_goes_before_certain_tokens() -> None:
     assert (second.verified, second.accepted) == (1, 1), "in place of the one that is not allowed"
 
 
-class TwoWays(GrammarState):
-    """Its grammar writes a certain text in two ways, unlike those of llguidance."""
+class OddState(GrammarState):
+    """It counts the rows of its masks, and does what states of llguidance do not, or seldom."""
+
+    rows = 0
+    is_unready = False
+    other_token_at: int | None = None
 
     def masks(self, draft_tokens: Sequence[int]) -> NDArray[np.uint32]:
+        if self.is_unready:
+            raise Broken("unready")
         rows = super().masks(draft_tokens)
-        rows[2] |= 1 << A
+        self.rows += len(rows)
+        if self.other_token_at is not None:
+            rows[self.other_token_at] |= 1 << A
         return rows
 
 
-def test_a_token_is_certain_only_if_its_mask_allows_no_other() -> None:
+def odd_follower() -> tuple[GrammarFollower, OddState]:
     compiled = grammar(FORCED)
     follower = GrammarFollower(compiled, PROMPT, len(PROMPT))
-    assert follower.certain(8) == (A, B, C)
-    assert follower.certain(2) == (A, B)
-    follower = GrammarFollower(compiled, PROMPT, len(PROMPT))
-    follower.state = TwoWays(compiled)
+    follower.state = state = OddState(compiled)
+    return follower, state
+
+
+def test_a_token_is_certain_only_if_its_mask_allows_no_other() -> None:
+    follower, state = odd_follower()
+    state.other_token_at = 2
     assert follower.certain(8) == (A, B)
+
+
+def test_no_more_masks_are_computed_than_tokens_are_certain_and_of_use() -> None:
+    follower, state = odd_follower()
+    assert [follower.certain(2), follower.certain(1), follower.certain(2)] == [(A, B), (A,), (A, B)]
+    assert state.rows == 2
+    assert [follower.certain(8), follower.certain(9)] == [(A, B, C)] * 2
+    assert state.rows == 2 + 3
+
+
+def test_a_slow_grammar_has_fewer_certain_tokens_and_one_that_is_not_ready_has_none() -> None:
+    follower, state = odd_follower()
+    state.row_ns = 500_000
+    assert follower.certain(8) == (A, B)
+    follower, state = odd_follower()
+    state.row_ns = 1_500_000
+    assert follower.certain(8) == ()
+    assert state.rows == 0
+    follower, state = odd_follower()
+    state.is_unready = True
+    assert follower.certain(8) == ()
