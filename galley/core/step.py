@@ -123,11 +123,13 @@ class Computed:
 class StepTrace:
     """Measurements of a traced step; `span` is its span (trace id, span id).
 
-    The engine fills in both times. `rank_ns()`, called after the step, returns each rank's own compute time.
+    The engine fills in the times. `rank_ns()`, called after the step, returns each rank's own compute time.
+    `mask_wait_ns` is how long the step waited for the masks of grammars after its forward pass.
     """
 
     span: bytes
     forward_ns: int = 0
+    mask_wait_ns: int = 0
     rank_ns: Callable[[], Sequence[int]] = tuple
 
 

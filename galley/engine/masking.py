@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from galley.common.logs import log_internal
 from galley.core.errors import Broken, GalleyError
 from galley.core.grammar.limits import GrammarFailed
-from galley.core.step import Draw, Sampled
+from galley.core.step import Draw, Sampled, StepTrace
 
 if TYPE_CHECKING:
     from galley.core.grammar.compiled import GrammarState
@@ -71,8 +71,13 @@ class MaskThread:
         return self._thread.submit(lambda: [_attempt(draw, compute) for draw in draws])
 
     @contextmanager
-    def beside(self, draws: Sequence[Draw], compute: ComputeMask = confirmed_mask) -> Iterator[Masks]:
-        """Compute the masks of `draws` beside the body; the list has them after it, if any has a grammar."""
+    def beside(
+        self, draws: Sequence[Draw], compute: ComputeMask = confirmed_mask, watch: StepTrace | None = None
+    ) -> Iterator[Masks]:
+        """Compute the masks of `draws` beside the body; the list has them after it, if any has a grammar.
+
+        A `watch` gets the time of waiting for them.
+        """
         masks: Masks = []
         if all(draw.grammar is None for draw in draws):
             yield masks
@@ -81,7 +86,10 @@ class MaskThread:
         try:
             yield masks
         finally:
+            began_ns = time.perf_counter_ns()
             wait((computed,))
+            if watch is not None:
+                watch.mask_wait_ns = time.perf_counter_ns() - began_ns
         masks += computed.result()
 
 

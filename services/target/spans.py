@@ -131,6 +131,8 @@ class Batch:
         if self._ended_ns is not None:
             span.attributes[names.FORWARD_NS] = self.watch.forward_ns
             span.attributes[names.RANK_FORWARD_NS] = tuple(self._rank_ns)
+            if self.watch.mask_wait_ns:
+                span.attributes[names.MASK_WAIT_NS] = self.watch.mask_wait_ns
         span.end(self._ended_ns)
 
 

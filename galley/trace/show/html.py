@@ -313,6 +313,8 @@ def _step(batch: Batch, sessions: int) -> Iterator[str]:
         yield f"{batch.prefill_rows:,} of prompts ({percent(batch.prefill_share, 1)})"
     if forward_ns := batch.span.integer(names.FORWARD_NS):
         yield f"forward {ms(forward_ns)} ms"
+    if mask_wait_ns := batch.span.integer(names.MASK_WAIT_NS):
+        yield f"waited {ms(mask_wait_ns)} ms for masks"
     if batch.free_blocks is not None:
         yield f"{batch.free_blocks:,} KV blocks free"
     if batch.waiting:

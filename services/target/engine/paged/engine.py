@@ -58,7 +58,7 @@ class PagedEngine:
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         """Run one step; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""
         draws = [chunk.draw for chunk in plan.chunks if chunk.draw is not None]
-        with self._masks.beside(draws) as masks:
+        with self._masks.beside(draws, watch=watch) as masks:
             logits = self._model.run(plan.chunks, plan.copies, watch)  # [logit rows, vocab]
         drawn = iter(draw_masked(logits, draws, masks))
         return [None if chunk.draw is None else next(drawn) for chunk in plan.chunks]

@@ -10,10 +10,13 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
 from galley.common.tracing.light_spans import SpanScope
+from galley.common.wire.codec import grammar_message
+from galley.core.grammar.spec import GrammarSpec
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import Limits
 from tests.fakes.spans import KeptSpans, NotedScope, attributes_of, context_of, events_of, links_of, parent_of
+from tests.fakes.tiny_model import STOP
 from tests.fakes.verify_items import Stream, slice_of, stream_of, verify
 from tests.integration.services.target.conftest import KV_BLOCKS, Recording, pages
 
@@ -112,6 +115,22 @@ async def test_the_span_of_a_step_has_its_size_and_times(
     assert batch.end_time is not None
     assert 0 < rank_ns <= forward_ns < batch.end_time - batch.start_time
     assert {answer.result.batch_span for answer in answers} == {span_bytes(batch)}
+
+
+@pages
+async def test_the_span_of_a_step_says_how_long_masks_took(
+    target: rpc.TargetAsyncStub, kept: KeptSpans
+) -> None:
+    grammar = GrammarSpec("regex", "[a-f]{9}")
+    fields: dict[str, Any] = {
+        "grammar_hash": grammar.content_hash,
+        "structured_output": grammar_message(grammar),
+    }
+    await verify(target, item_of(PROMPT, prompt_len=len(PROMPT), stop_token_ids=[STOP], **fields))
+    (batch,) = kept.named(BATCH)
+    assert batch.start_time is not None
+    assert batch.end_time is not None
+    assert 0 < attributes_of(batch)["galley.batch.mask_wait_ns"] < batch.end_time - batch.start_time
 
 
 @pytest.mark.parametrize("kept", [NotedScope()], ids=["on"])

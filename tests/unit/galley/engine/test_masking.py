@@ -16,7 +16,7 @@ from galley.core.grammar.limits import GrammarFailed
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
-from galley.core.step import Draw, Sampled
+from galley.core.step import Draw, Sampled, StepTrace
 from galley.engine.masking import Mask, MaskThread, confirmed_mask, without_early_end
 from tests.fakes.vocabularies import STOP, allowed, ascii_vocabulary
 
@@ -90,6 +90,14 @@ def test_masks_are_computed_while_the_body_runs() -> None:
         assert computing.wait(TIMEOUT_S)
         running.set()
     assert letters(masks[0]) == ["a"]
+
+
+def test_a_watch_gets_the_time_of_waiting_for_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, clock = StepTrace(b""), iter([1_000, 1_700])
+    monkeypatch.setattr("time.perf_counter_ns", lambda: next(clock))
+    with MaskThread().beside([draw_of()], lambda state, _: state.masks(()), watch):
+        pass
+    assert watch.mask_wait_ns == 700
 
 
 def test_a_step_that_fails_leaves_no_state_in_use() -> None:
