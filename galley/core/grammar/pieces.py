@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from galley.core.grammar.limits import GrammarLimits, InvalidGrammar
@@ -18,7 +19,20 @@ _JSON_OPTIONS = {
     "key_separator": ": ",
     "json_allowed_escapes": 'nrbtf\\"',
 }
-_DECODER = json.JSONDecoder()
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refused, parse_float=_finite)
 
 
 def read_json(kind: Kind, text: str, limits: GrammarLimits) -> Any:

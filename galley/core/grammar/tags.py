@@ -58,7 +58,7 @@ class _Rules:
         self._writers: dict[str, Callable[[_Form, str], str]] = {
             "const_string": lambda form, place: self._literal(_string(form, "value", place)),
             "any_text": lambda _form, _place: "TEXT",
-            "regex": lambda form, place: f"/{regex_to_lark(_string(form, 'pattern', place))}/",
+            "regex": self._regex,
             "json_schema": self._json,
             "token": self._token,
             "sequence": lambda form, place: " ".join(self._parts(form, "elements", place)),
@@ -75,7 +75,8 @@ class _Rules:
         """Add the rule of a part; return its name."""
         if not isinstance(form, dict):
             raise InvalidGrammar(_KIND, f"{place} must be a JSON object")
-        write = self._writers.get(form.get("type", ""))
+        kind = form.get("type")
+        write = self._writers.get(kind) if isinstance(kind, str) else None
         if write is None:
             raise InvalidGrammar(_KIND, f"{place}.type must be one of {', '.join(self._writers)}")
         return self._add(write(form, place))
@@ -98,6 +99,13 @@ class _Rules:
         if not isinstance(values, list) or not 1 <= len(values) <= most:
             raise InvalidGrammar(_KIND, f"{place}.{name} must be a list of 1 to {most} entries")
         return values
+
+    def _regex(self, form: _Form, place: str) -> str:
+        pattern = _string(form, "pattern", place)
+        size, most = len(pattern.encode()), self._limits.most_regex_bytes
+        if size > most:
+            raise InvalidGrammar(_KIND, f"{place}.pattern must be at most {most} bytes, got {size}")
+        return f"/{regex_to_lark(pattern)}/"
 
     def _json(self, form: _Form, place: str) -> str:
         if "json_schema" not in form:

@@ -179,10 +179,15 @@ MANY_PATTERNS = "must combine at most 8 patterns or formats of a value"
 NEEDS_ITSELF = json.dumps(
     {"type": "object", "properties": {"a": {"items": [1], "$ref": "#"}}, "required": ["a"]}
 )
+LONG_PATTERN = json.dumps({"format": {"type": "regex", "pattern": "a" * 8193}})
 REFUSED: list[tuple[Kind, str, str]] = [
     ("json_schema", "[1]", "must be a JSON object"),
     ("json_schema", "{", "must be JSON, got: "),
-    ("json_schema", '{"const": NaN}', "expected value"),
+    ("json_schema", '{"const": NaN}', "NaN is no number of JSON"),
+    ("json_schema", '{"type": "number", "multipleOf": NaN}', "NaN is no number of JSON"),
+    ("json_schema", '{"type": "number", "minimum": -Infinity}', "-Infinity is no number of JSON"),
+    ("json_schema", '{"type": "number", "multipleOf": 1e400}', "1e400 is too large"),
+    ("grammar", 'start: %json {"multipleOf": Infinity}', "Infinity is no number of JSON"),
     ("json_schema", '{"const": "\\ud800"}', "hex escape"),
     ("json_schema", DEEP, "must be nested at most 64 levels deep"),
     ("json_schema", "[" * 60_000, "must be nested at most 64 levels deep"),
@@ -251,6 +256,8 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grammar", 'root ::= "a"\n' * 1001, "must have at most 1000 rules in GBNF, got 1001"),
     ("structural_tag", "{}", "must be a JSON object with structures or format"),
     ("structural_tag", '{"format": {"type": "any"}}', "format.type must be one of const_string, any_text"),
+    ("structural_tag", '{"format": {"type": []}}', "format.type must be one of const_string, any_text"),
+    ("structural_tag", LONG_PATTERN, "format.pattern must be at most 8192 bytes, got 8193"),
     ("structural_tag", '{"format": {"type": "or", "elements": []}}', "format.elements must be a list of 1"),
     ("structural_tag", '{"format": {"type": "plus", "content": 1}}', "format.content must be a JSON object"),
     ("structural_tag", '{"format": {"type": "token", "token": "<no>"}}', "format.token must be a token id"),
