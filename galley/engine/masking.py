@@ -30,6 +30,7 @@ ComputeMask: TypeAlias = "Callable[[GrammarState, Draw], NDArray[np.uint32]]"
 
 def confirmed_mask(state: GrammarState, draw: Draw) -> NDArray[np.uint32]:
     """Return the mask of a draw whose whole history is confirmed, and bring its grammar's state up to it."""
+    state.may_compile = True
     state.confirm(draw.history[draw.prompt_len + state.length :])
     began_ns = time.perf_counter_ns()
     mask = state.masks(draw.draft_tokens)

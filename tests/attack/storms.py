@@ -171,14 +171,16 @@ async def _resumed(client: AsyncClient, session_id: str) -> int:
             await asyncio.sleep(0.02)
 
 
-async def grammars(address: str, specs: Sequence[GrammarSpec], at_once: int) -> Counter[str]:
+async def grammars(
+    address: str, specs: Sequence[GrammarSpec], at_once: int, max_tokens: int = 2
+) -> Counter[str]:
     """Send a request with each grammar."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = rpc.GenerationStub(channel)
 
         async def generate(spec: GrammarSpec) -> None:
             grammar = grammar_message(spec)
-            request = pb.GenerateRequest(text=_PROMPT, max_tokens=2, structured_output=grammar)
+            request = pb.GenerateRequest(text=_PROMPT, max_tokens=max_tokens, structured_output=grammar)
             try:
                 async for _ in stub.Generate(request, metadata=(("x-api-key", BAD),), timeout=PATIENCE_S):
                     pass

@@ -169,7 +169,7 @@ class Victim:
 
     def _vocabulary(self) -> Vocabulary:
         text = (self._tokenizer / "tokenizer.json").read_text()
-        return Vocabulary.of_tokenizer(text, VOCAB, [END])
+        return Vocabulary.of_tokenizer(text, VOCAB, [END], time.monotonic_ns)
 
     async def _answer(self, name: str, value: str = "0") -> dict[str, Any]:
         if name == "expect":

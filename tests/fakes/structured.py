@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence, Set
 from hashlib import blake2b
 from pathlib import Path
@@ -64,7 +65,7 @@ class Answers:
     def _compiled(self, message: pb.StructuredOutput) -> CompiledGrammar:
         if self._vocabulary is None:
             text = Path(self._tokenizer).read_text()
-            self._vocabulary = Vocabulary.of_tokenizer(text, VOCAB, [END])
+            self._vocabulary = Vocabulary.of_tokenizer(text, VOCAB, [END], time.monotonic_ns)
         return compile_grammar(self._vocabulary, grammar_from(message))
 
 

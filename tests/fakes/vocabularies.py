@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ SIZE = OTHER_END + 1
 
 def byte_vocabulary() -> Vocabulary:
     tokens = [bytes([byte]) for byte in range(256)] + [*WORDS, b"<end>", b"<stop>"]
-    return Vocabulary.of_bytes(tokens, [END, OTHER_END])
+    return Vocabulary.of_bytes(tokens, [END, OTHER_END], time.monotonic_ns)
 
 
 def bpe_vocabulary() -> Vocabulary:
@@ -36,12 +37,12 @@ def bpe_vocabulary() -> Vocabulary:
         show_progress=False,
     )
     fast.train_from_iterator(['{"name": "abc", "ok": true, "ab12": [false, "x"]}'] * 4, trainer)
-    return Vocabulary.of_tokenizer(fast.to_str(), SIZE, [1, 0])
+    return Vocabulary.of_tokenizer(fast.to_str(), SIZE, [1, 0], time.monotonic_ns)
 
 
 def ascii_vocabulary() -> Vocabulary:
     """Return that of the tiny model: each token is a byte of ASCII, but for the one that ends an answer."""
-    return Vocabulary.of_bytes([bytes([byte]) for byte in range(VOCAB)], [STOP])
+    return Vocabulary.of_bytes([bytes([byte]) for byte in range(VOCAB)], [STOP], time.monotonic_ns)
 
 
 def save_ascii_tokenizer(directory: Path) -> None:

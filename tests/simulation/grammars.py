@@ -7,6 +7,7 @@ output, so that no fault of a state can hide.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -37,7 +38,9 @@ GRAMMARS = (
 )
 """Languages with forced runs, with choices at every token, of a few texts, and of lists of lists."""
 
-VOCABULARY = Vocabulary.of_bytes([*(letters([token]).encode() for token in range(STOP)), b"<end>"], [STOP])
+VOCABULARY = Vocabulary.of_bytes(
+    [*(letters([token]).encode() for token in range(STOP)), b"<end>"], [STOP], time.monotonic_ns
+)
 
 
 @lru_cache(maxsize=200_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ async def vocabulary_of(client: AsyncClient, model: Path) -> Vocabulary:
     info = await client.model_info()
     ends = eos_token_ids(model, AutoConfig.from_pretrained(model, local_files_only=True))
     text = (model / "tokenizer.json").read_text(encoding="utf-8")
-    return Vocabulary.of_tokenizer(text, info.vocab_size, ends)
+    return Vocabulary.of_tokenizer(text, info.vocab_size, ends, time.monotonic_ns)
 
 
 class _Striker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -40,11 +41,12 @@ class ReplicaGrammars:
         if not part.grammar_hash:
             return None
         known = self._cache.get(part.grammar_hash)
-        if known is not None:
+        if known is not None and known.is_ready:
             return known
-        if part.grammar is None:
+        spec = part.grammar if known is None else known.spec
+        if spec is None:
             return _MISS
-        compile_it = partial(self._cache.compile, part.grammar)
+        compile_it = partial(self._cache.compile, spec)
         try:
             async with asyncio.timeout(remaining_ns / 1e9 or None):
                 return await self._threads.run(part.key[0], compile_it)
@@ -59,7 +61,7 @@ def load_grammars(directory: Path, vocab_size: int, end_tokens: Sequence[int]) -
     """
     try:
         text = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        return ReplicaGrammars(Vocabulary.of_tokenizer(text, vocab_size, end_tokens))
+        return ReplicaGrammars(Vocabulary.of_tokenizer(text, vocab_size, end_tokens, time.monotonic_ns))
     except (UnsupportedModel, OSError, ValueError) as error:
         _LOG.warning("structured output unavailable", reason=str(error))
         return None

@@ -10,24 +10,23 @@ ends by an end token always belongs to the language.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from galley.core.errors import Broken
-from galley.core.grammar.limits import DEFAULT_LIMITS, GrammarFailed, GrammarLimits, InvalidGrammar
+from galley.core.errors import Broken, GalleyError
+from galley.core.grammar.lexer import READ_TOKENS, Lexer, Operation, T
+from galley.core.grammar.limits import DEFAULT_LIMITS, GrammarFailed, GrammarLimits, GrammarUnready
 from galley.core.grammar.source import native_grammar
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.grammar.vocabulary import Vocabulary
 
 _ALL = np.uint32(0xFFFFFFFF)
-# llguidance's word for a place where nothing may follow; the matcher has then failed.
-_DEAD_END = "NoExtensionBias"
-_FULL = "too many states"
-_MOST_MESSAGE_CHARS = 300
-_TRIED_TOKENS = 4
+# A compiled grammar was measured to take less, before sessions use it: a constant, and for each byte of text.
+_BASE_BYTES, _BYTES_PER_BYTE = 128 * 1024, 400
 
 
 def compile_grammar(
@@ -38,12 +37,16 @@ def compile_grammar(
     Takes milliseconds, and up to a second for a large grammar; other threads run meanwhile.
     """
     compiled = CompiledGrammar(vocabulary, spec, native_grammar(spec, vocabulary, limits), limits)
-    compiled.check()
+    compiled.prepare()
     return compiled
 
 
 class CompiledGrammar:
-    """A grammar of one vocabulary, which any number of sessions may start from."""
+    """A grammar of one vocabulary, which any number of sessions may start from.
+
+    It holds a lexer, which may be dropped at any time and is then made anew. So are the matchers of its
+    sessions, which the lexer holds.
+    """
 
     def __init__(
         self, vocabulary: Vocabulary, spec: GrammarSpec, native: str, limits: GrammarLimits = DEFAULT_LIMITS
@@ -51,94 +54,127 @@ class CompiledGrammar:
         self.vocabulary = vocabulary
         self.spec = spec
         self.content_hash = spec.content_hash
+        self.grew: Callable[[CompiledGrammar], None] = lambda _: None
+        """Called when `held_bytes` has changed, by any thread."""
         self._native = native
         self._limits = limits
-        self._matcher = self._compile()
+        self._lexer: Lexer | None = None
 
-    def check(self) -> None:
-        """Raise InvalidGrammar if there is no first token, or the first masks take more work than one may."""
-        matcher = self.matcher()
-        for step in range(_TRIED_TOKENS):
-            token = _first_token(matcher.compute_bitmask(), self.vocabulary.end_tokens)
-            if _is_dead_end(matcher):
-                if step == 0:
-                    raise InvalidGrammar(
-                        self.spec.kind, "must allow some text, got a grammar that allows none"
-                    )
-                return
-            if token is None:
-                return
-            if matcher.is_error() or not matcher.consume_token(token):
-                reason = _short(matcher.get_error())
-                raise InvalidGrammar(self.spec.kind, f"must allow quick masks, got: {reason}")
-
-    def start(self) -> GrammarState:
+    def start(self, *, may_compile: bool = True) -> GrammarState:
         """Return the state before the first output token."""
-        return GrammarState(self)
+        return GrammarState(self, may_compile=may_compile)
 
-    def matcher(self) -> LLMatcher:
-        """Return a matcher at the start of the grammar."""
-        return self._matcher.deep_copy()
+    # ---------------------------------------------------------------------------------------- lexer --
 
-    def matcher_after(self, tokens: Sequence[int], failed: LLMatcher) -> LLMatcher:
-        """Return a matcher after `tokens`, in place of one that failed.
+    @property
+    def is_ready(self) -> bool:
+        """Return True if its states can go on for a while before it is compiled again."""
+        return self._lexer is not None and not self._lexer.is_worn
 
-        Matchers of a grammar share a lexer, whose states are bounded. A full one is made anew.
-        """
-        if _FULL in failed.get_error():
-            self._matcher = self._compile()
-        return self.matcher_at(tokens)
+    @property
+    def is_exhausted(self) -> bool:
+        """Return True if the last answer was that a limit is reached."""
+        return self._lexer is not None and not self._lexer.is_sound
 
-    def matcher_at(self, tokens: Sequence[int]) -> LLMatcher:
-        """Return a matcher that has consumed `tokens`, and computed nothing else. It may have failed."""
-        matcher = self.matcher()
-        matcher.consume_tokens(list(tokens))
-        return matcher
+    @property
+    def held_bytes(self) -> int:
+        """Return about what it takes in memory, with all that its lexer has learnt from sessions."""
+        lexer = self._lexer
+        if lexer is None:
+            return 0
+        return _BASE_BYTES + _BYTES_PER_BYTE * len(self.spec.text.encode()) + lexer.grown_bytes
 
-    def fill(self, tokens: Sequence[int], draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
-        """Fill `rows` as `GrammarState.masks` does, each by a matcher of its own.
+    def prepare(self) -> None:
+        """Compile it unless it is ready. Raise InvalidGrammar as `compile_grammar`."""
+        if not self.is_ready:
+            self._install(self._made())
+
+    def drop(self) -> None:
+        """Free what was compiled."""
+        self._lexer = None
+
+    def lexer(self, *, may_compile: bool) -> Lexer:
+        """Return the lexer, a new one if it is spent. Raise GrammarUnready unless `may_compile`."""
+        lexer = self._lexer
+        if lexer is None or lexer.is_spent:
+            if not may_compile:
+                raise GrammarUnready
+            lexer = self._made()
+            self._install(lexer)
+        return lexer
+
+    def decide(self, tokens: Sequence[int], operation: Operation[T], *, may_compile: bool) -> T:
+        """Return what `operation` gives for a matcher that has read `tokens`, and computed nothing else.
 
         What a matcher has computed before can make it fail, where the rest of a text is certain and has no
-        end. So this decides where one has failed. A row that fails allows end tokens only.
+        end. What its lexer has been asked before can do so, too. So this decides where one has failed.
         """
+        lexer = self._lexer
+        if lexer is not None and not lexer.is_spent:
+            result = lexer.apply(operation, lexer.matcher_at(tokens))
+            if lexer.is_sound:
+                return result
+        if not may_compile:
+            raise GrammarUnready
+        lexer = self._made()
+        result = lexer.apply(operation, lexer.matcher_at(tokens))
+        self._install(lexer)
+        return result
+
+    def share(self, state: GrammarState, other: GrammarState) -> None:
+        """Let `other`, at the same place as `state`, go on from what was computed for it."""
+        if self._lexer is not None:
+            self._lexer.share(state, other)
+
+    def fill(self, tokens: Sequence[int], draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
+        """Fill `rows` as `GrammarState.masks` does. A row that fails allows end tokens only."""
         for index, row in enumerate(rows):
-            matcher = self.matcher_at([*tokens, *draft_tokens[:index]])
-            is_allowed = index < len(draft_tokens) and matcher.validate_tokens([draft_tokens[index]]) > 0
-            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if not is_allowed or matcher.is_error():
+            before, after = [*tokens, *draft_tokens[:index]], draft_tokens[index : index + 1]
+            if not self.decide(before, partial(_fill_row, row, after), may_compile=True):
                 return
 
-    def _compile(self) -> LLMatcher:
-        limits = self._limits
-        matcher = LLMatcher(
-            self.vocabulary.tokenizer,
-            self._native,
-            log_level=0,
-            limits=LLParserLimits(
-                max_items_in_row=limits.most_items_in_row,
-                initial_lexer_fuel=limits.compile_fuel,
-                step_lexer_fuel=limits.mask_fuel,
-                step_max_items=limits.mask_items,
-                max_lexer_states=limits.most_lexer_states,
-                max_grammar_size=limits.most_grammar_symbols,
-                verbose_errors=False,
-            ),
-        )
-        if matcher.is_error():
-            reason = _short(matcher.get_error())
-            raise InvalidGrammar(self.spec.kind, f"must be a grammar that can be compiled, got: {reason}")
-        return matcher
+    def _made(self) -> Lexer:
+        return Lexer(self.vocabulary, self.spec, self._native, self._limits, self._has_grown)
+
+    def _install(self, lexer: Lexer) -> None:
+        self._lexer = lexer
+        self._has_grown()
+
+    def _has_grown(self) -> None:
+        self.grew(self)
+
+
+def _fill_row(row: NDArray[np.uint32], after: Sequence[int], matcher: LLMatcher) -> bool:
+    """Fill a row; return True if the token after it is allowed."""
+    is_allowed = matcher.validate_tokens(list(after)) > 0
+    matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+    return is_allowed and not matcher.is_error()
 
 
 class GrammarState:
     """A place in a grammar: that of one session's output. Not safe to use from several threads at once."""
 
-    __slots__ = ("_ahead", "_compiled", "_matcher", "_tokens", "_tried", "length", "row_ns")
+    __slots__ = (
+        "__weakref__",
+        "_ahead",
+        "_compiled",
+        "_has_begun",
+        "_tokens",
+        "_tried",
+        "length",
+        "may_compile",
+        "row_ns",
+    )
 
-    def __init__(self, compiled: CompiledGrammar) -> None:
+    def __init__(self, compiled: CompiledGrammar, *, may_compile: bool = True) -> None:
         self._compiled = compiled
-        # None while the model reasons: everything but an end token is allowed.
-        self._matcher = None if compiled.spec.reasons_first else compiled.matcher()
+        self.may_compile = may_compile
+        """Whether it may wait until its grammar is compiled anew.
+
+        A state that may not takes tokens unchecked meanwhile, and knows nothing of what may follow.
+        """
+        # False while the model reasons: everything but an end token is allowed.
+        self._has_begun = not compiled.spec.reasons_first
         self._tokens: list[int] = []
         """Confirmed tokens since the grammar began."""
         self.length = 0
@@ -150,35 +186,30 @@ class GrammarState:
         """The state after `_ahead`, which are not confirmed; None if they were not tried."""
 
     @property
+    def grammar(self) -> CompiledGrammar:
+        return self._compiled
+
+    @property
     def is_over(self) -> bool:
         """Return True if the text is complete and nothing but an end token may follow."""
-        return self._matcher is not None and self._matcher.is_stopped() and self._matcher.is_accepting()
+        return self._has_begun and self._decide(
+            lambda matcher: matcher.is_stopped() and matcher.is_accepting()
+        )
 
     def confirm(self, tokens: Sequence[int]) -> None:
         """Advance by confirmed output tokens. Raise GrammarFailed where the grammar allows no token."""
         self._forget(tokens)
         begin = 0
         if self._opens(tokens):
-            self._matcher = None
-        if self._matcher is None:
+            self._has_begun = False
+        if not self._has_begun:
             begin = self._begin(tokens)
             self.length += min(begin, len(tokens))
             if begin > len(tokens):
                 return
-            self._matcher = self._compiled.matcher()
-        rest = list(tokens[begin:])
-        if not rest:
-            return
-        if self._compiled.vocabulary.end_tokens.isdisjoint(rest):
-            if self._matcher.consume_tokens(rest):
-                self._tokens += rest
-                self.length += len(rest)
-                return
-            self._matcher = self._compiled.matcher_after(self._tokens, self._matcher)
-        for token in rest:
-            self._matcher = self._advanced(self._matcher, token)
-            self._tokens.append(token)
-            self.length += 1
+            self._has_begun = True
+        for at in range(begin, len(tokens), READ_TOKENS):
+            self._read(list(tokens[at : at + READ_TOKENS]))
 
     def masks(self, draft_tokens: Sequence[int]) -> NDArray[np.uint32]:
         """Return which tokens may follow, as bits: bit t % 32 of word t // 32 is that of token t.
@@ -188,13 +219,13 @@ class GrammarState:
         Other threads run meanwhile.
         """
         rows = np.full((len(draft_tokens) + 1, self._compiled.vocabulary.mask_words), _ALL, np.uint32)
-        if self._matcher is None:
+        if not self._has_begun:
             self._fill_reasoning(draft_tokens, rows)
         elif self._opens(draft_tokens):
-            self._fill(self._matcher, (), rows[:1])
+            self._fill((), rows[:1])
             self._fill_reasoning(draft_tokens[1:], rows[1:])
         else:
-            self._fill(self._matcher, draft_tokens, rows)
+            self._fill(draft_tokens, rows)
         if (opening := self._opening) is not None:
             rows[0, opening >> 5] |= np.uint32(1 << (opening & 31))
         return rows
@@ -217,22 +248,28 @@ class GrammarState:
         if ahead:
             tried = self._after(ahead)
             return 0 if tried is None else tried.allowed_prefix(tokens)
-        if self._opens(tokens):
-            return 1 + self._reasoning_prefix(tokens[1:])
-        if self._matcher is None:
-            return self._reasoning_prefix(tokens)
-        if self.is_over:  # where llguidance allows no token at all
-            return int(len(tokens) > 0 and tokens[0] in self._compiled.vocabulary.end_tokens)
-        return self._matcher.validate_tokens(list(tokens))
+        try:
+            if self._opens(tokens):
+                return 1 + self._reasoning_prefix(tokens[1:])
+            if not self._has_begun:
+                return self._reasoning_prefix(tokens)
+            if self.is_over:  # where llguidance allows no token at all
+                return int(len(tokens) > 0 and tokens[0] in self._compiled.vocabulary.end_tokens)
+            return self._decide(lambda matcher: matcher.validate_tokens(list(tokens)))
+        except GrammarUnready:
+            return 0
 
     def forced(self, most: int, ahead: Sequence[int] = ()) -> tuple[int, ...]:
         """Return at most `most` tokens that are certain after `ahead`, as the tokenizer writes them."""
         if ahead:
             tried = self._after(ahead)
             return () if tried is None else tried.forced(most)
-        if self._matcher is None or self._opening is not None or most <= 0:
+        if not self._has_begun or self._opening is not None or most <= 0:
             return ()
-        return tuple(self._matcher.compute_ff_tokens()[:most])
+        try:
+            return tuple(self._decide(lambda matcher: matcher.compute_ff_tokens()[:most]))
+        except GrammarUnready:
+            return ()
 
     # ------------------------------------------------------------------------------------ reasoning --
 
@@ -261,34 +298,93 @@ class GrammarState:
         free = next((i for i, token in enumerate(tokens[:begin]) if token in ends), len(tokens))
         if free < begin or begin > len(tokens):
             return free
-        return begin + self._compiled.matcher().validate_tokens(list(tokens[begin:]))
+        rest = list(tokens[begin:])
+        return begin + self._compiled.decide(
+            (), lambda matcher: matcher.validate_tokens(rest), may_compile=self.may_compile
+        )
 
     # ------------------------------------------------------------------------------------- matching --
 
-    def _advanced(self, matcher: LLMatcher, token: int) -> LLMatcher:
-        if token in self._compiled.vocabulary.end_tokens and not matcher.is_accepting():
-            raise GrammarFailed(self.length)
-        if not matcher.consume_token(token):
-            matcher = self._compiled.matcher_after(self._tokens, matcher)
-            if not matcher.validate_tokens([token]) and not matcher.is_error():
-                raise Broken(f"the grammar does not allow output token {self.length}")
-            if not matcher.consume_token(token):
-                raise GrammarFailed(self.length)
-        return matcher
+    def _decide(self, operation: Operation[T]) -> T:
+        lexer = self._compiled.lexer(may_compile=self.may_compile)
+        matcher = lexer.matcher_of(self, self._tokens)
+        result = lexer.apply(operation, matcher)
+        if lexer.is_sound and not matcher.is_error():
+            return result
+        lexer.forget(self)
+        return self._decide_anew(operation)
 
-    def _fill(self, matcher: LLMatcher, draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
+    def _decide_anew(self, operation: Operation[T]) -> T:
+        return self._compiled.decide(self._tokens, operation, may_compile=self.may_compile)
+
+    def _read(self, tokens: list[int]) -> None:
+        """Advance by tokens. Raise GrammarFailed or Broken at one that is not allowed."""
+        if self._read_at_once(tokens):
+            return
+        if len(tokens) == 1:
+            self._require(tokens[0])
+            self._grow(tokens)
+            return
+        half = len(tokens) // 2
+        self._read(tokens[:half])
+        self._read(tokens[half:])
+
+    def _read_at_once(self, tokens: list[int]) -> bool:
+        """Advance by tokens if no end token is among them, and all are allowed."""
+        if not self._compiled.vocabulary.end_tokens.isdisjoint(tokens):
+            return False
+        try:
+            lexer = self._compiled.lexer(may_compile=self.may_compile)
+        except GrammarUnready:
+            self._grow(tokens)
+            return True
+        has_read = lexer.read(lexer.matcher_of(self, self._tokens), tokens) and lexer.is_sound
+        if has_read:
+            self._grow(tokens)
+        else:
+            lexer.forget(self)
+        return has_read
+
+    def _require(self, token: int) -> None:
+        try:
+            refusal = self._decide_anew(partial(self._refusal, token))
+        except GrammarUnready:
+            return
+        if refusal is not None:
+            raise GrammarFailed(self.length) if self._compiled.is_exhausted else refusal
+
+    def _refusal(self, token: int, matcher: LLMatcher) -> GalleyError | None:
+        """Return why the token may not follow where a matcher is, None if it may."""
+        if token in self._compiled.vocabulary.end_tokens and not matcher.is_accepting():
+            return GrammarFailed(self.length)
+        before = matcher.deep_copy()
+        if matcher.consume_token(token):
+            return None
+        if before.validate_tokens([token]) or before.is_error():
+            return GrammarFailed(self.length)
+        return Broken(f"the grammar does not allow output token {self.length}")
+
+    def _grow(self, tokens: list[int]) -> None:
+        self._tokens += tokens
+        self.length += len(tokens)
+
+    def _fill(self, draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
+        lexer = self._compiled.lexer(may_compile=True)
+        matcher = lexer.matcher_of(self, self._tokens)
+        lexer.apply(partial(self._fill_ahead, draft_tokens, rows), matcher)
+        if matcher.is_error() or not lexer.is_sound:
+            lexer.forget(self)
+            rows[:] = _ALL
+            self._compiled.fill(self._tokens, draft_tokens, rows)
+
+    def _fill_ahead(self, draft_tokens: Sequence[int], rows: NDArray[np.uint32], matcher: LLMatcher) -> None:
         if draft_tokens:
             drafts = [(matcher, 0, list(draft_tokens))]
-            row_bytes = rows.shape[1] * rows.itemsize
             self._compiled.vocabulary.executor.unsafe_compute_mask_ptr_with_draft_token(
-                drafts, rows.ctypes.data, row_bytes, len(rows)
+                drafts, rows.ctypes.data, rows.shape[1] * rows.itemsize, len(rows)
             )
         else:
             matcher.unsafe_compute_mask_ptr(rows.ctypes.data, rows.nbytes)
-        if matcher.is_error():
-            self._matcher = self._compiled.matcher_after(self._tokens, matcher)
-            rows[:] = _ALL
-            self._compiled.fill(self._tokens, draft_tokens, rows)
 
     # ---------------------------------------------------------------------------------------- ahead --
 
@@ -304,7 +400,7 @@ class GrammarState:
             return None
         try:
             self._tried.confirm(rest)
-        except GrammarFailed:
+        except GalleyError:
             self._tried = None
             return None
         self._ahead += rest
@@ -318,23 +414,9 @@ class GrammarState:
             self._tried, self._ahead = None, []
 
     def _copy(self) -> GrammarState:
-        copy = GrammarState(self._compiled)
-        copy._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        copy = GrammarState(self._compiled, may_compile=self.may_compile)
+        copy._has_begun = self._has_begun
         copy._tokens = list(self._tokens)
         copy.length = self.length
+        self._compiled.share(self, copy)
         return copy
-
-
-def _is_dead_end(matcher: LLMatcher) -> bool:
-    return matcher.get_error().startswith(_DEAD_END)
-
-
-def _first_token(mask: bytes, ends: Set[int]) -> int | None:
-    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
-    return next((token for token in np.flatnonzero(bits).tolist() if token not in ends), None)
-
-
-def _short(message: str) -> str:
-    """Return a message of llguidance in one line; the reason proper is often at its end."""
-    line, half = " ".join(message.split()), _MOST_MESSAGE_CHARS // 2
-    return line if len(line) <= 2 * half else f"{line[:half]} ... {line[-half:]}"

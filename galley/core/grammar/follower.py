@@ -99,6 +99,7 @@ class GrammarFollower:
         """Bring the state up to the last token; return False if it lags too far behind, or has failed."""
         if len(self._tokens) - self._seen > _MOST_LAG:
             return False
+        self.state.may_compile = False
         try:
             self.catch_up()
         except GalleyError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from galley.core.errors import InvalidField
+from galley.core.errors import InvalidField, ServerFault
 from galley.core.grammar.spec import Kind
 
 FIELD = "structured_output"
@@ -26,12 +26,20 @@ class GrammarFailed(InvalidField):
         )
 
 
+class GrammarUnready(ServerFault):
+    """The grammar must be compiled anew, and whoever asks may not wait for that."""
+
+    def __init__(self) -> None:
+        super().__init__("the grammar must be compiled anew")
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
     """Bounds of one grammar. `*_bytes` count UTF-8.
 
-    The last six bound the work and memory of llguidance: to compile, to compute one mask, and over the life
-    of a compiled grammar. A lexer state takes up to 2 KiB.
+    The last six bound the work and memory of llguidance for one session: to compile its grammar, to read its
+    tokens, and to compute a mask. Two of them bound a lexer, whoever uses it: it has at most so many states,
+    of up to 2 KiB, and is made anew once half of `mask_fuel` is spent.
     """
 
     most_text_bytes: int = 64 * 1024
@@ -41,9 +49,9 @@ class GrammarLimits:
     most_gbnf_rules: int = 1000
     most_grammar_symbols: int = 100_000
     most_items_in_row: int = 2000
-    most_lexer_states: int = 20_000
+    most_lexer_states: int = 12_000
     compile_fuel: int = 1_000_000
-    mask_fuel: int = 30_000
+    mask_fuel: int = 400_000
     mask_items: int = 10_000
 
 

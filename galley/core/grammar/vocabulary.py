@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import TypeAlias
 
 from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
 
 from galley.core.errors import UnsupportedModel
 
+ClockNs: TypeAlias = "Callable[[], int]"
+_LONG_NS = 10**9
 _BRACKETED = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
@@ -18,13 +22,23 @@ class Vocabulary:
     `end_tokens` end the model's turn: a grammar allows them where its text may end.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, end_tokens: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: LLTokenizer, end_tokens: Sequence[int], clock_ns: ClockNs | None = None
+    ) -> None:
+        """With a clock, work is measured when some time has passed, else after each answer of a grammar."""
         self.tokenizer = tokenizer
         self.end_tokens = frozenset(end_tokens)
+        self.clock_ns = clock_ns or count(step=_LONG_NS).__next__
         self.executor = LLExecutor(1)
 
     @classmethod
-    def of_tokenizer(cls, tokenizer_json: str, vocab_size: int, end_tokens: Sequence[int]) -> Vocabulary:
+    def of_tokenizer(
+        cls,
+        tokenizer_json: str,
+        vocab_size: int,
+        end_tokens: Sequence[int],
+        clock_ns: ClockNs | None = None,
+    ) -> Vocabulary:
         """Read the text of a tokenizer.json. `vocab_size` is the number of logits, which may be padded.
 
         Raise UnsupportedModel for a tokenizer that grammars cannot use.
@@ -36,15 +50,17 @@ class Vocabulary:
         except ValueError as error:
             reason = f"structured output: the tokenizer is not supported, got: {error}"
             raise UnsupportedModel(reason) from error
-        return cls(tokenizer, end_tokens)
+        return cls(tokenizer, end_tokens, clock_ns)
 
     @classmethod
-    def of_bytes(cls, tokens: Sequence[bytes], end_tokens: Sequence[int]) -> Vocabulary:
+    def of_bytes(
+        cls, tokens: Sequence[bytes], end_tokens: Sequence[int], clock_ns: ClockNs | None = None
+    ) -> Vocabulary:
         """Return a vocabulary of these tokens. Text is tokenized by the longest token first."""
         greedy = _Greedy(tokens, end_tokens)
         tokenizer = LLTokenizer(TokenizerWrapper(greedy), eos_token=list(end_tokens))
         greedy.tokenizer = tokenizer
-        return cls(tokenizer, end_tokens)
+        return cls(tokenizer, end_tokens, clock_ns)
 
     @property
     def size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Self
@@ -30,7 +31,7 @@ class Grammars:
     def of_tokenizer(cls, tokenizer_json: str, vocab_size: int, end_tokens: Sequence[int]) -> Self:
         """Read a tokenizer.json: a quarter of a second or more, in which no other thread runs."""
         try:
-            return cls(Vocabulary.of_tokenizer(tokenizer_json, vocab_size, end_tokens))
+            return cls(Vocabulary.of_tokenizer(tokenizer_json, vocab_size, end_tokens, time.monotonic_ns))
         except UnsupportedModel as error:
             _log.warning("structured output unavailable", reason=str(error))
             return cls(None, str(error))
@@ -47,4 +48,6 @@ class Grammars:
         Raise InvalidField.
         """
         known = None if self._cache is None else self._cache.get(spec.content_hash)
-        return known if known is not None else await threads.run(principal, partial(self.compile, spec))
+        if known is not None and known.is_ready:
+            return known
+        return await threads.run(principal, partial(self.compile, spec))

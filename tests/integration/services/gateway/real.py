@@ -164,7 +164,7 @@ class Real:
 
     def _grammars(self) -> ReplicaGrammars:
         path = self._tiny / "tokenizer.json"
-        return ReplicaGrammars(Vocabulary.of_tokenizer(path.read_text(), VOCAB, [STOP]))
+        return ReplicaGrammars(Vocabulary.of_tokenizer(path.read_text(), VOCAB, [STOP], time.monotonic_ns))
 
     def _parts(self, service: str) -> Parts:
         return self.kept.parts(service, self._registries[service][0])

@@ -282,7 +282,7 @@ def test_a_mask_that_takes_too_much_work_ends_the_answer_with_an_error() -> None
 
 
 def test_the_cache_holds_the_grammars_used_last_by_content() -> None:
-    cache = GrammarCache(VOCABULARY, most_bytes=3 * 200_000)
+    cache = GrammarCache(VOCABULARY, most_bytes=3 * 140_000)
     specs = [GrammarSpec("regex", f"a{{{number}}}") for number in range(1, 5)]
     first = cache.compile(specs[0])
     assert cache.compile(GrammarSpec("regex", "a{1}")) is first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,9 @@ from tests.fakes.vocabularies import allowed
 A, B, C, D, E, F = range(6)
 PROMPT = [F, F, F]
 # A token for each of the letters a to g, and the end.
-VOCABULARY = Vocabulary.of_bytes([bytes([ord("a") + i]) for i in range(IDS - 1)] + [b"<end>"], [STOP_ID])
+VOCABULARY = Vocabulary.of_bytes(
+    [bytes([ord("a") + i]) for i in range(IDS - 1)] + [b"<end>"], [STOP_ID], time.monotonic_ns
+)
 LONG = GrammarSpec("regex", "(a[b-d]|cd|e){50,90}")
 SHORT = GrammarSpec("regex", "(a[b-d]|cd|e){3,5}")
 

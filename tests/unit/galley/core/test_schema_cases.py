@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import Counter
 
 import numpy as np
@@ -20,7 +21,7 @@ END = 256
 WALKS, LONGEST_WALK, ENDS = 6, 300, 0.5
 ENDLESS = {"a pattern that is found anywhere", "a pattern with its own end"}
 """Cases of which a random walk does not come to an end."""
-BYTES = Vocabulary.of_bytes([*(bytes([byte]) for byte in range(END)), b"<end>"], [END])
+BYTES = Vocabulary.of_bytes([*(bytes([byte]) for byte in range(END)), b"<end>"], [END], time.monotonic_ns)
 
 DIFFERENCES = {
     ("allOf", "valid"): (2, "fields have the order in which the schema names them"),

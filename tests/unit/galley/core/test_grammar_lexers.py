@@ -1,0 +1,178 @@
+"""A lexer is shared by the sessions of a grammar: none of them finds out what others have written."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Sequence
+from itertools import product
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from galley.core.errors import Broken
+from galley.core.grammar.cache import GrammarCache
+from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
+from galley.core.grammar.lexer import Lexer
+from galley.core.grammar.limits import GrammarFailed, GrammarLimits
+from galley.core.grammar.spec import GrammarSpec
+from galley.core.grammar.vocabulary import Vocabulary
+from tests.fakes.vocabularies import allowed
+
+WORDS = ["".join(letters).encode() for length in (2, 3, 4, 5) for letters in product("ab", repeat=length)]
+END = 256 + len(WORDS)
+TOKENS = [*(bytes([byte]) for byte in range(256)), *WORDS, b"<end>"]
+VOCABULARY = Vocabulary.of_bytes(TOKENS, [END])
+TIMED = Vocabulary.of_bytes(TOKENS, [END], time.monotonic_ns)
+COUNTERS = GrammarSpec("regex", "g+x|([ab]*a[ab]{60}c|[ab]*b[ab]{50}d)")
+FEW_FUEL, FEW_STATES = GrammarLimits(mask_fuel=2500), GrammarLimits(most_lexer_states=230)
+"""Limits that an output of COUNTERS reaches after 5 to 30 letters."""
+
+
+def letters(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(b"ab", k=count)
+
+
+def cold(limits: GrammarLimits, tokens: Sequence[int]) -> set[int]:
+    """Return what may follow `tokens`, by a grammar that nobody has used before."""
+    at = compile_grammar(VOCABULARY, COUNTERS, limits).start()
+    at.confirm(tokens)
+    return allowed(at.masks(())[0])
+
+
+def ends_after(at: GrammarState, tokens: Sequence[int]) -> int:
+    """Return after how many of `tokens` the grammar allows none any more."""
+    for count, token in enumerate(tokens):
+        if allowed(at.masks(())[0]) == {END}:
+            with pytest.raises(GrammarFailed, match=f"after {count} output tokens"):
+                at.confirm([END])
+            return count
+        at.confirm([token])
+    raise AssertionError("the limits are too wide")
+
+
+@pytest.mark.parametrize("limits", [FEW_FUEL, FEW_STATES], ids=["fuel", "states"])
+@pytest.mark.parametrize("seed", range(2))
+def test_what_may_follow_does_not_depend_on_other_sessions(limits: GrammarLimits, seed: int) -> None:
+    compiled, draw = compile_grammar(TIMED, COUNTERS, limits), random.Random(seed)
+    outputs: list[list[int]] = [[], []]
+    states, has_failed = [compiled.start() for _ in outputs], False
+    while not has_failed:
+        index = draw.randrange(2)
+        at, output = states[index], outputs[index]
+        assert len(output) < 60
+        draft = draw.choices(b"ab", k=draw.randrange(3))
+        for length, row in enumerate(at.masks(draft)):
+            expected = cold(limits, [*output, *draft[:length]])
+            assert allowed(row) == expected
+            if expected == {END}:
+                break
+        has_failed = allowed(at.masks(())[0]) == {END}
+        if not has_failed:
+            at.confirm([token := draw.choice(b"ab")])
+            output.append(token)
+
+
+@pytest.mark.parametrize("limits", [FEW_FUEL, FEW_STATES], ids=["fuel", "states"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
+def test_a_session_that_reaches_a_limit_ends_alone(limits: GrammarLimits, is_first: bool) -> None:
+    """The others of its grammar go on, new ones start, and it ends where it would have ended anyway."""
+    alone = ends_after(compile_grammar(VOCABULARY, COUNTERS, limits).start(), letters(1, 60))
+    cache = GrammarCache(TIMED, limits=limits)
+    other, compiled = cache.compile(COUNTERS).start(), cache.compile(COUNTERS)
+    other.confirm(b"gg")
+    if not is_first:
+        near = compiled.start()
+        for token in letters(2, 8):
+            near.masks(())
+            near.confirm([token])
+    assert ends_after(compiled.start(), letters(1, 60)) == alone
+    assert allowed(other.masks(())[0]) == set(b"gx")
+    other.confirm(b"gx")
+    assert other.is_over
+    new = cache.compile(COUNTERS).start()
+    assert allowed(new.masks(())[0]) == cold(limits, ())
+
+
+def test_what_outputs_make_lexers_learn_is_counted_and_bounded() -> None:
+    """Long outputs of grammars that count, by sessions that all live on."""
+    most = 8 * 1024 * 1024
+    cache, states = GrammarCache(TIMED, most), list[tuple[GrammarState, list[int]]]()
+    before = sum(isinstance(each, Lexer) for each in gc.get_objects())
+    grown = 0
+    for number in range(12):
+        compiled = cache.compile(GrammarSpec("regex", f"[ab]*a[ab]{{{14 + number}}}c"))
+        small, at, output = compiled.held_bytes, compiled.start(), letters(number, 300)
+        for token in output:
+            at.masks(())
+            at.confirm([token])
+            assert cache.held_bytes <= most
+        grown += compiled.held_bytes > 2 * small
+        states.append((at, output))
+    assert grown > 6
+    assert len(cache) < len(states)
+    held = sum(isinstance(each, Lexer) for each in gc.get_objects()) - before
+    assert held <= len(cache)
+    for at, output in states:  # those whose grammar was dropped go on as well
+        rebuilt = compile_grammar(VOCABULARY, at.grammar.spec).start()
+        rebuilt.confirm(output)
+        np.testing.assert_array_equal(at.masks(()), rebuilt.masks(()))
+
+
+def test_a_grammar_that_was_dropped_is_the_same_for_its_sessions_and_for_new_ones() -> None:
+    cache = GrammarCache(VOCABULARY, most_bytes=1)
+    first = cache.compile(COUNTERS)
+    at = first.start()
+    at.confirm(b"gg")
+    cache.compile(GrammarSpec("regex", "other"))
+    assert not first.is_ready
+    assert cache.get(COUNTERS.content_hash) is first
+    assert allowed(at.masks(())[0]) == set(b"gx")
+    cache.compile(GrammarSpec("regex", "other"))
+    assert cache.compile(COUNTERS) is first
+    assert first.is_ready
+
+
+def test_a_state_that_may_not_compile_knows_nothing_until_others_have() -> None:
+    compiled = compile_grammar(VOCABULARY, COUNTERS)
+    at = compiled.start(may_compile=False)
+    at.confirm(b"gg")
+    compiled.drop()
+    with patch.object(CompiledGrammar, "_made", side_effect=AssertionError("compiled")):
+        assert (at.allowed_prefix(b"gx"), at.allowed_prefix(b"x", ahead=b"g"), at.forced(4)) == (0, 0, ())
+        at.confirm(b"gx")
+        at.confirm([END])
+    assert at.length == 5
+    compiled.prepare()
+    wrong = compiled.start(may_compile=False)
+    compiled.drop()
+    wrong.confirm(b"gz")
+    compiled.prepare()
+    assert (wrong.allowed_prefix(b"g"), wrong.forced(4)) == (0, ())
+    with pytest.raises(GrammarFailed):
+        wrong.confirm(b"g")
+
+
+def test_a_long_output_is_read_at_once_and_ends_where_its_states_do() -> None:
+    """One state for each character of a string whose length is bounded."""
+    compiled = compile_grammar(
+        TIMED, GrammarSpec("regex", "c{0,3000}"), GrammarLimits(most_lexer_states=2000)
+    )
+    at = compiled.start()
+    at.confirm(b"c" * 1900)
+    assert ord("c") in allowed(at.masks(())[0])
+    with pytest.raises(GrammarFailed):
+        compiled.start().confirm(b"c" * 2100)
+    assert ord("c") in allowed(at.masks(())[0])
+
+
+def test_a_state_at_which_a_trial_failed_forgets_it() -> None:
+    at = compile_grammar(VOCABULARY, COUNTERS).start()
+    with (
+        patch.object(GrammarState, "allowed_prefix", return_value=1),
+        patch.object(GrammarState, "confirm", side_effect=Broken("no")),
+    ):
+        assert (at.mask_after(b"g") == 0xFFFFFFFF).all()
+    assert allowed(at.mask_after(b"g")) == set(b"gx")
