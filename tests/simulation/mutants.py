@@ -162,7 +162,7 @@ class NeverRebuilt(GrammarFollower):
         self.state.length = len(tokens) - prompt_len
 
 
-def _one_state(grammar: CompiledGrammar) -> GrammarState:
+def _one_state(grammar: CompiledGrammar, **_: object) -> GrammarState:
     """Give the sessions of a grammar one state."""
     state: GrammarState = grammar.__dict__.setdefault("shared", GrammarState(grammar))
     return state
