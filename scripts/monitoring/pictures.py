@@ -183,14 +183,21 @@ def _minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
+def _at(times_s: Sequence[float], series: Series) -> list[float]:
+    """Return the values at these times; 0 in gaps and before the series began."""
+    values = dict(zip(series.times_s, series.values, strict=True))
+    return [value if math.isfinite(value := values.get(time, 0.0)) else 0.0 for time in times_s]
+
+
 def _lines(axes: Axes, panel: Mapping[str, Any], found: Sequence[tuple[str, Series]]) -> None:
     unit = _unit(panel)
     start = min(series.times_s[0] for _, series in found)
     custom = panel["fieldConfig"]["defaults"]["custom"]
     if custom["stacking"]["mode"] == "normal":
-        times = [time - start for time in found[0][1].times_s]
-        stacks = [[value if math.isfinite(value) else 0.0 for value in series.values] for _, series in found]
-        axes.stackplot(times, *stacks, labels=[name for name, _ in found], alpha=0.6, linewidth=0.5)
+        times = sorted({time for _, series in found for time in series.times_s})
+        stacks = [_at(times, series) for _, series in found]
+        since = [time - start for time in times]
+        axes.stackplot(since, *stacks, labels=[name for name, _ in found], alpha=0.6, linewidth=0.5)
     else:
         for name, series in found:
             axes.plot([time - start for time in series.times_s], series.values, label=name, linewidth=1)

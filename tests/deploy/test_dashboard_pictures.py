@@ -28,7 +28,7 @@ def answers() -> Answers:
     rising = [second / 2 for second in TIMES]
     gaps = [float("nan") if 20 < second < 30 else 5.0 for second in TIMES]
     return {
-        "lines": [Series({"name": "a"}, TIMES, rising), Series({"name": "b"}, TIMES, gaps)],
+        "lines": [Series({"name": "a"}, TIMES, rising), Series({"name": "b"}, TIMES[10:], gaps[10:])],
         "figure": [Series({}, TIMES, rising)],
         "builds": [Series({"version": "1"}, TIMES, [2.0] * 60)],
         "buckets": [Series({"le": le}, TIMES, rising) for le in ("0.1", "1.0", "+Inf")],
