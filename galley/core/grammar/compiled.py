@@ -60,9 +60,12 @@ class CompiledGrammar:
         self._limits = limits
         self._lexer: Lexer | None = None
 
-    def start(self, *, may_compile: bool = True) -> GrammarState:
-        """Return the state before the first output token."""
-        return GrammarState(self, may_compile=may_compile)
+    def start(self, *, may_compile: bool = True, spec: GrammarSpec | None = None) -> GrammarState:
+        """Return the state before the first output token.
+
+        With a `spec` of the same language, its tokens tell where that begins.
+        """
+        return GrammarState(self, spec, may_compile=may_compile)
 
     # ---------------------------------------------------------------------------------------- lexer --
 
@@ -159,6 +162,7 @@ class GrammarState:
         "_ahead",
         "_compiled",
         "_has_begun",
+        "_spec",
         "_tokens",
         "_tried",
         "length",
@@ -166,15 +170,18 @@ class GrammarState:
         "row_ns",
     )
 
-    def __init__(self, compiled: CompiledGrammar, *, may_compile: bool = True) -> None:
+    def __init__(
+        self, compiled: CompiledGrammar, spec: GrammarSpec | None = None, *, may_compile: bool = True
+    ) -> None:
         self._compiled = compiled
+        self._spec = spec or compiled.spec
         self.may_compile = may_compile
         """Whether it may wait until its grammar is compiled anew.
 
         A state that may not takes tokens unchecked meanwhile, and knows nothing of what may follow.
         """
         # False while the model reasons: everything but an end token is allowed.
-        self._has_begun = not compiled.spec.reasons_first
+        self._has_begun = not self._spec.reasons_first
         self._tokens: list[int] = []
         """Confirmed tokens since the grammar began."""
         self.length = 0
@@ -276,14 +283,14 @@ class GrammarState:
     @property
     def _opening(self) -> int | None:
         """Return the token by which the output may now begin with reasoning instead of the grammar."""
-        return None if self.length else self._compiled.spec.opening_token
+        return None if self.length else self._spec.opening_token
 
     def _opens(self, tokens: Sequence[int]) -> bool:
         return self._opening is not None and len(tokens) > 0 and tokens[0] == self._opening
 
     def _begin(self, tokens: Sequence[int]) -> int:
         """Return the index after `after_token`, where the grammar begins; beyond all rows if it is absent."""
-        after = self._compiled.spec.after_token
+        after = self._spec.after_token
         return next((i + 1 for i, token in enumerate(tokens) if token == after), len(tokens) + 1)
 
     def _fill_reasoning(self, draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
@@ -414,7 +421,7 @@ class GrammarState:
             self._tried, self._ahead = None, []
 
     def _copy(self) -> GrammarState:
-        copy = GrammarState(self._compiled, may_compile=self.may_compile)
+        copy = GrammarState(self._compiled, self._spec, may_compile=self.may_compile)
         copy._has_begun = self._has_begun
         copy._tokens = list(self._tokens)
         copy.length = self.length

@@ -36,6 +36,11 @@ class GrammarSpec:
         object.__setattr__(self, "content_hash", digest)  # every message to a replica has it
 
     @property
+    def language(self) -> GrammarSpec:
+        """Return the grammar alone, for an output that begins with it."""
+        return self if self.after_token is None else GrammarSpec(self.kind, self.text)
+
+    @property
     def reasons_first(self) -> bool:
         """Return True if the output begins with reasoning, whatever its first token is."""
         return self.after_token is not None and self.opening_token is None

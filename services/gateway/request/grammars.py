@@ -37,17 +37,17 @@ class Grammars:
             return cls(None, str(error))
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Return the compiled grammar; call it off the event loop. Raise InvalidField."""
+        """Return the grammar, compiled as its language; call it off the event loop. Raise InvalidField."""
         if self._cache is None:
             raise InvalidField(FIELD, f"must be absent: {self._problem}")
-        return self._cache.compile(spec)
+        return self._cache.compile(spec.language)
 
     async def compiled(self, threads: FairThreads, principal: str, spec: GrammarSpec) -> CompiledGrammar:
-        """Return the compiled grammar, at once if it was used lately, else in the principal's thread.
+        """Return what `compile` does, at once if it was used lately, else in the principal's thread.
 
         Raise InvalidField.
         """
-        known = None if self._cache is None else self._cache.get(spec.content_hash)
+        known = None if self._cache is None else self._cache.get(spec.language.content_hash)
         if known is not None and known.is_ready:
             return known
         return await threads.run(principal, partial(self.compile, spec))

@@ -100,7 +100,8 @@ class OwnSources:
         if spec.grammar is None or not spec.k or self._compile_grammar is None:
             return None
         try:
-            state = (await self._compile_grammar(principal, spec.grammar)).start(may_compile=False)
+            compiled = await self._compile_grammar(principal, spec.grammar)
+            state = compiled.start(may_compile=False, spec=spec.grammar)
             grammar = BoundedGrammar(state, spec.session_id)
             await _follow(answer.output, grammar.confirm, _GRAMMAR_SLICE)
         except GalleyError as error:

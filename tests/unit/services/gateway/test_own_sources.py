@@ -15,9 +15,11 @@ from structlog.testing import capture_logs
 from galley.common.fair_threads import FairThreads
 from galley.core.answer.answer import Answer, SessionSpec
 from galley.core.errors import Broken, InvalidField
+from galley.core.grammar import cache
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
-from galley.core.grammar.limits import GrammarFailed
+from galley.core.grammar.limits import GrammarFailed, GrammarLimits
 from galley.core.grammar.spec import GrammarSpec
+from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.names import GRAMMAR, PREDICTION
 from galley.core.records import NOT_DRAFTED
 from galley.core.sampling_params import SamplingParams
@@ -108,6 +110,26 @@ async def test_a_session_that_has_ended_compiles_nothing() -> None:
     assert sources is not None
     assert sources.prediction is not None
     assert sources.prediction.counts[0] >= len(tokens_of(VOCABULARY, "name: "))
+
+
+async def test_a_grammar_after_reasoning_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request compiles it before its prompt is read, which tells whether the model reasons first."""
+    compiled_specs: list[GrammarSpec] = []
+
+    def counted(vocabulary: Vocabulary, spec: GrammarSpec, limits: GrammarLimits) -> CompiledGrammar:
+        compiled_specs.append(spec)
+        return compile_grammar(vocabulary, spec, limits)
+
+    monkeypatch.setattr(cache, "compile_grammar", counted)
+    grammars, [after] = Grammars(VOCABULARY), tokens_of(VOCABULARY, ";")
+    grammars.compile(CHOICE)
+    sources = OwnSources(partial(grammars.compiled, FairThreads()))
+    spec = replace(SPEC, grammar=replace(CHOICE, after_token=after))
+    for text, forced in (("", ""), ("name", ""), ("name;", "name: "), ("name;name: t", "rue")):
+        made = await sources.of(answered(spec, text), "me")
+        assert made is not None
+        assert made.forced(8) == tuple(tokens_of(VOCABULARY, forced))
+    assert compiled_specs == [CHOICE]
 
 
 class Held(Grammars):
