@@ -206,19 +206,18 @@ class World:
                     self.ledger.violate(f"{session_id} was not drafted for again since {since_s:.3f} s")
 
     async def _audit(self) -> None:
-        """Read every answer again from its beginning; those that broke off are resumed first.
+        """Read every answer again from its beginning, beside those that resume it where they broke off.
 
-        One after another: together they may ask for more tokens than their budget gains in time.
+        One session after another: together they may ask for more tokens than their budget gains in time.
         """
-        for client in list(self.clients.values()):
-            if client.error is not None and client.stream is not None:
-                await self._read_again(f"{client.process.name} once more", client.planned, client)
+        before = list(self.clients.values())
         for planned in self.schedule.sessions:
-            await self._read_again(f"auditor of {planned.name}", planned)
-
-    async def _read_again(self, name: str, planned: PlannedSession, before: SimClient | None = None) -> None:
-        self.add_client(name, replace(planned, pause_s=0.0, retries=Retries(), returns=_MOST_RETURNS), before)
-        await self._until(self._all_answered, _HEALED_S, "cannot be resumed")
+            patient = replace(planned, pause_s=0.0, retries=Retries(), returns=_MOST_RETURNS)
+            for client in before:
+                if client.planned.name == planned.name and client.error and client.stream is not None:
+                    self.add_client(f"{client.process.name} once more", patient, client)
+            self.add_client(f"auditor of {planned.name}", patient)
+            await self._until(self._all_answered, _HEALED_S, "cannot be resumed")
 
 
 def run_schedule(schedule: Schedule, kinds: Kinds | None = None, *, keep: bool = False) -> Outcome:
