@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -57,7 +56,8 @@ class Tally:
     resumed: int = 0
     different: int = 0
     """Answers with other tokens than the first."""
-    sources: Counter[str] = field(default_factory=Counter)
+    sources: dict[str, int] = field(default_factory=dict)
+    """Accepted tokens by source. No Counter, of which `asdict` makes one of pairs."""
     problems: list[str] = field(default_factory=list)
 
     def add(self, answer: FormAnswer) -> None:
@@ -67,7 +67,8 @@ class Tally:
         self.tokens += len(answer.tokens)
         self.drafted += answer.stats.drafted
         self.accepted += answer.stats.accepted
-        self.sources.update({source.source: source.accepted for source in answer.stats.sources})
+        for source in answer.stats.sources:
+            self.sources[source.source] = self.sources.get(source.source, 0) + source.accepted
 
 
 class Trial:
