@@ -129,11 +129,18 @@ class CompiledGrammar:
         if self._lexer is not None:
             self._lexer.share(state, other)
 
-    def fill(self, tokens: Sequence[int], draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
+    def fill(
+        self,
+        tokens: Sequence[int],
+        draft_tokens: Sequence[int],
+        rows: NDArray[np.uint32],
+        *,
+        may_compile: bool,
+    ) -> None:
         """Fill `rows` as `GrammarState.masks` does. A row that fails allows end tokens only."""
         for index, row in enumerate(rows):
             before, after = [*tokens, *draft_tokens[:index]], draft_tokens[index : index + 1]
-            if not self.decide(before, partial(_fill_row, row, after), may_compile=True):
+            if not self.decide(before, partial(_fill_row, row, after), may_compile=may_compile):
                 return
 
     def _made(self) -> Lexer:
@@ -223,7 +230,7 @@ class GrammarState:
 
         The shape is [len(draft_tokens) + 1, mask_words]. Row i holds after draft_tokens[:i]. Rows after a
         draft token that is not allowed, or after the end of the text, are all ones. The state stays as it is.
-        Other threads run meanwhile.
+        Other threads run meanwhile. Raise GrammarUnready if it would have to compile, and may not.
         """
         rows = np.full((len(draft_tokens) + 1, self._compiled.vocabulary.mask_words), _ALL, np.uint32)
         if not self._has_begun:
@@ -298,7 +305,7 @@ class GrammarState:
         for token in self._compiled.vocabulary.end_tokens:
             rows[:begin, token >> 5] &= ~np.uint32(1 << (token & 31))
         if begin < len(rows):
-            self._compiled.fill((), draft_tokens[begin:], rows[begin:])
+            self._compiled.fill((), draft_tokens[begin:], rows[begin:], may_compile=self.may_compile)
 
     def _reasoning_prefix(self, tokens: Sequence[int]) -> int:
         begin, ends = self._begin(tokens), self._compiled.vocabulary.end_tokens
@@ -353,8 +360,11 @@ class GrammarState:
         return has_read
 
     def _require(self, token: int) -> None:
+        # No matcher has refused an end token yet, so that of this state may read it.
+        is_end = token in self._compiled.vocabulary.end_tokens
+        decide = self._decide if is_end else self._decide_anew
         try:
-            refusal = self._decide_anew(partial(self._refusal, token))
+            refusal = decide(partial(self._refusal, token))
         except GrammarUnready:
             return
         if refusal is not None:
@@ -376,13 +386,13 @@ class GrammarState:
         self.length += len(tokens)
 
     def _fill(self, draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
-        lexer = self._compiled.lexer(may_compile=True)
+        lexer = self._compiled.lexer(may_compile=self.may_compile)
         matcher = lexer.matcher_of(self, self._tokens)
         lexer.apply(partial(self._fill_ahead, draft_tokens, rows), matcher)
         if matcher.is_error() or not lexer.is_sound:
             lexer.forget(self)
             rows[:] = _ALL
-            self._compiled.fill(self._tokens, draft_tokens, rows)
+            self._compiled.fill(self._tokens, draft_tokens, rows, may_compile=self.may_compile)
 
     def _fill_ahead(self, draft_tokens: Sequence[int], rows: NDArray[np.uint32], matcher: LLMatcher) -> None:
         if draft_tokens:

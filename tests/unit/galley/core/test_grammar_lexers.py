@@ -11,12 +11,13 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from galley.core.errors import Broken
 from galley.core.grammar.cache import GrammarCache
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_grammar
 from galley.core.grammar.lexer import Lexer
-from galley.core.grammar.limits import GrammarFailed, GrammarLimits
+from galley.core.grammar.limits import GrammarFailed, GrammarLimits, GrammarUnready
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.grammar.vocabulary import Vocabulary
 from tests.fakes.vocabularies import allowed
@@ -142,6 +143,8 @@ def test_a_state_that_may_not_compile_knows_nothing_until_others_have() -> None:
     compiled.drop()
     with patch.object(CompiledGrammar, "_made", side_effect=AssertionError("compiled")):
         assert (at.allowed_prefix(b"gx"), at.allowed_prefix(b"x", ahead=b"g"), at.forced(4)) == (0, 0, ())
+        with pytest.raises(GrammarUnready):
+            at.masks(())
         at.confirm(b"gx")
         at.confirm([END])
     assert at.length == 5
@@ -166,6 +169,45 @@ def test_a_long_output_is_read_at_once_and_ends_where_its_states_do() -> None:
     with pytest.raises(GrammarFailed):
         compiled.start().confirm(b"c" * 2100)
     assert ord("c") in allowed(at.masks(())[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "begin", "more", "last"),
+    [
+        (GrammarSpec("regex", "(ab)+"), b"", b"ab", b""),
+        (GrammarSpec("json_schema", '{"type":"array","items":{"type":"integer"}}'), b"[", b"1, ", b"2]"),
+    ],
+    ids=["may go on", "is complete"],
+)
+@pytest.mark.parametrize("is_masked", [True, False], ids=["masked", "followed"])
+def test_the_end_of_a_long_output_reads_nothing_again(
+    spec: GrammarSpec, begin: bytes, more: bytes, last: bytes, is_masked: bool
+) -> None:
+    at = compile_grammar(TIMED, spec).start()
+    at.confirm(begin + 1000 * more)
+    read: list[int] = []
+    original = Lexer.read
+
+    def counted(lexer: Lexer, matcher: LLMatcher, tokens: Sequence[int]) -> bool:
+        read.extend(tokens)
+        return original(lexer, matcher, tokens)
+
+    with patch.object(Lexer, "read", counted):
+        if is_masked:
+            at.masks(())
+        at.confirm([*last, END])
+    assert read == [*last]
+    assert at.is_over
+
+
+def test_an_end_token_within_a_text_is_refused_and_the_text_goes_on() -> None:
+    at = compile_grammar(TIMED, GrammarSpec("regex", "(ab)+")).start()
+    at.confirm(b"aba")
+    with pytest.raises(GrammarFailed, match="after 3 output tokens"):
+        at.confirm([END])
+    assert at.length == 3
+    at.confirm([*b"b", END])
+    assert at.is_over
 
 
 def test_a_state_at_which_a_trial_failed_forgets_it() -> None:
