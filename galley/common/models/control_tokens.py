@@ -8,7 +8,9 @@ the text. So all other text gets the same tokens as without marks.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, TypeVar, cast
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -24,14 +26,15 @@ class ControlTokens:
 
     def __init__(self, texts: Iterable[str]) -> None:
         """Raise ValueError for a text of one character, which no mark can break."""
-        self._texts = sorted(texts)
-        if short := [text for text in self._texts if len(text) == 1]:
+        texts = sorted(texts)
+        if short := [text for text in texts if len(text) == 1]:
             raise ValueError(
                 f"control token {short[0]!r} cannot be kept out of messages, as it has one character; set "
                 "--control-tokens-in-messages"
             )
-        self._beginnings = frozenset(text[:size] for text in self._texts for size in range(1, len(text)))
-        self._longest = max(map(len, self._texts), default=0)
+        self._beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text)))
+        self._longest = max(map(len, texts), default=0)
+        self._firsts, self._spelled = _first_characters(texts)
 
     def mark(self, value: _T) -> _T:
         """Return a JSON value with a mark in each control token that one of its texts spells or begins."""
@@ -45,12 +48,33 @@ class ControlTokens:
         return cast("_T", marked)
 
     def _mark_text(self, text: str) -> str:
-        for token in self._texts:
-            while token in text:  # replacing may leave another that overlapped
-                text = text.replace(token, f"{token[0]}{MARK}{token[1:]}")
+        if self._firsts.search(text) is None:
+            return text
+        text = self._spelled.sub(rf"\g<0>{MARK}", text)
         # The template may put the rest of the token behind it.
-        ends = (text[-size:] for size in range(1, self._longest))
-        return text + MARK if any(end in self._beginnings for end in ends) else text
+        end = text[1 - self._longest :]
+        ends = (end[first.start() :] for first in self._firsts.finditer(end))
+        return text + MARK if any(one in self._beginnings for one in ends) else text
+
+
+def _first_characters(texts: Sequence[str]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return what finds the first character of each text, and what does where the rest follows."""
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[:1], []).append(text[1:])
+    spelled = (f"{re.escape(first)}(?={_any_of(rest)})" for first, rest in rests.items())
+    nothing = "(?!)"
+    return re.compile("|".join(map(re.escape, rests)) or nothing), re.compile("|".join(spelled) or nothing)
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """Return a pattern that finds whether one of the texts follows: in the time of one, however many."""
+    shared = commonprefix(texts)  # noqa: RUF071  # of characters, as is meant
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[len(shared) :][:1], []).append(text[len(shared) :])
+    branches = "" if "" in rests else f"(?:{'|'.join(map(_any_of, rests.values()))})"
+    return re.escape(shared) + branches
 
 
 def separate(fast: FastTokenizer) -> tuple[FastTokenizer, ControlTokens]:
