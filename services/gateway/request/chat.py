@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from galley.core.errors import InvalidField, check_length
@@ -11,6 +11,7 @@ from galley.pb.galley.v1 import galley_pb2 as pb
 
 MAX_TOOLS = 128
 MAX_ROLE_BYTES = 64
+MAX_VALUES = 32_768
 _MOST_DEPTH = 64
 
 
@@ -38,6 +39,26 @@ def chat_bytes(chat: pb.ChatMessages) -> int:
             texts += [call.id, call.name, call.arguments]
         size += sum(len(text.encode()) for text in texts)
     return size
+
+
+def check_values(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidField if tools and arguments of calls have too many values together.
+
+    Each is read one by one, at a price beyond that of its bytes.
+    """
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    count, rest = 0, [*tools, *(call["function"]["arguments"] for call in calls)]
+    while rest:
+        value = rest.pop()
+        count += 1
+        if isinstance(value, dict):
+            count += len(value)
+            rest += value.values()
+        elif isinstance(value, list):
+            rest += value
+        if count > MAX_VALUES:
+            problem = f"must have at most {MAX_VALUES} values and names in all tools and arguments of calls"
+            raise InvalidField("messages", problem)
 
 
 def _message(message: pb.ChatMessage, field: str) -> dict[str, Any]:

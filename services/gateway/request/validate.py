@@ -26,7 +26,7 @@ from galley.core.grammar.spec import KINDS, GrammarSpec
 from galley.core.names import NO_STRATEGY
 from galley.core.sampling_params import SamplingParams
 from galley.pb.galley.v1 import galley_pb2 as pb
-from services.gateway.request.chat import chat_bytes, chat_messages, chat_tools
+from services.gateway.request.chat import chat_bytes, chat_messages, chat_tools, check_values
 
 BODY_HASH_BYTES = 32
 DEFAULT_MAX_TOKENS = 512
@@ -384,6 +384,7 @@ def _chat_prompt(
     if size > limits.max_text_bytes:
         raise InvalidField("messages", f"must be at most {limits.max_text_bytes} bytes, got {size} bytes")
     messages, tools = chat_messages(chat.messages, limits.max_messages), chat_tools(chat.tools)
+    check_values(messages, tools)
     return tokenizer.encode_chat(messages, most_tokens, tools)
 
 

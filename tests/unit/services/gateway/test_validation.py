@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -109,6 +110,24 @@ def test_a_prediction_is_text_or_token_ids() -> None:
     assert parse(**prediction(token_ids=pb.TokenIds(ids=[7, 0, 299]))).prediction == (7, 0, 299)
     assert parse(**prediction(text="")).prediction == ()
     assert parse(prediction=pb.Prediction()).prediction == ()
+
+
+def test_tools_and_arguments_of_calls_have_few_values() -> None:
+    def parse_values(count: int) -> None:
+        """Parse a chat with so many values and names: half of them in a tool, the others in a call."""
+        half = json.dumps({"enum": [""] * (count // 2 - 3)})
+        turn = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f", arguments=half)])
+        limits = replace(LIMITS, max_text_bytes=1 << 20)
+        messages = pb.ChatMessages(messages=[turn], tools=[half])
+        parse_generate(request(messages=messages), limits, tokenizer, MODEL, lambda: SEED)
+
+    tokenizer = Bytes()
+    with pytest.raises(InvalidField, match=r"messages: must have at most 32768 values and names"):
+        parse_values(32_770)
+    before = tokenizer.calls
+    with pytest.raises(PromptRefused):
+        parse_values(32_768)
+    assert (before, tokenizer.calls) == (0, 1)
 
 
 def test_a_bare_request_gets_the_defaults() -> None:
