@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -32,12 +33,19 @@ class Waiting:
         return self._responses
 
 
+@pytest.fixture
+def held_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Hold the event loop's clock, so that a slow machine makes nothing wait too long."""
+    return lambda: monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 100.0)
+
+
 async def turns(count: int) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-async def test_first_responses_overtake_others_and_all_get_a_turn() -> None:
+async def test_first_responses_overtake_others_and_all_get_a_turn(held_clock: Callable[[], None]) -> None:
+    held_clock()
     served: list[Waiting] = []
     queue = DeliveryQueue()
     running = [Waiting(served) for _ in range(2 * A_TURN)]
@@ -55,7 +63,8 @@ async def test_first_responses_overtake_others_and_all_get_a_turn() -> None:
     assert served == [*running[:A_TURN], new, *running[A_TURN:]]
 
 
-async def test_a_request_with_many_responses_has_a_turn_alone() -> None:
+async def test_a_request_with_many_responses_has_a_turn_alone(held_clock: Callable[[], None]) -> None:
+    held_clock()
     served: list[Waiting] = []
     queue = DeliveryQueue()
     for responses in (1, 2 * _TURN, 1):
@@ -84,7 +93,8 @@ async def test_what_comes_without_end_delays_responses_for_milliseconds(
     assert _PAUSE_S / 2 < now_s - 100.0 <= 2 * _PAUSE_S
 
 
-async def test_calls_are_accepted_before_responses_are_delivered() -> None:
+async def test_calls_are_accepted_before_responses_are_delivered(held_clock: Callable[[], None]) -> None:
+    held_clock()
     served: list[Waiting] = []
     queue = DeliveryQueue()
     queue.add(Waiting(served))
