@@ -12,7 +12,7 @@ export class Answer {
     this.now = now;
     this.startedMs = now();
     this.tokens = []; // { id, fromDraft, text, logprob, top, atMs }
-    this.text = "";
+    this.content = ""; // the text without the reasoning
     this.usage = null;
     this.finishReason = "";
     this.seed = null;
@@ -37,7 +37,9 @@ export class Answer {
     if (this.tokens.length > from) this.lastMs = atMs;
     if (!from && this.tokens.length) [this.firstMs, this.firstCount] = [atMs, this.tokens.length];
     this.rounds.push(...this.#shifted(choice.rounds ?? []));
-    this.#place((choice.delta?.reasoning_content ?? "") + (choice.delta?.content ?? ""));
+    const { reasoning_content: reasoning = "", content = "" } = choice.delta ?? {};
+    this.content += content;
+    this.#place(reasoning + content);
     if (choice.finish_reason) this.finishReason = choice.finish_reason;
   }
 
@@ -56,12 +58,13 @@ export class Answer {
 
   /** Give `text` to the tokens that wait for theirs; without known bytes, all of it to the first of them. */
   #place(text) {
-    this.text += text;
     this.unplaced += text;
+    this.#skip();
     while (this.waiting.length && this.waiting[0].expected !== undefined && this.unplaced.startsWith(this.waiting[0].expected)) {
       const token = this.waiting.shift();
       token.text = token.expected;
       this.unplaced = this.unplaced.slice(token.expected.length);
+      this.#skip();
     }
     if (!this.unplaced || this.waiting[0]?.expected?.startsWith(this.unplaced)) return;
     const token = this.waiting[0] ?? this.tokens.at(-1);
@@ -69,6 +72,12 @@ export class Answer {
     token.text += this.unplaced;
     this.unplaced = "";
     this.waiting = [];
+  }
+
+  /** Let tokens wait no longer whose text the answer leaves out, such as the marks of its reasoning. */
+  #skip() {
+    const fits = ({ expected }) => expected && (this.unplaced.startsWith(expected) || expected.startsWith(this.unplaced));
+    if (this.unplaced) this.waiting.splice(0, Math.max(0, this.waiting.findIndex(fits)));
   }
 
   /** Return tokens a second after the first arrival; 0 until there are two arrivals. */

@@ -110,7 +110,7 @@ async function send(event) {
   if (!page.settings.reportValidity()) return;
   const messages = turns.flatMap(({ user, answer }) => [
     { role: "user", content: user },
-    { role: "assistant", content: answer.text },
+    { role: "assistant", content: answer.content },
   ]);
   const body = controls.body([...messages, { role: "user", content: text }]);
   const view = newView(body.speculation.mode === "off" ? "Without speculation" : "With speculation");
