@@ -70,7 +70,8 @@ class ChatTemplate:
         """Render up to where the assistant's answer begins; the template also reads the variables `more`.
 
         Raise InvalidField("messages") if the template refuses them or writes more than `max_chars`, and
-        InvalidField("tools") if it takes none.
+        InvalidField("tools") if it takes none. The half of a surrogate pair, which only an escape of JSON can
+        write, is written as that escape: no tokenizer takes it.
         """
         if tools and not self.takes_tools:
             raise InvalidField("tools", "must be absent: the model's chat template takes no tools")
@@ -97,7 +98,7 @@ class ChatTemplate:
             raise InvalidField("messages", problem) from error
         if prompt.tell() > self._max_chars:
             raise InvalidField("messages", f"must come to at most {self._max_chars} characters as a prompt")
-        return prompt.getvalue()
+        return prompt.getvalue().encode(errors="backslashreplace").decode()
 
 
 def _environment(now: Callable[[], datetime]) -> jinja2.Environment:

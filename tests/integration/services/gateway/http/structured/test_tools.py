@@ -234,6 +234,21 @@ async def test_the_conversation_goes_on_with_the_results(
     assert list(slices[0].tokens[: slices[0].prompt_len]) == expected
 
 
+async def test_half_a_surrogate_pair_in_arguments_goes_on(client: HttpClient, answers: Answers) -> None:
+    """A model may write one as an escape, and where a call is streamed it reaches the client."""
+    answers.write(CALL.replace("Orlé", r"\ud83d"), "Rain.")
+    [choice] = (await client.post(PATH, BODY)).json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert r"\ud83d" in call["function"]["arguments"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "7"}
+    turns = [*ASK["messages"], choice["message"], result]
+    response = await client.post(PATH, {**BODY, "messages": turns, "seed": 1})
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["message"]["content"] == "Rain."
+    prompt = (await client.post("/tokenize", {"messages": turns})).json()["tokens"]
+    assert r'"city": "\ud83d"' in bytes(token for token in prompt if token < 256).decode()
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "must be unique"),
     ({"tools": [{"type": "code"}]}, "tools[0].type", "must be 'function'"),
