@@ -1,6 +1,7 @@
 """The items of a response whose answer has parts: reasoning, messages and calls, as typed events build them.
 
-The events that a token causes depend on the tokens up to it alone.
+The events that a token causes depend on the tokens up to it alone. Logprobs are numbers of tokens until they
+are written: as objects they are many.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 from galley.core.answer.answer import Answer
 from services.gateway.generation import ServedModel
 from services.gateway.http.api.format import Format
-from services.gateway.http.api.logprobs import chat_logprobs
+from services.gateway.http.api.logprobs import chat_logprobs_json
+from services.gateway.http.responses.content_tokens import ContentTokens
 from services.gateway.http.tools.deltas import CallArguments, CallBegins, Content, Delta, Reasoning
 from services.gateway.http.tools.output import OutputReader
-from services.gateway.http.transport.encoding import to_json
+from services.gateway.http.transport.encoding import to_json, with_json
 
 Item = dict[str, Any]
 Event = tuple[str, dict[str, Any]]
@@ -35,10 +37,15 @@ class ItemBuilder:
     _kind: str = ""
     """The type of the last item, if it is open."""
     _texts: list[str] = field(default_factory=list)
-    _logprobs: list[Any] = field(default_factory=list)
+    _tokens: list[int] = field(default_factory=list)
 
-    def push(self, delta: Delta, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
-        """Add a delta, with the logprobs of its tokens; yield its events."""
+    @property
+    def is_message(self) -> bool:
+        """Return True while a message is open."""
+        return self._kind == "message"
+
+    def push(self, delta: Delta, tokens: Sequence[int] = ()) -> Iterator[Event]:
+        """Add a delta, with the tokens whose logprobs it has; yield its events."""
         match delta:
             case Content():
                 yield from self._open_text("message")
@@ -50,7 +57,7 @@ class ItemBuilder:
                 yield self._open({"id": f"fc_{self.session_id}_{index}", "type": "function_call", **call})
         if not isinstance(delta, CallBegins):
             self._texts.append(delta.text)
-            yield self._delta(delta, logprobs)
+            yield self._delta(delta, tokens)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         """End the open item."""
@@ -67,16 +74,16 @@ class ItemBuilder:
             yield f"{_TEXTS[self._kind]}.done", {**self._part_place, **_unless_fixed(part)}
             yield "response.content_part.done", {**self._part_place, "part": part}
         item["status"] = status
-        self._kind, self._texts, self._logprobs = "", [], []
+        self._kind, self._texts, self._tokens = "", [], []
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": item}
 
-    def _delta(self, delta: Content | Reasoning | CallArguments, logprobs: Sequence[Any]) -> Event:
+    def _delta(self, delta: Content | Reasoning | CallArguments, tokens: Sequence[int]) -> Event:
         if isinstance(delta, CallArguments):
             return "response.function_call_arguments.delta", {**self._place, "delta": delta.text}
         fields: dict[str, Any] = {**self._part_place, "delta": delta.text}
         if isinstance(delta, Content):
-            self._logprobs += logprobs
-            fields["logprobs"] = list(logprobs)
+            self._tokens += tokens
+            fields["logprobs"] = list(tokens)
         return f"{_TEXTS[self._kind]}.delta", fields
 
     def _open_text(self, kind: str) -> Iterator[Event]:
@@ -98,7 +105,7 @@ class ItemBuilder:
     def _part(self, kind: str, text: str) -> Item:
         if kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._tokens}
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -119,8 +126,11 @@ class PartsReader:
     def __init__(self, form: Format, model: ServedModel, answer: Answer) -> None:
         self._reader = OutputReader(form, model.tokenizer, answer)
         self._builder = ItemBuilder(answer.spec.session_id, self._reader.call_id)
-        self._token_bytes = model.tokenizer.token_bytes
+        self._model = model
         self._answer = answer
+        self._content = ContentTokens()
+        self._logprobs: dict[int, bytes] = {}
+        """The JSON of those of complete messages, by the number of the item."""
 
     @property
     def reasoning_tokens(self) -> int:
@@ -130,20 +140,38 @@ class PartsReader:
     def items(self) -> list[Item]:
         return self._builder.items
 
-    @property
-    def items_json(self) -> bytes:
-        return b",".join(map(to_json, self._builder.items))
+    async def items_json(self) -> bytes:
+        """Return the JSON of all items. Others get a turn between pieces of their logprobs."""
+        return b",".join([await self._item_json(index, item) for index, item in enumerate(self.items)])
+
+    async def event_json(self, kind: str, number: int, fields: dict[str, Any]) -> bytes:
+        """Return the JSON of an event. Others get a turn between pieces of its logprobs."""
+        fields = {"type": kind, "sequence_number": number, **fields}
+        output_index = fields["output_index"]
+        if kind == "response.output_item.done":
+            return with_json(fields, "item", await self._item_json(output_index, fields.pop("item")))
+        if kind == "response.content_part.done":
+            return with_json(fields, "part", await self._part_json(output_index, fields.pop("part")))
+        if kind == "response.output_text.delta":
+            return with_json(fields, "logprobs", await self._logprobs_json(fields.pop("logprobs")))
+        if kind == "response.output_text.done":
+            return await self._part_json(output_index, fields)
+        return to_json(fields)
 
     def push(self, index: int, token: int) -> list[Event]:
         """Read output token `index`; return its events."""
-        logprobs = self._answer.records[index].logprobs
-        entries = [] if logprobs is None else chat_logprobs([token], [logprobs], self._token_bytes)
-        deltas = self._reader.push([token], self._answer.texts(index, index + 1))
-        return [event for delta in deltas for event in self._builder.push(delta, entries)]
+        [text] = texts = self._answer.texts(index, index + 1)
+        before = self.reasoning_tokens
+        deltas = self._reader.push([token], texts)
+        if self._answer.spec.logprobs is not None:
+            self._content.read(index, text)
+            if self.reasoning_tokens > before:
+                self._content.drop()
+        return self._events(deltas)
 
     def finish(self) -> list[Event]:
         """Read what was held back, once the answer has ended."""
-        return [event for delta in self._reader.finish() for event in self._builder.push(delta)]
+        return self._events(self._reader.finish())
 
     def close(self, status: str) -> list[Event]:
         """End the open item."""
@@ -155,3 +183,38 @@ class PartsReader:
             self.push(index, token)
             if index % _PIECE_TOKENS == 0:
                 await asyncio.sleep(0)
+
+    def _events(self, deltas: Sequence[Delta]) -> list[Event]:
+        events: list[Event] = []
+        for delta in deltas:
+            tokens: list[int] = []
+            if isinstance(delta, Content):
+                tokens = self._content.take(delta.text, is_first=not self._builder.is_message)
+            else:
+                self._content.drop(keep=1)  # the last token may bring content, too
+            events += self._builder.push(delta, tokens)
+        return events
+
+    async def _item_json(self, output_index: int, item: Item) -> bytes:
+        if item["type"] != "message" or not item["content"]:
+            return to_json(item)
+        [part] = item["content"]
+        fields = {name: value for name, value in item.items() if name != "content"}
+        return with_json(fields, "content", b"[%b]" % await self._part_json(output_index, part))
+
+    async def _part_json(self, output_index: int, part: dict[str, Any]) -> bytes:
+        """Return the JSON of a part of a complete item, or of another object with its logprobs."""
+        if "logprobs" not in part:
+            return to_json(part)
+        if output_index not in self._logprobs:
+            self._logprobs[output_index] = await self._logprobs_json(part["logprobs"])
+        fields = {name: value for name, value in part.items() if name != "logprobs"}
+        return with_json(fields, "logprobs", self._logprobs[output_index])
+
+    async def _logprobs_json(self, indices: Sequence[int]) -> bytes:
+        if not indices:
+            return b"[]"
+        output, records = self._answer.output, self._answer.records
+        kept = [(output[at], logprobs) for at in indices if (logprobs := records[at].logprobs) is not None]
+        tokens, logprobs_of = [token for token, _ in kept], [logprobs for _, logprobs in kept]
+        return await chat_logprobs_json(tokens, logprobs_of, self._model)

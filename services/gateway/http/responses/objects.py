@@ -59,7 +59,7 @@ class ResponseObjects:
         if not self.form.has_parts:
             return self.response(self.message(self.part(await self.logprobs())))
         reader = await self._read()
-        return replace(self, reasoning_tokens=reader.reasoning_tokens).response(reader.items_json)
+        return replace(self, reasoning_tokens=reader.reasoning_tokens).response(await reader.items_json())
 
     async def turn(self) -> Turn:
         """Return the answer as a turn of the conversation that goes on."""

@@ -26,11 +26,12 @@ from services.gateway.http.responses.items import Event, PartsReader
 from services.gateway.http.responses.objects import ResponseObjects
 from services.gateway.http.responses.record import Record
 from services.gateway.http.responses.stream import typed_event
-from services.gateway.http.transport.encoding import to_json, with_json
+from services.gateway.http.transport.encoding import with_json
 from services.gateway.http.transport.errors import error_reply
 
 _OPENING = 2
 _SLOTS = 32
+_LARGE_BYTES = 64 * 1024
 
 
 @dataclass(slots=True)
@@ -55,10 +56,8 @@ class _Written:
         self.at = at
 
     @property
-    def data(self) -> bytes:
-        number = _OPENING + self.at.index * _SLOTS + min(self.at.step, _SLOTS) - 1
-        fields = {"type": self.kind, "sequence_number": number, **self.fields}
-        return typed_event(self.kind, str(self.at), to_json(fields))
+    def number(self) -> int:
+        return _OPENING + self.at.index * _SLOTS + min(self.at.step, _SLOTS) - 1
 
 
 class PartsStream(EventWriter):
@@ -108,8 +107,7 @@ class PartsStream(EventWriter):
             self._add(written, self._parts.push(index, token))
             self._hash.add([token])
             self._place = Position(index + 1, self._hash.digest(), has_begun=True)
-        if written:
-            await self.write(b"".join(one.data for one in written))
+        await self._write(written)
 
     async def end(self, choice: Choice, answer: AnswerStream) -> None:  # noqa: ARG002  # a Reader
         if answer.ending is None:
@@ -117,13 +115,12 @@ class PartsStream(EventWriter):
         objects = replace(self._objects, ending=answer.ending)
         written: list[_Written] = []
         self._add(written, [*self._parts.finish(), *self._parts.close(objects.item_status)])
-        if written:
-            await self.write(b"".join(one.data for one in written))
+        await self._write(written)
         objects = replace(objects, reasoning_tokens=self._parts.reasoning_tokens)
         last = "response.completed" if objects.status == "completed" else "response.incomplete"
         number = _OPENING + (self._place.index + 1) * _SLOTS
         fields = {"type": last, "sequence_number": number}
-        response = objects.response(self._parts.items_json)
+        response = objects.response(await self._parts.items_json())
         await self.write(typed_event(last, DONE, with_json(fields, "response", response)), more=False)
 
     async def fail(self, error: BaseException) -> None:
@@ -136,6 +133,18 @@ class PartsStream(EventWriter):
         await self.write(
             typed_event("response.failed", "", with_json(fields, "response", response)), more=False
         )
+
+    async def _write(self, written: Sequence[_Written]) -> None:
+        """Send events together, but large ones each once the transport has room."""
+        ready = b""
+        for one in written:
+            data = await self._parts.event_json(one.kind, one.number, one.fields)
+            if ready and len(ready) + len(data) > _LARGE_BYTES:
+                await self.write(ready)
+                ready = b""
+            ready += typed_event(one.kind, str(one.at), data)
+        if ready:
+            await self.write(ready)
 
     def _add(self, written: list[_Written], events: Sequence[Event]) -> None:
         """Add the events of the next token, but for those that the client has."""

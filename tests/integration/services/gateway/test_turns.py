@@ -19,7 +19,7 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.gateway.http.transport.body import MOST_IDS
 from services.gateway.request.threads import FEW_MESSAGES, SHORT_BYTES
 from tests.fakes import fleet as fleet_module
-from tests.fakes import replicas
+from tests.fakes import replicas, tokenizer_files
 from tests.fakes.fleet import Fleet
 from tests.fakes.http_client import HttpClient, http_client
 from tests.fakes.measured_gateway import FILE, Turn, Turns
@@ -49,6 +49,8 @@ class Calls:
     """The id of a session with a long answer and 20 logprobs a token."""
     response: str = ""
     """That of a long response."""
+    parts: str = ""
+    """That of a long response that may call tools."""
 
     async def generate(self, **given: Any) -> str:
         """Return the id of a session that ran to its end."""
@@ -143,6 +145,8 @@ CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
     "http: events": lambda on: on.get(f"/v1/sessions/{on.long}/events"),
     "http: response": lambda on: on.get(f"/v1/responses/resp_{on.response}"),
     "http: events of a response": lambda on: on.get(f"/v1/responses/resp_{on.response}?stream=true"),
+    "http: response with parts": lambda on: on.get(f"/v1/responses/resp_{on.parts}"),
+    "http: events of a response with parts": lambda on: on.get(f"/v1/responses/resp_{on.parts}?stream=true"),
     "http: models": lambda on: on.get("/v1/models"),
     "http: metrics": lambda on: on.get("/metrics"),
     "http: open metrics": lambda on: on.get("/metrics", accept="application/openmetrics-text"),
@@ -153,6 +157,13 @@ CASES: dict[str, Callable[[Calls], Awaitable[object]]] = {
 @pytest.fixture
 def credit() -> int:
     return 32
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_files.write(directory, tokenizer_files.TOOLS_TEMPLATE)
+    return directory
 
 
 @asynccontextmanager
@@ -192,6 +203,7 @@ async def test_no_turn_takes_more_than_five_milliseconds(
         on.long = await on.generate(text="Tell me all.", max_tokens=LONG_TOKENS, logprobs=20)
         body = {"input": "Tell me all.", "max_output_tokens": LONG_TOKENS, "top_logprobs": 20}
         on.response = await on.post("/v1/responses", body)
+        on.parts = await on.post("/v1/responses", {**body, "tools": [{"type": "function", "name": "now"}]})
         too_long = []
         for name, case in CASES.items():
             best = await longest(on, turns, case)

@@ -77,7 +77,7 @@ async def test_a_stream_goes_on_after_any_event(world: World, answers: Answers) 
     second = await world.gateway(draft="none", http_port=0)
     answers.write(f"<think>a</think>b {CALL}{OTHER}c")
     async with http_client(first.http) as client, http_client(second.http) as other:
-        whole = await client.stream(PATH, BODY)
+        whole = await client.stream(PATH, BODY | {"top_logprobs": 1})
         response = whole.events[-1].json["response"]
         for read in range(1, len(whole.events), 3):
             begun = whole.events[:read]
@@ -153,3 +153,31 @@ async def test_openais_client(gateway: Gateway, answers: Answers) -> None:
     assert {"response.function_call_arguments.delta", "response.reasoning_text.delta"} < kinds
     kinds_of_items = [item.type for item in response.output]
     assert kinds_of_items == ["reasoning", "message", "function_call", "function_call"]
+
+
+async def test_logprobs_are_those_of_the_content(client: HttpClient, answers: Answers) -> None:
+    text = "Take <tool  care <tool> of \n\n é <"
+    body = BODY | {"top_logprobs": 2}
+    for after in ("", CALL):
+        answers.write(f"<think>\nWhere?\n</think>\n\n{text}{after}")
+        events = await client.stream(PATH, body)
+        streamed = [event.json for event in events.events if event.kind == "response.output_text.delta"]
+        item = events.events[-1].json["response"]["output"][1]
+        [part] = item["content"]
+        assert (part["text"], _spelled(part["logprobs"])) == (text, text)
+        assert all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
+        assert (await client.post(PATH, body)).json()["output"][1]["content"] == [part]
+        assert [entry for delta in streamed for entry in delta["logprobs"]] == part["logprobs"]
+        done = [event.json for event in events.events if event.kind.endswith(".done")]
+        of_message = [event for event in done if event["output_index"] == 1]
+        assert [event["type"] for event in of_message] == [
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+        ]
+        assert of_message[0]["logprobs"] == part["logprobs"]
+        assert (of_message[1]["part"], of_message[2]["item"]) == (part, item)
+
+
+def _spelled(logprobs: list[dict[str, Any]]) -> str:
+    return bytes(byte for entry in logprobs for byte in entry["bytes"]).decode()
