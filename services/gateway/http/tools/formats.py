@@ -84,22 +84,30 @@ class ToolFormat:
         }
 
     def _object(self, function: Mapping[str, Any]) -> Form:
-        schema = dict(_parameters(function))
-        parts = {
-            name: schema.pop(name) for name in ("$defs", "definitions") if name in schema
-        }  # of references
+        arguments = _moved(_parameters(function), f"#/properties/{self.key}")
         call = {
             "type": "object",
-            "properties": {"name": {"const": function["name"]}, self.key: schema},
+            "properties": {"name": {"const": function["name"]}, self.key: arguments},
             "required": ["name", self.key],
             "additionalProperties": False,
         }
-        return {"type": "json_schema", "json_schema": {**call, **parts}}
+        return {"type": "json_schema", "json_schema": call}
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of the arguments; a function without one takes none."""
-    return function.get("parameters") or _NONE
+    """Return the schema of the arguments, which are an object; a function without one takes none."""
+    return {**(function.get("parameters") or _NONE), "type": "object"}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema as a part of another, at `place`: its references lead to its own parts."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {name: _moved(part, place) for name, part in schema.items()}
+    reference = str(schema.get("$ref"))
+    return {**moved, "$ref": place + reference[1:]} if reference.startswith("#") else moved
 
 
 _NONE = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -50,6 +50,10 @@ def accepts(form: Form, output: str) -> bool:
     return state.allowed_prefix(tokens) == len(tokens)
 
 
+def function(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
 def written(tool_format: ToolFormat, name: str, arguments: str) -> str:
     """Return an answer that is one call."""
     if tool_format.key:
@@ -66,10 +70,41 @@ def test_a_schema_may_refer_to_its_parts(tool_format: ToolFormat) -> None:
         "required": ["at"],
         "$defs": {"Place": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
     }
-    tool = {"type": "function", "function": {"name": "go", "parameters": schema}}
-    form = tool_format.calls([tool], parallel=True)
+    form = tool_format.calls([function("go", schema)], parallel=True)
     assert accepts(form, written(tool_format, "go", '{"at": {"x": 1}}'))
     assert not accepts(form, written(tool_format, "go", '{"at": {"x": "1"}}'))
+
+
+@pytest.mark.parametrize("tool_format", [HERMES, LLAMA, MISTRAL_LIST, MISTRAL_IDS, MISTRAL])
+@pytest.mark.parametrize("reference", ["#", "#/$defs/Tree", "#/properties/left"])
+def test_a_schema_may_refer_to_itself(tool_format: ToolFormat, reference: str) -> None:
+    tree: dict[str, Any] = {
+        "type": "object",
+        "properties": {"leaf": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+    nested = {**tree, "properties": {**tree["properties"], "kid": {"$ref": reference}, "left": tree}}
+    form = tool_format.calls([function("f", {**nested, "$defs": {"Tree": tree}})], parallel=True)
+    assert accepts(form, written(tool_format, "f", '{"leaf": 1, "kid": {"leaf": 2}}'))
+    assert not accepts(form, written(tool_format, "f", '{"kid": {"name": "f"}}'))
+    assert not accepts(form, written(tool_format, "f", '{"kid": {"leaf": "x"}}'))
+
+
+ANY_TYPE: list[dict[str, Any]] = [
+    {"properties": {"a": {"type": "integer"}}},
+    {"type": ["object", "null"], "properties": {"a": {"type": "integer"}}},
+    {"anyOf": [{"properties": {"a": {"type": "integer"}}}, {"type": "integer"}]},
+    {"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"type": "integer"}}}}},
+]
+
+
+@pytest.mark.parametrize("tool_format", [HERMES, LLAMA, MISTRAL_LIST, MISTRAL_IDS, MISTRAL])
+@pytest.mark.parametrize("schema", ANY_TYPE, ids=str)
+def test_arguments_are_an_object(tool_format: ToolFormat, schema: dict[str, Any]) -> None:
+    form = tool_format.calls([function("f", schema)], parallel=True)
+    assert accepts(form, written(tool_format, "f", '{"a": 1}'))
+    for wrong in ('{"a": "x"}', "7", "null", "[1]"):
+        assert not accepts(form, written(tool_format, "f", wrong)), wrong
 
 
 @pytest.mark.parametrize(("tool_format", "template", "turn"), FORMATS)
