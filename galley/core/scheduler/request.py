@@ -83,7 +83,14 @@ class ActiveRequest:
     case. `grammar` follows `tokens`, if there is one.
     """
 
-    def __init__(self, request_id: int, message: VerifyRequest, memory: SessionStatistics, now: int) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        message: VerifyRequest,
+        memory: SessionStatistics,
+        now: int,
+        max_draft_tokens: int = 0,
+    ) -> None:
         self.id = request_id
         self.key = message.key
         self.message = message
@@ -104,6 +111,7 @@ class ActiveRequest:
         self._since_ns = now
         self._awaits_hint = not message.draft_tokens
         self.grammar: GrammarFollower | None = None
+        self._bounds = [most for most in (message.max_verified, max_draft_tokens) if most]
         self._hasher = PrefixHasher()
         offered = Hint(message.position, b"", message.draft_tokens, message.survival)
         self._hint: PendingHint | None = (
@@ -130,10 +138,10 @@ class ActiveRequest:
     def room(self) -> int:
         """Return the most draft tokens that a step may verify.
 
-        The last position below `limit` is for the target's own token. `max_verified`, if set, bounds it too.
+        The last position below `limit` is for the target's own token. `max_verified` and the engine's bound,
+        if set, bound it too.
         """
-        room = self.limit - self.position - 1
-        return min(room, self.message.max_verified) if self.message.max_verified else room
+        return min([self.limit - self.position - 1, *self._bounds])
 
     @property
     def result_ns(self) -> int:

@@ -63,6 +63,9 @@ class Linger:
 
 
 class Scheduler:
+    max_draft_tokens = 0
+    """The most draft tokens of a session that a step of this engine verifies; 0: as many as pay."""
+
     def __init__(
         self,
         kv: KvMemory,
@@ -130,7 +133,8 @@ class Scheduler:
                 f"must be at most the {capacity} tokens that KV memory holds, got {message.position}",
             )
         self._last_id += 1
-        request = ActiveRequest(self._last_id, message, self._memory(message.key), now)
+        memory = self._memory(message.key)
+        request = ActiveRequest(self._last_id, message, memory, now, self.max_draft_tokens)
         self._make_room(request)
         self._requests[request.id] = request
         if self._is_busy(request.key):

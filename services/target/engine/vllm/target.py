@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError, Unavailable
@@ -50,6 +49,7 @@ class VllmTarget(Scheduler):
             max_linger_ns=round(limits.max_linger_ms * 1e6),
             divides_prompts=True,
         )
+        self.max_draft_tokens = core.max_draft_tokens
         self.info = info
         self.limits = limits
         self.times = times
@@ -60,8 +60,7 @@ class VllmTarget(Scheduler):
 
     def submit(self, message: VerifyRequest, now: int) -> int:
         self._sessions.expect(message)
-        most = self._core.max_draft_tokens
-        return super().submit(replace(message, max_verified=min(message.max_verified or most, most)), now)
+        return super().submit(message, now)
 
     def plan(self, now: int) -> StepPlan | Linger | None:
         step = super().plan(now)

@@ -20,9 +20,8 @@ from galley.common.metrics.labels import DRAFT, GATEWAY, TARGET
 from galley.common.metrics.metric import Metric
 from galley.common.metrics.registry import Registry
 from galley.common.models.files import tokenizer_hash
-from galley.common.models.grammars import ReplicaGrammars
+from galley.common.models.grammars import ReplicaGrammars, load_grammars
 from galley.common.server.server import Parts, RunningServer, start_server
-from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.names import MODEL
 from galley.core.step import StepOutcome, StepPlan, StepTrace
 from galley.engine.model import CausalModel
@@ -162,9 +161,8 @@ class Real:
     async def __aexit__(self, *_: object) -> None:
         await self._opened.aclose()
 
-    def _grammars(self) -> ReplicaGrammars:
-        path = self._tiny / "tokenizer.json"
-        return ReplicaGrammars(Vocabulary.of_tokenizer(path.read_text(), VOCAB, [STOP], time.monotonic_ns))
+    def _grammars(self) -> ReplicaGrammars | None:
+        return load_grammars(self._tiny, VOCAB, [STOP])
 
     def _parts(self, service: str) -> Parts:
         return self.kept.parts(service, self._registries[service][0])
