@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from galley.common.models.tokenizer import Tokenizer
+from galley.core.errors import InvalidField
 from services.gateway.http.tools.deltas import Parser
 from services.gateway.http.tools.parsers import BareCalls, hermes_calls, mistral_calls
 
@@ -95,8 +96,16 @@ class ToolFormat:
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of the arguments, which are an object; a function without one takes none."""
-    return {**(function.get("parameters") or _NONE), "type": "object"}
+    """Return the schema of the arguments, which are an object; a function without one takes none.
+
+    Raise InvalidField if it allows no object.
+    """
+    schema = function.get("parameters") or _NONE
+    kinds = schema.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        reason = f"parameters of function {function.get('name')!r} must have type object, got {kinds!r:.80}"
+        raise InvalidField("tools", reason)
+    return {**schema, "type": "object"}
 
 
 def _moved(schema: Any, place: str) -> Any:
