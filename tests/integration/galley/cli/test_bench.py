@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from galley.bench.workloads import FIXED_SETS
 from galley.cli.bench import bench
 from galley.client.errors import GalleyRpcError
 from galley.core.errors import InvalidField
@@ -113,7 +114,7 @@ def test_a_question_list_is_asked_by_category_with_the_answers_before_each_turn(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--workloads=poems"], "must be one of chat, code, support, rewrite, tasks, got 'poems'"),
+        (["--workloads=poems"], f"must be one of {', '.join(FIXED_SETS)}, got 'poems'"),
         (["--concurrency=0"], "must be numbers >= 1"),
         (["--concurrency=x"], "must be numbers >= 1"),
         (["--temperature=nan"], "must be numbers >= 0"),
