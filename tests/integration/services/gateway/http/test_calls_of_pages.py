@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.world import Gateway
+from tests.fakes import tokenizer_files
+from tests.fakes.structured import Answers
+from tests.fakes.world import Gateway, World
 from tests.integration.services.gateway.http.test_other_clients import run
 from tests.repo.commands.recording import ROOT, Call, Shell, blocks
 
@@ -71,6 +73,20 @@ def command(call: Call, gateway: Gateway) -> list[str | Path]:
 CALLS = calls()
 
 
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_files.write(directory, tokenizer_files.TOOLS_TEMPLATE, control=["<tool_call>", "</tool_call>"])
+    return directory
+
+
+@pytest.fixture
+async def gateway(world: World, tokenizer: Path) -> Gateway:
+    """Return a gateway whose model calls tools, as the grammar of a call allows."""
+    world.target.truth = Answers(tokenizer).of
+    return await world.gateway(http_port=0)
+
+
 def test_pages_show_each_kind_of_call() -> None:
     assert {call.program for call in CALLS.values()} == {"buf", "curl", "galley", "grpcurl"}
 
@@ -81,3 +97,5 @@ async def test_a_gateway_answers(name: str, gateway: Gateway, tmp_path: Path) ->
     assert output.strip()
     if "/v1/models" in name:
         assert json.loads(output)["data"]
+    if "tool_choice" in name:
+        assert json.loads(output)["choices"][0]["message"]["tool_calls"]
