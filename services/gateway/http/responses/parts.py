@@ -11,23 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from starlette.types import Send
-
-from galley.common.logs import log_internal
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.content import RunningHash, prefix_hash
 from galley.core.errors import InvalidField
-from services.gateway.generation import AnswerStream, ServedModel
+from services.gateway.generation import AnswerStream
 from services.gateway.http.api.choices import Choice
-from services.gateway.http.api.format import Format
 from services.gateway.http.api.positions import DONE, Position
-from services.gateway.http.api.stream import EventWriter
 from services.gateway.http.responses.items import Event, PartsReader
-from services.gateway.http.responses.objects import ResponseObjects
-from services.gateway.http.responses.record import Record
-from services.gateway.http.responses.stream import typed_event
+from services.gateway.http.responses.stream import ResponseEvents, typed_event
 from services.gateway.http.transport.encoding import with_json
-from services.gateway.http.transport.errors import error_reply
 
 _OPENING = 2
 _SLOTS = 32
@@ -60,32 +52,17 @@ class _Written:
         return _OPENING + self.at.index * _SLOTS + min(self.at.step, _SLOTS) - 1
 
 
-class PartsStream(EventWriter):
-    """Write one answer as the events of a response, from the place `former` that the client had reached."""
+class PartsStream(ResponseEvents):
+    """Write an answer of several parts: reasoning, messages and calls."""
 
-    def __init__(
-        self,
-        send: Send,
-        record: Record,
-        form: Format,
-        model: ServedModel,
-        former: Position,
-        headers: Mapping[str, str],
-    ) -> None:
-        super().__init__(send, headers)
-        self._record = record
-        self._form = form
-        self._model = model
-        self._former = former
-        self._hash = RunningHash()
-        self._place = Position(has_begun=True)
+    _place = Position(has_begun=True)
+
+    @property
+    def next_number(self) -> int:
+        return _OPENING + (self._place.index + 1) * _SLOTS
 
     async def begin(self, choices: Sequence[Choice]) -> None:
-        [choice] = choices
-        session = choice.session
-        self._objects = ResponseObjects(
-            self._record, self._model, self._form, session.answer, session=session
-        )
+        session = self.describe(choices)
         self._parts = PartsReader(self._form, self._model, session.answer)
         await self._parts.skip(self._former.index)
         self._hash = RunningHash(session.answer.output[: self._former.index])
@@ -118,21 +95,9 @@ class PartsStream(EventWriter):
         await self._write(written)
         objects = replace(objects, reasoning_tokens=self._parts.reasoning_tokens)
         last = "response.completed" if objects.status == "completed" else "response.incomplete"
-        number = _OPENING + (self._place.index + 1) * _SLOTS
-        fields = {"type": last, "sequence_number": number}
+        fields = {"type": last, "sequence_number": self.next_number}
         response = objects.response(await self._parts.items_json())
         await self.write(typed_event(last, DONE, with_json(fields, "response", response)), more=False)
-
-    async def fail(self, error: BaseException) -> None:
-        """Send an error after the response has begun, and end the response."""
-        log_internal(error)
-        reply = error_reply(error)
-        response = self._objects.response(error={"code": reply.code, "message": reply.message})
-        number = _OPENING + (self._place.index + 1) * _SLOTS
-        fields = {"type": "response.failed", "sequence_number": number}
-        await self.write(
-            typed_event("response.failed", "", with_json(fields, "response", response)), more=False
-        )
 
     async def _write(self, written: Sequence[_Written]) -> None:
         """Send events together, but large ones each once the transport has room."""

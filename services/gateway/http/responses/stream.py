@@ -16,6 +16,7 @@ from galley.common.logs import log_internal
 from galley.core.answer.answer import Chunk, NumericsChanged
 from galley.core.content import prefix_hash
 from galley.core.errors import InvalidField
+from galley.core.session.machine import Session
 from services.gateway.generation import AnswerStream, ServedModel
 from services.gateway.http.api.choices import Choice
 from services.gateway.http.api.format import Format
@@ -35,7 +36,7 @@ Event = tuple[str, Mapping[str, Any], str, Callable[[bytes], bytes]]
 """Its type, its fields, the name of one more, and what makes the JSON of that of the event's before."""
 
 
-class ResponseStream(EventWriter):
+class ResponseEvents(EventWriter):
     """Write one answer as the events of a response, from the place `former` that the client had reached."""
 
     def __init__(
@@ -52,14 +53,44 @@ class ResponseStream(EventWriter):
         self._form = form
         self._model = model
         self._former = former
-        self._number = 0
 
-    async def begin(self, choices: Sequence[Choice]) -> None:
-        [self._choice] = choices
-        session = self._choice.session
+    @property
+    def next_number(self) -> int:
+        """Return the number of an event that would end the response now."""
+        raise NotImplementedError
+
+    def describe(self, choices: Sequence[Choice]) -> Session:
+        """Take the response's only choice; return its session."""
+        [choice] = choices
+        session = choice.session
         self._objects = ResponseObjects(
             self._record, self._model, self._form, session.answer, session=session
         )
+        return session
+
+    async def fail(self, error: BaseException) -> None:
+        """Send an error after the response has begun, and end the response."""
+        log_internal(error)
+        reply = error_reply(error)
+        # Without output: the session may have more tokens than the log.
+        response = self._objects.response(error={"code": reply.code, "message": reply.message})
+        fields = {"type": "response.failed", "sequence_number": self.next_number}
+        await self.write(
+            typed_event("response.failed", "", with_json(fields, "response", response)), more=False
+        )
+
+
+class ResponseStream(ResponseEvents):
+    """Write an answer that is one text."""
+
+    _number = 0
+
+    @property
+    def next_number(self) -> int:
+        return self._number + 1
+
+    async def begin(self, choices: Sequence[Choice]) -> None:
+        session = self.describe(choices)
         self._delta_head = b'{"type":"%b","item_id":"%b","output_index":0,"content_index":0,' % (
             _DELTA.encode(),
             self._objects.item_id.encode(),
@@ -92,17 +123,6 @@ class ResponseStream(EventWriter):
         if answer.ending is not None:
             self._objects = replace(self._objects, ending=answer.ending)
             await self._close(choice.position, await self._objects.logprobs())
-
-    async def fail(self, error: BaseException) -> None:
-        """Send an error after the response has begun, and end the response."""
-        log_internal(error)
-        reply = error_reply(error)
-        # Without output: the session may have more tokens than the log.
-        response = self._objects.response(error={"code": reply.code, "message": reply.message})
-        fields = {"type": "response.failed", "sequence_number": self._number + 1}
-        await self.write(
-            typed_event("response.failed", "", with_json(fields, "response", response)), more=False
-        )
 
     def _opening(self) -> Iterator[bytes]:
         objects = self._objects
