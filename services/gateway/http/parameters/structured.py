@@ -10,6 +10,7 @@ from pydantic import Field
 from galley.core.errors import InvalidField, Unimplemented
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.parameters.parts import ContentPart, Few, Open, text_of
+from services.gateway.http.transport.encoding import to_unicode
 
 JsonSchema = dict[str, Any] | bool
 _FIELD = "structured_output"
@@ -85,7 +86,7 @@ def set_text_format(request: pb.GenerateRequest, form: TextFormat | None) -> str
         case "json_schema" if form is not None:
             if form.json_schema is None:
                 raise InvalidField(f"{name}.schema", "must be given with type json_schema")
-            output.json_schema = schema_text(form.json_schema)
+            output.json_schema = to_unicode(form.json_schema)
             return f"{name}.schema"
     return ""
 
@@ -97,17 +98,13 @@ def renamed(error: InvalidField, name: str) -> InvalidField:
     return error
 
 
-def schema_text(schema: JsonSchema) -> str:
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
-
-
 def _set_format(output: pb.StructuredOutput, form: ResponseFormat) -> str:
     name = "response_format"
     match form.type:
         case "json_schema":
             if form.json_schema is None:
                 raise InvalidField(f"{name}.json_schema", "must be given with type json_schema")
-            output.json_schema = schema_text(form.json_schema.json_schema)
+            output.json_schema = to_unicode(form.json_schema.json_schema)
             return f"{name}.json_schema.schema"
         case "structural_tag":
             output.structural_tag = json.dumps({"type": form.type, **(form.model_extra or {})})
@@ -128,7 +125,7 @@ def _set_outputs(output: pb.StructuredOutput, outputs: StructuredOutputs) -> str
     match given[0]:
         case "json_schema":
             schema = outputs.json_schema
-            output.json_schema = schema if isinstance(schema, str) else schema_text(schema or False)
+            output.json_schema = schema if isinstance(schema, str) else to_unicode(schema or False)
             return f"{name}.json"
         case "choice":
             output.choice.choices.extend(outputs.choice or ())

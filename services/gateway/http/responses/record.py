@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from galley.core.errors import LogLost
+from services.gateway.http.transport.encoding import to_unicode
 
 FIELD = "response"
 """Field of a stored session: the record of its response."""
@@ -49,7 +50,7 @@ class Record:
     def stored(self) -> dict[str, bytes]:
         turns = None if self.turns is None else [turn.stored for turn in self.turns]
         fields = {"parameters": self.parameters, "turns": turns}
-        return {FIELD: json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()}
+        return {FIELD: to_unicode(fields).encode()}
 
 
 def stored_record(fields: Mapping[str, bytes]) -> Record | None:

@@ -5,7 +5,6 @@ A format reads calls (`parser`) and describes them as a structural tag, for answ
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -15,6 +14,7 @@ from galley.common.models.tokenizer import Tokenizer
 from galley.core.errors import InvalidField
 from services.gateway.http.tools.deltas import Parser
 from services.gateway.http.tools.parsers import BareCalls, hermes_calls, mistral_calls
+from services.gateway.http.transport.encoding import to_unicode
 
 Form: TypeAlias = dict[str, Any]
 """A part of a structural tag."""
@@ -162,7 +162,7 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat:
 
 
 def structural_tag(form: Form) -> str:
-    return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False, separators=(",", ":"))
+    return to_unicode({"type": "structural_tag", "format": form})
 
 
 def one_of(*forms: Form) -> Form:

@@ -12,6 +12,7 @@ from galley.core.errors import InvalidField
 from galley.pb.galley.v1 import galley_pb2 as pb
 from services.gateway.http.parameters.tools import Function, NamedFunction
 from services.gateway.http.tools.formats import Form, ToolFormat, one_of, structural_tag, tool_format
+from services.gateway.http.transport.encoding import to_unicode
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -35,7 +36,7 @@ class ToolUse:
         `language` is the parameter that gave the language of an answer without calls; return the one that
         gives it now.
         """
-        request.messages.tools.extend(_json(tool) for tool in self.tools)
+        request.messages.tools.extend(to_unicode(tool) for tool in self.tools)
         form = self._form(request.structured_output, tool_format(tokenizer), language)
         if form is None:
             return ""
@@ -115,7 +116,3 @@ def _form_of(output: pb.StructuredOutput, name: str) -> Form:
             return {"type": "regex", "pattern": output.regex}
     problem = "must be a JSON schema, a JSON object or a regex, or come with tool_choice 'none'"
     raise InvalidField(name, problem)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -11,6 +11,8 @@ _T = TypeVar("_T")
 _PIECE = 512
 
 to_text = json.JSONEncoder(separators=(",", ":")).encode
+to_unicode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+"""As `to_text`, but each character as itself: shorter, for what is stored, compiled or part of a prompt."""
 
 
 def to_json(value: object) -> bytes:
