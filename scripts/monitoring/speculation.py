@@ -12,9 +12,18 @@ from scripts.monitoring.queries import gauge, mean, quantile, rate, ratio
 _OF_DRAFTS = f'strategy!~"{"|".join(LOCAL_SOURCES)}"'
 
 
-def _acceptance(by: str, where: str = "") -> tuple[Query, ...]:
+def _acceptance(title: str, text: str, by: str, where: str = "", runbooks: tuple[str, ...] = ()) -> Panel:
+    """Return a panel of the acceptance rate by a label; `text` goes on from what it divides."""
     accepted, verified = rate(of.ACCEPTED_TOKENS, by, where=where), rate(of.VERIFIED_TOKENS, by, where=where)
-    return (Query(ratio(accepted, verified), f"{{{{{by}}}}}"),)
+    return Panel(
+        title,
+        f"Accepted draft tokens divided by verified ones, {text}",
+        (Query(ratio(accepted, verified), f"{{{{{by}}}}}"),),
+        "percentunit",
+        max_value=1,
+        runbooks=runbooks,
+        limits=(0.3, 0.1),
+    )
 
 
 SPECULATION = Dashboard(
@@ -57,33 +66,20 @@ SPECULATION = Dashboard(
         Row(
             "Acceptance",
             (
-                Panel(
+                _acceptance(
                     "Acceptance rate by workload",
-                    "Accepted draft tokens divided by verified ones, without the gateway's own from a "
-                    "grammar or a prediction.",
-                    _acceptance("workload", _OF_DRAFTS),
-                    "percentunit",
-                    max_value=1,
+                    "without the gateway's own from a grammar or a prediction.",
+                    "workload",
+                    _OF_DRAFTS,
                     runbooks=("GalleyAcceptanceCollapse",),
-                    limits=(0.3, 0.1),
                 ),
-                Panel(
+                _acceptance(
                     "Acceptance rate by source",
-                    "Accepted draft tokens divided by verified ones, by what proposed them.",
-                    _acceptance("strategy"),
-                    "percentunit",
-                    max_value=1,
+                    "by what proposed them.",
+                    "strategy",
                     runbooks=("GalleyAcceptanceCollapse",),
-                    limits=(0.3, 0.1),
                 ),
-                Panel(
-                    "Acceptance rate by model",
-                    "Accepted draft tokens divided by verified ones, by served model.",
-                    _acceptance("model"),
-                    "percentunit",
-                    max_value=1,
-                    limits=(0.3, 0.1),
-                ),
+                _acceptance("Acceptance rate by model", "by served model.", "model"),
                 Panel(
                     "Acceptance rate by position",
                     "Accepted draft tokens divided by verified ones, at each position of a round.",
