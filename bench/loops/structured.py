@@ -11,7 +11,7 @@ is a goal. Answers that were cut before their JSON was complete are counted.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -137,36 +137,32 @@ def mask_goals(run: Run) -> list[Goal]:
     return found
 
 
-STRUCTURED = Scenario(
+def _scenario(
+    name: str, about: str, defaults: Options, goals: Callable[[Run], list[Goal]], baseline: str = OFF
+) -> Scenario:
+    """Return a scenario whose answers are whole, and that needs all its arms."""
+    arms = frozenset(defaults.arms)
+    return Scenario(
+        name, about, defaults, baseline, start, goals, primed_by=OFF, workloads=whole_answers, required=arms
+    )
+
+
+STRUCTURED = _scenario(
     "structured",
     "extractions by schemas: forced runs and the draft pool against speculation off",
     Options((OFF, AUTO), (1, 16), (0.0,), workloads=(EXTRACT,), max_tokens=192),
-    OFF,
-    start,
     structured_goals,
-    primed_by=OFF,
-    workloads=whole_answers,
-    required=frozenset({OFF, AUTO}),
 )
-PREDICTED = Scenario(
+PREDICTED = _scenario(
     "predicted",
     "edits of files with the file as the prediction against speculation off",
     Options((OFF, AUTO), (1, 16), (0.0,), workloads=(EDITS,), max_tokens=160),
-    OFF,
-    start,
     predicted_goals,
-    primed_by=OFF,
-    workloads=whole_answers,
-    required=frozenset({OFF, AUTO}),
 )
-MASKS = Scenario(
+MASKS = _scenario(
     "masks",
     "what the masks of schemas cost without drafts",
     Options((OFF, OFF + PLAIN), (1, 16), workloads=(EXTRACT,), max_tokens=24),
-    OFF + PLAIN,
-    start,
     mask_goals,
-    primed_by=OFF,
-    workloads=whole_answers,
-    required=frozenset({OFF, OFF + PLAIN}),
+    baseline=OFF + PLAIN,
 )
