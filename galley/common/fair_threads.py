@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 class FairThreads:
-    """Otherwise the work of one caller would fill the threads, and others would wait for all of it."""
+    """Do work in threads, one piece at a time for each caller.
+
+    Otherwise the work of one caller would fill the threads, and others would wait for all of it.
+    """
 
     def __init__(self, executor: Executor | None = None) -> None:
         """Use the threads of `executor`, which serves in the order of arrival, or those of the event loop."""

@@ -59,7 +59,7 @@ def without_early_end(draw: Draw, outcome: Sampled | GalleyError) -> Sampled | G
 
 
 class MaskThread:
-    """llguidance drops the interpreter lock while it computes, so the step's own thread goes on."""
+    """A thread that computes masks. llguidance drops the interpreter lock meanwhile, so the step goes on."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")

@@ -42,7 +42,7 @@ _MOST_MESSAGE_CHARS = 300
 
 
 class Lexer:
-    """Threads may share it."""
+    """A compiled grammar, and what its lexer has found out for all sessions. Threads may share it."""
 
     def __init__(
         self,

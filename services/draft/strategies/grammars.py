@@ -45,6 +45,8 @@ class _Followed:
 
 
 class DraftGrammars:
+    """The grammar state of each session that drafts here."""
+
     def __init__(self) -> None:
         self._followed: WeakKeyDictionary[DraftSession, _Followed] = WeakKeyDictionary()
 
