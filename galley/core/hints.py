@@ -9,6 +9,7 @@ wrong in one token alone. So a hint survives a wrong token if its next one is ri
 from __future__ import annotations
 
 from galley.core.names import LOCAL_SOURCES
+from galley.core.trees import CHAIN, Parents
 from galley.core.values import value
 
 # Most draft tokens in one hint, to bound memory. A step verifies as many of them as pay.
@@ -21,8 +22,8 @@ MAX_DRAFT_TOKENS = 64
 class Hint:
     """Draft tokens from `position` on, after a prefix of this hash.
 
-    `survival[i]`, where given, is the estimated chance that tokens 0 to i are all accepted. `sources[i]` is
-    what proposed token i; only the gateway knows it.
+    `survival[i]`, where given, is the estimated chance that token i and all before it on its path are
+    accepted. `sources[i]` is what proposed token i; only the gateway knows it. `parents`: see `trees`.
     """
 
     position: int
@@ -30,6 +31,7 @@ class Hint:
     draft_tokens: tuple[int, ...]
     survival: tuple[float, ...] = ()
     sources: tuple[str, ...] = ()
+    parents: Parents = CHAIN
 
     @property
     def end(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, overload
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from galley.core.content import SessionKey
 from galley.core.errors import GalleyError
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
+from galley.core.trees import CHAIN, Parents
 from galley.core.values import value
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 class Draw:
     """Sampling of the tokens after a chunk.
 
-    `history` is all confirmed tokens from absolute position 0; the first `prompt_len` are the prompt. Row i
-    of the logits is for position len(history) + i, given draft_tokens[:i]. `logprobs` is how many of the
+    `history` is all confirmed tokens from absolute position 0; the first `prompt_len` are the prompt. Row 0
+    of the logits is for the position after it, row i + 1 for the one after draft token i and those before it
+    on its path (`galley/core/trees.py`). `logprobs` is how many of the
     likeliest tokens to return with each token's own logprob; None returns no logprobs.
 
     The state of a `grammar` may lag behind the history; the engine brings it up, and computes `allowed` from
@@ -40,6 +42,7 @@ class Draw:
     stop_token_ids: frozenset[int]
     min_tokens: int
     draft_tokens: tuple[int, ...] = ()
+    parents: Parents = CHAIN
     logprobs: int | None = None
     grammar: GrammarState | None = field(default=None, compare=False)
     allowed: NDArray[np.uint32] | None = field(default=None, compare=False)
@@ -74,6 +77,10 @@ class StepChunk:
     Its keys and values lie in `blocks`: position p in block blocks[p // block_tokens]. The blocks cover at
     least [0, start + len(tokens)) and hold the KV of [0, start). Logits are wanted of the last `want_logits`
     rows: none, or len(draw.draft_tokens) + 1. `key` names the session, for engines that keep its KV by name.
+
+    The last len(parents) tokens are a tree (`galley/core/trees.py`): they lie in slots [root, start +
+    len(tokens)), one behind the other, and the position of one is `root` plus its depth. It sees the tokens
+    before `root`, its ancestors and itself. A tree may begin before `start`: that part has KV already.
     """
 
     start: int
@@ -82,14 +89,33 @@ class StepChunk:
     want_logits: int
     draw: Draw | None = None
     key: SessionKey = (b"", "")
+    parents: Parents = CHAIN
+
+    @property
+    def root(self) -> int:
+        """Return the position of the first token of its tree; its end if it has none."""
+        return self.start + len(self.tokens) - len(self.parents)
+
+
+class TokenMove(NamedTuple):
+    """The keys and values of one token go from a slot of a block to another slot, mostly of the block."""
+
+    from_block: int
+    from_slot: int
+    to_block: int
+    to_slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The chunks of one step, at most one per sequence; `copies` of whole blocks, (from, to), come first."""
+    """The chunks of one step, at most one per sequence.
+
+    First the keys and values of single tokens are moved, in order, then whole blocks copied, (from, to).
+    """
 
     chunks: tuple[StepChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
+    moves: tuple[TokenMove, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -98,7 +124,7 @@ class StepPlan:
 
 @value
 class Sampled:
-    """The model's own tokens, up to and including the first that differs from its draft token; at least one.
+    """The model's own tokens, up to and including the first that no draft token has; at least one.
 
     If the logits after accepted draft tokens have no finite maximum, the last of `tokens` is the last of
     these draft tokens.

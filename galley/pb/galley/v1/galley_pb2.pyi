@@ -627,6 +627,7 @@ class Speculation(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     K_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     k: _builtins.int
     """At most max_draft_tokens of GetModelInfo. In mode AUTO the most draft tokens per round; unset, or above it: the
@@ -634,20 +635,30 @@ class Speculation(_message.Message):
     """
     strategy: _builtins.str
     """One of the strategies that GetModelInfo lists, such as "model" or "ngram". Empty: the draft's default."""
+    width: _builtins.int
+    """In 1 .. 8: the most draft tokens for one position; above 1 they form a tree. In mode FIXED, unset: 1, a chain. In mode
+    AUTO, unset: the gateway chooses. Ignored in mode OFF.
+    """
     def __init__(
         self,
         *,
         mode: Global___Speculation.Mode.ValueType = ...,
         k: _builtins.int | None = ...,
         strategy: _builtins.str = ...,
+        width: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_k", b"_k", "k", b"k"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_k", b"_k", "_width", b"_width", "k", b"k", "width", b"width"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_k", b"_k", "k", b"k", "mode", b"mode", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_k", b"_k", "_width", b"_width", "k", b"k", "mode", b"mode", "strategy", b"strategy", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__k: _TypeAlias = _typing.Literal["k"]  # noqa: Y015
     _WhichOneofArgType__k: _TypeAlias = _typing.Literal["_k", b"_k"]  # noqa: Y015
+    _WhichOneofReturnType__width: _TypeAlias = _typing.Literal["width"]  # noqa: Y015
+    _WhichOneofArgType__width: _TypeAlias = _typing.Literal["_width", b"_width"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__k) -> _WhichOneofReturnType__k | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__width) -> _WhichOneofReturnType__width | None: ...
 
 Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
@@ -1023,6 +1034,8 @@ class SpeculationStats(_message.Message):
     CANCELLED_FIELD_NUMBER: _builtins.int
     EXPOSED_DRAFT_NS_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    ACCEPTED_BY_RANK_FIELD_NUMBER: _builtins.int
+    VERIFIED_BY_RANK_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     drafted: _builtins.int
     """Draft tokens that were sent to the target, that it verified, and that it accepted."""
@@ -1055,6 +1068,14 @@ class SpeculationStats(_message.Message):
     def verified_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceStats]: ...
+    @_builtins.property
+    def accepted_by_rank(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of draft tokens that were accepted, and verified, by rank among the candidates for their position: the
+        likeliest first.
+        """
+
+    @_builtins.property
+    def verified_by_rank(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1074,10 +1095,12 @@ class SpeculationStats(_message.Message):
         cancelled: _builtins.int = ...,
         exposed_draft_ns: _builtins.int = ...,
         sources: _abc.Iterable[Global___SourceStats] | None = ...,
+        accepted_by_rank: _abc.Iterable[_builtins.int] | None = ...,
+        verified_by_rank: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "accepted_at", b"accepted_at", "cancelled", b"cancelled", "draft_compute_ns", b"draft_compute_ns", "draft_ns", b"draft_ns", "drafted", b"drafted", "exposed_draft_ns", b"exposed_draft_ns", "orchestration_ns", b"orchestration_ns", "proposed", b"proposed", "round_ns", b"round_ns", "rounds", b"rounds", "sources", b"sources", "verified", b"verified", "verified_at", b"verified_at", "verify_compute_ns", b"verify_compute_ns", "verify_ns", b"verify_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "accepted_at", b"accepted_at", "accepted_by_rank", b"accepted_by_rank", "cancelled", b"cancelled", "draft_compute_ns", b"draft_compute_ns", "draft_ns", b"draft_ns", "drafted", b"drafted", "exposed_draft_ns", b"exposed_draft_ns", "orchestration_ns", b"orchestration_ns", "proposed", b"proposed", "round_ns", b"round_ns", "rounds", b"rounds", "sources", b"sources", "verified", b"verified", "verified_at", b"verified_at", "verified_by_rank", b"verified_by_rank", "verify_compute_ns", b"verify_compute_ns", "verify_ns", b"verify_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1349,6 +1372,7 @@ class ProposeItem(_message.Message):
     WORKLOAD_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
     k: _builtins.int
     """Maximum number of draft tokens."""
     strategy: _builtins.str
@@ -1360,6 +1384,8 @@ class ProposeItem(_message.Message):
     """Number of tokens at the end of the slice that are draft tokens without a verdict. The draft continues from them but
     does not learn from them. Less than the tokens of the session: the first one is confirmed.
     """
+    width: _builtins.int
+    """Most draft tokens for one position, that is, children of one node. 0 or 1: the response is a chain."""
     @_builtins.property
     def slice(self) -> Global___SessionSlice: ...
     def __init__(
@@ -1371,10 +1397,11 @@ class ProposeItem(_message.Message):
         workload: _builtins.str = ...,
         features: _builtins.bytes = ...,
         ahead: _builtins.int = ...,
+        width: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slice", b"slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "features", b"features", "k", b"k", "slice", b"slice", "strategy", b"strategy", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "features", b"features", "k", b"k", "slice", b"slice", "strategy", b"strategy", "width", b"width", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1392,6 +1419,7 @@ class ProposeResult(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     BATCH_SESSIONS_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """The draft tokens are for positions [position, position + len) after a prefix with this hash."""
     prefix_hash: _builtins.bytes
@@ -1411,6 +1439,12 @@ class ProposeResult(_message.Message):
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceRun]:
         """What proposed the tokens: consecutive runs of draft_tokens, in order. Empty: the strategy of the request proposed all."""
 
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The parent of each draft token: the index of an earlier one, or -1 for the last token of the slice. No two children of
+        a token are the same, and none of draft_tokens is likelier to be accepted than one before it. Empty: a chain.
+        """
+
     def __init__(
         self,
         *,
@@ -1422,10 +1456,11 @@ class ProposeResult(_message.Message):
         timing: Global___Timing | None = ...,
         batch_sessions: _builtins.int = ...,
         sources: _abc.Iterable[Global___SourceRun] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_sessions", b"batch_sessions", "draft_tokens", b"draft_tokens", "kv_len", b"kv_len", "position", b"position", "prefix_hash", b"prefix_hash", "sources", b"sources", "survival", b"survival", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_sessions", b"batch_sessions", "draft_tokens", b"draft_tokens", "kv_len", b"kv_len", "parents", b"parents", "position", b"position", "prefix_hash", b"prefix_hash", "sources", b"sources", "survival", b"survival", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1730,7 +1765,7 @@ class VerifyItem(_message.Message):
     def draft_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Reserved for trees of draft tokens; refused with UNIMPLEMENTED."""
+        """As in ProposeResult.parents. Only to targets whose GetTargetInfo says `trees`."""
 
     @_builtins.property
     def survival(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -1773,6 +1808,7 @@ class Hint(_message.Message):
     PREFIX_HASH_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     SURVIVAL_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     prefix_hash: _builtins.bytes
     @_builtins.property
@@ -1781,6 +1817,10 @@ class Hint(_message.Message):
     def survival(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """As in VerifyItem.survival."""
 
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in VerifyItem.parents."""
+
     def __init__(
         self,
         *,
@@ -1788,10 +1828,11 @@ class Hint(_message.Message):
         prefix_hash: _builtins.bytes = ...,
         draft_tokens: _abc.Iterable[_builtins.int] | None = ...,
         survival: _abc.Iterable[_builtins.float] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_tokens", b"draft_tokens", "position", b"position", "prefix_hash", b"prefix_hash", "survival", b"survival"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_tokens", b"draft_tokens", "parents", b"parents", "position", b"position", "prefix_hash", b"prefix_hash", "survival", b"survival"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2093,6 +2134,7 @@ class GetTargetInfoResponse(_message.Message):
     LORA_ADAPTERS_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     GRAMMAR_KINDS_FIELD_NUMBER: _builtins.int
+    TREES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tokenizer_hash: _builtins.str
     context_window: _builtins.int
@@ -2113,6 +2155,8 @@ class GetTargetInfoResponse(_message.Message):
     """Number of open requests."""
     weights_digest: _builtins.str
     """Hash of config.json and of all weights, in hex. Empty: unknown."""
+    trees: _builtins.bool
+    """True if the target takes VerifyItem.parents and Hint.parents. Others are sent chains. It may verify a chain of a tree."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The model's own end tokens."""
@@ -2157,10 +2201,11 @@ class GetTargetInfoResponse(_message.Message):
         lora_adapters: _abc.Iterable[_builtins.str] | None = ...,
         host: Global___Host | None = ...,
         grammar_kinds: _abc.Iterable[_builtins.str] | None = ...,
+        trees: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "grammar_kinds", b"grammar_kinds", "host", b"host", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "lora_adapters", b"lora_adapters", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_window", b"context_window", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "grammar_kinds", b"grammar_kinds", "host", b"host", "incarnation", b"incarnation", "kv_block_tokens", b"kv_block_tokens", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "lora_adapters", b"lora_adapters", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "queue_depth", b"queue_depth", "ranks", b"ranks", "row_costs", b"row_costs", "tokenizer_hash", b"tokenizer_hash", "trees", b"trees", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
