@@ -8,8 +8,10 @@ wrong in one token alone. So a hint survives a wrong token if its next one is ri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from galley.core.names import LOCAL_SOURCES
-from galley.core.trees import CHAIN, Parents
+from galley.core.trees import CHAIN, ROOT, Parents, follow, main_path, parent_of, simplified, subtree
 from galley.core.values import value
 
 # Most draft tokens in one hint, to bound memory. A step verifies as many of them as pay.
@@ -35,44 +37,95 @@ class Hint:
 
     @property
     def end(self) -> int:
-        return self.position + len(self.draft_tokens)
+        """Return the position after its likeliest tokens, the main path."""
+        count = len(self.draft_tokens)
+        return self.position + (len(main_path(self.parents, count)) if self.parents else count)
 
     def is_local(self, index: int) -> bool:
         """Return True if the session itself proposed this token, not a draft."""
         return index < len(self.sources) and self.sources[index] in LOCAL_SOURCES
 
     def chance(self, index: int) -> float | None:
-        """Return the chance of this token if all before it are accepted; None if unknown."""
+        """Return the chance of this token if all before it on its path are accepted; None if unknown."""
         if not self.survival:
             return None
-        before = self.survival[index - 1] if index else 1.0
+        parent = parent_of(self.parents, index)
+        before = 1.0 if parent == ROOT else self.survival[parent]
         return min(1.0, self.survival[index] / before) if before > 0.0 else 0.0
 
+    @property
+    def whole(self) -> HintTail:
+        return HintTail(self.draft_tokens, self.survival, False, self.sources, self.parents)
+
     def tail(self, passed: int, *, after_mismatch: bool = False) -> HintTail:
-        """Return the part after `passed` confirmed tokens; `after_mismatch`: the hint had the last wrong."""
-        return HintTail(self.draft_tokens, self.survival, after_mismatch, self.sources).after(passed)
+        """Return the part after `passed` tokens of the main path; `after_mismatch`: the last was wrong."""
+        whole = HintTail(self.draft_tokens, self.survival, after_mismatch, self.sources, self.parents)
+        return whole.after(passed)
 
 
 @value
 class HintTail:
+    """What a hint still offers: a chain or a tree of tokens that may come next (`trees.py`)."""
+
     draft_tokens: tuple[int, ...] = ()
     survival: tuple[float, ...] = ()
     after_mismatch: bool = False
     sources: tuple[str, ...] = ()
+    parents: Parents = CHAIN
+
+    @property
+    def main(self) -> HintTail:
+        """Return its main path, a chain."""
+        if not self.parents:
+            return self
+        return self._only(main_path(self.parents, len(self.draft_tokens)), CHAIN)
+
+    def follow(self, confirmed: Sequence[int]) -> list[int]:
+        """Return the nodes of `confirmed` tokens, up to the first that is not in it."""
+        return follow(self.draft_tokens, self.parents, confirmed)
 
     def first(self, count: int) -> HintTail:
         return HintTail(
-            self.draft_tokens[:count], self.survival[:count], self.after_mismatch, self.sources[:count]
+            self.draft_tokens[:count],
+            self.survival[:count],
+            self.after_mismatch,
+            self.sources[:count],
+            simplified(self.parents[:count]) if self.parents else CHAIN,
         )
 
     def after(self, count: int) -> HintTail:
-        """Return what follows the first `count` tokens if these are accepted."""
-        survival = self.survival
-        if count and survival:
-            # The first ones have survived, so the chances of the others are conditional on that.
-            sure = survival[count - 1]
-            survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in survival[count:])
-        return HintTail(self.draft_tokens[count:], survival, self.after_mismatch, self.sources[count:])
+        """Return what follows the first `count` tokens of the main path if these are accepted."""
+        if not self.parents or count == 0:
+            return self.below(count - 1)
+        path = main_path(self.parents, len(self.draft_tokens))
+        return self.below(path[count - 1]) if count <= len(path) else NOTHING
+
+    def below(self, node: int) -> HintTail:
+        """Return what follows `node` if it is accepted; all of it after ROOT."""
+        if node == ROOT:
+            return self
+        if self.parents:
+            left = self._only(*subtree(self.parents, len(self.draft_tokens), node))
+        else:
+            rest = slice(node + 1, None)
+            left = HintTail(
+                self.draft_tokens[rest], self.survival[rest], self.after_mismatch, self.sources[rest]
+            )
+        if not left.survival:
+            return left
+        # The path has survived, so the chances of the others are conditional on that.
+        sure = self.survival[node]
+        survival = tuple(min(1.0, chance / sure) if sure > 0.0 else 0.0 for chance in left.survival)
+        return HintTail(left.draft_tokens, survival, left.after_mismatch, left.sources, left.parents)
+
+    def _only(self, nodes: Sequence[int], parents: Parents) -> HintTail:
+        return HintTail(
+            tuple(self.draft_tokens[node] for node in nodes),
+            tuple(self.survival[node] for node in nodes) if self.survival else (),
+            self.after_mismatch,
+            tuple(self.sources[node] for node in nodes) if self.sources else (),
+            parents,
+        )
 
     @property
     def first_source(self) -> str:
