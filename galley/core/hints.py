@@ -65,7 +65,7 @@ class Hint:
 
 @value
 class HintTail:
-    """What a hint still offers: a chain or a tree of tokens that may come next (`trees.py`)."""
+    """The tokens of a hint that may come next: a chain or a tree (`trees.py`)."""
 
     draft_tokens: tuple[int, ...] = ()
     survival: tuple[float, ...] = ()

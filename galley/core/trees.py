@@ -108,6 +108,13 @@ def main_path(parents: Sequence[int], count: int) -> list[int]:
     return path
 
 
+def candidates_after(parents: Sequence[int], count: int, node: int) -> Sequence[int]:
+    """Return the candidates for the token after `node`, the likeliest first."""
+    if not parents:
+        return range(node + 1, min(node + 2, count))
+    return [other for other in range(node + 1, count) if parents[other] == node]
+
+
 def subtree(parents: Sequence[int], count: int, node: int) -> tuple[list[int], Parents]:
     """Return the nodes below `node`, in order, and their parents among themselves."""
     kept = {node: ROOT}

@@ -31,6 +31,7 @@ from galley.core.grammar.spec import KINDS
 from galley.core.hints import MAX_HINT_TOKENS, Hint
 from galley.core.routing.choice import TargetLease
 from galley.core.scheduler.messages import Confirmed, Extend, VerifyRequest
+from galley.core.trees import MAX_WIDTH, ROOT, simplified
 from galley.pb.galley.v1 import galley_pb2 as pb
 from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 from services.target.engine.protocol import EngineInfo, Limits, LoadedEngine, TargetEngine
@@ -201,9 +202,11 @@ def read_item(
 
     `now_ns` is the scheduler's time; `epoch_ns` the time of day, used for a session without arrival time.
     """
-    _refuse_reserved(item)
+    if item.want_features:
+        raise Unimplemented("want_features")
     read = read_slice(item.slice, vocab_size=info.vocab_size, context_window=info.context_window)
     _check_draft("", item.draft_tokens, item.survival, info.vocab_size, max_draft_tokens)
+    check_tree(item.draft_tokens, item.parents)
     check_range("logprobs", item.logprobs, most=MAX_TOP_LOGPROBS)
     check_lora(item.lora, info.lora_adapters)
     tenant_salt, session_id = read.key
@@ -219,6 +222,7 @@ def read_item(
         min_tokens=read.min_tokens,
         draft_tokens=tuple(item.draft_tokens),
         survival=tuple(item.survival),
+        parents=simplified(item.parents),
         credit=item.credit,
         hint_due=item.hint_due,
         max_verified=item.max_verified,
@@ -233,7 +237,10 @@ def read_item(
 
 
 def read_extension(message: pb.Extension, info: EngineInfo) -> Extend:
-    """Return the extension of a message. Raise InvalidField, naming the field."""
+    """Return the extension of a message. Raise InvalidField, naming the field.
+
+    A hint whose parents are no tree is left out.
+    """
     hint = None
     if message.HasField("hint"):
         sent = message.hint
@@ -242,14 +249,11 @@ def read_extension(message: pb.Extension, info: EngineInfo) -> Extend:
             raise InvalidField(
                 "hint.prefix_hash", f"must be {HASH_BYTES} bytes, got {len(sent.prefix_hash)} bytes"
             )
-        hint = Hint(sent.position, sent.prefix_hash, tuple(sent.draft_tokens), tuple(sent.survival))
+        tokens, survival, parents = tuple(sent.draft_tokens), tuple(sent.survival), simplified(sent.parents)
+        with suppress(InvalidField):
+            check_tree(tokens, sent.parents)
+            hint = Hint(sent.position, sent.prefix_hash, tokens, survival, parents=parents)
     return Extend(limit=message.limit, hint=hint, hint_due=message.hint_due)
-
-
-def _refuse_reserved(item: pb.VerifyItem) -> None:
-    for field in ("parents", "want_features"):
-        if getattr(item, field):
-            raise Unimplemented(field)
 
 
 def _check_draft(
@@ -264,6 +268,26 @@ def _check_draft(
     for index, chance in enumerate(survival):
         if not 0.0 <= chance <= 1.0:
             raise InvalidField(f"{prefix}survival[{index}]", f"must be in [0, 1], got {chance:g}")
+
+
+def check_tree(draft_tokens: Sequence[int], parents: Sequence[int]) -> None:
+    """Raise InvalidField, naming the field, unless the draft tokens are a tree (`trees.py`), or a chain."""
+    count = len(draft_tokens)
+    if parents and len(parents) != count:
+        raise InvalidField("parents", f"must have 0 or {count} entries, got {len(parents)}")
+    found: dict[int, set[int]] = {}
+    for node, parent in enumerate(parents):
+        siblings = found.setdefault(parent, set())
+        if not ROOT <= parent < node:
+            problem = f"must be in [{ROOT}, {node - 1}], got {parent}"
+        elif draft_tokens[node] in siblings:
+            problem = f"must not be {parent}, which has a child of the same token"
+        elif len(siblings) == MAX_WIDTH:
+            problem = f"must not be {parent}, which has {MAX_WIDTH} children already"
+        else:
+            siblings.add(draft_tokens[node])
+            continue
+        raise InvalidField(f"parents[{node}]", problem)
 
 
 def _result_of(outcome: Confirmed, fingerprint: str) -> pb.VerifyResult:

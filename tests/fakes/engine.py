@@ -16,6 +16,7 @@ from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError
 from galley.core.records import PositionLogprobs
 from galley.core.step import Computed, Sampled, StepChunk, StepOutcome, StepPlan, StepTrace
+from galley.core.trees import ROOT, candidates_after
 from galley.engine import masking
 from services.target.engine.paged.target import PagedTarget
 from services.target.engine.protocol import EngineInfo, Limits
@@ -34,6 +35,7 @@ _INFO = EngineInfo(
     ranks=1,
     kv_block_tokens=8,
     kv_blocks=1024,
+    trees=True,
 )
 
 
@@ -44,7 +46,7 @@ def tokens_of(row: NDArray[np.uint32]) -> list[int]:
 
 
 class KnownEngine:
-    """It reads only the blocks: a wrong block table gives a wrong token."""
+    """It reads only the blocks: a wrong block table, or a wrong move, gives a wrong token."""
 
     def __init__(self, **info: Any) -> None:
         self.info = replace(_INFO, **info)
@@ -56,6 +58,10 @@ class KnownEngine:
 
     def run(self, plan: StepPlan, watch: StepTrace | None = None) -> list[StepOutcome]:
         self.passes += 1
+        for move in plan.moves:
+            held = self._kv.get(move.from_block, [])
+            token = held[move.from_slot] if move.from_slot < len(held) else -1
+            self._put(move.to_block, move.to_slot, token)
         for source, copy in plan.copies:
             self._kv[copy] = list(self._kv.get(source, ()))
         return [self._compute(chunk) for chunk in plan.chunks]
@@ -63,9 +69,7 @@ class KnownEngine:
     def _compute(self, chunk: StepChunk) -> StepOutcome:
         for i, token in enumerate(chunk.tokens):
             block, offset = divmod(chunk.start + i, self.info.kv_block_tokens)
-            held = self._kv.setdefault(chunk.blocks[block], [])
-            held.extend([-1] * (offset + 1 - len(held)))
-            held[offset] = token
+            self._put(chunk.blocks[block], offset, token)
         if chunk.draw is None:
             return None
         seen: list[int] = []
@@ -73,8 +77,16 @@ class KnownEngine:
             seen += self._kv.get(block, ())
         return self.draw(chunk, seen[: chunk.start + len(chunk.tokens)])
 
+    def _put(self, block: int, slot: int, token: int) -> None:
+        held = self._kv.setdefault(block, [])
+        held.extend([-1] * (slot + 1 - len(held)))
+        held[slot] = token
+
     def draw(self, chunk: StepChunk, seen: Sequence[int]) -> Sampled | GalleyError:
-        """Return the tokens after what was `seen` in the blocks, where a token that is not there is -1."""
+        """Return the tokens after what was `seen` in the blocks, where a token that is not there is -1.
+
+        After a draft token, these are what lies in the slots of confirmed tokens and of its own path.
+        """
         draw = chunk.draw
         assert draw is not None
         known = seen if -1 not in seen else [max(0, token) for token in seen]
@@ -84,11 +96,17 @@ class KnownEngine:
             return error
         tokens: list[int] = []
         first = len(draw.history)
-        for i in range(chunk.want_logits):
-            at = (draw.params.seed, first + i, known[: first + i])
-            tokens.append(self.token(*at) if rows is None else self.choose(*at, tokens_of(rows[i])))
-            if i < len(draw.draft_tokens) and draw.draft_tokens[i] != tokens[-1]:
+        context, node = list(known[:first]), ROOT
+        while True:
+            at = (draw.params.seed, len(context), context)
+            token = self.token(*at) if rows is None else self.choose(*at, tokens_of(rows[node + 1]))
+            tokens.append(token)
+            after = candidates_after(draw.parents, len(draw.draft_tokens), node)
+            right = [child for child in after if draw.draft_tokens[child] == token]
+            if not right:
                 break
+            (node,) = right
+            context.append(known[first + node])
         if draw.logprobs is None:
             return Sampled(tuple(tokens), ())
         top = tuple((token, -float(token)) for token in range(draw.logprobs))
@@ -108,6 +126,8 @@ class StrictEngine(KnownEngine):
     def draw(self, chunk: StepChunk, seen: Sequence[int]) -> Sampled | GalleyError:
         assert chunk.draw is not None
         assert chunk.want_logits == len(chunk.draw.draft_tokens) + 1
+        assert chunk.parents == chunk.draw.parents
+        assert not chunk.parents or chunk.root == len(chunk.draw.history)
         assert seen == [*chunk.draw.history, *chunk.draw.draft_tokens]
         return super().draw(chunk, seen)
 

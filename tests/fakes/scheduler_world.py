@@ -10,12 +10,13 @@ from typing import Protocol
 from galley.core.content import Miss, prefix_hash
 from galley.core.cost.model import StepTimes
 from galley.core.errors import GalleyError, Overloaded, Unavailable
-from galley.core.hints import Hint
+from galley.core.hints import Hint, HintTail
 from galley.core.kv.table import KvTable
 from galley.core.sampling_params import SamplingParams
 from galley.core.scheduler.messages import Confirmed, Extend, Response, Superseded, VerifyRequest
 from galley.core.scheduler.scheduler import Linger, Scheduler
 from galley.core.step import StepOutcome, StepPlan
+from tests.fakes.draft_trees import random_tree
 from tests.fakes.engine import DividingEngine, StrictEngine
 from tests.fakes.kv_check import check_table
 from tests.fakes.truth import IDS, true_id, true_output
@@ -65,6 +66,7 @@ class Bench:
             max_itl_ns=max_itl_ns,
             divides_prompts=divides is not None,
         )
+        self.scheduler.takes_trees = divides is None
         self.times = times
         self.now = 0
 
@@ -153,8 +155,9 @@ class Gateway:
             session=self.name,
             prompt_len=len(self.prompt),
             max_position=self.end,
-            draft_tokens=drafts,
-            survival=tuple(rng.random() for _ in drafts) if rng.random() < 0.3 else (),
+            draft_tokens=drafts.draft_tokens,
+            survival=drafts.survival,
+            parents=drafts.parents,
             credit=credit,
             hint_due=rng.random() < 0.3,
             arrival_ns=self.arrival_ns,
@@ -165,14 +168,18 @@ class Gateway:
             self.item = None
         self.limit = message.limit
 
-    def draft(self, position: int, rng: random.Random) -> tuple[int, ...]:
+    def draft(self, position: int, rng: random.Random) -> HintTail:
         true = self.true[position : position + rng.choice([0, 1, 2, 4, 8])]
-        return tuple(token if rng.random() < 0.8 else (token + 1) % IDS for token in true)
+        if rng.random() < 0.5:
+            return random_tree(rng, true, 2 * len(true))
+        chain = tuple(token if rng.random() < 0.8 else (token + 1) % IDS for token in true)
+        return HintTail(chain, tuple(rng.random() for _ in chain) if rng.random() < 0.3 else ())
 
     def extend(self, rng: random.Random) -> None:
         position = max(1, len(self.tokens) + rng.randint(-4, 3))
         anchor = prefix_hash(self.true[:position]) if rng.random() < 0.8 else prefix_hash([9])
-        hint = Hint(position, anchor, self.draft(position, rng))
+        drafts = self.draft(position, rng)
+        hint = Hint(position, anchor, drafts.draft_tokens, drafts.survival, parents=drafts.parents)
         self.stale.append(hint)
         self.limit = max(self.limit, len(self.tokens) + rng.randint(0, 8))
         assert self.item is not None

@@ -128,6 +128,13 @@ class BlockPool:
             raise Broken(f"block {block} was to be forgotten but nobody holds it")
         self._unregister(block)
 
+    def distrust(self, block: int) -> None:
+        """Unregister a block whose content is in doubt, whoever holds it."""
+        self._unregister(block)
+        if block in self._cached:
+            del self._cached[block]
+            self._free.append(block)
+
     def _touch(self, block: int) -> None:
         block_hash = self._hashes[block]
         if block_hash is None:

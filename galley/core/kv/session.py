@@ -5,7 +5,7 @@ Until `grow`, the block of the next position may be shared or registered: it was
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from galley.core.content import (
     PrefixHasher,
@@ -97,6 +97,15 @@ class KvSession:
             self.prefix.truncate(length)
             del self.tokens[length:]
             del self.hashes[length // self._block_tokens :]
+
+    def distrust(self, blocks: Container[int]) -> None:
+        """Cut before the first of these blocks, whose content is in doubt and which are not registered."""
+        for index, block in enumerate(self.blocks[: len(self.tokens) // self._block_tokens + 1]):
+            if block in blocks:
+                # Otherwise `truncate` would register what it releases.
+                del self.hashes[index:]
+                self.truncate(index * self._block_tokens)
+                return
 
     def restore(self, tokens: Sequence[int]) -> None:
         """Keep or attach the blocks of the longest cached prefix of `tokens`, never including the last."""

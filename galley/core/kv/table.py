@@ -21,7 +21,7 @@ blocks could go to others that the same step writes. Adding a token costs O(1), 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, look_up
@@ -166,6 +166,16 @@ class KvTable:
         session = self._session(key)
         if session is not None:
             session.truncate(length)
+
+    def distrust(self, blocks: Collection[int]) -> None:
+        """Forget what lies in these blocks, after a step that was to move tokens within them has failed.
+
+        Sessions keep what is before them. No step may be running.
+        """
+        for block in blocks:
+            self._pool.distrust(block)
+        for session in (*self._live.values(), *self._idle.values()):
+            session.distrust(blocks)
 
     def make_idle(self, key: SessionKey) -> None:
         """Make the session idle: it keeps the blocks of its computed tokens until they are needed.

@@ -44,7 +44,10 @@ class ReplicaLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetLease(ReplicaLease):
-    """A target's lease. `cached_prefixes` are chained hashes of cached blocks (`content.block_hashes`)."""
+    """A target's lease. `cached_prefixes` are chained hashes of cached blocks (`content.block_hashes`).
+
+    `trees`: it takes trees of draft tokens; others take chains.
+    """
 
     fingerprint: str
     context_window: int
@@ -60,6 +63,7 @@ class TargetLease(ReplicaLease):
     weights_digest: str = ""
     lora_adapters: tuple[str, ...] = ()
     grammar_kinds: tuple[str, ...] = ()
+    trees: bool = False
 
     def offers(self, lora: str, grammar: GrammarSpec | None = None) -> bool:
         """Return True if it serves the LoRA adapter (empty: the model itself) and decodes by the grammar.

@@ -14,6 +14,7 @@ from galley.core.scheduler.messages import BatchInfo
 from galley.core.scheduler.prefill import PrefillBudget
 from galley.core.scheduler.request import ActiveRequest
 from galley.core.step import Computed, StepOutcome, StepPlan
+from galley.core.trees import CHAIN, Parents, simplified
 
 # Prefill gets at least one in this many rows of the budget.
 _PREFILL_SHARE = 4
@@ -23,13 +24,22 @@ _PREFILL_SHARE = 4
 class Grant:
     """The next `rows` confirmed tokens of the request are fed, and after the last of them `draft_tokens`.
 
-    The first `certain` draft tokens follow whatever the model computes, so none is drawn in their places.
+    The first `certain` draft tokens, a chain, follow whatever the model computes, so none is drawn in their
+    places. `parents`: see `galley/core/trees.py`.
     """
 
     request: ActiveRequest
     rows: int
     draft_tokens: tuple[int, ...] = ()
     certain: int = 0
+    parents: Parents = CHAIN
+
+    @property
+    def drawn_parents(self) -> Parents:
+        """Return the parents of the draft tokens after the certain ones, among themselves."""
+        if not self.parents:
+            return CHAIN
+        return simplified([parent - self.certain for parent in self.parents[self.certain :]])
 
     @property
     def is_final(self) -> bool:
@@ -122,10 +132,11 @@ def _grants(
             prefill -= rows
         if rows == 0:
             continue
-        drafts = request.tail.draft_tokens[: counts.get(request.id, 0)] if rows == request.uncomputed else ()
+        count = counts.get(request.id, 0) if rows == request.uncomputed else 0
+        drafts, parents = request.tail.draft_tokens[:count], request.tail.parents[:count]
         # Where logprobs are wanted, the model is asked about every token.
         skipped = min(request.certain, len(drafts)) if skips and request.message.logprobs is None else 0
-        grants.append(Grant(request, rows, drafts, skipped))
+        grants.append(Grant(request, rows, drafts, skipped, simplified(parents) if parents else CHAIN))
     return grants
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from galley.core.trees import ROOT, Parents, chances
+
 # Acceptance of a session without history: optimistic, so that drafts are tried.
 PRIOR_ALPHA = 0.7
 # Weight of one token, once many were seen. The first ones form a plain mean with a prior of some tokens.
@@ -12,6 +14,9 @@ _ALPHA_WEIGHT = 0.05
 _PRIOR_TOKENS = 5
 # Calibration raises no chance beyond this: the rule of succession if all tokens in memory were right.
 _SUREST = 1.0 - _ALPHA_WEIGHT / 2
+# Sides are rarely right, so more of them are counted; and before them as many right as predicted ones.
+_SIDES_WEIGHT = 0.02
+_PRIOR_SIDES = 2.0
 _PRIOR_RECOVERY = 0.25
 _RECOVERY_WEIGHT = 0.15
 _GOOD_RECOVERY = 0.5
@@ -32,9 +37,13 @@ class AcceptanceEstimate:
     `recovery` is the chance that the token after a wrong one is right. Both learn from all hinted tokens,
     verified or not, so that drafts that become good again are noticed. `bias` is how much more often tokens
     are right than the draft predicted.
+
+    All this is of the first candidate for a position. The others, its sides, are seldom right, so they have a
+    factor in place of a bias: how many were right for each that the draft predicted. `sides` counts both,
+    over about the last 50 positions.
     """
 
-    __slots__ = ("_overall", "_seen", "alpha", "bias", "recovery")
+    __slots__ = ("_overall", "_seen", "alpha", "bias", "recovery", "sides")
 
     def __init__(self, overall: AcceptanceEstimate | None = None) -> None:
         self._overall = overall
@@ -42,6 +51,7 @@ class AcceptanceEstimate:
         self.bias = 0.0
         self.recovery: float = overall.recovery if overall else _PRIOR_RECOVERY
         self._seen = _PRIOR_TOKENS
+        self.sides: tuple[float, float] = overall.sides if overall else (0.0, 0.0)
 
     def record_token(self, *, right: bool, predicted: float | None = None) -> None:
         if self._overall is not None:
@@ -50,6 +60,33 @@ class AcceptanceEstimate:
         self.alpha += max(_ALPHA_WEIGHT, 1.0 / self._seen) * (right - self.alpha)
         if predicted is not None:
             self.bias += _ALPHA_WEIGHT * (right - predicted - self.bias)
+
+    def record_sides(self, *, right: bool, predicted: float) -> None:
+        """Record whether one of the sides of a position was right, and the sum of their chances."""
+        if self._overall is not None:
+            self._overall.record_sides(right=right, predicted=predicted)
+        kept = 1.0 - _SIDES_WEIGHT
+        self.sides = (kept * self.sides[0] + right, kept * self.sides[1] + predicted)
+
+    @property
+    def sides_factor(self) -> float:
+        right, predicted = self.sides
+        return (right + _PRIOR_SIDES) / (predicted + _PRIOR_SIDES)
+
+    def calibrated_tree(self, parents: Parents, survival: Sequence[float]) -> list[float]:
+        """Return the draft's survival chances of a tree, corrected; siblings' chances sum to at most 1."""
+        corrected: list[float] = []
+        left: dict[int, float] = {}  # by parent: the chance that none of the candidates so far is right
+        factor = self.sides_factor
+        for parent, predicted in zip(parents, chances(parents, survival), strict=True):
+            is_side = parent in left
+            chance = min(left[parent], predicted * factor) if is_side else self._corrected(predicted)
+            left[parent] = left.get(parent, 1.0) - chance
+            corrected.append(chance if parent == ROOT else corrected[parent] * chance)
+        return corrected
+
+    def _corrected(self, chance: float) -> float:
+        return min(max(chance, _SUREST), max(0.0, chance + self.bias))
 
     def calibrated(self, survival: Sequence[float]) -> list[float]:
         """Return the draft's survival chances corrected by `bias`: falling, in [0, 1].
@@ -60,7 +97,7 @@ class AcceptanceEstimate:
         before = now = 1.0
         for reached in survival:
             chance = reached / before if before > 0.0 else 0.0
-            now *= min(max(chance, _SUREST), max(0.0, chance + self.bias))
+            now *= self._corrected(chance)
             chances.append(now)
             before = reached
         return chances

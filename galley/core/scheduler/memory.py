@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from galley.core.content import Hit, Miss, SessionKey
@@ -69,6 +69,8 @@ class KvMemory(KvFacts, Protocol):
     def append_computed(self, key: SessionKey, tokens: Sequence[int]) -> None: ...
 
     def truncate(self, key: SessionKey, length: int) -> None: ...
+
+    def distrust(self, blocks: Collection[int]) -> None: ...
 
     def make_idle(self, key: SessionKey) -> None: ...
 

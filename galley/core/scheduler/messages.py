@@ -12,6 +12,7 @@ from galley.core.grammar.spec import GrammarSpec
 from galley.core.hints import Hint
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
+from galley.core.trees import CHAIN, Parents
 from galley.core.values import value
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class VerifyRequest(Slice):
 
     draft_tokens: tuple[int, ...] = ()
     survival: tuple[float, ...] = ()
+    parents: Parents = CHAIN
     credit: int = 0
     hint_due: bool = False
     max_verified: int = 0
@@ -90,6 +92,8 @@ class Extend:
 @value
 class Confirmed:
     """Tokens from `position` on: `accepted` of the `verified` draft tokens, then at most one of the target's.
+
+    The draft tokens may be a tree, of which only one path is accepted.
 
     The cache holds `kv_len` tokens. With `more`, further results follow. Times count from the last result, or
     from the arrival. `linger_ns`, a part of `queue_ns`, was spent waiting for hints. Estimates: a draft row

@@ -11,6 +11,7 @@ from galley.core.grammar.follower import GrammarFollower
 from galley.core.hints import NOTHING, Hint, HintTail
 from galley.core.scheduler.hint_statistics import AcceptanceEstimate, HintTiming
 from galley.core.scheduler.messages import Extend, VerifyRequest
+from galley.core.trees import ROOT, best_first, candidates_after
 
 # Past results kept, so that the delay of a hint anchored at one of them can be measured.
 _ANCHORS = 8
@@ -27,7 +28,7 @@ class SessionStatistics:
 
 
 class PendingHint:
-    __slots__ = ("_acceptance", "_after_mismatch", "_anchored", "_followed", "hint", "is_exhausted")
+    __slots__ = ("_acceptance", "_after_mismatch", "_anchored", "_followed", "_node", "hint", "is_exhausted")
 
     def __init__(self, hint: Hint, acceptance: AcceptanceEstimate, *, anchored: bool = False) -> None:
         """Take a hint. `anchored`: its prefix is known to agree, so it need not be hashed."""
@@ -36,22 +37,26 @@ class PendingHint:
         self._acceptance = acceptance
         self._anchored = anchored
         self._followed = 0
+        self._node = ROOT
         self._after_mismatch = False
 
     def follow(self, tokens: Sequence[int], hasher: PrefixHasher) -> HintTail:
         """Return what is left of the hint after these confirmed tokens, which only grow.
 
-        Return NOTHING before its anchor, and once it disagrees for good or is used up (`is_exhausted`).
+        After a wrong token, that is the main path below its first candidate there. Return NOTHING before its
+        anchor, and once it disagrees for good or is used up (`is_exhausted`).
         """
         passed = len(tokens) - self.hint.position
         if self.is_exhausted or passed < 0:
             return NOTHING
-        self.is_exhausted = not (
-            self._has_root(tokens, hasher)
-            and self._holds(tokens, passed)
-            and passed < len(self.hint.draft_tokens)
-        )
-        return NOTHING if self.is_exhausted else self.hint.tail(passed, after_mismatch=self._after_mismatch)
+        left = NOTHING
+        if self._has_root(tokens, hasher) and self._holds(tokens, passed):
+            left = self.hint.whole.below(self._node)
+        self.is_exhausted = not left.draft_tokens
+        if self.is_exhausted or not self._after_mismatch:
+            return left
+        left = left.main
+        return HintTail(left.draft_tokens, left.survival, after_mismatch=True)
 
     def _has_root(self, tokens: Sequence[int], hasher: PrefixHasher) -> bool:
         if not self._anchored:
@@ -60,18 +65,31 @@ class PendingHint:
 
     def _holds(self, tokens: Sequence[int], passed: int) -> bool:
         """Return True if the hint has agreed with the tokens since its anchor, except for single ones."""
-        draft_tokens, anchor = self.hint.draft_tokens, self.hint.position
-        while self._followed < min(passed, len(draft_tokens)):
-            agrees = tokens[anchor + self._followed] == draft_tokens[self._followed]
+        hint = self.hint
+        while self._followed < passed:
+            candidates = candidates_after(hint.parents, len(hint.draft_tokens), self._node)
+            if not candidates:
+                return False
+            token = tokens[hint.position + self._followed]
+            right = next((node for node in candidates if hint.draft_tokens[node] == token), None)
             self._followed += 1
             if self._after_mismatch:
-                self._acceptance.record_recovery(right=agrees)
+                self._acceptance.record_recovery(right=right == candidates[0])
             else:
-                self._acceptance.record_token(right=agrees, predicted=self.hint.chance(self._followed - 1))
-            if self._after_mismatch and not agrees:
+                self._record(candidates, right)
+            if self._after_mismatch and right is None:
                 return False
-            self._after_mismatch = not agrees
+            self._after_mismatch = right is None
+            self._node = candidates[0] if right is None else right
         return True
+
+    def _record(self, candidates: Sequence[int], right: int | None) -> None:
+        """Record which of the candidates for a position was right, if any."""
+        first, sides = candidates[0], candidates[1:]
+        self._acceptance.record_token(right=right == first, predicted=self.hint.chance(first))
+        if sides:
+            predicted = sum(self.hint.chance(node) or 0.0 for node in sides)
+            self._acceptance.record_sides(right=right in sides, predicted=predicted)
 
 
 class ActiveRequest:
@@ -80,7 +98,8 @@ class ActiveRequest:
     `kv_len` is None until KV blocks are allocated. The first result reports `kv_reused`, and resets it to 0.
     `is_new`: its session had no blocks before.
     `tail` is what the hint offers as of the last `update_hint`; its first `certain` tokens follow in any
-    case. `grammar` follows `tokens`, if there is one.
+    case. If it is a tree, its survival is corrected by the session's statistics, and gives the order.
+    `grammar` follows `tokens`, if there is one.
     """
 
     def __init__(
@@ -90,6 +109,8 @@ class ActiveRequest:
         memory: SessionStatistics,
         now: int,
         max_draft_tokens: int = 0,
+        *,
+        takes_trees: bool = False,
     ) -> None:
         self.id = request_id
         self.key = message.key
@@ -101,6 +122,7 @@ class ActiveRequest:
         self.hint_due = message.hint_due
         self.tail = NOTHING
         self.certain = 0
+        self._is_calibrated = False
         self.arrived_ns = now
         self.has_started = False
         self.cancelled = False
@@ -113,9 +135,10 @@ class ActiveRequest:
         self.grammar: GrammarFollower | None = None
         self._bounds = [most for most in (message.max_verified, max_draft_tokens) if most]
         self._hasher = PrefixHasher()
-        offered = Hint(message.position, b"", message.draft_tokens, message.survival)
+        self._takes_trees = takes_trees
+        offered = Hint(message.position, b"", message.draft_tokens, message.survival, parents=message.parents)
         self._hint: PendingHint | None = (
-            PendingHint(offered, memory.acceptance, anchored=True) if message.draft_tokens else None
+            self._pending(offered, anchored=True) if message.draft_tokens else None
         )
         self._previous: PendingHint | None = None
         self._anchors: deque[tuple[int, int]] = deque([(message.position, now)], _ANCHORS)
@@ -160,6 +183,9 @@ class ActiveRequest:
         self._hint, offered = self._followed(self._hint)
         self._previous, previous = self._followed(self._previous)
         rest = offered if offered.draft_tokens else previous
+        self._is_calibrated = bool(rest.parents)
+        if rest.parents:
+            rest = self._best_first(rest)
         self.tail, self.certain = rest.first(self.room), 0
         if self.grammar is not None:
             self._follow_grammar(self.grammar)
@@ -170,12 +196,27 @@ class ActiveRequest:
         The gateway's hint of these tokens may be on its way.
         """
         certain = grammar.certain(self.room) if self.message.max_verified else ()
+        self.tail = self.tail.main
         tokens = self.tail.draft_tokens
         if common_prefix_len(certain, tokens) < len(certain):
             self.tail, tokens = HintTail(certain, (1.0,) * len(certain)), certain
         tail = self.tail.first(grammar.allowed_prefix(tokens))
         self.certain = min(len(certain), len(tail.draft_tokens))
         self.tail = HintTail(tail.draft_tokens, tail.survival, tail.after_mismatch and not self.certain)
+
+    def _best_first(self, tree: HintTail) -> HintTail:
+        """Return the tree with corrected survival, in the order of that."""
+        survival = self.statistics.acceptance.calibrated_tree(tree.parents, tree.survival)
+        order, parents, survival = best_first(tree.parents, survival)
+        tokens = tuple(tree.draft_tokens[node] for node in order)
+        return HintTail(tokens, tuple(survival), parents=parents)
+
+    def _pending(self, hint: Hint, *, anchored: bool = False) -> PendingHint:
+        """Return the hint as this engine can use it. A tree without survival says not what to verify."""
+        if hint.parents and not (self._takes_trees and hint.survival):
+            left = hint.whole.main
+            hint = Hint(hint.position, hint.prefix_hash, left.draft_tokens, left.survival)
+        return PendingHint(hint, self.statistics.acceptance, anchored=anchored)
 
     def _followed(self, hint: PendingHint | None) -> tuple[PendingHint | None, HintTail]:
         if hint is None:
@@ -187,7 +228,9 @@ class ActiveRequest:
         """Return for each offered draft token the chance that it and all before it are accepted."""
         acceptance = self.statistics.acceptance
         rest = self.tail.after(self.certain)
-        if rest.survival:
+        if self._is_calibrated:
+            chances = list(rest.survival)
+        elif rest.survival:
             chances = acceptance.calibrated(list(accumulate(rest.survival, min)))
         else:
             chances = acceptance.survival(len(rest.draft_tokens))
@@ -210,14 +253,14 @@ class ActiveRequest:
         if extension.hint is not None:
             if self._hint is not None and self._hint.hint.end > extension.hint.end:
                 self._previous = self._hint
-            self._hint = PendingHint(extension.hint, self.statistics.acceptance)
+            self._hint = self._pending(extension.hint)
             self._learn_delay(extension.hint, now)
 
     def _learn_delay(self, hint: Hint, now: int) -> None:
         """Record the delay of the first hint after a result that left none; later ones measure nothing."""
         result_ns = next((at for position, at in self._anchors if position == hint.position), None)
         if self._awaits_hint and result_ns is not None:
-            self.statistics.hint_timing.record_arrival(now - result_ns, len(hint.draft_tokens))
+            self.statistics.hint_timing.record_arrival(now - result_ns, hint.end - hint.position)
         self._awaits_hint = False
 
     def take_reused(self) -> int:

@@ -13,6 +13,8 @@ Pure: it knows tokens, blocks and costs. Time is an argument, in nanoseconds of 
    them: the youngest loses its own and gets a cache miss that says how much of its prefix is cached. If too
    many requests wait, the youngest is refused. The caller sets the arrival time and repeats it in retries.
 5. A request with credit continues after its first result, step after step, until its limit or a stop token.
+6. The keys and values of an accepted path of a tree are moved to where those of a chain are, before anything
+   else in the next step: also if their session has ended, because their blocks may be found by their content.
 
 Responses are collected; take them with `take_responses` after any call.
 """
@@ -28,6 +30,7 @@ from galley.core.acceptance import confirm
 from galley.core.content import Miss, SessionKey
 from galley.core.cost.model import LiveStepTimes, StepTimes
 from galley.core.errors import Broken, DeadlinePassed, GalleyError, InvalidField, Overloaded
+from galley.core.kv.compaction import compaction
 from galley.core.kv.table import Reservation
 from galley.core.scheduler.batch import ActiveBatch, BatchTimes, Grant, SchedulerCounts, grant_rows
 from galley.core.scheduler.grammars import SessionGrammars
@@ -44,7 +47,17 @@ from galley.core.scheduler.messages import (
 )
 from galley.core.scheduler.prefill import PrefillBudget
 from galley.core.scheduler.request import ActiveRequest, SessionStatistics
-from galley.core.step import Computed, Draw, Sampled, StepChunk, StepOutcome, StepPlan, TokenRange
+from galley.core.step import (
+    Computed,
+    Draw,
+    Sampled,
+    StepChunk,
+    StepOutcome,
+    StepPlan,
+    TokenMove,
+    TokenRange,
+)
+from galley.core.trees import follow
 
 MAX_ROWS = 256
 _RETRY_AFTER_S = 0.5
@@ -65,6 +78,8 @@ class Linger:
 class Scheduler:
     max_draft_tokens = 0
     """The most draft tokens of a session that a step of this engine verifies; 0: as many as pay."""
+    takes_trees = False
+    """Whether this engine verifies trees; of others it is given the main path, a chain."""
 
     def __init__(
         self,
@@ -100,6 +115,7 @@ class Scheduler:
         self._overall = SessionStatistics()
         self._grammars = SessionGrammars(kv.max_sessions)
         self._batch: ActiveBatch | None = None
+        self._moves: list[TokenMove] = []
         self._preempted: deque[str] = deque(maxlen=_NAMED)
         self._responses: list[Response] = []
         self._last_id = 0
@@ -134,7 +150,9 @@ class Scheduler:
             )
         self._last_id += 1
         memory = self._memory(message.key)
-        request = ActiveRequest(self._last_id, message, memory, now, self.max_draft_tokens)
+        request = ActiveRequest(
+            self._last_id, message, memory, now, self.max_draft_tokens, takes_trees=self.takes_trees
+        )
         self._make_room(request)
         self._requests[request.id] = request
         if self._is_busy(request.key):
@@ -208,6 +226,7 @@ class Scheduler:
         self._active.clear()
         self._arriving.clear()
         self._batch = None
+        self._moves.clear()
         self.kv.clear()
 
     def _admit(self, request: ActiveRequest) -> None:
@@ -347,7 +366,8 @@ class Scheduler:
             request.has_started = True
             request.linger_ns += self._lingering.waited_ns
         chunks = tuple(self._chunk(grant, self.kv.blocks_of(key)) for key, grant in grants.items())
-        plan = StepPlan(chunks, tuple(copies))
+        plan = StepPlan(chunks, tuple(copies), tuple(self._moves))
+        self._moves.clear()
         preempted, evicted = tuple(self._preempted), self.kv.take_evicted()
         self._batch = ActiveBatch(plan, grants, now, preempted, evicted)
         self._preempted.clear()
@@ -362,7 +382,7 @@ class Scheduler:
             tokens = tokens[:]
         if not grant.is_final:
             return StepChunk(start, tokens, blocks, want_logits=0, key=request.key)
-        certain, drawn = drafts[: grant.certain], drafts[grant.certain :]
+        certain, drawn, parents = drafts[: grant.certain], drafts[grant.certain :], grant.drawn_parents
         draw = Draw(
             params=message.sampling,
             history=[*request.tokens, *certain] if certain else request.tokens,
@@ -370,10 +390,11 @@ class Scheduler:
             stop_token_ids=message.stop_token_ids,
             min_tokens=message.min_tokens,
             draft_tokens=drawn,
+            parents=parents,
             logprobs=message.logprobs,
             grammar=None if request.grammar is None else request.grammar.state,
         )
-        return StepChunk(start, tokens, blocks, 1 + len(drawn), draw, request.key)
+        return StepChunk(start, tokens, blocks, 1 + len(drawn), draw, request.key, parents)
 
     def conclude(
         self, plan: StepPlan, outcomes: Sequence[StepOutcome], now: int, batch_span: bytes = b""
@@ -395,10 +416,18 @@ class Scheduler:
         return done.info(self.kv.free, self.queue_depth)
 
     def fail(self, plan: StepPlan, error: GalleyError) -> None:
-        """End a step that failed: its sessions get `error` and keep the KV that they had before it."""
+        """End a step that failed: its sessions get `error` and keep the KV that they had before it.
+
+        Blocks within which it was to move tokens are forgotten.
+        """
         done = self._end(plan)
         for grant in done.grants.values():
             self._respond(grant.request, error)
+        if plan.moves:
+            self.kv.distrust({move.to_block for move in plan.moves})
+            for request in self._active.values():
+                if request.kv_len is not None:
+                    request.kv_len = min(request.kv_len, len(self.kv.tokens_of(request.key)))
         self._admit_arrived(done)
 
     def _end(self, plan: StepPlan) -> ActiveBatch:
@@ -449,6 +478,7 @@ class Scheduler:
         verdict = confirm(
             grant.draft_tokens,
             sampled.tokens,
+            parents=grant.parents,
             position=position,
             max_position=message.max_position,
             stop_token_ids=message.stop_token_ids,
@@ -458,6 +488,8 @@ class Scheduler:
         queue_ns, compute_ns, linger_ns = request.confirm(verdict.tokens, now)
         is_over = self._draining or message.credit == 0 or request.position >= request.limit
         # The last confirmed token has no KV yet: the next step feeds it.
+        if grant.parents:
+            self._compact(grant, position, verdict.tokens[:-1])
         self._computed(request, len(request.tokens) - 1)
         self._respond(
             request,
@@ -465,7 +497,7 @@ class Scheduler:
                 position=position,
                 tokens=verdict.tokens,
                 accepted=verdict.accepted,
-                verified=_verified(grant.draft_tokens, sampled.tokens),
+                verified=_verified(grant, sampled.tokens),
                 logprobs=sampled.logprobs[: len(verdict.tokens)],
                 kv_len=len(request.tokens) - 1,
                 batch_sessions=shared.sessions,
@@ -481,6 +513,12 @@ class Scheduler:
                 batch_span=shared.span,
             ),
         )
+
+    def _compact(self, grant: Grant, root: int, computed: Sequence[int]) -> None:
+        """Have the KV of these tokens, which follow `root`, moved to where it belongs by the next step."""
+        path = follow(grant.draft_tokens, grant.parents, computed)
+        blocks = self.kv.blocks_of(grant.request.key)
+        self._moves += compaction(blocks, self.kv.block_tokens, root, path)
 
     def _respond(self, request: ActiveRequest, outcome: Outcome, *, preempted: bool = False) -> None:
         """Add a response unless the request was cancelled; close the request unless more follows."""
@@ -512,6 +550,7 @@ def _with_certain(grant: Grant, outcome: StepOutcome) -> StepOutcome:
     return outcome
 
 
-def _verified(drafts: tuple[int, ...], tokens: tuple[int, ...]) -> int:
-    """Return how many draft tokens were verified: all, or those before the first bad logits."""
-    return len(tokens) if tokens == drafts[: len(tokens)] else len(drafts)
+def _verified(grant: Grant, tokens: tuple[int, ...]) -> int:
+    """Return how many draft tokens were verified: all, or those of a chain before the first bad logits."""
+    drafts = grant.draft_tokens
+    return len(tokens) if tokens == drafts[: len(tokens)] and not grant.parents else len(drafts)

@@ -27,7 +27,7 @@ class EngineInfo:
 
     `fingerprint` names its build, `weights_digest` the model's files, which are in `directory`; empty if
     unknown. `lora_adapters` names the LoRA adapters that a request may choose; the fingerprint covers their
-    weights.
+    weights. It verifies `trees` of draft tokens, or of each a chain.
     """
 
     model: str
@@ -45,6 +45,7 @@ class EngineInfo:
     weights_digest: str = ""
     directory: Path = Path()
     lora_adapters: tuple[str, ...] = ()
+    trees: bool = False
 
 
 @dataclass(frozen=True, slots=True)

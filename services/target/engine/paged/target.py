@@ -39,6 +39,7 @@ class PagedTarget(Scheduler):
             max_linger_ns=round(limits.max_linger_ms * 1e6),
             max_itl_ns=round(limits.max_itl_ms * 1e6),
         )
+        self.takes_trees = self.info.trees
         self.limits = limits
         self.times = times
         self._engine = engine

@@ -15,7 +15,7 @@ Everything happens on the event loop. Each step takes its `Orders` to the engine
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from galley.core.content import Hit, Miss, PrefixHasher, SessionKey, look_up
@@ -165,6 +165,9 @@ class VllmSessions:
 
     def truncate(self, key: SessionKey, length: int) -> None:
         """Do nothing: a record that is too long is replaced when the session goes on."""
+
+    def distrust(self, blocks: Collection[int]) -> None:
+        """Do nothing: no step moves tokens."""
 
     def make_idle(self, key: SessionKey) -> None:
         session = self._live.pop(key, None)

@@ -251,7 +251,7 @@ async def test_a_bad_item_is_named_and_harms_no_other(
     assert engine.sessions == [1]
 
 
-@pytest.mark.parametrize(("field", "value"), [("parents", [0]), ("want_features", True)])
+@pytest.mark.parametrize(("field", "value"), [("want_features", True)])
 async def test_unsupported_option_is_refused_by_name(
     target: rpc.TargetAsyncStub, field: str, value: Any
 ) -> None:

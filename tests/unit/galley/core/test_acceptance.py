@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from galley.core.acceptance import Verdict, confirm
+from galley.core.trees import CHAIN
 
 FAR = 10**6
 
 
 def verdict(draft: list[int], sampled: list[int], stops: tuple[int, ...] = (), **bounds: int) -> Verdict:
     given_bounds = {"position": 0, "max_position": FAR} | bounds
-    return confirm(draft, sampled, stop_token_ids=frozenset(stops), **given_bounds)
+    return confirm(draft, sampled, parents=CHAIN, stop_token_ids=frozenset(stops), **given_bounds)
 
 
 def test_confirms_the_accepted_and_one_more() -> None:
