@@ -28,7 +28,6 @@ from galley.pb.galley.v1 import galley_pb2_grpc as rpc
 _FIRST_ID = 40
 _PROMPT_TOKENS = 100
 _STREAMS_A_CHANNEL = 50
-_START_S = 90.0
 _PAUSE_S = 0.5
 _PERCENTS = (50, 90, 99)
 # Each channel is a connection of its own, as those of different clients are.
@@ -68,8 +67,7 @@ class Clients:
         gateways, store = Cpu(load.pids), Cpu(load.store)
         sending = asyncio.create_task(self._arrive() if load.arrivals_per_s else self._keep_open())
         try:
-            async with asyncio.timeout(_START_S):
-                await self._all_started.wait()
+            await self._wait_for_start()
             await asyncio.sleep(load.warm_s)
             heard.is_open = True
             # Streams of before the window are none of it.
@@ -82,6 +80,14 @@ class Clients:
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
+
+    async def _wait_for_start(self) -> None:
+        try:
+            async with asyncio.timeout(self._load.start_s):
+                await self._all_started.wait()
+        except TimeoutError:
+            if not (self._load.partly and self._started):
+                raise
 
     async def _keep_open(self) -> None:
         async def again(number: int) -> None:
@@ -170,6 +176,7 @@ class Clients:
             hinted=heard.hinted,
             refusal_ms=_percentiles_ms(heard.refusals_s),
             failed=tuple(f"{count} x {what}" for what, count in heard.failed.most_common(5)),
+            started=len(self._started),
         )
 
 

@@ -13,7 +13,8 @@ class Load:
 
     `streams` are kept open, each answer followed by the next. With `arrivals_per_s`, answers begin at that
     rate instead, whatever becomes of those before. `drafted` tokens are drafted for each round; 0: plain
-    decoding. CPU time is that of the gateways `pids` and of the `store`.
+    decoding. CPU time is that of the gateways `pids` and of the `store`. All streams start within `start_s`;
+    `partly`: measure those that have, where a saturated gateway refuses the others.
     """
 
     gateways: tuple[str, ...]
@@ -25,6 +26,8 @@ class Load:
     drafted: int = 0
     warm_s: float = 1.0
     window_s: float = 5.0
+    start_s: float = 90.0
+    partly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Measured:
 
     Gaps lie between two messages of a stream. Streams that began in the window and still `waiting` for
     their first token at its end count with the time that they have waited. A refusal is `hinted` if it says
-    when to retry.
+    when to retry. `started` of the streams had a token before the window.
     """
 
     seconds: float
@@ -50,6 +53,7 @@ class Measured:
     hinted: int
     refusal_ms: tuple[float, ...]
     failed: tuple[str, ...]
+    started: int = 0
 
     @property
     def us_per_token(self) -> float:

@@ -38,7 +38,7 @@ def row_of(cell: Cell) -> tuple[str, ...]:
     return (
         cell.part,
         cell.verdict,
-        str(cell.streams or "arriving"),
+        _streams(cell),
         cell.arm,
         f"{measured.us_per_token:.0f}",
         f"{measured.store_us_per_token:.0f}",
@@ -50,6 +50,13 @@ def row_of(cell: Cell) -> tuple[str, ...]:
         f"{measured.refused}/{measured.began}",
         "; ".join(measured.failed),
     )
+
+
+def _streams(cell: Cell) -> str:
+    if not cell.streams:
+        return "arriving"
+    started = cell.measured.started
+    return str(cell.streams) if started >= cell.streams else f"{started} of {cell.streams}"
 
 
 COLUMNS = (
@@ -159,6 +166,7 @@ def summary(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             "verdict": verdict,
             "streams": streams,
             "arm": arm,
+            "started": blocks[-1].started,
             "blocks": len(blocks),
             "us_per_token": [round(block.us_per_token, 1) for block in blocks],
             "store_us_per_token": [round(block.store_us_per_token, 1) for block in blocks],

@@ -24,6 +24,8 @@ _OVERLOAD, _OVERLOAD_TOKENS, _OVERLOAD_WINDOWS, _BUSY_STREAMS = 1.5, 64, 3.0, 60
 OVERLOAD_SLOTS = (64, 2000)
 # So many streams get each their next credit at another time only in a longer window.
 _MANY, _MANY_WINDOWS = 1000, 2.0
+# A saturated gateway refuses streams; after this time those that have started are measured.
+_SATURATED_START_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,12 @@ class Bench:
                 await self._profile(f"{PACED}, {verdict}", stack, verdict)
 
     async def _saturated(self) -> None:
-        """Measure what one gateway carries: its targets answer at once."""
+        """Measure what one gateway carries: its targets answer at once, and it refuses streams beyond."""
         async with Cluster(self._model_dir).stack() as stack:
             for verdict in self.options.verdicts:
                 for streams in self.options.streams:
-                    await self._cell(SATURATED, verdict, stack, self._load(streams, verdict))
+                    load = replace(self._load(streams, verdict), partly=True, start_s=_SATURATED_START_S)
+                    await self._cell(SATURATED, verdict, stack, load)
             await self._profile(f"{SATURATED}, {ONE}", stack, ONE)
 
     async def _overload(self) -> None:

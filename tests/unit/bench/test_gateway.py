@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from bench.gateway.__main__ import parse
 from bench.gateway.load import Measured
 from bench.gateway.profile import summarize
 from bench.gateway.replicas import MAX_DRAFT_TOKENS, Text, VerdictQueue
-from bench.gateway.report import goals, telemetry_ratio
+from bench.gateway.report import goals, row_of, telemetry_ratio
 from bench.gateway.run import (
     GATEWAYS,
     ONE,
@@ -54,6 +55,12 @@ def test_the_cpu_of_a_token_is_bounded_at_each_number_of_streams_and_must_be_fla
     )
     assert [(goal.name, goal.met) for goal in found] == [("cpu", True), ("cpu", False), ("flat", False)]
     assert found[2].measured == "1.31 [1.31, 1.31]x"
+
+
+def test_a_row_says_how_many_streams_a_saturated_gateway_took() -> None:
+    some = replace(measured(), started=312)
+    assert row_of(Cell(SATURATED, ONE, 500, "", some))[2] == "312 of 500"
+    assert row_of(Cell(SATURATED, ONE, 312, "", some))[2] == "312"
 
 
 def test_saturation_is_judged_where_there_are_many_streams() -> None:
