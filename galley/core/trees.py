@@ -26,6 +26,20 @@ def parent_of(parents: Sequence[int], node: int) -> int:
     return parents[node] if parents else node - 1
 
 
+def child_of(tokens: Sequence[int], parents: Sequence[int], node: int, token: int) -> int | None:
+    """Return the child of `node` that has the token, None if none has it."""
+    candidates = candidates_after(parents, len(tokens), node)
+    return next((candidate for candidate in candidates if tokens[candidate] == token), None)
+
+
+def children_of(parents: Sequence[int], count: int) -> dict[int, list[int]]:
+    """Return the children, in order, of each of `count` nodes and of the root."""
+    children: dict[int, list[int]] = {node: [] for node in range(ROOT, count)}
+    for node in range(count):
+        children[parent_of(parents, node)].append(node)
+    return children
+
+
 def valid_count(tokens: Sequence[int], parents: Sequence[int]) -> int:
     """Return how many of the first nodes are a tree: all, unless a parent is not an earlier node.
 
@@ -125,6 +139,12 @@ def subtree(parents: Sequence[int], count: int, node: int) -> tuple[list[int], P
     return list(kept), simplified(
         [ROOT if (parent := parent_of(parents, other)) == node else kept[parent] for other in kept]
     )
+
+
+def kept(parents: Sequence[int], nodes: Sequence[int]) -> Parents:
+    """Return the parents of `nodes` among themselves: those of each, up to the root, must be of them."""
+    place = {node: index for index, node in enumerate(nodes)} | {ROOT: ROOT}
+    return simplified([place[parent_of(parents, node)] for node in nodes])
 
 
 def chances(parents: Sequence[int], survival: Sequence[float]) -> list[float]:

@@ -1,15 +1,15 @@
 """Sample on the logits' device: for most draws the host gets only the tokens, in one transfer.
 
-The rows of a draw that `is_drawn_here` are sampled on the device, all at once. None depends on the draft
-token before it, so acceptance can be decided afterwards. The rows of all other draws come to the host in the
-same transfer and are sampled there. The results are those of galley/engine/sampling/draw.py; the noise uses
-the device's logarithms and agrees to 1e-6 with the host's.
+The rows of a draw that `is_drawn_here` are sampled on the device, all at once, those of a tree too. None
+depends on the draft tokens before it, but for their number, so acceptance can be decided afterwards. The rows
+of all other draws come to the host in the same transfer and are sampled there. The results are those of
+galley/engine/sampling/draw.py; the noise uses the device's logarithms and agrees to 1e-6 with the host's.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 from galley.common.logs import get_logger
 from galley.core.noise import GUMBEL, LANES, MULTIPLIERS, ROUNDS, WEYL, halves
 from galley.core.step import Draw, Sampled
+from galley.core.trees import ROOT, child_of, depths
 from galley.engine.cuda.device import host_buffer, to_host
 from galley.engine.sampling.allowed import constrain
 from galley.engine.sampling.draw import Outcome, draw_rows
@@ -59,14 +60,12 @@ def _rows_of(draw: Draw, end: int) -> range:
 
 
 def _outcome(draw: Draw, tokens: list[int]) -> Outcome:
-    """Keep tokens up to the first that differs from its draft token, or before the first bad row."""
+    """Keep the tokens from the first row on until no draft token has the last, or before a bad row."""
     kept: list[int] = []
-    for i, token in enumerate(tokens):
-        if token == NOTHING:
-            break
+    node: int | None = ROOT
+    while node is not None and (token := tokens[node + 1]) != NOTHING:
         kept.append(token)
-        if draw.draft_tokens[i : i + 1] != (token,):
-            break
+        node = child_of(draw.draft_tokens, draw.parents, node, token)
     return Sampled(tuple(kept)) if kept else no_maximum(draw)
 
 
@@ -74,7 +73,7 @@ def _fetch(
     logits: Tensor, here: Sequence[tuple[Draw, int]], others: list[int]
 ) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
     """Return on the host each row's token, valid for draws `here`, and the logits of the rows `others`."""
-    noisy = [_record(*pair, row) for pair in here for row in _rows_of(*pair) if not pair[0].params.is_greedy]
+    noisy = [record for pair in here if not pair[0].params.is_greedy for record in _records(*pair)]
     uploaded = _upload([*others, *(number for record in noisy for number in record)], logits.device)
     count, vocab = logits.shape
     tokens = uploaded[:0]
@@ -88,11 +87,12 @@ def _fetch(
     return packed[:first], packed[first:].view(np.float32).reshape(len(others), vocab)
 
 
-def _record(draw: Draw, end: int, row: int) -> tuple[int, ...]:
-    """Return a row that needs noise as _NOISY_COLUMNS numbers below 2**32."""
-    position = len(draw.history) + row - _rows_of(draw, end).start
+def _records(draw: Draw, end: int) -> Iterator[tuple[int, ...]]:
+    """Yield each row of a draw that needs noise, as _NOISY_COLUMNS numbers below 2**32."""
     bits = int(np.float32(kernel_temperature(draw.params)).view(np.int32))
-    return (row, *halves(draw.params.seed), *halves(position), bits)
+    before = (-1, *depths(draw.parents, len(draw.draft_tokens)))
+    for row, depth in zip(_rows_of(draw, end), before, strict=True):
+        yield (row, *halves(draw.params.seed), *halves(len(draw.history) + depth + 1), bits)
 
 
 def _upload(values: list[int], device: torch.device) -> Tensor:

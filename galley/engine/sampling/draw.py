@@ -1,10 +1,13 @@
 """Sample tokens on the CPU: process logits with each position's history, then take the Gumbel-max.
 
 Each row is processed by itself, so its token is a function of its logits, its history and the seed, and of no
-other row. Order of processing: grammar mask, logit_bias, min_tokens (masks the stop tokens), repetition
-penalty, frequency and presence penalty, temperature, top_k, top_p, min_p. Ties are ordered by (logit
-descending, id ascending): top_k keeps exactly k, top_p the shortest such prefix that reaches its mass, and of
-equal scores the lowest id wins. min_p is relative to the largest probability.
+other row. A draw begins at its first row and goes on with the row after the draft token that was drawn, so
+only one path of a tree is sampled.
+
+Order of processing: grammar mask, logit_bias, min_tokens (masks the stop tokens), repetition penalty,
+frequency and presence penalty, temperature, top_k, top_p, min_p. Ties are ordered by (logit descending, id
+ascending): top_k keeps exactly k, top_p the shortest such prefix that reaches its mass, and of equal scores
+the lowest id wins. min_p is relative to the largest probability.
 
 The winner is argmax of float64(scaled logit) + gumbel(seed, position, token) (galley/core/noise.py). Noise
 is bounded, so most tokens cannot win whatever their noise is: the kernels find the same winner with less.
@@ -41,7 +44,7 @@ from galley.engine.sampling.layout import (
     has_penalties,
     kernel_temperature,
     least_logit,
-    masked_rows,
+    masked_positions,
     no_maximum,
 )
 
@@ -57,6 +60,9 @@ def check_rows(rows: int, draws: Sequence[Draw]) -> None:
     expected = sum(len(draw.draft_tokens) + 1 for draw in draws)
     if rows != expected:
         raise Broken(f"logits: must have {expected} rows for these draws, got {rows}")
+    for draw in draws:
+        if draw.parents and len(draw.parents) != len(draw.draft_tokens):
+            raise Broken(f"parents: must be {len(draw.draft_tokens)}, got {len(draw.parents)}")
 
 
 def host_rows(logits: Tensor) -> Floats:
@@ -64,7 +70,7 @@ def host_rows(logits: Tensor) -> Floats:
 
 
 def draw_rows(rows: Floats, draws: Sequence[Draw]) -> list[Outcome]:
-    """Sample each draw's rows of float32 `rows` [rows, vocab], up to the first rejected draft token.
+    """Sample rows of float32 `rows` [rows, vocab] for each draw, until no draft token is the one drawn.
 
     Each draw has len(draft_tokens) + 1 rows, in the order of `draws`. Logprobs are those before any
     processing. A row with NaN, or without a possible token, is bad: its draw ends before it, with the
@@ -73,17 +79,18 @@ def draw_rows(rows: Floats, draws: Sequence[Draw]) -> list[Outcome]:
     """
     threads = openmp.worth(openmp.threads(), rows.size * _LOGIT_NS) if len(draws) > 1 else 1
     scratch = _scratch(threads, rows.shape[1], penalized=any(map(has_penalties, draws)))
-    tokens, counts = np.empty(len(rows), dtype=np.int64), np.empty(len(draws), dtype=np.int64)
+    tokens, path = np.empty((2, len(rows)), dtype=np.int64)
+    counts = np.empty(len(draws), dtype=np.int64)
     records, ids, biases = _pack(draws)
-    _compiled()[0](threads, rows, records, ids, biases, allowed_rows(draws), tokens, counts, scratch)
+    _compiled()[0](threads, rows, records, ids, biases, allowed_rows(draws), tokens, path, counts, scratch)
     drawn = list(zip(draws, records["row"].tolist(), counts.tolist(), strict=True))
     listed = [
-        (row, min(draw.logprobs, rows.shape[1]))
+        (index, min(draw.logprobs, rows.shape[1]))
         for draw, first, count in drawn
         if draw.logprobs is not None
-        for row in range(first, first + count)
+        for index in range(first, first + count)
     ]
-    logprobs = _logprobs(rows, listed, tokens, scratch)
+    logprobs = _logprobs(rows, path, listed, tokens, scratch)
     return [_outcome(draw, tokens[first : first + count].tolist(), logprobs) for draw, first, count in drawn]
 
 
@@ -132,16 +139,18 @@ def _pack(draws: Sequence[Draw]) -> tuple[NDArray[np.void], Ids, Floats]:
     end = masks = 0
     for draw in draws:
         history: Collection[int] = draw.history if has_penalties(draw) else ()
-        masked: Collection[int] = draw.stop_token_ids if masked_rows(draw) else ()
-        prompt = end + len(draw.draft_tokens)
+        masked: Collection[int] = draw.stop_token_ids if masked_positions(draw) else ()
+        parents = end + len(draw.draft_tokens)
+        prompt = parents + len(draw.parents)
         output = prompt + min(draw.prompt_len, len(history))
         bias = prompt + len(history)
         mask = bias + len(draw.params.logit_bias)
         end = mask + len(masked)
-        records.append((row, prompt, output, bias, mask, end, len(biases), *draw_record(draw, masks)))
+        places = (row, parents, prompt, output, bias, mask, end, len(biases))
+        records.append((*places, *draw_record(draw, masks)))
         masks += 0 if draw.allowed is None else len(draw.allowed)
         row += len(draw.draft_tokens) + 1
-        ids += (draw.draft_tokens, history, draw.params.logit_bias, masked)
+        ids += (draw.draft_tokens, draw.parents, history, draw.params.logit_bias, masked)
         biases += draw.params.logit_bias.values()
     flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=end)
     return np.array(records, dtype=DRAW), flat, np.array(biases, dtype=np.float32)
@@ -153,7 +162,7 @@ def draw_record(draw: Draw, masks: int) -> tuple[float, ...]:
     return (
         params.seed,
         len(draw.history),
-        masked_rows(draw),
+        masked_positions(draw),
         NOTHING if draw.allowed is None else masks,
         params.top_k,
         params.top_p,
@@ -167,19 +176,20 @@ def draw_record(draw: Draw, masks: int) -> tuple[float, ...]:
 
 
 def _logprobs(
-    rows: Floats, listed: Sequence[tuple[int, int]], tokens: Ids, scratch: Scratch
+    rows: Floats, path: Ids, listed: Sequence[tuple[int, int]], tokens: Ids, scratch: Scratch
 ) -> Iterator[PositionLogprobs | None]:
-    """Yield the logprobs of each listed row's token, with the row's likeliest tokens, as many as listed.
+    """Yield the logprobs of each listed token, with the likeliest tokens of its row, as many as listed.
 
     Yields None for logits without a finite maximum.
     """
     if not listed:
         return
-    at, tops = np.array(listed, dtype=np.int64).T.copy()
+    indices, tops = np.array(listed, dtype=np.int64).T.copy()
+    at = path[indices]
     norms = np.empty(len(at), dtype=np.float64)
     ids = np.zeros((len(at), tops.max()), dtype=np.int64)
     _compiled()[1](rows, at, tops, norms, ids, scratch)
-    own = rows[at, tokens[at]] - norms
+    own = rows[at, tokens[indices]] - norms
     likeliest = rows[at[:, None], ids] - norms[:, None]  # [listed, top]
     for i, top in enumerate(tops.tolist()):
         best = zip(ids[i, :top].tolist(), likeliest[i, :top].tolist(), strict=True)

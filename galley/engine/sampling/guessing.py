@@ -32,7 +32,7 @@ from galley.engine.sampling.layout import DRAW, NOTHING, Floats, Ids, no_maximum
 # Time a logit costs, at least.
 _LOGIT_NS = 2.0
 # The places of a draw's ids, of which a plain draw has none.
-_NO_IDS = (0,) * 7
+_NO_IDS = (0,) * 8
 _COLUMNS: Final = 64  # noise computed at once
 _LOWEST: Final = np.float32(-np.inf)
 

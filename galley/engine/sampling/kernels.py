@@ -32,6 +32,7 @@ def _draw_some(
     biases: Floats,
     allowed: Words,
     tokens: Ids,
+    path: Ids,
     drawn: Ids,
     scratch: Scratch,
 ) -> None:
@@ -39,7 +40,7 @@ def _draw_some(
     for d in range(first, last):
         draw = draws[d]
         start = draws[d - 1].end if d > 0 else 0
-        end = draw.row + draw.prompt - start + 1
+        end = draw.row + draw.parents - start + 1
         drawn[d] = _draw(
             logits[draw.row : end],
             draw,
@@ -47,6 +48,7 @@ def _draw_some(
             biases,
             allowed,
             tokens[draw.row : end],
+            path[draw.row : end],
             start,
             own,
         )
@@ -60,15 +62,17 @@ def draw_rows(
     biases: Floats,
     allowed: Words,
     tokens: Ids,
+    path: Ids,
     drawn: Ids,
     scratch: Scratch,
 ) -> None:
-    """Sample every draw's rows of `logits` [rows, vocab], each up to the first rejected draft token.
+    """Sample the rows of `logits` [rows, vocab] that each draw comes to, until no draft token has its token.
 
     A row whose logits have no finite maximum also ends its draw, without a token. A draw's tokens go to
-    `tokens` [rows] from its first row on, their number to `drawn` [draws].
+    `tokens` [rows] from its first row on, the rows that they were sampled from to `path` [rows], and their
+    number to `drawn` [draws].
     """
-    _draw_some(threads, len(draws), logits, draws, ids, biases, allowed, tokens, drawn, scratch)
+    _draw_some(threads, len(draws), logits, draws, ids, biases, allowed, tokens, path, drawn, scratch)
 
 
 @part
@@ -79,36 +83,55 @@ def _draw(
     biases: Floats,
     allowed: Words,
     tokens: Ids,
+    path: Ids,
     at: int,
     scratch: Scratch,
 ) -> int:
-    """Sample one draw; return how many tokens. `ids` are its own, which start at `at` of all ids."""
+    """Sample one draw; return how many tokens. `ids` are its own, which start at `at` of all ids.
+
+    The row after draft token i is row i + 1. A token's noise, penalties and mask are those of its position
+    and of the draft tokens on its path.
+    """
+    drafts, parents = ids[: draw.parents - at], ids[draw.parents - at : draw.prompt - at]
     if draw.penalized:
         _remember(ids[draw.prompt - at : draw.output - at], 0, scratch)
         _remember(ids[draw.output - at : draw.bias - at], 1, scratch)
-    result = len(logits)
-    for i in range(len(logits)):
-        row = logits[i]
+    i, count = 0, 0
+    while True:
+        row, is_masked = logits[i], count < draw.masked_positions
         is_constrained = draw.allowed != NOTHING
-        if draw.penalized or draw.mask > draw.bias or i < draw.masked_rows or is_constrained:
+        if draw.penalized or draw.mask > draw.bias or is_masked or is_constrained:
             row = scratch.row
             if is_constrained:
                 copy_allowed(logits[i], allowed[draw.allowed + i], row)
             else:
                 for j in range(len(row)):
                     row[j] = logits[i, j]
-            _edit(row, draw, ids[draw.bias - at :], biases, i < draw.masked_rows, scratch)
-        tokens[i] = _choose(row, draw, draw.position + np.uint64(i), scratch)
-        if tokens[i] == NOTHING:
-            result = i
+            _edit(row, draw, ids[draw.bias - at :], biases, is_masked, scratch)
+        tokens[count] = _choose(row, draw, draw.position + np.uint64(count), scratch)
+        if tokens[count] == NOTHING:
             break
-        if i + 1 < len(logits) and tokens[i] != ids[i]:
-            result = i + 1
+        path[count] = draw.row + i
+        count += 1
+        child = _child(drafts, parents, i - 1, tokens[count - 1])
+        if child == NOTHING:
             break
         if draw.penalized:
-            _remember(tokens[i : i + 1], 1, scratch)
+            _remember(tokens[count - 1 : count], 1, scratch)
+        i = child + 1
     _forget(scratch)
-    return result
+    return count
+
+
+@part
+def _child(drafts: Ids, parents: Ids, node: int, token: int) -> int:
+    """Return the draft token after `node` that is `token`, or NOTHING; node -1 is before all of them."""
+    if len(parents) == 0:
+        return node + 1 if node + 1 < len(drafts) and drafts[node + 1] == token else NOTHING
+    for child in range(node + 1, len(drafts)):
+        if parents[child] == node and drafts[child] == token:
+            return child
+    return NOTHING
 
 
 @part

@@ -22,12 +22,14 @@ part = njit(nogil=True, error_model="numpy")
 NOTHING: Final = -1  # in place of a token
 
 # One draw, as the kernels read it. The `ids` of all draws lie end to end; each draw's are its draft tokens,
-# the prompt and the output (both empty without penalties), the tokens of its biases, the masked tokens.
+# their parents (none of a chain), the prompt and the output (both empty without penalties), the tokens of its
+# biases, the masked tokens.
 # Ids beyond the logits are ignored: a draft's vocabulary may be padded, and its tokens may be anything.
 DRAW: Final = np.dtype(
     [
         ("row", np.int64),  # its first row
-        ("prompt", np.int64),  # start of the prompt in `ids`: the end of the draft tokens
+        ("parents", np.int64),  # start of the parents in `ids`: the end of the draft tokens
+        ("prompt", np.int64),
         ("output", np.int64),
         ("bias", np.int64),
         ("mask", np.int64),
@@ -35,7 +37,7 @@ DRAW: Final = np.dtype(
         ("bias_values", np.int64),  # start of its biases in `biases`
         ("seed", np.uint64),
         ("position", np.uint64),  # position of the first row
-        ("masked_rows", np.int64),  # number of first rows with the mask
+        ("masked_positions", np.int64),  # number of first positions with the mask
         ("allowed", np.int64),  # row of its first mask of allowed tokens, or NOTHING
         ("top_k", np.int64),  # 0: all
         ("top_p", np.float64),  # 1: all
@@ -89,8 +91,8 @@ def least_logit(params: SamplingParams) -> float:
     return math.log(params.min_p) if params.min_p > 0.0 else -math.inf
 
 
-def masked_rows(draw: Draw) -> int:
-    """Return how many of the first rows mask the stop tokens, because `min_tokens` are not reached."""
+def masked_positions(draw: Draw) -> int:
+    """Return at how many of the first positions stop tokens are masked: `min_tokens` are not reached."""
     if not draw.stop_token_ids:
         return 0
     return max(0, draw.min_tokens - (len(draw.history) - draw.prompt_len))
@@ -104,7 +106,7 @@ def has_penalties(draw: Draw) -> bool:
 def is_plain(draw: Draw) -> bool:
     """Return True if tokens depend on logits, filters, temperature and noise alone, without logprobs."""
     return not (
-        has_penalties(draw) or draw.params.logit_bias or masked_rows(draw) or draw.logprobs is not None
+        has_penalties(draw) or draw.params.logit_bias or masked_positions(draw) or draw.logprobs is not None
     )
 
 

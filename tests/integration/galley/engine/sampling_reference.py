@@ -28,20 +28,29 @@ def sample(logits: Tensor, draw: Draw, guesses: Sequence[int] = ()) -> list[int]
 
 
 def expected(logits: Floats, draw: Draw) -> Sampled | None:
+    """Return what a draw is to give: the walk through its tree, a token at a time."""
     tokens: list[int] = []
-    for row, guess in zip(logits, [*draw.draft_tokens, None], strict=True):
-        token = _choose(row, draw, tokens)
-        if token is None or (draw.logprobs is not None and not np.isfinite(row.max())):
+    rows: list[int] = []
+    at: list[int] = [0]
+    while at:
+        token = choose(logits, at[0], draw, tokens)
+        if token is None or (draw.logprobs is not None and not np.isfinite(logits[at[0]].max())):
             break
         tokens.append(token)
-        if token != guess:
-            break
+        rows.append(at[0])
+        at = [row for row in rows_after(draw, at[0]) if draw.draft_tokens[row - 1] == token]
     if not tokens:
         return None
     if draw.logprobs is None:
         return Sampled(tuple(tokens))
-    pairs = zip(logits, tokens, strict=False)
+    pairs = zip(logits[rows], tokens, strict=True)
     return Sampled(tuple(tokens), tuple(_logprobs(row, token, draw.logprobs) for row, token in pairs))
+
+
+def rows_after(draw: Draw, row: int) -> list[int]:
+    """Return the rows of the draft tokens that follow that of `row`, or of the first ones for row 0."""
+    parents = draw.parents or range(-1, len(draw.draft_tokens) - 1)
+    return [node + 1 for node, parent in enumerate(parents) if parent + 1 == row]
 
 
 def _logprobs(row: Floats, token: int, top: int) -> PositionLogprobs:
@@ -65,9 +74,10 @@ def _is_allowed(draw: Draw, row: int, token: int) -> bool:
     return draw.allowed is None or bool(int(draw.allowed[row, token // 32]) >> token % 32 & 1)
 
 
-def _choose(row: Floats, draw: Draw, accepted: Sequence[int]) -> int | None:
-    excluded = [token for token in range(len(row)) if not _is_allowed(draw, len(accepted), token)]
-    row = row.copy()
+def choose(logits: Floats, index: int, draw: Draw, accepted: Sequence[int]) -> int | None:
+    """Return the token of a row, which follows the `accepted` draft tokens; None if it has no maximum."""
+    row = logits[index].copy()
+    excluded = [token for token in range(len(row)) if not _is_allowed(draw, index, token)]
     with np.errstate(invalid="ignore"):
         row[excluded] -= np.inf  # NaN stays, and +inf becomes NaN
     row = _processed(row, draw, [*draw.history[draw.prompt_len :], *accepted])
