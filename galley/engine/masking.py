@@ -33,7 +33,7 @@ def confirmed_mask(state: GrammarState, draw: Draw) -> NDArray[np.uint32]:
     state.may_compile = True
     state.confirm(draw.history[draw.prompt_len + state.length :])
     began_ns = time.perf_counter_ns()
-    mask = state.masks(draw.draft_tokens)
+    mask = state.masks(draw.draft_tokens, draw.parents)
     row_ns = (time.perf_counter_ns() - began_ns) // len(mask)
     # A thread that waited for a core is not taken for a grammar that is slow step after step.
     state.row_ns = min(row_ns, 2 * state.row_ns + _ROW_NS)

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from galley.core.errors import Broken, GalleyError
 from galley.core.grammar.lexer import READ_TOKENS, Lexer, Operation, T
 from galley.core.grammar.limits import DEFAULT_LIMITS, GrammarFailed, GrammarLimits, GrammarUnready
+from galley.core.grammar.rows import ALL, fill_below, fill_row, fill_tree, is_set
 from galley.core.grammar.source import native_grammar
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.grammar.vocabulary import Vocabulary
+from galley.core.trees import CHAIN, ROOT, Parents, child_of, children_of, parent_of, path_to
 
-_ALL = np.uint32(0xFFFFFFFF)
 # A compiled grammar was measured to take less, before sessions use it: a constant, and for each byte of text.
 _BASE_BYTES, _BYTES_PER_BYTE = 128 * 1024, 400
 
@@ -133,15 +134,20 @@ class CompiledGrammar:
         self,
         tokens: Sequence[int],
         draft_tokens: Sequence[int],
+        parents: Parents,
         rows: NDArray[np.uint32],
         *,
         may_compile: bool,
     ) -> None:
         """Fill `rows` as `GrammarState.masks` does. A row that fails allows end tokens only."""
-        for index, row in enumerate(rows):
-            before, after = [*tokens, *draft_tokens[:index]], draft_tokens[index : index + 1]
-            if not self.decide(before, partial(_fill_row, row, after), may_compile=may_compile):
-                return
+        children, usual = children_of(parents, len(draft_tokens)), {ROOT: True}
+        reached = [ROOT]
+        for node in reached:  # which grows
+            before = [*tokens, *(draft_tokens[at] for at in path_to(parents, node))]
+            row = rows[node + 1]
+            if self.decide(before, partial(fill_row, row, usual[node]), may_compile=may_compile):
+                reached += children[node]
+                usual |= {child: usual[node] and is_set(row, draft_tokens[child]) for child in children[node]}
 
     def _made(self) -> Lexer:
         return Lexer(self.vocabulary, self.spec, self._native, self._limits, self._has_grown)
@@ -152,13 +158,6 @@ class CompiledGrammar:
 
     def _has_grown(self) -> None:
         self.grew(self)
-
-
-def _fill_row(row: NDArray[np.uint32], after: Sequence[int], matcher: LLMatcher) -> bool:
-    """Fill a row; return True if the token after it is allowed."""
-    is_allowed = matcher.validate_tokens(list(after)) > 0
-    matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-    return is_allowed and not matcher.is_error()
 
 
 class GrammarState:
@@ -225,22 +224,22 @@ class GrammarState:
         for at in range(begin, len(tokens), READ_TOKENS):
             self._read(list(tokens[at : at + READ_TOKENS]))
 
-    def masks(self, draft_tokens: Sequence[int]) -> NDArray[np.uint32]:
+    def masks(self, draft_tokens: Sequence[int], parents: Parents = CHAIN) -> NDArray[np.uint32]:
         """Return which tokens may follow, as bits: bit t % 32 of word t // 32 is that of token t.
 
-        The shape is [len(draft_tokens) + 1, mask_words]. Row i holds after draft_tokens[:i]. Rows after a
-        draft token that is not allowed, or after the end of the text, are all ones. The state stays as it is.
-        Other threads run meanwhile. Raise GrammarUnready if it would have to compile, and may not.
+        The shape is [len(draft_tokens) + 1, mask_words]. Row 0 holds after the confirmed tokens, row i + 1
+        after draft token i and those before it on its path. Rows after a draft token that is not allowed, or
+        after the end of the text, are all ones. The state stays as it is. Other threads run meanwhile. Raise
+        GrammarUnready if it would have to compile, and may not.
         """
-        rows = np.full((len(draft_tokens) + 1, self._compiled.vocabulary.mask_words), _ALL, np.uint32)
+        rows = np.full((len(draft_tokens) + 1, self._compiled.vocabulary.mask_words), ALL, np.uint32)
         if not self._has_begun:
-            self._fill_reasoning(draft_tokens, rows)
-        elif self._opens(draft_tokens):
-            self._fill((), rows[:1])
-            self._fill_reasoning(draft_tokens[1:], rows[1:])
-        else:
-            self._fill(draft_tokens, rows)
+            self._fill_reasoning(draft_tokens, parents, rows)
+            return rows
+        self._fill(draft_tokens, parents, rows)
         if (opening := self._opening) is not None:
+            if (opened := child_of(draft_tokens, parents, ROOT, opening)) is not None:
+                fill_below(opened, draft_tokens, parents, rows, self._fill_reasoning)
             rows[0, opening >> 5] |= np.uint32(1 << (opening & 31))
         return rows
 
@@ -251,7 +250,7 @@ class GrammarState:
         """
         tried = self._after(ahead)
         if tried is None:
-            return np.full(self._compiled.vocabulary.mask_words, _ALL, np.uint32)
+            return np.full(self._compiled.vocabulary.mask_words, ALL, np.uint32)
         return tried.masks(()).reshape(-1)
 
     def allowed_prefix(self, tokens: Sequence[int], ahead: Sequence[int] = ()) -> int:
@@ -272,6 +271,24 @@ class GrammarState:
             return self._decide(lambda matcher: matcher.validate_tokens(list(tokens)))
         except GrammarUnready:
             return 0
+
+    def allowed_nodes(
+        self, tokens: Sequence[int], parents: Parents = CHAIN, ahead: Sequence[int] = ()
+    ) -> Sequence[int]:
+        """Return the nodes of a tree that the grammar allows after `ahead`, in order.
+
+        What is below a node that is not allowed is not allowed either.
+        """
+        if not parents:
+            return range(self.allowed_prefix(tokens, ahead))
+        allowed, refused = set[int](), set[int]()
+        for leaf in sorted(set(range(len(tokens))).difference(parents)):
+            path = path_to(parents, leaf)
+            if refused.isdisjoint(path):
+                count = self.allowed_prefix([tokens[node] for node in path], ahead)
+                allowed.update(path[:count])
+                refused.update(path[count : count + 1])
+        return sorted(allowed)
 
     def forced(self, most: int, ahead: Sequence[int] = ()) -> tuple[int, ...]:
         """Return at most `most` tokens that are certain after `ahead`, as the tokenizer writes them."""
@@ -300,12 +317,22 @@ class GrammarState:
         after = self._spec.after_token
         return next((i + 1 for i, token in enumerate(tokens) if token == after), len(tokens) + 1)
 
-    def _fill_reasoning(self, draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
-        begin = self._begin(draft_tokens)
+    def _fill_reasoning(
+        self, draft_tokens: Sequence[int], parents: Parents, rows: NDArray[np.uint32]
+    ) -> None:
         for token in self._compiled.vocabulary.end_tokens:
-            rows[:begin, token >> 5] &= ~np.uint32(1 << (token & 31))
-        if begin < len(rows):
-            self._compiled.fill((), draft_tokens[begin:], rows[begin:], may_compile=self.may_compile)
+            rows[:, token >> 5] &= ~np.uint32(1 << (token & 31))
+        begun = set[int]()
+        for node, token in enumerate(draft_tokens):
+            if parent_of(parents, node) in begun:
+                begun.add(node)
+            elif token == self._spec.after_token:
+                begun.add(node)
+                fill_below(node, draft_tokens, parents, rows, self._fill_new)
+
+    def _fill_new(self, draft_tokens: Sequence[int], parents: Parents, rows: NDArray[np.uint32]) -> None:
+        """Fill rows of a text that begins with the draft tokens."""
+        self._compiled.fill((), draft_tokens, parents, rows, may_compile=self.may_compile)
 
     def _reasoning_prefix(self, tokens: Sequence[int]) -> int:
         begin, ends = self._begin(tokens), self._compiled.vocabulary.end_tokens
@@ -385,17 +412,21 @@ class GrammarState:
         self._tokens += tokens
         self.length += len(tokens)
 
-    def _fill(self, draft_tokens: Sequence[int], rows: NDArray[np.uint32]) -> None:
+    def _fill(self, draft_tokens: Sequence[int], parents: Parents, rows: NDArray[np.uint32]) -> None:
         lexer = self._compiled.lexer(may_compile=self.may_compile)
         matcher = lexer.matcher_of(self, self._tokens)
-        lexer.apply(partial(self._fill_ahead, draft_tokens, rows), matcher)
+        lexer.apply(partial(self._fill_ahead, draft_tokens, parents, rows), matcher)
         if matcher.is_error() or not lexer.is_sound:
             lexer.forget(self)
-            rows[:] = _ALL
-            self._compiled.fill(self._tokens, draft_tokens, rows, may_compile=self.may_compile)
+            rows[:] = ALL
+            self._compiled.fill(self._tokens, draft_tokens, parents, rows, may_compile=self.may_compile)
 
-    def _fill_ahead(self, draft_tokens: Sequence[int], rows: NDArray[np.uint32], matcher: LLMatcher) -> None:
-        if draft_tokens:
+    def _fill_ahead(
+        self, draft_tokens: Sequence[int], parents: Parents, rows: NDArray[np.uint32], matcher: LLMatcher
+    ) -> None:
+        if parents:
+            fill_tree(draft_tokens, parents, rows, matcher)
+        elif draft_tokens:
             drafts = [(matcher, 0, list(draft_tokens))]
             self._compiled.vocabulary.executor.unsafe_compute_mask_ptr_with_draft_token(
                 drafts, rows.ctypes.data, rows.shape[1] * rows.itemsize, len(rows)

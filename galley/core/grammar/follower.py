@@ -8,6 +8,7 @@ import numpy as np
 
 from galley.core.errors import GalleyError
 from galley.core.grammar.compiled import CompiledGrammar, GrammarState
+from galley.core.trees import CHAIN, Parents
 
 # Confirmed tokens by which a state may lag behind and still be brought up at once, in a tenth of a
 # millisecond. More, as after a failover, are left to the engine.
@@ -29,7 +30,7 @@ class GrammarFollower:
         self._grammar = grammar
         self._tokens = tokens
         self._prompt_len = prompt_len
-        self._checked: tuple[int, tuple[int, ...], int] = (-1, (), 0)
+        self._checked: tuple[tuple[int, tuple[int, ...], Parents], Sequence[int]] = ((-1, (), CHAIN), ())
         self._certain: tuple[int, int, tuple[int, ...]] = (-1, 0, ())
 
     def resume(self, grammar: CompiledGrammar, tokens: Sequence[int], prompt_len: int) -> bool:
@@ -50,18 +51,22 @@ class GrammarFollower:
         """Advance the state to the last token. Raise GalleyError; the state is of no use then."""
         self.state.confirm(self._tokens[self._seen :])
 
-    def allowed_prefix(self, draft_tokens: tuple[int, ...]) -> int:
-        """Return how many of `draft_tokens` the grammar allows next.
+    def allowed_nodes(self, draft_tokens: tuple[int, ...], parents: Parents = CHAIN) -> Sequence[int]:
+        """Return which of `draft_tokens` the grammar allows, in order, each after those on its path.
 
-        0 while the state lags far behind, or where the last masks took long: then a step has one of them.
+        None while the state lags far behind, or where the last masks took long: then a step has one of them.
         """
         if self.state.row_ns > _MOST_ROW_NS:
-            return 0
-        position, checked, count = self._checked
-        if position != len(self._tokens) or checked != draft_tokens:
-            count = self._count_allowed(draft_tokens)
-            self._checked = (len(self._tokens), draft_tokens, count)
-        return count
+            return ()
+        place = (len(self._tokens), draft_tokens, parents)
+        if self._checked[0] != place:
+            is_known = draft_tokens and self._is_near()
+            self._checked = (place, self.state.allowed_nodes(draft_tokens, parents) if is_known else ())
+        return self._checked[1]
+
+    def allowed_prefix(self, draft_tokens: tuple[int, ...]) -> int:
+        """Return how many of `draft_tokens`, a chain, the grammar allows next."""
+        return len(self.allowed_nodes(draft_tokens))
 
     def certain(self, most: int) -> tuple[int, ...]:
         """Return at most `most` tokens that follow whatever the model computes: their masks allow no other.
@@ -91,9 +96,6 @@ class GrammarFollower:
             if not is_only[index] or not masks[index, token >> 5] >> (token & 31) & 1:
                 return run[:index]
         return run
-
-    def _count_allowed(self, draft_tokens: tuple[int, ...]) -> int:
-        return self.state.allowed_prefix(draft_tokens) if draft_tokens and self._is_near() else 0
 
     def _is_near(self) -> bool:
         """Bring the state up to the last token; return False if it lags too far behind, or has failed."""

@@ -18,6 +18,7 @@ from galley.core.grammar.compiled import CompiledGrammar, GrammarState, compile_
 from galley.core.grammar.limits import GrammarFailed, GrammarLimits
 from galley.core.grammar.spec import GrammarSpec, Kind
 from galley.core.grammar.vocabulary import Vocabulary
+from galley.core.trees import child_of, path_to, subtree
 from tests.fakes.vocabularies import (
     END,
     OTHER_END,
@@ -135,6 +136,39 @@ def test_a_state_is_a_function_of_the_confirmed_tokens(
         assert at.length == len(output)
         if token in vocabulary.end_tokens:
             break
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), spec=st.sampled_from(SPECS), vocabulary=st.sampled_from(VOCABULARIES))
+def test_each_row_of_a_tree_is_that_of_its_path(
+    data: st.DataObject, spec: GrammarSpec, vocabulary: Vocabulary
+) -> None:
+    compiled = compile_grammar(vocabulary, spec)
+    at, output = compiled.start(), list[int]()
+    while (count := data.draw(st.integers(0, 12))) and not ENDS.intersection(output):
+        tokens, parents = list[int](), list[int]()
+        for _ in range(count):
+            parent = data.draw(st.integers(-1, len(tokens) - 1))
+            path = [tokens[node] for node in path_to(parents, parent)]
+            usual = sorted(allowed(at.masks(path)[-1]) & set(range(SIZE)))
+            token = data.draw(st.sampled_from([*usual[:8], THINK, THINK_END, END, *usual]))
+            if child_of(tokens, parents, parent, token) is None:
+                tokens.append(token)
+                parents.append(parent)
+        rows = at.masks(tokens, tuple(parents))
+        nodes = at.allowed_nodes(tokens, tuple(parents))
+        fresh = rebuilt(compiled, output)
+        np.testing.assert_array_equal(rows[0], fresh.masks(())[0])
+        for node in range(len(tokens)):
+            path = [tokens[other] for other in path_to(parents, node)]
+            np.testing.assert_array_equal(rows[node + 1], fresh.masks(path)[-1])
+            assert (node in nodes) == (fresh.allowed_prefix(path) == len(path))
+            if len(path) == 1 and node in nodes and tokens[node] not in ENDS:
+                below, among = subtree(parents, len(tokens), node)
+                rest = at.allowed_nodes([tokens[other] for other in below], among, path)
+                assert [below[other] for other in rest] == [other for other in nodes if other in below]
+        at.confirm([token := data.draw(st.sampled_from(sorted(next_tokens(at) & set(range(SIZE)))))])
+        output.append(token)
 
 
 @settings(max_examples=60, deadline=None)

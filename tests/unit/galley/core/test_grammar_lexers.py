@@ -20,6 +20,7 @@ from galley.core.grammar.lexer import Lexer
 from galley.core.grammar.limits import GrammarFailed, GrammarLimits, GrammarUnready
 from galley.core.grammar.spec import GrammarSpec
 from galley.core.grammar.vocabulary import Vocabulary
+from galley.core.trees import path_to
 from tests.fakes.vocabularies import allowed
 
 WORDS = ["".join(letters).encode() for length in (2, 3, 4, 5) for letters in product("ab", repeat=length)]
@@ -27,6 +28,7 @@ END = 256 + len(WORDS)
 TOKENS = [*(bytes([byte]) for byte in range(256)), *WORDS, b"<end>"]
 VOCABULARY = Vocabulary.of_bytes(TOKENS, [END])
 TIMED = Vocabulary.of_bytes(TOKENS, [END], time.monotonic_ns)
+WORD_TOKENS = range(256, END)
 COUNTERS = GrammarSpec("regex", "g+x|([ab]*a[ab]{60}c|[ab]*b[ab]{50}d)")
 FEW_FUEL, FEW_STATES = GrammarLimits(mask_fuel=2500), GrammarLimits(most_lexer_states=230)
 """Limits that an output of COUNTERS reaches after 5 to 30 letters."""
@@ -72,6 +74,24 @@ def test_what_may_follow_does_not_depend_on_other_sessions(limits: GrammarLimits
                 break
         has_failed = allowed(at.masks(())[0]) == {END}
         if not has_failed:
+            at.confirm([token := draw.choice(b"ab")])
+            output.append(token)
+
+
+@pytest.mark.parametrize("limits", [FEW_FUEL, FEW_STATES], ids=["fuel", "states"])
+def test_branches_of_a_tree_do_not_find_out_about_each_other(limits: GrammarLimits) -> None:
+    at, output, draw = compile_grammar(TIMED, COUNTERS, limits).start(), list[int](), random.Random(5)
+    parents, is_failed = (-1, -1, 1, 1, 0, 3), False
+    while not is_failed:
+        assert len(output) < 60
+        tokens = [*b"abab", draw.choice(WORD_TOKENS), draw.choice(WORD_TOKENS)]
+        rows = [allowed(row) for row in at.masks(tokens, parents)]
+        is_failed = rows[0] == {END}
+        for node in range(-1, len(tokens)):
+            path = path_to(parents, node)
+            if all(rows[before + 1] != {END} for before in [-1, *path[:-1]][: len(path)]):
+                assert rows[node + 1] == cold(limits, [*output, *(tokens[other] for other in path)])
+        if not is_failed:
             at.confirm([token := draw.choice(b"ab")])
             output.append(token)
 

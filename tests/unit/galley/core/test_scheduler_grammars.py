@@ -21,6 +21,7 @@ from galley.core.grammar.vocabulary import Vocabulary
 from galley.core.hints import Hint
 from galley.core.scheduler.messages import Confirmed
 from galley.core.step import Sampled, StepChunk, StepPlan
+from galley.core.trees import CHAIN, Parents
 from galley.engine.masking import confirmed_mask
 from tests.fakes.engine import StrictEngine
 from tests.fakes.scheduler_world import STEEP, Bench, request, result_of
@@ -444,10 +445,10 @@ class OddState(GrammarState):
     is_unready = False
     other_token_at: int | None = None
 
-    def masks(self, draft_tokens: Sequence[int]) -> NDArray[np.uint32]:
+    def masks(self, draft_tokens: Sequence[int], parents: Parents = CHAIN) -> NDArray[np.uint32]:
         if self.is_unready:
             raise Broken("unready")
-        rows = super().masks(draft_tokens)
+        rows = super().masks(draft_tokens, parents)
         self.rows += len(rows)
         if self.other_token_at is not None:
             rows[self.other_token_at] |= 1 << A
@@ -459,6 +460,16 @@ def odd_follower() -> tuple[GrammarFollower, OddState]:
     follower = GrammarFollower(compiled, PROMPT, len(PROMPT))
     follower.state = state = OddState(compiled)
     return follower, state
+
+
+def test_nodes_that_the_grammar_forbids_fall_with_those_below_them() -> None:
+    follower, state = odd_follower()
+    assert follower.allowed_nodes(()) == ()
+    assert list(follower.allowed_nodes((A, B, A))) == [0, 1]
+    tokens, parents = (A, B, C, D, B), (-1, -1, 1, 0, 0)
+    assert list(follower.allowed_nodes(tokens, parents)) == [0, 4]
+    state.row_ns = 5_000_000
+    assert follower.allowed_nodes(tokens, parents) == (), "its rows take too long"
 
 
 def test_a_token_is_certain_only_if_its_mask_allows_no_other() -> None:

@@ -17,6 +17,7 @@ from galley.core.grammar.spec import GrammarSpec
 from galley.core.records import PositionLogprobs
 from galley.core.sampling_params import SamplingParams
 from galley.core.step import Draw, Sampled, StepTrace
+from galley.core.trees import CHAIN, Parents
 from galley.engine.masking import Mask, MaskThread, confirmed_mask, without_early_end
 from tests.fakes.vocabularies import STOP, allowed, ascii_vocabulary
 
@@ -25,9 +26,11 @@ PROMPT = [9, 9]
 TIMEOUT_S = 20
 
 
-def draw_of(output: bytes = b"", drafts: bytes = b"", state: GrammarState | None = None) -> Draw:
+def draw_of(
+    output: bytes = b"", drafts: bytes = b"", state: GrammarState | None = None, parents: Parents = CHAIN
+) -> Draw:
     history = [*PROMPT, *output]
-    free = Draw(SamplingParams(), history, len(PROMPT), frozenset({STOP}), 0, tuple(drafts))
+    free = Draw(SamplingParams(), history, len(PROMPT), frozenset({STOP}), 0, tuple(drafts), parents)
     return replace(free, grammar=state or GRAMMAR.start())
 
 
@@ -53,6 +56,14 @@ def test_each_draw_gets_the_mask_of_its_own_place() -> None:
     end = chr(STOP)
     assert masks[1] is None
     assert [letters(masks[i]) for i in (0, 2, 3)] == [["a"], ["b"], [f"{end}bc", f"{end}bc", end]]
+
+
+def test_each_node_of_a_tree_gets_the_mask_of_its_path() -> None:
+    tree = draw_of(b"a", b"bxbc\x01", parents=(-1, -1, 0, 0, 0))
+    with MaskThread().beside([tree]) as masks:
+        pass
+    end, all_of_them = chr(STOP), "".join(map(chr, range(128)))
+    assert letters(masks[0]) == ["b", f"{end}bc", all_of_them, f"{end}bc", end, end]
 
 
 def test_a_state_is_brought_up_to_the_history() -> None:
@@ -152,6 +163,12 @@ def test_a_text_may_end_where_it_is_complete(tokens: bytes) -> None:
 def test_what_was_confirmed_before_an_early_end_stays(after: bytes) -> None:
     draw = draw_of(drafts=b"a\x01b")
     assert without_early_end(draw, sampled(b"a\x01" + after)) == sampled(b"a")
+
+
+def test_an_early_end_of_another_branch_is_not_judged() -> None:
+    draw = draw_of(drafts=b"\x01ab", parents=(-1, -1, 1))
+    assert without_early_end(draw, sampled(b"abb")) == sampled(b"abb")
+    assert without_early_end(draw, sampled(b"a\x01")) == sampled(b"a")
 
 
 def test_tokens_after_the_end_are_not_judged() -> None:
