@@ -6,8 +6,8 @@ bfloat16, and some on the real default model. Every confirmed token is compared 
 sequence alone. At the end no block may be in use.
 
 *Invariance* feeds sequences to the real model, in bfloat16 and float32, in random batches, chunks, draft
-lengths, evictions and block copies. Every row of logits must equal that of the sequence alone in one chunk,
-bit by bit. It is then repeated by --ranks processes that share the model.
+lengths, trees, moves of accepted tokens, evictions and block copies. Every row of logits must equal that of
+the sequence alone in one chunk, bit by bit. It is then repeated by --ranks processes that share the model.
 
 Seeds are independent of one another. Writes bench/results/engine_proof.json; exits 1 if anything differs.
 """

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from galley.core.errors import Overloaded
 from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.core.trees import CHAIN, Parents
 
 NONE, INT8 = "none", "int8"
 
@@ -22,6 +23,7 @@ class ModelInfo:
 
     `quantization` is that of the weights: NONE or INT8.
     `deterministic`: the logits of a probe prompt kept their bits in other batches and prefill splits.
+    `trees`: they kept them as nodes of a tree too, or nothing keeps them.
     `ranks` is the number of ranks that share the weights.
     """
 
@@ -34,6 +36,7 @@ class ModelInfo:
     device: str
     tokenizer_hash: str
     deterministic: bool
+    trees: bool = False
     ranks: int = 1
     quantization: str = NONE
 
@@ -66,30 +69,48 @@ class FreeBlocks:
 
 
 class SessionCache:
-    """The KV of `tokens`; `CausalModel.forward` extends it. Its blocks become free when it is deleted."""
+    """The KV of `tokens`, and after them of a tree; `CausalModel.forward` extends it.
 
-    __slots__ = ("__weakref__", "_free", "blocks", "tokens")
+    `tree` is the tokens of the nodes, `parents` theirs. The blocks become free when the cache is deleted.
+    """
+
+    __slots__ = ("__weakref__", "_free", "blocks", "parents", "tokens", "tree")
 
     def __init__(self, free: FreeBlocks) -> None:
         self.tokens: list[int] = []
+        self.tree: list[int] = []
+        self.parents: Parents = CHAIN
         self.blocks: list[int] = []
         self._free = free
         weakref.finalize(self, free.give_back, self.blocks).atexit = False
 
-    def reserve(self, length: int) -> None:
-        """Hold blocks for [0, length). Raises Overloaded, holding no more than before."""
-        missing = _blocks_of(length) - len(self.blocks)
+    @property
+    def slots(self) -> int:
+        return len(self.tokens) + len(self.tree)
+
+    def reserve(self, slots: int) -> None:
+        """Hold blocks for [0, slots). Raises Overloaded, holding no more than before."""
+        missing = _blocks_of(slots) - len(self.blocks)
         if missing > 0:
             self.blocks += self._free.take(missing)
 
+    def extend(self, tokens: Sequence[int], parents: Parents) -> None:
+        """Add tokens whose KV was written; the last slots, as many as there are parents, are a tree."""
+        confirmed = self.slots + len(tokens) - len(parents) - len(self.tokens)
+        self.tokens += tokens[:confirmed]
+        self.tree += tokens[confirmed:]
+        self.parents = parents
+
     def truncate(self, length: int) -> None:
+        """Keep the first `length` of the tokens, and no tree."""
         if not 0 <= length <= len(self.tokens):
             raise ValueError(f"length: must be in [0, {len(self.tokens)}], got {length}")
         del self.tokens[length:]
+        self.tree, self.parents = [], CHAIN
         self.trim()
 
     def trim(self) -> None:
-        kept = _blocks_of(len(self.tokens))
+        kept = _blocks_of(self.slots)
         self._free.give_back(self.blocks[kept:])
         del self.blocks[kept:]
 
@@ -100,8 +121,13 @@ def _blocks_of(length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens to feed after those in `cache`; the last `want_logits` rows get logits."""
+    """Tokens to feed after those in `cache`; the last `want_logits` rows get logits.
+
+    The last tokens, as many as there are `parents`, are a tree (`galley/core/trees.py`). To extend it, feed
+    the new nodes alone, with the parents of all nodes.
+    """
 
     cache: SessionCache
     tokens: Sequence[int]
     want_logits: int
+    parents: Parents = CHAIN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -108,13 +108,13 @@ class Shapes:
         if rows is None:
             return None
         filled = _padded(logit_rows, (0, *self.rows))
-        return flex_layout.StepShape(rows, filled or 0, _power(own.tiles), slots, own.width)
+        return replace(own, rows=rows, logit_rows=filled or 0, tiles=_power(own.tiles))
 
     def _fixed(self, own: StepShape, rows: int) -> StepShape:
         if own.rows > rows:
             raise ValueError(f"rows: must be at most {rows} in a step of fixed shape, got {own.rows}")
         tiles = rows + flex_layout.TILES  # a tile has at least a row; one without rows follows
-        return flex_layout.StepShape(rows, rows if own.logit_rows else 0, tiles, own.slots, own.width)
+        return replace(own, rows=rows, logit_rows=rows if own.logit_rows else 0, tiles=tiles)
 
 
 def _padded(count: int, steps: tuple[int, ...]) -> int | None:

@@ -21,7 +21,8 @@ from galley.common.models.files import model_name
 from galley.common.server.process import hand_back_free_memory
 from galley.core.errors import Broken, UnsupportedModel
 from galley.core.kv.blocks import BLOCK_TOKENS
-from galley.core.step import StepChunk, StepTrace
+from galley.core.step import StepChunk, StepTrace, TokenMove
+from galley.core.trees import ROOT, simplified
 from galley.engine import attention
 from galley.engine.batch import INT8, NONE, FreeBlocks, ModelInfo, Rows, SessionCache
 from galley.engine.cpu import int8, llama, packing
@@ -136,7 +137,9 @@ class CausalModel:
         # Products of int8 weights also round their inputs, whatever the dtype.
         precision = dtype if loaded.head is None and quantization == NONE else torch.bfloat16
         refuse_other_attention(config.model_type, ours, theirs, precision)
-        model.info = replace(info, deterministic=keeps_bits(model, logits))
+        deterministic = keeps_bits(model, logits)
+        trees = not deterministic or keeps_bits_in_tree(model, logits)
+        model.info = replace(info, deterministic=deterministic, trees=trees)
         return model
 
     @property
@@ -153,24 +156,32 @@ class CausalModel:
         chunks: Sequence[StepChunk],
         copies: Sequence[tuple[int, int]] = (),
         watch: StepTrace | None = None,
+        *,
+        moves: Sequence[TokenMove] = (),
     ) -> Tensor:
-        """Copy blocks, feed the chunks, and write their keys and values into their blocks.
+        """Move tokens, copy blocks, feed the chunks, and write their keys and values into their blocks.
 
         Returns the logits that the chunks want, float32 [sum of want_logits, vocab_size], in order, on the
         model's device. A row may hold NaN without harm to the others. Raises Broken, before any work, if a
         chunk is out of bounds. With `watch`, waits for the device and records the times there.
         """
         if watch is None:
-            logits = self._run(chunks, copies)
+            logits = self._run(chunks, copies, moves)
         else:
-            logits = _watched(lambda: self._run(chunks, copies), self._ranks, watch)
+            logits = _watched(lambda: self._run(chunks, copies, moves), self._ranks, watch)
         return logits if self.head is None else self.head.spread(logits)
 
     @torch.inference_mode()
-    def _run(self, chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+    def _run(
+        self,
+        chunks: Sequence[StepChunk],
+        copies: Sequence[tuple[int, int]] = (),
+        moves: Sequence[TokenMove] = (),
+    ) -> Tensor:
         """Run a step; return logits [sum of want_logits, head_vocab], of the whole or reduced vocabulary."""
         self._check(chunks)
-        self._check_blocks(chunks, copies)
+        self._check_blocks(chunks, copies, moves)
+        self.kv.move(moves)
         self.kv.copy(copies)
         logits = [
             rows for pieces in _pieces(chunks, self.max_rows) if len(rows := self._forward_pieces(pieces))
@@ -187,7 +198,7 @@ class CausalModel:
         for piece in pieces:
             tokens += piece.tokens
             logit_rows += range(len(tokens) - piece.want_logits, len(tokens))
-            spans.append(Span(piece.start, len(piece.tokens), piece.blocks))
+            spans.append(Span(piece.start, len(piece.tokens), piece.blocks, simplified(piece.parents)))
         return self._forward(spans, tokens, logit_rows)
 
     def _check(self, chunks: Sequence[StepChunk]) -> None:
@@ -200,8 +211,14 @@ class CausalModel:
                 raise Broken(f"chunk: must end within {self.info.context_window} tokens, got {end}")
             if rows and not 0 <= min(chunk.tokens) <= max(chunk.tokens) < self.info.vocab_size:
                 raise Broken(f"tokens: must be in [0, {self.info.vocab_size})")
+            _check_parents(chunk)
 
-    def _check_blocks(self, chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]]) -> None:
+    def _check_blocks(
+        self,
+        chunks: Sequence[StepChunk],
+        copies: Sequence[tuple[int, int]],
+        moves: Sequence[TokenMove],
+    ) -> None:
         """Raise Broken for a block out of bounds: the kernels check none, and would write anywhere."""
         for chunk in chunks:
             if len(chunk.blocks) * self.kv.block_tokens < chunk.start + len(chunk.tokens):
@@ -209,8 +226,10 @@ class CausalModel:
                 raise Broken(f"blocks: must cover {tokens} tokens, got {len(chunk.blocks)} blocks")
         used = [block for chunk in chunks for block in chunk.blocks]
         used += [block for pair in copies for block in pair]
+        used += [block for move in moves for block in (move.from_block, move.to_block)]
         if used and not 0 <= min(used) <= max(used) < self.kv.blocks:
             raise Broken(f"blocks: must be in [0, {self.kv.blocks}), got {min(used)} to {max(used)}")
+        _check_moves(moves, self.kv.block_tokens)
 
     def new_cache(self) -> SessionCache:
         return SessionCache(self._free)
@@ -232,22 +251,65 @@ class CausalModel:
         """
         if len({id(item.cache) for item in batch}) < len(batch):
             raise Broken("batch: must hold each cache once")
-        chunks = [
-            StepChunk(len(item.cache.tokens), item.tokens, item.cache.blocks, item.want_logits)
-            for item in batch
-        ]
+        chunks = [_chunk_of(item) for item in batch]
         self._check(chunks)
         try:
             for item in batch:
-                item.cache.reserve(len(item.cache.tokens) + len(item.tokens))
+                item.cache.reserve(item.cache.slots + len(item.tokens))
             logits = self._run(chunks)
         except BaseException:
             for item in batch:
                 item.cache.trim()
             raise
         for item in batch:
-            item.cache.tokens.extend(item.tokens)
+            item.cache.extend(item.tokens, item.parents)
         return logits
+
+    @torch.inference_mode()
+    def keep_path(self, cache: SessionCache, path: Sequence[int]) -> None:
+        """Extend `cache.tokens` by the nodes of a path of its tree, whose KV it moves; drop the others."""
+        tokens = [cache.tree[node] for node in path]
+        moves = [
+            TokenMove(*_place(cache, node), *_place(cache, depth))
+            for depth, node in enumerate(path)
+            if node != depth
+        ]
+        self._check_blocks((), (), moves)
+        self.kv.move(moves)
+        cache.tokens += tokens
+        cache.truncate(len(cache.tokens))
+
+
+def _place(cache: SessionCache, node: int) -> tuple[int, int]:
+    block, slot = divmod(len(cache.tokens) + node, BLOCK_TOKENS)
+    return cache.blocks[block], slot
+
+
+def _chunk_of(item: Rows) -> StepChunk:
+    """Return the rows as a chunk. Raises Broken unless its tree extends that of the cache."""
+    cache, known = item.cache, len(item.cache.tree)
+    if item.parents[:known] != cache.parents or (known and len(item.parents) != known + len(item.tokens)):
+        raise Broken(f"parents: must extend those of the {known} nodes in the cache by one for each token")
+    if len(item.parents) > known + len(item.tokens):
+        raise Broken(f"parents: must be at most {len(item.tokens)}, got {len(item.parents)}")
+    return StepChunk(cache.slots, item.tokens, cache.blocks, item.want_logits, parents=item.parents)
+
+
+def _check_parents(chunk: StepChunk) -> None:
+    """Raise Broken unless the tree begins in a slot that exists and each parent is an earlier node."""
+    if chunk.root < 0:
+        raise Broken(f"parents: must be at most {chunk.start + len(chunk.tokens)}, got {len(chunk.parents)}")
+    for node, parent in enumerate(chunk.parents):
+        if not ROOT <= parent < node:
+            raise Broken(f"parents: must be in [{ROOT}, {node}) for node {node}, got {parent}")
+
+
+def _check_moves(moves: Sequence[TokenMove], block_tokens: int) -> None:
+    slots = [slot for move in moves for slot in (move.from_slot, move.to_slot)]
+    if slots and not 0 <= min(slots) <= max(slots) < block_tokens:
+        raise Broken(f"moves: slots must be in [0, {block_tokens}), got {min(slots)} to {max(slots)}")
+    if len({move[2:] for move in moves}) < len(moves):
+        raise Broken("moves: must go to a slot each")
 
 
 def _pieces(chunks: Sequence[StepChunk], max_rows: int) -> Iterator[list[StepChunk]]:
@@ -259,7 +321,12 @@ def _pieces(chunks: Sequence[StepChunk], max_rows: int) -> Iterator[list[StepChu
         while first < rows:
             last = min(rows, first + room)
             want_logits = max(0, last - max(first, rows - chunk.want_logits))
-            pieces.append(StepChunk(chunk.start + first, chunk.tokens[first:last], chunk.blocks, want_logits))
+            parents = chunk.parents[: max(0, len(chunk.parents) - (rows - last))]
+            pieces.append(
+                StepChunk(
+                    chunk.start + first, chunk.tokens[first:last], chunk.blocks, want_logits, parents=parents
+                )
+            )
             room -= last - first
             first = last
             if room == 0:
@@ -329,6 +396,18 @@ def keeps_bits(model: CausalModel, whole: Tensor) -> bool:
         other_cache.truncate(0)
         parts.append(model.forward([other, mine] if first % 2 else [mine])[first % 2])
     return torch.equal(torch.cat(parts), whole)
+
+
+def keeps_bits_in_tree(model: CausalModel, whole: Tensor) -> bool:
+    """Return True if a path of a tree that holds other nodes too has the bits of `whole`, as `keeps_bits`."""
+    prompt = prompt_of(model.info)
+    root = len(prompt) // 2
+    path = prompt[root : root + (len(prompt) - root) // 2]
+    # Before each node of the path comes a sibling of it.
+    nodes = [node for token in path for node in ((token + 1) % model.info.vocab_size, token)]
+    parents = tuple(2 * depth - 1 for depth in range(len(path)) for _ in range(2))
+    rows = Rows(model.new_cache(), [*prompt[:root], *nodes], len(nodes), parents)
+    return torch.equal(model.forward([rows])[0][1::2], whole[root : root + len(path)])
 
 
 def load_model(  # noqa: PLR0913

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from galley.core.errors import UnsupportedModel
 from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.core.trees import depths
 from galley.engine.cpu.kernels import openmp
 from galley.engine.cpu.kernels.compile import compiled
 from galley.engine.cuda import flex
 from galley.engine.cuda.device import DeviceOptions
-from galley.engine.pages import FlatPool, KvPool, KvShape, Pages, Shape, Span, lay_out, tile_rows
+from galley.engine.pages import FlatPool, KvPool, KvShape, Pages, Shape, Span, lay_out, lineage, tile_rows
 
 Floats = NDArray[np.float32]
 Stored = NDArray[np.uint16] | NDArray[np.float32]
@@ -130,7 +131,7 @@ class CompiledAttention:
         room = (self.threads, self._tile_rows * self.group, _width(pages.longest))
         scores = self._scores[: math.prod(room)].reshape(room)
         self._kernels.attend(
-            threads, tasks, queries, *self.layers[layer], pages.tables, pages.tiles,
+            threads, tasks, queries, *self.layers[layer], pages.tables, pages.tiles, pages.paths,
             shape.window or 0, np.float32(shape.softcap or 0.0), scores, self._sums, self._spans,
             out.reshape(-1, kept.kv_heads, self.group, kept.value_dim),
         )  # fmt: skip
@@ -176,11 +177,7 @@ class TorchAttention:
         scores = torch.matmul(grouped.float() * shape.scale, keys[:, None].float())
         if shape.softcap is not None:  # Gemma 2 (arXiv 2408.00118, section 2)
             scores = torch.tanh(scores / shape.softcap) * shape.softcap
-        own = torch.arange(span.start, span.end, device=query.device)[:, None]
-        positions = torch.arange(span.end, device=query.device)
-        unseen = positions > own
-        if shape.window is not None:
-            unseen |= positions <= own - shape.window
+        unseen = _unseen(span, shape.window).to(query.device)
         weights = torch.softmax(scores.masked_fill(unseen, -torch.inf), dim=-1)
         mixed = torch.matmul(weights, values[:, None].float())
         return mixed.permute(2, 0, 1, 3).reshape(rows, heads, -1).to(query.dtype)
@@ -193,3 +190,20 @@ class TorchAttention:
         keys = self.pool.keys[layer][blocks].permute(1, 2, 0, 3).reshape(kept.kv_heads, kept.key_dim, -1)
         values = self.pool.values[layer][blocks].transpose(0, 1).reshape(kept.kv_heads, -1, kept.value_width)
         return keys[..., : span.end], values[:, : span.end, : kept.value_dim]
+
+
+def _unseen(span: Span, window: int | None) -> Tensor:
+    """Return a mask [rows, end] of the slots that each row does not see."""
+    positions = torch.arange(span.end)
+    if span.parents:
+        positions[span.root :] = span.root + torch.tensor(depths(span.parents, len(span.parents)))
+    own = positions[span.start :, None]
+    unseen = positions > own
+    if span.parents:
+        nodes = torch.from_numpy(~lineage(span.parents))
+        first = max(span.start, span.root)
+        unseen[: first - span.start, span.root :] = True
+        unseen[first - span.start :, span.root :] = nodes[first - span.root :]
+    if window is not None:
+        unseen |= positions <= own - window
+    return unseen

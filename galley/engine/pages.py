@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from galley.core.kv.blocks import BLOCK_TOKENS
+from galley.core.step import TokenMove
+from galley.core.trees import CHAIN, ROOT, Parents, depths, path_to
 
 Ints = NDArray[np.int64]
 
@@ -18,19 +20,30 @@ Ints = NDArray[np.int64]
 _TILE_HEADS = 24
 # The kernels take values 32 columns at a time.
 _COLUMNS = 32
+# The path of a tile whose rows see all slots before their own.
+NO_PATHS = -1
+_EMPTY_PATHS: Ints = np.empty((0, 2), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`rows` new tokens of one sequence, from position `start`; its KV is in `blocks`."""
+    """`rows` new tokens of one sequence in slots from `start`; its KV is in `blocks`.
+
+    Slots are positions, but for a tree (`StepChunk`), whose nodes lie in slots from `root`.
+    """
 
     start: int
     rows: int
     blocks: Sequence[int]
+    parents: Parents = CHAIN
 
     @property
     def end(self) -> int:
         return self.start + self.rows
+
+    @property
+    def root(self) -> int:
+        return self.end - len(self.parents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +64,10 @@ def tile_rows(group: int) -> int:
 class Pages:
     """A step's rows, span after span, as the kernels read them.
 
-    positions: [rows]; places: [rows, 2] block and slot; tables: the spans' block tables end to end; tiles:
-    [tiles, 4] first row, rows, position of the first row, start of its table. longest: most keys that a row
-    sees; work: their sum over the rows.
+    positions: [rows]; places: [rows, 2] block and slot in it; tables: the spans' block tables end to end;
+    tiles: [tiles, 5] first row, rows, slot of the first row, start of its table, path of the first row or
+    NO_PATHS. paths: [rows of tiles that have paths, 2 + longest]: root, count, and the slots of the nodes
+    that the row sees. longest: most slots of a sequence; work: their sum over the rows.
     """
 
     spans: tuple[Span, ...]
@@ -61,6 +75,7 @@ class Pages:
     places: Ints
     tables: Ints
     tiles: Ints
+    paths: Ints
     longest: int
     work: int
 
@@ -71,31 +86,80 @@ class Pages:
 
 def lay_out(spans: Sequence[Span], rows_of_tile: int) -> Pages:
     blocks: list[int] = []
-    tiles: list[tuple[int, int, int, int]] = []
+    tiles: list[tuple[int, int, int, int, int]] = []
     of_span: list[tuple[int, int, int]] = []
     row = 0
     for span in spans:
         of_span.append((span.rows, span.start - row, len(blocks)))
         for first in range(0, span.rows, rows_of_tile):
             rows = min(rows_of_tile, span.rows - first)
-            tiles.append((row + first, rows, span.start + first, len(blocks)))
+            tiles.append((row + first, rows, span.start + first, len(blocks), NO_PATHS))
         row += span.rows
         blocks += span.blocks[: -(-span.end // BLOCK_TOKENS)]
     counts, shifts, table_at = np.array(of_span, dtype=np.int64).T
-    positions = np.arange(row, dtype=np.int64) + np.repeat(shifts, counts)
+    slots = np.arange(row, dtype=np.int64) + np.repeat(shifts, counts)
     tables = np.array(blocks, dtype=np.int64)
     places = np.empty((row, 2), np.int64)
-    places[:, 0] = tables[np.repeat(table_at, counts) + positions // BLOCK_TOKENS]
-    places[:, 1] = positions % BLOCK_TOKENS
+    places[:, 0] = tables[np.repeat(table_at, counts) + slots // BLOCK_TOKENS]
+    places[:, 1] = slots % BLOCK_TOKENS
+    tiled = np.array(tiles, dtype=np.int64)
+    positions, paths = slots, _EMPTY_PATHS
+    if any(span.parents for span in spans):
+        positions, paths = _lay_out_trees(spans, slots, tiled, rows_of_tile)
     return Pages(
         tuple(spans),
         positions,
         places,
         tables,
-        np.array(tiles, dtype=np.int64),
+        tiled,
+        paths,
         longest=max(span.end for span in spans),
         work=sum(span.rows * span.end for span in spans),
     )
+
+
+def _lay_out_trees(spans: Sequence[Span], slots: Ints, tiles: Ints, rows_of_tile: int) -> tuple[Ints, Ints]:
+    """Return the rows' positions and paths; write into `tiles` where theirs begin."""
+    positions = slots.copy()
+    paths: list[list[int]] = []
+    row = tile = 0
+    for span in spans:
+        next_row, next_tile = row + span.rows, tile + -(-span.rows // rows_of_tile)
+        if span.parents:
+            _lay_out_tree(span, positions[row:next_row], tiles[tile:next_tile], paths)
+        row, tile = next_row, next_tile
+    if not paths:
+        return positions, _EMPTY_PATHS
+    table = np.zeros((len(paths), 1 + max(map(len, paths))), np.int64)
+    for line, (root, *path) in zip(table, paths, strict=True):
+        line[0], line[1] = root, len(path)
+        line[2 : 2 + len(path)] = path
+    return positions, table
+
+
+def _lay_out_tree(span: Span, positions: Ints, tiles: Ints, paths: list[list[int]]) -> None:
+    """Write the positions of a span's rows; append the paths of tiles in which a row is out of place."""
+    root, depth = span.root, depths(span.parents, len(span.parents))
+    first = max(span.start, root)
+    positions[first - span.start :] = [root + depth[slot - root] for slot in range(first, span.end)]
+    for tile in tiles:
+        slots = range(tile[2], tile[2] + tile[1])
+        # If a node's slot is its position, the slots before it are its ancestors'.
+        if positions[slots.start - span.start : slots.stop - span.start].tolist() == list(slots):
+            continue
+        tile[4] = len(paths)
+        paths += (
+            [root, *(root + node for node in path_to(span.parents, max(ROOT, slot - root)))] for slot in slots
+        )
+
+
+def lineage(parents: Parents) -> NDArray[np.bool_]:
+    """Return [nodes, nodes]: True where the second node is the first or an ancestor of it."""
+    seen = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent != ROOT:
+            seen[node] |= seen[parent]
+    return seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +222,13 @@ class KvPool:
             self.keys[:, target].copy_(self.keys[:, source])
             self.values[:, target].copy_(self.values[:, source])
 
+    def move(self, moves: Sequence[TokenMove]) -> None:
+        """Copy the keys and values of single tokens; reads all slots before it writes any."""
+        if moves:
+            blocks, slots, to_blocks, to_slots = torch.tensor(moves, device=self.keys.device).unbind(1)
+            self.keys[:, to_blocks, :, :, to_slots] = self.keys[:, blocks, :, :, slots]
+            self.values[:, to_blocks, :, to_slots] = self.values[:, blocks, :, slots]
+
 
 class FlatPool(KvPool):
     """A pool that holds the blocks of a head side by side, the last one as scratch for padding rows.
@@ -193,3 +264,9 @@ class FlatPool(KvPool):
         for source, target in pairs:
             self.keys[:, :, target].copy_(self.keys[:, :, source])
             self.values[:, :, target].copy_(self.values[:, :, source])
+
+    def move(self, moves: Sequence[TokenMove]) -> None:
+        if moves:
+            blocks, slots, to_blocks, to_slots = torch.tensor(moves, device=self.keys.device).unbind(1)
+            for part in (self.keys, self.values):
+                part[:, :, to_blocks, to_slots] = part[:, :, blocks, slots]

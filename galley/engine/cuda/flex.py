@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from galley.engine.cuda.flex_layout import Inputs, StepShape
 from galley.engine.pages import FlatPool, KvShape, Pages, Shape, Span, lay_out
 
 Operator = Callable[..., Tensor]
-Attend = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Tensor, "Kind"], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor], "Sight", "Kind"], Tensor]
 
 _LOG = get_logger(__name__)
 # torch's types lack some of its arguments.
@@ -80,14 +80,31 @@ class Kind:
     options: bool
 
 
-def attend_by(  # noqa: PLR0913, PLR0917  # a kernel takes tensors, not objects
+class Trees(NamedTuple):
+    """The trees of a step, as in `Inputs`; `row_of`: int32 [blocks + 1], where a block's numbers begin."""
+
+    entered: Tensor
+    row_of: Tensor
+    enter: Tensor
+    leave: Tensor
+    ahead: Tensor
+
+
+class Sight(NamedTuple):
+    """The numbers that decide which keys a query sees."""
+
+    queries: Tensor  # positions
+    logical: Tensor  # int32 [blocks + 1]: the index of each pool block in its sequence, or _FAR
+    trees: Trees | None = None
+
+
+def attend_by(  # a kernel takes tensors, not objects
     operator: Operator,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     tiles: tuple[Tensor, Tensor, Tensor],
-    queries: Tensor,
-    logical: Tensor,
+    sight: Sight,
     kind: Kind,
 ) -> Tensor:
     """Return [1, kv_heads, slots, value_dim]: attention of query [1, kv_heads, slots, key_dim] to the pool.
@@ -101,7 +118,7 @@ def attend_by(  # noqa: PLR0913, PLR0917  # a kernel takes tensors, not objects
         counts[None, None],
         tables[None, None],
         BLOCK_SIZE=(kind.slots, BLOCK_TOKENS),
-        mask_mod=_seen(queries, logical, kind.window),
+        mask_mod=_seen(sight, kind.window),
         seq_lengths=(query.shape[2], key.shape[2]),
         compute_q_blocks=False,
     )
@@ -121,11 +138,10 @@ def _attend(
     key: Tensor,
     value: Tensor,
     tiles: tuple[Tensor, Tensor, Tensor],
-    queries: Tensor,
-    logical: Tensor,
+    sight: Sight,
     kind: Kind,
 ) -> Tensor:
-    return attend_by(flex_attention, query, key, value, tiles, queries, logical, kind)
+    return attend_by(flex_attention, query, key, value, tiles, sight, kind)
 
 
 @cache
@@ -140,10 +156,12 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Attend:
     )
 
     def marked(*arguments: Any) -> Tensor:
-        query, _key, _value, tiles, queries, *_ = arguments
+        query, _key, _value, tiles, sight, _kind = arguments
         maybe_mark_dynamic(query, 2)
         maybe_mark_dynamic(tiles[-1], 1)
-        for part in (*tiles, queries):
+        trees = sight.trees
+        nodes = () if trees is None else (trees.entered, trees.enter, trees.leave, trees.ahead)
+        for part in (*tiles, sight.queries, *nodes):
             maybe_mark_dynamic(part, 0)
         return compiled(*arguments)
 
@@ -152,12 +170,12 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Attend:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A step on the device. `logical`: the index of each pool block in its sequence, or _FAR."""
+    """A step on the device."""
 
     shape: StepShape
     inputs: Inputs[Tensor]
     places: Tensor  # int64 [rows]
-    logical: Tensor  # int32 [blocks + 1]
+    sight: Sight
 
 
 class FlexAttention:
@@ -192,7 +210,16 @@ class FlexAttention:
         own = torch.arange(shape.width, dtype=torch.int32, device=self._device).repeat(shape.tiles)
         logical[inputs.tables.flatten().long()] = own
         logical[self.pool.scratch] = _FAR
-        return Placed(shape, inputs, inputs.places.long(), logical)
+        sight = Sight(inputs.queries, logical, self._trees(inputs) if shape.trees else None)
+        return Placed(shape, inputs, inputs.places.long(), sight)
+
+    def _trees(self, inputs: Inputs[Tensor]) -> Trees:
+        row_of = torch.zeros(self.pool.blocks + 1, dtype=torch.int32, device=self._device)
+        first, last = BLOCK_TOKENS, len(inputs.enter)
+        row_of[inputs.tree_blocks.long()] = torch.arange(
+            first, last, BLOCK_TOKENS, dtype=torch.int32, device=self._device
+        )
+        return Trees(inputs.entered, row_of, inputs.enter, inputs.leave, inputs.ahead)
 
     def store_attend(
         self, pages: Pages | Placed, layer: int, query: Tensor, key: Tensor, value: Tensor, shape: Shape
@@ -209,8 +236,7 @@ class FlexAttention:
             self.pool.keys_of(layer)[None],
             self.pool.values_of(layer)[None],
             (inputs.firsts, inputs.counts, inputs.tables),
-            inputs.queries,
-            placed.logical,
+            placed.sight,
             Kind(shape.scale, shape.window, shape.softcap, placed.shape.slots, self._device.type == "cuda"),
         )[0]
         back = mixed.index_select(1, inputs.slots).view(kv_heads, rows, group, -1)
@@ -218,7 +244,7 @@ class FlexAttention:
 
     def _placed(self, pages: Pages, rows: int) -> Placed:
         exact = flex_layout.exact(pages, 0, self.slots(pages.spans))
-        shape = flex_layout.StepShape(rows, 0, exact.tiles, exact.slots, exact.width)
+        shape = replace(exact, rows=rows)
         buffer = self.pack(shape, pages, [0] * pages.rows, ())
         return self.place(shape, buffer.to(self._device, non_blocking=True))
 
@@ -247,20 +273,28 @@ def _within(firsts: Tensor, counts: Tensor, tables: Tensor, window: int) -> tupl
     return counts - left, tables.gather(1, shifted)
 
 
-def _seen(queries: Tensor, logical: Tensor, window: int | None) -> Callable[..., Tensor]:
+def _seen(sight: Sight, window: int | None) -> Callable[..., Tensor]:
     """Return the mask; a block has the same position in all sequences that share it."""
+    queries, logical, trees = sight
 
     def before(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return _position(logical, key) <= queries[query]
 
-    if window is None:
-        return before
-
     def within(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         position = _position(logical, key)
-        return (position <= queries[query]) & (position > queries[query] - window)
+        return (position <= queries[query]) & (position > queries[query] - (window or 0))
 
-    return within
+    if trees is None:
+        return before if window is None else within
+    entered, row_of, enter, leave, ahead = trees
+
+    def related(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        at = row_of[key // BLOCK_TOKENS] + key % BLOCK_TOKENS
+        position = _position(logical, key) - ahead[at]
+        seen = (position <= queries[query]) & (enter[at] <= entered[query]) & (entered[query] < leave[at])
+        return seen if window is None else seen & (position > queries[query] - window)
+
+    return related
 
 
 def _position(logical: Tensor, key: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from galley.common.logs import get_logger
 from galley.core.errors import Broken, GalleyError
-from galley.core.step import StepChunk, StepTrace
+from galley.core.step import StepChunk, StepTrace, TokenMove
 from galley.engine.parallel.process_group import ProcessGroup, RankLost
 
 if TYPE_CHECKING:
@@ -59,12 +59,14 @@ class ShardedModel:
         chunks: Sequence[StepChunk],
         copies: Sequence[tuple[int, int]] = (),
         watch: StepTrace | None = None,
+        *,
+        moves: Sequence[TokenMove] = (),
     ) -> Tensor:
         """Run a step on all ranks. Raise RankLost after a loss or a failed step, and then always."""
         if self._lost:
             raise RankLost("this replica has lost a rank, or a step failed on it")
         try:
-            return self._run(chunks, copies, watch)
+            return self._run(RankStep(chunks, copies, watch.span if watch else b"", moves), watch)
         except GalleyError as error:
             if isinstance(error, RankLost):
                 self._lose()
@@ -73,11 +75,9 @@ class ShardedModel:
             self._lose()
             raise
 
-    def _run(
-        self, chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]], watch: StepTrace | None
-    ) -> Tensor:
-        send_numbers(self._plans, encode(chunks, copies, watch.span if watch else b""))
-        logits = self._model.run(chunks, copies, watch)
+    def _run(self, step: RankStep, watch: StepTrace | None) -> Tensor:
+        send_numbers(self._plans, encode(step))
+        logits = self._model.run(step.chunks, step.copies, watch, moves=step.moves)
         if watch is not None:
             watch.rank_ns = partial(self._collect, self._plans.share(watch.rank_ns()[0]))
         return logits
@@ -123,10 +123,10 @@ def _run(
     model: CausalModel, plans: ProcessGroup, step: RankStep, report: Callable[[StepTrace], None]
 ) -> None:
     if not step.span:
-        model.run(step.chunks, step.copies)
+        model.run(step.chunks, step.copies, moves=step.moves)
         return
     watch = StepTrace(step.span)
-    model.run(step.chunks, step.copies, watch)
+    model.run(step.chunks, step.copies, watch, moves=step.moves)
     exchanged = plans.share(watch.rank_ns()[0])
     report(watch)
     exchanged()
@@ -173,25 +173,27 @@ def agree(plans: ProcessGroup, rank: int, value: int) -> int:
 class RankStep:
     """The part of a step that all ranks run. `span` names it in a trace; empty if it is not traced."""
 
-    chunks: tuple[StepChunk, ...]
-    copies: tuple[tuple[int, int], ...]
+    chunks: Sequence[StepChunk]
+    copies: Sequence[tuple[int, int]]
     span: bytes = b""
+    moves: Sequence[TokenMove] = ()
 
 
-def encode(chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]], span: bytes = b"") -> list[int]:
-    """Return [kind, copies, chunks, (from, to)..., (start, want_logits, tokens, blocks, ids...)...].
+def encode(step: RankStep) -> list[int]:
+    """Return [kind, moves, copies, chunks, move..., (from, to)..., (start, want_logits, counts, ids...)...].
 
-    For a traced step, the span's 24 bytes follow the kind, as six numbers. A chunk's ids are its tokens,
-    then its blocks.
+    For a traced step, the span's 24 bytes follow the kind, as six numbers. A chunk's counts and ids are those
+    of its tokens, blocks and parents.
     """
-    numbers = [_RUN_TRACED, *_SPAN.unpack(span)] if span else [_RUN]
-    numbers += (len(copies), len(chunks))
-    for source, destination in copies:
-        numbers += (source, destination)
-    for chunk in chunks:
-        numbers += (chunk.start, chunk.want_logits, len(chunk.tokens), len(chunk.blocks))
-        numbers += chunk.tokens
-        numbers += chunk.blocks
+    numbers = [_RUN_TRACED, *_SPAN.unpack(step.span)] if step.span else [_RUN]
+    numbers += (len(step.moves), len(step.copies), len(step.chunks))
+    for pair in (*step.moves, *step.copies):
+        numbers += pair
+    for chunk in step.chunks:
+        ids = (chunk.tokens, chunk.blocks, chunk.parents)
+        numbers += (chunk.start, chunk.want_logits, *map(len, ids))
+        for part in ids:
+            numbers += part
     return numbers
 
 
@@ -204,18 +206,20 @@ def decode(numbers: Sequence[int]) -> RankStep | None:
     if kind not in (_RUN, _RUN_TRACED):
         raise Broken(f"plan: kind must be 1, 2 or 3, got {kind}")
     span = _SPAN.pack(*_take(left, 6)) if kind == _RUN_TRACED else b""
-    copy_count, chunk_count = _take(left, 2)
+    move_count, copy_count, chunk_count = _take(left, 3)
+    moves = tuple(TokenMove(*_take(left, 4)) for _ in range(move_count))
     flat = _take(left, 2 * copy_count)
     copies = tuple(zip(flat[::2], flat[1::2], strict=True))
     chunks = tuple(_chunk(left) for _ in range(chunk_count))
     if next(left, None) is not None:
         raise Broken("plan: must end after its last chunk, got more numbers")
-    return RankStep(chunks, copies, span)
+    return RankStep(chunks, copies, span, moves)
 
 
 def _chunk(left: Iterator[int]) -> StepChunk:
-    start, want_logits, token_count, block_count = _take(left, 4)
-    return StepChunk(start, _take(left, token_count), _take(left, block_count), want_logits)
+    start, want_logits, *counts = _take(left, 5)
+    tokens, blocks, parents = (_take(left, count) for count in counts)
+    return StepChunk(start, tokens, blocks, want_logits, parents=tuple(parents))
 
 
 def _take(left: Iterator[int], count: int) -> list[int]:

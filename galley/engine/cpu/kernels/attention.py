@@ -140,18 +140,19 @@ def _add_values(
     group: int,
     rows: tuple[int, int],
     spans: Ints,
+    latest: int,
     block: int,
     column: int,
     sums: Floats,
 ) -> None:
     """Add one block's weighted values to the sums of rows [rows[0], rows[1]).
 
-    Row r attends to positions [spans[r, 0], spans[r, 1]). Positions that all rows attend to are computed
-    together, the ends row by row. Each row adds its keys in order.
+    Row r attends to positions [spans[r, 0], spans[r, 1]), of which none begins after `latest`. Positions that
+    all rows attend to are computed together, the ends row by row. Each row adds its keys in order.
     """
     start = block * LANES
     first, last = rows
-    low = max(0, spans[last - 1, 0] - start)
+    low = max(0, latest - start)
     high = min(LANES, spans[first, 1] - start)
     if high <= low:
         low = high = LANES
@@ -178,6 +179,90 @@ def _block_at(tables: Ints, at: int, kv_heads: int, head: int, numbers: int) -> 
 
 
 @helper
+def _run_of(slots: Ints, at: int, last: int) -> int:
+    """Return how many of slots[at:last] follow one another within a block."""
+    count = 1
+    while at + count < last and slots[at + count] == slots[at] + count and slots[at + count] % LANES > 0:
+        count += 1
+    return count
+
+
+@helper
+def _set_spans(spans: Ints, rows: int, slot: int, window: int, paths: Ints, line: int) -> tuple[int, int]:
+    """Set spans[r] to row r's first position and the end of its slots; return the first and last position.
+
+    Here and below, `line` is that of the tile's first row in `paths`, or negative for a tile without paths.
+    """
+    for r in range(rows):
+        spans[r, 0] = _first_seen(slot + r, window)
+        spans[r, 1] = slot + r + 1
+    first, latest = spans[0, 0], spans[rows - 1, 0]
+    for r in range(rows if line >= 0 else 0):
+        if paths[line + r, 1] > 0:
+            spans[r, 0] = _first_seen(paths[line + r, 0] + paths[line + r, 1] - 1, window)
+        first, latest = min(first, spans[r, 0]), max(latest, spans[r, 0])
+    return first, latest
+
+
+@helper
+def _order_scores(
+    scores: Floats, width: int, group: int, rows: int, base: int, paths: Ints, line: int, spans: Ints
+) -> None:
+    """Move the scores of the nodes that each row sees from slots to positions; set spans[r, 1] to their end.
+
+    Slots along a path ascend and are never before their positions, so no score is overwritten before its
+    move. Column 0 of a row of scores is position `base`.
+    """
+    for r in range(rows if line >= 0 else 0):
+        root, count = paths[line + r, 0], paths[line + r, 1]
+        for k in range(max(0, spans[r, 0] - root), count):
+            for m in range(r * group, (r + 1) * group):
+                scores[m * width + root + k - base] = scores[m * width + paths[line + r, 2 + k] - base]
+        if count > 0:
+            spans[r, 1] = root + count
+
+
+@helper
+def _end_at_root(spans: Ints, rows: int, paths: Ints, line: int) -> None:
+    for r in range(rows if line >= 0 else 0):
+        spans[r, 1] = min(spans[r, 1], paths[line + r, 0])
+
+
+@helper
+def _add_nodes(
+    scores: Floats,
+    width: int,
+    group: int,
+    rows: int,
+    base: int,
+    values: Stored,
+    tables: Ints,
+    table: int,
+    kv_heads: int,
+    head: int,
+    dim: int,
+    paths: Ints,
+    line: int,
+    spans: Ints,
+    sums: Floats,
+) -> None:
+    """Add the weighted values of the nodes that each row sees, in order of position, from their slots."""
+    for r in range(rows if line >= 0 else 0):
+        root, count = paths[line + r, 0], paths[line + r, 1]
+        slots = paths[line + r, 2:]
+        k = max(0, spans[r, 0] - root)
+        while k < count:
+            run = _run_of(slots, k, count)
+            block, slot = slots[k] // LANES, slots[k] % LANES
+            at = _block_at(tables, table + block, kv_heads, head, LANES * dim) + slot * dim
+            _gather(
+                scores, r * group * width + root + k - base, width, group, run, values, at, at, dim,
+                sums, r * group * dim,
+            )  # fmt: skip
+            k += run
+
+
+@helper
 def _rows_of_block(spans: Ints, rows: int, block: int) -> tuple[int, int]:
     """Return the rows [first, last) of a tile that attend to something in this block."""
     first, last = 0, rows
@@ -198,6 +283,7 @@ def _attend(
     values: Stored,
     tables: Ints,
     tiles: Ints,
+    paths: Ints,
     window: int,
     softcap: np.float32,
     all_scores: Floats,
@@ -216,11 +302,9 @@ def _attend(
     key_numbers, value_numbers = key_dim * LANES, LANES * value_width
     for task in range(first_task, last_task):
         head = task % kv_heads
-        row, rows, position, table = tiles[task // kv_heads]
-        for r in range(rows):
-            spans[r, 0] = _first_seen(position + r, window)
-            spans[r, 1] = position + r + 1
-        first_block = spans[0, 0] // LANES
+        row, rows, slot, table, line = tiles[task // kv_heads]
+        first, latest = _set_spans(spans, rows, slot, window, paths, line)
+        first_block = first // LANES
         last_block = (spans[rows - 1, 1] - 1) // LANES
         for block in range(first_block, last_block + 1):
             near, far = _rows_of_block(spans, rows, block)
@@ -231,6 +315,7 @@ def _attend(
                 _block_at(tables, table + after, kv_heads, head, key_numbers), key_dim,
                 flat_scores, near * group * width + (block - first_block) * LANES, width,
             )  # fmt: skip
+        _order_scores(flat_scores, width, group, rows, first_block * LANES, paths, line, spans)
         for m in range(rows * group):
             skipped = spans[m // group, 0] // LANES - first_block
             base = (first_block + skipped) * LANES
@@ -241,6 +326,8 @@ def _attend(
             for d in range(value_width):
                 sums[m, d] = _ZERO
             scores[m, width - 1] = total
+        _end_at_root(spans, rows, paths, line)
+        last_block = (spans[rows - 1, 1] - 1) // LANES
         for block in range(first_block, last_block + 1):
             near, far = _rows_of_block(spans, rows, block)
             after = min(block + 1, last_block)
@@ -248,8 +335,13 @@ def _attend(
                 flat_scores, width,
                 flat_values, _block_at(tables, table + block, kv_heads, head, value_numbers),
                 _block_at(tables, table + after, kv_heads, head, value_numbers), value_width, group,
-                (near, far), spans, block, (block - first_block) * LANES, flat_sums,
+                (near, far), spans, latest if line >= 0 else spans[far - 1, 0],
+                block, (block - first_block) * LANES, flat_sums,
             )  # fmt: skip
+        _add_nodes(
+            flat_scores, width, group, rows, first_block * LANES, flat_values, tables, table, kv_heads,
+            head, value_width, paths, line, spans, flat_sums,
+        )  # fmt: skip
         for m in range(rows * group):
             r, g = m // group, m % group
             share = _ONE / scores[m, width - 1]
@@ -265,6 +357,7 @@ def attend(
     values: Stored,
     tables: Ints,
     tiles: Ints,
+    paths: Ints,
     window: int,
     softcap: np.float32,
     scores: Floats,
@@ -275,13 +368,14 @@ def attend(
     """Compute attention of all tasks: task t is KV head t % kv_heads of tile t // kv_heads.
 
     queries: float32 [kv_heads, rows, group, key_dim], scaled. keys: stored [blocks, kv_heads, key_dim, 32];
-    values: stored [blocks, kv_heads, 32, value_width]. tiles: int64 [tiles, 4]: first row, rows, position of
-    the first row, start of its block table in `tables`. window: keys that a query sees, 0: all. softcap: 0:
-    none. Work space: scores: float32 [threads, rows of a tile * group, keys]; sums: float32 [threads, the
-    same rows, value_width]; spans: int64 [threads, rows of a tile, 2]. out: stored [rows, kv_heads, group,
-    value_dim].
+    values: stored [blocks, kv_heads, 32, value_width]. tiles: int64 [tiles, 5] and paths as in `Pages`.
+    window: keys that a query sees, 0: all. softcap: 0: none. Work space: scores: float32 [threads, rows of a
+    tile * group, keys]; sums: float32 [threads, the same rows, value_width]; spans: int64 [threads, rows of a
+    tile, 2]. out: stored [rows, kv_heads, group, value_dim].
     """
-    _attend(threads, tasks, queries, keys, values, tables, tiles, window, softcap, scores, sums, spans, out)
+    _attend(
+        threads, tasks, queries, keys, values, tables, tiles, paths, window, softcap, scores, sums, spans, out
+    )  # fmt: skip
 
 
 def store(

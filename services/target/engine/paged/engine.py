@@ -59,6 +59,6 @@ class PagedEngine:
         """Run one step; what cannot be sampled, such as NaN, is the outcome of its chunk alone."""
         draws = [chunk.draw for chunk in plan.chunks if chunk.draw is not None]
         with self._masks.beside(draws, watch=watch) as masks:
-            logits = self._model.run(plan.chunks, plan.copies, watch)  # [logit rows, vocab]
+            logits = self._model.run(plan.chunks, plan.copies, watch, moves=plan.moves)  # [logit rows, vocab]
         drawn = iter(draw_masked(logits, draws, masks))
         return [None if chunk.draw is None else next(drawn) for chunk in plan.chunks]

@@ -23,6 +23,7 @@ from galley.engine.load.module import load_config, load_module
 from galley.engine.model import CausalModel, ModelInfo, probe_logits
 from galley.engine.pages import FlatPool, Span
 from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of
+from tests.fakes.random_trees import tree_around
 from tests.integration.galley.engine.flex_standin import kernel
 
 CPU = torch.device("cpu")
@@ -108,6 +109,25 @@ def test_the_model_equals_the_cpus_own_attention(kind: str, make_model: Callable
     device = _model(directory, Shapes(), Graphs(Again(), CPU, record_at=1))
     torch.testing.assert_close(probe_logits(device), probe_logits(load(directory)), atol=2e-4, rtol=2e-4)
     assert (device.attention_kind, device.forward_kind) == ("FlexAttention", "transformers")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_have_the_logits_of_the_cpus_own_attention(
+    kind: str, make_model: Callable[[Any], Path]
+) -> None:
+    directory = make_model(CONFIGS[kind]())
+    models = _model(directory, Shapes((8, 32)), Graphs(Again(), CPU, record_at=1)), load(directory)
+    rng = random.Random(8)
+    for nodes in (3, 25, 12):
+        prefix, tree = tokens_of(rng, 45), tree_around(rng, [], tokens_of(rng, nodes))
+        steps = [
+            [StepChunk(0, prefix, [3, 1, 8], 0), StepChunk(0, [7], [9], 0)],
+            [StepChunk(45, tree.tokens[:2], [3, 1, 8], 2, parents=tree.parents[:2])],
+            [StepChunk(1, [5], [9], 1), StepChunk(47, tree.tokens[2:], [3, 1, 8], 1, parents=tree.parents)],
+            [StepChunk(2, [5], [9], 1), StepChunk(45, tree.tokens, [3, 1, 8], nodes, parents=tree.parents)],
+        ]
+        ours, theirs = ([model.run(chunks) for chunks in steps] for model in models)
+        _same(ours, theirs)
 
 
 def test_logits_of_one_step_outlive_the_next(make_model: Callable[[Any], Path]) -> None:

@@ -23,6 +23,7 @@ from galley.engine.cuda.device import DeviceOptions
 from galley.engine.cuda.flex import FlexAttention, attend_by, compiled_flex
 from galley.engine.paged import TorchAttention
 from galley.engine.pages import FlatPool, KvPool, KvShape, Shape, Span
+from tests.fakes.random_trees import tree_around
 from tests.integration.galley.engine.flex_standin import kernel
 
 CPU = torch.device("cpu")
@@ -54,7 +55,10 @@ def _spans(rng: random.Random, most: int) -> list[Span]:
         blocks = list(shared) if start >= 2 * BLOCK_TOKENS and rng.random() < 0.6 else []
         while len(blocks) * BLOCK_TOKENS < start + rows:
             blocks.append(free.pop())
-        spans.append(Span(start, rows, blocks))
+        # Blocks that sequences share hold no nodes.
+        nodes = rng.choice([0, 0, 3, 40])
+        others = [0] * min(nodes, rows + (start % BLOCK_TOKENS if start < 2 * BLOCK_TOKENS else 0))
+        spans.append(Span(start, rows, blocks, tree_around(rng, [], others).parents))
     return spans
 
 
@@ -143,6 +147,31 @@ def test_a_kernel_is_compiled_once_for_its_scale_and_tiles() -> None:
                 _close(ours, plain.store_attend(pages, 0, parts[0], parts[1], parts[2], shape))
     assert [node.args[5] for node in calls] == [shape.scale for shape in kinds]
     assert all(node.kwargs == {} for node in calls)
+
+
+def test_trees_of_any_size_use_one_kernel() -> None:
+    compiled = 0
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    case = {"kv_heads": 2, "group": 3, "key_dim": 16, "value_dim": 40, "dtype": torch.float32}
+    generator = torch.Generator().manual_seed(9)
+    pool = _pool(case, generator)
+    attention, plain = FlexAttention(_flat(pool), 6, attend=compiled_flex(backend)), TorchAttention(pool, 6)
+    rng = random.Random(9)
+    with torch.inference_mode():
+        for nodes in (0, 4, 15, 3, 90):
+            parents = tree_around(rng, [], [0] * nodes).parents
+            rows = max(1, nodes)
+            parts = _rows(case, rows, generator)
+            pages = attention.lay_out([Span(20, rows, [3, 1, 7, 4], parents)])
+            ours = attention.store_attend(pages, 0, parts[0], parts[1], parts[2], Shape(0.3, 20))
+            _close(ours, plain.store_attend(pages, 0, parts[0], parts[1], parts[2], Shape(0.3, 20)))
+    # Chains, trees, and trees in wider tiles.
+    assert compiled == 3
 
 
 def test_a_row_is_the_same_in_any_batch_and_chunk() -> None:

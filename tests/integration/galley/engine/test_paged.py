@@ -30,6 +30,7 @@ from galley.engine.model import Rows
 from galley.engine.paged import CompiledAttention, TorchAttention
 from galley.engine.pages import KvPool, KvShape, Shape, Span
 from tests.fakes.model_configs import CONFIGS, VOCAB, load, tokens_of, whole
+from tests.fakes.random_trees import tree_around
 from tests.integration.services.target.invariance import InvarianceTrial
 
 MakeModel = Callable[[Any], Path]
@@ -49,7 +50,9 @@ def _attend(kind: Any, case: dict[str, Any], *, company: bool, seed: int = 0) ->
     generator = torch.Generator().manual_seed(seed)
     pool = _filled(KvShape(2, kv_heads, dim, dim, case["dtype"]), 16, generator)
     attention: paged.Attention = kind(pool, kv_heads * group, 16 * BLOCK_TOKENS)
-    span = Span(case["start"], case["rows"], [7, 3, 11, 2, 5, 14, 1, 9])
+    nodes = min(case["nodes"], case["start"] + case["rows"])
+    parents = tree_around(random.Random(seed), [], [0] * nodes).parents
+    span = Span(case["start"], case["rows"], [7, 3, 11, 2, 5, 14, 1, 9], parents)
     other = Span(33, 9, [0, 4])
     query = torch.randn(case["rows"], kv_heads * group, dim, generator=generator).to(case["dtype"])
     key, value = (
@@ -79,6 +82,7 @@ CASES = st.fixed_dictionaries(
         "dim": st.sampled_from([8, 32, 48, 64]),
         "rows": st.integers(1, 60),
         "start": st.integers(0, 150),
+        "nodes": st.sampled_from([0, 0, 5, 24, 70]),
         "window": st.sampled_from([None, 1, 5, 32, 70]),
         "softcap": st.sampled_from([None, 2.0]),
         "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
@@ -98,7 +102,7 @@ def test_the_kernel_equals_torch_alone_and_in_a_batch(case: dict[str, Any]) -> N
 
 def test_more_threads_change_no_bit_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     case = {
-        "kv_heads": 3, "group": 3, "dim": 64, "rows": 60, "start": 100,
+        "kv_heads": 3, "group": 3, "dim": 64, "rows": 60, "start": 100, "nodes": 40,
         "window": None, "softcap": None, "dtype": torch.bfloat16,
     }  # fmt: skip
     alone = _attend(CompiledAttention, case, company=False)
@@ -147,7 +151,7 @@ def test_no_bit_depends_on_blocks_chunks_or_batches(
     counts = trial.run(80)
     assert counts.differing == 0, counts.first_difference
     assert counts.rows > 500
-    assert min(counts.evictions, counts.copied_blocks, counts.drafts_fed) > 0
+    assert min(counts.evictions, counts.copied_blocks, counts.drafts_fed, counts.moved_tokens) > 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from galley.core.errors import Broken
-from galley.core.step import StepChunk, StepTrace
+from galley.core.step import StepChunk, StepTrace, TokenMove
 from galley.engine.model import CausalModel
 from galley.engine.parallel.process_group import ProcessGroup, RankLost
 from services.target.ranks.sharded import (
@@ -34,31 +34,34 @@ def lists(most: int) -> st.SearchStrategy[list[int]]:
     return st.lists(NUMBERS, max_size=most)
 
 
-CHUNKS = st.builds(StepChunk, NUMBERS, lists(9), lists(5), NUMBERS)
-COPIES = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3)
+PARENTS = st.lists(st.integers(-1, 2**31 - 1), max_size=4).map(tuple)
+CHUNKS = st.builds(StepChunk, NUMBERS, lists(9), lists(5), NUMBERS, parents=PARENTS)
+COPIES = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3).map(tuple)
+MOVES = st.lists(st.builds(TokenMove, NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=3).map(tuple)
 SPANS = st.just(b"") | st.binary(min_size=24, max_size=24)
 
 
-@settings(max_examples=100)
-@given(st.lists(CHUNKS, max_size=4), COPIES, SPANS)
-def test_a_plan_arrives_as_it_was(
-    chunks: list[StepChunk], copies: list[tuple[int, int]], span: bytes
-) -> None:
-    sent = torch.tensor(encode(chunks, copies, span), dtype=torch.int32)
-    assert decode(sent.tolist()) == RankStep(tuple(chunks), tuple(copies), span)
+def steps(least: int) -> st.SearchStrategy[RankStep]:
+    chunks = st.lists(CHUNKS, min_size=least, max_size=4).map(tuple)
+    return st.builds(RankStep, chunks, COPIES, SPANS, MOVES)
 
 
 @settings(max_examples=100)
-@given(st.lists(CHUNKS, min_size=1, max_size=3), COPIES, SPANS, st.data())
-def test_a_plan_cut_short_is_refused(
-    chunks: list[StepChunk], copies: list[tuple[int, int]], span: bytes, data: st.DataObject
-) -> None:
-    whole = encode(chunks, copies, span)
+@given(steps(0))
+def test_a_plan_arrives_as_it_was(step: RankStep) -> None:
+    sent = torch.tensor(encode(step), dtype=torch.int32)
+    assert decode(sent.tolist()) == step
+
+
+@settings(max_examples=100)
+@given(steps(1), st.data())
+def test_a_plan_cut_short_is_refused(step: RankStep, data: st.DataObject) -> None:
+    whole = encode(step)
     with pytest.raises(Broken):
         decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
-@pytest.mark.parametrize("numbers", [[7], [1, 0, 0, 5]])
+@pytest.mark.parametrize("numbers", [[7], [1, 0, 0, 0, 5]])
 def test_invalid_plan_is_refused(numbers: list[int]) -> None:
     with pytest.raises(Broken):
         decode(numbers)
@@ -112,9 +115,14 @@ class StandIn:
         self.failure = failure
 
     def run(
-        self, chunks: Sequence[StepChunk], copies: Sequence[tuple[int, int]], watch: StepTrace | None = None
+        self,
+        chunks: Sequence[StepChunk],
+        copies: Sequence[tuple[int, int]],
+        watch: StepTrace | None = None,
+        *,
+        moves: Sequence[TokenMove] = (),
     ) -> Tensor:
-        self.ran.append(RankStep(tuple(chunks), tuple(copies)))
+        self.ran.append(RankStep(tuple(chunks), tuple(copies), moves=tuple(moves)))
         if self.failure is not None:
             raise self.failure
         return torch.ones(1)
@@ -128,17 +136,18 @@ def untold(watch: StepTrace) -> None:
     pytest.fail(f"no pass was traced, and this was heard: {watch}")
 
 
-CHUNK = StepChunk(3, [5, 6], [0, 1], 1)
+CHUNK = StepChunk(3, [5, 6], [0, 1], 1, parents=(-1, -1))
+MOVE = TokenMove(2, 3, 2, 1)
 
 
 def test_all_ranks_run_what_rank_0_runs_until_it_stops() -> None:
     wire, first, other = Wire(), StandIn(), StandIn()
     model = ShardedModel(model_of(first), wire, on_loss=lambda: pytest.fail("nothing was lost"))
-    assert model.run([CHUNK], [(1, 2)]).tolist() == [1.0]
+    assert model.run([CHUNK], [(1, 2)], moves=[MOVE]).tolist() == [1.0]
     model.run([CHUNK])
     model.stop()
     follow(model_of(other), wire, untold)
-    assert other.ran == first.ran == [RankStep((CHUNK,), ((1, 2),)), RankStep((CHUNK,), ())]
+    assert other.ran == first.ran == [RankStep((CHUNK,), ((1, 2),), moves=(MOVE,)), RankStep((CHUNK,), ())]
 
 
 @pytest.mark.parametrize("watch", [None, StepTrace(bytes(range(24)))], ids=["untraced", "traced"])

@@ -1,9 +1,9 @@
 """Logits of a position have the same bits however they are computed: a world that tries to make them differ.
 
 Each sequence's logits are computed once alone, from nothing, in one chunk. Then sequences are fed side by
-side: chunks of random lengths in random company, draft tokens that turn out wrong, cuts, losses of all blocks
-and refills into others, blocks copied elsewhere. Every row of logits on the way must equal the first, bit by
-bit.
+side: chunks of random lengths in random company, draft tokens that turn out wrong, trees that hold some of
+the next tokens among others, cuts, losses of all blocks and refills into others, blocks copied elsewhere.
+Every row of logits on the way must equal the first, bit by bit.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from galley.core.step import StepChunk
+from galley.core.step import StepChunk, TokenMove
+from galley.core.trees import CHAIN
 from galley.engine.model import CausalModel
+from tests.fakes.random_trees import RandomTree, token_moves, tree_around
 
 _CHUNKS = (1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64)
 _MAX_DRAFTS = 8
+_MAX_PATH, _MAX_OTHERS = 6, 9
 
 
 @dataclass(slots=True)
@@ -28,6 +31,8 @@ class InvarianceCounts:
     evictions: int = 0
     copied_blocks: int = 0
     drafts_fed: int = 0
+    trees_fed: int = 0
+    moved_tokens: int = 0
     first_difference: str = ""
 
 
@@ -46,6 +51,7 @@ class InvarianceTrial:
         self._free = list(range(model.kv.blocks))
         self._random.shuffle(self._free)
         self._copies: list[tuple[int, int]] = []
+        self._moves: list[TokenMove] = []
         self.counts = InvarianceCounts()
         self._sequences = [self._sequence(longest) for _ in range(sequences)]
 
@@ -92,34 +98,58 @@ class InvarianceTrial:
         chunks, fed_chunks = [], []
         for sequence in company:
             count = min(self._random.choice(_CHUNKS), len(sequence.tokens) - sequence.done)
-            drafts = self._some(self._random.choice((0, 0, 1, 4, _MAX_DRAFTS)))
-            while len(sequence.blocks) < self._needed(sequence.done + count + len(drafts)):
+            fed = sequence.tokens[sequence.done : sequence.done + count]
+            tree = self._tree(sequence.tokens[sequence.done + count :])
+            while len(sequence.blocks) < self._needed(sequence.done + count + len(tree.tokens)):
                 sequence.blocks.append(self._free.pop())
-            fed = [*sequence.tokens[sequence.done : sequence.done + count], *drafts]
-            want = self._random.choice((0, len(fed), len(fed), min(len(fed), 1 + len(drafts))))
-            chunks.append(StepChunk(sequence.done, fed, list(sequence.blocks), want))
-            fed_chunks.append((sequence, sequence.done, count, len(fed) - want))
-            self.counts.drafts_fed += len(drafts)
-            sequence.done += count
-        logits = self._model.run(chunks, self._copies)
+            fed += tree.tokens
+            want = self._random.choice((0, len(fed), len(fed), min(len(fed), 1 + len(tree.tokens))))
+            chunks.append(
+                StepChunk(sequence.done, fed, list(sequence.blocks), want, parents=tuple(tree.parents))
+            )
+            fed_chunks.append((sequence, count, tree))
+        logits = self._model.run(chunks, self._copies, moves=self._moves)
         self._free += [old for old, _ in self._copies]
-        self._copies = []
+        self._copies, self._moves = [], []
         self.counts.passes += 1
         row = 0
-        for (sequence, start, count, skipped), chunk in zip(fed_chunks, chunks, strict=True):
+        for (sequence, count, tree), chunk in zip(fed_chunks, chunks, strict=True):
             mine = logits[row : row + chunk.want_logits]
             row += chunk.want_logits
-            self._compare(sequence, mine[: max(0, count - skipped)], start + skipped)
+            skipped = len(chunk.tokens) - chunk.want_logits
+            true_rows = [*range(count), *(count + node for node in tree.path)]
+            for position, true_row in enumerate(true_rows, chunk.start):
+                if true_row >= skipped:
+                    self._compare(sequence, mine[true_row - skipped], position)
+            sequence.done += count
+            self._accept(sequence, tree)
 
-    def _compare(self, sequence: _Sequence, logits: torch.Tensor, first: int) -> None:
-        expected = sequence.alone[first : first + len(logits)]
-        same = (logits == expected).all(dim=1)
-        self.counts.rows += len(logits)
-        self.counts.differing += int((~same).sum())
-        if not bool(same.all()) and not self.counts.first_difference:
-            at = int((~same).nonzero()[0])
-            error = float((logits[at] - expected[at]).abs().max())
-            self.counts.first_difference = f"pass {self.counts.passes}, position {first + at}, by {error:.3g}"
+    def _tree(self, following: list[int]) -> RandomTree:
+        """Return draft tokens: a chain that is wrong, or a tree that holds tokens that follow."""
+        if self._random.random() < 0.6:
+            drafts = self._some(self._random.choice((0, 0, 1, 4, _MAX_DRAFTS)))
+            self.counts.drafts_fed += len(drafts)
+            return RandomTree(drafts, CHAIN, [])
+        self.counts.trees_fed += 1
+        path = following[: self._random.randint(0, _MAX_PATH)]
+        return tree_around(self._random, path, self._some(self._random.randint(1, _MAX_OTHERS)))
+
+    def _accept(self, sequence: _Sequence, tree: RandomTree) -> None:
+        accepted = tree.path[: self._random.randint(0, len(tree.path))]
+        moves = token_moves(sequence.blocks, sequence.done, accepted)
+        self._moves += moves
+        self.counts.moved_tokens += len(moves)
+        sequence.done += len(accepted)
+
+    def _compare(self, sequence: _Sequence, logits: torch.Tensor, position: int) -> None:
+        expected = sequence.alone[position]
+        self.counts.rows += 1
+        if torch.equal(logits, expected):
+            return
+        self.counts.differing += 1
+        if not self.counts.first_difference:
+            error = float((logits - expected).abs().max())
+            self.counts.first_difference = f"pass {self.counts.passes}, position {position}, by {error:.3g}"
 
     def _needed(self, length: int) -> int:
         return -(-length // self._model.kv.block_tokens)
