@@ -291,6 +291,18 @@ class SourceTokens:
 
 
 @value
+class VerifiedTree:
+    """The draft tokens of a verdict, where several were candidates for a position.
+
+    `depth` is the length of its longest path. The counts are of nodes, by rank among their siblings.
+    """
+
+    depth: int
+    verified_by_rank: tuple[int, ...]
+    accepted_by_rank: tuple[int, ...]
+
+
+@value
 class RoundEnded:
     """One finished round, for telemetry.
 
@@ -300,7 +312,7 @@ class RoundEnded:
     draft held up the target. `orchestration_ns` is what neither replica accounts for: without credit the
     round less their computing, with credit the wait for the verdict less the target's queueing and computing.
     `k` is the last number of tokens requested. `strategy` is what proposed draft tokens last ("none" without
-    any); `sources` divides them by what proposed each.
+    any); `sources` divides them by what proposed each. `tree` is None for a chain.
     With `reads_prompt`, the target read more than the session's last token before this verdict.
     """
 
@@ -320,6 +332,12 @@ class RoundEnded:
     overlap: Overlap = "none"
     reads_prompt: bool = False
     sources: tuple[SourceTokens, ...] = ()
+    tree: VerifiedTree | None = None
+
+    @property
+    def depth(self) -> int:
+        """Return the number of positions for which draft tokens were verified."""
+        return self.verdict.verified if self.tree is None else self.tree.depth
 
     @property
     def parts(self) -> RoundParts:

@@ -40,7 +40,7 @@ from galley.core.session import events as ev
 from galley.core.session.delivery import Delivery
 from galley.core.session.draft_statistics import SharedStatistics
 from galley.core.session.drafting import Drafting, PendingProposal
-from galley.core.session.round import Round, SpeculationStats
+from galley.core.session.round import Round, SpeculationStats, VerifiedNodes
 from galley.core.session.sources import LocalSources
 from galley.core.session.speculation import Speculation
 from galley.core.session.verifying import OpenVerify, Verifying
@@ -438,7 +438,7 @@ class Session:
             event,
             confirmed,
             now,
-            verified_by=sources,
+            nodes=VerifiedNodes(sources),
             k=self._drafting.k,
             strategy=strategy,
             reads_prompt=reads_prompt,

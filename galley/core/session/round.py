@@ -6,9 +6,33 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from galley.core.names import LOCAL_SOURCES, NO_STRATEGY
-from galley.core.session.events import Overlap, RoundEnded, SourceTokens, Timing, Verified
+from galley.core.session.events import (
+    Overlap,
+    RoundEnded,
+    SourceTokens,
+    Timing,
+    Verified,
+    VerifiedTree,
+)
+from galley.core.trees import CHAIN, Parents, depths, ranks
+from galley.core.values import value
 
 _NO_DRAFT = Timing()
+
+
+@value
+class VerifiedNodes:
+    """Verified draft tokens: what proposed each, their tree, and which of a tree were accepted.
+
+    Of a chain (no `parents`), the first ones were accepted.
+    """
+
+    sources: Sequence[str] = ()
+    parents: Parents = CHAIN
+    path: Sequence[int] = ()
+
+
+_NO_NODES = VerifiedNodes()
 
 
 class Round:
@@ -39,11 +63,13 @@ class Round:
         confirmed: int,
         now: int,
         *,
-        verified_by: Sequence[str] = (),
+        nodes: VerifiedNodes = _NO_NODES,
         k: int,
         strategy: str,
         reads_prompt: bool,
     ) -> RoundEnded:
+        """Return the report of the round; `nodes` are the draft tokens that were verified."""
+        accepted = min(verdict.accepted, confirmed)
         if self._with_credit:
             unaccounted = now - self.verify_ns - verdict.timing.queue_ns - verdict.timing.compute_ns
         else:
@@ -54,7 +80,7 @@ class Round:
             self.started_ns,
             now,
             self.drafted,
-            min(verdict.accepted, confirmed),
+            accepted,
             confirmed,
             self.draft_wait_ns,
             verdict.timing.linger_ns if self._with_credit else self.exposed_ns,
@@ -65,14 +91,17 @@ class Round:
             strategy if self.drafted or verdict.verified else NO_STRATEGY,
             self.overlap,
             reads_prompt,
-            self._by_source(verified_by, min(verdict.accepted, confirmed)),
+            self._by_source(nodes, accepted),
+            _verified_tree(nodes, accepted) if nodes.parents else None,
         )
 
-    def _by_source(self, verified_by: Sequence[str], accepted: int) -> tuple[SourceTokens, ...]:
-        """Return the draft tokens of each source; `verified_by` is what proposed each verified token."""
+    def _by_source(self, nodes: VerifiedNodes, accepted: int) -> tuple[SourceTokens, ...]:
+        verified_by = nodes.sources
         if not self._drafted_by and not verified_by:
             return ()
-        right = verified_by[:accepted]
+        right = (
+            [verified_by[node] for node in nodes.path[:accepted]] if nodes.parents else verified_by[:accepted]
+        )
         return tuple(
             [
                 SourceTokens(
@@ -87,7 +116,9 @@ class Round:
 class SpeculationStats:
     """Sums over the rounds of one stream; times in nanoseconds.
 
-    Draft token i was accepted in `accepted_at[i]` of the `verified_at[i]` rounds in which it was verified.
+    A draft token for position i of the round was accepted in `accepted_at[i]` of the `verified_at[i]` rounds
+    in which any was verified. `accepted_by_rank` and `verified_by_rank` count draft tokens by rank among the
+    candidates for their position, the likeliest first.
     `cancelled` counts the proposals that were given up. The target waited `exposed_draft_ns` for drafts, and
     found `cached_tokens` of the session in its cache when the stream began. `sources` divides draft tokens by
     what proposed them.
@@ -110,6 +141,8 @@ class SpeculationStats:
     exposed_draft_ns: int = 0
     cached_tokens: int = 0
     sources: dict[str, SourceTokens] = field(default_factory=dict)
+    accepted_by_rank: list[int] = field(default_factory=list)
+    verified_by_rank: list[int] = field(default_factory=list)
 
     @property
     def unverified(self) -> int:
@@ -133,7 +166,13 @@ class SpeculationStats:
         self.verify_compute_ns += done.verdict.timing.compute_ns
         self.orchestration_ns.append(done.orchestration_ns)
         _count_below(self.accepted_at, done.accepted)
-        _count_below(self.verified_at, done.verdict.verified)
+        _count_below(self.verified_at, done.depth)
+        if done.tree is not None:
+            _add(self.accepted_by_rank, done.tree.accepted_by_rank)
+            _add(self.verified_by_rank, done.tree.verified_by_rank)
+        elif done.verdict.verified:
+            _add(self.accepted_by_rank, (done.accepted,))
+            _add(self.verified_by_rank, (done.verdict.verified,))
         if done.sources:
             self.sources = sum_sources((*self.sources.values(), *done.sources))
 
@@ -173,3 +212,21 @@ def _count_below(counts: list[int], length: int) -> None:
     counts.extend([0] * (length - len(counts)))
     for index in range(length):
         counts[index] += 1
+
+
+def _add(sums: list[int], counts: Sequence[int]) -> None:
+    sums.extend([0] * (len(counts) - len(sums)))
+    for index, count in enumerate(counts):
+        sums[index] += count
+
+
+def _verified_tree(nodes: VerifiedNodes, accepted: int) -> VerifiedTree:
+    parents = nodes.parents
+    rank_of = ranks(parents, len(parents))
+    width = max(rank_of) + 1
+    right = [rank_of[node] for node in nodes.path[:accepted]]
+    return VerifiedTree(
+        max(depths(parents, len(parents))) + 1,
+        tuple([rank_of.count(rank) for rank in range(width)]),
+        tuple([right.count(rank) for rank in range(width)]),
+    )

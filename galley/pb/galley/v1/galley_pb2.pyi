@@ -1062,7 +1062,7 @@ class SpeculationStats(_message.Message):
 
     @_builtins.property
     def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Number of rounds in which draft token i was accepted, and in which it was verified."""
+        """Number of rounds in which a draft token for position i of the round was accepted, and in which any was verified."""
 
     @_builtins.property
     def verified_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

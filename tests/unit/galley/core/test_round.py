@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from galley.core.session.events import RoundEnded, Timing, Verified
-from galley.core.session.round import Round, SpeculationStats
+from galley.core.session.events import RoundEnded, SourceTokens, Timing, Verified
+from galley.core.session.round import Round, SpeculationStats, VerifiedNodes
+from galley.core.trees import follow
 
 VERDICT = Verified(1, 9, (7, 8, 9), 2, 4, 10, "build", timing=Timing(50, 300, 20), kv_reused=6)
 
@@ -87,4 +88,28 @@ def test_sums_over_rounds() -> None:
         cancelled=0,
         exposed_draft_ns=270,
         cached_tokens=6,
+        accepted_by_rank=[3],
+        verified_by_rank=[5],
     )
+
+
+def test_sums_over_rounds_with_trees() -> None:
+    # 7 and 5 are candidates for the first position, 8 and 6 follow 7.
+    tokens, parents = (7, 5, 8, 6), (-1, -1, 0, 0)
+    verdict = replace(VERDICT, tokens=(7, 6, 9), accepted=2, verified=len(tokens))
+    sources = ("model", "model", "model", "ngram")
+    nodes = VerifiedNodes(sources, parents, follow(tokens, parents, verdict.tokens))
+    stats = SpeculationStats()
+    for confirmed in (3, 1):  # the answer ended after one token of the second round
+        done = Round(100, with_credit=False).finish(
+            verdict, confirmed, 1000, nodes=nodes, k=4, strategy="model", reads_prompt=False
+        )
+        stats.add(done)
+        assert done.depth == 2
+    assert (stats.verified, stats.accepted) == (8, 3)
+    assert (stats.verified_at, stats.accepted_at) == ([2, 2], [2, 1])
+    assert (stats.verified_by_rank, stats.accepted_by_rank) == ([4, 4], [2, 1])
+    assert stats.sources == {
+        "model": SourceTokens("model", 0, 6, 2),
+        "ngram": SourceTokens("ngram", 0, 2, 1),
+    }
